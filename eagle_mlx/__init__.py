@@ -1,0 +1,35 @@
+"""EAGLE-MLX: draft heads for language models on Apple's MLX, trained and used losslessly.
+
+import eagle_mlx as em
+
+target = em.load_target("checkpoints/target")
+head = em.load_head("checkpoints/head", target)
+engine = em.Engine(target, proposer=em.HeadProposer(head), policy=em.FixedPolicy(4))
+print(engine.generate(["def fib(n):"], em.SamplingParams(max_tokens=64))[0].text)
+"""
+
+from eagle_mlx import blas
+
+blas.activate()  # before anything imports MLX
+
+from eagle_mlx.engine import Engine, Output  # noqa: E402
+from eagle_mlx.errors import EagleError  # noqa: E402
+from eagle_mlx.formats import load_head  # noqa: E402
+from eagle_mlx.policy import FixedPolicy  # noqa: E402
+from eagle_mlx.proposers.head import HeadProposer  # noqa: E402
+from eagle_mlx.proposers.ngram import NgramProposer  # noqa: E402
+from eagle_mlx.sampling import SamplingParams  # noqa: E402
+from eagle_mlx.target import Target, load_target  # noqa: E402
+
+__all__ = [
+    "EagleError",
+    "Engine",
+    "FixedPolicy",
+    "HeadProposer",
+    "NgramProposer",
+    "Output",
+    "SamplingParams",
+    "Target",
+    "load_head",
+    "load_target",
+]

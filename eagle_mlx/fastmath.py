@@ -1,0 +1,56 @@
+"""Exponentials for training on the CPU, where MLX's `exp` costs 9 ns an element and its `power` 3 ns."""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+import mlx.nn as nn
+
+# On two cores, [2048, 768] float32: exp 8.5 ns an element, sigmoid 13.3, softmax 9.1; power(e, x) 2.9, a sum or a
+# product 0.1 to 0.4. A GPU fuses the library's forms better than these, so they are used on the CPU only.
+
+
+def on_cpu() -> bool:
+    return mx.default_device() == mx.Device(mx.cpu)
+
+
+def exp(x: mx.array) -> mx.array:
+    """e**x, to float32 rounding of the exponent."""
+    return mx.power(mx.array(math.e, x.dtype), x) if on_cpu() else mx.exp(x)
+
+
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """silu(gate) * x, elementwise."""
+    if not on_cpu():
+        return nn.silu(gate) * x
+    return gate * mx.reciprocal(1 + exp(-gate)) * x
+
+
+def softmax(x: mx.array) -> mx.array:
+    """Softmax over the last axis."""
+    if not on_cpu():
+        return mx.softmax(x, axis=-1)
+    e = exp(x - mx.stop_gradient(mx.max(x, axis=-1, keepdims=True)))
+    return e * mx.reciprocal(mx.sum(e, axis=-1, keepdims=True))
+
+
+def log_sum_exp(x: mx.array) -> mx.array:
+    """Log of the sum of exponentials over the last axis, which is kept with length 1."""
+    if not on_cpu():
+        return mx.logsumexp(x, axis=-1, keepdims=True)
+    top = mx.stop_gradient(mx.max(x, axis=-1, keepdims=True))
+    return top + mx.log(mx.sum(exp(x - top), axis=-1, keepdims=True))
+
+
+def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.array) -> mx.array:
+    """Scaled dot-product attention with grouped queries.
+
+    q: [B, Hq, L, D]; k, v: [B, Hkv, S, D]; mask: additive, broadcastable to [B, Hkv, Hq/Hkv, L, S]. Returns
+    [B, Hq, L, D].
+    """
+    b, hq, length, d = q.shape
+    hkv = k.shape[1]
+    grouped = (q * scale).reshape(b, hkv, hq // hkv, length, d)
+    weights = softmax(grouped @ k[:, :, None].swapaxes(-1, -2) + mask)
+    return (weights @ v[:, :, None]).reshape(b, hq, length, d)

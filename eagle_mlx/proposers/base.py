@@ -1,0 +1,74 @@
+"""What every way to draft has in common: the protocol between a proposer and the engine.
+
+A proposer is shared by all batches; what it knows of a batch's rows lives in a state that it opens for them. Per round
+the engine calls `propose`, verifies, and calls `observe` with what the rows have become. A third party's proposer
+needs no base class, only these methods; `ngram.py` is the shortest example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+from eagle_mlx.sampling import SamplingBatch
+from eagle_mlx.target import Target
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Draft tokens of a batch, one chain per row."""
+
+    tokens: mx.array
+    """[B, k] int32 target ids."""
+    lengths: mx.array
+    """[B] int32, how many of a row's tokens count; 0 is allowed."""
+    probs: mx.array | None = None
+    """[B, k, V] float32, the distributions that the tokens were drawn from; None where they were not drawn."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Positions that the target has read since the last observation, the same for every layer of interest."""
+
+    tokens: Sequence[Sequence[int]]
+    """Row by row, the token that follows each of those positions; at least one in each row."""
+    aux: tuple[mx.array, ...]
+    """The proposer's aux layers at those positions, each [B, L, H], right-padded."""
+
+
+class ProposerState(Protocol):
+    def prefill(self, seen: Observation) -> None:
+        """The target has read a chunk of the prompts that the state was opened with."""
+
+    def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        """Draft up to `depth` >= 1 tokens behind each row.
+
+        `positions` [B] int32: the index in its sequence of each row's first draft token, which keys the noise.
+        """
+
+    def observe(self, seen: Observation) -> None:
+        """Take note of what the target has read and of the tokens that follow."""
+
+    def append(self, other: ProposerState) -> None:
+        """The other state's rows join behind this one's."""
+
+    def remove(self, row: int) -> None:
+        """A row leaves; the last one takes its place."""
+
+
+class Proposer(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Target layers, counted from 0, whose outputs `observe` needs."""
+
+    def bind(self, target: Target) -> None:
+        """Called once, when the engine is built. Raises an EagleError where the target does not fit."""
+
+    def open(self, prompts: Sequence[Sequence[int]]) -> ProposerState:
+        """A state for new rows, of which the target has read nothing yet."""

@@ -1,0 +1,139 @@
+"""Drafting with an EAGLE head: the target's hidden states in, a chain of tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from eagle_mlx.cache import RaggedCache, without_row
+from eagle_mlx.errors import HeadError
+from eagle_mlx.formats import check_fit
+from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.proposers.base import Draft, Observation, ProposerState
+from eagle_mlx.sampling import SamplingBatch, draft_sample
+from eagle_mlx.target import Target
+
+
+class HeadProposer:
+    """Drafts with a trained head, bound to the target that it was trained for."""
+
+    name = "eagle"
+
+    def __init__(self, head: Eagle3Head):
+        self.head = head
+        self._target: Target | None = None
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.head.config.aux_layers
+
+    @property
+    def target(self) -> Target:
+        if self._target is None:
+            raise HeadError("this head is not bound to a target; build an Engine with it first")
+        return self._target
+
+    def bind(self, target: Target) -> None:
+        check_fit(self.head, target)
+        self._target = target
+
+    def open(self, prompts: Sequence[Sequence[int]]) -> HeadState:
+        return HeadState(self, len(prompts))
+
+
+@dataclass
+class _Pending:
+    """Committed positions that the head has not read yet."""
+
+    tokens: mx.array
+    """[B, L] int32, the token after each position, right-padded."""
+    features: mx.array
+    """[B, L, H]"""
+    counts: list[int]
+
+
+class HeadState:
+    """The head's own cache, and for each row the hidden state from which the first draft token is read.
+
+    The head's entry t is made of the target's hidden state at position t and the token at t + 1, so the cache is always
+    one entry behind the row's text. Entries written while drafting hold the head's own guesses at the hidden states:
+    they are forgotten after each proposal and written again from the target's.
+    """
+
+    def __init__(self, proposer: HeadProposer, rows: int):
+        self.head, self.target = proposer.head, proposer.target
+        self.cache = RaggedCache(1, rows)
+        self._lengths = [0] * rows
+        self._pending: _Pending | None = None
+        self._hidden = mx.zeros((rows, 1, self.head.config.hidden_size), self.target.dtype)
+
+    def prefill(self, seen: Observation) -> None:
+        self.observe(seen)
+        self._read_pending()
+        mx.async_eval(self._hidden, self.cache.state)
+
+    def observe(self, seen: Observation) -> None:
+        self._read_pending()
+        counts = [len(tokens) for tokens in seen.tokens]
+        longest = max(counts)
+        tokens = mx.array([[*tokens, *([0] * (longest - len(tokens)))] for tokens in seen.tokens], mx.int32)
+        features = self.head.features([x[:, :longest] for x in seen.aux])
+        self._pending = _Pending(tokens, features, counts)
+
+    def _read_pending(self) -> None:
+        """Bring the cache in step with the target's, and keep each row's newest hidden state [B, 1, H]."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        h = self._forward(pending.tokens, pending.features)
+        if len(set(pending.counts)) == 1:
+            self._hidden = h[:, -1:]
+            self.cache.lengths.advance(pending.counts[0])
+        else:
+            counts = mx.array(pending.counts, mx.int32)
+            newest = mx.take_along_axis(h, mx.maximum(counts - 1, 0)[:, None, None], axis=1)
+            self._hidden = mx.where(counts[:, None, None] > 0, newest, self._hidden)
+            self.cache.lengths.advance(counts, at_most=max(pending.counts))
+        self._lengths = [a + b for a, b in zip(self._lengths, pending.counts, strict=True)]
+        self.cache.lengths.settle(self._lengths)
+
+    def _forward(self, tokens: mx.array, features: mx.array) -> mx.array:
+        layer = self.cache.layers[0]
+        return self.head(self.target.embed(tokens), features, layer, layer.make_mask(tokens.shape[1]))
+
+    def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        self._read_pending()
+        committed = self.cache.lengths.save()
+        hidden = self._hidden
+        tokens: list[mx.array] = []
+        probs: list[mx.array | None] = []
+        for step in range(depth):
+            if step:
+                hidden = self._forward(tokens[-1], hidden)
+                self.cache.lengths.advance(1)
+            logits = self.head.logits(hidden)[:, 0]
+            token, q = draft_sample(logits, sampling, positions + step, self.target.vocab_size, self.head.token_ids)
+            mx.async_eval(token)  # the device drafts while the host builds the next step
+            tokens.append(token[:, None])
+            probs.append(q)
+        self.cache.lengths.restore(committed)
+        lengths = mx.array([depth if length else 0 for length in self._lengths], mx.int32)  # nothing read, no draft
+        drawn = [q for q in probs if q is not None]
+        return Draft(mx.concatenate(tokens, axis=1), lengths, mx.stack(drawn, axis=1) if drawn else None)
+
+    def append(self, other: ProposerState) -> None:
+        assert isinstance(other, HeadState)
+        self._read_pending()
+        other._read_pending()
+        self.cache.append(other.cache)
+        self._lengths.extend(other._lengths)
+        self._hidden = mx.concatenate([self._hidden, other._hidden], axis=0)
+
+    def remove(self, row: int) -> None:
+        self._read_pending()
+        self.cache.remove(row)
+        self._lengths[row] = self._lengths[-1]
+        self._lengths.pop()
+        self._hidden = without_row(self._hidden, row)

@@ -1,0 +1,87 @@
+"""N-gram drafting: what followed the last tokens when they last occurred in this very text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.proposers.base import Draft, Observation, ProposerState
+from eagle_mlx.sampling import SamplingBatch
+from eagle_mlx.target import Target
+
+
+@dataclass
+class NgramIndex:
+    """The text of one row, with the latest place at which each of its n-grams ended.
+
+    Updated in place, a constant amount of work per token and per lookup whatever the length of the text.
+    """
+
+    max_ngram: int
+    min_ngram: int
+    tokens: list[int] = field(default_factory=list)
+    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            # An n-gram is entered when the token after it arrives, so that a lookup never finds itself.
+            for n in range(self.min_ngram, min(self.max_ngram, len(self.tokens)) + 1):
+                self.ends[tuple(self.tokens[-n:])] = len(self.tokens)
+            self.tokens.append(token)
+
+    def lookup(self, count: int) -> list[int]:
+        """Up to `count` tokens that followed the longest match, its latest occurrence; empty without a match."""
+        for n in range(min(self.max_ngram, len(self.tokens)), self.min_ngram - 1, -1):
+            end = self.ends.get(tuple(self.tokens[-n:]))
+            if end is not None:
+                return self.tokens[end : end + count]
+        return []
+
+
+class NgramProposer:
+    """Drafts by looking the last tokens up in the row's own text, longest n-gram first; costs no model."""
+
+    name = "ngram"
+    aux_layers: tuple[int, ...] = ()
+
+    def __init__(self, max_ngram: int = 3, min_ngram: int = 1, prompt_lookup: bool = True):
+        if not 1 <= min_ngram <= max_ngram:
+            raise ConfigError(f"min_ngram {min_ngram} and max_ngram {max_ngram} must satisfy 1 <= min <= max")
+        self.max_ngram, self.min_ngram, self.prompt_lookup = max_ngram, min_ngram, prompt_lookup
+
+    def bind(self, target: Target) -> None:
+        """Any target fits."""
+
+    def open(self, prompts: Sequence[Sequence[int]]) -> NgramState:
+        rows = [NgramIndex(self.max_ngram, self.min_ngram) for _ in prompts]
+        for row, prompt in zip(rows, prompts, strict=True):
+            row.extend(prompt if self.prompt_lookup else prompt[-1:])
+        return NgramState(rows)
+
+
+class NgramState:
+    def __init__(self, rows: list[NgramIndex]):
+        self.rows = rows
+
+    def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        found = [row.lookup(depth) for row in self.rows]
+        padded = [tokens + [0] * (depth - len(tokens)) for tokens in found]
+        return Draft(mx.array(padded, mx.int32), mx.array([len(tokens) for tokens in found], mx.int32))
+
+    def prefill(self, seen: Observation) -> None:
+        """The prompts were indexed when the state was opened."""
+
+    def observe(self, seen: Observation) -> None:
+        for row, tokens in zip(self.rows, seen.tokens, strict=True):
+            row.extend(tokens)
+
+    def append(self, other: ProposerState) -> None:
+        assert isinstance(other, NgramState)
+        self.rows.extend(other.rows)
+
+    def remove(self, row: int) -> None:
+        self.rows[row] = self.rows[-1]
+        self.rows.pop()

@@ -1,0 +1,255 @@
+"""Sampling parameters, the distribution that they define, and noise that depends on (seed, position) alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from hashlib import blake2b
+from typing import Literal, get_args
+
+import mlx.core as mx
+import numpy as np
+
+from eagle_mlx.errors import ConfigError
+
+Acceptance = Literal["auto", "coupled", "rejection"]
+Rule = Literal["greedy", "coupled", "rejection"]
+
+COLDEST = 1e-5
+"""Temperatures below this one are greedy: dividing by them would leave the range of float32."""
+
+_OFF = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request wants its tokens drawn. Raises ConfigError, with the field's name, for a value out of range.
+
+    Filters apply in the order temperature, top_k, top_p, min_p, each to what the one before it left; tokens that tie
+    with the last one kept are kept too.
+    """
+
+    temperature: float = 0.0
+    """0 is greedy: the argmax over the whole vocabulary."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all, 1 is greedy."""
+    top_p: float = 1.0
+    """Keep the fewest most likely tokens whose probabilities reach this sum; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep the tokens at least this fraction as likely as the likeliest; 0 keeps all."""
+    seed: int | None = None
+    """With coupled acceptance the same seed gives the same tokens, in any company and at any draft length."""
+    max_tokens: int = 256
+    """Tokens to generate at most."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the text, beside the model's own end-of-sequence tokens."""
+    acceptance: Acceptance = "auto"
+    """How drafts are accepted when sampling; auto: coupled with a seed, rejection without. Both are lossless."""
+    ignore_eos: bool = False
+    """Generate on after an end-of-sequence token."""
+
+    def __post_init__(self) -> None:
+        _require("temperature", self.temperature, float, 0, 1e6, "a number from 0 (greedy) to 1e6")
+        _require("top_k", self.top_k, int, 0, _OFF, "an integer of at least 0 (0 keeps all)")
+        _require("top_p", self.top_p, float, math.ulp(0), 1, "a number above 0 and at most 1 (1 keeps all)")
+        _require("min_p", self.min_p, float, 0, 1, "a number from 0 (keeps all) to 1")
+        _require("max_tokens", self.max_tokens, int, 1, math.inf, "an integer of at least 1")
+        if self.seed is not None:
+            _require("seed", self.seed, int, -(2**63), 2**64 - 1, "an integer of 64 bits, or None")
+        for token in self.stop_token_ids:
+            _require("stop_token_ids", token, int, 0, _OFF, "token ids, integers of at least 0")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.acceptance not in get_args(Acceptance):
+            raise ConfigError(f"acceptance must be one of {', '.join(get_args(Acceptance))}; got {self.acceptance!r}")
+
+    @property
+    def rule(self) -> Rule:
+        """The rule by which this request's drafts are accepted."""
+        if self.temperature < COLDEST or self.top_k == 1:
+            return "greedy"
+        if self.acceptance == "auto":
+            return "rejection" if self.seed is None else "coupled"
+        return self.acceptance
+
+
+def _require(name: str, value: float, kind: type[int] | type[float], least: float, most: float, meaning: str) -> None:
+    kinds = (int,) if kind is int else (int, float)
+    if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(f"{name} must be {meaning}; got {value!r}")
+
+
+class Stream(IntEnum):
+    """What noise is for; draws of different streams are independent."""
+
+    TOKEN = 0
+    """The target's own tokens."""
+    DRAFT = 1
+    """The proposer's tokens: in coupled rows the same noise as TOKEN, by design."""
+    ACCEPT = 2
+    """The uniforms of the rejection test."""
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """The parameters of B requests as arrays, and what the host must know of them to skip work that no row needs."""
+
+    temperature: mx.array  # [B] float32, 0 in greedy rows, whose filters are off
+    top_k: mx.array  # [B] int32, 2^31 - 1 where off
+    top_p: mx.array  # [B] float32, infinite where off
+    min_p: mx.array  # [B] float32, 0 where off
+    keys: mx.array  # [B, len(Stream), 2] uint32
+    rejects: mx.array  # [B] bool, rows of the rejection rule
+    all_greedy: bool
+    any_greedy: bool
+    any_filtered: bool
+    any_coupled: bool
+    any_rejection: bool
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int]) -> SamplingBatch:
+        """Gather the rows' parameters; `seeds` gives every row's seed, also of requests that came without one."""
+        rules = [row.rule for row in params]
+        sampled = [rule != "greedy" for rule in rules]
+        top_k = [row.top_k if on and row.top_k else _OFF for row, on in zip(params, sampled, strict=True)]
+        top_p = [row.top_p if on and row.top_p < 1 else math.inf for row, on in zip(params, sampled, strict=True)]
+        min_p = [row.min_p if on else 0.0 for row, on in zip(params, sampled, strict=True)]
+        keys = [_stream_keys(seed, rule) for seed, rule in zip(seeds, rules, strict=True)]
+        return cls(
+            temperature=mx.array([row.temperature if on else 0.0 for row, on in zip(params, sampled, strict=True)]),
+            top_k=mx.array(top_k, mx.int32),
+            top_p=mx.array(top_p),
+            min_p=mx.array(min_p),
+            keys=mx.array(np.array(keys, np.uint32).reshape(-1, len(Stream), 2)),
+            rejects=mx.array([rule == "rejection" for rule in rules], mx.bool_),
+            all_greedy=not any(sampled),
+            any_greedy=not all(sampled),
+            any_filtered=min(top_k, default=_OFF) < _OFF or min(top_p, default=1) < 1 or max(min_p, default=0) > 0,
+            any_coupled="coupled" in rules,
+            any_rejection="rejection" in rules,
+        )
+
+
+def _stream_keys(seed: int, rule: Rule) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]]:
+    """One key per stream, [len(Stream), 2]: near seeds and different streams share no structure."""
+    digest = blake2b((seed % 2**64).to_bytes(8, "little"), digest_size=8 * len(Stream)).digest()
+    keys = np.frombuffer(digest, "<u4").astype(np.uint32).reshape(len(Stream), 2)
+    if rule == "coupled":
+        keys[Stream.DRAFT] = keys[Stream.TOKEN]
+    return keys
+
+
+def gumbel(batch: SamplingBatch, positions: mx.array, vocab: int, stream: Stream = Stream.TOKEN) -> mx.array:
+    """Standard Gumbel noise for every token, a function of the row's seed, the position, `vocab` and `stream` alone.
+
+    positions: [B, n] int32. Returns [B, n, vocab] float32, always finite.
+    """
+    u = _uniform(batch, positions, stream, (vocab,))
+    # Floats are dense near 0 and 2^-24 apart near 1: an exponential variate taken as -log(1 - u) rather than -log(u)
+    # resolves the upper tail of the Gumbel, which is where unlikely tokens win.
+    return -mx.log(-mx.log1p(-mx.maximum(u, 2.0**-33)))
+
+
+def uniform(batch: SamplingBatch, positions: mx.array, stream: Stream = Stream.ACCEPT) -> mx.array:
+    """Uniform noise in [0, 1), keyed as in `gumbel`. positions: [B, n] int32. Returns [B, n] float32."""
+    return _uniform(batch, positions, stream, ())
+
+
+def _uniform(batch: SamplingBatch, positions: mx.array, stream: Stream, shape: tuple[int, ...]) -> mx.array:
+    low_word = mx.array([0, 1], mx.uint32)
+    keys = batch.keys[:, None, stream] ^ (positions[..., None].astype(mx.uint32) * low_word)
+    draws: mx.array = mx.vmap(mx.vmap(lambda key: mx.random.uniform(shape=shape, key=key)))(keys)
+    return draws
+
+
+def distribution(logits: mx.array, batch: SamplingBatch) -> mx.array:
+    """The probabilities that each row's parameters define; one-hot at the argmax in greedy rows.
+
+    logits: [B, n, V]. Returns [B, n, V] float32, every row of which keeps at least one token.
+    """
+    if batch.all_greedy:
+        return _one_hot_argmax(logits)
+    probs = mx.softmax(_filtered(logits, batch) / _divisor(batch), axis=-1)
+    if not batch.any_greedy:
+        return probs
+    return mx.where(batch.temperature[:, None, None] == 0, _one_hot_argmax(logits), probs)
+
+
+def sample(logits: mx.array, batch: SamplingBatch, positions: mx.array, noise: mx.array | None = None) -> mx.array:
+    """The token that plain decoding emits after each position's logits.
+
+    A function of the row's own logits, parameters, seed and position, bit for bit, by the Gumbel-max trick:
+    argmax(log p + gumbel), here times the temperature, which makes greedy rows the case of no noise.
+
+    logits: [B, n, V]; positions: [B, n] int32, of the tokens being drawn; noise: what `gumbel` gives, where it is at
+    hand already or V is not the target's vocabulary. Returns [B, n] int32.
+    """
+    if batch.all_greedy:
+        return mx.argmax(logits, axis=-1).astype(mx.int32)
+    if noise is None:
+        noise = gumbel(batch, positions, logits.shape[-1])
+    scores = _filtered(logits, batch) + batch.temperature[:, None, None] * noise
+    return mx.argmax(scores, axis=-1).astype(mx.int32)
+
+
+def draft_sample(
+    logits: mx.array, batch: SamplingBatch, positions: mx.array, vocab: int, token_ids: mx.array | None = None
+) -> tuple[mx.array, mx.array | None]:
+    """A proposer's token at each row's next position, and the probabilities that it was drawn from.
+
+    Coupled rows share the target's noise token by token, so that they agree wherever the distributions nearly do;
+    rejection rows have a stream of their own.
+
+    logits: [B, Vd]; positions: [B] int32; vocab: the target's V; token_ids: [Vd] int32, the target's id of each draft
+    id, None where they are the same. Returns tokens [B] int32 in the target's ids, and q [B, V] float32, None where
+    no row needs it.
+    """
+    logits, positions = logits[:, None], positions[:, None]
+    noise = None
+    if not batch.all_greedy:
+        noise = gumbel(batch, positions, vocab, Stream.DRAFT)
+        noise = noise if token_ids is None else noise[..., token_ids]
+    tokens = sample(logits, batch, positions, noise)[:, 0]
+    q = distribution(logits, batch)[:, 0] if batch.any_rejection else None
+    if token_ids is None:
+        return tokens, q
+    if q is not None:
+        spread = mx.zeros((q.shape[0], vocab))
+        spread[:, token_ids] = q
+        q = spread
+    return token_ids[tokens], q
+
+
+def _one_hot_argmax(logits: mx.array) -> mx.array:
+    best = mx.argmax(logits, axis=-1, keepdims=True)
+    return (mx.arange(logits.shape[-1]) == best).astype(mx.float32)
+
+
+def _divisor(batch: SamplingBatch) -> mx.array:
+    """[B, 1, 1]: the temperature, 1 in greedy rows."""
+    return mx.where(batch.temperature > 0, batch.temperature, 1.0)[:, None, None]
+
+
+def _filtered(logits: mx.array, batch: SamplingBatch) -> mx.array:
+    """The logits in float32, minus infinity where a filter of the row removes the token."""
+    logits = logits.astype(mx.float32)
+    if not batch.any_filtered:
+        return logits
+    scaled = logits / _divisor(batch)
+    return mx.where(scaled >= _floor(scaled, batch), logits, -math.inf)
+
+
+def _floor(scaled: mx.array, batch: SamplingBatch) -> mx.array:
+    """The least of the scaled logits [B, n, V] that top-k, top-p and min-p keep, [B, n, 1]; -inf or the least: all."""
+    ascending = mx.sort(scaled, axis=-1)
+    rows, width, vocab = scaled.shape
+    index = mx.broadcast_to((vocab - mx.minimum(batch.top_k, vocab))[:, None, None], (rows, width, 1))
+    top_k = mx.take_along_axis(ascending, index, axis=-1)
+    probs = mx.softmax(mx.where(ascending >= top_k, ascending, -math.inf), axis=-1)
+    likelier = mx.cumsum(probs, axis=-1, reverse=True, inclusive=False)
+    nucleus = mx.where(likelier < batch.top_p[:, None, None], ascending, math.inf)
+    top_p = mx.min(nucleus, axis=-1, keepdims=True)
+    likeliest = ascending[..., -1:]
+    min_p = likeliest + mx.log(batch.min_p)[:, None, None]
+    return mx.minimum(mx.maximum(mx.maximum(top_k, top_p), min_p), likeliest)

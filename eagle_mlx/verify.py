@@ -1,0 +1,98 @@
+"""Which draft tokens are kept: lossless acceptance rules, as pure functions over a batch of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from eagle_mlx.sampling import SamplingBatch, distribution, gumbel, sample, uniform
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one verify decided: row b emits tokens[b, : accepted[b] + 1]."""
+
+    accepted: mx.array  # [B] int32, drafts accepted
+    tokens: mx.array  # [B, n+1] int32: the accepted drafts, the target's own token, then anything
+
+
+def verify(
+    logits: mx.array,
+    drafts: mx.array,
+    lengths: mx.array,
+    q: mx.array | None,
+    batch: SamplingBatch,
+    positions: mx.array,
+) -> Verdict:
+    """Accept drafts by each row's own rule; rows of different rules may share the batch.
+
+    logits: [B, n+1, V], of the target after the last token and after each draft; drafts: [B, n] int32, any valid id
+    from lengths on; lengths: [B] int32, drafts per row, 0 allowed; q: [B, n, V] float32, the distributions that the
+    drafts of rejection rows were drawn from with noise of their own (`Stream.DRAFT`), None where the proposer has
+    none; positions: [B, n+1] int32, of the tokens being drawn.
+    """
+    if not batch.any_rejection or drafts.shape[1] == 0:
+        return match(sample(logits, batch, positions), drafts, lengths)
+    # Every round begins at a position where none began before: its noise, keyed by that position, is always new.
+    noise = gumbel(batch, positions[:, :1], logits.shape[-1])
+    p = distribution(logits, batch)
+    drawn = rejection(p, q, drafts, lengths, uniform(batch, positions[:, :-1]), noise)
+    if not (batch.any_greedy or batch.any_coupled):
+        return drawn
+    matched = match(sample(logits, batch, positions), drafts, lengths)
+    return Verdict(
+        mx.where(batch.rejects, drawn.accepted, matched.accepted),
+        mx.where(batch.rejects[:, None], drawn.tokens, matched.tokens),
+    )
+
+
+def match(samples: mx.array, drafts: mx.array, lengths: mx.array) -> Verdict:
+    """Greedy and coupled: accept a draft where it is the target's own sample, so that samples are what is emitted.
+
+    samples: [B, n+1] int32, from `sample`; drafts: [B, n] int32; lengths: [B] int32.
+    """
+    return Verdict(_leading(samples[:, :-1] == drafts, lengths), samples)
+
+
+def rejection(
+    p: mx.array, q: mx.array | None, drafts: mx.array, lengths: mx.array, u: mx.array, gumbel: mx.array
+) -> Verdict:
+    """Accept draft x with probability min(1, p(x) / q(x)); at the first refusal draw from the positive part of p - q.
+
+    Where all drafts are accepted the next token comes from p. What is emitted follows p (Leviathan et al. 2023,
+    algorithm 1; Chen et al. 2023, theorem 1), provided that drafts, `u` and `gumbel` are independent.
+
+    p: [B, n+1, V] float32; q: [B, n, V] float32, None for drafts chosen without chance (q one-hot); drafts: [B, n]
+    int32, n at least 1; lengths: [B] int32; u: [B, n] float32 in [0, 1); gumbel: [B, n+1, V] or [B, 1, V] float32.
+    """
+    p_draft = mx.take_along_axis(p[:, :-1], drafts[..., None], axis=-1)[..., 0]
+    q_draft = 1.0 if q is None else mx.take_along_axis(q, drafts[..., None], axis=-1)[..., 0]
+    accepted = _leading(u * q_draft < p_draft, lengths)
+
+    target = _at(p, accepted)
+    proposed = _one_hot(_at(drafts, accepted), p.shape[-1]) if q is None else _at(q, accepted)
+    refused = (accepted < lengths)[:, None]
+    residual = mx.maximum(target - mx.where(refused, proposed, 0.0), 0.0)
+    # Where p and q are equal to rounding a refusal can leave nothing; p is then as good as the residual.
+    weights = mx.where(mx.max(residual, axis=-1, keepdims=True) > 0, residual, target)
+    token = mx.argmax(mx.log(weights) + _at(gumbel, accepted), axis=-1).astype(mx.int32)[:, None]
+
+    keep = mx.arange(drafts.shape[1] + 1) < accepted[:, None]
+    return Verdict(accepted, mx.where(keep, mx.concatenate([drafts, token], axis=1), token))
+
+
+def _leading(passed: mx.array, lengths: mx.array) -> mx.array:
+    """How many of each row's first `lengths` tests were passed before one failed. passed: [B, n] bool."""
+    if passed.shape[1] == 0:
+        return lengths
+    return mx.min(mx.where(passed, lengths[:, None], mx.arange(passed.shape[1], dtype=mx.int32)), axis=1)
+
+
+def _at(x: mx.array, index: mx.array) -> mx.array:
+    """x[b, min(index[b], last)] for each row b. x: [B, n, ...]; index: [B] int32."""
+    return x[mx.arange(x.shape[0]), mx.minimum(index, x.shape[1] - 1)]
+
+
+def _one_hot(tokens: mx.array, vocab: int) -> mx.array:
+    return (mx.arange(vocab) == tokens[:, None]).astype(mx.float32)

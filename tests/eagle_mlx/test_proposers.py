@@ -1,0 +1,137 @@
+"""Proposers: what they draft, against slow references; the target's text never shows a bad draft, only these do."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from fakes import tiny_head, tiny_target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import eagle_mlx as em
+from eagle_mlx.errors import ConfigError, HeadError
+from eagle_mlx.proposers.base import Observation
+from eagle_mlx.proposers.ngram import NgramIndex
+from eagle_mlx.sampling import SamplingBatch, SamplingParams, draft_sample
+
+TARGET = tiny_target()
+HEADS = {"all": tiny_head(TARGET), "some": tiny_head(TARGET, draft_vocab=40)}
+
+
+def slow_draft(head_name: str, text: list[int], depth: int, params: SamplingParams, seed: int) -> list[int]:
+    """Draft behind a text with no cache at all: every step runs the head over the whole sequence."""
+    head, batch = HEADS[head_name], SamplingBatch.of([params], [seed])
+    tokens, length = list(text), len(text)
+    features = head.features(TARGET.forward(mx.array([text[:-1]]), aux_layers=head.config.aux_layers).aux)
+    for step in range(depth):
+        hidden = head(TARGET.embed(mx.array([tokens[1:]])), features, mask="causal")
+        logits = head.logits(hidden[:, -1])
+        token, _ = draft_sample(logits, batch, mx.array([length + step]), TARGET.vocab_size, head.token_ids)
+        tokens.append(int(token.item()))
+        features = mx.concatenate([features, hidden[:, -1:]], axis=1)
+    return tokens[length:]
+
+
+def observation(head_name: str, text: list[int], start: int, stop: int) -> tuple[list[int], tuple[mx.array, ...]]:
+    """What the target gives for positions start..stop-1 of a text, and the tokens that follow them."""
+    aux = TARGET.forward(mx.array([text[:stop]]), aux_layers=HEADS[head_name].config.aux_layers).aux
+    return text[start + 1 : stop + 1], tuple(x[:, start:] for x in aux)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from(["all", "some"]),
+    st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(1, 5),
+    st.integers(0, 1000),
+)
+def test_drafts_equal_those_of_a_head_without_a_cache(head: str, gains: list[list[int]], depth: int, seed: int) -> None:
+    """After any number of rounds in which rows of different lengths kept different numbers of tokens."""
+    rng, rounds = np.random.default_rng(seed), min(map(len, gains))
+    texts = [[int(t) for t in rng.integers(0, 128, 4 + 3 * i + sum(row))] for i, row in enumerate(gains)]
+    params = [SamplingParams(), SamplingParams(temperature=0.8, seed=seed), SamplingParams(temperature=1.2, seed=1)]
+    params = params[: len(texts)]
+    seeds = [p.seed or 0 for p in params]
+    proposer = em.HeadProposer(HEADS[head])
+    proposer.bind(TARGET)
+    known = [4 + 3 * i for i in range(len(texts))]
+    state = proposer.open([text[:n] for text, n in zip(texts, known, strict=True)])
+
+    def seen(starts: list[int], stops: list[int]) -> Observation:
+        parts = [observation(head, t, a, b) for t, a, b in zip(texts, starts, stops, strict=True)]
+        width = max(aux[0].shape[1] for _, aux in parts)
+        pad = [[mx.pad(x, ((0, 0), (0, width - x.shape[1]), (0, 0))) for x in aux] for _, aux in parts]
+        layers = tuple(mx.concatenate(list(layer)) for layer in zip(*pad, strict=True))
+        return Observation([tokens for tokens, _ in parts], layers)
+
+    state.prefill(seen([0] * len(texts), [n - 1 for n in known]))
+    for step in range(rounds + 1):
+        draft = state.propose(depth, SamplingBatch.of(params, seeds), mx.array(known))
+        for row, (text, n) in enumerate(zip(texts, known, strict=True)):
+            assert draft.tokens[row].tolist() == slow_draft(head, text[:n], depth, params[row], seeds[row])
+        if step < rounds:
+            before, known = known, [n + gain[step] for n, gain in zip(known, gains, strict=True)]
+            state.observe(seen([n - 1 for n in before], [n - 1 for n in known]))
+
+
+def test_rejection_rows_get_the_distribution_that_they_were_drawn_from() -> None:
+    proposer = em.HeadProposer(HEADS["some"])
+    proposer.bind(TARGET)
+    text = [1, 2, 3, 4, 5, 6]
+    state = proposer.open([text])
+    tokens, aux = observation("some", text, 0, 5)
+    state.prefill(Observation([tokens], aux))
+    batch = SamplingBatch.of([SamplingParams(temperature=1.0)], [7])
+    draft = state.propose(3, batch, mx.array([6]))
+    assert draft.probs is not None
+    q = np.array(draft.probs)
+    assert q.shape == (1, 3, 128)
+    np.testing.assert_allclose(q.sum(-1), 1, rtol=1e-5)
+    token_ids = HEADS["some"].token_ids
+    assert token_ids is not None
+    outside = np.setdiff1d(np.arange(128), np.array(token_ids))
+    assert q[..., outside].max() == 0
+    assert all(q[0, i, t] > 0 for i, t in enumerate(draft.tokens[0].tolist()))
+
+
+def test_a_row_whose_prompt_is_one_token_waits_a_round() -> None:
+    proposer = em.HeadProposer(HEADS["all"])
+    proposer.bind(TARGET)
+    state = proposer.open([[3], [5]])
+    draft = state.propose(2, SamplingBatch.of([SamplingParams()] * 2, [0, 0]), mx.array([1, 1]))
+    assert draft.lengths.tolist() == [0, 0]
+
+
+def test_a_head_of_another_target_is_refused_when_the_engine_is_built() -> None:
+    with pytest.raises(HeadError, match="vocabulary 128 but the target has 64"):
+        em.Engine(tiny_target(vocab=64), em.HeadProposer(HEADS["all"]))
+
+
+def naive_lookup(text: list[int], count: int, most: int, least: int) -> list[int]:
+    for n in range(min(most, len(text)), least - 1, -1):
+        for start in range(len(text) - n - 1, -1, -1):
+            if text[start : start + n] == text[-n:]:
+                return text[start + n : start + n + count]
+    return []
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2))
+def test_ngram_finds_the_latest_longest_match(text: list[int], count: int, least: int, more: int) -> None:
+    index = NgramIndex(least + more, least)
+    for token in text:
+        index.extend([token])
+    assert index.lookup(count) == naive_lookup(text, count, least + more, least)
+
+
+def test_ngram_without_prompt_lookup_ignores_the_prompt() -> None:
+    prompt = [1, 2, 3, 1, 2]
+    batch = SamplingBatch.of([SamplingParams()], [0])
+    looks, blind = (em.NgramProposer(prompt_lookup=on).open([prompt]) for on in (True, False))
+    assert looks.propose(2, batch, mx.array([5])).tokens.tolist() == [[3, 1]]
+    assert blind.propose(2, batch, mx.array([5])).lengths.tolist() == [0]
+
+
+def test_ngram_sizes_must_make_sense() -> None:
+    with pytest.raises(ConfigError, match="min_ngram 3 and max_ngram 2"):
+        em.NgramProposer(max_ngram=2, min_ngram=3)

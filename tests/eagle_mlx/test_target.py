@@ -1,0 +1,69 @@
+"""Targets: captured hidden states, the parts that are found, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from fakes import tiny_target, tiny_target_folder
+
+from eagle_mlx.errors import TargetError
+from eagle_mlx.target import Target, load_target
+
+TOKENS = mx.array([[1, 5, 9, 2], [3, 3, 7, 8]])
+
+
+def test_capture_changes_no_logit_and_no_parameter() -> None:
+    watched, plain = tiny_target(), tiny_target()
+    names = [k for k, _ in nn.utils.tree_flatten(watched.model.parameters())]
+    out = watched.forward(TOKENS, aux_layers=(0, 2, 3))
+    assert mx.array_equal(out.logits, plain.model(TOKENS))
+    assert [k for k, _ in nn.utils.tree_flatten(watched.model.parameters())] == names
+    assert isinstance(watched.model.layers[0], type(plain.model.layers[0]))
+
+
+def test_aux_layers_are_outputs_of_layers_counted_from_zero() -> None:
+    target = tiny_target()
+    out = target.forward(TOKENS, aux_layers=(3, 0))
+    hidden = target.embed(TOKENS)
+    hidden = tiny_target().model.layers[0](hidden, "causal", None)
+    np.testing.assert_allclose(np.array(out.aux[1]), np.array(hidden), rtol=1e-4, atol=1e-5)
+    logits = target.lm_head(target.norm(out.aux[0]))
+    np.testing.assert_allclose(np.array(logits), np.array(out.logits), rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_watched_twice_is_watched_once() -> None:
+    target = tiny_target()
+    first = target.forward(TOKENS, aux_layers=(1,)).aux[0]
+    kind = type(target.model.layers[1])
+    second = target.forward(TOKENS, aux_layers=(1, 2)).aux[0]
+    assert type(target.model.layers[1]) is kind
+    assert mx.array_equal(first, second)
+
+
+def test_a_layer_that_the_target_lacks_is_named() -> None:
+    with pytest.raises(TargetError, match="layer 4 was asked for, but the target has layers 0 to 3"):
+        tiny_target().forward(TOKENS, aux_layers=(4,))
+
+
+def test_a_model_without_known_parts_says_what_was_looked_for() -> None:
+    with pytest.raises(TargetError, match="no backbone found.*looked for model, "):
+        Target(nn.Linear(2, 2))
+
+
+def test_a_folder_loads_with_its_tokenizer_and_shape(tmp_path: Path) -> None:
+    target = load_target(tiny_target_folder(tmp_path / "t"))
+    assert (target.num_layers, target.hidden_size, target.vocab_size, target.context_length) == (4, 32, 4096, 512)
+    assert target.tokenizer is not None
+    assert target.eos_token_ids == {0, 2}
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_folder_that_is_no_model_is_an_error_that_names_it(tmp_path: Path, missing: str) -> None:
+    folder = tiny_target_folder(tmp_path / "broken")
+    (folder / missing).unlink()
+    with pytest.raises(TargetError, match="broken"):
+        load_target(folder)
