@@ -116,11 +116,12 @@ class SamplingBatch:
         top_p = [row.top_p if on and row.top_p < 1 else math.inf for row, on in zip(params, sampled, strict=True)]
         min_p = [row.min_p if on else 0.0 for row, on in zip(params, sampled, strict=True)]
         keys = [_stream_keys(seed, rule) for seed, rule in zip(seeds, rules, strict=True)]
+        temperature = [row.temperature if on else 0.0 for row, on in zip(params, sampled, strict=True)]
         return cls(
-            temperature=mx.array([row.temperature if on else 0.0 for row, on in zip(params, sampled, strict=True)]),
+            temperature=mx.array(temperature, mx.float32),
             top_k=mx.array(top_k, mx.int32),
-            top_p=mx.array(top_p),
-            min_p=mx.array(min_p),
+            top_p=mx.array(top_p, mx.float32),
+            min_p=mx.array(min_p, mx.float32),
             keys=mx.array(np.array(keys, np.uint32).reshape(-1, len(Stream), 2)),
             rejects=mx.array([rule == "rejection" for rule in rules], mx.bool_),
             all_greedy=not any(sampled),

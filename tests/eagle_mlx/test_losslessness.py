@@ -1,0 +1,281 @@
+"""Speculation never changes what the model says: whole decoding of a toy target, exactly and by statistics.
+
+The bar: 100,000 draws, total variation at most 0.02, chi-square p above 1e-4; samplers broken on purpose must miss it.
+The target is a Markov chain: the logits of the next token depend on the last token alone, so that the law of a text
+is a product of table rows.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, reduce
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from eagle_mlx.sampling import SamplingBatch, SamplingParams, Stream, distribution, draft_sample, gumbel, sample
+from eagle_mlx.verify import Verdict, match, rejection, verify
+
+Array = np.ndarray[Any, Any]
+Verify = Callable[[mx.array, mx.array, mx.array, mx.array | None, SamplingBatch, mx.array], Verdict]
+
+DRAWS = 100_000
+COUPLED = SamplingParams(temperature=0.9, acceptance="coupled")
+REJECTION = SamplingParams(temperature=0.9)
+FILTERED = replace(REJECTION, top_p=0.8)
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A target and a proposer that resembles it, as tables of logits [V, V]; token 0 begins every text."""
+
+    target: mx.array
+    draft: mx.array
+
+    @classmethod
+    def random(cls, vocab: int, scale: float = 1.5, error: float = 1.0) -> "Toy":
+        rng = np.random.default_rng(vocab)
+        target = rng.normal(scale=scale, size=(vocab, vocab))
+        draft = target + rng.normal(scale=error, size=target.shape)
+        return cls(mx.array(target.astype(np.float32)), mx.array(draft.astype(np.float32)))
+
+    @property
+    def vocab(self) -> int:
+        return self.target.shape[0]
+
+    def law(self, params: SamplingParams, length: int) -> Array:
+        """The probability of every text of `length` tokens, [V ** length]."""
+        p = np.array(distribution(self.target[None], SamplingBatch.of([params], [0]))[0], np.float64)
+        p /= p.sum(axis=1, keepdims=True)
+        return reduce(lambda texts, _: (texts[..., None] * p).reshape(-1, self.vocab), range(length - 1), p[:1]).ravel()
+
+    def propose(
+        self, last: mx.array, depth: int, batch: SamplingBatch, position: mx.array, certain: bool
+    ) -> tuple[mx.array, mx.array | None]:
+        """Drafts [B, depth] and their q; `certain`: the likeliest tokens, without chance and without q."""
+        drafts: list[mx.array] = []
+        qs: list[mx.array] = []
+        for i in range(depth):
+            logits = self.draft[drafts[-1] if drafts else last]
+            if certain:
+                drafts.append(mx.argmax(logits, axis=-1).astype(mx.int32))
+                continue
+            token, q = draft_sample(logits, batch, position + i, self.vocab)
+            drafts.append(token)
+            qs += [] if q is None else [q]
+        tokens = mx.stack(drafts, axis=1) if drafts else mx.zeros((last.shape[0], 0), mx.int32)
+        return tokens, mx.stack(qs, axis=1) if qs else None
+
+
+def decode(
+    toy: Toy,
+    batch: SamplingBatch,
+    length: int,
+    depth: int,
+    *,
+    certain: bool = False,
+    ragged: bool = False,
+    rule: Verify = verify,
+    loses_bonus: bool = False,
+) -> tuple[Array, int]:
+    """The first `length` tokens of every row, [B, length], in rounds of up to `depth` drafts; and the rounds taken."""
+    rows = batch.temperature.shape[0]
+    last = position = written = mx.zeros((rows,), mx.int32)
+    text = mx.zeros((rows, length + depth + 1), mx.int32)
+    lengths = mx.arange(rows) % (depth + 1) if ragged else mx.full((rows,), depth)
+    lengths = lengths.astype(mx.int32)
+    rounds = 0
+    while (np.array(written) < length).any():
+        rounds += 1
+        drafts, q = toy.propose(last, depth, batch, position, certain)
+        logits = toy.target[mx.concatenate([last[:, None], drafts], axis=1)]
+        steps = mx.arange(depth + 1, dtype=mx.int32)
+        verdict = rule(logits, drafts, lengths, q, batch, position[:, None] + steps)
+        text = mx.put_along_axis(text, written[:, None] + steps, verdict.tokens, axis=1)
+        emitted = verdict.accepted + (verdict.accepted < lengths if loses_bonus else 1)
+        last = mx.take_along_axis(verdict.tokens, verdict.accepted[:, None], axis=1)[:, 0]
+        position = position + verdict.accepted + 1
+        written = mx.minimum(written + emitted, length)
+        mx.eval(last, position, written, text)
+    return np.array(text[:, :length]), rounds
+
+
+@cache
+def many(params: SamplingParams, rows: int = DRAWS) -> SamplingBatch:
+    return SamplingBatch.of([params] * rows, range(rows))
+
+
+def chi_square_p(counts: Array, law: Array) -> float:
+    """The chance of counts at least this far from the law (Wilson and Hilferty 1931); rare cells are pooled."""
+    expected = law * counts.sum()
+    if counts[law == 0].any():
+        return 0.0
+    common = expected >= 10
+    pooled = [(counts[~common].sum(), expected[~common].sum())] if expected[~common].sum() >= 10 else []
+    observed, wanted = np.array([*zip(counts[common], expected[common], strict=True), *pooled]).T
+    statistic, freedom = float(((observed - wanted) ** 2 / wanted).sum()), len(wanted) - 1
+    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    return 0.5 * math.erfc(z / math.sqrt(2))
+
+
+def follows(texts: Array, law: Array, vocab: int) -> bool:
+    """Whether the texts [N, length] pass for draws from the law [vocab ** length]."""
+    cells = texts @ vocab ** np.arange(texts.shape[1])[::-1]
+    counts = np.bincount(cells, minlength=len(law))
+    distance = 0.5 * np.abs(counts / len(texts) - law).sum()
+    return bool(distance <= 0.02 and chi_square_p(counts, law) > 1e-4)
+
+
+def test_the_bar_is_where_it_should_be() -> None:
+    rng = np.random.default_rng(0)
+    law = Toy.random(64).law(REJECTION, 1)
+    assert math.sqrt(2 / (math.pi * DRAWS)) * np.sqrt(law * (1 - law)).sum() / 2 <= 0.010  # the expected distance
+    fair = [chi_square_p(rng.multinomial(DRAWS, law), law) for _ in range(2000)]
+    assert np.quantile(fair, [0.1, 0.5, 0.9]) == pytest.approx([0.1, 0.5, 0.9], abs=0.04)
+    assert follows(rng.choice(64, (DRAWS, 1), p=law), law, 64)
+    bent = law * np.where(np.arange(64) % 2, 1.06, 0.94)
+    assert not follows(rng.choice(64, (DRAWS, 1), p=bent / bent.sum()), law, 64)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("params", [COUPLED, REJECTION, FILTERED, replace(COUPLED, top_p=0.8)])
+def test_the_next_token_follows_the_target(params: SamplingParams, depth: int) -> None:
+    toy = Toy.random(64)
+    texts, _ = decode(toy, many(params), 1, depth)
+    assert follows(texts, toy.law(params, 1), 64)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("certain", [False, True])
+@pytest.mark.parametrize("params", [COUPLED, REJECTION, replace(FILTERED, top_p=0.9)])
+def test_texts_of_several_rounds_follow_the_target(params: SamplingParams, certain: bool, ragged: bool) -> None:
+    toy = Toy.random(5, scale=1.0)
+    texts, _ = decode(toy, many(params), 3, 2, certain=certain, ragged=ragged)
+    assert follows(texts[:, :2], toy.law(params, 2), 5)
+    assert follows(texts, toy.law(params, 3), 5)
+
+
+def residual_from_p(logits: mx.array, drafts: mx.array, lengths: mx.array, q: Any, batch: Any, at: mx.array) -> Verdict:
+    accepted = verify(logits, drafts, lengths, q, batch, at).accepted
+    p = distribution(logits, batch)[mx.arange(len(lengths)), accepted]
+    token = mx.argmax(mx.log(p) + gumbel(batch, at[:, :1], p.shape[-1])[:, 0], axis=-1).astype(mx.int32)[:, None]
+    keep = mx.arange(drafts.shape[1] + 1) < accepted[:, None]
+    return Verdict(accepted, mx.where(keep, mx.concatenate([drafts, token], axis=1), token))
+
+
+def always_accepted(logits: mx.array, drafts: mx.array, lengths: mx.array, q: Any, batch: Any, at: mx.array) -> Verdict:
+    tokens = mx.concatenate([drafts, sample(logits, batch, at)[:, -1:]], axis=1)
+    return Verdict(lengths, tokens)
+
+
+def matched_independently(
+    logits: mx.array, drafts: mx.array, lengths: mx.array, q: Any, batch: Any, at: mx.array
+) -> Verdict:
+    """Lossless, only slow: an accepted draft is the target's own independent sample."""
+    return match(sample(logits, batch, at), drafts, lengths)
+
+
+@dataclass(frozen=True)
+class UnfilteredQ(Toy):
+    """Drafts drawn after top-p, with probabilities from before it."""
+
+    def propose(self, last: mx.array, depth: int, batch: SamplingBatch, position: mx.array, certain: bool) -> Any:
+        drafts, _ = super().propose(last, depth, batch, position, certain)
+        before = self.draft[mx.concatenate([last[:, None], drafts[:, :-1]], axis=1)]
+        return drafts, distribution(before, replace(batch, any_filtered=False))
+
+
+@pytest.mark.parametrize(
+    ("broken", "vocab"),
+    [
+        ("residual from p", 64),
+        ("q before top-p", 64),
+        ("always accepted", 64),
+        ("draft shares noise", 64),
+        ("residual from p", 5),
+        ("q before top-p", 5),
+        ("always accepted", 5),
+        ("bonus dropped", 5),
+    ],
+)
+def test_a_sampler_broken_on_purpose_misses_the_bar(broken: str, vocab: int) -> None:
+    toy, batch = Toy.random(vocab), many(FILTERED)
+    options: dict[str, Any] = {}
+    if broken == "residual from p":
+        options = {"rule": residual_from_p}
+    elif broken == "always accepted":
+        options = {"rule": always_accepted}
+    elif broken == "bonus dropped":
+        options = {"loses_bonus": True}
+    elif broken == "q before top-p":
+        toy = UnfilteredQ(toy.target, toy.draft)
+    elif broken == "draft shares noise":
+        keys = np.array(batch.keys)
+        keys[:, Stream.DRAFT] = keys[:, Stream.TOKEN]
+        batch = replace(batch, keys=mx.array(keys))
+    length = 1 if vocab == 64 else 2
+    texts, _ = decode(toy, batch, length, 1, **options)
+    assert not follows(texts, toy.law(FILTERED, length), vocab)
+
+
+def test_rejection_accepts_as_much_as_it_can_and_coupling_nearly_so() -> None:
+    toy, rows = Toy.random(64), 20_000
+    p, q = (toy_law.law(REJECTION, 1) for toy_law in (toy, Toy(toy.draft, toy.target)))
+
+    def rate(params: SamplingParams, rule: Verify = verify, certain: bool = False) -> float:
+        batch, start = many(params, rows), mx.zeros((rows,), mx.int32)
+        drafts, probs = toy.propose(start, 1, batch, start, certain)
+        logits = mx.broadcast_to(toy.target[:1], (rows, 2, 64))
+        at = mx.broadcast_to(mx.arange(2), (rows, 2))
+        return float(np.array(rule(logits, drafts, start + 1, probs, batch, at).accepted).mean())
+
+    best, independent = float(np.minimum(p, q).sum()), float((p * q).sum())
+    assert rate(REJECTION) == pytest.approx(best, abs=0.015)
+    assert rate(REJECTION, certain=True) == pytest.approx(p[q.argmax()], abs=0.015)
+    assert rate(REJECTION, matched_independently) == pytest.approx(independent, abs=0.015)
+    # Coupled by the exponential race: at least (1 - d) / (1 + d) with d the total variation, at most 1 - d.
+    assert best / (2 - best) - 0.015 <= rate(COUPLED) <= best + 0.015
+    assert rate(COUPLED) > 3 * independent
+
+
+@pytest.mark.parametrize("params", [COUPLED, replace(COUPLED, top_k=9, min_p=0.02), SamplingParams()])
+def test_seeded_and_greedy_texts_do_not_depend_on_drafts_depth_or_company(params: SamplingParams) -> None:
+    toy, rows, length = Toy.random(67, error=0.5), 6, 40
+    seeds = [11 * b for b in range(rows)]
+    plain, rounds = decode(toy, SamplingBatch.of([params] * rows, seeds), length, 0)
+    assert rounds == length
+    company = [SamplingParams(), FILTERED, replace(COUPLED, temperature=2.0, top_k=3)]
+    for depth in (1, 2, 5):
+        for certain in (False, True):
+            together = SamplingBatch.of([params] * rows, seeds)
+            texts, _ = decode(toy, together, length, depth, certain=certain, ragged=True)
+            assert (texts == plain).all()
+            alone = SamplingBatch.of([params], seeds[2:3])
+            text, fewer = decode(toy, alone, length, depth, certain=certain)
+            assert (text == plain[2]).all()
+            assert certain or fewer < rounds
+            batch = SamplingBatch.of([*company, params], [1, 2, 3, seeds[4]])
+            mixed, _ = decode(toy, batch, length, depth, certain=certain)
+            assert (mixed[3] == plain[4]).all()
+
+
+def test_rejection_is_drawn_from_the_batch_s_seeds_alone() -> None:
+    toy = Toy.random(17)
+    first, _ = decode(toy, many(REJECTION, 50), 20, 3)
+    again, _ = decode(toy, many(REJECTION, 50), 20, 3)
+    assert (first == again).all()
+
+
+def test_pure_functions_of_the_noise_given() -> None:
+    """`rejection` takes one row of noise a position or one for all: where one token is drawn it is the same."""
+    toy, batch = Toy.random(9), many(REJECTION, 30)
+    start = mx.zeros((30,), mx.int32)
+    drafts, q = toy.propose(start, 2, batch, start, certain=False)
+    p = distribution(toy.target[mx.concatenate([start[:, None], drafts], axis=1)], batch)
+    noise = gumbel(batch, start[:, None], 9)
+    u = mx.full((30, 2), 0.5)
+    once = rejection(p, q, drafts, start + 2, u, noise)
+    each = rejection(p, q, drafts, start + 2, u, mx.broadcast_to(noise, (30, 3, 9)))
+    assert mx.array_equal(once.tokens, each.tokens)
