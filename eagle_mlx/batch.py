@@ -51,14 +51,15 @@ class Row:
                 self.finish_reason = "length"
             if self.finish_reason:
                 break
-        _count(self.drafted_by_position, drafted)
-        _count(self.accepted_by_position, min(taken, len(tokens) - 1))
+        self._count(drafted, min(taken, len(tokens) - 1))
 
-
-def _count(histogram: list[int], upto: int) -> None:
-    histogram.extend([0] * (upto - len(histogram)))
-    for position in range(upto):
-        histogram[position] += 1
+    def _count(self, drafted: int, accepted: int) -> None:
+        new = max(0, drafted - len(self.drafted_by_position))
+        self.drafted_by_position += [0] * new
+        self.accepted_by_position += [0] * new
+        for position in range(drafted):
+            self.drafted_by_position[position] += 1
+            self.accepted_by_position[position] += position < accepted
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from fakes import tiny_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import gemma3_text
 
 from eagle_mlx.cache import RaggedCache, check_cacheable, without_row
 from eagle_mlx.errors import TargetError
+from tests.fakes import tiny_target
 
 TARGET = tiny_target()
 WIDTH = 5

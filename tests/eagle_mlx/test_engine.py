@@ -5,7 +5,6 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from fakes import tiny_head, tiny_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
@@ -14,6 +13,7 @@ import eagle_mlx as em
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
 from eagle_mlx.sampling import SamplingBatch
+from tests.fakes import tiny_head, tiny_target
 
 TARGET = tiny_target()
 PROMPTS = [[1, 2, 3, 4, 5], [9], [7, 8, 7, 8, 7, 8, 7], list(range(40)), [100, 3]]
@@ -115,6 +115,7 @@ def test_a_perfect_proposer_is_accepted_whole() -> None:
     assert output.tokens == GREEDY[tuple(PROMPTS[3])][0]
     assert (output.rounds, output.accepted, output.drafted) == (4, 20, 20)
     assert output.acceptance_length == 6.0
+    assert output.drafted_by_position == output.accepted_by_position == [4, 4, 4, 4, 4]
 
 
 @settings(max_examples=15, deadline=None)
@@ -152,6 +153,7 @@ def test_nothing_after_a_stop_token_is_emitted_or_counted(proposer: object) -> N
         assert output.finish_reason == "stop"
         assert output.accepted + output.rounds >= len(output.tokens) >= output.accepted
         assert output.accepted <= output.drafted
+        assert len(output.accepted_by_position) == len(output.drafted_by_position)
 
 
 @pytest.mark.parametrize("depth", [1, 4, 9])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from fakes import tiny_head, tiny_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from eagle_mlx.errors import ConfigError, HeadError
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.proposers.ngram import NgramIndex
 from eagle_mlx.sampling import SamplingBatch, SamplingParams, draft_sample
+from tests.fakes import tiny_head, tiny_target
 
 TARGET = tiny_target()
 HEADS = {"all": tiny_head(TARGET), "some": tiny_head(TARGET, draft_vocab=40)}

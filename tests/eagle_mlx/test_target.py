@@ -8,10 +8,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from fakes import tiny_target, tiny_target_folder
 
 from eagle_mlx.errors import TargetError
 from eagle_mlx.target import Target, load_target
+from tests.fakes import tiny_target, tiny_target_folder
 
 TOKENS = mx.array([[1, 5, 9, 2], [3, 3, 7, 8]])
 
