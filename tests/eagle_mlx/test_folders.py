@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from eagle_mlx.errors import OutputError
+from eagle_mlx.folders import check_free, new_folder
+
+
+def test_a_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "a" / "out") as part:
+        (part / "file").write_text("x")
+        assert not (tmp_path / "a" / "out").exists()
+    assert (tmp_path / "a" / "out" / "file").read_text() == "x"
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["out"]
+
+
+def test_nothing_is_left_of_a_block_that_fails(tmp_path: Path) -> None:
+    def fail(error: Exception) -> None:
+        with new_folder(tmp_path / "out") as part:
+            (part / "file").write_text("x")
+            raise error
+
+    with pytest.raises(ValueError, match="boom"):
+        fail(ValueError("boom"))
+    with pytest.raises(OutputError, match="No space left"):
+        fail(OSError(errno.ENOSPC, "No space left on device"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_is_refused_or_replaced_at_the_end(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    assert check_free(out) == out, "an empty folder is free"
+    (out / "old").write_text("old")
+    with pytest.raises(OutputError, match="exists already.*--overwrite"):
+        check_free(out)
+    with new_folder(out, overwrite=True) as part:
+        (part / "new").write_text("new")
+        assert (out / "old").exists()
+    assert [p.name for p in out.iterdir()] == ["new"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_old_folder_survives_a_failure(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("old")
+    with pytest.raises(RuntimeError), new_folder(out, overwrite=True):
+        raise RuntimeError
+    assert (out / "old").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="is a file"):
+        check_free(tmp_path / "file", overwrite=True)
