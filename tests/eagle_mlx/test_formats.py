@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from eagle_mlx.errors import CheckpointError, HeadError, OutputError
+from eagle_mlx.formats import load_eagle3, load_head, save_eagle3
+from eagle_mlx.formats.tensors import weights_of
+from eagle_mlx.heads.eagle3 import Eagle3Head
+from tests.fakes import tiny_head, tiny_target
+
+TENSORS = {
+    "fc.weight",
+    "lm_head.weight",
+    "norm.weight",
+    "midlayer.hidden_norm.weight",
+    "midlayer.input_layernorm.weight",
+    "midlayer.post_attention_layernorm.weight",
+    *(f"midlayer.self_attn.{n}_proj.weight" for n in "qkvo"),
+    *(f"midlayer.mlp.{n}_proj.weight" for n in ("gate", "up", "down")),
+}
+
+
+def saved(folder: Path, draft_vocab: int | None = 48, **options: Any) -> Eagle3Head:
+    head = tiny_head(tiny_target(), draft_vocab=draft_vocab)
+    save_eagle3(head, folder, target_name="tiny", **options)
+    return head
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, mx.array]], None]) -> None:
+    tensors = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(tensors, dict)
+    change(tensors)
+    mx.eval(tensors)
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+
+
+def reconfigure(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config |= changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v != "gone"}))
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 48])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+def test_the_round_trip_is_exact(tmp_path: Path, draft_vocab: int | None, dtype: mx.Dtype) -> None:
+    head = saved(tmp_path / "a", draft_vocab, dtype=dtype)
+    again = load_eagle3(tmp_path / "a")
+    assert again.config == head.config
+    assert (again.d2t is None) == (draft_vocab is None)
+    if again.d2t is not None and head.d2t is not None:
+        assert mx.array_equal(again.d2t, head.d2t)
+    for name, value in weights_of(head).items():
+        assert mx.array_equal(weights_of(again)[name].astype(dtype), value.astype(dtype)), name
+    save_eagle3(again, tmp_path / "b", target_name="tiny", dtype=dtype)
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_the_folder_is_what_other_engines_read(tmp_path: Path) -> None:
+    head = saved(tmp_path / "h", extra={"step": 7})
+    config = json.loads((tmp_path / "h" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["model_type"] == "llama"
+    assert config["tie_word_embeddings"] is False
+    assert config["norm_before_residual"] is False
+    assert (config["vocab_size"], config["draft_vocab_size"], config["target_hidden_size"]) == (128, 48, 32)
+    layers = list(head.config.aux_layers)
+    ids = "eagle_aux_hidden_state_layer_ids"
+    assert config["eagle_config"] == {ids: layers, "use_aux_hidden_state": True}
+    assert config[ids] == [k + 1 for k in layers]
+    assert config["eagle_mlx"] == {"target": "tiny", "step": 7}
+    tensors = mx.load(str(tmp_path / "h" / "model.safetensors"))
+    assert isinstance(tensors, dict)
+    assert set(tensors) == TENSORS | {"d2t", "t2d"}
+    assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (mx.int64, mx.bool_)
+    assert tensors["fc.weight"].dtype == mx.bfloat16
+    kept = np.arange(48) + np.array(tensors["d2t"])
+    assert np.array_equal(np.flatnonzero(np.array(tensors["t2d"])), kept)
+    assert np.array_equal(np.array(head.to_target(mx.arange(48))), kept)
+
+
+def test_a_head_for_the_whole_vocabulary_has_no_maps(tmp_path: Path) -> None:
+    saved(tmp_path / "h", None)
+    tensors = mx.load(str(tmp_path / "h" / "model.safetensors"))
+    assert set(tensors) == TENSORS
+
+
+def test_names_with_the_prefix_of_a_model(tmp_path: Path) -> None:
+    head = saved(tmp_path / "h")
+
+    def prefix(tensors: dict[str, mx.array]) -> None:
+        for name in list(tensors):
+            tensors[f"model.{name}"] = tensors.pop(name)
+
+    rewrite(tmp_path / "h", prefix)
+    again = load_eagle3(tmp_path / "h")
+    assert mx.allclose(again.fc.weight, head.fc.weight, atol=1e-2)
+
+
+def test_layer_ids_of_either_kind(tmp_path: Path) -> None:
+    layers = saved(tmp_path / "h").config.aux_layers
+    reconfigure(tmp_path / "h", eagle_config="gone")
+    assert load_eagle3(tmp_path / "h").config.aux_layers == layers
+    reconfigure(tmp_path / "h", eagle_aux_hidden_state_layer_ids="gone")
+    with pytest.raises(CheckpointError, match="does not name the layers"):
+        load_eagle3(tmp_path / "h")
+    assert load_eagle3(tmp_path / "h", target_layers=28).config.aux_layers == (1, 13, 24)
+    reconfigure(tmp_path / "h", eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 3]})
+    assert load_eagle3(tmp_path / "h").config.aux_layers == (0, 2, 3)
+    reconfigure(tmp_path / "h", eagle_aux_hidden_state_layer_ids=[0, 2, 3])
+    with pytest.raises(CheckpointError, match="different layers"):
+        load_eagle3(tmp_path / "h")
+
+
+def test_configs_of_newer_transformers(tmp_path: Path) -> None:
+    saved(tmp_path / "h")
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 64
+    reconfigure(tmp_path / "h", rope_theta="gone", rope_scaling="gone", rope_parameters=rope)
+    config = load_eagle3(tmp_path / "h").config
+    assert config.rope_theta == 5e5
+    assert config.rope_scaling is not None
+    assert config.rope_scaling["rope_type"] == "llama3"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("fc.weight"), "missing: fc.weight"),
+        (lambda t: t.update(extra=mx.zeros(3)), "not known to this format: extra"),
+        (lambda t: t.update({"fc.weight": mx.zeros((3, 4))}), r"fc.weight has shape \(3, 4\), expected \(32, 96\)"),
+        (lambda t: t.pop("d2t"), r"lacks d2t, but its draft vocabulary \(48\)"),
+        (lambda t: t.update(d2t=t["d2t"][:9]), r"d2t .* has shape \(9,\), expected \(48,\)"),
+        (lambda t: t.update(d2t=t["d2t"] + 1000), "ascending ids of a vocabulary of 128"),
+        (lambda t: t.update(t2d=mx.zeros(128, mx.bool_)), "t2d and d2t"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path, change: Any, message: str) -> None:
+    saved(tmp_path / "h")
+    rewrite(tmp_path / "h", change)
+    with pytest.raises(CheckpointError, match=message):
+        load_eagle3(tmp_path / "h")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "gone"}, "lacks hidden_size"),
+        ({"architectures": ["LlamaForCausalLM"]}, "only LlamaForCausalLMEagle3 can be read"),
+        ({"num_attention_heads": "four"}, "not usable"),
+        ({"num_key_value_heads": 3}, "not a multiple"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ({"eagle_config": "gone", "eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, "embedding's output"),
+    ],
+)
+def test_configs_that_cannot_be_used(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    saved(tmp_path / "h")
+    reconfigure(tmp_path / "h", **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load_eagle3(tmp_path / "h")
+
+
+def test_damaged_and_missing_files(tmp_path: Path) -> None:
+    saved(tmp_path / "h")
+    weights = tmp_path / "h" / "model.safetensors"
+    whole = weights.read_bytes()
+    for cut in (0, 5, 100, len(whole) // 2, len(whole) - 1):
+        weights.write_bytes(whole[:cut])
+        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+            load_eagle3(tmp_path / "h")
+    weights.write_bytes(b"not a checkpoint at all, just some text that is long enough")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load_eagle3(tmp_path / "h")
+    weights.unlink()
+    (tmp_path / "h" / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="must be converted to safetensors"):
+        load_eagle3(tmp_path / "h")
+    (tmp_path / "h" / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_eagle3(tmp_path / "h")
+    (tmp_path / "h" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        load_eagle3(tmp_path / "h")
+
+
+def test_a_folder_that_exists_is_kept(tmp_path: Path) -> None:
+    saved(tmp_path / "h", None)
+    before = (tmp_path / "h" / "model.safetensors").read_bytes()
+    with pytest.raises(OutputError, match="exists already"):
+        saved(tmp_path / "h")
+    assert (tmp_path / "h" / "model.safetensors").read_bytes() == before
+    saved(tmp_path / "h", 48, overwrite=True)
+    assert load_eagle3(tmp_path / "h").config.draft_vocab_size == 48
+    assert [p.name for p in tmp_path.iterdir()] == ["h"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Path.open
+
+    def on_full_disk(self: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        return opened(Path("/dev/full") if self.suffix == ".safetensors" else self, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", on_full_disk)
+    with pytest.raises(OutputError, match="No space left"):
+        saved(tmp_path / "h")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_head_is_checked_against_its_target(tmp_path: Path) -> None:
+    saved(tmp_path / "h")
+    assert isinstance(load_head(tmp_path / "h", tiny_target()), Eagle3Head)
+    with pytest.raises(HeadError, match=r"head expects a target of hidden size 32 but the target has 64; was it"):
+        load_head(tmp_path / "h", tiny_target(hidden=64))
+    with pytest.raises(HeadError, match="vocabulary 128 but the target has 256"):
+        load_head(str(tmp_path / "h"), tiny_target(vocab=256))
+    with pytest.raises(HeadError, match=r"head reads layers \(0, 2, 3\) but the target has 2 layers"):
+        load_head(tmp_path / "h", tiny_target(layers=2))
