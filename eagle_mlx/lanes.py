@@ -1,0 +1,62 @@
+"""Using all cores of a CPU: parts of a batch side by side, each on an MLX stream of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from eagle_mlx import blas
+from eagle_mlx.fastmath import on_cpu
+
+# MLX runs an elementwise operation on one thread, and half of a small head's step is elementwise. Two streams within
+# one `mx.eval` keep two cores busy; two evaluations after each other (`mx.async_eval`) do not.
+
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+
+
+def default_lanes() -> int:
+    """One lane per core on a CPU under Linux, where the BLAS can be told to keep to one thread; else one."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" and on_cpu() else 1
+
+
+def make_streams(lanes: int) -> list[mx.Stream]:
+    """A stream for each lane; a single lane keeps the default stream."""
+    device = mx.default_device()
+    return [mx.default_stream(device)] if lanes == 1 else [mx.new_stream(device) for _ in range(lanes)]
+
+
+@contextlib.contextmanager
+def one_blas_thread(wanted: bool) -> Iterator[None]:
+    """OpenBLAS on one thread within the block, as lanes want it; nothing happens with another BLAS."""
+    library = blas.activate()
+    if not wanted or library.kind != "openblas":
+        yield
+        return
+    openblas = ctypes.CDLL(library.path)
+    before = openblas.openblas_get_num_threads()
+    openblas.openblas_set_num_threads(1)
+    try:
+        yield
+    finally:
+        openblas.openblas_set_num_threads(before)
+
+
+def tune_process() -> None:
+    """Settings of the whole process for long work on a CPU under Linux; to be called before MLX evaluates anything.
+
+    glibc keeps freed memory, since large buffers come and go every step and fresh pages cost a quarter of it. MLX walks
+    graphs in width, so that the operations of all lanes are queued in turn: without that the second lane waits for most
+    of the first.
+    """
+    if sys.platform != "linux" or not on_cpu():
+        return
+    os.environ.setdefault("MLX_BFS_MAX_WIDTH", "200")
+    with contextlib.suppress(AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1)):
+            mallopt(option, value)

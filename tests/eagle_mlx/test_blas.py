@@ -1,0 +1,124 @@
+"""Which BLAS a process ends up with; each case in a process of its own, because a BLAS is loaded once."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere MLX brings a fast BLAS of its own")
+
+REPORT = """
+from eagle_mlx import blas
+import mlx.core as mx
+a = mx.ones((64, 64))
+assert mx.all(a @ a == 64).item()
+print(blas.activate())
+"""
+
+
+def has_openblas() -> bool:
+    try:
+        ctypes.CDLL("libopenblas.so.0")
+    except OSError:
+        return False
+    return True
+
+
+openblas = pytest.mark.skipif(not has_openblas(), reason="this machine has no OpenBLAS")
+
+
+def run(tmp_path: Path, code: str = REPORT, setting: str | None = None) -> tuple[str, str]:
+    """Run code in a fresh interpreter with `EAGLE_MLX_BLAS` set so; returns its output and its warnings."""
+    environment = {name: value for name, value in os.environ.items() if name != "EAGLE_MLX_BLAS"}
+    if setting is not None:
+        environment["EAGLE_MLX_BLAS"] = setting
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr
+
+
+@linux
+@openblas
+def test_openblas_is_active_and_named(tmp_path: Path) -> None:
+    out, warnings = run(tmp_path)
+    assert out.startswith("openblas (")
+    assert "libopenblas" in out
+    assert Path(out.removeprefix("openblas (").removesuffix(")")).exists()
+    assert "Warning" not in warnings
+
+
+@linux
+@openblas
+def test_openblas_is_what_mlx_multiplies_with(tmp_path: Path) -> None:
+    code = """
+from time import perf_counter
+import eagle_mlx
+import mlx.core as mx
+a = mx.random.uniform(shape=(512, 512))
+mx.eval(a)
+def seconds():
+    start = perf_counter()
+    mx.eval(a @ a)
+    return perf_counter() - start
+print(min(seconds() for _ in range(5)))
+"""
+    fast, slow = float(run(tmp_path, code)[0]), float(run(tmp_path, code, setting="reference")[0])
+    # About 40 times on two idle cores.
+    assert slow > 4 * fast
+
+
+@linux
+def test_reference_can_be_forced(tmp_path: Path) -> None:
+    out, warnings = run(tmp_path, setting="reference")
+    assert out == "reference"
+    assert "Warning" not in warnings
+
+
+@linux
+@openblas
+def test_a_library_can_be_named(tmp_path: Path) -> None:
+    out, warnings = run(tmp_path, setting="libopenblas.so.0")
+    assert out.startswith("openblas (")
+    assert "Warning" not in warnings
+
+
+@linux
+def test_missing_library_warns_once_and_works(tmp_path: Path) -> None:
+    code = REPORT + "import eagle_mlx.errors\nblas.activate()\n"
+    out, warnings = run(tmp_path, code, setting="/nowhere/libnothing.so")
+    assert out == "reference"
+    assert warnings.count("RuntimeWarning") == 1
+    assert "/nowhere/libnothing.so cannot be loaded" in warnings
+    assert "apt-get install libopenblas0-pthread" in warnings
+
+
+@linux
+def test_no_openblas_at_all_warns_once_and_works(tmp_path: Path) -> None:
+    hidden = "import ctypes.util\nimport ctypes\nreal = ctypes.CDLL\n"
+    hidden += "def cdll(name, *a, **k):\n    if name and 'openblas' in str(name): raise OSError(name)\n"
+    hidden += "    return real(name, *a, **k)\n"
+    hidden += "ctypes.CDLL = cdll\nctypes.util.find_library = lambda name: None\n"
+    out, warnings = run(tmp_path, hidden + REPORT)
+    assert out == "reference"
+    assert warnings.count("RuntimeWarning") == 1
+    assert "no OpenBLAS found" in warnings
+
+
+@linux
+def test_mlx_first_is_too_late_and_says_so(tmp_path: Path) -> None:
+    out, warnings = run(tmp_path, "import mlx.core\n" + REPORT)
+    assert out == "reference"
+    assert warnings.count("RuntimeWarning") == 1
+    assert "import eagle_mlx first" in warnings
+
+
+@pytest.mark.skipif(sys.platform != "darwin", reason="macOS only")
+def test_macos_uses_accelerate(tmp_path: Path) -> None:
+    assert run(tmp_path)[0] == "accelerate"
