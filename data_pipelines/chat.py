@@ -1,0 +1,177 @@
+"""Conversations as tokens: the target's chat template, and a loss mask on the assistant's tokens alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from eagle_mlx.errors import DataError
+
+from .conversation import Conversation
+
+Messages = list[dict[str, Any]]
+Span = tuple[int, int]
+
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MARK = "\ue0f0\ue0f1"
+"""Private-use characters that stand for a message's content while its place is sought."""
+
+
+class Rendered(NamedTuple):
+    tokens: list[int]
+    loss_mask: list[int]
+    """1 on the tokens to learn: what the assistant says, with the token that ends its turn."""
+
+
+@dataclass(frozen=True)
+class RenderReport:
+    conversations: int
+    """Those that are kept."""
+    tokens: int
+    loss_tokens: int
+    cut: int
+    """Conversations of which `max_length` cut something away."""
+    dropped: int
+    """Conversations left out, since `max_length` cut all of the assistant's tokens away."""
+
+
+def render_all(
+    tokenizer: TokenizerWrapper, conversations: Iterable[Conversation], max_length: int
+) -> tuple[list[Rendered], RenderReport]:
+    """Render conversations, leaving out those of whose answers nothing fits into `max_length` tokens."""
+    kept: list[Rendered] = []
+    cut = dropped = 0
+    for conversation in conversations:
+        whole = render(tokenizer, conversation)
+        rendered = Rendered(whole.tokens[:max_length], whole.loss_mask[:max_length])
+        cut += len(whole.tokens) > max_length
+        if any(rendered.loss_mask):
+            kept.append(rendered)
+        else:
+            dropped += 1
+    tokens, learnt = sum(len(r.tokens) for r in kept), sum(sum(r.loss_mask) for r in kept)
+    return kept, RenderReport(len(kept), tokens, learnt, cut, dropped)
+
+
+def render(tokenizer: TokenizerWrapper, conversation: Conversation, max_length: int | None = None) -> Rendered:
+    """Tokens and loss mask of one conversation, cut to `max_length`.
+
+    Plain text is learnt from end to end. Messages go through the chat template; where it has `{% generation %}` tags
+    they say what the assistant's part is, otherwise that is found by rendering the conversation up to each answer.
+    Raises DataError, naming the conversation's origin, where there is no assistant turn or no template, where the
+    template refuses the conversation, or where the assistant's part cannot be found.
+    """
+    if conversation.text is not None:
+        tokens = list(tokenizer.encode(conversation.text))
+        return Rendered(tokens[:max_length], [1] * len(tokens[:max_length]))
+    if not any(m.role == "assistant" for m in conversation.messages):
+        raise DataError(
+            f"{conversation.origin}: no assistant turn, so there is nothing to learn from; remove the row, or have "
+            "the target answer it with `eagle-data regenerate`"
+        )
+    if not tokenizer.has_chat_template:
+        raise DataError(f"{conversation.origin}: the target has no chat template; use rows of the shape `text`")
+    messages = [m.as_dict() for m in conversation.messages]
+    try:
+        text = _text(tokenizer, messages)
+    except Exception as e:  # whatever a template raises
+        raise DataError(f"{conversation.origin}: the chat template refuses this conversation: {e}") from e
+    tokens = _encode(tokenizer, text)
+    spans = _tagged_spans(tokenizer, messages, tokens)
+    if spans is None:
+        spans = _found_spans(tokenizer, messages, text, tokens, conversation.origin)
+    mask = _mask(tokens, spans, frozenset(tokenizer.eos_token_ids))
+    return Rendered(tokens[:max_length], mask[:max_length])
+
+
+def _mask(tokens: Sequence[int], spans: Iterable[Span], ends: frozenset[int]) -> list[int]:
+    """A turn lasts to the first end-of-turn token in its span or right behind it: there the target itself stops."""
+    mask = [0] * len(tokens)
+    for start, end in spans:
+        stop = next((i + 1 for i in range(start, min(end + 1, len(tokens))) if tokens[i] in ends), end)
+        mask[start:stop] = [1] * (stop - start)
+    return mask
+
+
+def _tagged_spans(tokenizer: TokenizerWrapper, messages: Messages, tokens: list[int]) -> list[Span] | None:
+    """Token spans by the template's `{% generation %}` tags, or None where it has none or they mark nothing."""
+    template = tokenizer.chat_template
+    if not isinstance(template, str) or not _GENERATION_TAG.search(template) or not tokenizer.is_fast:
+        return None
+    # mlx-lm's wrapper forces return_dict=False, with which transformers gives no mask.
+    encoded = tokenizer._tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True, enable_thinking=tokenizer.has_thinking
+    )
+    if encoded["input_ids"] != tokens or not any(encoded["assistant_masks"]):
+        return None
+    edges = [0, *encoded["assistant_masks"], 0]
+    starts = [i for i in range(len(tokens)) if edges[i + 1] and not edges[i]]
+    return [(i, edges.index(0, i + 1) - 1) for i in starts]
+
+
+def _found_spans(
+    tokenizer: TokenizerWrapper, messages: Messages, text: str, tokens: list[int], origin: str
+) -> list[Span]:
+    spans = []
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        span = _by_prefix(tokenizer, messages, turn, text) or _by_substitution(tokenizer, messages, turn, text)
+        if span is None:
+            raise DataError(
+                f"{origin}: message {turn + 1} cannot be found in what the chat template makes of the conversation, "
+                "so no loss mask can be made; use a template with {% generation %} tags, or split the conversation "
+                "so that each ends with one answer"
+            )
+        start, _ = _common(_encode(tokenizer, text[: span[0]]), tokens)
+        end, within = _common(_encode(tokenizer, text[: span[1]]), tokens)
+        spans.append((start, end + within))
+    return spans
+
+
+def _by_prefix(tokenizer: TokenizerWrapper, messages: Messages, turn: int, text: str) -> Span | None:
+    """The answer's characters: what the text up to it has beyond the prompt; None where they are no prefixes."""
+    try:
+        prompt = _text(tokenizer, messages[:turn], add_generation_prompt=True)
+        through = _text(tokenizer, messages[: turn + 1])
+    except Exception:  # many templates refuse a conversation that is cut off
+        return None
+    start, end = len(prompt), len(through.rstrip())
+    answer = messages[turn]["content"].split("</think>")[-1].strip()
+    found = text.startswith(through) and through.startswith(prompt) and start < end and answer in text[start:end]
+    return (start, end) if found else None
+
+
+def _by_substitution(tokenizer: TokenizerWrapper, messages: Messages, turn: int, text: str) -> Span | None:
+    """The answer's characters, found by rendering the conversation with a mark in place of the answer.
+
+    For templates that render an earlier turn differently once later ones follow (dropped thinking, a system prompt
+    that moves to the last user message).
+    """
+    marked = [*messages[:turn], {**messages[turn], "content": _MARK}, *messages[turn + 1 :]]
+    try:
+        before, mark, after = _text(tokenizer, marked).partition(_MARK)
+    except Exception:  # whatever a template raises
+        return None
+    end = len(text) - len(after)
+    found = mark and len(before) < end and text.startswith(before) and text.endswith(after)
+    return (len(before), end) if found else None
+
+
+def _common(prefix: list[int], tokens: list[int]) -> tuple[int, bool]:
+    """How many tokens the two begin with in common, and whether the prefix ends within the token after those."""
+    same = next((i for i, (a, b) in enumerate(zip(prefix, tokens, strict=False)) if a != b), len(prefix))
+    return same, same < len(prefix)
+
+
+def _text(tokenizer: TokenizerWrapper, messages: Messages, add_generation_prompt: bool = False) -> str:
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    return text
+
+
+def _encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))

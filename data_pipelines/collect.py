@@ -1,0 +1,95 @@
+"""Capture: the target's hidden states over rendered conversations, in memory or into shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from tqdm import tqdm
+
+from eagle_mlx.shards import Sample, ShardMeta, ShardWriter
+from eagle_mlx.target import Target
+
+TokensAndMask = tuple[Sequence[int], Sequence[int]]
+"""Tokens and loss mask of one conversation."""
+
+_WINDOW = 512
+"""Conversations sorted by length at a time."""
+
+
+def capture(
+    target: Target,
+    aux_layers: Sequence[int],
+    samples: Iterable[TokensAndMask],
+    batch_tokens: int = 2048,
+    progress: bool = False,
+) -> Iterator[Sample]:
+    """Yield each conversation with the outputs of `aux_layers` and of the last layer (before the final norm).
+
+    Conversations of like length go through the target together, right-padded and without a cache, `batch_tokens`
+    tokens at a time, so they do not come in the order in which they were given. The hidden states are copied out as
+    float16, clipped to its range. Nothing is kept once it is yielded.
+    """
+    layers = (*aux_layers, target.num_layers - 1)
+    total = sum(len(tokens) for tokens, _ in samples) if isinstance(samples, Sequence) else None
+    with tqdm(total=total, desc="capture", unit="token", unit_scale=True, disable=not progress) as bar:
+        for batch in _batches(samples, batch_tokens):
+            padded = np.zeros((len(batch), max(len(tokens) for tokens, _ in batch)), np.int32)
+            for row, (tokens, _) in enumerate(batch):
+                padded[row, : len(tokens)] = tokens
+            hidden = _to_numpy(target.forward(mx.array(padded), aux_layers=layers).aux)
+            split = target.hidden_size * len(aux_layers)
+            for row, (tokens, mask) in enumerate(batch):
+                states = hidden[row, : len(tokens)]
+                yield Sample(
+                    padded[row, : len(tokens)].copy(),
+                    np.array(mask, np.uint8),
+                    states[:, :split].copy(),
+                    states[:, split:].copy(),
+                )
+                bar.update(len(tokens))
+
+
+def capture_to_shards(
+    target: Target,
+    aux_layers: Sequence[int],
+    samples: Iterable[TokensAndMask],
+    folder: str | Path,
+    batch_tokens: int = 2048,
+    progress: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """`capture` into a new folder of shards, which appears when it is complete.
+
+    Raises OutputError where the folder exists or cannot be written; then nothing is left behind.
+    """
+    with ShardWriter(folder, shard_meta(target, aux_layers), overwrite=overwrite) as writer:
+        for sample in capture(target, aux_layers, samples, batch_tokens, progress):
+            writer.add(sample)
+
+
+def shard_meta(target: Target, aux_layers: Sequence[int]) -> ShardMeta:
+    """What shards of this target's hidden states say about themselves."""
+    return ShardMeta(target.name, target.hidden_size, target.vocab_size, tuple(aux_layers))
+
+
+def _batches(samples: Iterable[TokensAndMask], batch_tokens: int) -> Iterator[list[TokensAndMask]]:
+    """Groups of like length, each of at most `batch_tokens` tokens with its padding, or of one conversation."""
+    remaining = iter(samples)
+    while window := sorted(islice(remaining, _WINDOW), key=lambda s: len(s[0])):
+        batch: list[TokensAndMask] = []
+        for sample in window:
+            if batch and (len(batch) + 1) * len(sample[0]) > batch_tokens:
+                yield batch
+                batch = []
+            batch.append(sample)
+        yield batch
+
+
+def _to_numpy(layers: Sequence[mx.array]) -> np.ndarray:
+    """Hidden states [B, L, H] of n layers as one float16 array [B, L, n * H]."""
+    limit = float(np.finfo(np.float16).max)
+    return np.array(mx.clip(mx.concatenate(list(layers), axis=-1), -limit, limit).astype(mx.float16))

@@ -1,0 +1,49 @@
+"""Files of conversations that appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from eagle_mlx.errors import OutputError
+
+from .conversation import Conversation
+
+
+def check_new(path: str | Path, overwrite: bool = False) -> Path:
+    """The path, after making sure that writing it loses nothing; OutputError where it is taken."""
+    path = Path(path)
+    if path.is_dir():
+        raise OutputError(f"{path} is a folder; name a file")
+    if path.exists() and not overwrite:
+        raise OutputError(f"{path} exists already; name another output file, or overwrite it with --overwrite")
+    return path
+
+
+def write_jsonl(path: str | Path, conversations: Iterable[Conversation], overwrite: bool = False) -> int:
+    """Write one row per conversation and return their number; the file appears when the last one is on the disk.
+
+    Raises OutputError where the file exists or cannot be written; then nothing is left behind.
+    """
+    path = check_new(path, overwrite)
+    count, part = 0, None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        part = Path(name)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            for count, conversation in enumerate(conversations, 1):  # noqa: B007  (count is returned)
+                file.write(json.dumps(conversation.as_row(), ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        part.chmod(0o644)
+        part.rename(path)
+    except OSError as e:
+        raise OutputError(f"{path} could not be written: {e.strerror or e}; nothing was left behind") from e
+    finally:
+        if part is not None:
+            part.unlink(missing_ok=True)
+    return count

@@ -1,0 +1,144 @@
+"""The command eagle-data: what it makes, what it says, what it leaves after an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eagle_mlx.data_pipelines import builtin, cli, collect
+from eagle_mlx.data_pipelines.stdlib_source import SourceFile
+from eagle_mlx.shards import ShardReader
+from tests.fakes import tiny_target_folder
+
+ROWS = [{"prompt": f"say {n}", "completion": f"it is {n}"} for n in range(6)]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_target_folder(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> str:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(path)
+
+
+def test_regenerate_collect_inspect(
+    target: str, chats: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers, shards = str(tmp_path / "answers.jsonl"), str(tmp_path / "shards")
+    argv = ["regenerate", "--target", target, "--data", chats, "--output", answers, "--max-tokens", "5"]
+    assert cli.main(argv) == 0
+    rows = [json.loads(line) for line in Path(answers).read_text().splitlines()]
+    assert sorted(row["messages"][0]["content"] for row in rows) == [f"say {n}" for n in range(6)]
+    assert "6 conversations with 6 answers of 30 tokens" in capsys.readouterr().out
+
+    argv = [
+        "collect",
+        "--target",
+        target,
+        "--data",
+        answers,
+        "--output",
+        shards,
+        "--split",
+        "all",
+        "--max-length",
+        "64",
+    ]
+    assert cli.main([*argv, "--aux-layers", "0,2"]) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith("blas: ")
+    assert "6 conversations" in said.out
+    reader = ShardReader(shards)
+    assert (len(reader), reader.meta.aux_layers, reader.meta.hidden_size) == (6, (0, 2), 32)
+
+    assert cli.main(["inspect", shards]) == 0
+    assert "every SHA-256 is right" in capsys.readouterr().out
+    assert cli.main(["inspect", chats, "--target", target, "--limit", "1", "--seed", "5"]) == 0
+    assert "<|im_start|>assistant\n⟦it is" in capsys.readouterr().out
+    assert cli.main(["inspect", chats]) == 0
+    assert "[user] say" in capsys.readouterr().out
+
+
+def test_the_built_in_source(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = SourceFile("m.py", "def f():\n    return 1\n")
+    monkeypatch.setattr(builtin, "iter_files", lambda _: [file])
+    argv = ["collect", "--target", target, "--data", "builtin:python", "--output", str(tmp_path / "s")]
+    assert cli.main([*argv, "--max-length", "128"]) == 0
+    assert len(ShardReader(tmp_path / "s")) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "argv", "message"),
+    [
+        ('{"text": ', [], "bad.jsonl:2: not valid JSON"),
+        ("", [], "bad.jsonl:2: an empty line"),
+        ('{"prompt": "Hi"}', [], "bad.jsonl:2: no assistant turn"),
+        ('{"q": 1}', [], "bad.jsonl:2: the row's keys (q) fit no known shape"),
+        (None, ["--max-length", "9999"], "the target's context is 512 tokens"),
+        (None, ["--max-length", "2"], "nothing to capture from"),
+        (None, ["--aux-layers", "1,7"], "the target has layers 0 to 3"),
+        (None, ["--aux-layers", "one"], "it must be layer numbers"),
+        (None, ["--target", "/nowhere/model"], "there is no folder /nowhere/model"),
+    ],
+)
+def test_bad_input_ends_with_2_and_leaves_nothing(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], row: str | None, argv: list[str], message: str
+) -> None:
+    data = tmp_path / "bad.jsonl"
+    data.write_text(json.dumps(ROWS[0]) + "\n" + (f"{row}\n" if row is not None else ""))
+    command = ["collect", "--target", target, "--data", str(data), "--output", str(tmp_path / "out" / "s")]
+    assert cli.main([*command, "--split", "all", "--max-length", "128", *argv]) == 2
+    assert f"error: {'' if argv else tmp_path}" in (err := capsys.readouterr().err)
+    assert message in err
+    assert list(tmp_path.iterdir()) == [data]
+
+
+@pytest.mark.parametrize("command", ["collect", "regenerate"])
+def test_an_existing_output_is_kept(
+    target: str, chats: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    output = tmp_path / "there"
+    if command == "collect":
+        output.mkdir()
+    mine = output / "mine" if command == "collect" else output
+    mine.write_text("mine")
+    assert cli.main([command, "--target", target, "--data", chats, "--output", str(output)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert mine.read_text() == "mine"
+
+
+def test_too_little_space_is_said_before_the_work(
+    target: str, chats: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "bytes_per_token", lambda _: 10**15)
+    argv = ["collect", "--target", target, "--data", chats, "--output", str(tmp_path / "s"), "--max-length", "64"]
+    assert cli.main(argv) == 2
+    assert "GB free" in capsys.readouterr().err
+
+
+def test_an_interruption_leaves_nothing(
+    target: str, chats: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(collect, "_to_numpy", interrupt)
+    argv = ["collect", "--target", target, "--data", chats, "--output", str(tmp_path / "s"), "--max-length", "64"]
+    assert cli.main(argv) == 130
+    assert [p.name for p in tmp_path.iterdir()] == ["chats.jsonl"]
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--help"])
+    assert stop.value.code == 0
+    said = capsys.readouterr().out
+    assert all(
+        word in said for word in ("examples:", "builtin:python", '"messages"', "regenerate", "collect", "inspect")
+    )

@@ -1,0 +1,101 @@
+"""Capture: the same hidden states as one conversation at a time, whatever the batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from eagle_mlx.data_pipelines import capture, capture_to_shards, collect
+from eagle_mlx.errors import OutputError, TargetError
+from eagle_mlx.shards import Sample, ShardReader
+from tests.fakes import tiny_target
+
+AUX = (0, 1)
+
+
+def conversations(count: int = 9) -> list[tuple[list[int], list[int]]]:
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 128, n).tolist() for n in rng.integers(1, 40, count)]
+    return [(row, [i % 2 for i in range(len(row))]) for row in rows]
+
+
+def by_tokens(samples: list[Sample]) -> dict[tuple[int, ...], Sample]:
+    return {tuple(s.tokens.tolist()): s for s in samples}
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 64, 4096])
+def test_batching_changes_nothing(batch_tokens: int) -> None:
+    target = tiny_target()
+    found = by_tokens(list(capture(target, AUX, conversations(), batch_tokens)))
+    assert len(found) == 9
+    for tokens, mask in conversations():
+        sample = found[tuple(tokens)]
+        alone = target.forward(mx.array([tokens]), aux_layers=(*AUX, 3)).aux
+        expected = [np.array(a[0]) for a in alone]
+        assert sample.loss_mask.tolist() == mask
+        assert (sample.tokens.dtype, sample.loss_mask.dtype) == (np.int32, np.uint8)
+        assert (sample.aux.dtype, sample.last.dtype) == (np.float16, np.float16)
+        np.testing.assert_allclose(sample.aux, np.concatenate(expected[:2], -1), rtol=2e-3, atol=2e-3)
+        np.testing.assert_allclose(sample.last, expected[2], rtol=2e-3, atol=2e-3)
+
+
+def test_the_last_layer_gives_the_target_s_own_logits() -> None:
+    target = tiny_target()
+    [(tokens, mask)] = conversations(1)
+    [sample] = capture(target, AUX, [(tokens, mask)])
+    logits = target.lm_head(target.norm(mx.array(sample.last).astype(mx.float32)))
+    np.testing.assert_allclose(logits, target.forward(mx.array([tokens])).logits[0], rtol=2e-2, atol=2e-2)
+
+
+def test_batches_stay_within_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, shapes = tiny_target(), []
+    forward = target.forward
+
+    def watched(tokens: mx.array, **kwargs: object) -> object:
+        shapes.append(tokens.shape)
+        return forward(tokens, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(target, "forward", watched)
+    list(capture(target, AUX, conversations(30), 100))
+    assert all(rows * length <= 100 for rows, length in shapes)
+    assert len(shapes) < 15
+
+
+def test_windows_bound_what_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collect, "_WINDOW", 4)
+    rows = iter(conversations(9))
+    first = next(capture(tiny_target(), AUX, rows))
+    assert len(list(rows)) == 5
+    assert len(first.tokens) == min(len(tokens) for tokens, _ in conversations(9)[:4])
+
+
+def test_values_beyond_float16_are_clipped() -> None:
+    target = tiny_target()
+    embedding = target.model.model.embed_tokens
+    embedding.weight = embedding.weight * 1e6
+    [sample] = capture(target, AUX, conversations(1))
+    assert np.isfinite(sample.aux).all()
+    assert np.abs(sample.aux).max() == np.finfo(np.float16).max
+
+
+def test_shards_hold_what_memory_holds(tmp_path: Path) -> None:
+    target = tiny_target()
+    capture_to_shards(target, AUX, conversations(), tmp_path / "s")
+    reader = ShardReader(tmp_path / "s")
+    assert (reader.meta.target, reader.meta.hidden_size, reader.meta.vocab_size) == ("tiny", 32, 128)
+    assert reader.meta.aux_layers == AUX
+    expected = by_tokens(list(capture(target, AUX, conversations())))
+    for tokens, sample in by_tokens(list(reader)).items():
+        assert (sample.aux == expected[tokens].aux).all()
+        assert (sample.last == expected[tokens].last).all()
+    with pytest.raises(OutputError, match="exists already"):
+        capture_to_shards(target, AUX, conversations(), tmp_path / "s")
+
+
+def test_a_layer_that_there_is_not(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="layer 9"):
+        capture_to_shards(tiny_target(), (0, 9), conversations(), tmp_path / "s")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,192 @@
+"""Local files and the built-in source: what is read, in which order, on which side of the split."""
+
+from __future__ import annotations
+
+import json
+import socket
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from eagle_mlx.data_pipelines import Conversation, load_conversations
+from eagle_mlx.data_pipelines import builtin as builtin_module
+from eagle_mlx.data_pipelines.stdlib_source import SourceFile, iter_files
+from eagle_mlx.errors import ConfigError, DataError
+
+ROWS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    {"conversations": [{"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}]},
+    {"prompt": "e", "completion": "f"},
+    {"text": "g"},
+]
+
+
+def write(path: Path, *lines: str) -> str:
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return str(path)
+
+
+def read(spec: str, **kwargs: Any) -> list[Conversation]:
+    return list(load_conversations(spec, **{"split": "all", "seed": None, **kwargs}))
+
+
+def said(conversations: list[Conversation]) -> list[str | None]:
+    return [c.text or c.messages[-1].content for c in conversations]
+
+
+def test_jsonl_may_mix_shapes_and_keeps_its_line_numbers(tmp_path: Path) -> None:
+    spec = write(tmp_path / "x.jsonl", *map(json.dumps, ROWS))
+    found = read(spec)
+    assert said(found) == ["b", "d", "f", "g"]
+    assert [c.origin for c in found] == [f"{spec}:{n}" for n in (1, 2, 3, 4)]
+
+
+def test_a_json_list_and_parquet_hold_the_same(tmp_path: Path) -> None:
+    listed = tmp_path / "x.json"
+    listed.write_text(json.dumps(ROWS, indent=1))
+    lines = write(tmp_path / "y.json", *map(json.dumps, ROWS))
+    pq.write_table(pa.Table.from_pylist([{"prompt": "e", "completion": "f"}, {"text": "g"}]), tmp_path / "x.parquet")
+    assert said(read(str(listed))) == said(read(lines)) == ["b", "d", "f", "g"]
+    table = pa.Table.from_pylist([{"prompt": "e", "completion": "f"}, {"prompt": "h", "completion": "i"}])
+    pq.write_table(table, tmp_path / "x.parquet")
+    assert said(read(str(tmp_path / "x.parquet"))) == ["f", "i"]
+
+
+def test_local_files_need_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError(f"a connection to {args[1:]}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    assert len(read(write(tmp_path / "x.jsonl", *map(json.dumps, ROWS)))) == 4
+
+
+def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
+    for text in ("old", "new"):
+        assert said(read(write(tmp_path / "x.jsonl", json.dumps({"text": text})))) == [text]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "x.jsonl is empty"),
+        (b'{"text": "a"}\n\n{"text": "b"}\n', "x.jsonl:2: an empty line"),
+        (b'{"text": "a"}\n{"text": \n', "x.jsonl:2: not valid JSON"),
+        (b'{"text": "a"}\n{"text": "b"', "x.jsonl:2: not valid JSON"),
+        (b'{"text": "a"}\n{"text": "\xff"}\n', "x.jsonl:2: not UTF-8"),
+        (b'{"text": "a"}\n[1]\n', "x.jsonl:2: a row must be an object, not list"),
+        (b'{"text": "a"}\n{"q": "b"}\n', r"x.jsonl:2: the row's keys \(q\) fit no known shape"),
+    ],
+)
+def test_a_bad_jsonl_row_is_named_before_anything_is_yielded(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "x.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        next(load_conversations(str(tmp_path / "x.jsonl"), "all"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.json", b"[1, 2]", "x.json:1: a row must be an object"),
+        ("x.json", b"[]", "empty list"),
+        ("x.json", b'[{"text": ', "x.json is not valid JSON"),
+        ("x.parquet", b"PAR1 no table", "x.parquet cannot be read as parquet"),
+    ],
+)
+def test_other_bad_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read(str(tmp_path / name))
+
+
+def test_a_bad_parquet_row_is_named(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist([{"q": "a"}]), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"x.parquet:1: the row's keys \(q\)"):
+        read(str(tmp_path / "x.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("missing.jsonl", "there is no file missing.jsonl"),
+        ("builtin:perl", "the built-in sources are builtin:python"),
+        ("what is this?", "no source of conversations; these are"),
+        ("nobody/nothing-at-all", "cannot be had from the hub"),
+    ],
+)
+def test_a_source_that_there_is_not(spec: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read(spec)
+
+
+def test_a_split_that_there_is_not() -> None:
+    with pytest.raises(ConfigError, match="train, heldout or all"):
+        read("builtin:python", split="test")
+
+
+def test_the_sides_of_a_file_are_disjoint_and_make_the_whole(tmp_path: Path) -> None:
+    spec = write(tmp_path / "x.jsonl", *(json.dumps({"prompt": f"{n}", "completion": f"{n}"}) for n in range(500)))
+    train, held_out = (set(said(read(spec, split=split))) for split in ("train", "heldout"))
+    assert not train & held_out
+    assert train | held_out == {f"{n}" for n in range(500)}
+    assert 8 <= len(held_out) <= 35
+
+
+def test_the_seed_fixes_the_order_and_the_limit_cuts_it(tmp_path: Path) -> None:
+    spec = write(tmp_path / "x.jsonl", *(json.dumps({"text": f"{n}"}) for n in range(50)))
+    one, two = said(read(spec, seed=1)), said(read(spec, seed=2))
+    assert one == said(read(spec, seed=1)) != two
+    assert sorted(map(str, one)) == sorted(map(str, two))
+    assert said(read(spec, seed=1, limit=7)) == one[:7]
+
+
+def test_the_standard_library_is_held_out_by_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"heldout": list(islice(iter_files("heldout"), 25))}
+    monkeypatch.setattr(builtin_module, "iter_files", files.__getitem__)
+    held_out = list(load_conversations("builtin:python", "heldout"))
+    answers = said(held_out)
+    assert len(set(answers)) == len(answers) > 200
+    assert any(c.text for c in held_out)
+    assert any('"""' in c.messages[0].content for c in held_out if c.messages)
+    assert answers[:99] == said(list(load_conversations("builtin:python", "heldout", limit=99)))
+    assert answers[:99] != said(list(load_conversations("builtin:python", "heldout", limit=99, seed=1)))
+
+
+@pytest.fixture
+def _small_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = 'def f{n}(x):\n    """Say {n}."""\n    return {n}\n\ndef g():\n    return 0\n\ndef h{n}():\n    return {n}\n'
+    files = [SourceFile(f"m{n}.py", code.format(n=n)) for n in range(40)]
+    monkeypatch.setattr(builtin_module, "iter_files", lambda split: files if split == "train" else [])
+
+
+@pytest.mark.usefixtures("_small_library")
+def test_the_built_in_sources() -> None:
+    answers = said(read("builtin:python-chat", seed=0))
+    assert len(answers) == 81, "40 with a docstring, 40 without, and one that all files share"
+    assert sorted(map(str, said(read("builtin:python-docstrings")))) == sorted(
+        f"def f{n}(x):\n    return {n}" for n in range(40)
+    )
+    pieces = read("builtin:python-files")
+    assert len(pieces) == 40
+    assert all(c.text for c in pieces)
+    assert len(read("builtin:python", seed=0)) == 121
+    assert read("builtin:python", split="heldout") == []
+    first = next(load_conversations("builtin:python-docstrings", seed=None))
+    assert first.origin == "builtin:python:m0.py:f0"
+    assert [m.as_dict() for m in first.messages] == [
+        {"role": "user", "content": 'def f0(x):\n    """Say 0."""'},
+        {"role": "assistant", "content": "def f0(x):\n    return 0"},
+    ]
+
+
+def test_pieces_of_a_file_are_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "".join(f"line_{n} = {n * n}\n" for n in range(500))
+    monkeypatch.setattr(builtin_module, "iter_files", lambda _: [SourceFile("m.py", text)])
+    pieces = read("builtin:python-files")
+    assert "".join(str(c.text) for c in pieces) == text
+    assert all(len(str(c.text)) <= builtin_module.PIECE_CHARS for c in pieces)
+    lines = [int(c.origin.rsplit(":", 1)[1]) for c in pieces]
+    assert [text.splitlines()[n - 1] for n in lines] == [str(c.text).splitlines()[0] for c in pieces]
