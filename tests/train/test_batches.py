@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle_mlx.errors import ShardError
+from eagle_mlx.shards import Sample, ShardMeta, ShardReader, ShardWriter
+from eagle_mlx.train.batches import Batches, Rows
+from eagle_mlx.train.packing import SHORTEST, cut, order_of, pack
+from eagle_mlx.train.samples import InMemory, OnDisk, Tokens
+
+H, N = 4, 3
+
+
+def make_samples(lengths: list[int], seed: int = 0) -> list[Sample]:
+    """Samples whose states spell out their tokens, so that a mix-up shows."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for length in lengths:
+        tokens = rng.integers(1, 1000, length).astype(np.int32)
+        aux = np.repeat(tokens[:, None], N * H, axis=1).astype(np.float16)
+        last = (-aux[:, :H]).astype(np.float16)
+        samples.append(Sample(tokens, rng.integers(0, 2, length).astype(np.uint8), aux, last))
+    return samples
+
+
+def collect(batches: Batches, epoch: int, skip: int = 0) -> list[Rows]:
+    with closing(batches.epoch(epoch, skip)) as stream:
+        return list(stream)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(4, 24), st.integers(0, 9))
+def test_packing_uses_every_piece_once_and_fits(lengths: list[int], length: int, seed: int) -> None:
+    rows = pack(lengths, order_of(seed, 0, len(lengths)), length)
+    found = Counter((p.sample, p.start, p.stop) for row in rows for p in row)
+    wanted = Counter((p.sample, p.start, p.stop) for i, n in enumerate(lengths) for p in cut(i, n, length))
+    assert found == wanted
+    assert all(sum(len(piece) for piece in row) <= length for row in rows)
+    assert rows == pack(lengths, order_of(seed, 0, len(lengths)), length)
+
+
+def test_long_samples_are_cut_and_ends_too_short_left_out() -> None:
+    assert [(p.start, p.stop) for p in cut(0, 20, 8)] == [(0, 8), (8, 16), (16, 20)]
+    assert [(p.start, p.stop) for p in cut(0, 17, 8)] == [(0, 8), (8, 16)]
+    assert cut(0, SHORTEST - 1, 8) == []
+
+
+def test_rows_hold_what_the_samples_hold() -> None:
+    samples = make_samples([5, 9, 3, 14, 7, 6, 30])
+    batches = Batches(InMemory(samples), rows=2, length=16, seed=1)
+    seen: list[int] = []
+    epoch = collect(batches, 0)
+    assert len(epoch) == batches.steps_per_epoch()
+    for rows in epoch:
+        assert rows.states is not None
+        assert rows.states.shape == (*rows.tokens.shape, (N + 1) * H)
+        assert rows.tokens.shape[1] == 16
+        inside = rows.segments > 0
+        assert np.array_equal(rows.states[..., 0], rows.tokens.astype(np.float16) * inside)
+        assert np.array_equal(rows.states[..., -1], -rows.tokens.astype(np.float16) * inside)
+        seen += rows.tokens[inside].tolist()
+        for row in range(len(rows.tokens)):
+            segments = rows.segments[row][inside[row]]
+            assert np.all(np.diff(segments) >= 0)
+            assert segments[0] == 1
+    assert sorted(seen) == sorted(t for s in samples for t in s.tokens.tolist())
+
+
+def test_the_order_is_fixed_by_seed_and_epoch() -> None:
+    store = InMemory(make_samples([4, 6, 5, 7, 3, 8, 9, 4, 6, 5]))
+    first, again = (collect(Batches(store, 2, 10, seed=3), 0) for _ in range(2))
+    assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(first, again, strict=True))
+    assert not np.array_equal(first[0].tokens, collect(Batches(store, 2, 10, seed=3), 1)[0].tokens)
+    assert not np.array_equal(first[0].tokens, collect(Batches(store, 2, 10, seed=4), 0)[0].tokens)
+
+
+def test_an_epoch_can_be_entered_midway() -> None:
+    batches = Batches(InMemory(make_samples([4, 6, 5, 7, 3, 8, 9, 4])), 2, 10, seed=0)
+    whole, rest = collect(batches, 0), collect(batches, 0, skip=1)
+    assert [r.tokens.tolist() for r in whole[1:]] == [r.tokens.tolist() for r in rest]
+    assert collect(batches, 0, skip=99) == []
+
+
+def test_leaving_early_stops_the_threads() -> None:
+    with closing(Batches(InMemory(make_samples([8] * 200)), 2, 8, seed=0).epoch(0)) as stream:
+        next(stream)
+
+
+def test_samples_without_states() -> None:
+    samples = [Tokens(s.tokens, s.loss_mask) for s in make_samples([5, 9, 3])]
+    (rows,) = collect(Batches(InMemory(samples), 4, 16, seed=0), 0)
+    assert rows.states is None
+
+
+def test_rows_are_dealt_out() -> None:
+    rows = Rows(np.arange(6, dtype=np.int32).reshape(3, 2), np.zeros((3, 2), np.uint8), np.ones((3, 2), np.int32), None)
+    assert [part.tokens.tolist() for part in rows.split(2)] == [[[0, 1], [2, 3]], [[4, 5]]]
+    assert len(rows.split(8)) == 3
+
+
+def test_shards_give_the_same_rows(tmp_path: Path) -> None:
+    samples = make_samples([5, 9, 3, 14, 7])
+    with ShardWriter(tmp_path / "s", ShardMeta("t", H, 1000, tuple(range(N))), tokens_per_shard=12) as writer:
+        for sample in samples:
+            writer.add(sample)
+    store = OnDisk(ShardReader(tmp_path / "s"))
+    assert store.lengths == [5, 9, 3, 14, 7]
+    for a, b in zip(
+        collect(Batches(store, 2, 16, 0), 0), collect(Batches(InMemory(samples), 2, 16, 0), 0), strict=True
+    ):
+        assert np.array_equal(a.tokens, b.tokens)
+        assert a.states is not None
+        assert b.states is not None
+        assert np.array_equal(a.states, b.states)
+    counts = sum(np.bincount(s.tokens[s.loss_mask == 1], minlength=1000) for s in samples)
+    assert np.array_equal(store.count_tokens(1000), counts)
+
+
+def test_a_damaged_shard_is_found_before_training(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "s", ShardMeta("t", H, 1000, tuple(range(N)))) as writer:
+        writer.add(make_samples([5])[0])
+    shard = next((tmp_path / "s").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(ShardError, match="damaged"):
+        OnDisk(ShardReader(tmp_path / "s"))
+
+
+def test_an_error_in_a_reading_thread_arrives(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "s", ShardMeta("t", H, 1000, tuple(range(N))), tokens_per_shard=4) as writer:
+        for sample in make_samples([6] * 4):
+            writer.add(sample)
+    reader = ShardReader(tmp_path / "s")
+    store = OnDisk(reader)
+    reader._starts.clear()
+    next((tmp_path / "s").glob("shard-00001*")).write_bytes(b"")
+    with pytest.raises(ShardError, match="cut short"):
+        collect(Batches(store, 2, 8, 0), 0)

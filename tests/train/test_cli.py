@@ -1,0 +1,164 @@
+"""eagle-train from the command line to the files, on a tiny target with the embedded tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle_mlx.data_pipelines import capture_to_shards
+from eagle_mlx.formats import load_head
+from eagle_mlx.target import load_target
+from eagle_mlx.train import loop
+from eagle_mlx.train.cli import main
+from tests.fakes import tiny_target_folder
+
+SMALL = [
+    *("--length", "64", "--max-length", "64", "--rows", "2", "--unroll", "2", "--draft-vocab", "512"),
+    *("--eval-prompts", "3", "--eval-tokens", "8", "--eval-depth", "2", "--log-steps", "2", "--lr", "1e-3"),
+]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target_folder(tmp_path_factory.mktemp("target") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    rows = [{"prompt": f"add {i}", "completion": f"def add(x):\n    return x + {i}"} for i in range(100)]
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return file
+
+
+def run(target: Path, chats: Path, output: Path, *more: str) -> int:
+    return main(["--target", str(target), "--data", str(chats), "--output", str(output), *SMALL, *more])
+
+
+def test_what_a_run_leaves(target: Path, chats: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    assert run(target, chats, out, "--max-steps", "5", "--eval-steps", "2") == 0
+    assert {p.name for p in out.iterdir()} == {
+        *("best", "last", "metrics.jsonl", "report.json"),
+        *("loss.png", "accuracy.png", "acceptance_by_position.png", "acceptance_length.png"),
+    }
+    for name in ("best", "last"):
+        head = load_head(out / name, load_target(str(target)))
+        assert head.config.draft_vocab_size == 512
+    report = json.loads((out / "report.json").read_text())
+    assert report["steps"] == 5
+    assert report["acceptance"]["best"]["depth"] == 2
+    assert 1.0 <= report["untrained_acceptance_length"] <= 3.0
+    assert 1.0 <= report["acceptance_length"] <= 3.0
+    assert report["config"]["unroll"] == 2
+    assert report["train_seconds"] > 0
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["kind"] == "eval"] == [0, 2, 4, 5]
+    assert [row["step"] for row in rows if row["kind"] == "train"] == [2, 4, 5]
+    shown = capsys.readouterr()
+    assert shown.err.startswith("blas: ")
+    assert "the head is in" in shown.out
+
+    assert run(target, chats, out, "--max-steps", "1") == 2
+    assert "exists already" in capsys.readouterr().err
+    assert json.loads((out / "report.json").read_text()) == report, "what was there is kept"
+    assert run(target, chats, out, "--max-steps", "1", "--overwrite") == 0
+    assert json.loads((out / "report.json").read_text())["steps"] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_time_budget_and_states_captured_anew(target: Path, chats: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    file = tmp_path / "c.yaml"
+    file.write_text("minutes: 0.01\ncache_gb: 0\noptimizer: muon\n")
+    assert run(target, chats, out, "-c", str(file)) == 0
+    report = json.loads((out / "report.json").read_text())
+    assert report["steps"] >= 1
+    assert report["data"]["states"] == "captured anew for each batch"
+
+
+def test_training_from_shards(target: Path, chats: Path, tmp_path: Path, capsys: Any) -> None:
+    model = load_target(str(target))
+    capture_to_shards(model, (0, 2), [(list(range(20)), [0] * 5 + [1] * 15)] * 6, tmp_path / "shards")
+    more = ("--shards", str(tmp_path / "shards"), "--max-steps", "2")
+    assert run(target, chats, tmp_path / "out", *more) == 0
+    assert load_head(tmp_path / "out" / "last", model).config.aux_layers == (0, 2)
+    assert run(target, chats, tmp_path / "other", *more, "--aux-layers", "1", "2") == 2
+    assert "holds the aux layers (0, 2)" in capsys.readouterr().err
+    smaller = tiny_target_folder(tmp_path / "smaller", hidden=16)
+    assert run(smaller, chats, tmp_path / "other", *more) == 2
+    assert "hidden size 32" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_same_seed_gives_the_same_head(target: Path, chats: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert run(target, chats, tmp_path / name, "--max-steps", "2", "--seed", "7") == 0
+    a, b = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("a", "b"))
+    assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--aux-layers", "1", "9"), "the target has layers 0 to 3"),
+        (("--kv-heads", "3"), "not a multiple"),
+        (("--rows", "0"), "rows must be at least 1"),
+        (("--data", "no/such.jsonl"), "no/such.jsonl"),
+        (("--shards", "no/such/folder"), "not a folder of shards"),
+        (("--target", "no/such/model/anywhere"), "there is no folder"),
+        (("--target", ""), "name the model that the head is for with --target"),
+        (("--eval-data", "no-such.jsonl"), "no-such.jsonl"),
+    ],
+)
+def test_bad_input_is_refused_with_a_reason(
+    target: Path, chats: Path, tmp_path: Path, capsys: Any, more: tuple[str, ...], message: str
+) -> None:
+    assert run(target, chats, tmp_path / "out", "--max-steps", "1", *more) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loss_that_is_not_finite_names_the_step(target: Path, chats: Path, tmp_path: Path, capsys: Any) -> None:
+    wild = ("--max-steps", "40", "--lr", "1e30", "--warmup", "0")
+    assert run(target, chats, tmp_path / "out", *wild, "--eval-steps", "40") == 2
+    assert "at step" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [], "there was no good head yet"
+
+
+def test_an_interrupted_run_keeps_its_head(
+    target: Path, chats: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = loop.Run._step
+
+    def interrupt(self: loop.Run, *args: Any) -> Any:
+        if self.progress.step == stop_at:
+            raise KeyboardInterrupt
+        return step(self, *args)
+
+    monkeypatch.setattr(loop.Run, "_step", interrupt)
+    stop_at = 0
+    assert run(target, chats, tmp_path / "out", "--max-steps", "3") == 130
+    assert list(tmp_path.iterdir()) == []
+    stop_at = 2
+    assert run(target, chats, tmp_path / "out", "--max-steps", "30") == 130
+    assert load_head(tmp_path / "out" / "last") is not None
+    assert "interrupted after 2 steps" in capsys.readouterr().out
+
+
+def test_help_shows_every_setting(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--draft-vocab N" in shown
+    assert "(default: 32,000)" in shown
+
+
+def test_wandb_works_offline(target: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert run(target, chats, tmp_path / "out", "--max-steps", "1", "--wandb") == 0
+    assert list((tmp_path / "out").glob("wandb/offline-run-*"))

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eagle_mlx.engine import Output
+from eagle_mlx.train.evaluate import Evaluator, summarize
+from tests.fakes import tiny_head, tiny_target
+
+
+def output(tokens: list[int], rounds: int, drafted: list[int], accepted: list[int]) -> Output:
+    return Output("", tokens, "length", 3, rounds, sum(drafted), sum(accepted), drafted, accepted)
+
+
+def test_outputs_are_taken_together() -> None:
+    outputs = [output(list(range(12)), 5, [4, 4], [4, 2]), output(list(range(8)), 5, [4, 2], [0, 1])]
+    found = summarize(outputs, 3, left_out=2)
+    assert found.acceptance_length == 2.0
+    assert found.acceptance_by_position == [0.5, 0.5, 0.0]
+    assert (found.prompts, found.left_out, found.emitted, found.rounds) == (2, 2, 20, 10)
+    assert summarize([], 2).acceptance_length == 0.0
+
+
+def test_a_head_is_measured_by_decoding() -> None:
+    target = tiny_target()
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, target.vocab_size, 6).tolist() for _ in range(6)]
+    evaluator = Evaluator(target, prompts, depth=3, max_tokens=24, max_batch=4)
+    first = evaluator.measure(tiny_head(target))
+    assert first.prompts + first.left_out == 6
+    assert first.prompts > 0
+    assert first.emitted == 24 * first.prompts
+    assert 1.0 <= first.acceptance_length <= 4.0
+    assert len(first.acceptance_by_position) == 3
+    again = evaluator.measure(tiny_head(target))
+    assert again.left_out == first.left_out
+    assert again.acceptance_length == pytest.approx(first.acceptance_length, rel=0.05)

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import shutil
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from eagle_mlx.data_pipelines import capture
+from eagle_mlx.formats.tensors import weights_of
+from eagle_mlx.target import Target
+from eagle_mlx.train.batches import Batches, Rows
+from eagle_mlx.train.config import TrainConfig
+from eagle_mlx.train.initial import check_shape, head_config, new_head
+from eagle_mlx.train.plan import make_plan
+from eagle_mlx.train.samples import InMemory, Tokens
+from eagle_mlx.train.step import Stepper, is_inner_matrix, lane_arrays, lane_loss
+from tests.fakes import tiny_head, tiny_target
+
+CONFIG = TrainConfig(target="tiny", rows=4, length=32, unroll=3, lr=3e-3, lanes=1)
+
+
+def conversations(target: Target, count: int = 12) -> list[tuple[list[int], list[int]]]:
+    """Greedy continuations of random prompts: text that the target finds likely, so that a head can learn it."""
+    rng = np.random.default_rng(0)
+    rows = mx.array(rng.integers(0, target.vocab_size, (count, 4)), mx.int32)
+    for _ in range(16):
+        rows = mx.concatenate([rows, mx.argmax(target.forward(rows).logits[:, -1:], axis=-1).astype(mx.int32)], axis=1)
+    return [(row, [0] * 4 + [1] * 16) for row in np.array(rows).tolist()]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target()
+
+
+def batch(target: Target, states: bool = True, aux: tuple[int, ...] = (0, 2, 3)) -> Rows:
+    rendered = conversations(target)
+    samples = (
+        InMemory(list(capture(target, aux, rendered)))
+        if states
+        else InMemory([Tokens(np.array(t, np.int32), np.array(m, np.uint8)) for t, m in rendered])
+    )
+    return next(Batches(samples, 12, CONFIG.length, 0).epoch(0))
+
+
+def trained(target: Target, config: TrainConfig, rows: Rows, steps: int) -> tuple[list[float], dict[str, mx.array]]:
+    head = new_head(target, head_config(target, config, target.vocab_size), None, seed=0)
+    stepper = Stepper(head, target, config)
+    results = [stepper(rows, 1.0) for _ in range(steps)]
+    return [result.loss for result in results if result is not None], weights_of(head)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_loss_falls_on_few_samples(target: Target, optimizer: str) -> None:
+    config = TrainConfig(**{**vars(CONFIG), "optimizer": optimizer, "lr": 1e-2})
+    head = new_head(target, head_config(target, config, target.vocab_size), None, seed=0)
+    stepper, rows = Stepper(head, target, config), batch(target)
+    results = [result for result in (stepper(rows, 1.0) for _ in range(60)) if result is not None]
+    assert np.all(np.isfinite([result.loss for result in results]))
+    assert results[-1].loss < results[0].loss - 1.0  # what is left is the entropy of the target itself
+    assert min(results[-1].accuracy_by_step) > 0.5 > max(results[0].accuracy_by_step)
+
+
+def test_lanes_change_nothing_but_rounding(target: Target) -> None:
+    rows = batch(target)
+    one, weights = trained(target, CONFIG, rows, 3)
+    two, others = trained(target, TrainConfig(**{**vars(CONFIG), "lanes": 2}), rows, 3)
+    np.testing.assert_allclose(one, two, rtol=1e-4)
+    for name, value in weights.items():
+        np.testing.assert_allclose(value, others[name], atol=2e-4, err_msg=name)
+
+
+def test_states_captured_for_the_batch_are_as_good_as_kept_ones(target: Target) -> None:
+    kept, _ = trained(target, CONFIG, batch(target), 3)
+    anew, _ = trained(target, CONFIG, batch(target, states=False), 3)
+    np.testing.assert_allclose(kept, anew, rtol=2e-3)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="MLX compiles for the CPU with g++")
+def test_a_compiled_step_is_the_same_step(target: Target) -> None:
+    config, rows = TrainConfig(**{**vars(CONFIG), "unroll": 1}), batch(target)
+
+    def losses(compiled: bool) -> list[float]:
+        head = new_head(target, head_config(target, config, target.vocab_size), None, seed=0)
+        stepper = Stepper(head, target, config)
+        if compiled:
+            stepper.compile()
+        return [result.loss for result in (stepper(rows, factor) for factor in (0.5, 1.0, 1.0)) if result]
+
+    np.testing.assert_allclose(losses(True), losses(False), rtol=1e-4)
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 48])
+def test_the_gradient_is_finite_and_points_downhill(target: Target, draft_vocab: int | None) -> None:
+    head = tiny_head(target, draft_vocab=draft_vocab)
+    rows = batch(target, aux=head.config.aux_layers)
+    plan = make_plan(rows, 3)
+    arrays = lane_arrays(head, target, rows, plan, np.full(3, 1 / 100, np.float32))
+
+    def loss() -> mx.array:
+        return lane_loss(head, target, arrays)[0]
+
+    before, gradient = nn.value_and_grad(head, loss)()
+    flat: dict[str, mx.array] = dict(tree_flatten(gradient))
+    weights = weights_of(head)
+    assert flat.keys() == weights.keys()
+    assert all(np.all(np.isfinite(np.array(g))) for g in flat.values())
+    norm = float(sum(np.square(np.array(g)).sum() for g in flat.values()))
+    assert norm > 0
+    head.load_weights([(name, weights[name] - 1e-3 / norm * g) for name, g in flat.items()])
+    assert float(np.array(loss())) == pytest.approx(float(np.array(before)) - 1e-3, abs=3e-4)
+
+
+def test_a_batch_without_answers_is_passed_over(target: Target) -> None:
+    rows = batch(target)
+    silent = Rows(rows.tokens, np.zeros_like(rows.loss_mask), rows.segments, rows.states)
+    head = new_head(target, head_config(target, CONFIG, target.vocab_size), None, seed=0)
+    assert Stepper(head, target, CONFIG)(silent, 1.0) is None
+
+
+def test_prompts_carry_no_loss(target: Target) -> None:
+    rows = batch(target)
+    result = Stepper(tiny_head(target), target, CONFIG)(rows, 0.0)
+    assert result is not None
+    assert result.loss_tokens == 12 * 16
+    assert result.tokens == 12 * 20
+    assert result.loss == pytest.approx(np.average(result.loss_by_step, weights=[1, 0.8, 0.64]), rel=1e-4)
+    assert all(0 <= share <= 1 for share in result.accuracy_by_step)
+
+
+def test_a_new_head_takes_what_the_target_has(target: Target) -> None:
+    kept = np.sort(np.random.default_rng(0).choice(target.vocab_size, 48, replace=False)).astype(np.int64)
+    head = new_head(target, head_config(target, CONFIG, 48), kept, seed=0)
+    hidden = mx.array(np.random.default_rng(1).normal(size=(5, 32)), mx.float32)
+    np.testing.assert_allclose(
+        head.logits(hidden), np.array(target.lm_head(target.norm(hidden)))[:, kept], rtol=1e-3, atol=1e-3
+    )
+    config = head.config
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 16)
+    assert (config.intermediate_size, config.rope_theta) == (64, 10000.0)
+    np.testing.assert_array_equal(head.to_target(mx.arange(48)), kept)
+
+
+def test_muon_is_for_the_inner_matrices(target: Target) -> None:
+    inner = {name for name, value in weights_of(tiny_head(target)).items() if is_inner_matrix(name, value)}
+    assert inner == {
+        "fc.weight",
+        *(f"midlayer.self_attn.{n}_proj.weight" for n in "qkvo"),
+        *(f"midlayer.mlp.{n}_proj.weight" for n in ("gate", "up", "down")),
+    }
+
+
+def test_layers_that_the_target_lacks(target: Target) -> None:
+    with pytest.raises(Exception, match="the target has layers 0 to 3"):
+        check_shape(target, TrainConfig(aux_layers=(0, 4)))

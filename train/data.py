@@ -1,0 +1,162 @@
+"""What a run learns from and is judged on: the one seam to the data pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_mlx.data_pipelines import (
+    Conversation,
+    Rendered,
+    capture,
+    choose_draft_vocab,
+    count_tokens,
+    coverage,
+    load_conversations,
+    render_all,
+    special_token_ids,
+)
+from eagle_mlx.errors import DataError, ShardError, TargetError
+from eagle_mlx.heads.eagle3 import default_aux_layers
+from eagle_mlx.shards import ShardReader
+from eagle_mlx.target import Target
+
+from .config import TrainConfig
+from .samples import InMemory, OnDisk, Samples, Tokens
+
+_TEXT_PROMPT = 64
+"""Tokens of a plain text that make a prompt."""
+
+
+@dataclass(frozen=True)
+class TrainData:
+    samples: Samples
+    aux_layers: tuple[int, ...]
+    kept: NDArray[np.int64] | None
+    """[Vd] the target's ids of the draft vocabulary, ascending; None for all."""
+    report: dict[str, Any]
+    """Conversations, tokens and the like, for the run's report."""
+
+
+def training_data(target: Target, config: TrainConfig, progress: bool = False) -> TrainData:
+    """Shards where they are given; else conversations, captured at once where their states fit the cache.
+
+    Raises DataError, ShardError or ConfigError for data that cannot be used.
+    """
+    if config.shards:
+        return _from_shards(target, config)
+    rendered = _render(target, config)
+    aux_layers = config.aux_layers or default_aux_layers(target.num_layers)
+    kept, share = _draft_vocabulary(target, config, count_tokens(rendered, target.vocab_size))
+    tokens = sum(len(one.tokens) for one in rendered)
+    size = tokens * 2 * target.hidden_size * (len(aux_layers) + 1)
+    cached = size <= config.cache_gb * 1e9
+    samples = InMemory(
+        list(capture(target, aux_layers, rendered, progress=progress))
+        if cached
+        else [Tokens(np.array(one.tokens, np.int32), np.array(one.loss_mask, np.uint8)) for one in rendered]
+    )
+    report = {
+        "conversations": len(rendered),
+        "tokens": tokens,
+        "loss_tokens": sum(sum(one.loss_mask) for one in rendered),
+        "states": "captured once, in memory" if cached else "captured anew for each batch",
+        "draft_vocab": target.vocab_size if kept is None else len(kept),
+        "draft_vocab_coverage": share,
+    }
+    return TrainData(samples, aux_layers, kept, report)
+
+
+def heldout_prompts(target: Target, config: TrainConfig) -> list[list[int]]:
+    """Prompts for measuring acceptance: held-out conversations up to their last answer, or the start of a text.
+
+    A source given as `eval_data` that is not trained on is taken whole. Raises DataError where there are none.
+    """
+    source = config.eval_data or config.data[0]
+    split: Literal["heldout", "all"] = "heldout" if source in config.data or source.startswith("builtin:") else "all"
+    prompts: list[list[int]] = []
+    for conversation in load_conversations(source, split):
+        prompt = _prompt(target, conversation, config.eval_tokens)
+        if prompt is not None:
+            prompts.append(prompt)
+        if len(prompts) == config.eval_prompts:
+            break
+    if not prompts:
+        raise DataError(
+            f"{source} has no held-out conversations (one in 25 is held out); name others with --eval-data, since "
+            "acceptance is measured on prompts that were not learnt"
+        )
+    return prompts
+
+
+def _render(target: Target, config: TrainConfig) -> list[Rendered]:
+    if target.tokenizer is None:
+        raise TargetError("the target has no tokenizer, which conversations need; train from shards instead")
+    length = min(config.max_length, target.context_length)
+    rendered, _ = render_all(target.tokenizer, _conversations(config), length)
+    if not rendered:
+        raise DataError(f"nothing to learn from in {', '.join(config.data)}; check the source, or raise --max-length")
+    return rendered
+
+
+def _conversations(config: TrainConfig) -> Iterator[Conversation]:
+    for source in config.data:
+        yield from load_conversations(source, "train", config.limit or None, config.seed)
+
+
+def _from_shards(target: Target, config: TrainConfig) -> TrainData:
+    reader = ShardReader(config.shards)
+    meta = reader.meta
+    if (meta.hidden_size, meta.vocab_size) != (target.hidden_size, target.vocab_size):
+        raise ShardError(
+            f"{config.shards} was captured from {meta.target or 'a target'} with hidden size {meta.hidden_size} and "
+            f"vocabulary {meta.vocab_size}, but the target has {target.hidden_size} and {target.vocab_size}; "
+            "capture again with this target"
+        )
+    if config.aux_layers and config.aux_layers != meta.aux_layers:
+        raise ShardError(
+            f"{config.shards} holds the aux layers {meta.aux_layers}, not {config.aux_layers}; leave --aux-layers out, "
+            "or capture again"
+        )
+    samples = OnDisk(reader)
+    kept, share = _draft_vocabulary(target, config, samples.count_tokens(target.vocab_size))
+    report = {
+        "conversations": len(reader),
+        "tokens": reader.tokens,
+        "loss_tokens": reader.loss_tokens,
+        "states": f"shards {config.shards}",
+        "draft_vocab": target.vocab_size if kept is None else len(kept),
+        "draft_vocab_coverage": share,
+    }
+    return TrainData(samples, meta.aux_layers, kept, report)
+
+
+def _draft_vocabulary(
+    target: Target, config: TrainConfig, counts: NDArray[np.int64]
+) -> tuple[NDArray[np.int64] | None, float]:
+    """The kept ids, None for all, and the share of the learnt tokens that they cover."""
+    if config.draft_vocab >= target.vocab_size:
+        return None, 1.0
+    always = special_token_ids(target.tokenizer) if target.tokenizer is not None else frozenset[int]()
+    kept = choose_draft_vocab(counts, config.draft_vocab, always)
+    return kept, coverage(counts, kept)
+
+
+def _prompt(target: Target, conversation: Conversation, room: int) -> list[int] | None:
+    """The prompt's tokens, or None where there are none or they and `room` more do not fit the context."""
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        raise TargetError("the target has no tokenizer, without which there are no held-out prompts to decode")
+    if conversation.text is not None:
+        tokens = list(tokenizer.encode(conversation.text))
+        tokens = tokens[: min(_TEXT_PROMPT, len(tokens) // 2)]
+    else:
+        turns = [message.as_dict() for message in conversation.messages]
+        while turns and turns[-1]["role"] == "assistant":
+            turns.pop()
+        tokens = list(tokenizer.apply_chat_template(turns, add_generation_prompt=True)) if turns else []
+    return tokens if tokens and len(tokens) + room <= target.context_length else None

@@ -1,0 +1,71 @@
+"""The loss: soft cross-entropy against the target's distribution over the draft vocabulary, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from eagle_mlx import fastmath
+from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.target import Target
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The target's distribution at U positions."""
+
+    probs: mx.array
+    """[U, Vd] float32, normalised over the draft vocabulary."""
+    best: mx.array
+    """[U] int32, the draft id of the target's most likely token; 0 where it has none."""
+    inside: mx.array
+    """[U] float32, 1 where the target's most likely token is in the draft vocabulary, else 0."""
+
+
+def step_weights(steps: int, decay: float) -> list[float]:
+    """What each draft step's mean loss counts for: decay**j, normalised."""
+    weights = [decay**j for j in range(steps)]
+    return [weight / sum(weights) for weight in weights]
+
+
+def soft_labels(target: Target, last: mx.array, token_ids: mx.array | None) -> Labels:
+    """Labels from the target's last hidden states [U, H], before its final norm.
+
+    token_ids [Vd] int32: the target's id of each draft id, ascending; None where the vocabularies are equal. Positions
+    whose most likely token cannot be drafted carry no loss, as in SafeAILab's code.
+    """
+    logits = target.lm_head(target.norm(last)).astype(mx.float32)
+    best = mx.argmax(logits, axis=-1).astype(mx.int32)
+    if token_ids is None:
+        return Labels(fastmath.softmax(logits), best, mx.ones(best.shape, mx.float32))
+    to_draft = mx.full((target.vocab_size,), -1, mx.int32)
+    to_draft[token_ids] = mx.arange(token_ids.shape[0], dtype=mx.int32)
+    draft_best = to_draft[best]
+    probs = fastmath.softmax(mx.take(logits, token_ids, axis=-1))
+    return Labels(probs, mx.maximum(draft_best, 0), (draft_best >= 0).astype(mx.float32))
+
+
+def soft_cross_entropy(logits: mx.array, probs: mx.array) -> mx.array:
+    """-sum(probs * log_softmax(logits)) over the last axis, which `probs` sums to 1: [..., V] -> [...]."""
+    return fastmath.log_sum_exp(logits)[..., 0] - mx.sum(probs * logits, axis=-1)
+
+
+def unrolled_loss(
+    head: Eagle3Head, outputs: list[mx.array], labels: Labels, select: mx.array, weights: mx.array
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The weighted loss of all draft steps, and what came of each step.
+
+    outputs: S times [B, P, H], as from `unroll`; select [S, U] int32: which of the B * P outputs answers for each
+    label; weights [S, U] float32: what each counts for, 0 for none. Returns the loss (a scalar), the steps' weighted
+    losses [S], and the weighted share [S] of labels where head and target have the same most likely token.
+    """
+    losses, hits = [], []
+    for step, h in enumerate(outputs):
+        logits = head.logits(h.reshape(-1, h.shape[-1])[select[step]]).astype(mx.float32)
+        losses.append(mx.sum(weights[step] * labels.inside * soft_cross_entropy(logits, labels.probs)))
+        chosen = mx.take_along_axis(mx.stop_gradient(logits), labels.best[:, None], axis=-1)
+        is_top = (chosen >= mx.max(mx.stop_gradient(logits), axis=-1, keepdims=True))[:, 0]
+        hits.append(mx.sum(weights[step] * labels.inside * is_top))
+    by_step = mx.stack(losses)
+    return mx.sum(by_step), mx.stop_gradient(by_step), mx.stack(hits)

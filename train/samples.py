@@ -1,0 +1,76 @@
+"""Where training samples come from: memory, shards on the disk, or tokens whose states are captured batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from eagle_mlx.shards import Sample, ShardReader
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A rendered conversation of T tokens, not seen by the target yet."""
+
+    tokens: NDArray[np.int32]
+    """[T]"""
+    loss_mask: NDArray[np.uint8]
+    """[T], 1 on the tokens to learn."""
+
+
+class Samples(Protocol):
+    """Samples by index. Those of one source either all carry hidden states or none does."""
+
+    @property
+    def lengths(self) -> Sequence[int]: ...
+
+    @property
+    def has_states(self) -> bool: ...
+
+    def __getitem__(self, index: int) -> Sample | Tokens: ...
+
+
+class InMemory:
+    """A list of samples."""
+
+    def __init__(self, samples: Sequence[Sample] | Sequence[Tokens]):
+        self._samples = samples
+        self.lengths = [len(sample.tokens) for sample in samples]
+        self.has_states = bool(samples) and isinstance(samples[0], Sample)
+
+    def __getitem__(self, index: int) -> Sample | Tokens:
+        return self._samples[index]
+
+
+class OnDisk:
+    """The samples of a folder of shards, all checked at once and read when they are needed.
+
+    Raises ShardError for a shard that is damaged or missing.
+    """
+
+    has_states = True
+
+    def __init__(self, reader: ShardReader):
+        reader.verify()
+        self._reader = reader
+        self.lengths: list[int] = []
+        for entry in reader.files:
+            with safe_open(str(reader.folder / entry.name), "numpy") as file:
+                self.lengths.extend(file.get_tensor("lengths").tolist())
+
+    def __getitem__(self, index: int) -> Sample | Tokens:
+        return self._reader[index]
+
+    def count_tokens(self, vocab_size: int) -> NDArray[np.int64]:
+        """How often each token id is to be learnt: counts [V]."""
+        counts = np.zeros(vocab_size, np.int64)
+        for entry in self._reader.files:
+            with safe_open(str(self._reader.folder / entry.name), "numpy") as file:
+                learnt = file.get_tensor("tokens")[file.get_tensor("loss_mask") == 1]
+            counts += np.bincount(learnt, minlength=vocab_size)
+        return counts

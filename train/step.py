@@ -1,0 +1,155 @@
+"""One optimizer step: losses of all lanes, their gradients, clipping, update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_map
+from numpy.typing import NDArray
+
+from eagle_mlx.fastmath import on_cpu
+from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.lanes import default_lanes, make_streams, one_blas_thread
+from eagle_mlx.target import Target
+
+from .batches import Rows
+from .capture import capture_rows
+from .config import TrainConfig
+from .losses import soft_labels, step_weights, unrolled_loss
+from .plan import Plan, make_plan
+from .unroll import unroll
+
+BETAS = [0.9, 0.95]
+_COMPILED_MULTIPLE = 256
+"""Positions are padded to multiples of this where steps are compiled."""
+
+Arrays = dict[str, mx.array]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    loss: float
+    """The weighted mean of the draft steps' losses."""
+    loss_by_step: list[float]
+    accuracy_by_step: list[float]
+    """Share of positions at which head and target have the same most likely token."""
+    grad_norm: float
+    """Before clipping."""
+    tokens: int
+    """Tokens of the batch that lie in a conversation."""
+    loss_tokens: int
+    """Positions that carried loss in the first draft step."""
+
+
+class Stepper:
+    """Trains a head step by step; holds the optimizer's state."""
+
+    def __init__(self, head: Eagle3Head, target: Target, config: TrainConfig):
+        self._head, self._target, self._config = head, target, config
+        self._weights = np.array(step_weights(config.unroll, config.decay), np.float32)
+        self._optimizers = make_optimizers(config)
+        self._optimizer = optim.MultiOptimizer(list(self._optimizers), [is_inner_matrix])
+        self._optimizer.init(head.trainable_parameters())
+        self._lanes = config.lanes or min(default_lanes(), config.rows)
+        self._streams = make_streams(self._lanes)
+        self._step: Callable[[list[Arrays]], list[mx.array]] = self._plain_step
+        if not on_cpu():  # on a CPU a compiled step is the slower one
+            self.compile()
+
+    def compile(self) -> None:
+        """Let MLX fuse the step's operations; a new shape of batch is compiled anew."""
+        state = [self._head.state, self._optimizer.state]
+        self._step = partial(mx.compile, inputs=state, outputs=state)(self._plain_step)
+
+    def __call__(self, rows: Rows, factor: float) -> StepResult | None:
+        """Learn from a batch at `factor` of the peak learning rates; None where it holds no loss."""
+        parts = rows.split(self._lanes)
+        multiple = 1 if on_cpu() else _COMPILED_MULTIPLE
+        plans = [make_plan(part, self._config.unroll, multiple) for part in parts]
+        counts = np.sum([plan.counts for plan in plans], axis=0)
+        if not counts[0]:
+            return None
+        scale = self._weights / np.maximum(counts, 1)
+        lanes = []
+        for part, plan, stream in zip(parts, plans, self._streams, strict=False):
+            with mx.stream(stream):
+                lanes.append(lane_arrays(self._head, self._target, part, plan, scale))
+        for optimizer, peak in self._optimizers.items():
+            optimizer.learning_rate = mx.array(peak * factor)
+        with one_blas_thread(self._lanes > 1):
+            out = self._step(lanes)
+            mx.eval(out, self._head.parameters(), self._optimizer.state)
+        loss, by_step, hits, norm = out
+        return StepResult(
+            float(np.array(loss)),
+            (np.array(by_step) / self._weights).tolist(),
+            (np.array(hits) / self._weights).tolist(),
+            float(np.array(norm)),
+            int((rows.segments > 0).sum()),
+            int(counts[0]),
+        )
+
+    def _plain_step(self, lanes: list[Arrays]) -> list[mx.array]:
+        loss_and_grad = nn.value_and_grad(self._head, partial(lane_loss, self._head, self._target))
+        results, gradients = [], []
+        for arrays, stream in zip(lanes, self._streams, strict=False):
+            with mx.stream(stream):
+                result, gradient = loss_and_grad(arrays)
+            results.append(result)
+            gradients.append(gradient)
+        total = gradients[0]
+        for gradient in gradients[1:]:
+            total = tree_map(mx.add, total, gradient)
+        clipped, norm = optim.clip_grad_norm(total, self._config.clip)
+        self._optimizer.update(self._head, clipped)
+        loss, by_step, hits = (sum(parts[1:], start=parts[0]) for parts in zip(*results, strict=True))
+        return [loss, by_step, hits, norm]
+
+
+def lane_arrays(head: Eagle3Head, target: Target, rows: Rows, plan: Plan, scale: NDArray[np.float32]) -> Arrays:
+    """What a lane computes on; `scale` [S] is what a position counts for in each draft step."""
+    states = mx.array(rows.states) if rows.states is not None else capture_rows(target, head.config.aux_layers, rows)
+    return {
+        "tokens": mx.array(rows.tokens),
+        "segments": mx.array(rows.segments),
+        "states": states,
+        "positions": mx.array(plan.positions),
+        "labels": mx.array(plan.labels),
+        "select": mx.array(plan.select),
+        "weights": mx.array(plan.valid * scale[:, None]),
+    }
+
+
+def lane_loss(head: Eagle3Head, target: Target, arrays: Arrays) -> tuple[mx.array, mx.array, mx.array]:
+    """The loss of some rows and what came of each draft step; see `unrolled_loss`."""
+    states, width = arrays["states"], target.hidden_size
+    last = states[..., -width:].reshape(-1, width)[arrays["labels"]].astype(target.dtype)
+    labels = soft_labels(target, last, head.token_ids)
+    g = head.features([states[..., :-width].astype(mx.float32)])
+    embeddings = target.embed(arrays["tokens"]).astype(mx.float32)
+    steps = arrays["select"].shape[0]
+    outputs = unroll(head, embeddings, g, arrays["segments"], arrays["positions"], steps)
+    return unrolled_loss(head, outputs, labels, arrays["select"], arrays["weights"])
+
+
+def make_optimizers(config: TrainConfig) -> dict[optim.Optimizer, float]:
+    """The optimizer of the head's inner matrices and that of all else, with their peak learning rates."""
+
+    def adamw() -> optim.Optimizer:
+        return optim.AdamW(config.lr, betas=BETAS, weight_decay=config.weight_decay, bias_correction=True)
+
+    if config.optimizer == "adamw":
+        return {adamw(): config.lr, adamw(): config.lr}
+    return {optim.Muon(config.muon_lr, weight_decay=0.0): config.muon_lr, adamw(): config.lr}
+
+
+def is_inner_matrix(path: str, weight: Any) -> bool:
+    """Whether a weight is a matrix between hidden states, which is what Muon is for."""
+    return bool(weight.ndim == 2) and not path.startswith("lm_head")

@@ -1,0 +1,94 @@
+"""The training-time test: draft steps unrolled over a whole batch, each fed with the one before it.
+
+Source: Li et al. 2025, EAGLE-3, section 3.2 and figure 6; SafeAILab/EAGLE and sgl-project/SpecForge.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from eagle_mlx import fastmath
+from eagle_mlx.heads.eagle3 import Eagle3Head
+
+HIDDEN = -1e9
+"""Added to the score of a key that a query must not see."""
+
+
+def unroll(
+    head: Eagle3Head, embeddings: mx.array, g: mx.array, segments: mx.array, positions: mx.array, steps: int
+) -> list[mx.array]:
+    """The head's output at the given positions for each draft step, before its final norm: `steps` times [B, P, H].
+
+    embeddings [B, L, Ht] of the tokens 0..L-1; features g [B, L, H]; segments [B, L] int32; positions [B, P] int32.
+    Step j at index t reads (embedding of token t+1+j, the output of step j-1 at t, or g_t for j = 0) at the rotary
+    position t+j. It attends to the keys that step 0 made at indices t' <= t of the same segment, and to those that
+    steps 1..j made at t itself: the cache that a row would have after drafting j tokens behind index t.
+    """
+    attention = head.midlayer.self_attn
+    following = mx.concatenate([embeddings[:, 1:], embeddings[:, -1:]], axis=1)
+    past_keys, past_values = attention.project(head.inputs(following, g)[0])[1:]
+    mask = causal_mask(segments, positions)
+    own: list[tuple[mx.array, mx.array]] = []
+    h, outputs = take_rows(g, positions), []
+    for step in range(steps):
+        read = mx.minimum(positions + 1 + step, embeddings.shape[1] - 1)
+        x, residual = head.inputs(take_rows(embeddings, read), h)
+        q, k, v = _project_each(head, x, positions + step)
+        if step:
+            own.append((k, v))
+        attended = attend(q * attention.scale, past_keys, past_values, mask, own)
+        h = head.midlayer.finish(residual, attention.output(attended))
+        outputs.append(h)
+    return outputs
+
+
+def causal_mask(segments: mx.array, positions: mx.array) -> mx.array:
+    """Additive mask [B, 1, 1, P, L]: the query of index t sees indices up to t of its own segment."""
+    own = mx.take_along_axis(segments, positions, axis=1)[..., None]
+    seen = (mx.arange(segments.shape[1]) <= positions[..., None]) & (segments[:, None] == own)
+    return ((1 - seen.astype(mx.float32)) * HIDDEN)[:, None, None]
+
+
+def attend(
+    q: mx.array, past_keys: mx.array, past_values: mx.array, mask: mx.array, own: list[tuple[mx.array, mx.array]]
+) -> mx.array:
+    """Attention over the shared keys and, for each query, keys of its own index.
+
+    q [B, heads, P, D], scaled; past keys and values [B, kv_heads, L, D]; mask [B, 1, 1, P, L]; `own` holds keys and
+    values [B, kv_heads, P, D]. Returns [B, heads, P, D].
+    """
+    b, heads, count, dim = q.shape
+    kv_heads, length = past_keys.shape[1:3]
+    groups = heads // kv_heads
+    grouped = q.reshape(b, kv_heads, groups, count, dim)
+    past = (q.reshape(b, kv_heads, groups * count, dim) @ past_keys.swapaxes(-1, -2)).reshape(
+        b, kv_heads, groups, count, length
+    ) + mask
+    scores = [mx.sum(grouped * k[:, :, None], axis=-1, keepdims=True) for k, _ in own]
+    top = mx.max(past, axis=-1, keepdims=True)
+    for score in scores:
+        top = mx.maximum(top, score)
+    top = mx.stop_gradient(top)
+    weights = fastmath.exp(past - top)
+    total = mx.sum(weights, axis=-1, keepdims=True)
+    out = (weights.reshape(b, kv_heads, groups * count, length) @ past_values).reshape(grouped.shape)
+    for score, (_, v) in zip(scores, own, strict=True):
+        weight = fastmath.exp(score - top)
+        total = total + weight
+        out = out + weight * v[:, :, None]
+    return (out * mx.reciprocal(total)).reshape(q.shape)
+
+
+def take_rows(x: mx.array, positions: mx.array) -> mx.array:
+    """x [B, L, H] at positions [B, P] -> [B, P, H]."""
+    b, length, width = x.shape
+    flat = positions + mx.arange(b)[:, None] * length
+    return x.reshape(b * length, width)[flat]
+
+
+def _project_each(head: Eagle3Head, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Queries, keys and values [B, heads, P, D] of x [B, P, 2H], each at its own rotary position [B, P]."""
+    b, count, width = x.shape
+    each = head.midlayer.self_attn.project(x.reshape(b * count, 1, width), positions.reshape(-1))
+    q, k, v = (y.reshape(b, count, y.shape[1], y.shape[3]).swapaxes(1, 2) for y in each)
+    return q, k, v
