@@ -1,0 +1,168 @@
+"""eagle-bench: how much sooner the same text comes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import cast
+
+from eagle_mlx import blas
+from eagle_mlx.errors import ConfigError, EagleError
+from eagle_mlx.formats import load_head
+from eagle_mlx.target import Target, load_target
+
+from . import report
+from .defaults import embedded
+from .identity import tolerance_for
+from .machine import describe
+from .measure import Plan, Run, measure
+from .modes import MODE_NAMES, ModeName, build_modes
+from .prompts import encode, read_prompts
+from .rollback import measure_rollback
+
+EPILOG = """\
+examples:
+  eagle-bench                                   the embedded target and head on the embedded prompts
+  eagle-bench --depth 1 2 4 6 --modes mlx-lm eagle
+  eagle-bench --target mlx-community/Qwen3-4B-4bit --head out/head --prompts mine.jsonl --json figures.json
+  eagle-bench --batch 1 4 8 --temperature 0 0.7
+
+All modes decode the same prompts in one process, in turns; figures are medians over the repeats. mlx-lm decodes one
+prompt at a time whatever --batch says. Text is compared with mlx-lm's greedy text; above temperature 0 with that of
+the plain engine under the same seeds."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run eagle-bench; returns the exit status: 0, 1 where a text differs, 2 for an error, 130 when interrupted."""
+    args = _parser().parse_args(argv)
+    try:
+        return _bench(args)
+    except EagleError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    plan = Plan()
+    parser = argparse.ArgumentParser(
+        prog="eagle-bench",
+        description="Measure tokens/s, acceptance and identity of speculative decoding against plain decoding.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what to measure")
+    what.add_argument("--target", help="folder or hub id of the model (default: the embedded one)")
+    what.add_argument("--head", help="folder or hub id of its EAGLE-3 head (default: the embedded one's)")
+    what.add_argument("--modes", nargs="+", choices=MODE_NAMES, help="default: all, eagle only with a head")
+    what.add_argument("--batch", type=_positive, nargs="+", default=[1], metavar="N", help="rows at once (default 1)")
+    what.add_argument(
+        "--depth", type=_positive, nargs="+", default=[4], metavar="K", help="draft tokens a round (default 4)"
+    )
+    what.add_argument(
+        "--temperature", type=float, nargs="+", default=[plan.temperature], metavar="T", help="default 0, greedy"
+    )
+    how = parser.add_argument_group("on what")
+    how.add_argument("--prompts", type=Path, help="jsonl of `messages` or `prompt` rows (default: held-out functions)")
+    how.add_argument("--limit", type=_positive, default=100, help="prompts to take (default 100)")
+    how.add_argument(
+        "--max-tokens", type=_positive, default=plan.max_tokens, help=f"new tokens each (default {plan.max_tokens})"
+    )
+    how.add_argument("--repeats", type=_positive, default=plan.repeats, help=f"default {plan.repeats}")
+    how.add_argument("--seed", type=int, default=plan.seed, help="of the first prompt when sampling (default 0)")
+    how.add_argument(
+        "--least-distinct",
+        type=float,
+        default=plan.least_distinct,
+        metavar="R",
+        help=f"leave out continuations with a smaller share of distinct 4-grams (default {plan.least_distinct})",
+    )
+    how.add_argument(
+        "--tolerance", type=float, help="excuse a first difference where the two best logits are closer than this"
+    )
+    how.add_argument("--rollback", action="store_true", help="also compare a roll back at 256 and at 4,096 tokens")
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them")
+    out.add_argument("--quiet", action="store_true", help="no progress bars")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _bench(args: argparse.Namespace) -> int:
+    print(f"blas: {blas.activate()}")
+    for path in (args.json, args.plot):
+        if path is not None:
+            report.check_writable(path)
+    modes, head_name = _modes(args)
+    target = load_target(args.target or embedded("target"))
+    head = load_head(head_name, target) if head_name is not None else None
+    plans = [_plan(args, temperature) for temperature in args.temperature]
+    prompts = _prompts(args, target)
+    machine = describe()
+    print(f"machine: {machine}\ntarget: {target.name}\nhead: {head_name or 'none'}")
+    runs: list[Run] = []
+    for plan in plans:
+        ways = build_modes(target, head, modes, args.batch, args.depth)
+        runs += measure(target, ways, prompts, plan, progress=not args.quiet)
+    tolerance = tolerance_for(target) if args.tolerance is None else args.tolerance
+    print(f"\n{report.table(runs)}\n\n{report.footnote(runs, args.max_tokens, tolerance)}")
+    extra: dict[str, object] = {"max_tokens": args.max_tokens, "repeats": args.repeats, "tolerance": tolerance}
+    if args.rollback:
+        cost = measure_rollback()
+        extra["rollback"] = asdict(cost)
+        print(
+            f"roll back: {cost.short_ms:.2f} ms at {cost.short_context} tokens of context, {cost.long_ms:.2f} ms at "
+            f"{cost.long_context}, ratio {cost.ratio:.2f}"
+        )
+    if args.json is not None:
+        head_text = str(head_name) if head_name is not None else None
+        report.write_json(report.document(target.name, head_text, machine, runs, **extra), args.json)
+    if args.plot is not None:
+        report.plot(runs, args.plot)
+    return 1 if any(run.identical is False for run in runs) else 0
+
+
+def _modes(args: argparse.Namespace) -> tuple[list[ModeName], str | Path | None]:
+    """The modes to run and the head that they need, None where they need none."""
+    modes = cast("list[ModeName]", list(args.modes or MODE_NAMES))
+    if "eagle" not in modes:
+        return modes, None
+    if args.head is not None:
+        return modes, str(args.head)
+    if args.target is None:
+        return modes, embedded("head")
+    if args.modes is not None:
+        raise ConfigError("mode eagle needs a head: give --head, or leave eagle out of --modes")
+    print("no --head given for this target: leaving out mode eagle")
+    return [mode for mode in modes if mode != "eagle"], None
+
+
+def _plan(args: argparse.Namespace, temperature: float) -> Plan:
+    return Plan(
+        max_tokens=args.max_tokens,
+        temperature=temperature,
+        repeats=args.repeats,
+        seed=args.seed,
+        least_distinct=args.least_distinct,
+        tolerance=args.tolerance,
+    )
+
+
+def _prompts(args: argparse.Namespace, target: Target) -> list[list[int]]:
+    rows = read_prompts(args.prompts or embedded("prompts.jsonl"), args.limit)
+    return [encode(row, target, args.max_tokens) for row in rows]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

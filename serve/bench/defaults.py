@@ -1,0 +1,21 @@
+"""The embedded target, head and prompts, found beside the code in a checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from eagle_mlx.errors import ConfigError
+
+
+def embedded(name: str) -> Path:
+    """`checkpoints/<name>` of the checkout that this code, or the working directory, is part of.
+
+    Raises ConfigError where there is none.
+    """
+    roots = (Path(__file__).resolve().parents[2], Path.cwd())
+    for root in roots:
+        found = root / "checkpoints" / name
+        if (found / "config.json").is_file() or (found.suffix == ".jsonl" and found.is_file()):
+            return found
+    flag = "--prompts" if name.endswith(".jsonl") else f"--{name}"
+    raise ConfigError(f"the embedded checkpoints/{name} is not in {roots[0]}: run from a checkout, or give {flag}")

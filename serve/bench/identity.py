@@ -1,0 +1,77 @@
+"""Whether two ways of decoding said the same, and whether a difference can be laid to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from eagle_mlx.sampling import SamplingBatch, SamplingParams, gumbel
+from eagle_mlx.target import Target
+
+# Above the rounding of a forward, far below what separates tokens. In float32 with OpenBLAS the logits of one token
+# and of eight differ by up to 3e-5; the 16-bit types are given two steps of logits between 8 and 16.
+TOLERANCES = {mx.float32: 1e-3, mx.float16: 0.016, mx.bfloat16: 0.125}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """How the continuations of one mode compare with the reference's, prompt by prompt."""
+
+    identical: int = 0
+    excused: int = 0
+    """Different, but first where the target's two best tokens are closer than the tolerance: either is its argmax."""
+    different: int = 0
+
+    @property
+    def holds(self) -> bool:
+        return self.different == 0
+
+
+def tolerance_for(target: Target) -> float:
+    return TOLERANCES.get(target.dtype, 1e-3)
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """The first index at which two continuations differ, the end of one included; None where they are equal."""
+    for index, (left, right) in enumerate(zip(a, b, strict=False)):
+        if left != right:
+            return index
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+def compare(
+    target: Target,
+    prompts: Sequence[list[int]],
+    reference: Sequence[Sequence[int]],
+    tokens: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    tolerance: float,
+) -> Identity:
+    """Count the continuations that equal the reference's, that differ by rounding, and that differ."""
+    identical = excused = 0
+    for prompt, expected, actual, each in zip(prompts, reference, tokens, params, strict=True):
+        at = first_difference(expected, actual)
+        if at is None:
+            identical += 1
+        elif at < min(len(expected), len(actual)):
+            rivals = {expected[at], actual[at]}
+            excused += _is_near_tie(target, [*prompt, *expected[:at]], rivals, each, tolerance)
+    return Identity(identical, excused, len(prompts) - identical - excused)
+
+
+def _is_near_tie(target: Target, tokens: list[int], rivals: set[int], params: SamplingParams, tolerance: float) -> bool:
+    """Whether the two rivals are the target's two best next tokens, and closer than the tolerance.
+
+    Sampled tokens are the argmax of logits + temperature x noise, so those are the scores that must be close.
+    """
+    scores = target.forward(mx.array([tokens], mx.int32)).logits[:, -1:].astype(mx.float32)
+    if params.rule != "greedy":
+        batch = SamplingBatch.of([params], [params.seed or 0])
+        position = mx.array([[len(tokens)]], mx.int32)
+        scores = scores + params.temperature * gumbel(batch, position, scores.shape[-1])
+    by_token = np.array(scores[0, 0])
+    second, first = np.argsort(by_token)[-2:]
+    return rivals == {int(first), int(second)} and bool(by_token[first] - by_token[second] < tolerance)

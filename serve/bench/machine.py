@@ -1,0 +1,79 @@
+"""What the figures were measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import mlx.core as mx
+
+from eagle_mlx import blas
+
+
+@dataclass(frozen=True)
+class Machine:
+    cpu: str
+    cores: int
+    memory_gb: float
+    os: str
+    python: str
+    mlx: str
+    mlx_lm: str
+    device: str
+    """Where MLX computes: cpu, or the GPU's name."""
+    blas: str
+
+    def __str__(self) -> str:
+        return f"{self.cpu}, {self.cores} cores, {self.os}, mlx {self.mlx} on {self.device}, blas {self.blas}"
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def describe() -> Machine:
+    """This machine, as MLX sees it now."""
+    return Machine(
+        cpu=_cpu(),
+        cores=_cores(),
+        memory_gb=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        os=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+        mlx=_version("mlx"),
+        mlx_lm=_version("mlx-lm"),
+        device=_device(),
+        blas=str(blas.activate()),
+    )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu() -> str:
+    if sys.platform == "darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _device() -> str:
+    if mx.default_device() == mx.Device(mx.cpu):
+        return "cpu"
+    return str(mx.device_info().get("device_name", "gpu"))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"

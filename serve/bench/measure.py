@@ -1,0 +1,255 @@
+"""Timing: every mode over the same prompts, in turns, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from time import perf_counter
+
+from tqdm import tqdm
+
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.loops import LEAST_DISTINCT, is_loop
+from eagle_mlx.sampling import SamplingParams
+from eagle_mlx.target import Target
+
+from .identity import Identity, compare, tolerance_for
+from .modes import Continuation, EngineMode, MlxLmMode, Mode, acceptance_by_position, acceptance_length
+
+GROUP_PER_ROW = 4
+"""Prompts per row of the batch between two turns, so that rows that end early are filled again."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, beside the modes. Raises ConfigError, with the field's name, for a value out of range."""
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    repeats: int = 3
+    seed: int = 0
+    """Prompt i is sampled with seed + i where the temperature is above 0."""
+    least_distinct: float = LEAST_DISTINCT
+    """Prompts whose reference continuation has a smaller share of distinct 4-grams are left out of the figures."""
+    tolerance: float | None = None
+    """How close the two best logits must be for a difference to be excused; None goes by the target's type."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if not 0 <= self.least_distinct <= 1:
+            raise ConfigError(f"least_distinct must be between 0 and 1; got {self.least_distinct}")
+
+    def params(self, count: int, max_tokens: int) -> list[SamplingParams]:
+        seeds = [self.seed + index if self.temperature else None for index in range(count)]
+        return [SamplingParams(temperature=self.temperature, max_tokens=max_tokens, seed=seed) for seed in seeds]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The figures of one mode, over the prompts that do not loop."""
+
+    mode: str
+    batch: int
+    depth: int
+    temperature: float
+    tokens_per_second: float
+    """Generated tokens over wall time, reading the prompts included; median over the repeats."""
+    decode_tokens_per_second: float
+    """The same without the time to the first token and without that token."""
+    ratio_to_mlx_lm: float | None
+    """Of tokens_per_second, repeat by repeat, then the median; None where mlx-lm was not measured."""
+    acceptance_length: float
+    acceptance_by_position: list[float]
+    identical: bool | None
+    """No difference from the reference that rounding does not excuse; None for mlx-lm's own sampling."""
+    identical_count: int | None
+    excused: int | None
+    prompts: int
+    """Prompts that the figures are taken over; identity is judged on those left out, too."""
+    left_out_looping: int
+    tokens: int
+    """Generated in one repeat."""
+    seconds: float
+    """Of one repeat; median."""
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The prompts, and how each is decoded."""
+
+    prompts: Sequence[list[int]]
+    params: Sequence[SamplingParams]
+    first: Sequence[SamplingParams]
+    """The same, for one token only."""
+
+    def run(self, mode: Mode, group: Sequence[int], first: bool = False) -> tuple[float, list[Continuation]]:
+        """Decode some of the prompts, whole or to their first token: the seconds, and what was said."""
+        params = self.first if first else self.params
+        start = perf_counter()
+        out = mode.generate([self.prompts[index] for index in group], [params[index] for index in group])
+        seconds = perf_counter() - start
+        mode.settle()
+        return seconds, out
+
+
+@dataclass(frozen=True)
+class _Timing:
+    """One group: prompts decoded together, all of them kept or none."""
+
+    index: int
+    """The first prompt of the group."""
+    seconds: float
+    first_token_seconds: float
+
+
+@dataclass
+class _Tally:
+    """What one mode has said, and how long it took, repeat by repeat and group by group."""
+
+    mode: Mode
+    continuations: dict[int, Continuation] = field(default_factory=dict)
+    repeats: list[list[_Timing]] = field(default_factory=list)
+
+    def said(self, indices: Iterable[int]) -> list[Continuation]:
+        return [self.continuations[index] for index in indices]
+
+    def seconds(self, kept: Sequence[int]) -> list[float]:
+        """Of each repeat, over the groups that are kept."""
+        return [sum(timing.seconds for timing in repeat if timing.index in kept) for repeat in self.repeats]
+
+    def rates(self, kept: Sequence[int]) -> list[float]:
+        """Tokens per second of each repeat."""
+        tokens = sum(len(one.tokens) for one in self.said(kept))
+        return [tokens / seconds for seconds in self.seconds(kept)]
+
+    def decode_rates(self, kept: Sequence[int]) -> list[float]:
+        """The same behind the first token of each prompt."""
+        tokens = sum(len(one.tokens) - 1 for one in self.said(kept))
+        spent = (
+            sum(timing.seconds - timing.first_token_seconds for timing in repeat if timing.index in kept)
+            for repeat in self.repeats
+        )
+        return [tokens / max(seconds, 1e-9) for seconds in spent]
+
+
+def measure(
+    target: Target, modes: Sequence[Mode], prompts: Sequence[list[int]], plan: Plan, progress: bool = True
+) -> list[Run]:
+    """Time every mode on every prompt, `plan.repeats` times, and compare what they say.
+
+    The reference is mlx-lm's greedy text; when sampling, the plain engine's with the same seeds. Prompts on which it
+    loops are decoded once, for the comparison alone. Raises ConfigError where it loops on all of them.
+    """
+    if not prompts or not modes:
+        raise ConfigError("there is nothing to measure: no prompts or no modes")
+    work = _Work(prompts, plan.params(len(prompts), plan.max_tokens), plan.params(len(prompts), 1))
+    tallies = [_Tally(mode) for mode in modes]
+    for mode in modes:
+        work.run(mode, [0])
+    reference = _reference(target, tallies, work, plan, progress)
+    everything = range(len(prompts))
+    if reference.continuations:
+        kept = _kept(reference, everything, plan)
+        groups = _groups(kept, modes) + _groups([index for index in everything if index not in kept], modes)
+        _repeat(tallies, groups, work, f"repeat 1/{plan.repeats}", progress)
+    else:
+        _repeat(tallies, _groups(everything, modes), work, f"repeat 1/{plan.repeats}", progress)
+        kept = _kept(reference, everything, plan)
+    for repeat in range(1, plan.repeats):
+        _repeat(tallies, _groups(kept, modes), work, f"repeat {repeat + 1}/{plan.repeats}", progress)
+    baseline = next((tally for tally in tallies if tally.mode.name == "mlx-lm"), None)
+    expected = [one.tokens for one in reference.said(everything)]
+    return [_figures(tally, baseline, _identity(target, tally, expected, work, plan), kept, plan) for tally in tallies]
+
+
+def _reference(target: Target, tallies: Sequence[_Tally], work: _Work, plan: Plan, progress: bool) -> _Tally:
+    """The tally that the others are compared with, filled beforehand unless the first repeat will do that.
+
+    With one prompt at a time the first repeat can decode them all and the loops be set aside after it; in a batch
+    the prompts that loop must be known before, so that they do not share rounds with the others.
+    """
+    name = "plain" if plan.temperature else "mlx-lm"
+    found = next((tally for tally in tallies if tally.mode.name == name and tally.mode.batch == 1), None)
+    if found is not None and all(tally.mode.batch == 1 for tally in tallies):
+        return found
+    tally = _Tally(EngineMode("plain", target, batch=1) if plan.temperature else MlxLmMode(target))
+    for index in tqdm(range(len(work.prompts)), desc="reference", unit="prompt", disable=not progress):
+        tally.continuations[index] = work.run(tally.mode, [index])[1][0]
+    return tally
+
+
+def _kept(reference: _Tally, everything: Iterable[int], plan: Plan) -> list[int]:
+    """The prompts on which the reference does not loop."""
+    kept = [i for i in everything if not is_loop(reference.continuations[i].tokens, plan.least_distinct)]
+    if not kept:
+        raise ConfigError(
+            f"all {len(reference.continuations)} continuations loop (distinct 4-grams under {plan.least_distinct:g}), "
+            "so no figure means anything; take other prompts or a better target"
+        )
+    return kept
+
+
+def _groups(indices: Sequence[int], modes: Sequence[Mode]) -> list[Sequence[int]]:
+    """The prompts between two turns: one, or enough to keep the widest batch filled."""
+    widest = max(mode.batch for mode in modes)
+    size = 1 if widest == 1 else GROUP_PER_ROW * widest
+    return [indices[start : start + size] for start in range(0, len(indices), size)]
+
+
+def _repeat(
+    tallies: Sequence[_Tally], groups: Sequence[Sequence[int]], work: _Work, title: str, progress: bool
+) -> None:
+    """One pass over the groups; within a group the modes take turns, so that all meet the same moments."""
+    for tally in tallies:
+        tally.repeats.append([])
+    with tqdm(total=sum(map(len, groups)), desc=title, unit="prompt", disable=not progress) as bar:
+        for number, group in enumerate(groups):
+            turn = number % len(tallies)
+            for tally in [*tallies[turn:], *tallies[:turn]]:
+                first, _ = work.run(tally.mode, group, first=True)
+                seconds, out = work.run(tally.mode, group)
+                tally.repeats[-1].append(_Timing(group[0], seconds, first))
+                tally.continuations.update(zip(group, out, strict=True))
+            bar.update(len(group))
+
+
+def _figures(tally: _Tally, baseline: _Tally | None, identity: Identity | None, kept: Sequence[int], plan: Plan) -> Run:
+    rates, continuations = tally.rates(kept), tally.said(kept)
+    ratio = None
+    if baseline is not None:
+        ratio = median(mine / its for mine, its in zip(rates, baseline.rates(kept), strict=True))
+    return Run(
+        mode=tally.mode.name,
+        batch=tally.mode.batch,
+        depth=tally.mode.depth,
+        temperature=plan.temperature,
+        tokens_per_second=median(rates),
+        decode_tokens_per_second=median(tally.decode_rates(kept)),
+        ratio_to_mlx_lm=ratio,
+        acceptance_length=acceptance_length(continuations),
+        acceptance_by_position=acceptance_by_position(continuations),
+        identical=identity.holds if identity else None,
+        identical_count=identity.identical if identity else None,
+        excused=identity.excused if identity else None,
+        prompts=len(kept),
+        left_out_looping=len(tally.continuations) - len(kept),
+        tokens=sum(len(one.tokens) for one in continuations),
+        seconds=median(tally.seconds(kept)),
+    )
+
+
+def _identity(
+    target: Target, tally: _Tally, expected: Sequence[Sequence[int]], work: _Work, plan: Plan
+) -> Identity | None:
+    """Over all prompts, those left out included; None for mlx-lm's sampling, whose noise is its own."""
+    if plan.temperature and tally.mode.name == "mlx-lm":
+        return None
+    said = [one.tokens for one in tally.said(range(len(work.prompts)))]
+    tolerance = tolerance_for(target) if plan.tolerance is None else plan.tolerance
+    return compare(target, work.prompts, expected, said, work.params, tolerance)

@@ -1,0 +1,94 @@
+"""Prompts to measure on, read from a jsonl file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle_mlx.errors import PromptError
+from eagle_mlx.target import Target
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    content: str | tuple[Mapping[str, str], ...]
+    """Raw text, or messages that end with a turn to be answered."""
+    origin: str
+    """`file:line`, for messages about it."""
+
+
+def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
+    """Read `{"messages": [...]}` and `{"prompt": "..."}` rows, at most `limit` of them.
+
+    Assistant turns at the end of `messages` are left out: they are what is to be generated. Raises PromptError with
+    file and line for a row that cannot be used, and for a file without rows.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise PromptError(f"{path}: the prompts cannot be read ({e}); give a jsonl file in UTF-8") from e
+    prompts = [_prompt(line, f"{path}:{number}") for number, line in enumerate(lines[:limit], start=1)]
+    if not prompts:
+        raise PromptError(f"{path}: the file has no rows; give one JSON object a line, with `messages` or `prompt`")
+    return prompts
+
+
+def encode(prompt: Prompt, target: Target, max_tokens: int) -> list[int]:
+    """The prompt's token ids: messages through the chat template, text as it is.
+
+    Raises PromptError where prompt and answer do not fit the target's context.
+    """
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        raise PromptError(f"{prompt.origin}: the target has no tokenizer, so text cannot be encoded")
+    if isinstance(prompt.content, str):
+        tokens = list(tokenizer.encode(prompt.content))
+    else:
+        messages = [dict(message) for message in prompt.content]
+        tokens = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True))
+    if not tokens:
+        raise PromptError(f"{prompt.origin}: the prompt is empty; give at least one token")
+    if len(tokens) + max_tokens > target.context_length:
+        raise PromptError(
+            f"{prompt.origin}: {len(tokens)} prompt tokens and {max_tokens} new ones do not fit the target's context "
+            f"of {target.context_length}; shorten the prompt or lower --max-tokens"
+        )
+    return tokens
+
+
+def _prompt(line: str, origin: str) -> Prompt:
+    if not line.strip():
+        raise PromptError(f"{origin}: the line is empty; remove it")
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as e:
+        raise PromptError(f"{origin}: not valid JSON ({e.msg} at column {e.colno})") from e
+    if not isinstance(row, dict) or not ("messages" in row or "prompt" in row):
+        raise PromptError(f"{origin}: the row needs `messages` (a list of turns) or `prompt` (text)")
+    if "messages" in row:
+        return Prompt(_messages(row["messages"], origin), origin)
+    if not isinstance(row["prompt"], str) or not row["prompt"]:
+        raise PromptError(f"{origin}: `prompt` must be text that is not empty")
+    return Prompt(row["prompt"], origin)
+
+
+def _messages(value: Any, origin: str) -> tuple[Mapping[str, str], ...]:
+    if not isinstance(value, list):
+        raise PromptError(f"{origin}: `messages` must be a list of turns")
+    turns: Sequence[Any] = value
+    for number, turn in enumerate(turns, start=1):
+        if not isinstance(turn, dict) or not isinstance(turn.get("content"), str) or turn.get("role") not in ROLES:
+            raise PromptError(
+                f"{origin}: turn {number} must be an object with a `role` ({', '.join(ROLES)}) and `content`, a text"
+            )
+    end = len(turns)
+    while end and turns[end - 1]["role"] == "assistant":
+        end -= 1
+    if not end:
+        raise PromptError(f"{origin}: `messages` holds no turn to answer")
+    return tuple(turns[:end])

@@ -1,0 +1,148 @@
+"""What a bench shows: a table, JSON and a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from eagle_mlx.errors import OutputError
+
+from .machine import Machine
+from .measure import Run
+
+_HEADINGS = ("mode", "batch", "depth", "temp", "tokens/s", "decode", "x mlx-lm", "tau", "by position", "identical")
+# Colours that stay apart for colour-blind readers.
+_COLOURS = {"mlx-lm": "#999999", "plain": "#56b4e9", "ngram": "#e69f00", "eagle": "#009e73"}
+
+
+def table(runs: Sequence[Run]) -> str:
+    """The runs as aligned text, one line each."""
+    rows = [_HEADINGS, *(_cells(run) for run in runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    lines = ["  ".join(_align(cell, widths, column) for column, cell in enumerate(row)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def footnote(runs: Sequence[Run], max_tokens: int, tolerance: float) -> str:
+    """What the table is taken over, in words."""
+    taken = {run.temperature: run for run in runs}
+    excused = sum(run.excused or 0 for run in runs)
+    lines = [
+        *(
+            f"temperature {temperature:g}: {run.prompts} prompts of up to {max_tokens} new tokens; "
+            f"{run.left_out_looping} more left out because their continuation loops."
+            for temperature, run in taken.items()
+        ),
+        "tokens/s: generated tokens over wall time, reading the prompt included; decode: without the time to the first "
+        "token.",
+        "tau: tokens emitted per target forward, bonus token included.",
+    ]
+    if excused:
+        lines.append(
+            f"~n: n first differences where the target's two best tokens are closer than {tolerance:g}, which rounding "
+            "decides; they count as identical."
+        )
+    return "\n".join(lines)
+
+
+def document(
+    target: str, head: str | None, machine: Machine, runs: Sequence[Run], **extra: object
+) -> dict[str, object]:
+    """The figures as `--json` writes them."""
+    return {
+        "target": target,
+        "head": head,
+        "machine": machine.to_json(),
+        **extra,
+        "runs": [run.to_json() for run in runs],
+    }
+
+
+def write_json(content: object, path: Path) -> None:
+    """Write a JSON file whole or not at all. Raises OutputError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as e:
+        partial.unlink(missing_ok=True)
+        raise OutputError(f"{path} cannot be written ({e.strerror}); name another place") from e
+
+
+def check_writable(path: Path) -> None:
+    """Raise OutputError now, rather than after the measurement, where a file could not be written."""
+    if path.is_dir() or not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
+        raise OutputError(f"{path} cannot be written: its folder must exist and be writable")
+
+
+def plot(runs: Sequence[Run], path: Path) -> None:
+    """Bars of tokens per second, with the ratio to mlx-lm and τ written on them. Raises OutputError."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(max(5.0, 1.3 * len(runs)), 4.0), layout="constrained")
+    bars = axes.bar(
+        [_label(run) for run in runs],
+        [run.tokens_per_second for run in runs],
+        color=[_COLOURS[run.mode] for run in runs],
+    )
+    axes.bar_label(bars, [_caption(run) for run in runs], padding=2, fontsize=9)
+    axes.set_ylabel("tokens per second")
+    axes.margins(y=0.18)
+    axes.spines[["top", "right"]].set_visible(False)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as e:
+        raise OutputError(f"{path} cannot be written ({e.strerror}); name another place") from e
+    finally:
+        pyplot.close(figure)
+
+
+def _cells(run: Run) -> tuple[str, ...]:
+    return (
+        run.mode,
+        str(run.batch),
+        str(run.depth) if run.depth else "-",
+        f"{run.temperature:g}",
+        f"{run.tokens_per_second:.1f}",
+        f"{run.decode_tokens_per_second:.1f}",
+        "-" if run.ratio_to_mlx_lm is None else f"{run.ratio_to_mlx_lm:.2f}",
+        f"{run.acceptance_length:.2f}",
+        " ".join(f"{share:.2f}" for share in run.acceptance_by_position) or "-",
+        _identity(run),
+    )
+
+
+def _identity(run: Run) -> str:
+    if run.identical is None or run.identical_count is None:
+        return "-"
+    count = f"{run.identical_count}/{run.prompts + run.left_out_looping}"
+    excused = f" ~{run.excused}" if run.excused else ""
+    return f"{'yes' if run.identical else 'NO'} {count}{excused}"
+
+
+def _align(cell: str, widths: Sequence[int], column: int) -> str:
+    return cell.rjust(widths[column]) if 1 <= column <= 7 else cell.ljust(widths[column])
+
+
+def _label(run: Run) -> str:
+    parts = [run.mode]
+    if run.depth:
+        parts.append(f"depth {run.depth}")
+    if run.batch > 1:
+        parts.append(f"batch {run.batch}")
+    if run.temperature:
+        parts.append(f"T {run.temperature:g}")
+    return "\n".join(parts)
+
+
+def _caption(run: Run) -> str:
+    speed = f"{run.tokens_per_second:.0f}"
+    if run.ratio_to_mlx_lm is not None and run.mode != "mlx-lm":
+        speed += f" (x{run.ratio_to_mlx_lm:.2f})"
+    return f"{speed}\n\u03c4 {run.acceptance_length:.2f}" if run.depth else speed

@@ -1,0 +1,360 @@
+"""eagle-bench: its prompts, its rules and its figures, on tiny random models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from eagle_mlx.errors import ConfigError, OutputError, PromptError
+from eagle_mlx.formats import save_eagle3
+from eagle_mlx.loops import distinct_ratio
+from eagle_mlx.sampling import SamplingParams
+from eagle_mlx.serve.bench import report
+from eagle_mlx.serve.bench.cli import main
+from eagle_mlx.serve.bench.identity import Identity, compare, first_difference
+from eagle_mlx.serve.bench.machine import describe
+from eagle_mlx.serve.bench.measure import Plan, Run, measure
+from eagle_mlx.serve.bench.modes import (
+    MODE_NAMES,
+    Continuation,
+    EngineMode,
+    acceptance_by_position,
+    acceptance_length,
+    build_modes,
+)
+from eagle_mlx.serve.bench.prompts import encode, read_prompts
+from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5], [100], [11, 12, 11, 12, 11, 12]]
+
+
+# Prompts
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_both_shapes_are_read(tmp_path: Path) -> None:
+    turns = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "a"},
+    ]
+    file = write(tmp_path / "p.jsonl", {"messages": turns}, {"prompt": "def f():"}, {"prompt": "x"})
+    rows = read_prompts(file, limit=2)
+    assert [row.content for row in rows] == [tuple(turns[:2]), "def f():"]
+    assert [row.origin for row in rows] == [f"{file}:1", f"{file}:2"]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("", "the line is empty"),
+        ("{", "not valid JSON"),
+        ("[]", "needs `messages`"),
+        ('{"text": "x"}', "needs `messages`"),
+        ('{"prompt": ""}', "not empty"),
+        ('{"prompt": 3}', "must be text"),
+        ('{"messages": "x"}', "must be a list"),
+        ('{"messages": [{"role": "user"}]}', "turn 1 must be"),
+        ('{"messages": [{"role": "human", "content": "x"}]}', "turn 1 must be"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "no turn to answer"),
+        ('{"messages": []}', "no turn to answer"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, row: str, said: str) -> None:
+    file = write(tmp_path / "p.jsonl", {"prompt": "fine"}, row, {"prompt": "fine"})
+    with pytest.raises(PromptError, match=said) as error:
+        read_prompts(file)
+    assert f"{file}:2: " in str(error.value)
+
+
+def test_files_that_hold_nothing(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match="no rows"):
+        read_prompts(write(tmp_path / "empty.jsonl"))
+    with pytest.raises(PromptError, match="cannot be read"):
+        read_prompts(tmp_path / "missing.jsonl")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
+    with pytest.raises(PromptError, match="UTF-8"):
+        read_prompts(tmp_path / "latin.jsonl")
+
+
+def test_prompts_are_encoded_and_bounded(tmp_path: Path) -> None:
+    target = tiny_target(tokenizer=True)
+    rows = read_prompts(
+        write(tmp_path / "p.jsonl", {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"})
+    )
+    assert target.tokenizer is not None
+    assert target.tokenizer.decode(encode(rows[0], target, 8)) == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert target.tokenizer.decode(encode(rows[1], target, 8)) == "hi"
+    with pytest.raises(PromptError, match=r"p\.jsonl:2: .* do not fit the target's context of 512"):
+        encode(rows[1], target, 512)
+
+
+def test_the_embedded_prompts_are_usable() -> None:
+    rows = read_prompts(Path(__file__).parents[2] / "checkpoints" / "prompts.jsonl")
+    assert len(rows) >= 100
+    assert len({str(row.content) for row in rows}) == len(rows)
+
+
+# Identity
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2], [1, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+    assert first_difference([], [1]) == 0
+
+
+def test_only_a_near_tie_excuses() -> None:
+    target = tiny_target()
+    best = int(mx.argmax(target.forward(mx.array([[3, 4]])).logits[0, -1]).item())
+    twin, other = [token for token in range(10, 20) if token != best][:2]
+    weight = target.model.model.embed_tokens.weight
+    weight[twin] = weight[best] * (1 - 1e-6)
+    greedy = SamplingParams()
+
+    def verdict(said: list[int], tolerance: float = 1e-3) -> Identity:
+        return compare(target, [[3, 4]], [[best, 1]], [said], [greedy], tolerance)
+
+    assert verdict([best, 1]) == Identity(identical=1)
+    assert verdict([twin, 7]) == Identity(excused=1)
+    assert verdict([twin, 7], tolerance=0.0) == Identity(different=1)
+    assert verdict([other, 7]) == Identity(different=1)
+    assert verdict([best]) == Identity(different=1)
+    assert not verdict([other, 7]).holds
+
+
+# Acceptance
+
+
+def test_acceptance_over_several_continuations() -> None:
+    one = Continuation((1, 2, 3, 4, 5, 6), "", rounds=2, drafted_by_position=(2, 2), accepted_by_position=(2, 1))
+    two = Continuation((1, 2), "", rounds=2, drafted_by_position=(2,), accepted_by_position=(0,))
+    assert acceptance_length([one, two]) == 2.0
+    assert acceptance_by_position([one, two]) == [0.5, 0.5]
+    assert acceptance_by_position([]) == []
+
+
+# Measuring
+
+
+def tiny_runs(temperature: float = 0.0, batches: Sequence[int] = (1,), repeats: int = 1) -> list[Run]:
+    target = tiny_target(tokenizer=True)
+    modes = build_modes(target, tiny_head(target, draft_vocab=64), MODE_NAMES, batches, [2, 3])
+    plan = Plan(max_tokens=12, temperature=temperature, repeats=repeats, least_distinct=0.0)
+    return measure(target, modes, PROMPTS, plan, progress=False)
+
+
+def test_all_modes_say_the_same_greedily() -> None:
+    runs = tiny_runs(batches=(1, 3), repeats=2)
+    assert [(run.mode, run.batch, run.depth) for run in runs] == [
+        ("mlx-lm", 1, 0),
+        *[
+            (mode, batch, depth)
+            for batch in (1, 3)
+            for mode, depth in (("plain", 0), ("ngram", 2), ("eagle", 2), ("ngram", 3), ("eagle", 3))
+        ],
+    ]
+    for run in runs:
+        assert run.identical is True, run
+        assert run.prompts == len(PROMPTS)
+        assert run.left_out_looping == 0
+        assert run.tokens_per_second > 0
+        assert run.acceptance_length >= 1
+        assert len(run.acceptance_by_position) <= run.depth
+    assert runs[0].ratio_to_mlx_lm == 1.0
+    assert runs[0].acceptance_length == runs[1].acceptance_length == 1.0
+
+
+def test_seeded_sampling_is_compared_with_the_plain_engine() -> None:
+    for run in tiny_runs(temperature=1.0, batches=(2,)):
+        assert run.identical is (None if run.mode == "mlx-lm" else True), run
+
+
+def test_a_mode_that_says_something_else_is_caught() -> None:
+    class Liar(EngineMode):
+        def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Continuation]:
+            honest = super().generate(prompts, params)
+            return [replace(one, tokens=((one.tokens[0] + 1) % 4096, *one.tokens[1:])) for one in honest]
+
+    target = tiny_target(tokenizer=True)
+    plan = Plan(max_tokens=6, repeats=1, least_distinct=0.0)
+    (run,) = measure(target, [Liar("plain", target, 1)], PROMPTS, plan, progress=False)
+    assert run.identical is False
+    assert run.identical_count == 0
+    assert run.ratio_to_mlx_lm is None
+
+
+def test_loops_are_left_out_and_counted() -> None:
+    target = tiny_target(tokenizer=True)
+    modes = [EngineMode("plain", target, 1)]
+    # A weight that makes every state alike: this target says one token for ever.
+    target.model.model.norm.weight *= 0
+    target.model.model.norm.weight[0] = 1.0
+    with pytest.raises(ConfigError, match="continuations loop"):
+        measure(target, modes, PROMPTS, Plan(max_tokens=40, repeats=1), progress=False)
+    (run,) = measure(target, modes, PROMPTS, Plan(max_tokens=40, repeats=1, least_distinct=0.0), progress=False)
+    assert run.prompts + run.left_out_looping == len(PROMPTS)
+
+
+def test_only_some_loop() -> None:
+    target = tiny_target(seed=3, tokenizer=True)
+    modes = [EngineMode("plain", target, 1)]
+    said = modes[0].generate(PROMPTS, Plan().params(4, 40))
+    ratios = sorted(distinct_ratio(one.tokens) for one in said)
+    middle = (ratios[1] + ratios[2]) / 2
+    looping = sum(ratio < middle for ratio in ratios)
+    assert 0 < looping < len(PROMPTS), "choose another seed"
+    (run,) = measure(target, modes, PROMPTS, Plan(max_tokens=40, repeats=1, least_distinct=middle), progress=False)
+    assert run.left_out_looping == looping
+    assert run.prompts == len(PROMPTS) - looping
+    assert run.identical_count == len(PROMPTS)
+    assert run.tokens == sum(len(one.tokens) for one in said if distinct_ratio(one.tokens) >= middle)
+
+
+@pytest.mark.parametrize(("field", "value"), [("max_tokens", 0), ("repeats", 0), ("least_distinct", 1.5)])
+def test_a_plan_refuses_what_makes_no_sense(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=field):
+        Plan(**{field: value})  # type: ignore[arg-type]
+
+
+def test_eagle_needs_a_head() -> None:
+    with pytest.raises(ConfigError, match="--head"):
+        build_modes(tiny_target(tokenizer=True), None, ["eagle"], [1], [4])
+
+
+# Reports
+
+
+RUN = Run("eagle", 2, 4, 0.7, 151.26, 170.0, 1.624, 2.75, [0.8, 0.5], True, 9, 1, 8, 2, 800, 5.3)
+
+
+def test_table_shows_every_figure() -> None:
+    text = report.table([RUN, replace(RUN, mode="mlx-lm", depth=0, identical=None, acceptance_by_position=[])])
+    head, _, eagle, plain = text.splitlines()
+    assert head.split()[:3] == ["mode", "batch", "depth"]
+    for cell in ("eagle", "151.3", "170.0", "1.62", "2.75", "0.80 0.50", "yes 9/10 ~1"):
+        assert cell in eagle
+    assert plain.split() == ["mlx-lm", "2", "-", "0.7", "151.3", "170.0", "1.62", "2.75", "-", "-"]
+    assert "NO 9/10" in report.table([replace(RUN, identical=False)])
+    assert "2 more left out" in report.footnote([RUN], 128, 1e-3)
+
+
+def test_machine_is_described() -> None:
+    machine = describe()
+    assert machine.cores >= 1
+    assert machine.mlx.startswith("0.")
+    assert machine.blas
+    assert machine.cpu in str(machine)
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    file.write_text("old")
+    with pytest.raises(TypeError):
+        report.write_json({"a": object()}, file)
+    assert file.read_text() == "old"
+    report.write_json({"a": 1}, file)
+    assert json.loads(file.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [file]
+    with pytest.raises(OutputError, match="cannot be written"):
+        report.check_writable(tmp_path / "missing" / "x.json")
+    with pytest.raises(OutputError, match="cannot be written"):
+        report.check_writable(tmp_path)
+
+
+def test_plot_is_drawn(tmp_path: Path) -> None:
+    report.plot([replace(RUN, mode="mlx-lm", depth=0), RUN], tmp_path / "bars.png")
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    root = tmp_path_factory.mktemp("bench")
+    tiny_target_folder(root / "target")
+    save_eagle3(tiny_head(tiny_target(tokenizer=True), draft_vocab=64), root / "head", target_name="tiny")
+    return str(root / "target"), str(root / "head")
+
+
+QUICK = ("--limit", "2", "--max-tokens", "6", "--repeats", "1", "--least-distinct", "0", "--quiet")
+
+
+def test_command_measures_and_writes(
+    folders: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, head = folders
+    prompts = write(tmp_path / "p.jsonl", {"prompt": "def f():"}, {"prompt": "class A"}, {"prompt": "unread"})
+    figures, bars = tmp_path / "figures.json", tmp_path / "bars.png"
+    files = ("--prompts", str(prompts), "--json", str(figures), "--plot", str(bars))
+    assert main(["--target", target, "--head", head, "--depth", "2", *files, *QUICK]) == 0
+    shown = capsys.readouterr().out
+    assert "blas: " in shown
+    assert "eagle" in shown
+    assert bars.exists()
+    written = json.loads(figures.read_text())
+    assert {"target", "head", "machine", "runs"} <= set(written)
+    assert [run["mode"] for run in written["runs"]] == list(MODE_NAMES)
+    schema = {
+        "mode",
+        "batch",
+        "depth",
+        "temperature",
+        "tokens_per_second",
+        "ratio_to_mlx_lm",
+        "acceptance_length",
+        "acceptance_by_position",
+        "identical",
+    }
+    for run in written["runs"]:
+        assert schema <= set(run)
+        assert run["identical"] is True
+        assert run["prompts"] == 2
+
+
+def test_command_without_a_head_leaves_eagle_out(folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--target", folders[0], *QUICK]) == 0
+    shown = capsys.readouterr().out
+    assert "leaving out mode eagle" in shown
+    assert "ngram" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--modes", "eagle"], "--head"),
+        (["--prompts", "missing.jsonl"], "cannot be read"),
+        (["--json", "missing/folder/x.json"], "cannot be written"),
+        (["--max-tokens", "600"], "do not fit the target's context"),
+        (["--temperature", "-1"], "temperature"),
+    ],
+)
+def test_command_says_what_is_wrong(
+    folders: tuple[str, str], flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--target", folders[0], *QUICK, *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error
+
+
+def test_head_of_another_target_is_refused(
+    folders: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tiny_head(tiny_target(hidden=64, tokenizer=True), draft_vocab=64)
+    save_eagle3(other, tmp_path / "head", target_name="other")
+    assert main(["--target", folders[0], "--head", str(tmp_path / "head"), *QUICK]) == 2
+    assert "was it trained for another model?" in capsys.readouterr().err
