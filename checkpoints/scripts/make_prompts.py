@@ -1,0 +1,44 @@
+"""Write the held-out prompts that eagle-bench and the demo measure on.
+
+    python checkpoints/scripts/make_prompts.py --output checkpoints/prompts.jsonl
+
+Each is a documented function of a standard library file that training never reads: signature and docstring, as a
+user's message. Functions that also stand, in the same words, in a training file are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+from eagle_mlx.data_pipelines.stdlib_source import Function, iter_functions
+
+
+def heldout_prompts(count: int, seed: int) -> list[Function]:
+    """Documented held-out functions, each prompt and each body once, in an order that the seed decides."""
+    trained = {text for function in iter_functions("train") for text in (function.prompt, function.code)}
+    unique: dict[str, Function] = {}
+    for function in iter_functions("heldout"):
+        if function.docstring and not {function.prompt, function.code} & trained:
+            unique.setdefault(function.prompt, function)
+    functions = sorted(unique.values(), key=lambda function: (function.path, function.name, function.prompt))
+    random.Random(seed).shuffle(functions)
+    return functions[:count]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "prompts.jsonl")
+    parser.add_argument("--count", type=int, default=160, help="how many at most (default 160)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    functions = heldout_prompts(args.count, args.seed)
+    rows = [{"messages": function.messages()[:1], "source": function.path} for function in functions]
+    args.output.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    print(f"{args.output}: {len(rows)} prompts from {len({row['source'] for row in rows})} files")
+
+
+if __name__ == "__main__":
+    main()

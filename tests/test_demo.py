@@ -1,0 +1,84 @@
+"""The demo from end to end on a tiny target, as `make demo` runs it on the real one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle_mlx.formats import save_eagle3
+from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+
+SCRIPT = Path(__file__).parent.parent / "checkpoints" / "scripts" / "demo.py"
+RECIPE = """
+data: [builtin:python]
+limit: 30
+max_length: 48
+length: 48
+rows: 2
+unroll: 2
+max_steps: 3
+draft_vocab: 256
+eval_prompts: 2
+eval_tokens: 8
+log_steps: 1
+"""
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    target = tiny_target_folder(tmp_path / "target")
+    save_eagle3(tiny_head(tiny_target(tokenizer=True), draft_vocab=256), tmp_path / "head", target_name="tiny")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    flags = {
+        "--target": target,
+        "--head": tmp_path / "head",
+        "--config": tmp_path / "recipe.yaml",
+        "--output": tmp_path / "demo",
+        "--limit": 4,
+        "--max-tokens": 10,
+    }
+    return [str(word) for pair in flags.items() for word in pair]
+
+
+def demo(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+
+
+def test_demo_trains_measures_and_reports(arguments: list[str], tmp_path: Path) -> None:
+    done = demo(arguments)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "demo" / "report.json").read_text())
+    for key in ("plain_tokens_per_s", "eagle_tokens_per_s", "speedup", "train_seconds"):
+        assert report[key] > 0, key
+    for key in ("acceptance_length", "demo_acceptance_length", "untrained_acceptance_length"):
+        assert 1 <= report[key] <= 5, key
+    assert report["identical"] is True
+    assert (tmp_path / "demo" / "summary.png").stat().st_size > 1000
+    assert list((tmp_path / "demo" / "head").glob("*.png"))
+    assert "what was gained" in done.stdout
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_demo_keeps_what_it_did_not_make(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "thesis.txt").write_text("years of work")
+    done = demo(arguments)
+    assert done.returncode == 2
+    assert "holds no demo" in done.stderr
+    assert (tmp_path / "demo" / "thesis.txt").read_text() == "years of work"
+
+
+def test_failed_training_keeps_the_earlier_demo(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "report.json").write_text("{}")
+    (tmp_path / "recipe.yaml").write_text("rowz: 3\n")
+    done = demo(arguments)
+    assert done.returncode == 2
+    assert "did you mean 'rows'" in done.stderr
+    assert "training ended with exit status 2" in done.stderr
+    assert [path.name for path in (tmp_path / "demo").iterdir()] == ["report.json"]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
