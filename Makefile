@@ -1,0 +1,78 @@
+# Every target makes its own environment in .venv; nothing else needs to be installed first.
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTEST_ARGS ?=
+
+.PHONY: help demo test check format blas clean
+
+help:
+	@echo 'make demo    train an EAGLE-3 head for a few minutes, decode with it, show a table and pictures (out/demo)'
+	@echo 'make test    run the tests'
+	@echo 'make check   run the linter, the format check and the type check'
+	@echo 'make format  write the code in the project'\''s format'
+	@echo 'make clean   remove .venv, caches and out/'
+
+demo: $(READY) blas
+	@$(BIN)/python checkpoints/scripts/demo.py --output out/demo
+
+test: $(READY) blas
+	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+# The type checker follows files, not installation maps: it sees the applications through links in build/typed.
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@rm -rf build/typed && mkdir -p build/typed/eagle_mlx
+	@cd build/typed/eagle_mlx && ln -s ../../../eagle_mlx/* ../../../train ../../../serve ../../../data_pipelines .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build out .mypy_cache .ruff_cache .pytest_cache .hypothesis eagle_mlx.egg-info
+
+$(READY): pyproject.toml
+	@if $(BIN)/python -c 'import pip' 2>/dev/null; then exit 0; fi; \
+	python=''; \
+	for name in python3.11 python3.12 python3.13 python3; do \
+	  if $$name -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then \
+	    python=$$name; break; \
+	  fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo 'error: no Python 3.11, 3.12 or 3.13 found. Install one: apt-get install python3 (Debian 12 or later),' >&2; \
+	  echo '       brew install python@3.12 (macOS), or https://www.python.org/downloads/' >&2; \
+	  exit 1; \
+	fi; \
+	if ! $$python -c 'import ensurepip, venv' 2>/dev/null; then \
+	  echo "error: $$python cannot make virtual environments. Type: apt-get install $$python-venv" >&2; \
+	  exit 1; \
+	fi; \
+	echo "making $(VENV) with $$($$python --version)"; \
+	$$python -m venv --clear $(VENV)
+	@echo 'installing the project and what it needs, about 1 GB'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --upgrade pip
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[dev]'
+	@touch $(READY)
+
+# On Linux the wheel's own BLAS is about 40 times slower than OpenBLAS; without root this says what to type and goes on.
+blas: $(READY)
+	@if [ "$$(uname -s)" != Linux ] || [ -n "$$EAGLE_MLX_BLAS" ]; then exit 0; fi; \
+	found='import ctypes; ctypes.CDLL("libopenblas.so.0")'; \
+	if $(BIN)/python -c "$$found" 2>/dev/null; then exit 0; fi; \
+	as=none; \
+	if [ "$$(id -u)" = 0 ]; then as=''; elif sudo -n true 2>/dev/null; then as='sudo -n'; fi; \
+	if [ "$$as" != none ] && command -v apt-get >/dev/null; then \
+	  echo 'installing libopenblas0-pthread, a fast BLAS'; \
+	  install="$$as env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq libopenblas0-pthread"; \
+	  $$install >/dev/null 2>&1 || { $$as apt-get update -qq && $$install; } >/dev/null 2>&1 || true; \
+	fi; \
+	if ! $(BIN)/python -c "$$found" 2>/dev/null; then \
+	  echo 'note: OpenBLAS is missing, so everything runs, slowly. To mend it, type:'; \
+	  echo '        sudo apt-get install libopenblas0-pthread     (Debian, Ubuntu)'; \
+	  echo '        sudo dnf install openblas-threads             (Fedora)'; \
+	fi

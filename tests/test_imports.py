@@ -1,0 +1,129 @@
+"""Who may import whom, read from the source; and that the reading would notice a breach."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+APPLICATIONS = ("data_pipelines", "serve", "train")
+ALLOWED_BETWEEN = {("train", "data_pipelines")}
+"""The one application that may import another, and then only what the other's `__init__` offers."""
+MODEL_MODULES = ("eagle_mlx.target", "eagle_mlx.cache", "eagle_mlx.heads")
+"""The only ones that touch mlx_lm.models."""
+
+
+def module_name(path: Path) -> str:
+    """The name under which a file of the tree is imported: train/x.py is eagle_mlx.train.x."""
+    parts = path.with_suffix("").parts
+    parts = parts if parts[0] == "eagle_mlx" else ("eagle_mlx", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(path: Path, tree: ast.Module) -> Iterator[tuple[str, str, bool]]:
+    """Every import of a file: the module, the name taken from it ("" for the module itself), whether it is relative."""
+    package = module_name(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "", False) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((module, alias.name, node.level > 0) for alias in node.names)
+
+
+def application(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[0] == "eagle_mlx" and parts[1] in APPLICATIONS else None
+
+
+def under(module: str, *packages: str) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def breaches(path: Path, source: str) -> list[str]:
+    """What a file of the package imports against the rules; `path` is relative to the root."""
+    me = module_name(path)
+    found = []
+    for module, name, relative in imported(path, ast.parse(source)):
+        whole = f"{module}.{name}" if name else module
+        mine, other = application(me), application(whole)
+        if under(module, *APPLICATIONS):
+            found.append(f"{path}: {whole} is a second name of eagle_mlx.{whole}")
+        if whole.endswith(".cli") or module.endswith(".cli"):
+            found.append(f"{path}: {whole} is a command line, which nobody imports")
+        if under(whole, "mlx_lm.models") and not under(me, *MODEL_MODULES):
+            found.append(f"{path}: only {', '.join(MODEL_MODULES)} may touch {whole}")
+        if other is None:
+            continue
+        if mine is None:
+            found.append(f"{path}: the library imports the application {whole}")
+        elif mine == other:
+            if not relative:
+                found.append(f"{path}: {whole} is a sibling, import it relatively")
+        elif (mine, other) not in ALLOWED_BETWEEN:
+            found.append(f"{path}: {mine} imports the application {whole}")
+        elif module != f"eagle_mlx.{other}" or not name or (ROOT / other / f"{name}.py").exists():
+            found.append(f"{path}: of {other}, {mine} may import only what its __init__ offers, not {whole}")
+    return found
+
+
+def files() -> list[Path]:
+    return sorted(path for name in ("eagle_mlx", *APPLICATIONS) for path in (ROOT / name).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_keep_the_rules(path: Path) -> None:
+    assert breaches(path.relative_to(ROOT), path.read_text(encoding="utf-8")) == []
+
+
+def test_scripts_import_no_command_line() -> None:
+    for path in (ROOT / "checkpoints" / "scripts").glob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert not [m for m, n, _ in imported(path.relative_to(ROOT), tree) if f"{m}.{n}.".find(".cli.") >= 0], path
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "said"),
+    [
+        ("eagle_mlx/engine.py", "from eagle_mlx.train import loop", "the library imports"),
+        ("eagle_mlx/engine.py", "import eagle_mlx.serve.bench", "the library imports"),
+        ("eagle_mlx/engine.py", "def f():\n    from eagle_mlx import data_pipelines", "the library imports"),
+        ("eagle_mlx/formats/x.py", "from .. import serve", "the library imports"),
+        ("serve/app.py", "from eagle_mlx.data_pipelines import render", "serve imports the application"),
+        ("serve/bench/x.py", "from ...train import loop", "serve imports the application"),
+        ("data_pipelines/chat.py", "import eagle_mlx.train.loop", "data_pipelines imports the application"),
+        ("train/cli.py", "import eagle_mlx.data_pipelines", "only what its __init__ offers"),
+        ("train/cli.py", "from eagle_mlx.data_pipelines.chat import render", "only what its __init__ offers"),
+        ("train/cli.py", "from eagle_mlx.data_pipelines import stdlib_source", "only what its __init__ offers"),
+        ("train/loop.py", "from eagle_mlx.train.step import step", "import it relatively"),
+        ("train/loop.py", "from train.step import step", "a second name"),
+        ("train/loop.py", "from .cli import main", "a command line"),
+        ("serve/bench/x.py", "from . import cli", "a command line"),
+        ("eagle_mlx/engine.py", "from mlx_lm.models import cache", "may touch"),
+        ("eagle_mlx/engine.py", "from mlx_lm import models", "may touch"),
+        ("train/step.py", "import mlx_lm.models.qwen3", "may touch"),
+    ],
+)
+def test_a_breach_is_noticed(path: str, source: str, said: str) -> None:
+    assert any(said in breach for breach in breaches(Path(path), source))
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("train/cli.py", "from eagle_mlx.data_pipelines import render"),
+        ("train/loop.py", "from .step import step\nfrom eagle_mlx.engine import Engine"),
+        ("serve/bench/cli.py", "from . import report\nfrom ..bench.modes import Mode"),
+        ("eagle_mlx/heads/eagle3.py", "from mlx_lm.models.base import scaled_dot_product_attention"),
+        ("eagle_mlx/cache.py", "from mlx_lm.models import cache"),
+        ("eagle_mlx/engine.py", "from .sampling import sample\nimport mlx_lm"),
+    ],
+)
+def test_what_is_allowed_is_not_a_breach(path: str, source: str) -> None:
+    assert breaches(Path(path), source) == []

@@ -1,0 +1,123 @@
+"""The package list, the version, the entry points, and what a wheel puts into site-packages."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ("eagle_mlx", "train", "serve", "data_pipelines")
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def packages_of_the_tree() -> dict[str, str]:
+    """Every folder with an `__init__.py`, by the name under which it is imported."""
+    found = {}
+    for source in SOURCES:
+        for init in (ROOT / source).rglob("__init__.py"):
+            folder = init.parent.relative_to(ROOT).as_posix()
+            name = folder.replace("/", ".")
+            found[name if source == "eagle_mlx" else f"eagle_mlx.{name}"] = folder
+    return found
+
+
+def test_every_package_of_the_tree_is_listed() -> None:
+    assert sorted(PROJECT["tool"]["setuptools"]["packages"]) == sorted(packages_of_the_tree())
+
+
+def test_every_module_lies_in_a_package() -> None:
+    modules = [path for source in SOURCES for path in (ROOT / source).rglob("*.py")]
+    assert modules
+    assert [path for path in modules if not (path.parent / "__init__.py").exists()] == []
+
+
+def test_applications_are_mapped_into_the_package() -> None:
+    mapping = PROJECT["tool"]["setuptools"]["package-dir"]
+    assert mapping == {name if name == "eagle_mlx" else f"eagle_mlx.{name}": name for name in SOURCES}
+
+
+def test_installed_version_is_the_projects() -> None:
+    assert version("eagle-mlx") == PROJECT["project"]["version"]
+
+
+def test_changelog_speaks_of_this_version() -> None:
+    release = PROJECT["project"]["version"].split(".dev")[0]
+    assert f"## {release}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", sorted(PROJECT["project"]["scripts"]))
+def test_entry_point_resolves(command: str) -> None:
+    module, function = PROJECT["project"]["scripts"][command].split(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+@pytest.mark.parametrize("command", sorted(PROJECT["project"]["scripts"]))
+def test_help_names_the_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module, function = PROJECT["project"]["scripts"][command].split(":")
+    with pytest.raises(SystemExit) as stop:
+        getattr(importlib.import_module(module), function)(["--help"])
+    assert stop.value.code == 0
+    assert command in capsys.readouterr().out
+
+
+def test_wheel_puts_one_name_into_site_packages(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        ".",
+        "--no-deps",
+        "--no-build-isolation",
+        "-q",
+        "-w",
+        str(tmp_path),
+    ]
+    built = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tmp_path.glob("eagle_mlx-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"eagle_mlx"}
+    modules = {path.relative_to(ROOT).as_posix() for package in SOURCES for path in (ROOT / package).rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == {
+        name if name.startswith("eagle_mlx/") else f"eagle_mlx/{name}" for name in modules
+    }
+    assert "eagle_mlx/py.typed" in names
+
+
+def test_readme_names_what_exists() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = text.split("## What is where")[1].split("```")[1]
+    folder = ""
+    for line in filter(None, tree.splitlines()):
+        name = line.split()[0]
+        if not line.startswith(" "):
+            folder = name
+            assert (ROOT / name).is_dir(), name
+        else:
+            assert (ROOT / folder / name).exists(), folder + name
+    unnamed = [file.name for file in (ROOT / "eagle_mlx").glob("[a-z]*.py") if f"  {file.name} " not in tree]
+    assert unnamed == []
+    assert set(re.findall(r"`(eagle-[a-z]+)`", text)) == set(PROJECT["project"]["scripts"])
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in set(re.findall(r"^make ([a-z]+)$|`make ([a-z]+)`", text, re.MULTILINE)):
+        assert re.search(rf"^{''.join(target)}:", makefile, re.MULTILINE), target
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (ROOT / link).exists(), link
