@@ -17,6 +17,7 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError, EagleError, OutputError, TargetError
 from eagle_mlx.folders import check_free
 from eagle_mlx.heads.eagle3 import default_aux_layers
+from eagle_mlx.lanes import tune_process
 from eagle_mlx.sampling import SamplingParams
 from eagle_mlx.shards import MANIFEST, ShardReader, bytes_per_token
 from eagle_mlx.target import Target, load_target
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def collect(args: argparse.Namespace) -> None:
     """Render all conversations first, so that bad data shows at once, then capture."""
     check_free(args.output, args.overwrite)
+    tune_process()
     target = load_target(args.target)
     aux_layers = _aux_layers(args.aux_layers, target)
     if args.max_length > target.context_length:

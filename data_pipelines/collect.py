@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
+from eagle_mlx.lanes import default_lanes, make_streams, one_blas_thread
 from eagle_mlx.shards import Sample, ShardMeta, ShardWriter
 from eagle_mlx.target import Target
 
@@ -34,23 +35,21 @@ def capture(
     float16, clipped to its range. Nothing is kept once it is yielded.
     """
     layers = (*aux_layers, target.num_layers - 1)
+    lanes = default_lanes()
+    streams = make_streams(lanes)
     total = sum(len(tokens) for tokens, _ in samples) if isinstance(samples, Sequence) else None
     with tqdm(total=total, desc="capture", unit="token", unit_scale=True, disable=not progress) as bar:
-        for batch in _batches(samples, batch_tokens):
-            padded = np.zeros((len(batch), max(len(tokens) for tokens, _ in batch)), np.int32)
-            for row, (tokens, _) in enumerate(batch):
-                padded[row, : len(tokens)] = tokens
-            hidden = _to_numpy(target.forward(mx.array(padded), aux_layers=layers).aux)
-            split = target.hidden_size * len(aux_layers)
-            for row, (tokens, mask) in enumerate(batch):
-                states = hidden[row, : len(tokens)]
-                yield Sample(
-                    padded[row, : len(tokens)].copy(),
-                    np.array(mask, np.uint8),
-                    states[:, :split].copy(),
-                    states[:, split:].copy(),
-                )
-                bar.update(len(tokens))
+        for group in _groups(_batches(samples, batch_tokens), lanes):
+            for batch, hidden in zip(group, _hidden_states(target, layers, group, streams), strict=True):
+                split = target.hidden_size * len(aux_layers)
+                for (tokens, mask), states in zip(batch, hidden, strict=True):
+                    yield Sample(
+                        np.array(tokens, np.int32),
+                        np.array(mask, np.uint8),
+                        states[: len(tokens), :split].copy(),
+                        states[: len(tokens), split:].copy(),
+                    )
+                    bar.update(len(tokens))
 
 
 def capture_to_shards(
@@ -89,7 +88,24 @@ def _batches(samples: Iterable[TokensAndMask], batch_tokens: int) -> Iterator[li
         yield batch
 
 
-def _to_numpy(layers: Sequence[mx.array]) -> np.ndarray:
-    """Hidden states [B, L, H] of n layers as one float16 array [B, L, n * H]."""
+def _groups(batches: Iterator[list[TokensAndMask]], size: int) -> Iterator[list[list[TokensAndMask]]]:
+    while group := list(islice(batches, size)):
+        yield group
+
+
+def _hidden_states(
+    target: Target, layers: Sequence[int], group: Sequence[list[TokensAndMask]], streams: Sequence[mx.Stream]
+) -> list[np.ndarray]:
+    """Hidden states of n layers side by side, float16 [B, L, n * H], for each batch; one lane for each."""
     limit = float(np.finfo(np.float16).max)
-    return np.array(mx.clip(mx.concatenate(list(layers), axis=-1), -limit, limit).astype(mx.float16))
+    states = []
+    for batch, stream in zip(group, streams, strict=False):
+        padded = np.zeros((len(batch), max(len(tokens) for tokens, _ in batch)), np.int32)
+        for row, (tokens, _) in enumerate(batch):
+            padded[row, : len(tokens)] = tokens
+        with mx.stream(stream):
+            hidden = mx.concatenate(list(target.forward(mx.array(padded), aux_layers=layers).aux), axis=-1)
+            states.append(mx.clip(hidden, -limit, limit).astype(mx.float16))
+    with one_blas_thread(len(streams) > 1):
+        mx.eval(states)
+    return [np.array(state) for state in states]

@@ -157,8 +157,8 @@ class RaggedKV:
         where = self.lengths.positions(count)[:, None, :, None]
         spare = buffer.shape[0] - rows
         if spare:  # rows that nobody uses get zeros at their start
-            where = mx.pad(where, ((0, spare), (0, 0), (0, 0), (0, 0)))
-            new = mx.pad(new, ((0, spare), (0, 0), (0, 0), (0, 0)))
+            widths = [(0, spare), (0, 0), (0, 0), (0, 0)]
+            where, new = mx.pad(where, widths), mx.pad(new, widths)
         return mx.put_along_axis(buffer, mx.broadcast_to(where, new.shape), new, axis=2)
 
     def append(self, other: RaggedKV) -> None:

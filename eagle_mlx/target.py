@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -136,7 +136,7 @@ def compute_dtype() -> mx.Dtype | None:
 
 def parameter_bytes(module: nn.Module) -> int:
     """Bytes of a module's parameters in memory."""
-    return sum(v.nbytes for _, v in tree_flatten(module.parameters()))
+    return sum(leaf[1].nbytes for leaf in cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
 
 
 def _find(root: Any, paths: Sequence[str]) -> Any | None:

@@ -141,8 +141,8 @@ class Eagle3Head(nn.Module):
         if (d2t is None) != (config.draft_vocab_size == config.vocab_size):
             raise ConfigError("a head needs d2t exactly when its draft vocabulary is smaller than the target's")
         self._config = config
-        self._d2t = None if d2t is None else d2t.astype(mx.int32)
-        self._token_ids = None if d2t is None else mx.arange(config.draft_vocab_size, dtype=mx.int32) + self._d2t
+        self._d2t = d2t if d2t is None else d2t.astype(mx.int32)
+        self._token_ids = d2t if d2t is None else mx.arange(d2t.size, dtype=mx.int32) + d2t.astype(mx.int32)
         self.fc = nn.Linear(config.target_hidden_size * len(config.aux_layers), config.hidden_size, bias=False)
         self.midlayer = DecoderLayer(config)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
