@@ -15,6 +15,7 @@ from eagle_mlx.formats import load_head
 from eagle_mlx.target import Target, load_target
 
 from . import report
+from .costs import measure_costs
 from .defaults import embedded
 from .identity import tolerance_for
 from .machine import describe
@@ -84,7 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--tolerance", type=float, help="excuse a first difference where the two best logits are closer than this"
     )
-    how.add_argument("--rollback", action="store_true", help="also compare a roll back at 256 and at 4,096 tokens")
+    how.add_argument(
+        "--costs", action="store_true", help="also time the parts of a round, and roll backs at 256 and 4,096 tokens"
+    )
     out = parser.add_argument_group("output")
     out.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them")
@@ -118,13 +121,10 @@ def _bench(args: argparse.Namespace) -> int:
     tolerance = tolerance_for(target) if args.tolerance is None else args.tolerance
     print(f"\n{report.table(runs)}\n\n{report.footnote(runs, args.max_tokens, tolerance)}")
     extra: dict[str, object] = {"max_tokens": args.max_tokens, "repeats": args.repeats, "tolerance": tolerance}
-    if args.rollback:
-        cost = measure_rollback()
-        extra["rollback"] = asdict(cost)
-        print(
-            f"roll back: {cost.short_ms:.2f} ms at {cost.short_context} tokens of context, {cost.long_ms:.2f} ms at "
-            f"{cost.long_context}, ratio {cost.ratio:.2f}"
-        )
+    if args.costs:
+        steps, rollback = measure_costs(target, head, args.depth), measure_rollback()
+        extra |= {"costs": asdict(steps), "rollback": asdict(rollback)}
+        print(f"{steps}\n{rollback}")
     if args.json is not None:
         head_text = str(head_name) if head_name is not None else None
         report.write_json(report.document(target.name, head_text, machine, runs, **extra), args.json)

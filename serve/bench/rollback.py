@@ -24,6 +24,12 @@ class RollbackCost:
     ratio: float
     """Median of the ratios long / short, pair by pair."""
 
+    def __str__(self) -> str:
+        return (
+            f"roll back: {self.short_ms:.2f} ms at {self.short_context} tokens of context, {self.long_ms:.2f} ms at "
+            f"{self.long_context}, ratio {self.ratio:.2f}"
+        )
+
 
 def _lengths(context: int) -> list[int]:
     return [context - row for row in range(ROWS)]

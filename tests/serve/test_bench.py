@@ -16,6 +16,7 @@ from eagle_mlx.loops import distinct_ratio
 from eagle_mlx.sampling import SamplingParams
 from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.cli import main
+from eagle_mlx.serve.bench.costs import measure_costs
 from eagle_mlx.serve.bench.identity import Identity, compare, first_difference
 from eagle_mlx.serve.bench.machine import describe
 from eagle_mlx.serve.bench.measure import Plan, Run, measure
@@ -323,6 +324,29 @@ def test_command_measures_and_writes(
         assert schema <= set(run)
         assert run["identical"] is True
         assert run["prompts"] == 2
+
+
+def test_command_times_the_parts_of_a_round(
+    folders: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, head = folders
+    figures = tmp_path / "figures.json"
+    modes = ("--modes", "eagle", "--depth", "1", "3", "--costs", "--json", str(figures))
+    assert main(["--target", target, "--head", head, *modes, *QUICK]) == 0
+    written = json.loads(figures.read_text())
+    assert set(written["costs"]["verify_ms"]) == {"1", "3"}
+    assert all(written["costs"][key] > 0 for key in ("target_ms", "draft_ms", "draft_to_target"))
+    assert written["rollback"]["ratio"] > 0
+    shown = capsys.readouterr().out
+    assert "of a target step" in shown
+    assert "roll back: " in shown
+
+
+def test_a_verify_may_be_timed_without_a_head() -> None:
+    costs = measure_costs(tiny_target(), None, [2], context=8, repeats=2)
+    assert costs.draft_ms is costs.draft_to_target is None
+    assert costs.verify_ms[2] > 0
+    assert "draft step" not in str(costs)
 
 
 def test_command_without_a_head_leaves_eagle_out(folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,80 @@
+"""What the parts of a round cost: a step of the target, a verify of several tokens, a draft step of the head."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from eagle_mlx.cache import RaggedCache
+from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.target import Target
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Median milliseconds of one row at a context of `context` tokens, the parts timed in turn."""
+
+    context: int
+    target_ms: float
+    """A forward of the target over one token."""
+    verify_ms: dict[int, float]
+    """A forward of the target over a token and a draft, by the length of the draft."""
+    draft_ms: float | None
+    """A step of the head to a token; None without a head."""
+    draft_to_target: float | None
+    """Median of the ratios of the two, pair by pair."""
+
+    def __str__(self) -> str:
+        verify = ", ".join(f"{ms:.2f} ms with {depth} drafted" for depth, ms in self.verify_ms.items())
+        text = f"at {self.context} tokens of context: target step {self.target_ms:.2f} ms; verify {verify}"
+        if self.draft_ms is None:
+            return text
+        return f"{text}; draft step {self.draft_ms:.2f} ms, {self.draft_to_target:.3f} of a target step"
+
+
+def measure_costs(
+    target: Target, head: Eagle3Head | None, depths: Sequence[int], context: int = 128, repeats: int = 60
+) -> StepCosts:
+    """Time the parts in turns, after a warm-up. What the caches hold makes no difference."""
+    parts: dict[str, Callable[[], None]] = {"target": _target_step(target, context, 1)}
+    parts |= {f"verify {depth}": _target_step(target, context, depth + 1) for depth in depths}
+    if head is not None:
+        parts["draft"] = _draft_step(target, head, context)
+    seconds: dict[str, list[float]] = {name: [] for name in parts}
+    for repeat in range(repeats + 5):
+        for name, part in parts.items():
+            begin = time.perf_counter()
+            part()
+            if repeat >= 5:
+                seconds[name].append(time.perf_counter() - begin)
+    ms = {name: 1e3 * statistics.median(times) for name, times in seconds.items()}
+    ratio = None
+    if head is not None:
+        ratio = statistics.median(a / b for a, b in zip(seconds["draft"], seconds["target"], strict=True))
+    verify = {depth: ms[f"verify {depth}"] for depth in depths}
+    return StepCosts(context, ms["target"], verify, ms.get("draft"), ratio)
+
+
+def _target_step(target: Target, context: int, width: int) -> Callable[[], None]:
+    cache = RaggedCache(target.num_layers, 1)
+    mx.eval(target.forward(mx.zeros((1, context), mx.int32), cache).logits)
+    cache.lengths.advance(context)
+    tokens = mx.zeros((1, width), mx.int32)
+    return lambda: mx.eval(mx.argmax(target.forward(tokens, cache).logits, axis=-1))
+
+
+def _draft_step(target: Target, head: Eagle3Head, context: int) -> Callable[[], None]:
+    cache = RaggedCache(1, 1)
+    layer = cache.layers[0]
+
+    def forward(width: int) -> mx.array:
+        tokens, g = mx.zeros((1, width), mx.int32), mx.zeros((1, width, head.config.hidden_size), target.dtype)
+        return head(target.embed(tokens), g, layer, layer.make_mask(width))
+
+    mx.eval(forward(context))
+    cache.lengths.advance(context)
+    return lambda: mx.eval(mx.argmax(head.logits(forward(1)), axis=-1))
