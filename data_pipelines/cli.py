@@ -18,6 +18,7 @@ from eagle_mlx.errors import ConfigError, DataError, EagleError, OutputError, Ta
 from eagle_mlx.folders import check_free
 from eagle_mlx.heads.eagle3 import default_aux_layers
 from eagle_mlx.lanes import tune_process
+from eagle_mlx.loops import LEAST_DISTINCT
 from eagle_mlx.sampling import SamplingParams
 from eagle_mlx.shards import MANIFEST, ShardReader, bytes_per_token
 from eagle_mlx.target import Target, load_target
@@ -103,12 +104,12 @@ def regenerate_file(args: argparse.Namespace) -> None:
         raise DataError(f"nothing to answer in {', '.join(args.data)}; try --split all")
     engine = Engine(load_target(args.target), max_batch=args.batch)
     report = RegenerateReport()
-    answered = regenerate(engine, conversations, params, progress=True, report=report)
+    answered = regenerate(engine, conversations, params, True, report, args.least_distinct)
     count = write_jsonl(args.output, answered, args.overwrite)
     print(
         f"{count:,} conversations with {report.answers:,} answers of {report.tokens:,} tokens to {args.output}; "
-        f"{report.cut:,} answers cut at {args.max_tokens} tokens, {report.too_long:,} prompts too long for the "
-        f"context, {report.dropped:,} conversations dropped"
+        f"{report.cut:,} answers cut at {args.max_tokens} tokens, {report.looping:,} left out as loops, "
+        f"{report.too_long:,} prompts too long for the context, {report.dropped:,} conversations dropped"
     )
 
 
@@ -206,6 +207,13 @@ def _parser() -> argparse.ArgumentParser:
     part.add_argument("--top-p", type=float, default=defaults.top_p, help="%(default)s; 1 keeps all")
     part.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of one answer (%(default)s)")
     part.add_argument("--batch", type=_positive, default=8, metavar="N", help="answers made at once (%(default)s)")
+    part.add_argument(
+        "--least-distinct",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help=f"leave out answers with a smaller share of distinct 4-grams; {LEAST_DISTINCT} drops loops (%(default)s)",
+    )
 
     part = commands.add_parser("inspect", description="Look at conversations, or check a folder of shards.")
     part.set_defaults(command=inspect)

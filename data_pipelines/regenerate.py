@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError
+from eagle_mlx.loops import is_loop
 from eagle_mlx.sampling import SamplingParams
 
 from .conversation import Conversation, Message
@@ -24,6 +25,8 @@ class RegenerateReport:
     tokens: int = 0
     cut: int = 0
     """Answers that ended at `max_tokens`; their conversations end there."""
+    looping: int = 0
+    """Answers left out because they loop; their conversations end before them."""
     too_long: int = 0
     """Turns whose prompt leaves no room in the target's context; their conversations end before them."""
     dropped: int = 0
@@ -67,13 +70,15 @@ def regenerate(
     params: SamplingParams | None = None,
     progress: bool = False,
     report: RegenerateReport | None = None,
+    least_distinct: float = 0.0,
 ) -> Iterator[Conversation]:
     """Yield the conversations, in order, with every assistant answer replaced by the target's own.
 
     The answers of a conversation are made one after the other, each on top of the new answers before it; a
     conversation that ends without an answer gets one. An answer that calls tools stays as it is, since the replies
-    depend on it; so does plain text. A conversation ends with an answer that `params.max_tokens` cut, and before a
-    prompt that leaves no room in the context; what is left without any answer is dropped. `report` counts all that.
+    depend on it; so does plain text. A conversation ends with an answer that `params.max_tokens` cut, before one whose
+    share of distinct 4-grams is less than `least_distinct`, and before a prompt that leaves no room in the context;
+    what is left without any answer is dropped. `report` counts all that.
     Raises DataError for a target without a chat template.
     """
     params, report = params or SamplingParams(), report or RegenerateReport()
@@ -82,7 +87,7 @@ def regenerate(
     with tqdm(total=total, desc="regenerate", unit="conversation", disable=not progress) as bar:
         while window := list(islice(remaining, 8 * engine.max_batch)):
             drafts = [_Draft(c.origin, list(c.messages)) for c in window]
-            _answer(engine, drafts, params, report, bar)
+            _answer(engine, drafts, params, least_distinct, report, bar)
             for conversation, draft in zip(window, drafts, strict=True):
                 bar.update()
                 if conversation.text is not None:
@@ -94,15 +99,24 @@ def regenerate(
 
 
 def _answer(
-    engine: Engine, drafts: list[_Draft], params: SamplingParams, report: RegenerateReport, bar: tqdm[NoReturn]
+    engine: Engine,
+    drafts: list[_Draft],
+    params: SamplingParams,
+    least_distinct: float,
+    report: RegenerateReport,
+    bar: tqdm[NoReturn],
 ) -> None:
     """Make the answers of all drafts, turn by turn, each turn of all of them as one batch of requests."""
     while drafts := [d for d in drafts if d.advance()]:
         prompts = [(draft, _prompt(engine, draft)) for draft in drafts]
         fitting = [(draft, tokens) for draft, tokens in prompts if len(tokens) < engine.target.context_length]
         report.too_long += len(prompts) - len(fitting)
-        drafts = [draft for draft, _ in fitting]
-        for draft, output in zip(drafts, engine.generate([tokens for _, tokens in fitting], params), strict=True):
+        drafts = []
+        for (draft, _), output in zip(fitting, engine.generate([tokens for _, tokens in fitting], params), strict=True):
+            if is_loop(output.tokens, least_distinct):
+                report.looping += 1
+                continue
+            drafts.append(draft)
             draft.said.append(Message("assistant", output.text))
             draft.answered = True
             report.answers, report.tokens = report.answers + 1, report.tokens + len(output.tokens)

@@ -7,6 +7,7 @@ import pytest
 from eagle_mlx.data_pipelines import Conversation, Message, RegenerateReport, regenerate
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError
+from eagle_mlx.loops import distinct_ratio
 from eagle_mlx.sampling import SamplingParams
 from eagle_mlx.target import Target
 from tests.fakes import tiny_target
@@ -52,6 +53,21 @@ def test_a_cut_answer_ends_its_conversation(target: Target) -> None:
     [made] = regenerate(Engine(target), [chat((U, "a"), (A, "b"), (U, "c"), (A, "d"))], params, report=report)
     assert [m.role for m in made.messages] == [U, A]
     assert (report.answers, report.tokens, report.cut) == (1, 3, 1)
+
+
+def test_an_answer_that_loops_is_left_out_with_what_follows_it(target: Target) -> None:
+    asked = [(U, "a"), (U, "e")]
+    params = SamplingParams(max_tokens=40)
+    spoken = Engine(target).generate([[{"role": U, "content": text}] for _, text in asked], params)
+    ratios = {distinct_ratio(output.tokens): turn for output, turn in zip(spoken, asked, strict=True)}
+    assert len(ratios) == 2, "the two answers repeat themselves equally, which proves nothing"
+    looping, fine = ratios[min(ratios)], ratios[max(ratios)]
+    report = RegenerateReport()
+    conversations = [chat(looping, (A, "b"), (U, "c"), (A, "d")), chat(fine, (A, "f"))]
+    threshold = sum(ratios) / 2
+    [made] = regenerate(Engine(target), conversations, params, report=report, least_distinct=threshold)
+    assert made.messages[0].content == fine[1]
+    assert (report.answers, report.looping, report.dropped) == (1, 1, 1)
 
 
 def test_many_conversations_keep_their_order_and_do_not_touch_each_other(target: Target, ending: int) -> None:
