@@ -2,10 +2,10 @@
 
     python checkpoints/scripts/make_head.py --work out/make_head --minutes 40
 
-A head has to predict what the target says, so most of its data are the target's own answers: greedy, those that loop
-left out. The rest is the source as it stands, whose distribution the answers do not cover. Checkpoints are chosen on
-held-out prompts that no published figure uses: the figures are taken on the first 100 of prompts.jsonl, the choice on
-the others. Finished steps are kept in the work folder, so that a run cut short goes on where it stopped.
+A head has to predict what the target says, so most of its data are the target's own answers, greedy and sampled, those
+that loop left out. The rest is the source as it stands. Checkpoints are chosen on held-out prompts that no published
+figure uses: the figures are taken on the first 100 of prompts.jsonl, the choice on the others. Finished steps are kept
+in the work folder, so that a run cut short goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 CHECKPOINTS = Path(__file__).resolve().parents[1]
 MEASURED = 100
 """Prompts at the start of prompts.jsonl that are kept for the figures."""
-ANSWERED = ("builtin:python-docstrings", "builtin:python-chat")
+ANSWERED = [(f"builtin:python-{kind}", temperature) for temperature in (0.0, 0.8) for kind in ("docstrings", "chat")]
+"""Sources that the target answers, and its temperature."""
 
 
 def command(module: str, *args: str | Path) -> None:
@@ -28,11 +29,12 @@ def command(module: str, *args: str | Path) -> None:
         sys.exit(status)
 
 
-def regenerate(target: Path, source: str, limit: int, seed: int, output: Path) -> Path:
-    """The target's greedy answers to the training prompts of a source."""
+def regenerate(target: Path, source: str, temperature: float, limit: int, seed: int, work: Path) -> Path:
+    """The target's answers to the training prompts of a source."""
+    output = work / f"{source.removeprefix('builtin:')}-{temperature:g}.jsonl"
     if not output.exists():
         choice = ("--target", target, "--data", source, "--split", "train", "--limit", str(limit), "--seed", str(seed))
-        how = ("--temperature", "0", "--max-tokens", "128", "--batch", "32", "--least-distinct", "0.6")
+        how = ("--temperature", str(temperature), "--max-tokens", "128", "--batch", "32", "--least-distinct", "0.6")
         command("data_pipelines.cli", "regenerate", *choice, *how, "--output", output)
     return output
 
@@ -55,8 +57,8 @@ def main() -> None:
     rows = args.prompts.read_text(encoding="utf-8").splitlines(keepends=True)
     choosing.write_text("".join(rows[MEASURED:]), encoding="utf-8")
     answers = [
-        regenerate(args.target, source, args.answers, args.seed, args.work / f"{source.removeprefix('builtin:')}.jsonl")
-        for source in ANSWERED
+        regenerate(args.target, source, temperature, args.answers, args.seed, args.work)
+        for source, temperature in ANSWERED
     ]
     data = [flag for source in (*answers, "builtin:python") for flag in ("--data", source)]
     minutes = ("--minutes", str(args.minutes)) if args.minutes is not None else ()

@@ -29,6 +29,13 @@ def test_an_unknown_key_names_the_nearest() -> None:
         from_mapping({"draft-vocabulary": 3})
 
 
+@pytest.mark.parametrize(("line", "said"), [("unrol: 3", "unknown setting 'unrol'"), ("rows: 0", "at least 1")])
+def test_what_is_wrong_with_a_file_is_said_of_the_file(tmp_path: Path, line: str, said: str) -> None:
+    (tmp_path / "c.yaml").write_text(line)
+    with pytest.raises(ConfigError, match=f"c.yaml: .*{said}"):
+        load_config(tmp_path / "c.yaml")
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
