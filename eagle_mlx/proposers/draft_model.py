@@ -1,0 +1,165 @@
+"""Drafting with a small language model of the same tokenizer, which keeps a ragged cache of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from eagle_mlx.cache import RaggedCache, check_cacheable
+from eagle_mlx.errors import TargetError
+from eagle_mlx.proposers.base import Draft, Observation, ProposerState
+from eagle_mlx.sampling import SamplingBatch, draft_sample
+from eagle_mlx.target import Target
+
+_CHUNK = 512
+"""Positions of a prompt that are read at once."""
+
+
+class DraftModelProposer:
+    """Drafts with a whole model, a smaller one of the target's family. Leviathan et al. 2023, section 2.
+
+    Raises TargetError, when an engine is built with it, where the two models do not share a vocabulary, special tokens
+    and end-of-turn tokens: their ids would mean different texts, and every draft would be wrong.
+    """
+
+    name = "draft"
+    aux_layers: tuple[int, ...] = ()
+
+    def __init__(self, draft: Target):
+        check_cacheable(draft.model)
+        self.draft = draft
+        self.vocab_size = draft.vocab_size
+
+    def bind(self, target: Target) -> None:
+        check_same_tokenizer(self.draft, target)
+        self.vocab_size = target.vocab_size
+
+    def open(self, prompts: Sequence[Sequence[int]]) -> DraftModelState:
+        state = DraftModelState(self, [_Text(list(prompt)) for prompt in prompts])
+        state.read_prompts()
+        return state
+
+
+@dataclass
+class _Text:
+    """How much of one row's text the draft model has read."""
+
+    unread: list[int]
+    """The newest tokens, which the cache does not hold; at least one."""
+    read: int = 0
+    """Tokens of the row's text that the cache holds."""
+    guessed: int = 0
+    """Entries behind those that hold the tokens of the latest draft."""
+
+
+class DraftModelState:
+    """The draft model's cache and what of each row's text is in it.
+
+    While it drafts, the model reads its own tokens. Those that the target accepts stay in the cache, the others are
+    masked and overwritten. The last draft token is never read, so after a full acceptance two tokens are unread.
+    """
+
+    def __init__(self, proposer: DraftModelProposer, texts: list[_Text]):
+        self.proposer, self.texts = proposer, texts
+        self.cache = RaggedCache(proposer.draft.num_layers, len(texts))
+
+    def read_prompts(self) -> None:
+        """Read all of each prompt but its last token."""
+        while any(len(text.unread) > 1 for text in self.texts):
+            self._read([text.unread[:-1][:_CHUNK] for text in self.texts])
+            mx.eval(self.cache.state)
+
+    def prefill(self, seen: Observation) -> None:
+        """The prompts were read when the state was opened."""
+
+    def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        logits = self._read([list(text.unread) for text in self.texts])
+        committed = self.cache.lengths.save()
+        tokens: list[mx.array] = []
+        probs: list[mx.array | None] = []
+        for step in range(depth):
+            if step:
+                logits = self.proposer.draft.forward(tokens[-1], self.cache).logits[:, -1]
+                self.cache.lengths.advance(1)
+            logits = _fitted(logits, self.proposer.vocab_size)
+            token, q = draft_sample(logits, sampling, positions + step, self.proposer.vocab_size)
+            mx.async_eval(token)
+            tokens.append(token[:, None])
+            probs.append(q)
+        self.cache.lengths.restore(committed)
+        for text in self.texts:
+            text.guessed = depth - 1
+        lengths = mx.full((len(self.texts),), depth, mx.int32)
+        drawn = [q for q in probs if q is not None]
+        return Draft(mx.concatenate(tokens, axis=1), lengths, mx.stack(drawn, axis=1) if drawn else None)
+
+    def _read(self, pieces: list[list[int]]) -> mx.array:
+        """Read some unread tokens of each row; the logits [B, V] after the last of each, where it has any."""
+        width = max(map(len, pieces))
+        counts = mx.array([len(piece) for piece in pieces], mx.int32)
+        tokens = mx.array([piece + [0] * (width - len(piece)) for piece in pieces], mx.int32)
+        logits = self.proposer.draft.forward(tokens, self.cache).logits
+        self.cache.lengths.advance(counts, at_most=width)
+        for text, piece in zip(self.texts, pieces, strict=True):
+            text.unread = text.unread[len(piece) :]
+            text.read += len(piece)
+        self._settle()
+        return mx.take_along_axis(logits, mx.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+
+    def _settle(self) -> None:
+        self.cache.lengths.settle([text.read for text in self.texts])
+
+    def observe(self, seen: Observation) -> None:
+        kept = []
+        for text, tokens in zip(self.texts, seen.tokens, strict=True):
+            kept.append(min(text.guessed, len(tokens) - 1))
+            text.unread += tokens[kept[-1] :]
+            text.read, text.guessed = text.read + kept[-1], 0
+        if any(kept):
+            self.cache.lengths.advance(mx.array(kept, mx.int32), at_most=max(kept))
+            self._settle()
+
+    def append(self, other: ProposerState) -> None:
+        assert isinstance(other, DraftModelState)
+        self.cache.append(other.cache)
+        self.texts.extend(other.texts)
+
+    def remove(self, row: int) -> None:
+        self.cache.remove(row)
+        self.texts[row] = self.texts[-1]
+        self.texts.pop()
+
+
+def check_same_tokenizer(draft: Target, target: Target) -> None:
+    """Raise TargetError, saying in what they differ, where two models do not read and write the same token ids.
+
+    Padding of the embeddings is not looked at: it differs within one family. Models without a tokenizer are compared
+    by the size of their vocabulary alone.
+    """
+    remedy = f"take a draft model of the family of {target.name or 'the target'}"
+    if draft.tokenizer is None or target.tokenizer is None:
+        if draft.vocab_size != target.vocab_size:
+            sizes = f"{draft.vocab_size} and {target.vocab_size}"
+            raise TargetError(f"the draft model and the target have vocabularies of {sizes} tokens; {remedy}")
+        return
+    mine, its = draft.tokenizer.get_vocab(), target.tokenizer.get_vocab()
+    if mine != its:
+        odd = next(token for token in {**its, **mine} if mine.get(token) != its.get(token))
+        raise TargetError(
+            f"the draft model's tokenizer is not the target's: {odd!r} is {mine.get(odd, 'missing')} there and "
+            f"{its.get(odd, 'missing')} here; {remedy}"
+        )
+    if draft.eos_token_ids != target.eos_token_ids:
+        ends = f"{sorted(draft.eos_token_ids)} and {sorted(target.eos_token_ids)}"
+        raise TargetError(f"the draft model and the target end their turns with different tokens, {ends}; {remedy}")
+
+
+def _fitted(logits: mx.array, vocab_size: int) -> mx.array:
+    """Logits [B, Vd] over the target's V ids: padding cut away, or ids that the draft model lacks made impossible."""
+    missing = vocab_size - logits.shape[-1]
+    if missing > 0:
+        return mx.pad(logits, [(0, 0), (0, missing)], constant_values=mx.array(-math.inf, logits.dtype))
+    return logits[:, :vocab_size]

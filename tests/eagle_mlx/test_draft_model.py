@@ -1,0 +1,108 @@
+"""Drafting with a model: what it drafts, against the model without a cache; whom it can draft for."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import eagle_mlx as em
+from eagle_mlx.errors import TargetError
+from eagle_mlx.proposers.base import Observation
+from eagle_mlx.sampling import SamplingBatch, SamplingParams, draft_sample
+from tests.fakes import tiny_target
+
+TARGET, DRAFT = tiny_target(), tiny_target(seed=1, layers=2)
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5], [100], [11, 12, 11, 12, 11, 12]]
+
+
+def slow_draft(text: list[int], depth: int, params: SamplingParams) -> list[int]:
+    """Draft behind a text with no cache at all: every step reads the whole of it."""
+    batch, tokens = SamplingBatch.of([params], [params.seed or 0]), list(text)
+    for _ in range(depth):
+        logits = DRAFT.forward(mx.array([tokens])).logits[:, -1]
+        tokens.append(int(draft_sample(logits, batch, mx.array([len(tokens)]), TARGET.vocab_size)[0].item()))
+    return tokens[len(text) :]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 3), st.lists(st.integers(0, 4), min_size=1, max_size=5), st.integers(0, 1000))
+def test_drafts_equal_those_of_a_model_without_a_cache(rows: int, depths: list[int], seed: int) -> None:
+    """After rounds of any depth, plain ones too, in which each row keeps what chance decides; rows leave and join."""
+    rng = np.random.default_rng(seed)
+    params = [SamplingParams(), SamplingParams(temperature=0.8, seed=3), SamplingParams(temperature=1.2, seed=4)][:rows]
+    texts = [[int(t) for t in rng.integers(0, 128, 1 + 3 * row)] for row in range(rows)]
+    proposer = em.DraftModelProposer(DRAFT)
+    proposer.bind(TARGET)
+    state = proposer.open(texts[:1])
+    if rows > 1:
+        state.append(proposer.open(texts[1:]))
+    for number, depth in enumerate(depths):
+        drafts: list[list[int]] = [[] for _ in texts]
+        if depth:
+            batch = SamplingBatch.of(params, [p.seed or 0 for p in params])
+            drafts = state.propose(depth, batch, mx.array([len(text) for text in texts])).tokens.tolist()  # type: ignore[assignment]
+            for text, draft, p in zip(texts, drafts, params, strict=True):
+                assert draft == slow_draft(text, depth, p)
+        gains = [[*draft[: rng.integers(0, depth + 1)], int(rng.integers(0, 128))] for draft in drafts]
+        for text, gain in zip(texts, gains, strict=True):
+            text += gain
+        state.observe(Observation(gains, ()))
+        if number == 1 and len(texts) > 1:
+            state.remove(0)
+            texts[0], params[0] = texts[-1], params[-1]
+            texts.pop()
+            params.pop()
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.9, seed=5)])
+def test_a_target_that_drafts_for_itself_is_always_right(params: SamplingParams) -> None:
+    outputs = em.Engine(TARGET, em.DraftModelProposer(TARGET), em.FixedPolicy(4), max_batch=3).generate(
+        PROMPTS, SamplingParams(params.temperature, max_tokens=20, seed=params.seed)
+    )
+    assert [output.acceptance_length for output in outputs] == [5.0] * 4
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(max_tokens=20), SamplingParams(temperature=0.9, seed=5, max_tokens=20)]
+)
+def test_the_text_is_the_targets(params: SamplingParams) -> None:
+    plain = em.Engine(TARGET).generate(PROMPTS, params)
+    for depth, batch in ((1, 1), (3, 2), (4, 8)):
+        engine = em.Engine(TARGET, em.DraftModelProposer(DRAFT), em.FixedPolicy(depth), max_batch=batch)
+        assert [output.tokens for output in engine.generate(PROMPTS, params)] == [output.tokens for output in plain]
+
+
+@pytest.mark.parametrize("vocab", [96, 160])
+def test_padding_of_the_vocabulary_does_not_matter(vocab: int) -> None:
+    """The tokenizer is the same; only the embeddings are padded to another size."""
+    draft = tiny_target(seed=1, layers=2, vocab=vocab)
+    proposer = em.DraftModelProposer(draft)
+    proposer.vocab_size = TARGET.vocab_size
+    state = proposer.open([[1, 2, 3]])
+    drawn = state.propose(3, SamplingBatch.of([SamplingParams(temperature=1.0)], [1]), mx.array([3]))
+    assert drawn.probs is not None
+    assert drawn.probs.shape == (1, 3, 128)
+    assert mx.allclose(drawn.probs.sum(axis=-1), mx.ones((1, 3)), rtol=1e-5).item()
+    assert mx.max(drawn.tokens).item() < 128
+    if vocab < 128:
+        assert mx.max(drawn.probs[..., vocab:]).item() == 0
+
+
+def test_another_vocabulary_is_refused_when_the_engine_is_built() -> None:
+    with pytest.raises(TargetError, match="vocabularies of 64 and 128 tokens"):
+        em.Engine(TARGET, em.DraftModelProposer(tiny_target(vocab=64)))
+
+
+def test_other_tokenizers_and_ends_of_turn_are_refused() -> None:
+    target, draft = tiny_target(tokenizer=True), tiny_target(tokenizer=True, layers=2)
+    em.Engine(target, em.DraftModelProposer(draft))
+    assert draft.tokenizer is not None
+    draft.tokenizer.eos_token_ids = {7}
+    with pytest.raises(TargetError, match=r"different tokens, \[7\]"):
+        em.Engine(target, em.DraftModelProposer(draft))
+    draft.tokenizer._tokenizer.add_tokens(["<|extra|>"])
+    with pytest.raises(TargetError, match=r"<\|extra\|>.* missing here"):
+        em.Engine(target, em.DraftModelProposer(draft))
