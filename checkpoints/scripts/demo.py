@@ -25,9 +25,10 @@ from eagle_mlx.folders import new_folder
 from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.loops import is_loop
 from eagle_mlx.serve.bench import report
+from eagle_mlx.serve.bench.continuation import acceptance_length
 from eagle_mlx.serve.bench.machine import describe
 from eagle_mlx.serve.bench.measure import Plan, Run, measure
-from eagle_mlx.serve.bench.modes import EngineMode, acceptance_length, build_modes
+from eagle_mlx.serve.bench.modes import EngineMode, Models, build_modes
 from eagle_mlx.serve.bench.prompts import encode, read_prompts
 from eagle_mlx.train.initial import new_head
 
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     demo = em.load_head(trained_head(folder / "head"), target)
     plan = Plan(max_tokens=args.max_tokens, repeats=1)
     prompts = [encode(row, target, plan.max_tokens) for row in read_prompts(args.prompts, args.limit)]
-    runs = measure(target, build_modes(target, shipped, ["mlx-lm", "eagle"], [1], [args.depth]), prompts, plan)
+    runs = measure(target, build_modes(Models(target, shipped), ["mlx-lm", "eagle"], [1], [args.depth]), prompts, plan)
     plain, eagle = runs
     print("\n" + report.table(runs))
 

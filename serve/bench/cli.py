@@ -20,7 +20,7 @@ from .defaults import embedded
 from .identity import tolerance_for
 from .machine import describe
 from .measure import Plan, Run, measure
-from .modes import MODE_NAMES, ModeName, build_modes
+from .modes import MODE_NAMES, NEEDS, Models, ModeName, build_modes
 from .prompts import encode, read_prompts
 from .rollback import measure_rollback
 
@@ -31,9 +31,9 @@ examples:
   eagle-bench --target mlx-community/Qwen3-4B-4bit --head out/head --prompts mine.jsonl --json figures.json
   eagle-bench --batch 1 4 8 --temperature 0 0.7
 
-All modes decode the same prompts in one process, in turns; figures are medians over the repeats. mlx-lm decodes one
-prompt at a time whatever --batch says. Text is compared with mlx-lm's greedy text; above temperature 0 with that of
-the plain engine under the same seeds."""
+All modes decode the same prompts in one process, in turns; figures are medians over the repeats. mlx-lm and
+mlx-lm-draft decode one prompt at a time whatever --batch says; mlx-lm-batch stands beside every batch above 1. Text is
+compared with mlx-lm's greedy text; above temperature 0 with that of the plain engine under the same seeds."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what to measure")
     what.add_argument("--target", help="folder or hub id of the model (default: the embedded one)")
     what.add_argument("--head", help="folder or hub id of its EAGLE-3 head (default: the embedded one's)")
-    what.add_argument("--modes", nargs="+", choices=MODE_NAMES, help="default: all, eagle only with a head")
+    what.add_argument("--draft-model", metavar="MODEL", help="folder or hub id of a small model of the same tokenizer")
+    what.add_argument("--modes", nargs="+", choices=MODE_NAMES, help="default: all for which there are models")
     what.add_argument("--batch", type=_positive, nargs="+", default=[1], metavar="N", help="rows at once (default 1)")
     what.add_argument(
         "--depth", type=_positive, nargs="+", default=[4], metavar="K", help="draft tokens a round (default 4)"
@@ -110,13 +111,16 @@ def _bench(args: argparse.Namespace) -> int:
     modes, head_name = _modes(args)
     target = load_target(args.target or embedded("target"))
     head = load_head(head_name, target) if head_name is not None else None
+    draft = load_target(args.draft_model) if args.draft_model is not None else None
     plans = [_plan(args, temperature) for temperature in args.temperature]
     prompts = _prompts(args, target)
     machine = describe()
     print(f"machine: {machine}\ntarget: {target.name}\nhead: {head_name or 'none'}")
+    if draft is not None:
+        print(f"draft model: {draft.name}")
     runs: list[Run] = []
     for plan in plans:
-        ways = build_modes(target, head, modes, args.batch, args.depth)
+        ways = build_modes(Models(target, head, draft), modes, args.batch, args.depth)
         runs += measure(target, ways, prompts, plan, progress=not args.quiet)
     tolerance = tolerance_for(target) if args.tolerance is None else args.tolerance
     print(f"\n{report.table(runs)}\n\n{report.footnote(runs, args.max_tokens, tolerance)}")
@@ -135,17 +139,20 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _modes(args: argparse.Namespace) -> tuple[list[ModeName], str | Path | None]:
     """The modes to run and the head that they need, None where they need none."""
-    modes = cast("list[ModeName]", list(args.modes or MODE_NAMES))
-    if "eagle" not in modes:
-        return modes, None
-    if args.head is not None:
-        return modes, str(args.head)
-    if args.target is None:
-        return modes, embedded("head")
-    if args.modes is not None:
-        raise ConfigError("mode eagle needs a head: give --head, or leave eagle out of --modes")
-    print("no --head given for this target: leaving out mode eagle")
-    return [mode for mode in modes if mode != "eagle"], None
+    head = args.head
+    if head is None and args.target is None:
+        head = embedded("head")
+    given = {"--head": head is not None, "--draft-model": args.draft_model is not None}
+    if args.modes is None:
+        if head is None:
+            print("no --head given for this target: leaving out mode eagle")
+        modes = [name for name in MODE_NAMES if name not in NEEDS or given[NEEDS[name]]]
+    else:
+        modes = cast("list[ModeName]", list(args.modes))
+    for name in modes:
+        if name in NEEDS and not given[NEEDS[name]]:
+            raise ConfigError(f"mode {name} needs {NEEDS[name]}; give it, or leave {name} out of --modes")
+    return modes, head if "eagle" in modes else None
 
 
 def _plan(args: argparse.Namespace, temperature: float) -> Plan:

@@ -14,8 +14,10 @@ from eagle_mlx.loops import LEAST_DISTINCT, is_loop
 from eagle_mlx.sampling import SamplingParams
 from eagle_mlx.target import Target
 
+from .baselines import MlxLmMode
+from .continuation import Continuation, acceptance_by_position, acceptance_length
 from .identity import Identity, compare, tolerance_for
-from .modes import Continuation, EngineMode, MlxLmMode, Mode, acceptance_by_position, acceptance_length
+from .modes import BASELINES, EngineMode, Mode
 
 GROUP_PER_ROW = 4
 """Prompts per row of the batch between two turns, so that rows that end early are filled again."""
@@ -61,10 +63,12 @@ class Run:
     """The same without the time to the first token and without that token."""
     ratio_to_mlx_lm: float | None
     """Of tokens_per_second, repeat by repeat, then the median; None where mlx-lm was not measured."""
+    ratio_to_mlx_lm_batch: float | None
+    """The same against mlx-lm's batches of this size."""
     acceptance_length: float
     acceptance_by_position: list[float]
     identical: bool | None
-    """No difference from the reference that rounding does not excuse; None for mlx-lm's own sampling."""
+    """No difference from the reference that rounding does not excuse; None for mlx-lm's own sampling and batches."""
     identical_count: int | None
     excused: int | None
     prompts: int
@@ -163,9 +167,8 @@ def measure(
         kept = _kept(reference, everything, plan)
     for repeat in range(1, plan.repeats):
         _repeat(tallies, _groups(kept, modes), work, f"repeat {repeat + 1}/{plan.repeats}", progress)
-    baseline = next((tally for tally in tallies if tally.mode.name == "mlx-lm"), None)
     expected = [one.tokens for one in reference.said(everything)]
-    return [_figures(tally, baseline, _identity(target, tally, expected, work, plan), kept, plan) for tally in tallies]
+    return [_figures(tally, tallies, _identity(target, tally, expected, work, plan), kept, plan) for tally in tallies]
 
 
 def _reference(target: Target, tallies: Sequence[_Tally], work: _Work, plan: Plan, progress: bool) -> _Tally:
@@ -219,11 +222,14 @@ def _repeat(
             bar.update(len(group))
 
 
-def _figures(tally: _Tally, baseline: _Tally | None, identity: Identity | None, kept: Sequence[int], plan: Plan) -> Run:
+def _figures(
+    tally: _Tally, tallies: Sequence[_Tally], identity: Identity | None, kept: Sequence[int], plan: Plan
+) -> Run:
     rates, continuations = tally.rates(kept), tally.said(kept)
-    ratio = None
-    if baseline is not None:
-        ratio = median(mine / its for mine, its in zip(rates, baseline.rates(kept), strict=True))
+    single = next((other for other in tallies if other.mode.name == "mlx-lm"), None)
+    batched = next(
+        (other for other in tallies if (other.mode.name, other.mode.batch) == ("mlx-lm-batch", tally.mode.batch)), None
+    )
     return Run(
         mode=tally.mode.name,
         batch=tally.mode.batch,
@@ -231,7 +237,8 @@ def _figures(tally: _Tally, baseline: _Tally | None, identity: Identity | None, 
         temperature=plan.temperature,
         tokens_per_second=median(rates),
         decode_tokens_per_second=median(tally.decode_rates(kept)),
-        ratio_to_mlx_lm=ratio,
+        ratio_to_mlx_lm=_ratio(tally, single, kept),
+        ratio_to_mlx_lm_batch=_ratio(tally, batched, kept),
         acceptance_length=acceptance_length(continuations),
         acceptance_by_position=acceptance_by_position(continuations),
         identical=identity.holds if identity else None,
@@ -244,11 +251,19 @@ def _figures(tally: _Tally, baseline: _Tally | None, identity: Identity | None, 
     )
 
 
+def _ratio(tally: _Tally, baseline: _Tally | None, kept: Sequence[int]) -> float | None:
+    """How much faster one is than the other: repeat by repeat, then the median."""
+    if baseline is None:
+        return None
+    return median(mine / its for mine, its in zip(tally.rates(kept), baseline.rates(kept), strict=True))
+
+
 def _identity(
     target: Target, tally: _Tally, expected: Sequence[Sequence[int]], work: _Work, plan: Plan
 ) -> Identity | None:
-    """Over all prompts, those left out included; None for mlx-lm's sampling, whose noise is its own."""
-    if plan.temperature and tally.mode.name == "mlx-lm":
+    """Over all prompts, those left out included; None for mlx-lm's sampling and batches."""
+    name = tally.mode.name
+    if name == "mlx-lm-batch" or (plan.temperature and name in BASELINES):
         return None
     said = [one.tokens for one in tally.said(range(len(work.prompts)))]
     tolerance = tolerance_for(target) if plan.tolerance is None else plan.tolerance

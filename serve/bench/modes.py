@@ -4,36 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Literal, Protocol, get_args
 
 import mlx.core as mx
-import mlx_lm
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.base import Proposer
+from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.sampling import SamplingParams
 from eagle_mlx.target import Target
 
-ModeName = Literal["mlx-lm", "plain", "ngram", "eagle"]
+from .baselines import MlxLmBatchMode, MlxLmDraftMode, MlxLmMode
+from .continuation import Continuation
+
+ModeName = Literal["mlx-lm", "mlx-lm-batch", "mlx-lm-draft", "plain", "ngram", "draft", "eagle"]
 MODE_NAMES: tuple[ModeName, ...] = get_args(ModeName)
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """What one prompt got, with the end-of-turn token where one was emitted."""
-
-    tokens: tuple[int, ...]
-    text: str
-    rounds: int
-    """Target forwards that emitted tokens."""
-    drafted_by_position: tuple[int, ...] = ()
-    accepted_by_position: tuple[int, ...] = ()
+BASELINES: tuple[ModeName, ...] = ("mlx-lm", "mlx-lm-batch", "mlx-lm-draft")
+DRAFTING: tuple[ModeName, ...] = ("ngram", "draft", "eagle")
+NEEDS: dict[ModeName, str] = {"eagle": "--head", "draft": "--draft-model", "mlx-lm-draft": "--draft-model"}
+"""Modes that need a second model, and the flag that names it."""
 
 
 class Mode(Protocol):
@@ -51,44 +45,6 @@ class Mode(Protocol):
 
     def settle(self) -> None:
         """Wait for work that was launched and is not wanted, so that it does not burden what is timed next."""
-
-
-class MlxLmMode:
-    """`mlx_lm.stream_generate`, one prompt after the other, over the target's own model object."""
-
-    name: ModeName = "mlx-lm"
-    batch = 1
-    depth = 0
-
-    def __init__(self, target: Target):
-        if target.tokenizer is None:
-            raise ConfigError("mode mlx-lm needs a target with a tokenizer")
-        self._model, self._tokenizer = target.model, target.tokenizer
-        self._stream = mx.new_stream(mx.default_device())
-
-    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Continuation]:
-        return [self._one(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
-
-    def settle(self) -> None:
-        mx.synchronize(self._stream)
-
-    def _one(self, prompt: list[int], params: SamplingParams) -> Continuation:
-        temperature = params.temperature
-        sampler = (lambda logprobs: mx.random.categorical(logprobs / temperature)) if temperature else None
-        if params.seed is not None:
-            mx.random.seed(params.seed)
-        tokens, pieces = [], []
-        for step in mlx_lm.stream_generate(
-            self._model,
-            self._tokenizer,
-            prompt,
-            max_tokens=params.max_tokens,
-            sampler=sampler,
-            stream=self._stream,
-        ):
-            tokens.append(int(step.token))
-            pieces.append(step.text)
-        return Continuation(tuple(tokens), "".join(pieces), rounds=len(tokens))
 
 
 class EngineMode:
@@ -114,34 +70,47 @@ class EngineMode:
         mx.synchronize()
 
 
-def build_modes(
-    target: Target, head: Eagle3Head | None, names: Sequence[ModeName], batches: Sequence[int], depths: Sequence[int]
-) -> list[Mode]:
+@dataclass(frozen=True)
+class Models:
+    """What is measured: a target, and the heads and models that draft for it."""
+
+    target: Target
+    head: Eagle3Head | None = None
+    draft: Target | None = None
+
+    def proposer(self, name: ModeName) -> Proposer:
+        """A new proposer of the mode of this name. Raises ConfigError where its model is missing."""
+        if name == "ngram":
+            return NgramProposer()
+        if name == "eagle" and self.head is not None:
+            return HeadProposer(self.head)
+        if name == "draft" and self.draft is not None:
+            return DraftModelProposer(self.draft)
+        raise ConfigError(f"mode {name} needs {NEEDS[name]}; give it, or leave {name} out of --modes")
+
+
+def build_modes(models: Models, names: Sequence[ModeName], batches: Sequence[int], depths: Sequence[int]) -> list[Mode]:
     """Every mode asked for, at every batch size and, where it drafts, at every depth.
 
-    Raises ConfigError where eagle is asked for without a head, HeadError where the head does not fit the target.
+    mlx-lm and mlx-lm-draft decode one prompt at a time whatever the batch. Raises ConfigError for a mode whose model is
+    missing, HeadError or TargetError where it does not fit the target.
     """
-    modes: list[Mode] = [MlxLmMode(target)] if "mlx-lm" in names else []
+    target, modes = models.target, list[Mode]()
+    if "mlx-lm" in names:
+        modes.append(MlxLmMode(target))
+    if "mlx-lm-draft" in names:
+        if models.draft is None:
+            raise ConfigError("mode mlx-lm-draft needs --draft-model; give it, or leave mlx-lm-draft out of --modes")
+        modes += [MlxLmDraftMode(target, models.draft, depth) for depth in depths]
     for batch in batches:
+        if "mlx-lm-batch" in names and batch > 1:
+            modes.append(MlxLmBatchMode(target, batch))
         if "plain" in names:
             modes.append(EngineMode("plain", target, batch))
-        for depth in depths:
-            if "ngram" in names:
-                modes.append(EngineMode("ngram", target, batch, depth, NgramProposer()))
-            if "eagle" in names:
-                if head is None:
-                    raise ConfigError("mode eagle needs a head: give --head, or leave eagle out of --modes")
-                modes.append(EngineMode("eagle", target, batch, depth, HeadProposer(head)))
+        modes += [
+            EngineMode(name, target, batch, depth, models.proposer(name))
+            for depth in depths
+            for name in DRAFTING
+            if name in names
+        ]
     return modes
-
-
-def acceptance_length(continuations: Sequence[Continuation]) -> float:
-    """τ over all of them: tokens emitted per target forward, bonus tokens included."""
-    return sum(len(one.tokens) for one in continuations) / max(1, sum(one.rounds for one in continuations))
-
-
-def acceptance_by_position(continuations: Sequence[Continuation]) -> list[float]:
-    """For each draft position, the share of the rounds that drafted it in which it was accepted."""
-    drafted = [sum(column) for column in zip_longest(*(c.drafted_by_position for c in continuations), fillvalue=0)]
-    accepted = [sum(column) for column in zip_longest(*(c.accepted_by_position for c in continuations), fillvalue=0)]
-    return [hits / tries for hits, tries in zip_longest(accepted, drafted, fillvalue=0) if tries]

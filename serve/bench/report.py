@@ -12,9 +12,29 @@ from eagle_mlx.errors import OutputError
 from .machine import Machine
 from .measure import Run
 
-_HEADINGS = ("mode", "batch", "depth", "temp", "tokens/s", "decode", "x mlx-lm", "tau", "by position", "identical")
+_HEADINGS = (
+    "mode",
+    "batch",
+    "depth",
+    "temp",
+    "tokens/s",
+    "decode",
+    "x mlx-lm",
+    "x batched",
+    "tau",
+    "by position",
+    "identical",
+)
 # Colours that stay apart for colour-blind readers.
-_COLOURS = {"mlx-lm": "#999999", "plain": "#56b4e9", "ngram": "#e69f00", "eagle": "#009e73"}
+_COLOURS = {
+    "mlx-lm": "#999999",
+    "mlx-lm-batch": "#bbbbbb",
+    "mlx-lm-draft": "#777777",
+    "plain": "#56b4e9",
+    "ngram": "#e69f00",
+    "draft": "#cc79a7",
+    "eagle": "#009e73",
+}
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -38,6 +58,7 @@ def footnote(runs: Sequence[Run], max_tokens: int, tolerance: float) -> str:
         ),
         "tokens/s: generated tokens over wall time, reading the prompt included; decode: without the time to the first "
         "token.",
+        "x mlx-lm, x batched: tokens/s over those of mlx-lm's stream_generate, of its batch_generate at this batch.",
         "tau: tokens emitted per target forward, bonus token included.",
     ]
     if excused:
@@ -111,7 +132,7 @@ def _cells(run: Run) -> tuple[str, ...]:
         f"{run.temperature:g}",
         f"{run.tokens_per_second:.1f}",
         f"{run.decode_tokens_per_second:.1f}",
-        "-" if run.ratio_to_mlx_lm is None else f"{run.ratio_to_mlx_lm:.2f}",
+        *("-" if ratio is None else f"{ratio:.2f}" for ratio in (run.ratio_to_mlx_lm, run.ratio_to_mlx_lm_batch)),
         f"{run.acceptance_length:.2f}",
         " ".join(f"{share:.2f}" for share in run.acceptance_by_position) or "-",
         _identity(run),
@@ -127,7 +148,7 @@ def _identity(run: Run) -> str:
 
 
 def _align(cell: str, widths: Sequence[int], column: int) -> str:
-    return cell.rjust(widths[column]) if 1 <= column <= 7 else cell.ljust(widths[column])
+    return cell.rjust(widths[column]) if 1 <= column <= 8 else cell.ljust(widths[column])
 
 
 def _label(run: Run) -> str:

@@ -16,18 +16,12 @@ from eagle_mlx.loops import distinct_ratio
 from eagle_mlx.sampling import SamplingParams
 from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.cli import main
+from eagle_mlx.serve.bench.continuation import Continuation, acceptance_by_position, acceptance_length
 from eagle_mlx.serve.bench.costs import measure_costs
 from eagle_mlx.serve.bench.identity import Identity, compare, first_difference
 from eagle_mlx.serve.bench.machine import describe
 from eagle_mlx.serve.bench.measure import Plan, Run, measure
-from eagle_mlx.serve.bench.modes import (
-    MODE_NAMES,
-    Continuation,
-    EngineMode,
-    acceptance_by_position,
-    acceptance_length,
-    build_modes,
-)
+from eagle_mlx.serve.bench.modes import MODE_NAMES, EngineMode, Models, build_modes
 from eagle_mlx.serve.bench.prompts import encode, read_prompts
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
@@ -152,7 +146,8 @@ def test_acceptance_over_several_continuations() -> None:
 
 def tiny_runs(temperature: float = 0.0, batches: Sequence[int] = (1,), repeats: int = 1) -> list[Run]:
     target = tiny_target(tokenizer=True)
-    modes = build_modes(target, tiny_head(target, draft_vocab=64), MODE_NAMES, batches, [2, 3])
+    models = Models(target, tiny_head(target, draft_vocab=64), tiny_target(seed=1, layers=2, tokenizer=True))
+    modes = build_modes(models, MODE_NAMES, batches, [2, 3])
     plan = Plan(max_tokens=12, temperature=temperature, repeats=repeats, least_distinct=0.0)
     return measure(target, modes, PROMPTS, plan, progress=False)
 
@@ -161,26 +156,33 @@ def test_all_modes_say_the_same_greedily() -> None:
     runs = tiny_runs(batches=(1, 3), repeats=2)
     assert [(run.mode, run.batch, run.depth) for run in runs] == [
         ("mlx-lm", 1, 0),
+        ("mlx-lm-draft", 1, 2),
+        ("mlx-lm-draft", 1, 3),
         *[
             (mode, batch, depth)
             for batch in (1, 3)
-            for mode, depth in (("plain", 0), ("ngram", 2), ("eagle", 2), ("ngram", 3), ("eagle", 3))
+            for mode, depth in [
+                *([("mlx-lm-batch", 0)] if batch > 1 else []),
+                ("plain", 0),
+                *[(mode, depth) for depth in (2, 3) for mode in ("ngram", "draft", "eagle")],
+            ]
         ],
     ]
     for run in runs:
-        assert run.identical is True, run
+        assert run.identical is (None if run.mode == "mlx-lm-batch" else True), run
+        assert (run.ratio_to_mlx_lm_batch is None) == (run.batch == 1)
         assert run.prompts == len(PROMPTS)
         assert run.left_out_looping == 0
         assert run.tokens_per_second > 0
         assert run.acceptance_length >= 1
         assert len(run.acceptance_by_position) <= run.depth
     assert runs[0].ratio_to_mlx_lm == 1.0
-    assert runs[0].acceptance_length == runs[1].acceptance_length == 1.0
+    assert all(run.acceptance_length == 1.0 for run in runs if run.mode in ("mlx-lm", "mlx-lm-batch", "plain"))
 
 
 def test_seeded_sampling_is_compared_with_the_plain_engine() -> None:
     for run in tiny_runs(temperature=1.0, batches=(2,)):
-        assert run.identical is (None if run.mode == "mlx-lm" else True), run
+        assert run.identical is (None if run.mode.startswith("mlx-lm") else True), run
 
 
 def test_a_mode_that_says_something_else_is_caught() -> None:
@@ -232,22 +234,22 @@ def test_a_plan_refuses_what_makes_no_sense(field: str, value: float) -> None:
 
 def test_eagle_needs_a_head() -> None:
     with pytest.raises(ConfigError, match="--head"):
-        build_modes(tiny_target(tokenizer=True), None, ["eagle"], [1], [4])
+        build_modes(Models(tiny_target(tokenizer=True)), ["eagle"], [1], [4])
 
 
 # Reports
 
 
-RUN = Run("eagle", 2, 4, 0.7, 151.26, 170.0, 1.624, 2.75, [0.8, 0.5], True, 9, 1, 8, 2, 800, 5.3)
+RUN = Run("eagle", 2, 4, 0.7, 151.26, 170.0, 1.624, 1.2, 2.75, [0.8, 0.5], True, 9, 1, 8, 2, 800, 5.3)
 
 
 def test_table_shows_every_figure() -> None:
     text = report.table([RUN, replace(RUN, mode="mlx-lm", depth=0, identical=None, acceptance_by_position=[])])
     head, _, eagle, plain = text.splitlines()
     assert head.split()[:3] == ["mode", "batch", "depth"]
-    for cell in ("eagle", "151.3", "170.0", "1.62", "2.75", "0.80 0.50", "yes 9/10 ~1"):
+    for cell in ("eagle", "151.3", "170.0", "1.62", "1.20", "2.75", "0.80 0.50", "yes 9/10 ~1"):
         assert cell in eagle
-    assert plain.split() == ["mlx-lm", "2", "-", "0.7", "151.3", "170.0", "1.62", "2.75", "-", "-"]
+    assert plain.split() == ["mlx-lm", "2", "-", "0.7", "151.3", "170.0", "1.62", "1.20", "2.75", "-", "-"]
     assert "NO 9/10" in report.table([replace(RUN, identical=False)])
     assert "2 more left out" in report.footnote([RUN], 128, 1e-3)
 
@@ -308,7 +310,7 @@ def test_command_measures_and_writes(
     assert bars.exists()
     written = json.loads(figures.read_text())
     assert {"target", "head", "machine", "runs"} <= set(written)
-    assert [run["mode"] for run in written["runs"]] == list(MODE_NAMES)
+    assert [run["mode"] for run in written["runs"]] == ["mlx-lm", "plain", "ngram", "eagle"]
     schema = {
         "mode",
         "batch",
@@ -347,6 +349,21 @@ def test_a_verify_may_be_timed_without_a_head() -> None:
     assert costs.draft_ms is costs.draft_to_target is None
     assert costs.verify_ms[2] > 0
     assert "draft step" not in str(costs)
+
+
+def test_command_with_a_draft_model_measures_it_beside_mlx_lms(
+    folders: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = tmp_path / "figures.json"
+    assert main(["--target", folders[0], "--draft-model", folders[0], "--json", str(figures), *QUICK]) == 0
+    runs = {run["mode"]: run for run in json.loads(figures.read_text())["runs"]}
+    assert set(runs) == {"mlx-lm", "mlx-lm-draft", "plain", "ngram", "draft"}
+    assert runs["draft"]["acceptance_length"] > runs["plain"]["acceptance_length"] == 1.0
+    assert "draft model: " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--modes", "nonsense"])
+    assert main(["--target", folders[0], "--modes", "draft", *QUICK]) == 2
+    assert "mode draft needs --draft-model" in capsys.readouterr().err
 
 
 def test_command_without_a_head_leaves_eagle_out(folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:

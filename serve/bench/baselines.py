@@ -1,0 +1,117 @@
+"""What is compared against: mlx-lm's own decoding, plain, batched and with a draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx_lm
+
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.sampling import SamplingParams
+from eagle_mlx.target import Target
+
+from .continuation import Continuation
+
+
+class MlxLmMode:
+    """`mlx_lm.stream_generate`, one prompt after the other, over the target's own model object."""
+
+    name: Literal["mlx-lm", "mlx-lm-draft"] = "mlx-lm"
+    batch = 1
+    depth = 0
+
+    def __init__(self, target: Target):
+        if target.tokenizer is None:
+            raise ConfigError(f"mode {self.name} needs a target with a tokenizer")
+        self._model, self._tokenizer = target.model, target.tokenizer
+        self._stream = mx.new_stream(mx.default_device())
+        self._extra: dict[str, Any] = {}
+
+    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Continuation]:
+        return [self._one(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+
+    def settle(self) -> None:
+        mx.synchronize(self._stream)
+
+    def _one(self, prompt: list[int], params: SamplingParams) -> Continuation:
+        _seed(params)
+        steps = list(
+            mlx_lm.stream_generate(
+                self._model,
+                self._tokenizer,
+                prompt,
+                max_tokens=params.max_tokens,
+                sampler=_sampler(params),
+                stream=self._stream,
+                **self._extra,
+            )
+        )
+        text = "".join(step.text for step in steps)
+        rounds = sum(not step.from_draft for step in steps)
+        return Continuation(tuple(int(step.token) for step in steps), text, max(1, rounds))
+
+
+class MlxLmDraftMode(MlxLmMode):
+    """The same with a draft model, which mlx-lm lets draft `depth` tokens a round."""
+
+    name = "mlx-lm-draft"
+
+    def __init__(self, target: Target, draft: Target, depth: int):
+        super().__init__(target)
+        self.depth = depth
+        self._extra = {"draft_model": draft.model, "num_draft_tokens": depth}
+
+
+class MlxLmBatchMode:
+    """`mlx_lm.batch_generate`, which decodes `batch` rows side by side.
+
+    It does not say with which token a row ended, so the texts are not compared; an end counts as one token.
+    """
+
+    name: Literal["mlx-lm-batch"] = "mlx-lm-batch"
+    depth = 0
+
+    def __init__(self, target: Target, batch: int):
+        if target.tokenizer is None:
+            raise ConfigError(f"mode {self.name} needs a target with a tokenizer")
+        self.batch = batch
+        self._model, self._tokenizer = target.model, target.tokenizer
+        self._end = min(target.eos_token_ids, default=0)
+
+    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Continuation]:
+        _seed(params[0])
+        limits = [each.max_tokens for each in params]
+        said = mlx_lm.batch_generate(
+            self._model,
+            self._tokenizer,
+            [list(prompt) for prompt in prompts],
+            max_tokens=limits,
+            return_token_ids=True,
+            prefill_batch_size=self.batch,
+            completion_batch_size=self.batch,
+            sampler=_sampler(params[0]),
+        )
+        assert said.token_ids is not None
+        return [
+            self._continuation(tokens, text, limit)
+            for tokens, text, limit in zip(said.token_ids, said.texts, limits, strict=True)
+        ]
+
+    def _continuation(self, tokens: list[int], text: str, limit: int) -> Continuation:
+        ended = () if len(tokens) == limit else (self._end,)
+        return Continuation((*tokens, *ended), text, rounds=len(tokens) + len(ended))
+
+    def settle(self) -> None:
+        mx.synchronize()
+
+
+def _sampler(params: SamplingParams) -> Callable[[mx.array], mx.array] | None:
+    temperature = params.temperature
+    return (lambda logprobs: mx.random.categorical(logprobs / temperature)) if temperature else None
+
+
+def _seed(params: SamplingParams) -> None:
+    if params.seed is not None:
+        mx.random.seed(params.seed)

@@ -1,0 +1,31 @@
+"""What a mode said to one prompt, and how much of it was drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What one prompt got, with the end-of-turn token where one was emitted."""
+
+    tokens: tuple[int, ...]
+    text: str
+    rounds: int
+    """Target forwards that emitted tokens."""
+    drafted_by_position: tuple[int, ...] = ()
+    accepted_by_position: tuple[int, ...] = ()
+
+
+def acceptance_length(continuations: Sequence[Continuation]) -> float:
+    """τ over all of them: tokens emitted per target forward, bonus tokens included."""
+    return sum(len(one.tokens) for one in continuations) / max(1, sum(one.rounds for one in continuations))
+
+
+def acceptance_by_position(continuations: Sequence[Continuation]) -> list[float]:
+    """For each draft position, the share of the rounds that drafted it in which it was accepted."""
+    drafted = [sum(column) for column in zip_longest(*(c.drafted_by_position for c in continuations), fillvalue=0)]
+    accepted = [sum(column) for column in zip_longest(*(c.accepted_by_position for c in continuations), fillvalue=0)]
+    return [hits / tries for hits, tries in zip_longest(accepted, drafted, fillvalue=0) if tries]
