@@ -12,7 +12,7 @@ from eagle_mlx import blas
 
 blas.activate()  # before anything imports MLX
 
-from eagle_mlx.engine import Engine, Output  # noqa: E402
+from eagle_mlx.engine import Chunk, Engine, Output  # noqa: E402
 from eagle_mlx.errors import EagleError  # noqa: E402
 from eagle_mlx.formats import load_head  # noqa: E402
 from eagle_mlx.policy import FixedPolicy  # noqa: E402
@@ -23,6 +23,7 @@ from eagle_mlx.sampling import SamplingParams  # noqa: E402
 from eagle_mlx.target import Target, load_target  # noqa: E402
 
 __all__ = [
+    "Chunk",
     "DraftModelProposer",
     "EagleError",
     "Engine",

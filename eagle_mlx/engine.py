@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -46,6 +46,17 @@ class Output:
     def acceptance_length(self) -> float:
         """τ: tokens emitted per target forward, bonus tokens included."""
         return len(self.tokens) / self.rounds
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one round added to a streamed text."""
+
+    text: str
+    """Text that is final: a character of which only some bytes are there waits for the rest."""
+    tokens: list[int]
+    output: Output | None
+    """The whole, with the last chunk."""
 
 
 class Engine:
@@ -93,13 +104,53 @@ class Engine:
             raise ConfigError(f"{len(prompts)} prompts but {len(each)} SamplingParams; give one, or one for each")
         rows = [self._row(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
         self._waiting.extend(rows)
-        outputs: dict[int, Output] = {}
-        with tqdm(total=len(rows), desc="generate", unit="prompt", disable=not progress) as bar:
-            while len(outputs) < len(rows):
-                for row in self.step():
-                    outputs[row.index] = self._output(row)
-                    bar.update()
-        return [outputs[row.index] for row in rows]
+        unfinished = {row.index for row in rows}
+        try:
+            with tqdm(total=len(rows), desc="generate", unit="prompt", disable=not progress) as bar:
+                while unfinished:
+                    unfinished.difference_update(row.index for row in self.step())
+                    bar.update(len(rows) - len(unfinished) - bar.n)
+        finally:
+            for row in rows:
+                self._cancel(row)
+        return [self._output(row) for row in rows]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Decode one prompt and yield what each round adds, in company with whatever else the engine decodes.
+
+        Needs a tokenizer. A caller that stops listening frees the row. Raises PromptError as `generate` does.
+        """
+        tokenizer = self.target.tokenizer
+        if tokenizer is None:
+            raise PromptError("this target has no tokenizer, so there is no text to stream; use generate")
+        row = self._row(prompt, params or SamplingParams())
+        self._waiting.append(row)
+        detokenizer = tokenizer.detokenizer
+        detokenizer.reset()
+        try:
+            output, seen = None, 0
+            while output is None:
+                if len(row.tokens) == seen:  # others may have stepped meanwhile
+                    self.step()
+                new, seen = row.tokens[seen:], len(row.tokens)
+                output = self._output(row) if row.finish_reason else None
+                for token in new[:-1] if output is not None and output.finish_reason == "stop" else new:
+                    detokenizer.add_token(token)
+                if output is not None:
+                    detokenizer.finalize()
+                yield Chunk(detokenizer.last_segment, new, output)
+        finally:
+            self._cancel(row)
+
+    def _cancel(self, row: Row) -> None:
+        """Let a row go that nobody waits for; nothing happens to one that has finished."""
+        if row.finish_reason:
+            return
+        row.finish_reason = "cancelled"
+        if row in self._waiting:
+            self._waiting.remove(row)
+        elif self._batch is not None:
+            self._release()
 
     def step(self) -> list[Row]:
         """One round for every row: admit, launch, land, release. Returns the rows that have finished."""
@@ -117,6 +168,7 @@ class Engine:
         rows = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
         if not rows:
             return
+        self._forget_ahead()
         joining = Batch(self.target, self.proposer, rows)
         joining.prefill(self.prefill_chunk)
         if self._batch is None:
@@ -133,11 +185,16 @@ class Engine:
             return False
         return all(len(row.tokens) + 1 < row.limit for row in self._batch.rows)
 
+    def _forget_ahead(self) -> None:
+        """Undo a round that was launched for other rows than there are now."""
+        if self._ahead is not None and self._batch is not None:
+            self._batch.cancel(self._ahead)
+        self._ahead = None
+
     def _release(self) -> list[Row]:
         assert self._batch is not None
-        if self._ahead is not None and any(row.finish_reason for row in self._batch.rows):
-            self._batch.cancel(self._ahead)
-            self._ahead = None
+        if any(row.finish_reason for row in self._batch.rows):
+            self._forget_ahead()
         released = self._batch.release()
         if not self._batch.rows:
             self._batch = None

@@ -216,3 +216,71 @@ def test_text_and_messages_go_through_the_tokenizer() -> None:
     assert raw.prompt_tokens == len(target.tokenizer.encode("def f(x):"))
     assert chat.prompt_tokens > raw.prompt_tokens
     assert raw.text == target.tokenizer.decode(raw.tokens)
+
+
+TALKER = tiny_target(tokenizer=True)
+
+
+@pytest.mark.parametrize("params", [em.SamplingParams(max_tokens=30), em.SamplingParams(1.0, seed=2, max_tokens=30)])
+def test_streamed_chunks_make_up_the_text(params: em.SamplingParams) -> None:
+    engine = em.Engine(TALKER, em.HeadProposer(tiny_head(TALKER)), em.FixedPolicy(3))
+    [whole] = engine.generate(["def f(x):"], params)
+    chunks = list(engine.stream("def f(x):", params))
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert [token for chunk in chunks for token in chunk.tokens] == whole.tokens
+    assert chunks[-1].output == whole
+    assert all(chunk.output is None for chunk in chunks[:-1])
+    assert len(chunks) == whole.rounds
+
+
+def test_a_stream_ends_before_its_stop_token() -> None:
+    [whole] = em.Engine(TALKER).generate(["def f(x):"], em.SamplingParams(max_tokens=12))
+    stop = em.SamplingParams(max_tokens=12, stop_token_ids=(whole.tokens[6],))
+    chunks = list(em.Engine(TALKER).stream("def f(x):", stop))
+    assert chunks[-1].output is not None
+    assert chunks[-1].output.finish_reason == "stop"
+    assert "".join(chunk.text for chunk in chunks) == chunks[-1].output.text
+
+
+def test_streams_and_batches_share_an_engine() -> None:
+    engine = em.Engine(TALKER, max_batch=3)
+    [alone] = em.Engine(TALKER).generate([[5, 6, 7]], em.SamplingParams(max_tokens=9))
+    stream = engine.stream("import os", em.SamplingParams(max_tokens=5))
+    first = next(stream)
+    [beside] = engine.generate([[5, 6, 7]], em.SamplingParams(max_tokens=9))
+    assert beside.tokens == alone.tokens
+    [text] = engine.generate(["import os"], em.SamplingParams(max_tokens=5))
+    assert [*first.tokens, *(token for chunk in stream for token in chunk.tokens)] == text.tokens
+
+
+@pytest.mark.parametrize("proposer", [None, em.NgramProposer()])
+def test_a_stream_that_nobody_reads_on_frees_its_row(proposer: em.NgramProposer | None) -> None:
+    engine = em.Engine(TALKER, proposer, max_batch=1)
+    expected = [output.tokens for output in engine.generate([[5, 6, 7]], em.SamplingParams(max_tokens=9))]
+    stream = engine.stream("import os", em.SamplingParams(max_tokens=500))
+    next(stream)
+    stream.close()
+    assert [o.tokens for o in engine.generate([[5, 6, 7]], em.SamplingParams(max_tokens=9))] == expected
+    assert engine.step() == []
+
+
+def test_an_interrupted_batch_leaves_nothing_behind() -> None:
+    engine = em.Engine(TALKER, max_batch=1)
+    land, calls = engine.step, []
+
+    def interrupted() -> list[object]:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return land()  # type: ignore[return-value]
+
+    engine.step = interrupted  # type: ignore[method-assign, assignment]
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[5, 6], [7, 8]], em.SamplingParams(max_tokens=50))
+    engine.step = land  # type: ignore[method-assign]
+    assert engine.step() == []
+
+
+def test_streaming_needs_a_tokenizer() -> None:
+    with pytest.raises(PromptError, match="no tokenizer"):
+        next(em.Engine(TARGET).stream([5, 6]))
