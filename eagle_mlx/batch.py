@@ -66,6 +66,8 @@ class Row:
 class Round:
     """A round that the device may still be working on."""
 
+    depth: int
+    """Draft tokens that were asked for each row."""
     answer: mx.array
     """[B, k + 3] int32: the accepted count, the draft's length, and the k + 1 tokens of the verdict."""
     aux: tuple[mx.array, ...]
@@ -109,6 +111,7 @@ class Batch:
     def launch(self, depth: int) -> Round:
         """Start a round on the device: draft, verify, move the lengths. Nothing is waited for."""
         before = self.cache.lengths.save(), self.last
+        depth = max(0, min(depth, max(self._room()))) if self.state is not None else 0
         draft = self._draft(depth)
         tokens = mx.concatenate([self.last, draft.tokens], axis=1)
         width = tokens.shape[1]
@@ -121,15 +124,18 @@ class Batch:
             self.cache.lengths.advance(verdict.accepted + 1, at_most=width)
         answer = mx.concatenate([verdict.accepted[:, None], draft.lengths[:, None], verdict.tokens], axis=1)
         mx.async_eval(answer, self.last, *out.aux)
-        return Round(answer, out.aux, *before)
+        return Round(depth, answer, out.aux, *before)
+
+    def _room(self) -> list[int]:
+        """Draft tokens that each row has a use for."""
+        return [row.limit - len(row.tokens) - 1 for row in self.rows]
 
     def _draft(self, depth: int) -> Draft:
         """A proposal of at most `depth` tokens, cut where a row has no use for so many."""
-        room = [row.limit - len(row.tokens) - 1 for row in self.rows]
-        depth = min(depth, max(room))
-        if self.state is None or depth < 1:
+        if self.state is None or not depth:
             return Draft(mx.zeros((len(self.rows), 0), mx.int32), mx.zeros((len(self.rows),), mx.int32))
         draft = self.state.propose(depth, self.sampling, self._positions(1)[:, 0])
+        room = self._room()
         if min(room) < depth:
             draft = Draft(draft.tokens, mx.minimum(draft.lengths, mx.array(room, mx.int32)), draft.probs)
         return draft
@@ -138,8 +144,11 @@ class Batch:
         """[B, count] int32: the places in each row's sequence of the next `count` tokens, which key the noise."""
         return self.cache.lengths.positions(count) + 1
 
-    def land(self, landed: Round) -> None:
-        """Wait for a round and give every row its tokens: the one place where the host reads the device."""
+    def land(self, landed: Round) -> tuple[list[int], list[int]]:
+        """Wait for a round and give every row its tokens: the one place where the host reads the device.
+
+        Returns each row's draft tokens and how many of them the verify kept.
+        """
         emitted = []
         answers = cast(list[list[int]], landed.answer.tolist())
         for row, (accepted, drafted, *tokens) in zip(self.rows, answers, strict=True):
@@ -149,6 +158,7 @@ class Batch:
             self.cache.lengths.settle([row.length for row in self.rows])
         if self.state is not None and not all(row.finish_reason for row in self.rows):
             self.state.observe(Observation(emitted, landed.aux))
+        return [drafted for _, drafted, *_ in answers], [accepted for accepted, *_ in answers]
 
     def cancel(self, launched: Round) -> None:
         """Forget a round that was launched and is not wanted."""

@@ -6,6 +6,7 @@ import secrets
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import cast
 
 from tqdm import tqdm
@@ -13,7 +14,7 @@ from tqdm import tqdm
 from eagle_mlx.batch import Batch, Round, Row
 from eagle_mlx.cache import check_cacheable
 from eagle_mlx.errors import ConfigError, PromptError
-from eagle_mlx.policy import FixedPolicy, Policy
+from eagle_mlx.policy import Policy, ThroughputPolicy
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.sampling import SamplingParams
 from eagle_mlx.target import Target
@@ -82,7 +83,7 @@ class Engine:
         if proposer is not None:
             proposer.bind(target)
         self.target, self.proposer = target, proposer
-        self.policy: Policy = policy or FixedPolicy(4)
+        self.policy: Policy = policy or ThroughputPolicy()
         self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
         self._waiting: deque[Row] = deque()
         self._batch: Batch | None = None
@@ -157,18 +158,22 @@ class Engine:
         self._admit()
         if self._batch is None:
             return []
+        started = perf_counter()
         current = self._ahead or self._batch.launch(self._depth())
-        self._ahead = self._batch.launch(0) if self._may_run_ahead() else None
-        self._batch.land(current)
+        self._ahead = self._batch.launch(0) if current.depth == 0 and self._may_run_ahead() else None
+        drafted, accepted = self._batch.land(current)
+        if self.proposer is not None:
+            self.policy.observe(current.depth, drafted, accepted, perf_counter() - started)
         return self._release()
 
     def _admit(self) -> None:
         """Read the prompts of waiting requests and let their rows join, as far as there is room."""
+        if self._ahead is not None:
+            return  # its answer is for the rows that it was launched with
         free = self.max_batch - (len(self._batch.rows) if self._batch else 0)
         rows = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
         if not rows:
             return
-        self._forget_ahead()
         joining = Batch(self.target, self.proposer, rows)
         joining.prefill(self.prefill_chunk)
         if self._batch is None:
@@ -181,7 +186,7 @@ class Engine:
 
     def _may_run_ahead(self) -> bool:
         """Whether the next round is sure to be plain and wanted, so that it can start before this one is read."""
-        if self.proposer is not None or self._batch is None or self._waiting:
+        if self._batch is None or self._waiting or self._depth() > 0:
             return False
         return all(len(row.tokens) + 1 < row.limit for row in self._batch.rows)
 

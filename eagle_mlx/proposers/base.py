@@ -22,7 +22,7 @@ class Draft:
     """Draft tokens of a batch, one chain per row."""
 
     tokens: mx.array
-    """[B, k] int32 target ids."""
+    """[B, k] int32 target ids; k may be less than was asked for, and 0."""
     lengths: mx.array
     """[B] int32, how many of a row's tokens count; 0 is allowed."""
     probs: mx.array | None = None

@@ -43,15 +43,45 @@ class HeadProposer:
         return HeadState(self, len(prompts))
 
 
+_READ_AT = 64
+"""Positions a row at which a head that is not asked to draft reads what it has missed, in one forward."""
+
+
 @dataclass
 class _Pending:
     """Committed positions that the head has not read yet."""
 
-    tokens: mx.array
-    """[B, L] int32, the token after each position, right-padded."""
-    features: mx.array
-    """[B, L, H]"""
-    counts: list[int]
+    tokens: list[list[int]]
+    """Row by row, the token after each position."""
+    aux: list[tuple[mx.array, ...]]
+    """The target's hidden states as they came, one [B, L, H] for each layer; their L add up."""
+
+    @classmethod
+    def of(cls, seen: Observation) -> _Pending:
+        longest = max(map(len, seen.tokens))
+        return cls([list(tokens) for tokens in seen.tokens], [tuple(x[:, :longest] for x in seen.aux)])
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.tokens))
+
+    @property
+    def even(self) -> bool:
+        """Whether more can be put behind it without a gap."""
+        return len(set(map(len, self.tokens))) == 1
+
+    def extend(self, other: _Pending) -> None:
+        for mine, theirs in zip(self.tokens, other.tokens, strict=True):
+            mine.extend(theirs)
+        self.aux.extend(other.aux)
+
+    def layers(self) -> list[mx.array]:
+        """The hidden states of all positions, one [B, L, H] for each layer."""
+        return [x[0] if len(x) == 1 else mx.concatenate(x, axis=1) for x in map(list, zip(*self.aux, strict=True))]
+
+    def padded(self) -> mx.array:
+        """The tokens as [B, L] int32."""
+        return mx.array([tokens + [0] * (self.longest - len(tokens)) for tokens in self.tokens], mx.int32)
 
 
 class HeadState:
@@ -75,28 +105,32 @@ class HeadState:
         mx.async_eval(self._hidden, self.cache.state)
 
     def observe(self, seen: Observation) -> None:
-        self._read_pending()
-        counts = [len(tokens) for tokens in seen.tokens]
-        longest = max(counts)
-        tokens = mx.array([[*tokens, *([0] * (longest - len(tokens)))] for tokens in seen.tokens], mx.int32)
-        features = self.head.features([x[:, :longest] for x in seen.aux])
-        self._pending = _Pending(tokens, features, counts)
+        new = _Pending.of(seen)
+        if self._pending is not None and self._pending.even:
+            self._pending.extend(new)
+        else:
+            self._read_pending()
+            self._pending = new
+        if self._pending.longest >= _READ_AT:
+            self._read_pending()
+            mx.async_eval(self._hidden, self.cache.state)
 
     def _read_pending(self) -> None:
         """Bring the cache in step with the target's, and keep each row's newest hidden state [B, 1, H]."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        h = self._forward(pending.tokens, pending.features)
-        if len(set(pending.counts)) == 1:
+        counts = [len(tokens) for tokens in pending.tokens]
+        h = self._forward(pending.padded(), self.head.features(pending.layers()))
+        if pending.even:
             self._hidden = h[:, -1:]
-            self.cache.lengths.advance(pending.counts[0])
+            self.cache.lengths.advance(counts[0])
         else:
-            counts = mx.array(pending.counts, mx.int32)
-            newest = mx.take_along_axis(h, mx.maximum(counts - 1, 0)[:, None, None], axis=1)
-            self._hidden = mx.where(counts[:, None, None] > 0, newest, self._hidden)
-            self.cache.lengths.advance(counts, at_most=max(pending.counts))
-        self._lengths = [a + b for a, b in zip(self._lengths, pending.counts, strict=True)]
+            kept = mx.array(counts, mx.int32)
+            newest = mx.take_along_axis(h, mx.maximum(kept - 1, 0)[:, None, None], axis=1)
+            self._hidden = mx.where(kept[:, None, None] > 0, newest, self._hidden)
+            self.cache.lengths.advance(kept, at_most=pending.longest)
+        self._lengths = [a + b for a, b in zip(self._lengths, counts, strict=True)]
         self.cache.lengths.settle(self._lengths)
 
     def _forward(self, tokens: mx.array, features: mx.array) -> mx.array:

@@ -68,8 +68,9 @@ class NgramState:
 
     def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
         found = [row.lookup(depth) for row in self.rows]
-        padded = [tokens + [0] * (depth - len(tokens)) for tokens in found]
-        return Draft(mx.array(padded, mx.int32), mx.array([len(tokens) for tokens in found], mx.int32))
+        width = max(map(len, found))  # the target need not read more
+        padded = mx.array([tokens + [0] * (width - len(tokens)) for tokens in found], mx.int32)
+        return Draft(padded.reshape(len(found), width), mx.array([len(tokens) for tokens in found], mx.int32))
 
     def prefill(self, seen: Observation) -> None:
         """The prompts were indexed when the state was opened."""

@@ -284,3 +284,66 @@ def test_an_interrupted_batch_leaves_nothing_behind() -> None:
 def test_streaming_needs_a_tokenizer() -> None:
     with pytest.raises(PromptError, match="no tokenizer"):
         next(em.Engine(TARGET).stream([5, 6]))
+
+
+class Recording:
+    """A policy of given depths, in turn, that keeps what it was told."""
+
+    def __init__(self, depths: list[int]):
+        self.depths, self.told = depths, []  # type: ignore[var-annotated]
+
+    def depth(self, rows: int) -> int:
+        return self.depths[len(self.told) % len(self.depths)]
+
+    def observe(self, depth: int, drafted: list[int], accepted: list[int], seconds: float) -> None:
+        assert seconds > 0
+        assert all(0 <= kept <= tried <= depth for tried, kept in zip(drafted, accepted, strict=True))
+        self.told.append((depth, list(drafted), list(accepted)))
+
+
+@pytest.mark.parametrize("proposer", proposers()[1:5], ids=lambda p: getattr(p, "name", "plain"))
+@pytest.mark.parametrize(
+    "policy",
+    [
+        em.ThroughputPolicy(3),
+        em.AcceptancePolicy(5),
+        em.AcceptancePolicy(4, disable_at_rows=2),
+        Recording([0, 0, 0, 4, 1, 0, 2]),
+        Recording([0] * 40 + [3]),
+    ],
+    ids=lambda p: type(p).__name__,
+)
+def test_text_is_the_same_whatever_the_policy(proposer: object, policy: object) -> None:
+    engine = em.Engine(TARGET, proposer, policy, max_batch=3)  # type: ignore[arg-type]
+    seeded = em.SamplingParams(temperature=0.9, seed=5, max_tokens=20)
+    lengths = [24, 7, 15, 24]
+    params = [em.SamplingParams(max_tokens=n) for n in lengths]
+    outputs = engine.generate([*PROMPTS[:4], PROMPTS[4]], [*params, seeded])
+    for prompt, n, output in zip(PROMPTS[:4], lengths, outputs, strict=False):
+        assert len(output.tokens) == n
+        assert_same_text(prompt, output.tokens)
+    assert outputs[4].tokens == em.Engine(TARGET).generate([PROMPTS[4]], seeded)[0].tokens
+
+
+def test_the_policy_is_told_of_every_round() -> None:
+    policy = Recording([2, 0, 3])
+    texts = {p: t for p, (t, _) in GREEDY.items()}
+    engine = em.Engine(TARGET, Oracle(texts, 0.3), policy)  # type: ignore[arg-type]
+    outputs = engine.generate(PROMPTS, [em.SamplingParams(max_tokens=n) for n in (24, 9, 16, 3, 24)])
+    assert len(policy.told) == max(o.rounds for o in outputs)
+    assert [depth for depth, *_ in policy.told][:2] == [2, 0]
+    assert sum(sum(drafted) for _, drafted, _ in policy.told) == sum(o.drafted for o in outputs)
+    assert sum(sum(accepted) for *_, accepted in policy.told) == sum(o.accepted for o in outputs)
+    assert len(policy.told[0][1]) == 5
+
+
+def test_requests_that_come_between_steps_wait_for_the_round_in_flight() -> None:
+    for proposer in (None, em.NgramProposer()):
+        engine = em.Engine(TARGET, proposer, em.FixedPolicy(0))
+        engine._waiting.append(engine._row(PROMPTS[0], em.SamplingParams(max_tokens=12)))
+        done = engine.step()
+        engine._waiting.append(engine._row(PROMPTS[3], em.SamplingParams(max_tokens=12)))
+        while engine._batch is not None:
+            done += engine.step()
+        for prompt, row in zip((PROMPTS[0], PROMPTS[3]), sorted(done, key=lambda row: row.index), strict=True):
+            assert_same_text(prompt, row.tokens)

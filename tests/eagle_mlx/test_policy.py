@@ -1,22 +1,175 @@
-"""How many tokens to draft."""
+"""How many tokens to draft: against simulated costs and acceptance, without a clock."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.policy import FixedPolicy, Policy
+from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
+
+Cost = Callable[[int, int], float]
+
+
+@dataclass
+class World:
+    """Rounds whose drafts are kept with one chance per position, and that take the seconds of a formula."""
+
+    chance: float
+    cost: Cost = lambda rows, depth: 1 + 0.1 * depth + (0.1 if depth else 0)
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    noise: float = 0.02
+
+    def run(self, policy: Policy, rounds: int, rows: int = 1) -> tuple[list[int], float, int]:
+        """The depths chosen, and the seconds and tokens of it all."""
+        depths, clock, tokens = [], 0.0, 0
+        for _ in range(rounds):
+            depth = policy.depth(rows)
+            assert policy.depth(rows) == depth  # asking changes nothing
+            kept = [int(np.cumprod(self.rng.random(depth) < self.chance).sum()) for _ in range(rows)]
+            seconds = self.cost(rows, depth) * self.rng.normal(1, self.noise)
+            seconds *= 20 if self.rng.random() < 0.01 else 1  # something else had the machine
+            policy.observe(depth, [depth] * rows, kept, seconds)
+            depths.append(depth)
+            clock += self.cost(rows, depth)
+            tokens += rows + sum(kept)
+        return depths, clock, tokens
+
+    def best(self, rows: int, most: int) -> int:
+        return max(range(most + 1), key=lambda d: sum(self.chance**i for i in range(d + 1)) / self.cost(rows, d))
+
+    def speed(self, rows: int, depth: int) -> float:
+        return rows * sum(self.chance**i for i in range(depth + 1)) / self.cost(rows, depth)
 
 
 @pytest.mark.parametrize("k", [0, 1, 7])
 def test_fixed_policy_drafts_k_whatever_happens(k: int) -> None:
     policy: Policy = FixedPolicy(k)
     assert policy.depth(rows=1) == k
-    policy.observe(drafted=k, accepted=[0, 0])
+    policy.observe(k, drafted=[k, k], accepted=[0, 0], seconds=1.0)
     assert policy.depth(rows=64) == k
 
 
 @pytest.mark.parametrize("k", [-1, 1.5, True, "4", None])
-def test_fixed_policy_refuses_what_is_no_length(k: Any) -> None:
+def test_what_is_no_length_is_refused(k: Any) -> None:
     with pytest.raises(ConfigError, match=r"^k, the number of draft tokens"):
         FixedPolicy(k)
+    with pytest.raises(ConfigError, match=r"^k, the number of draft tokens"):
+        AcceptancePolicy(k)
+    with pytest.raises(ConfigError, match=r"^max_depth, the number of draft tokens"):
+        ThroughputPolicy(k)
+
+
+def test_shares_and_sizes_out_of_range_are_refused() -> None:
+    for fields in ({"alpha": 1.1}, {"threshold": -1}, {"alpha": "0.1"}, {"disable_at_rows": 0}):
+        with pytest.raises(ConfigError, match=f"^{next(iter(fields))} must be"):
+            AcceptancePolicy(**fields)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="^explore must be"):
+        ThroughputPolicy(explore=2)
+
+
+def test_acceptance_average_by_hand() -> None:
+    policy = AcceptancePolicy(k=6)
+    assert (policy.rate, policy.depth(1)) == (0.7, 4)
+    policy.observe(4, [4, 4], [4, 2], 1.0)
+    assert policy.rate == pytest.approx(0.7 + 0.1 * (6 / 8 - 0.7))
+    policy.observe(4, [0, 0], [0, 0], 1.0)  # nothing was found to draft
+    policy.observe(0, [0], [0], 1.0)
+    assert policy.rate == pytest.approx(0.705)
+
+
+@pytest.mark.parametrize(
+    ("rate", "k", "depth"),
+    [(0.8, 5, 5), (0.79, 5, 3), (0.5, 5, 3), (0.49, 5, 1), (0.3, 5, 1), (0.29, 5, 0), (0.6, 2, 1), (0.6, 0, 0)],
+)
+def test_bands_of_the_acceptance_rate(rate: float, k: int, depth: int) -> None:
+    policy = AcceptancePolicy(k)
+    policy.rate = rate
+    assert policy.depth(1) == depth
+    fixed = AcceptancePolicy(k, adaptive=False)
+    fixed.rate = rate
+    assert fixed.depth(1) == (k if rate >= 0.3 else 0)
+
+
+def test_acceptance_policy_is_off_in_large_batches() -> None:
+    policy = AcceptancePolicy(k=4, disable_at_rows=8)
+    assert [policy.depth(rows) for rows in (1, 7, 8, 64)] == [2, 2, 0, 0]
+
+
+def test_acceptance_policy_turns_off_probes_and_comes_back() -> None:
+    policy = AcceptancePolicy(k=4)
+    depths, *_ = World(chance=0.0).run(policy, 500)
+    assert depths[:3] == [2, 2, 2]
+    assert set(depths[20:]) == {0, 1}
+    assert 1 / 40 < np.mean(depths[100:]) < 1 / 30
+    depths, *_ = World(chance=0.97).run(policy, 500)
+    assert depths[-1] == 4
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("chance", [0.3, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize(
+    "cost",
+    [
+        lambda rows, depth: 1 + 0.1 * depth + (0.1 if depth else 0),
+        lambda rows, depth: 1 + 0.02 * depth,
+        lambda rows, depth: (1, 1.9, 2.0, 2.1, 2.2, 2.3)[depth],  # as with 4 bits on a GPU: two tokens cost much more
+        lambda rows, depth: 1 + 0.06 * rows * depth,
+    ],
+)
+def test_throughput_policy_converges_to_the_best_depth(cost: Cost, chance: float, rows: int) -> None:
+    world, policy = World(chance, cost), ThroughputPolicy(max_depth=5)
+    world.run(policy, 400, rows)
+    _, seconds, tokens = world.run(policy, 2000, rows)
+    best = world.speed(rows, world.best(rows, 5))
+    assert tokens / seconds > 0.95 * best
+    assert tokens / seconds > 0.97 * world.speed(rows, 0)
+
+
+@pytest.mark.parametrize("excess", [0.1, 0.5, 3.0])
+def test_a_useless_proposer_costs_less_than_three_percent(excess: float) -> None:
+    world, policy = World(0.0, lambda rows, depth: 1 + excess * depth), ThroughputPolicy()
+    depths, seconds, tokens = world.run(policy, 3000)
+    assert seconds / tokens < 1.03
+    assert depths[-100:].count(0) >= 95
+    assert any(depths[-1000:])  # it still looks
+
+
+def test_drafting_comes_back_when_acceptance_does() -> None:
+    policy = ThroughputPolicy()
+    depths, *_ = World(0.0).run(policy, 1000)
+    assert set(depths[-31:]) <= {0, 1}
+    depths, *_ = World(0.9).run(policy, 1500)
+    assert np.median(depths[-100:]) >= 4
+    depths, *_ = World(0.0).run(policy, 1000)
+    assert np.mean(depths[-500:]) < 0.1
+
+
+def test_another_number_of_rows_starts_from_what_is_known() -> None:
+    world, policy = World(0.8, lambda rows, depth: 1 + (0.05 if rows < 4 else 1.0) * depth), ThroughputPolicy()
+    world.run(policy, 400, rows=2)
+    assert world.run(policy, 1, rows=3)[0][0] >= 4
+    world.run(policy, 400, rows=8)
+    assert policy.depth(8) == 0
+    assert policy.depth(2) >= 4
+
+
+def test_costs_of_depths_not_tried_lie_on_a_line_and_outliers_are_ignored() -> None:
+    costs = ThroughputPolicy().costs
+    assert costs.estimate(1, 0) is None
+    for seconds in (1.0, 1.0, 50.0):
+        costs.add(1, 0, seconds)
+    assert costs.estimate(1, 4) == 1.0
+    costs.add(1, 2, 1.5)
+    assert [costs.estimate(1, depth) for depth in range(4)] == [1.0, 1.25, 1.5, 1.75]
+    costs.add(4, 2, 3.0)  # at four rows the same shape, twice as high
+    assert [costs.estimate(4, depth) for depth in range(4)] == [2.0, 2.5, 3.0, 3.5]
+
+
+def test_a_policy_of_depth_zero_never_drafts() -> None:
+    depths, *_ = World(0.9).run(ThroughputPolicy(max_depth=0), 100)
+    assert set(depths) == {0}

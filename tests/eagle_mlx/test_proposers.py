@@ -103,6 +103,27 @@ def test_a_row_whose_prompt_is_one_token_waits_a_round() -> None:
     assert draft.lengths.tolist() == [0, 0]
 
 
+def test_a_head_that_is_not_asked_reads_seldom_and_drafts_the_same_when_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding plainly for long must cost little, and nothing unread may pile up."""
+    head, batch = HEADS["all"], SamplingBatch.of([SamplingParams()], [0])
+    text = [int(t) for t in np.random.default_rng(2).integers(0, 128, 210)]
+    proposer = em.HeadProposer(head)
+    proposer.bind(TARGET)
+    state = proposer.open([text[:4]])
+    following, aux = observation("all", text, 0, 3)
+    state.prefill(Observation([following], aux))
+    reads = []
+    forward = state._forward
+    monkeypatch.setattr(state, "_forward", lambda tokens, h: reads.append(tokens.shape[1]) or forward(tokens, h))
+    following, aux = observation("all", text, 3, 205)
+    for at, token in enumerate(following):
+        state.observe(Observation([[token]], tuple(x[:, at : at + 1] for x in aux)))
+    assert reads == [64, 64, 64]
+    assert state.propose(3, batch, mx.array([206])).tokens[0].tolist() == slow_draft(
+        "all", text[:206], 3, SamplingParams(), 0
+    )
+
+
 def test_a_head_of_another_target_is_refused_when_the_engine_is_built() -> None:
     with pytest.raises(HeadError, match="vocabulary 128 but the target has 64"):
         em.Engine(tiny_target(vocab=64), em.HeadProposer(HEADS["all"]))
@@ -130,6 +151,15 @@ def test_ngram_without_prompt_lookup_ignores_the_prompt() -> None:
     looks, blind = (em.NgramProposer(prompt_lookup=on).open([prompt]) for on in (True, False))
     assert looks.propose(2, batch, mx.array([5])).tokens.tolist() == [[3, 1]]
     assert blind.propose(2, batch, mx.array([5])).lengths.tolist() == [0]
+
+
+def test_ngram_drafts_are_no_wider_than_the_longest_match() -> None:
+    batch = SamplingBatch.of([SamplingParams()] * 2, [0, 0])
+    state = em.NgramProposer().open([[1, 2, 3, 1], [4, 5]])
+    draft = state.propose(5, batch, mx.array([4, 2]))
+    assert (draft.tokens.tolist(), draft.lengths.tolist()) == ([[2, 3, 1], [0, 0, 0]], [3, 0])
+    state.remove(0)
+    assert state.propose(5, batch, mx.array([2])).tokens.shape == (1, 0)
 
 
 def test_ngram_sizes_must_make_sense() -> None:

@@ -1,0 +1,57 @@
+"""The protocol between a policy and the engine, and the simplest policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from eagle_mlx.errors import ConfigError
+
+
+class Policy(Protocol):
+    """Asked before each round, told after it. One that learns serves one engine with one proposer."""
+
+    def depth(self, rows: int) -> int:
+        """Tokens to draft for each of `rows` rows in the next round; 0 decodes plainly.
+
+        Asking changes nothing: while a plain round is under way the engine asks about the one after it, and starts
+        that too if it is to be plain.
+        """
+        ...
+
+    def observe(self, depth: int, drafted: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
+        """A round has ended in which up to `depth` tokens were asked for each row.
+
+        drafted, accepted: row by row, the tokens that the proposer gave and those of them that the verify kept;
+        seconds: what the round took, drafting included, reading prompts not.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class FixedPolicy:
+    """Always k draft tokens. Raises ConfigError where k is not a whole number of at least 0."""
+
+    k: int
+
+    def __post_init__(self) -> None:
+        check_depth("k", self.k)
+
+    def depth(self, rows: int) -> int:
+        return self.k
+
+    def observe(self, depth: int, drafted: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
+        """Nothing to learn."""
+
+
+def check_depth(name: str, value: int) -> None:
+    """Raise ConfigError where `value` is no number of draft tokens."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(f"{name}, the number of draft tokens, must be an integer of at least 0; got {value!r}")
+
+
+def check_share(name: str, value: float) -> None:
+    """Raise ConfigError where `value` is not between 0 and 1."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise ConfigError(f"{name} must be a number from 0 to 1; got {value!r}")
