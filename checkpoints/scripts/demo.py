@@ -29,7 +29,7 @@ from eagle_mlx.serve.bench.continuation import acceptance_length
 from eagle_mlx.serve.bench.machine import describe
 from eagle_mlx.serve.bench.measure import Plan, Run, measure
 from eagle_mlx.serve.bench.modes import EngineMode, Models, build_modes
-from eagle_mlx.serve.bench.prompts import encode, read_prompts
+from eagle_mlx.serve.prompts import encode, read_prompts
 from eagle_mlx.train.initial import new_head
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]

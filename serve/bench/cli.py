@@ -14,14 +14,14 @@ from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.formats import load_head
 from eagle_mlx.target import Target, load_target
 
+from ..defaults import embedded
+from ..prompts import encode, read_prompts
 from . import report
 from .costs import measure_costs
-from .defaults import embedded
 from .identity import tolerance_for
 from .machine import describe
 from .measure import Plan, Run, measure
 from .modes import MODE_NAMES, NEEDS, Models, ModeName, build_modes
-from .prompts import encode, read_prompts
 from .rollback import measure_rollback
 
 EPILOG = """\

@@ -22,7 +22,7 @@ from eagle_mlx.serve.bench.identity import Identity, compare, first_difference
 from eagle_mlx.serve.bench.machine import describe
 from eagle_mlx.serve.bench.measure import Plan, Run, measure
 from eagle_mlx.serve.bench.modes import MODE_NAMES, EngineMode, Models, build_modes
-from eagle_mlx.serve.bench.prompts import encode, read_prompts
+from eagle_mlx.serve.prompts import encode, read_prompts
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5], [100], [11, 12, 11, 12, 11, 12]]

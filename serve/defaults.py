@@ -12,7 +12,7 @@ def embedded(name: str) -> Path:
 
     Raises ConfigError where there is none.
     """
-    roots = (Path(__file__).resolve().parents[2], Path.cwd())
+    roots = (Path(__file__).resolve().parents[1], Path.cwd())
     for root in roots:
         found = root / "checkpoints" / name
         if (found / "config.json").is_file() or (found.suffix == ".jsonl" and found.is_file()):

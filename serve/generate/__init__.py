@@ -1,0 +1,1 @@
+"""eagle-generate: text on the command line."""

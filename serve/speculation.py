@@ -1,0 +1,218 @@
+"""How to speculate, as flags of a command: which proposer, how deep, by what policy; shared by all that decode."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.formats import load_head
+from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
+from eagle_mlx.proposers.base import Proposer
+from eagle_mlx.proposers.draft_model import DraftModelProposer
+from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.proposers.ngram import NgramProposer
+from eagle_mlx.target import Target, load_target
+
+from .defaults import embedded
+
+Mode = Literal["none", "ngram", "draft", "eagle"]
+PolicyName = Literal["throughput", "acceptance-ema", "fixed"]
+Bits = Literal["4bit", "8bit"]
+
+_METHODS: dict[str, Mode] = {"eagle": "eagle", "eagle3": "eagle", "ngram": "ngram", "draft_model": "draft"}
+"""Names of other servers' `--speculative-config`, and what they are here."""
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What the flags say. Raises ConfigError for flags that contradict each other."""
+
+    mode: Mode | None = None
+    """None: eagle with a head, else draft with a draft model, else none."""
+    head: str | None = None
+    num_tokens: int = 4
+    """Draft tokens a round; the most where the policy adapts."""
+    draft_model: str | None = None
+    draft_bits: Bits | None = None
+    ngram_max: int = 3
+    ngram_min: int = 1
+    prompt_lookup: bool = True
+    policy: PolicyName = "throughput"
+    disable_at_rows: int | None = None
+    threshold: float = 0.3
+    alpha: float = 0.1
+    adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 0:
+            raise ConfigError(f"--num-speculative-tokens must be at least 0; got {self.num_tokens}")
+        if self.mode == "draft" and self.draft_model is None:
+            raise ConfigError("--spec-decode draft needs a model that drafts: give --draft-model")
+        if self.draft_bits is not None and self.draft_model is None:
+            raise ConfigError("--draft-model-quantize needs a --draft-model")
+
+    def chosen(self) -> Mode:
+        """The mode that is on."""
+        if self.num_tokens == 0:
+            return "none"
+        if self.mode is not None:
+            return self.mode
+        return "eagle" if self.head is not None else "draft" if self.draft_model is not None else "none"
+
+    def proposer(self, target: Target) -> Proposer | None:
+        """Load what drafts; None for plain decoding. Raises an EagleError where it cannot be had or does not fit."""
+        mode = self.chosen()
+        if mode == "ngram":
+            return NgramProposer(self.ngram_max, self.ngram_min, self.prompt_lookup)
+        if mode == "eagle":
+            if self.head is None:
+                raise ConfigError(f"--spec-decode eagle needs a head for {target.name}: give --head")
+            return HeadProposer(load_head(self.head, target))
+        if mode == "draft":
+            assert self.draft_model is not None
+            draft = load_target(self.draft_model)
+            if self.draft_bits is not None:
+                quantize(draft.model, self.draft_bits)
+            return DraftModelProposer(draft)
+        return None
+
+    def make_policy(self) -> Policy:
+        """A new policy, as an engine needs one of its own."""
+        if self.policy == "fixed":
+            return FixedPolicy(self.num_tokens)
+        if self.policy == "throughput":
+            return ThroughputPolicy(self.num_tokens)
+        return AcceptancePolicy(self.num_tokens, self.alpha, self.threshold, self.disable_at_rows, self.adaptive)
+
+    def __str__(self) -> str:
+        mode = self.chosen()
+        source = {"eagle": f" head {self.head}", "draft": f" model {self.draft_model}"}.get(mode, "")
+        if mode == "none":
+            return "none, plain decoding"
+        return f"{mode}{source}, up to {self.num_tokens} tokens a round, policy {self.policy}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags, under the names of the field."""
+    default = Speculation()
+    what = parser.add_argument_group("speculation")
+    what.add_argument("--target", help="folder or hub id of the model (default: the embedded one)")
+    what.add_argument(
+        "--head", "--eagle-head-path", help="folder or hub id of its EAGLE head (default: the embedded target's own)"
+    )
+    what.add_argument("--spec-decode", choices=get_args(Mode), help="what drafts (default: whatever is given)")
+    what.add_argument(
+        "--num-speculative-tokens",
+        "--num-draft-tokens",
+        type=int,
+        metavar="K",
+        help=f"draft tokens a round, the most where the policy adapts; 0 is off (default {default.num_tokens})",
+    )
+    what.add_argument("--draft-model", metavar="MODEL", help="folder or hub id of a small model of the same tokenizer")
+    what.add_argument("--draft-model-quantize", choices=get_args(Bits), help="quantise the draft model on load")
+    what.add_argument("--ngram-max", type=int, metavar="N", help=f"longest n-gram (default {default.ngram_max})")
+    what.add_argument("--ngram-min", type=int, metavar="N", help=f"shortest n-gram (default {default.ngram_min})")
+    what.add_argument("--no-ngram-prompt-lookup", action="store_true", help="look in the answer alone")
+    what.add_argument(
+        "--speculative-config",
+        metavar="JSON",
+        help='all in one, as other servers take it: {"method": "eagle3", "model": "...", "num_speculative_tokens": 3}',
+    )
+    how = parser.add_argument_group("how deep to draft")
+    how.add_argument("--spec-policy", choices=get_args(PolicyName), help=f"rule (default {default.policy})")
+    ema = "with --spec-policy acceptance-ema: "
+    how.add_argument("--disable-by-batch-size", type=int, metavar="N", help=f"{ema}no drafts from N rows on")
+    how.add_argument("--acceptance-rate-threshold", type=float, metavar="R", help=f"{ema}none below R (0.3)")
+    how.add_argument("--acceptance-rate-ema-alpha", type=float, metavar="A", help=f"{ema}weight of a round (0.1)")
+    how.add_argument("--no-adaptive-k", action="store_true", help=f"{ema}all K tokens or none")
+    how.add_argument("--no-dynamic-spec-decode", action="store_true", help=f"{ema}never switch off")
+
+
+def from_arguments(args: argparse.Namespace) -> tuple[str | Path, Speculation]:
+    """The target's name, and how to speculate; with no target named, the embedded one with its head.
+
+    Raises ConfigError for flags that cannot be used together.
+    """
+    given: dict[str, Any] = {
+        "mode": args.spec_decode,
+        "head": args.head,
+        "num_tokens": args.num_speculative_tokens,
+        "draft_model": args.draft_model,
+        "draft_bits": args.draft_model_quantize,
+        "ngram_max": args.ngram_max,
+        "ngram_min": args.ngram_min,
+        "prompt_lookup": False if args.no_ngram_prompt_lookup else None,
+        "policy": args.spec_policy,
+        **_ema_settings(args),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if args.speculative_config is not None:
+        known = _from_json(args.speculative_config)
+        if clash := sorted(known.keys() & given.keys()):
+            raise ConfigError(f"--speculative-config and a flag of its own both set {', '.join(clash)}; give one")
+        given |= known
+    if args.target is not None:
+        return args.target, Speculation(**given)
+    speculation = Speculation(**given)
+    if speculation.head is None and speculation.mode in (None, "eagle") and speculation.draft_model is None:
+        speculation = replace(speculation, head=str(embedded("head")))
+    return embedded("target"), speculation
+
+
+def _ema_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of the acceptance policy; ConfigError where another policy would ignore them."""
+    settings = {
+        "disable_at_rows": args.disable_by_batch_size,
+        "threshold": 0.0 if args.no_dynamic_spec_decode else args.acceptance_rate_threshold,
+        "alpha": args.acceptance_rate_ema_alpha,
+        "adaptive": False if args.no_adaptive_k else None,
+    }
+    if args.spec_policy != "acceptance-ema" and any(value is not None for value in settings.values()):
+        raise ConfigError("flags of the acceptance rate need --spec-policy acceptance-ema; other policies ignore them")
+    return settings
+
+
+def _from_json(text: str) -> dict[str, Any]:
+    """The fields that a `--speculative-config` sets."""
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise ConfigError(f"--speculative-config is not JSON: {e}") from e
+    if not isinstance(config, dict):
+        raise ConfigError('--speculative-config must be an object, such as {"method": "ngram"}')
+    method = config.pop("method", None)
+    if method not in _METHODS:
+        raise ConfigError(f"--speculative-config: `method` must be one of {', '.join(_METHODS)}; got {method!r}")
+    mode = _METHODS[method]
+    names: dict[str, tuple[str, type]] = {"num_speculative_tokens": ("num_tokens", int)}
+    if mode == "ngram":
+        names |= {"prompt_lookup_max": ("ngram_max", int), "prompt_lookup_min": ("ngram_min", int)}
+    else:
+        names["model"] = ("head" if mode == "eagle" else "draft_model", str)
+    fields: dict[str, Any] = {"mode": mode}
+    for key, value in config.items():
+        if key not in names:
+            known = ", ".join(["method", *names])
+            raise ConfigError(f"--speculative-config: unknown key {key!r} for {method}; the keys are {known}")
+        name, kind = names[key]
+        if type(value) is not kind:
+            raise ConfigError(f"--speculative-config: {key} must be of type {kind.__name__}; got {value!r}")
+        fields[name] = value
+    return fields
+
+
+def quantize(model: nn.Module, bits: Bits, group_size: int = 64) -> None:
+    """Quantise the weights of a model in place, where their rows can be cut into groups; the rest stays as it is."""
+
+    def fits(_: str, module: nn.Module) -> bool:
+        return hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
+
+    nn.quantize(model, group_size, int(bits.removesuffix("bit")), class_predicate=fits)
+    mx.eval(model.parameters())

@@ -1,0 +1,100 @@
+"""eagle-generate: what it prints, where, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+import eagle_mlx as em
+from eagle_mlx.formats import save_eagle3
+from eagle_mlx.serve.generate.cli import main
+from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+
+SHORT = ("--max-tokens", "12")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    root = tmp_path_factory.mktemp("generate")
+    tiny_target_folder(root / "target")
+    save_eagle3(tiny_head(tiny_target(tokenizer=True), draft_vocab=64), root / "head", target_name="tiny")
+    return str(root / "target"), str(root / "head")
+
+
+def expected(target: str, text: str, raw: bool = False) -> str:
+    prompt = text if raw else [{"role": "user", "content": text}]
+    params = em.SamplingParams(max_tokens=12)
+    return em.Engine(em.load_target(target)).generate([prompt], params)[0].text  # type: ignore[list-item]
+
+
+def test_the_text_alone_goes_to_standard_output(models: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    target, head = models
+    assert main(["def f(x):", "--target", target, "--head", head, *SHORT]) == 0
+    out, err = capsys.readouterr()
+    assert out == expected(target, "def f(x):") + "\n"
+    assert f"speculation: eagle head {head}" in err
+    assert "12 tokens in" in err
+    assert "(tau)" in err
+
+
+@pytest.mark.parametrize("how", [["--spec-decode", "none"], ["--spec-decode", "ngram", "--spec-policy", "fixed"]])
+def test_the_text_does_not_depend_on_what_drafts(
+    models: tuple[str, str], how: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["def f(x):", "--target", models[0], "--quiet", *how, *SHORT]) == 0
+    out, err = capsys.readouterr()
+    assert out == expected(models[0], "def f(x):") + "\n"
+    assert err == ""
+
+
+def test_standard_input_and_raw_prompts(
+    models: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("import os\n"))
+    assert main(["-", "--raw", "--target", models[0], *SHORT]) == 0
+    assert capsys.readouterr().out == expected(models[0], "import os\n", raw=True) + "\n"
+
+
+def test_a_file_gives_one_row_a_prompt_in_order(models: tuple[str, str], tmp_path: Path) -> None:
+    texts = ["import os", "x", "class A:\n    pass", "def f(x):"]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    files = ["--file", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "a.jsonl"), "--batch", "3", "--quiet"]
+    assert main([*files, "--target", models[0], "--head", models[1], *SHORT]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert [row["text"] for row in rows] == [expected(models[0], text, raw=True) for text in texts]
+    assert all(row["finish_reason"] in ("stop", "length") and row["completion_tokens"] <= 12 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], "give one prompt"),
+        (["x", "--file", "p.jsonl"], "give one prompt"),
+        (["x", "--output", "a.jsonl"], "--output goes with --file"),
+        ([""], "the prompt is empty"),
+        (["x", "--raw", "--system", "y"], "--system needs a chat template"),
+        (["x", "--top-p", "2"], "top_p"),
+        (["--file", "missing.jsonl"], "cannot be read"),
+        (["x " * 600], "does not fit the target's context"),
+        (["x", "--spec-decode", "eagle"], "give --head"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    models: tuple[str, str], args: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*args, "--target", models[0]]) == 2
+    out, err = capsys.readouterr()
+    assert said in err
+    assert out == ""
+
+
+def test_an_output_that_exists_is_kept(models: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n')
+    (tmp_path / "a.jsonl").write_text("precious")
+    assert (
+        main(["--file", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "a.jsonl"), "--target", models[0]]) == 2
+    )
+    assert (tmp_path / "a.jsonl").read_text() == "precious"

@@ -1,0 +1,125 @@
+"""Flags of speculation: what they turn on, and what they refuse."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+
+import mlx.nn as nn
+import pytest
+
+import eagle_mlx as em
+from eagle_mlx.errors import ConfigError, EagleError
+from eagle_mlx.formats import save_eagle3
+from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, ThroughputPolicy
+from eagle_mlx.serve.speculation import Speculation, add_arguments, from_arguments, quantize
+from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+
+
+def parse(line: str) -> Speculation:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return from_arguments(parser.parse_args(["--target", "T", *shlex.split(line)]))[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "mode"),
+    [
+        ("", "none"),
+        ("--head H", "eagle"),
+        ("--eagle-head-path H", "eagle"),
+        ("--draft-model D", "draft"),
+        ("--head H --draft-model D", "eagle"),
+        ("--head H --spec-decode ngram", "ngram"),
+        ("--head H --spec-decode none", "none"),
+        ("--head H --num-draft-tokens 0", "none"),
+    ],
+)
+def test_what_is_given_decides_what_drafts(line: str, mode: str) -> None:
+    assert parse(line).chosen() == mode
+
+
+@pytest.mark.parametrize(
+    ("config", "flags"),
+    [
+        (
+            {"method": "eagle3", "model": "H", "num_speculative_tokens": 3},
+            "--spec-decode eagle --head H --num-draft-tokens 3",
+        ),
+        ({"method": "eagle", "model": "H"}, "--spec-decode eagle --head H"),
+        ({"method": "draft_model", "model": "D"}, "--spec-decode draft --draft-model D"),
+        (
+            {"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 2},
+            "--spec-decode ngram --ngram-max 5 --ngram-min 2",
+        ),
+    ],
+)
+def test_the_one_flag_form_says_the_same(config: dict[str, object], flags: str) -> None:
+    assert parse(f"--speculative-config {shlex.quote(json.dumps(config))}") == parse(flags)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--spec-decode draft", "--draft-model"),
+        ("--draft-model-quantize 4bit", "--draft-model"),
+        ("--num-speculative-tokens -1", "at least 0"),
+        ("--speculative-config '{'", "not JSON"),
+        ("--speculative-config '[]'", "must be an object"),
+        ("""--speculative-config '{"method": "medusa"}'""", "got 'medusa'"),
+        ("""--speculative-config '{"method": "ngram", "model": "x"}'""", "unknown key 'model'"),
+        ("""--speculative-config '{"method": "eagle3", "num_speculative_tokens": "3"}'""", "of type int"),
+        (
+            """--num-draft-tokens 2 --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'""",
+            "num_tokens",
+        ),
+        ("--no-adaptive-k", "--spec-policy acceptance-ema"),
+        ("--spec-policy fixed --acceptance-rate-threshold 0.2", "--spec-policy acceptance-ema"),
+    ],
+)
+def test_flags_that_cannot_be_meant_are_refused(line: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse(line)
+
+
+def test_policies() -> None:
+    assert isinstance(parse("").make_policy(), ThroughputPolicy)
+    assert parse("--spec-policy fixed --num-draft-tokens 3").make_policy() == FixedPolicy(3)
+    policy = parse(
+        "--spec-policy acceptance-ema --no-adaptive-k --no-dynamic-spec-decode --disable-by-batch-size 8 "
+        "--acceptance-rate-ema-alpha 0.2"
+    ).make_policy()
+    assert policy == AcceptancePolicy(4, alpha=0.2, threshold=0.0, disable_at_rows=8, adaptive=False)
+    with pytest.raises(ConfigError, match="alpha"):
+        parse("--spec-policy acceptance-ema --acceptance-rate-ema-alpha 2").make_policy()
+
+
+def test_each_mode_loads_what_drafts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    root = tmp_path_factory.mktemp("models")
+    tiny_target_folder(root / "draft")
+    target = em.load_target(root / "draft")
+    save_eagle3(tiny_head(target), root / "head", target_name="tiny")
+    assert Speculation().proposer(target) is None
+    ngram = Speculation(mode="ngram", ngram_max=5, ngram_min=2, prompt_lookup=False).proposer(target)
+    assert isinstance(ngram, em.NgramProposer)
+    assert (ngram.max_ngram, ngram.min_ngram, ngram.prompt_lookup) == (5, 2, False)
+    assert isinstance(Speculation(head=str(root / "head")).proposer(target), em.HeadProposer)
+    draft = Speculation(draft_model=str(root / "draft"), draft_bits="8bit").proposer(target)
+    assert isinstance(draft, em.DraftModelProposer)
+    draft.bind(target)
+    with pytest.raises(ConfigError, match="needs a head"):
+        Speculation(mode="eagle").proposer(target)
+    with pytest.raises(EagleError, match="nowhere"):
+        Speculation(draft_model="nowhere").proposer(target)
+
+
+def test_quantising_leaves_what_does_not_fit() -> None:
+    target = tiny_target(hidden=64)
+    quantize(target.model, "4bit")
+    kinds = {type(module) for _, module in target.model.named_modules()}
+    assert nn.QuantizedLinear in kinds
+    assert em.Engine(tiny_target(hidden=64), em.DraftModelProposer(em.Target(target.model))).generate([[1, 2, 3]])
+    odd = tiny_target(hidden=32)
+    quantize(odd.model, "4bit")
+    assert type(odd.model.model.layers[0].self_attn.q_proj) is nn.Linear
