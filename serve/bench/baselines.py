@@ -12,6 +12,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling import SamplingParams
 from eagle_mlx.target import Target
 
+from ..speculation import PolicyName
 from .continuation import Continuation
 
 
@@ -21,6 +22,7 @@ class MlxLmMode:
     name: Literal["mlx-lm", "mlx-lm-draft"] = "mlx-lm"
     batch = 1
     depth = 0
+    policy: PolicyName = "fixed"
 
     def __init__(self, target: Target):
         if target.tokenizer is None:
@@ -72,6 +74,7 @@ class MlxLmBatchMode:
 
     name: Literal["mlx-lm-batch"] = "mlx-lm-batch"
     depth = 0
+    policy: PolicyName = "fixed"
 
     def __init__(self, target: Target, batch: int):
         if target.tokenizer is None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import cast
+from typing import cast, get_args
 
 from eagle_mlx import blas
 from eagle_mlx.errors import ConfigError, EagleError
@@ -16,6 +16,7 @@ from eagle_mlx.target import Target, load_target
 
 from ..defaults import embedded
 from ..prompts import encode, read_prompts
+from ..speculation import PolicyName
 from . import report
 from .costs import measure_costs
 from .identity import tolerance_for
@@ -64,6 +65,13 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--batch", type=_positive, nargs="+", default=[1], metavar="N", help="rows at once (default 1)")
     what.add_argument(
         "--depth", type=_positive, nargs="+", default=[4], metavar="K", help="draft tokens a round (default 4)"
+    )
+    what.add_argument(
+        "--policy",
+        nargs="+",
+        choices=get_args(PolicyName),
+        default=["fixed"],
+        help="what decides how many of K are drafted (default fixed: all)",
     )
     what.add_argument(
         "--temperature", type=float, nargs="+", default=[plan.temperature], metavar="T", help="default 0, greedy"
@@ -120,7 +128,7 @@ def _bench(args: argparse.Namespace) -> int:
         print(f"draft model: {draft.name}")
     runs: list[Run] = []
     for plan in plans:
-        ways = build_modes(Models(target, head, draft), modes, args.batch, args.depth)
+        ways = build_modes(Models(target, head, draft), modes, args.batch, args.depth, args.policy)
         runs += measure(target, ways, prompts, plan, progress=not args.quiet)
     tolerance = tolerance_for(target) if args.tolerance is None else args.tolerance
     print(f"\n{report.table(runs)}\n\n{report.footnote(runs, args.max_tokens, tolerance)}")

@@ -56,6 +56,8 @@ class Run:
     mode: str
     batch: int
     depth: int
+    policy: str
+    """How many of `depth` tokens are drafted: `fixed` for all."""
     temperature: float
     tokens_per_second: float
     """Generated tokens over wall time, reading the prompts included; median over the repeats."""
@@ -234,6 +236,7 @@ def _figures(
         mode=tally.mode.name,
         batch=tally.mode.batch,
         depth=tally.mode.depth,
+        policy=tally.mode.policy,
         temperature=plan.temperature,
         tokens_per_second=median(rates),
         decode_tokens_per_second=median(tally.decode_rates(kept)),

@@ -11,7 +11,6 @@ import mlx.core as mx
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.eagle3 import Eagle3Head
-from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
@@ -19,6 +18,7 @@ from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.sampling import SamplingParams
 from eagle_mlx.target import Target
 
+from ..speculation import PolicyName, Speculation
 from .baselines import MlxLmBatchMode, MlxLmDraftMode, MlxLmMode
 from .continuation import Continuation
 
@@ -40,6 +40,9 @@ class Mode(Protocol):
     @property
     def depth(self) -> int: ...
 
+    @property
+    def policy(self) -> PolicyName: ...
+
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Continuation]:
         """Decode token-id prompts to their ends, in order."""
 
@@ -48,11 +51,20 @@ class Mode(Protocol):
 
 
 class EngineMode:
-    """The engine, plain or with a proposer that drafts `depth` tokens a round."""
+    """The engine, plain or with a proposer that drafts `depth` tokens a round, or fewer by a policy that adapts."""
 
-    def __init__(self, name: ModeName, target: Target, batch: int, depth: int = 0, proposer: Proposer | None = None):
-        self.name, self.batch, self.depth = name, batch, depth
-        self._engine = Engine(target, proposer, FixedPolicy(depth), max_batch=batch)
+    def __init__(
+        self,
+        name: ModeName,
+        target: Target,
+        batch: int,
+        depth: int = 0,
+        proposer: Proposer | None = None,
+        policy: PolicyName = "fixed",
+    ):
+        self.name, self.batch, self.depth, self.policy = name, batch, depth, policy
+        rule = Speculation(num_tokens=depth, policy=policy).make_policy()
+        self._engine = Engine(target, proposer, rule, max_batch=batch)
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Continuation]:
         return [
@@ -89,8 +101,14 @@ class Models:
         raise ConfigError(f"mode {name} needs {NEEDS[name]}; give it, or leave {name} out of --modes")
 
 
-def build_modes(models: Models, names: Sequence[ModeName], batches: Sequence[int], depths: Sequence[int]) -> list[Mode]:
-    """Every mode asked for, at every batch size and, where it drafts, at every depth.
+def build_modes(
+    models: Models,
+    names: Sequence[ModeName],
+    batches: Sequence[int],
+    depths: Sequence[int],
+    policies: Sequence[PolicyName] = ("fixed",),
+) -> list[Mode]:
+    """Every mode asked for, at every batch size and, where the engine drafts, at every depth and by every policy.
 
     mlx-lm and mlx-lm-draft decode one prompt at a time whatever the batch. Raises ConfigError for a mode whose model is
     missing, HeadError or TargetError where it does not fit the target.
@@ -108,9 +126,10 @@ def build_modes(models: Models, names: Sequence[ModeName], batches: Sequence[int
         if "plain" in names:
             modes.append(EngineMode("plain", target, batch))
         modes += [
-            EngineMode(name, target, batch, depth, models.proposer(name))
+            EngineMode(name, target, batch, depth, models.proposer(name), policy)
             for depth in depths
             for name in DRAFTING
             if name in names
+            for policy in policies
         ]
     return modes

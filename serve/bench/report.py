@@ -16,6 +16,7 @@ _HEADINGS = (
     "mode",
     "batch",
     "depth",
+    "policy",
     "temp",
     "tokens/s",
     "decode",
@@ -129,6 +130,7 @@ def _cells(run: Run) -> tuple[str, ...]:
         run.mode,
         str(run.batch),
         str(run.depth) if run.depth else "-",
+        run.policy if run.depth else "-",
         f"{run.temperature:g}",
         f"{run.tokens_per_second:.1f}",
         f"{run.decode_tokens_per_second:.1f}",
@@ -148,13 +150,15 @@ def _identity(run: Run) -> str:
 
 
 def _align(cell: str, widths: Sequence[int], column: int) -> str:
-    return cell.rjust(widths[column]) if 1 <= column <= 8 else cell.ljust(widths[column])
+    return cell.rjust(widths[column]) if 1 <= column <= 9 else cell.ljust(widths[column])
 
 
 def _label(run: Run) -> str:
     parts = [run.mode]
     if run.depth:
         parts.append(f"depth {run.depth}")
+    if run.policy != "fixed":
+        parts.append(run.policy)
     if run.batch > 1:
         parts.append(f"batch {run.batch}")
     if run.temperature:

@@ -180,6 +180,15 @@ def test_all_modes_say_the_same_greedily() -> None:
     assert all(run.acceptance_length == 1.0 for run in runs if run.mode in ("mlx-lm", "mlx-lm-batch", "plain"))
 
 
+def test_policies_change_the_speed_alone() -> None:
+    target = tiny_target(tokenizer=True)
+    modes = build_modes(Models(target), ["mlx-lm", "ngram"], [2], [3], ["fixed", "throughput", "acceptance-ema"])
+    runs = measure(target, modes, PROMPTS, Plan(max_tokens=12, repeats=1, least_distinct=0.0), progress=False)
+    assert [run.policy for run in runs[1:]] == ["fixed", "throughput", "acceptance-ema"]
+    assert all(run.identical for run in runs)
+    assert "throughput" in report.table(runs)
+
+
 def test_seeded_sampling_is_compared_with_the_plain_engine() -> None:
     for run in tiny_runs(temperature=1.0, batches=(2,)):
         assert run.identical is (None if run.mode.startswith("mlx-lm") else True), run
@@ -240,7 +249,7 @@ def test_eagle_needs_a_head() -> None:
 # Reports
 
 
-RUN = Run("eagle", 2, 4, 0.7, 151.26, 170.0, 1.624, 1.2, 2.75, [0.8, 0.5], True, 9, 1, 8, 2, 800, 5.3)
+RUN = Run("eagle", 2, 4, "fixed", 0.7, 151.26, 170.0, 1.624, 1.2, 2.75, [0.8, 0.5], True, 9, 1, 8, 2, 800, 5.3)
 
 
 def test_table_shows_every_figure() -> None:
@@ -249,7 +258,7 @@ def test_table_shows_every_figure() -> None:
     assert head.split()[:3] == ["mode", "batch", "depth"]
     for cell in ("eagle", "151.3", "170.0", "1.62", "1.20", "2.75", "0.80 0.50", "yes 9/10 ~1"):
         assert cell in eagle
-    assert plain.split() == ["mlx-lm", "2", "-", "0.7", "151.3", "170.0", "1.62", "1.20", "2.75", "-", "-"]
+    assert plain.split() == ["mlx-lm", "2", "-", "-", "0.7", "151.3", "170.0", "1.62", "1.20", "2.75", "-", "-"]
     assert "NO 9/10" in report.table([replace(RUN, identical=False)])
     assert "2 more left out" in report.footnote([RUN], 128, 1e-3)
 
