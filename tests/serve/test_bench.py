@@ -13,7 +13,7 @@ import pytest
 from eagle_mlx.errors import ConfigError, OutputError, PromptError
 from eagle_mlx.formats import save_eagle3
 from eagle_mlx.loops import distinct_ratio
-from eagle_mlx.sampling import SamplingParams
+from eagle_mlx.params import SamplingParams
 from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.cli import main
 from eagle_mlx.serve.bench.costs import measure_costs
