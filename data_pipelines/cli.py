@@ -19,7 +19,7 @@ from eagle_mlx.folders import check_free
 from eagle_mlx.heads.eagle3 import default_aux_layers
 from eagle_mlx.lanes import tune_process
 from eagle_mlx.loops import LEAST_DISTINCT
-from eagle_mlx.sampling import SamplingParams
+from eagle_mlx.params import SamplingParams
 from eagle_mlx.shards import MANIFEST, ShardReader, bytes_per_token
 from eagle_mlx.target import Target, load_target
 

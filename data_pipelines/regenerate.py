@@ -12,7 +12,7 @@ from tqdm import tqdm
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError
 from eagle_mlx.loops import is_loop
-from eagle_mlx.sampling import SamplingParams
+from eagle_mlx.params import SamplingParams
 
 from .conversation import Conversation, Message
 

@@ -3,63 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, without_row
+from eagle_mlx.logprobs import Logprobs
+from eagle_mlx.processors import Processors
 from eagle_mlx.proposers.base import Draft, Observation, Proposer, ProposerState
-from eagle_mlx.sampling import SamplingBatch, SamplingParams
+from eagle_mlx.row import Row
+from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Target
 from eagle_mlx.verify import verify
-
-
-@dataclass
-class Row:
-    """One request while it decodes."""
-
-    index: int
-    """Its place among the requests of the engine."""
-    prompt: list[int]
-    params: SamplingParams
-    seed: int
-    limit: int
-    """Tokens that it may emit."""
-    stop_ids: frozenset[int]
-    tokens: list[int] = field(default_factory=list)
-    rounds: int = 0
-    drafted_by_position: list[int] = field(default_factory=list)
-    accepted_by_position: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-
-    @property
-    def length(self) -> int:
-        """Tokens in the caches: all but the newest."""
-        return len(self.prompt) + len(self.tokens) - 1
-
-    def take(self, tokens: Sequence[int], drafted: int) -> None:
-        """Take a round's tokens in order, up to the first that ends the row; count only what was taken."""
-        self.rounds += 1
-        taken = 0
-        for token in tokens:
-            self.tokens.append(token)
-            taken += 1
-            if token in self.stop_ids:
-                self.finish_reason = "stop"
-            elif len(self.tokens) >= self.limit:
-                self.finish_reason = "length"
-            if self.finish_reason:
-                break
-        self._count(drafted, min(taken, len(tokens) - 1))
-
-    def _count(self, drafted: int, accepted: int) -> None:
-        new = max(0, drafted - len(self.drafted_by_position))
-        self.drafted_by_position += [0] * new
-        self.accepted_by_position += [0] * new
-        for position in range(drafted):
-            self.drafted_by_position[position] += 1
-            self.accepted_by_position[position] += position < accepted
 
 
 @dataclass(frozen=True)
@@ -70,9 +26,18 @@ class Round:
     """Draft tokens that were asked for each row."""
     answer: mx.array
     """[B, k + 3] int32: the accepted count, the draft's length, and the k + 1 tokens of the verdict."""
+    logprobs: Logprobs | None
     aux: tuple[mx.array, ...]
-    lengths_before: tuple[int, bool, mx.array | None]
-    last_before: mx.array
+    before: _Before
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What a round changed on the device, as it was."""
+
+    lengths: tuple[int, bool, mx.array | None]
+    last: mx.array
+    counts: mx.array | None
 
 
 class Batch:
@@ -88,7 +53,14 @@ class Batch:
         """[B, 1] int32, the newest token of each row, which the caches do not hold yet."""
 
     def _arrange(self) -> None:
+        """Gather what the rows ask for; they have joined or left, and no round is under way."""
         self.sampling = SamplingBatch.of([row.params for row in self.rows], [row.seed for row in self.rows])
+        self.processors = Processors.of(self.rows, self.target.vocab_size)
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether a plain round can be launched before the one in front of it is read."""
+        return self.processors is None or not self.processors.on_host
 
     def prefill(self, chunk: int) -> None:
         """Read all of each prompt but its last token, `chunk` positions at a time."""
@@ -110,21 +82,25 @@ class Batch:
 
     def launch(self, depth: int) -> Round:
         """Start a round on the device: draft, verify, move the lengths. Nothing is waited for."""
-        before = self.cache.lengths.save(), self.last
+        before = _Before(self.cache.lengths.save(), self.last, self.processors.save() if self.processors else None)
         depth = max(0, min(depth, max(self._room()))) if self.state is not None else 0
         draft = self._draft(depth)
         tokens = mx.concatenate([self.last, draft.tokens], axis=1)
         width = tokens.shape[1]
         out = self.target.forward(tokens, self.cache, self.proposer.aux_layers if self.proposer else ())
-        verdict = verify(out.logits, draft.tokens, draft.lengths, draft.probs, self.sampling, self._positions(width))
+        logits = self.processors.apply(out.logits, draft) if self.processors else out.logits
+        verdict = verify(logits, draft.tokens, draft.lengths, draft.probs, self.sampling, self._positions(width))
+        logprobs = Logprobs.of(self.rows, out.logits, verdict.tokens)
         self.last = mx.take_along_axis(verdict.tokens, verdict.accepted[:, None], axis=1)
         if width == 1:
             self.cache.lengths.advance(1)
         else:
             self.cache.lengths.advance(verdict.accepted + 1, at_most=width)
+        if self.processors:
+            self.processors.commit(verdict)
         answer = mx.concatenate([verdict.accepted[:, None], draft.lengths[:, None], verdict.tokens], axis=1)
-        mx.async_eval(answer, self.last, *out.aux)
-        return Round(depth, answer, out.aux, *before)
+        mx.async_eval(answer, self.last, *out.aux, *(logprobs.arrays if logprobs else ()))
+        return Round(depth, answer, logprobs, out.aux, before)
 
     def _room(self) -> list[int]:
         """Draft tokens that each row has a use for."""
@@ -149,11 +125,11 @@ class Batch:
 
         Returns each row's draft tokens and how many of them the verify kept.
         """
-        emitted = []
         answers = cast(list[list[int]], landed.answer.tolist())
-        for row, (accepted, drafted, *tokens) in zip(self.rows, answers, strict=True):
-            emitted.append(tokens[: accepted + 1])
-            row.take(emitted[-1], drafted)
+        emitted = [tokens[: accepted + 1] for accepted, _, *tokens in answers]
+        logprobs = landed.logprobs.read(emitted) if landed.logprobs else {}
+        for index, (row, (_, drafted, *_)) in enumerate(zip(self.rows, answers, strict=True)):
+            row.take(emitted[index], drafted, logprobs.get(index, ()))
         if landed.answer.shape[1] > 3:
             self.cache.lengths.settle([row.length for row in self.rows])
         if self.state is not None and not all(row.finish_reason for row in self.rows):
@@ -162,8 +138,10 @@ class Batch:
 
     def cancel(self, launched: Round) -> None:
         """Forget a round that was launched and is not wanted."""
-        self.cache.lengths.restore(launched.lengths_before)
-        self.last = launched.last_before
+        self.cache.lengths.restore(launched.before.lengths)
+        self.last = launched.before.last
+        if self.processors:
+            self.processors.restore(launched.before.counts)
 
     def append(self, other: Batch) -> None:
         """Another batch's rows join behind this one's."""

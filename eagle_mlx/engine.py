@@ -11,12 +11,13 @@ from typing import cast
 
 from tqdm import tqdm
 
-from eagle_mlx.batch import Batch, Round, Row
+from eagle_mlx.batch import Batch, Round
 from eagle_mlx.cache import check_cacheable
 from eagle_mlx.errors import ConfigError, PromptError
+from eagle_mlx.params import SamplingParams
 from eagle_mlx.policy import Policy, ThroughputPolicy
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.sampling import SamplingParams
+from eagle_mlx.row import Row, StopStrings, TokenLogprob
 from eagle_mlx.target import Target
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -29,7 +30,7 @@ class Output:
 
     text: str
     tokens: list[int]
-    """With the stop token, where one was emitted."""
+    """With the stop token, or the one that completed a stop string, where one was emitted."""
     finish_reason: str
     """`stop` or `length`."""
     prompt_tokens: int
@@ -42,6 +43,8 @@ class Output:
     """Rounds in which a draft token stood at each position."""
     accepted_by_position: list[int]
     """Rounds in which the draft token at each position was accepted."""
+    logprobs: list[TokenLogprob] | None = None
+    """One for each of the tokens, where the request asked."""
 
     @property
     def acceptance_length(self) -> float:
@@ -98,7 +101,8 @@ class Engine:
     ) -> list[Output]:
         """Decode all prompts to their ends; the outputs come in the order of the prompts.
 
-        Raises PromptError for a prompt that is empty or longer than the target's context, before anything is decoded.
+        Raises PromptError for a prompt that is empty or longer than the target's context, or params that the target
+        cannot serve, before anything is decoded.
         """
         each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
@@ -186,7 +190,7 @@ class Engine:
 
     def _may_run_ahead(self) -> bool:
         """Whether the next round is sure to be plain and wanted, so that it can start before this one is read."""
-        if self._batch is None or self._waiting or self._depth() > 0:
+        if self._batch is None or self._waiting or not self._batch.may_run_ahead or self._depth() > 0:
             return False
         return all(len(row.tokens) + 1 < row.limit for row in self._batch.rows)
 
@@ -216,10 +220,24 @@ class Engine:
             )
         if not (0 <= min(tokens) and max(tokens) < self.target.vocab_size):
             raise PromptError(f"a prompt holds a token id outside the target's vocabulary of {self.target.vocab_size}")
-        stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.target.eos_token_ids)
+        if max(params.logit_bias, default=0) >= self.target.vocab_size:
+            raise PromptError(
+                f"logit_bias names a token id outside the target's vocabulary of {self.target.vocab_size}"
+            )
         seed = secrets.randbits(63) if params.seed is None else params.seed
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.target.eos_token_ids)
+        limit = min(params.max_tokens, context - len(tokens))
+        stops = self._stops(params)
+        grammar = params.grammar() if params.grammar else None
         self._added += 1
-        return Row(self._added, tokens, params, seed, min(params.max_tokens, context - len(tokens)), stop)
+        return Row(self._added, tokens, params, seed, limit, stop_ids, stops, grammar)
+
+    def _stops(self, params: SamplingParams) -> StopStrings | None:
+        if not params.stop:
+            return None
+        if self.target.tokenizer is None:
+            raise PromptError("this target has no tokenizer; give stop_token_ids instead of stop")
+        return StopStrings(params.stop, self.target.tokenizer)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
@@ -233,9 +251,10 @@ class Engine:
 
     def _output(self, row: Row) -> Output:
         tokenizer, tokens = self.target.tokenizer, row.tokens
-        shown = tokens[:-1] if row.finish_reason == "stop" else tokens
+        shown = tokens[:-1] if tokens and tokens[-1] in row.stop_ids else tokens
+        text = tokenizer.decode(shown) if tokenizer is not None else ""
         return Output(
-            text=tokenizer.decode(shown) if tokenizer is not None else "",
+            text=row.stops.cut(text) if row.stops else text,
             tokens=tokens,
             finish_reason=row.finish_reason or "length",
             prompt_tokens=len(row.prompt),
@@ -244,4 +263,5 @@ class Engine:
             accepted=sum(row.accepted_by_position),
             drafted_by_position=row.drafted_by_position,
             accepted_by_position=row.accepted_by_position,
+            logprobs=row.logprobs if row.params.wants_logprobs else None,
         )

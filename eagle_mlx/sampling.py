@@ -1,4 +1,4 @@
-"""Sampling parameters, the distribution that they define, and noise that depends on (seed, position) alone."""
+"""The distribution that sampling parameters define, and noise that depends on (seed, position) alone."""
 
 from __future__ import annotations
 
@@ -7,77 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
-from typing import Literal, get_args
 
 import mlx.core as mx
 import numpy as np
 
-from eagle_mlx.errors import ConfigError
-
-Acceptance = Literal["auto", "coupled", "rejection"]
-Rule = Literal["greedy", "coupled", "rejection"]
-
-COLDEST = 1e-5
-"""Temperatures below this one are greedy: dividing by them would leave the range of float32."""
+from eagle_mlx.params import Rule, SamplingParams
 
 _OFF = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one request wants its tokens drawn. Raises ConfigError, with the field's name, for a value out of range.
-
-    Filters apply in the order temperature, top_k, top_p, min_p, each to what the one before it left; tokens that tie
-    with the last one kept are kept too.
-    """
-
-    temperature: float = 0.0
-    """0 is greedy: the argmax over the whole vocabulary."""
-    top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all, 1 is greedy."""
-    top_p: float = 1.0
-    """Keep the fewest most likely tokens whose probabilities reach this sum; 1 keeps all."""
-    min_p: float = 0.0
-    """Keep the tokens at least this fraction as likely as the likeliest; 0 keeps all."""
-    seed: int | None = None
-    """With coupled acceptance the same seed gives the same tokens, in any company and at any draft length."""
-    max_tokens: int = 256
-    """Tokens to generate at most."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the text, beside the model's own end-of-sequence tokens."""
-    acceptance: Acceptance = "auto"
-    """How drafts are accepted when sampling; auto: coupled with a seed, rejection without. Both are lossless."""
-    ignore_eos: bool = False
-    """Generate on after an end-of-sequence token."""
-
-    def __post_init__(self) -> None:
-        _require("temperature", self.temperature, float, 0, 1e6, "a number from 0 (greedy) to 1e6")
-        _require("top_k", self.top_k, int, 0, _OFF, "an integer of at least 0 (0 keeps all)")
-        _require("top_p", self.top_p, float, math.ulp(0), 1, "a number above 0 and at most 1 (1 keeps all)")
-        _require("min_p", self.min_p, float, 0, 1, "a number from 0 (keeps all) to 1")
-        _require("max_tokens", self.max_tokens, int, 1, math.inf, "an integer of at least 1")
-        if self.seed is not None:
-            _require("seed", self.seed, int, -(2**63), 2**64 - 1, "an integer of 64 bits, or None")
-        for token in self.stop_token_ids:
-            _require("stop_token_ids", token, int, 0, _OFF, "token ids, integers of at least 0")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if self.acceptance not in get_args(Acceptance):
-            raise ConfigError(f"acceptance must be one of {', '.join(get_args(Acceptance))}; got {self.acceptance!r}")
-
-    @property
-    def rule(self) -> Rule:
-        """The rule by which this request's drafts are accepted."""
-        if self.temperature < COLDEST or self.top_k == 1:
-            return "greedy"
-        if self.acceptance == "auto":
-            return "rejection" if self.seed is None else "coupled"
-        return self.acceptance
-
-
-def _require(name: str, value: float, kind: type[int] | type[float], least: float, most: float, meaning: str) -> None:
-    kinds = (int,) if kind is int else (int, float)
-    if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= most:
-        raise ConfigError(f"{name} must be {meaning}; got {value!r}")
 
 
 class Stream(IntEnum):

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from eagle_mlx.engine import Engine, Output, Prompt
 from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.loops import is_loop
+from eagle_mlx.params import SamplingParams
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.head import HeadProposer
-from eagle_mlx.sampling import SamplingParams
 from eagle_mlx.target import Target
 
 

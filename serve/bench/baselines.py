@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx_lm
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.sampling import SamplingParams
+from eagle_mlx.params import SamplingParams
 from eagle_mlx.target import Target
 
 from ..speculation import PolicyName

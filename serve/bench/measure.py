@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.loops import LEAST_DISTINCT, is_loop
-from eagle_mlx.sampling import SamplingParams
+from eagle_mlx.params import SamplingParams
 from eagle_mlx.target import Target
 
 from .baselines import MlxLmMode

@@ -11,11 +11,11 @@ import mlx.core as mx
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.params import SamplingParams
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.ngram import NgramProposer
-from eagle_mlx.sampling import SamplingParams
 from eagle_mlx.target import Target
 
 from ..speculation import PolicyName, Speculation

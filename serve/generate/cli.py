@@ -14,7 +14,7 @@ from eagle_mlx import blas
 from eagle_mlx.engine import Engine, Output
 from eagle_mlx.engine import Prompt as EnginePrompt
 from eagle_mlx.errors import EagleError, OutputError, PromptError
-from eagle_mlx.sampling import SamplingParams
+from eagle_mlx.params import SamplingParams
 from eagle_mlx.target import Target, load_target
 
 from ..prompts import encode, read_prompts

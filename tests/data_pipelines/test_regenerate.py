@@ -8,7 +8,7 @@ from eagle_mlx.data_pipelines import Conversation, Message, RegenerateReport, re
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError
 from eagle_mlx.loops import distinct_ratio
-from eagle_mlx.sampling import SamplingParams
+from eagle_mlx.params import SamplingParams
 from eagle_mlx.target import Target
 from tests.fakes import tiny_target
 

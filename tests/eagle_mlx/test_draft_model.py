@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 import eagle_mlx as em
 from eagle_mlx.errors import TargetError
+from eagle_mlx.params import SamplingParams
 from eagle_mlx.proposers.base import Observation
-from eagle_mlx.sampling import SamplingBatch, SamplingParams, draft_sample
+from eagle_mlx.sampling import SamplingBatch, draft_sample
 from tests.fakes import tiny_target
 
 TARGET, DRAFT = tiny_target(), tiny_target(seed=1, layers=2)

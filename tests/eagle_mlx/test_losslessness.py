@@ -15,7 +15,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from eagle_mlx.sampling import SamplingBatch, SamplingParams, Stream, distribution, draft_sample, gumbel, sample
+from eagle_mlx.params import SamplingParams
+from eagle_mlx.sampling import SamplingBatch, Stream, distribution, draft_sample, gumbel, sample
 from eagle_mlx.verify import Verdict, match, rejection, verify
 
 Array = np.ndarray[Any, Any]

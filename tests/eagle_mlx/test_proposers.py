@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 import eagle_mlx as em
 from eagle_mlx.errors import ConfigError, HeadError
+from eagle_mlx.params import SamplingParams
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.proposers.ngram import NgramIndex
-from eagle_mlx.sampling import SamplingBatch, SamplingParams, draft_sample
+from eagle_mlx.sampling import SamplingBatch, draft_sample
 from tests.fakes import tiny_head, tiny_target
 
 TARGET = tiny_target()

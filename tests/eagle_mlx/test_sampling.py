@@ -11,9 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.params import SamplingParams
 from eagle_mlx.sampling import (
     SamplingBatch,
-    SamplingParams,
     Stream,
     distribution,
     draft_sample,
@@ -67,11 +67,31 @@ def probs_of(probabilities: list[float], params: SamplingParams) -> list[float]:
         ("max_tokens", 0),
         ("stop_token_ids", (3, -1)),
         ("acceptance", "lossy"),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", math.nan),
+        ("presence_penalty", math.inf),
+        ("frequency_penalty", "much"),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"5": 1.0}),
+        ("logit_bias", {5: math.nan}),
+        ("logits_processors", ["no callable"]),
+        ("grammar", 3),
+        ("stop", ("a", "")),
+        ("stop", (3,)),
+        ("top_logprobs", 21),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_the_field_s_name(field: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"^{field} must be .*; got"):
+    with pytest.raises(ConfigError, match=rf"^{field}( must be .*; got|.* must be callables)|grammar one"):
         SamplingParams(**{field: value})
+
+
+def test_params_are_plain_values() -> None:
+    params = SamplingParams(stop="end", logit_bias={3: 1}, stop_token_ids=[4])  # type: ignore[arg-type]
+    assert (params.stop, params.stop_token_ids) == (("end",), (4,))
+    assert hash(params) == hash(replace(params))
+    assert params == replace(params)
+    assert params != replace(params, logit_bias={})
 
 
 @pytest.mark.parametrize(

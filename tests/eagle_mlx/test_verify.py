@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.sampling import SamplingBatch, SamplingParams, draft_sample, sample
+from eagle_mlx.params import SamplingParams
+from eagle_mlx.sampling import SamplingBatch, draft_sample, sample
 from eagle_mlx.verify import Verdict, match, rejection, verify
 
 Array = np.ndarray[Any, Any]

@@ -13,7 +13,7 @@ import pytest
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.formats import save_eagle3
 from eagle_mlx.loops import distinct_ratio
-from eagle_mlx.sampling import SamplingParams
+from eagle_mlx.params import SamplingParams
 from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.cli import main
 from eagle_mlx.serve.bench.continuation import Continuation, acceptance_by_position, acceptance_length

@@ -1,0 +1,69 @@
+"""The target's own log probabilities of the tokens that are emitted, for the rows that ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import mlx.core as mx
+
+from eagle_mlx.row import Row, TokenLogprob
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Of M rows of a verify, on the device."""
+
+    rows: list[int]
+    """Their places in the batch."""
+    tops: list[int]
+    """How many of the likeliest tokens each of them wants."""
+    chosen: mx.array
+    """[M, n+1] float32, of the verdict's tokens."""
+    ids: mx.array
+    """[M, n+1, K] int32, the likeliest tokens, the likeliest first."""
+    values: mx.array
+    """[M, n+1, K] float32"""
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        return self.chosen, self.ids, self.values
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], logits: mx.array, tokens: mx.array) -> Logprobs | None:
+        """logits: [B, n+1, V], the target's own; tokens: [B, n+1] int32. None where no row asks."""
+        places = [index for index, row in enumerate(rows) if row.params.wants_logprobs]
+        if not places:
+            return None
+        if len(places) < len(rows):
+            logits, tokens = logits[mx.array(places)], tokens[mx.array(places)]
+        tops = [rows[index].params.top_logprobs for index in places]
+        logits = logits.astype(mx.float32)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        chosen = mx.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
+        return cls(places, tops, chosen, *_likeliest(logprobs, min(max(tops), logits.shape[-1])))
+
+    def read(self, tokens: Sequence[Sequence[int]]) -> dict[int, list[TokenLogprob]]:
+        """Wait for them: by place in the batch, one for each token that the row emits. tokens: row by row."""
+        chosen = cast(list[list[float]], self.chosen.tolist())
+        ids = cast(list[list[list[int]]], self.ids.tolist())
+        values = cast(list[list[list[float]]], self.values.tolist())
+        return {
+            row: [
+                TokenLogprob(token, chosen[m][i], tuple(zip(ids[m][i][:top], values[m][i][:top], strict=True)))
+                for i, token in enumerate(tokens[row])
+            ]
+            for m, (row, top) in enumerate(zip(self.rows, self.tops, strict=True))
+        }
+
+
+def _likeliest(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:
+    """The ids [..., count] int32 and values of the largest entries, the largest first. logprobs: [..., V]."""
+    if not count:
+        none = mx.zeros((*logprobs.shape[:-1], 0))
+        return none.astype(mx.int32), none
+    ids = mx.argpartition(-logprobs, count - 1, axis=-1)[..., :count]
+    values = mx.take_along_axis(logprobs, ids, axis=-1)
+    order = mx.argsort(-values, axis=-1)
+    return mx.take_along_axis(ids, order, axis=-1).astype(mx.int32), mx.take_along_axis(values, order, axis=-1)

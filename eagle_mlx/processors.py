@@ -1,0 +1,178 @@
+"""What rows ask to be done to the target's logits before a token is drawn: penalties, bias, callables, grammars.
+
+Every position of a verify is treated as plain decoding would treat it: with the text up to there, the draft tokens
+before it included. Position 0 follows the row's newest token, position i the i-th draft token. A batch in which no
+row asks for anything has no `Processors`, and the rows that do not ask are not touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import mlx.core as mx
+import numpy as np
+
+from eagle_mlx.params import Grammar
+from eagle_mlx.proposers.base import Draft
+from eagle_mlx.row import Row
+from eagle_mlx.verify import Verdict
+
+
+class Processors:
+    """Of one batch, in its present arrangement of rows."""
+
+    def __init__(self, rows: Sequence[Row], vocab: int):
+        self.penalties = Penalties.of(rows, vocab)
+        self.biased, self.bias = _dense_bias(rows, vocab)
+        self.on_host = [index for index, row in enumerate(rows) if row.params.needs_host]
+        """The rows whose processors run on the host, which must read the draft for them."""
+        self._rows = [rows[index] for index in self.on_host]
+        self._count = len(rows)
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], vocab: int) -> Processors | None:
+        """None where no row asks for any."""
+        asking = (row.params.penalizes or row.params.logit_bias or row.params.needs_host for row in rows)
+        return cls(rows, vocab) if any(asking) else None
+
+    def apply(self, logits: mx.array, draft: Draft) -> mx.array:
+        """logits: [B, n+1, V]. Returns them as each row wants them, [B, n+1, V] float32."""
+        drafts = self._read(draft, logits) if self.on_host else []
+        logits = logits.astype(mx.float32)
+        if self.penalties is not None:
+            penalties, tokens = self.penalties, draft.tokens[self.penalties.rows]
+            logits = self._on(penalties.rows, logits, lambda x: penalties.apply(x, tokens))
+        if self.biased.size:
+            logits = self._on(self.biased, logits, lambda x: x + self.bias)
+        if self.on_host:
+            logits = self._on(mx.array(self.on_host), logits, lambda x: _on_host(x, self._rows, drafts))
+        return logits
+
+    def _read(self, draft: Draft, logits: mx.array) -> list[list[int]]:
+        """The drafts of the host's rows; the device goes on with the target's forward while the host works on them."""
+        listed = mx.concatenate([draft.lengths[:, None], draft.tokens], axis=1)[mx.array(self.on_host)]
+        mx.async_eval(listed)
+        mx.async_eval(logits)
+        return [tokens[:length] for length, *tokens in cast(list[list[int]], listed.tolist())]
+
+    def commit(self, verdict: Verdict) -> None:
+        """Count the tokens that a verify emits, on the device."""
+        if self.penalties is not None:
+            rows = self.penalties.rows
+            self.penalties.add(verdict.tokens[rows], verdict.accepted[rows])
+
+    def save(self) -> mx.array | None:
+        return None if self.penalties is None else self.penalties.counts
+
+    def restore(self, saved: mx.array | None) -> None:
+        """Back to a saved state, before a round that is not wanted."""
+        if self.penalties is not None and saved is not None:
+            self.penalties.counts = saved
+
+    def _on(self, rows: mx.array, logits: mx.array, change: Callable[[mx.array], mx.array]) -> mx.array:
+        """The logits with some rows changed."""
+        if rows.size == self._count:
+            return change(logits)
+        changed = change(logits[rows])
+        out = logits + 0  # an array of our own to write into
+        out[rows] = changed
+        return out
+
+
+class Penalties:
+    """Repetition, presence and frequency penalties of the rows that have any, from counts kept on the device."""
+
+    def __init__(self, rows: mx.array, strengths: mx.array, prompts: mx.array, counts: mx.array):
+        self.rows = rows
+        """[M] int32, their places in the batch."""
+        self.repetition, self.presence, self.frequency = strengths[:, :, None, None]
+        """Each [M, 1, 1] float32."""
+        self.prompts = prompts
+        """[M, V] bool, the tokens of the prompts."""
+        self.counts = counts
+        """[M, V] int32, how often each token is in the generated text."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], vocab: int) -> Penalties | None:
+        places = [index for index, row in enumerate(rows) if row.params.penalizes]
+        if not places:
+            return None
+        params = [rows[index].params for index in places]
+        strengths = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params]
+        prompts = [np.bincount(rows[index].prompt, minlength=vocab) > 0 for index in places]
+        counts = [np.bincount(rows[index].tokens, minlength=vocab) for index in places]
+        return cls(
+            mx.array(places, mx.int32),
+            mx.array(strengths, mx.float32).T,
+            mx.array(np.stack(prompts)),
+            mx.array(np.stack(counts).astype(np.int32)),
+        )
+
+    def apply(self, logits: mx.array, drafts: mx.array) -> mx.array:
+        """logits: [M, n+1, V] float32; drafts: [M, n] int32. Returns [M, n+1, V] float32.
+
+        Repetition: Keskar et al. 2019 (CTRL), equation 2, as vLLM takes it; presence and frequency: OpenAI's API.
+        """
+        counts = self.counts[:, None]
+        if drafts.shape[1]:
+            drafted = mx.cumsum((drafts[..., None] == mx.arange(counts.shape[-1])).astype(mx.int32), axis=1)
+            counts = mx.concatenate([counts, counts + drafted], axis=1)
+        written = counts > 0
+        scaled = mx.where(logits > 0, logits / self.repetition, logits * self.repetition)
+        logits = mx.where(written | self.prompts[:, None], scaled, logits)
+        return logits - self.frequency * counts - self.presence * written
+
+    def add(self, tokens: mx.array, accepted: mx.array) -> None:
+        """Row m has emitted tokens[m, : accepted[m] + 1]. tokens: [M, n+1] int32; accepted: [M] int32."""
+        emitted = mx.arange(tokens.shape[1]) <= accepted[:, None]
+        self.counts = self.counts.at[mx.arange(tokens.shape[0])[:, None], tokens].add(emitted.astype(mx.int32))
+
+
+def _dense_bias(rows: Sequence[Row], vocab: int) -> tuple[mx.array, mx.array]:
+    """The places [M] int32 of the rows that have a bias, and their biases [M, 1, V] float32."""
+    places = [index for index, row in enumerate(rows) if row.params.logit_bias]
+    bias = np.zeros((len(places), 1, vocab), np.float32)
+    for index, place in enumerate(places):
+        bias[index, 0, list(rows[place].params.logit_bias)] = list(rows[place].params.logit_bias.values())
+    return mx.array(places, mx.int32), mx.array(bias)
+
+
+def _on_host(logits: mx.array, rows: Sequence[Row], drafts: Sequence[list[int]]) -> mx.array:
+    """Callables and grammars, row by row. logits: [M, n+1, V] float32; drafts: row by row, at most n tokens."""
+    out = []
+    for x, row, draft in zip(logits, rows, drafts, strict=True):
+        if row.params.logits_processors:
+            x = _called(x, row, draft)
+        if row.grammar is not None:
+            masks = walk(row.grammar, draft)
+            masks += [masks[-1]] * (x.shape[0] - len(masks))
+            x = mx.where(mx.stack(masks), x, -math.inf)
+        out.append(x)
+    return mx.stack(out)
+
+
+def _called(logits: mx.array, row: Row, draft: list[int]) -> mx.array:
+    """The row's callables at every position that its draft reaches. logits: [n+1, V] float32."""
+    text = row.history
+    parts = []
+    for position in range(len(draft) + 1):
+        part = logits[position : position + 1]
+        for processor in row.params.logits_processors:
+            part = processor(text, part)
+        parts.append(part.astype(mx.float32))
+        text += draft[position : position + 1]
+    del text[len(text) - len(draft) :]
+    return mx.concatenate([*parts, logits[len(parts) :]])
+
+
+def walk(grammar: Grammar, draft: Sequence[int]) -> list[mx.array]:
+    """The masks, each [V] bool, at the positions of a draft up to its first illegal token, behind which none counts."""
+    masks = [grammar.mask()]
+    for token in draft:
+        if not grammar.advance(token):
+            break
+        masks.append(grammar.mask())
+    grammar.rollback(len(masks) - 1)
+    return masks

@@ -1,0 +1,122 @@
+"""One request while it decodes: its tokens, where they end, and what is counted of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from eagle_mlx.params import Grammar, SamplingParams
+
+_LONGEST_CHARACTER = 8
+"""Tokens after which a character that is still not complete never will be."""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """What the target itself thought of an emitted token."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens at that position and their log probabilities, the likeliest first."""
+
+
+class StopStrings:
+    """Watches a text, token by token, for the first of some strings; the work per token does not grow with the text."""
+
+    def __init__(self, strings: Sequence[str], tokenizer: TokenizerWrapper):
+        self.strings, self.tokenizer = strings, tokenizer
+        self._reach = max(map(len, strings)) - 1
+        self._tail = ""
+        """The end of the text, as far as a string that is not complete can reach back."""
+        self._window: list[int] = []
+        """The latest tokens: those that were decoded last, for context, and those that were not yet."""
+        self._decoded = 0
+
+    def complete(self, token: int) -> bool:
+        """Take the next token; whether a string is in the text now."""
+        self._window.append(token)
+        before = self.tokenizer.decode(self._window[: self._decoded])
+        new = self.tokenizer.decode(self._window)[len(before) :]
+        seen = self._tail + new
+        if any(text in seen for text in self.strings):
+            return True
+        waiting = len(self._window) - self._decoded
+        if waiting >= _LONGEST_CHARACTER or (new and not new.endswith("\ufffd")):  # else a character is not complete
+            self._tail = seen[len(seen) - min(self._reach, len(seen)) :]
+            self._window = self._window[self._decoded :]
+            self._decoded = len(self._window)
+        return False
+
+    def cut(self, text: str) -> str:
+        """The text up to the earliest string."""
+        return text[: min((at for at in map(text.find, self.strings) if at >= 0), default=len(text))]
+
+
+@dataclass
+class Row:
+    """A request and its place in the decoding."""
+
+    index: int
+    """Its place among the requests of the engine."""
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    limit: int
+    """Tokens that it may emit."""
+    stop_ids: frozenset[int]
+    stops: StopStrings | None = None
+    grammar: Grammar | None = None
+    """Stands behind the tokens."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    rounds: int = 0
+    drafted_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    history: list[int] = field(default_factory=list)
+    """Prompt and tokens, kept for logits processors alone."""
+
+    def __post_init__(self) -> None:
+        if self.params.logits_processors:
+            self.history = [*self.prompt, *self.tokens]
+
+    @property
+    def length(self) -> int:
+        """Tokens in the caches: all but the newest."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    def take(self, tokens: Sequence[int], drafted: int, logprobs: Sequence[TokenLogprob] = ()) -> None:
+        """Take a round's tokens in order, up to the first that ends the row; count only what was taken."""
+        self.rounds += 1
+        before = len(self.tokens)
+        for token in tokens:
+            self._add(token)
+            if self.finish_reason:
+                break
+        taken = len(self.tokens) - before
+        self.logprobs.extend(logprobs[:taken])
+        self._count(drafted, min(taken, len(tokens) - 1))
+
+    def _add(self, token: int) -> None:
+        ends = token in self.stop_ids
+        if not ends and self.grammar is not None and not self.grammar.advance(token):
+            self.finish_reason = "stop"  # the grammar allows nothing here: the text ends before the token
+            return
+        self.tokens.append(token)
+        if self.params.logits_processors:
+            self.history.append(token)
+        if ends or (self.stops is not None and self.stops.complete(token)):
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.limit:
+            self.finish_reason = "length"
+
+    def _count(self, drafted: int, accepted: int) -> None:
+        new = max(0, drafted - len(self.drafted_by_position))
+        self.drafted_by_position += [0] * new
+        self.accepted_by_position += [0] * new
+        for position in range(drafted):
+            self.drafted_by_position[position] += 1
+            self.accepted_by_position[position] += position < accepted

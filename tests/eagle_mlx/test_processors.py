@@ -1,0 +1,441 @@
+"""Penalties, bias, callables, grammars, stop strings and log probabilities: in any round as in plain decoding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.generate import generate_step
+
+import eagle_mlx as em
+from eagle_mlx.errors import PromptError
+from eagle_mlx.params import SamplingParams
+from eagle_mlx.processors import Penalties, Processors, walk
+from eagle_mlx.proposers.base import Draft, Observation, ProposerState
+from eagle_mlx.row import Row, StopStrings
+from eagle_mlx.sampling import SamplingBatch
+from eagle_mlx.verify import Verdict
+from tests.fakes import tiny_head, tiny_target
+
+TARGET = tiny_target()
+VOCAB = TARGET.vocab_size
+PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 7, 8, 7, 8, 7], [100, 3]]
+LENGTH = 20
+Array = np.ndarray[Any, Any]
+
+
+class Guess:
+    """A proposer that knows the text which some rows will have, and is wrong at random."""
+
+    name = "guess"
+    aux_layers: tuple[int, ...] = ()
+
+    def __init__(self, texts: list[list[int]], wrong: float = 0.3):
+        self.texts, self.wrong, self.rng = texts, wrong, np.random.default_rng(0)
+
+    def bind(self, target: em.Target) -> None: ...
+
+    def open(self, prompts: list[list[int]]) -> GuessState:
+        return GuessState(self, [list(p) for p in prompts])
+
+
+class GuessState:
+    def __init__(self, guess: Guess, rows: list[list[int]]):
+        self.guess, self.rows = guess, rows
+
+    def prefill(self, seen: Observation) -> None: ...
+
+    def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        rng, tokens = self.guess.rng, []
+        for row in self.rows:
+            text = next((t for t in self.guess.texts if t[: len(row)] == row), [])
+            known = (text[len(row) : len(row) + depth] + [0] * depth)[:depth]
+            tokens.append([int(rng.integers(VOCAB)) if rng.random() < self.guess.wrong else t for t in known])
+        lengths = rng.integers(depth // 2, depth + 1, len(tokens))
+        return Draft(mx.array(tokens, mx.int32), mx.array(lengths, mx.int32))
+
+    def observe(self, seen: Observation) -> None:
+        for row, new in zip(self.rows, seen.tokens, strict=True):
+            row += new
+
+    def append(self, other: ProposerState) -> None:
+        assert isinstance(other, GuessState)
+        self.rows += other.rows
+
+    def remove(self, row: int) -> None:
+        self.rows[row] = self.rows[-1]
+        self.rows.pop()
+
+
+def by_hand(logits: Array, params: SamplingParams, prompt: list[int], text: list[int]) -> Array:
+    """The logits [V] behind a text, from the definitions."""
+    out = logits.astype(np.float64)
+    for token in {*prompt, *text}:
+        out[token] *= 1 / params.repetition_penalty if out[token] > 0 else params.repetition_penalty
+    for token in text:
+        out[token] -= params.frequency_penalty
+    for token in set(text):
+        out[token] -= params.presence_penalty
+    for token, bias in params.logit_bias.items():
+        out[token] += bias
+    return out
+
+
+some_params = st.builds(
+    SamplingParams,
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.7]),
+    presence_penalty=st.sampled_from([0.0, 0.5, -1.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.25, -0.5]),
+    logit_bias=st.sampled_from([{}, {3: 2.0}, {0: -100.0, 8: 1.5}]),
+)
+
+
+def row(params: SamplingParams, prompt: list[int], tokens: list[int]) -> Row:
+    return Row(0, prompt, params, 0, 99, frozenset(), grammar=None, tokens=list(tokens))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    params=st.lists(some_params, min_size=1, max_size=4),
+    width=st.integers(0, 4),
+    rounds=st.integers(1, 3),
+    data=st.data(),
+)
+def test_every_position_is_treated_as_plain_decoding_would(
+    params: list[SamplingParams], width: int, rounds: int, data: st.DataObject
+) -> None:
+    """Over several rounds, in which each row keeps another number of tokens."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 10**6)))
+    vocab, count = 9, len(params)
+    texts = [
+        ([int(t) for t in rng.integers(0, vocab, 3)], [int(t) for t in rng.integers(0, vocab, i)]) for i in range(count)
+    ]
+    processors = Processors.of([row(p, *text) for p, text in zip(params, texts, strict=True)], vocab)
+    if processors is None:
+        assert not any(p.penalizes or p.logit_bias for p in params)
+        return
+    for _ in range(rounds):
+        logits = rng.normal(scale=3, size=(count, width + 1, vocab)).astype(np.float32)
+        drafts = rng.integers(0, vocab, (count, width)).astype(np.int32)
+        lengths = mx.full((count,), width, mx.int32)
+        actual = np.array(processors.apply(mx.array(logits), Draft(mx.array(drafts).reshape(count, width), lengths)))
+        for b, (prompt, text) in enumerate(texts):
+            for i in range(width + 1):
+                expected = by_hand(logits[b, i], params[b], prompt, [*text, *map(int, drafts[b, :i])])
+                np.testing.assert_allclose(actual[b, i], expected, rtol=1e-5, atol=1e-5)
+        accepted = rng.integers(0, width + 1, count).astype(np.int32)
+        tokens = np.concatenate([drafts, rng.integers(0, vocab, (count, 1)).astype(np.int32)], axis=1)
+        processors.commit(Verdict(mx.array(accepted), mx.array(tokens)))
+        for (_, text), emitted, kept in zip(texts, tokens, accepted, strict=True):
+            text += map(int, emitted[: kept + 1])
+
+
+def test_rows_that_ask_for_nothing_pay_nothing() -> None:
+    plain = row(SamplingParams(temperature=1, top_p=0.9, min_p=0.1, logprobs=True), [1], [2])
+    assert Processors.of([plain, plain], 9) is None
+    asking = row(SamplingParams(presence_penalty=1), [1], [2])
+    processors = Processors.of([plain, asking], 9)
+    assert processors is not None
+    assert processors.penalties is not None
+    assert processors.penalties.counts.shape == (1, 9)
+    assert processors.on_host == []
+    logits = mx.array(np.random.default_rng(0).normal(size=(2, 1, 9)).astype(np.float32))
+    before = np.array(logits)
+    out = processors.apply(logits, Draft(mx.zeros((2, 0), mx.int32), mx.zeros((2,), mx.int32)))
+    assert mx.array_equal(out[0], logits[0])
+    assert out[1, 0, 2].item() == pytest.approx(before[1, 0, 2] - 1)
+    assert (np.array(logits) == before).all()
+    assert Penalties.of([plain], 9) is None
+
+
+def halve_repeats(tokens: list[int], logits: mx.array) -> mx.array:
+    """In place, as mlx-lm's processors do."""
+    assert logits.shape == (1, VOCAB)
+    logits[:, mx.array(tokens[-4:])] *= 0.5
+    return logits
+
+
+def by_length(tokens: list[int], logits: mx.array) -> mx.array:
+    """Something that any token missed or counted twice would change."""
+    return logits + mx.where(mx.arange(VOCAB) % 7 == (len(tokens) + tokens[-1]) % 7, 1.0, 0.0)
+
+
+class Steps:
+    """Each token must be 1 to 9 above the one before it, modulo the vocabulary."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+        self.deepest = 0
+
+    def allowed(self, token: int) -> bool:
+        return not self.taken or 1 <= (token - self.taken[-1]) % VOCAB <= 9
+
+    def mask(self) -> mx.array:
+        return mx.array([self.allowed(token) for token in range(VOCAB)])
+
+    def advance(self, token: int) -> bool:
+        if not self.allowed(token):
+            return False
+        self.taken.append(token)
+        return True
+
+    def rollback(self, count: int) -> None:
+        assert 0 <= count <= len(self.taken)
+        self.deepest = max(self.deepest, count)
+        del self.taken[len(self.taken) - count :]
+
+
+ASKING: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 1.8},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.7},
+    "bias": {"logit_bias": {5: 3.0, 9: -50.0}},
+    "callables": {"logits_processors": (halve_repeats, by_length)},
+    "grammar": {"grammar": Steps},
+    "all": {
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.3,
+        "logit_bias": {5: 1.0},
+        "logits_processors": (by_length,),
+        "grammar": Steps,
+        "min_p": 0.01,
+    },
+}
+
+
+def plain_text(prompt: list[int], params: SamplingParams) -> list[int]:
+    return em.Engine(TARGET).generate([prompt], params)[0].tokens
+
+
+def mlx_lms_text(prompt: list[int], params: SamplingParams) -> list[int]:
+    """mlx-lm's greedy decoding with callables that spell the penalties out."""
+    text: list[int] = []
+
+    def process(_: Any, logits: mx.array) -> mx.array:
+        out = mx.array(by_hand(np.array(logits[0]), params, prompt, text).astype(np.float32))[None]
+        for processor in params.logits_processors:
+            out = processor([*prompt, *text], out)
+        if params.grammar is not None:
+            grammar = params.grammar()
+            assert all(map(grammar.advance, text))
+            out = mx.where(grammar.mask(), out, -math.inf)
+        return out
+
+    for _ in range(LENGTH):
+        token, _ = next(generate_step(mx.array([*prompt, *text]), TARGET.model, logits_processors=[process]))
+        text.append(int(token))
+    return text
+
+
+@pytest.mark.parametrize("asked", ASKING)
+def test_greedy_text_is_that_of_mlx_lm_with_the_same_processors(asked: str) -> None:
+    for prompt in PROMPTS:
+        params = SamplingParams(max_tokens=LENGTH, **ASKING[asked])
+        assert plain_text(prompt, params) == mlx_lms_text(prompt, params)
+        assert asked == "all" or plain_text(prompt, params) != plain_text(prompt, SamplingParams(max_tokens=LENGTH))
+
+
+@pytest.mark.parametrize("kind", [{}, {"temperature": 0.9, "seed": 3, "top_p": 0.95}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("asked", ASKING)
+def test_speculation_and_company_change_nothing(asked: str, kind: dict[str, Any]) -> None:
+    params = SamplingParams(max_tokens=LENGTH, **ASKING[asked], **kind)
+    company = [
+        SamplingParams(max_tokens=7, **kind),
+        SamplingParams(max_tokens=11, frequency_penalty=1.0, **kind),
+        params,
+        SamplingParams(max_tokens=LENGTH, **kind),
+        params,
+    ]
+    prompts = [PROMPTS[2], PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]]
+    alone = [plain_text(prompt, each) for prompt, each in zip(prompts, company, strict=True)]
+    texts = [[*prompt, *text] for prompt, text in zip(prompts, alone, strict=True)]
+    for proposer in (None, em.NgramProposer(), em.HeadProposer(tiny_head(TARGET)), Guess(texts), Guess(texts, 0.0)):
+        engine = em.Engine(TARGET, proposer, em.FixedPolicy(4), max_batch=4)  # type: ignore[arg-type]
+        outputs = engine.generate(prompts, company)
+        assert [output.tokens for output in outputs] == alone
+        if isinstance(proposer, Guess):
+            assert outputs[4].accepted > 3
+
+
+def test_unseeded_rows_keep_to_their_processors_too() -> None:
+    params = SamplingParams(temperature=1.2, max_tokens=40, **ASKING["grammar"], logit_bias={7: -1e4})
+    for proposer in (None, em.HeadProposer(tiny_head(TARGET)), em.NgramProposer()):
+        for output in em.Engine(TARGET, proposer, em.FixedPolicy(3)).generate(PROMPTS, params):
+            assert len(output.tokens) == 40
+            assert set(np.diff(output.tokens) % VOCAB) <= set(range(1, 10))
+            assert 7 not in output.tokens
+
+
+def test_a_grammar_stands_behind_the_accepted_tokens_alone() -> None:
+    made: list[Steps] = []
+
+    def make() -> Steps:
+        made.append(Steps())
+        return made[-1]
+
+    params = SamplingParams(max_tokens=LENGTH, grammar=make)
+    text = plain_text(PROMPTS[0], params)
+    engine = em.Engine(TARGET, Guess([[*PROMPTS[0], *text]]), em.FixedPolicy(5))  # type: ignore[arg-type]
+    output = engine.generate([PROMPTS[0]], params)[0]
+    assert output.rounds < LENGTH
+    assert made[-1].taken == output.tokens == text
+    assert made[-1].deepest > 0
+    assert made[0].deepest == 0
+
+
+def test_walking_a_draft_ends_at_its_first_illegal_token() -> None:
+    grammar = Steps()
+    assert grammar.advance(10)
+    masks = walk(grammar, [12, 20, 99, 100])
+    assert [np.flatnonzero(np.array(mask))[0] for mask in masks] == [11, 13, 21]
+    assert grammar.taken == [10]
+
+
+class Short:
+    """Any three tokens, then none, not even one that ends the text."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def mask(self) -> mx.array:
+        return mx.full((VOCAB,), self.taken < 3)
+
+    def advance(self, token: int) -> bool:
+        self.taken += 1
+        return self.taken <= 3 or bool(self.rollback(1))
+
+    def rollback(self, count: int) -> None:
+        self.taken -= count
+
+
+@pytest.mark.parametrize("kind", [{}, {"temperature": 1.0}, {"temperature": 1.0, "seed": 1}])
+def test_a_grammar_that_allows_nothing_ends_its_row_and_no_other(kind: dict[str, Any]) -> None:
+    params = [SamplingParams(max_tokens=9, **kind), SamplingParams(max_tokens=9, grammar=Short, **kind)]
+    for proposer in (None, em.NgramProposer(), em.HeadProposer(tiny_head(TARGET))):
+        free, bound = em.Engine(TARGET, proposer, em.FixedPolicy(4)).generate(PROMPTS[:2], params)
+        assert (len(free.tokens), free.finish_reason) == (9, "length")
+        assert (len(bound.tokens), bound.finish_reason) == (3, "stop")
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_each_callable_sees_the_text_of_plain_decoding(drafting: bool) -> None:
+    seen: list[list[int]] = []
+
+    def look(tokens: list[int], logits: mx.array) -> mx.array:
+        seen.append(list(tokens))
+        return logits
+
+    params = SamplingParams(max_tokens=LENGTH, logits_processors=(look,))
+    text = plain_text(PROMPTS[0], SamplingParams(max_tokens=LENGTH))
+    proposer = Guess([[*PROMPTS[0], *text]]) if drafting else None
+    output = em.Engine(TARGET, proposer, em.FixedPolicy(4)).generate([PROMPTS[0]], params)[0]  # type: ignore[arg-type]
+    assert output.tokens == text
+    whole = [*PROMPTS[0], *text]
+    for length in range(len(PROMPTS[0]), len(whole)):
+        assert whole[:length] in seen
+
+
+def test_a_bias_outside_the_vocabulary_and_stop_strings_without_a_tokenizer_are_refused() -> None:
+    engine = em.Engine(TARGET)
+    with pytest.raises(PromptError, match="logit_bias names a token id outside the target's vocabulary of 128"):
+        engine.generate([[1]], SamplingParams(logit_bias={128: 1.0}))
+    with pytest.raises(PromptError, match="no tokenizer; give stop_token_ids instead of stop"):
+        engine.generate([[1]], SamplingParams(stop=("a",)))
+
+
+@pytest.mark.parametrize("top", [0, 1, 5])
+@pytest.mark.parametrize("kind", [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0}])
+def test_logprobs_are_the_targets_own(kind: dict[str, Any], top: int) -> None:
+    params = SamplingParams(max_tokens=12, logprobs=True, top_logprobs=top, presence_penalty=2.0, **kind)
+    company = [params, SamplingParams(max_tokens=9, **kind), replace(params, max_tokens=5, top_logprobs=2)]
+    for proposer in (None, em.HeadProposer(tiny_head(TARGET)), em.NgramProposer()):
+        outputs = em.Engine(TARGET, proposer, em.FixedPolicy(3)).generate(PROMPTS, company)
+        assert outputs[1].logprobs is None
+        for prompt, output, most in ((PROMPTS[0], outputs[0], top), (PROMPTS[2], outputs[2], 2)):
+            logits = TARGET.forward(mx.array([[*prompt, *output.tokens]])).logits[0, len(prompt) - 1 : -1]
+            expected = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+            assert output.logprobs is not None
+            assert [each.token for each in output.logprobs] == output.tokens
+            for each, row_ in zip(output.logprobs, expected, strict=True):
+                assert each.logprob == pytest.approx(row_[each.token], abs=1e-3)
+                assert [p for _, p in each.top] == pytest.approx(np.sort(row_)[::-1][:most], abs=1e-3)
+                assert [row_[token] for token, _ in each.top] == pytest.approx([p for _, p in each.top], abs=1e-3)
+
+
+def test_no_logprobs_are_listed_behind_a_stop() -> None:
+    text = plain_text(PROMPTS[0], SamplingParams(max_tokens=LENGTH))
+    params = SamplingParams(max_tokens=LENGTH, stop_token_ids=(text[6],), top_logprobs=1)
+    output = em.Engine(TARGET, Guess([[*PROMPTS[0], *text]], 0.0), em.FixedPolicy(5)).generate([PROMPTS[0]], params)[0]  # type: ignore[arg-type]
+    assert output.logprobs is not None
+    assert len(output.logprobs) == len(output.tokens) == text.index(text[6]) + 1
+
+
+WORDED = tiny_target(tokenizer=True)
+
+
+def first_end(tokens: list[int], strings: tuple[str, ...]) -> int:
+    """How many tokens a text has when the first of the strings is complete."""
+    assert WORDED.tokenizer is not None
+    for count in range(1, len(tokens) + 1):
+        if any(text in WORDED.tokenizer.decode(tokens[:count]) for text in strings):
+            return count
+    return len(tokens)
+
+
+def text_and_tokens(prompt: str, count: int) -> tuple[str, list[int]]:
+    output = em.Engine(WORDED).generate([prompt], SamplingParams(max_tokens=count, ignore_eos=True))[0]
+    return output.text, output.tokens
+
+
+@pytest.mark.parametrize("proposer", [lambda texts: None, lambda texts: Guess(texts, 0.0), lambda texts: Guess(texts)])
+def test_a_stop_string_ends_the_text_before_it_and_the_tokens_with_it(proposer: Callable[..., Any]) -> None:
+    prompt = "def f(x):"
+    text, tokens = text_and_tokens(prompt, 30)
+    assert WORDED.tokenizer is not None
+    whole = [*WORDED.tokenizer.encode(prompt), *tokens]
+    assert len(text) > 40
+    for start, length in ((0, 1), (10, 3), (17, 9), (25, 12), (30, 2)):
+        stop = (text[start : start + length], "never in it")
+        engine = em.Engine(WORDED, proposer([whole]), em.FixedPolicy(5))
+        params = SamplingParams(max_tokens=30, ignore_eos=True, stop=stop, logprobs=True)
+        output = engine.generate([prompt], params)[0]
+        assert output.text == text[: text.index(stop[0])]
+        assert output.tokens == tokens[: first_end(tokens, stop)]
+        assert output.finish_reason == "stop"
+        assert output.logprobs is not None
+        assert len(output.logprobs) == len(output.tokens)
+        assert output.accepted + output.rounds >= len(output.tokens)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(min_size=1, max_size=30), st.integers(0, 29), st.integers(1, 8), st.integers(0, 30))
+def test_a_string_is_found_with_the_token_that_completes_it(text: str, start: int, length: int, noise: int) -> None:
+    """Characters of several tokens, and bytes that never become one, included."""
+    tokenizer = WORDED.tokenizer
+    assert tokenizer is not None
+    tokens = list(tokenizer.encode(text, add_special_tokens=False))
+    tokens += [int(t) for t in np.random.default_rng(noise).integers(0, 4096, noise)]
+    start %= len(text)
+    stop = (text[start : start + length],)
+    watch, ended = StopStrings(stop, tokenizer), len(tokens)
+    for count, token in enumerate(tokens, 1):
+        if watch.complete(token):
+            ended = count
+            break
+        assert len(watch._window) < 30
+    assert ended == first_end(tokens, stop)
+
+
+def test_of_two_stop_strings_the_earliest_in_the_text_cuts_it() -> None:
+    assert WORDED.tokenizer is not None
+    stops = StopStrings(("cd", "bcde", "x"), WORDED.tokenizer)
+    assert stops.cut("abcdef") == "a"
+    assert stops.cut("none") == "none"
