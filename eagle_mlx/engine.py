@@ -18,6 +18,7 @@ from eagle_mlx.params import SamplingParams
 from eagle_mlx.policy import Policy, ThroughputPolicy
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.row import Row, StopStrings, TokenLogprob
+from eagle_mlx.streaming import TextStream
 from eagle_mlx.target import Target
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -57,7 +58,7 @@ class Chunk:
     """What one round added to a streamed text."""
 
     text: str
-    """Text that is final: a character of which only some bytes are there waits for the rest."""
+    """Text that is certain: half a character waits for the rest, and so does what may become a stop string."""
     tokens: list[int]
     output: Output | None
     """The whole, with the last chunk."""
@@ -130,8 +131,7 @@ class Engine:
             raise PromptError("this target has no tokenizer, so there is no text to stream; use generate")
         row = self._row(prompt, params or SamplingParams())
         self._waiting.append(row)
-        detokenizer = tokenizer.detokenizer
-        detokenizer.reset()
+        text = TextStream(tokenizer, row.params.stop)
         try:
             output, seen = None, 0
             while output is None:
@@ -139,11 +139,7 @@ class Engine:
                     self.step()
                 new, seen = row.tokens[seen:], len(row.tokens)
                 output = self._output(row) if row.finish_reason else None
-                for token in new[:-1] if output is not None and output.finish_reason == "stop" else new:
-                    detokenizer.add_token(token)
-                if output is not None:
-                    detokenizer.finalize()
-                yield Chunk(detokenizer.last_segment, new, output)
+                yield Chunk(text.push(new) if output is None else text.finish(output.text), new, output)
         finally:
             self._cancel(row)
 

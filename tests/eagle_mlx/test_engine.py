@@ -242,6 +242,17 @@ def test_a_stream_ends_before_its_stop_token() -> None:
     assert "".join(chunk.text for chunk in chunks) == chunks[-1].output.text
 
 
+def test_a_stream_never_shows_a_stop_string_nor_its_beginning() -> None:
+    [whole] = em.Engine(TALKER).generate(["def f(x):"], em.SamplingParams(max_tokens=30))
+    middle = len(whole.text) // 2
+    stop = whole.text[middle : middle + 9]
+    params = em.SamplingParams(max_tokens=30, stop=(stop, "never said"))
+    chunks = list(em.Engine(TALKER, em.NgramProposer()).stream("def f(x):", params))
+    assert "".join(chunk.text for chunk in chunks) == whole.text[: whole.text.find(stop)]
+    assert chunks[-1].output is not None
+    assert chunks[-1].output.finish_reason == "stop"
+
+
 def test_streams_and_batches_share_an_engine() -> None:
     engine = em.Engine(TALKER, max_batch=3)
     [alone] = em.Engine(TALKER).generate([[5, 6, 7]], em.SamplingParams(max_tokens=9))
