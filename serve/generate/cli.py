@@ -60,6 +60,10 @@ def _generate(args: argparse.Namespace) -> None:
         top_k=args.top_k,
         top_p=args.top_p,
         min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        stop=tuple(args.stop),
         seed=args.seed,
         max_tokens=args.max_tokens,
         ignore_eos=args.ignore_eos,
@@ -167,6 +171,9 @@ def _parser() -> argparse.ArgumentParser:
     draw.add_argument("--top-k", type=int, default=default.top_k, help="default 0, all tokens")
     draw.add_argument("--top-p", type=float, default=default.top_p, help="default 1, all tokens")
     draw.add_argument("--min-p", type=float, default=default.min_p, help="default 0, all tokens")
+    for name, off in (("repetition", 1.0), ("presence", 0.0), ("frequency", 0.0)):
+        draw.add_argument(f"--{name}-penalty", type=float, default=off, metavar="X", help=f"default {off:g}, none")
+    draw.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     draw.add_argument("--seed", type=int, help="makes sampled text repeatable")
     draw.add_argument("--ignore-eos", action="store_true", help="go on after the model's end of text")
     return parser

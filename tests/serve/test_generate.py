@@ -50,6 +50,17 @@ def test_the_text_does_not_depend_on_what_drafts(
     assert err == ""
 
 
+def test_stop_strings_and_penalties_reach_the_engine(
+    models: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = expected(models[0], "def f(x):")
+    stop = whole[len(whole) // 2 :][:4]
+    assert main(["def f(x):", "--target", models[0], "--quiet", "--stop", stop, "--stop", "never said", *SHORT]) == 0
+    assert capsys.readouterr().out == whole[: whole.find(stop)] + "\n"
+    assert main(["def f(x):", "--target", models[0], "--quiet", "--repetition-penalty", "40", *SHORT]) == 0
+    assert capsys.readouterr().out != whole + "\n"
+
+
 def test_standard_input_and_raw_prompts(
     models: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
