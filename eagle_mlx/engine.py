@@ -46,6 +46,8 @@ class Output:
     """Rounds in which the draft token at each position was accepted."""
     logprobs: list[TokenLogprob] | None = None
     """One for each of the tokens, where the request asked."""
+    lossless: bool = True
+    """False where the request chose `threshold` acceptance, by which drafts change the text."""
 
     @property
     def acceptance_length(self) -> float:
@@ -68,7 +70,8 @@ class Engine:
     """Decodes batches of requests with a target and, where one is given, a proposer.
 
     Without a proposer it decodes plainly. Whatever the proposer, policy and batch, greedy text and seeded text are
-    the target's own, and sampled text follows the target's distribution.
+    the target's own, and sampled text follows the target's distribution, unless a request chose otherwise
+    (`Output.lossless`).
 
     Raises TargetError or HeadError, when it is built, where the parts do not fit together.
     """
@@ -260,4 +263,5 @@ class Engine:
             drafted_by_position=row.drafted_by_position,
             accepted_by_position=row.accepted_by_position,
             logprobs=row.logprobs if row.params.wants_logprobs else None,
+            lossless=row.params.lossless,
         )

@@ -11,8 +11,8 @@ import mlx.core as mx
 
 from eagle_mlx.errors import ConfigError
 
-Acceptance = Literal["auto", "coupled", "rejection"]
-Rule = Literal["greedy", "coupled", "rejection"]
+Acceptance = Literal["auto", "coupled", "rejection", "threshold"]
+Rule = Literal["greedy", "coupled", "rejection", "threshold"]
 
 COLDEST = 1e-5
 """Temperatures below this one are greedy: dividing by them would leave the range of float32."""
@@ -74,7 +74,13 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the text, beside the model's own end-of-sequence tokens."""
     acceptance: Acceptance = "auto"
-    """How drafts are accepted when sampling; auto: coupled with a seed, rejection without. Both are lossless."""
+    """How drafts are accepted when sampling; auto: coupled with a seed, rejection without. Both are lossless.
+
+    `threshold` is **not**: it keeps every draft token that the target finds likely enough, so that the text follows the
+    proposer as well, and depends on what it drafts.
+    """
+    threshold: float = 0.3
+    """The least probability of a draft token that `threshold` acceptance keeps; where greedy, only the argmax is."""
     ignore_eos: bool = False
     """Generate on after an end-of-sequence token."""
     stop: tuple[str, ...] = ()
@@ -114,6 +120,7 @@ class SamplingParams:
         _require("top_k", self.top_k, int, 0, _MOST_ID, "an integer of at least 0 (0 keeps all)")
         _require("top_p", self.top_p, float, math.ulp(0), 1, "a number above 0 and at most 1 (1 keeps all)")
         _require("min_p", self.min_p, float, 0, 1, "a number from 0 (keeps all) to 1")
+        _require("threshold", self.threshold, float, 1e-6, 1, "a probability, a number above 0 and at most 1")
         _require("max_tokens", self.max_tokens, int, 1, math.inf, "an integer of at least 1")
         if self.seed is not None:
             _require("seed", self.seed, int, -(2**63), 2**64 - 1, "an integer of 64 bits, or None")
@@ -137,6 +144,11 @@ class SamplingParams:
         if self.acceptance == "auto":
             return "rejection" if self.seed is None else "coupled"
         return self.acceptance
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the tokens follow the target's own distribution, whatever is drafted."""
+        return self.rule != "threshold"
 
     @property
     def penalizes(self) -> bool:

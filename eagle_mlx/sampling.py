@@ -37,11 +37,13 @@ class SamplingBatch:
     min_p: mx.array  # [B] float32, 0 where off
     keys: mx.array  # [B, len(Stream), 2] uint32
     rejects: mx.array  # [B] bool, rows of the rejection rule
+    thresholds: mx.array  # [B] float32, infinite but in rows of the threshold rule, which is not lossless
     all_greedy: bool
     any_greedy: bool
     any_filtered: bool
     any_coupled: bool
     any_rejection: bool
+    any_threshold: bool
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int]) -> SamplingBatch:
@@ -60,11 +62,13 @@ class SamplingBatch:
             min_p=mx.array(min_p, mx.float32),
             keys=mx.array(np.array(keys, np.uint32).reshape(-1, len(Stream), 2)),
             rejects=mx.array([rule == "rejection" for rule in rules], mx.bool_),
+            thresholds=mx.array([p.threshold if p.rule == "threshold" else math.inf for p in params], mx.float32),
             all_greedy=not any(sampled),
             any_greedy=not all(sampled),
             any_filtered=min(top_k, default=_OFF) < _OFF or min(top_p, default=1) < 1 or max(min_p, default=0) > 0,
             any_coupled="coupled" in rules,
             any_rejection="rejection" in rules,
+            any_threshold="threshold" in rules,
         )
 
 

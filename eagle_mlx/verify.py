@@ -1,4 +1,4 @@
-"""Which draft tokens are kept: lossless acceptance rules, as pure functions over a batch of rows."""
+"""Which draft tokens are kept: acceptance rules, pure functions over a batch of rows; all but one are lossless."""
 
 from __future__ import annotations
 
@@ -32,19 +32,28 @@ def verify(
     drafts of rejection rows were drawn from with noise of their own (`Stream.DRAFT`), None where the proposer has
     none; positions: [B, n+1] int32, of the tokens being drawn.
     """
-    if not batch.any_rejection or drafts.shape[1] == 0:
+    if drafts.shape[1] == 0 or not (batch.any_rejection or batch.any_threshold):
         return match(sample(logits, batch, positions), drafts, lengths)
-    # Every round begins at a position where none began before: its noise, keyed by that position, is always new.
-    noise = gumbel(batch, positions[:, :1], logits.shape[-1])
     p = distribution(logits, batch)
-    drawn = rejection(p, q, drafts, lengths, uniform(batch, positions[:, :-1]), noise)
-    if not (batch.any_greedy or batch.any_coupled):
-        return drawn
-    matched = match(sample(logits, batch, positions), drafts, lengths)
-    return Verdict(
-        mx.where(batch.rejects, drawn.accepted, matched.accepted),
-        mx.where(batch.rejects[:, None], drawn.tokens, matched.tokens),
-    )
+    verdict = None
+    if batch.any_rejection:
+        # Every round begins at a position where none began before: its noise, keyed by that position, is always new.
+        noise = gumbel(batch, positions[:, :1], logits.shape[-1])
+        verdict = rejection(p, q, drafts, lengths, uniform(batch, positions[:, :-1]), noise)
+    if batch.any_greedy or batch.any_coupled or batch.any_threshold:
+        samples = sample(logits, batch, positions)
+        others = match(samples, drafts, lengths)
+        if batch.any_threshold:
+            kept = threshold(p, samples, drafts, lengths, batch.thresholds)
+            others = _chosen(batch.thresholds <= 1, kept, others)
+        verdict = others if verdict is None else _chosen(batch.rejects, verdict, others)
+    assert verdict is not None
+    return verdict
+
+
+def _chosen(rows: mx.array, these: Verdict, those: Verdict) -> Verdict:
+    """`these` in the rows [B] bool that are true, `those` in the others."""
+    return Verdict(mx.where(rows, these.accepted, those.accepted), mx.where(rows[:, None], these.tokens, those.tokens))
 
 
 def match(samples: mx.array, drafts: mx.array, lengths: mx.array) -> Verdict:
@@ -80,6 +89,18 @@ def rejection(
 
     keep = mx.arange(drafts.shape[1] + 1) < accepted[:, None]
     return Verdict(accepted, mx.where(keep, mx.concatenate([drafts, token], axis=1), token))
+
+
+def threshold(p: mx.array, samples: mx.array, drafts: mx.array, lengths: mx.array, least: mx.array) -> Verdict:
+    """**Not lossless**: accept every draft of at least the given probability; after them the target's own sample.
+
+    p: [B, n+1, V] float32; samples: [B, n+1] int32, from `sample`; drafts: [B, n] int32; lengths: [B] int32; least:
+    [B] float32. The idea is typical acceptance (Cai et al. 2024, Medusa, section 2.3.1) without its entropy.
+    """
+    likely = mx.take_along_axis(p[:, :-1], drafts[..., None], axis=-1)[..., 0] >= least[:, None]
+    accepted = _leading(likely, lengths)
+    keep = mx.arange(samples.shape[1]) < accepted[:, None]
+    return Verdict(accepted, mx.where(keep, mx.concatenate([drafts, samples[:, -1:]], axis=1), samples))
 
 
 def _leading(passed: mx.array, lengths: mx.array) -> mx.array:

@@ -336,6 +336,12 @@ def test_text_is_the_same_whatever_the_policy(proposer: object, policy: object) 
     assert outputs[4].tokens == em.Engine(TARGET).generate([PROMPTS[4]], seeded)[0].tokens
 
 
+def test_text_that_is_not_lossless_says_so() -> None:
+    params = [em.SamplingParams(temperature=1.0, acceptance="threshold", max_tokens=6), em.SamplingParams(max_tokens=6)]
+    outputs = em.Engine(TARGET, em.NgramProposer(), em.FixedPolicy(3)).generate(PROMPTS[:2], params)
+    assert [output.lossless for output in outputs] == [False, True]
+
+
 def test_the_policy_is_told_of_every_round() -> None:
     policy = Recording([2, 0, 3])
     texts = {p: t for p, (t, _) in GREEDY.items()}

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 
 import eagle_mlx as em
+from eagle_mlx.batch import Batch
 from eagle_mlx.errors import PromptError
 from eagle_mlx.params import SamplingParams
 from eagle_mlx.processors import Penalties, Processors, walk
@@ -439,3 +440,14 @@ def test_of_two_stop_strings_the_earliest_in_the_text_cuts_it() -> None:
     stops = StopStrings(("cd", "bcde", "x"), WORDED.tokenizer)
     assert stops.cut("abcdef") == "a"
     assert stops.cut("none") == "none"
+
+
+def test_a_round_that_is_cancelled_was_never_counted() -> None:
+    params = SamplingParams(max_tokens=LENGTH, frequency_penalty=2.0)
+    batch = Batch(TARGET, None, [Row(0, PROMPTS[0], params, 0, LENGTH, frozenset())])
+    batch.prefill(512)
+    while not batch.rows[0].finish_reason:
+        current, unwanted = batch.launch(0), batch.launch(0)
+        batch.cancel(unwanted)
+        batch.land(current)
+    assert batch.rows[0].tokens == plain_text(PROMPTS[0], params)

@@ -79,6 +79,8 @@ def probs_of(probabilities: list[float], params: SamplingParams) -> list[float]:
         ("stop", ("a", "")),
         ("stop", (3,)),
         ("top_logprobs", 21),
+        ("threshold", 0.0),
+        ("threshold", 1.1),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_the_field_s_name(field: str, value: Any) -> None:
@@ -105,10 +107,13 @@ def test_params_are_plain_values() -> None:
         (SamplingParams(temperature=1, seed=0), "coupled"),
         (SamplingParams(temperature=1, acceptance="coupled"), "coupled"),
         (SamplingParams(temperature=1, seed=0, acceptance="rejection"), "rejection"),
+        (SamplingParams(temperature=1, acceptance="threshold"), "threshold"),
+        (SamplingParams(acceptance="threshold"), "greedy"),
     ],
 )
 def test_rule(params: SamplingParams, rule: str) -> None:
     assert params.rule == rule
+    assert params.lossless == (rule != "threshold")
 
 
 def test_flags_say_what_some_row_needs() -> None:

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from eagle_mlx.params import SamplingParams
 from eagle_mlx.sampling import SamplingBatch, draft_sample, sample
-from eagle_mlx.verify import Verdict, match, rejection, verify
+from eagle_mlx.verify import Verdict, match, rejection, threshold, verify
 
 Array = np.ndarray[Any, Any]
 
 GREEDY = SamplingParams()
 COUPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=0)
 REJECTION = SamplingParams(temperature=1.1, top_k=5)
+THRESHOLD = SamplingParams(temperature=1.1, acceptance="threshold", threshold=0.2)
 
 
 def emitted(verdict: Verdict) -> list[list[int]]:
@@ -76,6 +77,22 @@ def test_a_refusal_by_rounding_draws_a_token_of_p() -> None:
     arguments = mx.array([[1]]), mx.array([1]), mx.array([[1 - 2.0**-24]]), mx.zeros((1, 1, 4))
     assert emitted(rejection(p, q, *arguments)) == [[1]]
     assert emitted(rejection(p, None, *arguments)) == [[1]]
+
+
+def test_threshold_by_hand() -> None:
+    p = mx.array([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.2, 0.7, 0.1]])
+    samples = mx.array([2, 0, 1])
+    for drafts, length, least, expected in [
+        ([0, 2], 2, 0.3, [0, 2, 1]),
+        ([1, 2], 2, 0.3, [1, 2, 1]),
+        ([2, 2], 2, 0.3, [2]),  # too unlikely, though it is the sample: what is emitted then is the sample all the same
+        ([0, 0], 2, 0.3, [0, 0]),
+        ([0, 2], 1, 0.3, [0, 0]),
+        ([0, 2], 0, 0.3, [2]),
+        ([0, 2], 2, 1.0, [2]),
+    ]:
+        verdict = threshold(p[None], samples[None], mx.array([drafts]), mx.array([length]), mx.array([least]))
+        assert emitted(verdict) == [expected]
 
 
 def rejection_by_loop(p: Array, q: Array | None, drafts: Array, lengths: Array, u: Array, gumbel: Array) -> Any:
@@ -174,7 +191,7 @@ class Round:
         return emitted(verify(logits, drafts, lengths, q, SamplingBatch.of(self.params, self.seeds), positions))
 
 
-mixed_rows = st.lists(st.sampled_from([GREEDY, COUPLED, REJECTION]), min_size=1, max_size=5)
+mixed_rows = st.lists(st.sampled_from([GREEDY, COUPLED, REJECTION, THRESHOLD]), min_size=1, max_size=5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -192,7 +209,11 @@ def test_each_row_of_a_mixed_batch_follows_its_own_rule(
     for b, tokens in enumerate(together):
         assert len(tokens) <= case.lengths[b] + 1
         assert tokens[:-1] == list(case.drafts[b, : len(tokens) - 1])
-        if params[b].rule != "rejection":
+        if params[b].rule == "threshold":
+            p = np.array(mx.softmax(mx.array(case.logits[b]) / 1.1, axis=-1))
+            assert all(p[i, token] >= 0.199 for i, token in enumerate(tokens[:-1]))
+            assert tokens[-1] == plain[b, len(tokens) - 1]
+        elif params[b].rule != "rejection":
             assert tokens == list(plain[b, : len(tokens)])
 
 
@@ -204,9 +225,9 @@ def test_drafts_beyond_a_rows_length_are_not_read(params: list[SamplingParams], 
     assert case.emitted() == replace(case, drafts=np.where(beyond, 30 - case.drafts, case.drafts)).emitted()
 
 
-@pytest.mark.parametrize("params", [GREEDY, COUPLED, REJECTION])
+@pytest.mark.parametrize("params", [GREEDY, COUPLED, REJECTION, THRESHOLD])
 def test_a_row_of_nan_hurts_no_other(params: SamplingParams) -> None:
-    case = Round.random([params, GREEDY, COUPLED, REJECTION], 3, 31, seed=1)
+    case = Round.random([params, GREEDY, COUPLED, REJECTION, THRESHOLD], 3, 31, seed=1)
     broken = case.logits.copy()
     broken[0] = math.nan
     assert replace(case, logits=broken).emitted()[1:] == case.emitted()[1:]
