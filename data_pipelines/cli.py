@@ -173,7 +173,7 @@ def _check_space(folder: Path, need: int) -> None:
     free = shutil.disk_usage(place).free
     if need > free:
         raise OutputError(
-            f"{folder} needs {need / 1e9:.1f} GB and {place} has {free / 1e9:.1f} GB free; give a smaller --limit, "
+            f"{folder} needs {need / 1e6:,.1f} MB and {place} has {free / 1e6:,.1f} MB free; give a smaller --limit, "
             "or train online, which keeps no hidden states on disk"
         )
 

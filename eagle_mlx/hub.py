@@ -46,3 +46,9 @@ def hub_id(name: str | Path) -> str | None:
     if not text or text.startswith(("/", ".", "~")) or text.endswith("/") or "\\" in text or text.count("/") > 1:
         return None
     return text if "/" in text else f"{DEFAULT_OWNER}/{text}"
+
+
+def public_name(name: str | Path) -> str:
+    """What a model may be called in a file that others get: its hub id, or the name of its folder without the path."""
+    folder = Path(name).expanduser()
+    return folder.resolve().name if folder.is_dir() else hub_id(name) or folder.name

@@ -20,6 +20,7 @@ from eagle_mlx import blas
 from eagle_mlx.errors import DataError, EagleError
 from eagle_mlx.formats import save_eagle3
 from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.hub import public_name
 from eagle_mlx.target import Target
 
 from .batches import Batches, Rows
@@ -177,7 +178,8 @@ class Run:
         extra: dict[str, Any] = {"step": self.progress.step, "tokens": self.progress.tokens}
         if found is not None:
             extra |= {"acceptance_length": found.acceptance_length, "depth": found.depth}
-        save_eagle3(self.head, self.folder / name, target_name=self.target.name, extra=extra, overwrite=True)
+        called = public_name(self.target.name)
+        save_eagle3(self.head, self.folder / name, target_name=called, extra=extra, overwrite=True)
 
     @contextlib.contextmanager
     def _kept_when_interrupted(self) -> Generator[None, None, None]:

@@ -148,7 +148,7 @@ def _bench(args: argparse.Namespace) -> int:
 def _modes(args: argparse.Namespace) -> tuple[list[ModeName], str | Path | None]:
     """The modes to run and the head that they need, None where they need none."""
     head = args.head
-    if head is None and args.target is None:
+    if head is None and args.target is None and "eagle" in (args.modes or MODE_NAMES):
         head = embedded("head")
     given = {"--head": head is not None, "--draft-model": args.draft_model is not None}
     if args.modes is None:

@@ -119,7 +119,7 @@ def test_too_little_space_is_said_before_the_work(
     monkeypatch.setattr(cli, "bytes_per_token", lambda _: 10**15)
     argv = ["collect", "--target", target, "--data", chats, "--output", str(tmp_path / "s"), "--max-length", "64"]
     assert cli.main(argv) == 2
-    assert "GB free" in capsys.readouterr().err
+    assert "MB free" in capsys.readouterr().err
 
 
 def test_an_interruption_leaves_nothing(

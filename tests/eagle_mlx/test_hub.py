@@ -52,3 +52,13 @@ def test_a_path_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EagleError, match="is a file"):
         hub.resolve(tmp_path / "file")
+
+
+def test_names_for_others_hold_no_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert hub.public_name(tmp_path / "models" / "mine") == "mine"
+    assert hub.public_name("models/mine") == "mine"
+    assert hub.public_name("models/../models/mine/") == "mine"
+    assert hub.public_name("Qwen/Qwen3-4B") == "Qwen/Qwen3-4B"
+    assert hub.public_name("Qwen3-4B-4bit") == "mlx-community/Qwen3-4B-4bit"

@@ -48,6 +48,7 @@ def test_what_a_run_leaves(target: Path, chats: Path, tmp_path: Path, capsys: An
     for name in ("best", "last"):
         head = load_head(out / name, load_target(str(target)))
         assert head.config.draft_vocab_size == 512
+        assert str(target.parent) not in (out / name / "config.json").read_text(), "a path of this machine"
     report = json.loads((out / "report.json").read_text())
     assert report["steps"] == 5
     assert report["acceptance"]["best"]["depth"] == 2
