@@ -8,7 +8,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from eagle_mlx.cache import RaggedCache, without_row
+from eagle_mlx.cache import RaggedCache, Saved, without_row
 from eagle_mlx.proposers.base import Draft, Observation, Proposer, ProposerState
 from eagle_mlx.sampling import SamplingBatch, SamplingParams
 from eagle_mlx.target import Target
@@ -69,7 +69,7 @@ class Round:
     answer: mx.array
     """[B, k + 3] int32: the accepted count, the draft's length, and the k + 1 tokens of the verdict."""
     aux: tuple[mx.array, ...]
-    lengths_before: tuple[int, bool, mx.array | None]
+    cache_before: Saved
     last_before: mx.array
 
 
@@ -79,7 +79,7 @@ class Batch:
     def __init__(self, target: Target, proposer: Proposer | None, rows: Sequence[Row]):
         self.target, self.proposer = target, proposer
         self.rows = list(rows)
-        self.cache = RaggedCache(target.num_layers, len(self.rows))
+        self.cache = RaggedCache.of(target.model, len(self.rows))
         self.state: ProposerState | None = proposer.open([row.prompt for row in self.rows]) if proposer else None
         self._arrange()
         self.last = mx.array([[row.prompt[-1]] for row in self.rows], mx.int32).reshape(-1, 1)
@@ -94,21 +94,24 @@ class Batch:
         longest = max(len(row.prompt) for row in self.rows) - 1
         for start in range(0, longest, chunk):
             pieces = [row.prompt[:-1][start : start + chunk] for row in self.rows]
-            width = max(map(len, pieces))
+            counts = [len(piece) for piece in pieces]
+            width = max(counts)
             tokens = mx.array([piece + [0] * (width - len(piece)) for piece in pieces], mx.int32)
+            self.cache.expect(counts)
             aux = self.target.forward(tokens, self.cache, aux_layers).aux
             if self.state is not None and self.proposer is not None and aux_layers:
                 following = [
                     row.prompt[start + 1 : start + 1 + len(p)] for row, p in zip(self.rows, pieces, strict=True)
                 ]
                 self.state.prefill(Observation(following, aux))
-            self.cache.lengths.advance(mx.array([len(piece) for piece in pieces], mx.int32), at_most=width)
-            self.cache.lengths.settle([min(start + chunk, len(row.prompt) - 1) for row in self.rows])
+            self.cache.advance(width if min(counts) == width else mx.array(counts, mx.int32), at_most=width)
+            self.cache.settle([min(start + chunk, len(row.prompt) - 1) for row in self.rows])
             mx.eval(self.cache.state)
+        self.cache.compact()
 
     def launch(self, depth: int) -> Round:
         """Start a round on the device: draft, verify, move the lengths. Nothing is waited for."""
-        before = self.cache.lengths.save(), self.last
+        before = self.cache.save(), self.last
         draft = self._draft(depth)
         tokens = mx.concatenate([self.last, draft.tokens], axis=1)
         width = tokens.shape[1]
@@ -116,11 +119,12 @@ class Batch:
         verdict = verify(out.logits, draft.tokens, draft.lengths, draft.probs, self.sampling, self._positions(width))
         self.last = mx.take_along_axis(verdict.tokens, verdict.accepted[:, None], axis=1)
         if width == 1:
-            self.cache.lengths.advance(1)
+            self.cache.advance(1)
         else:
-            self.cache.lengths.advance(verdict.accepted + 1, at_most=width)
+            self.cache.advance(verdict.accepted + 1, at_most=width)
         answer = mx.concatenate([verdict.accepted[:, None], draft.lengths[:, None], verdict.tokens], axis=1)
         mx.async_eval(answer, self.last, *out.aux)
+        mx.async_eval(self.cache.recurrent_state)  # after the answer, which does not wait for it
         return Round(answer, out.aux, *before)
 
     def _draft(self, depth: int) -> Draft:
@@ -146,13 +150,13 @@ class Batch:
             emitted.append(tokens[: accepted + 1])
             row.take(emitted[-1], drafted)
         if landed.answer.shape[1] > 3:
-            self.cache.lengths.settle([row.length for row in self.rows])
+            self.cache.settle([row.length for row in self.rows])
         if self.state is not None and not all(row.finish_reason for row in self.rows):
             self.state.observe(Observation(emitted, landed.aux))
 
     def cancel(self, launched: Round) -> None:
         """Forget a round that was launched and is not wanted."""
-        self.cache.lengths.restore(launched.lengths_before)
+        self.cache.restore(launched.cache_before)
         self.last = launched.last_before
 
     def append(self, other: Batch) -> None:
