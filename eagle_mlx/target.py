@@ -19,8 +19,26 @@ from eagle_mlx.errors import TargetError
 
 # Where mlx-lm's architectures keep their parts, in the order in which they are looked for.
 _BACKBONES = ("model", "language_model.model", "model.language_model", "transformer", "backbone", "model.model")
-_EMBEDDINGS = ("embed_tokens", "wte", "embedding", "embeddings", "tok_embeddings", "word_embeddings", "embed_in", "token_embeddings")
-_NORMS = ("norm", "ln_f", "final_layernorm", "norm_f", "final_norm", "embedding_norm", "final_layer_norm", "output_norm")
+_EMBEDDINGS = (
+    "embed_tokens",
+    "wte",
+    "embedding",
+    "embeddings",
+    "tok_embeddings",
+    "word_embeddings",
+    "embed_in",
+    "token_embeddings",
+)
+_NORMS = (
+    "norm",
+    "ln_f",
+    "final_layernorm",
+    "norm_f",
+    "final_norm",
+    "embedding_norm",
+    "final_layer_norm",
+    "output_norm",
+)
 _LM_HEADS = ("lm_head", "language_model.lm_head", "output", "embed_out", "model.embed_out")
 
 

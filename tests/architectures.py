@@ -176,10 +176,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "topk_group": 1, "first_k_dense_replace": 1, "layer_group_size": 2, "group_norm_size": 1,
     },
     "bailing_moe": {**EXPERTS, "num_shared_experts": 1, "first_k_dense_replace": 2},
-    "bailing_moe_linear": {
-        **EXPERTS, "num_key_value_heads": 4, "num_shared_experts": 1, "first_k_dense_replace": 0,
-        "layer_group_size": 2, "group_norm_size": 1,
-    },
+    "bailing_moe_linear": {**EXPERTS, "num_key_value_heads": 4, "num_shared_experts": 1, "first_k_dense_replace": 0,
+                           "layer_group_size": 2, "group_norm_size": 1},
     "bailing_moe_v3": {
         **HEADS, **LATENT, **EXPERTS, "moe_shared_expert_intermediate_size": 32, "num_shared_experts": 1,
         "n_group": 2, "topk_group": 1, "layer_group_size": 2, "short_conv_kernel_size": 3,
@@ -206,7 +204,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {**HEADS, **MAMBA2},
     "gear": {
-        **HEADS, "layer_types": ["conv_mixer", "sliding_attention", "conv_mixer", "full_attention"], "sliding_window": 8,
+        **HEADS, "sliding_window": 8,
+        "layer_types": ["conv_mixer", "sliding_attention", "conv_mixer", "full_attention"],
     },
     "gemma": {**HEADS},
     "gemma2": {**HEADS},
@@ -228,9 +227,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_ctx": 512, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 512},
     "gpt_bigcode": {"n_embd": 32, "n_layer": 2, "n_inner": 64, "n_head": 4, "n_positions": 512},
     "gpt_neox": {"rotary_emb_base": 10_000, "rotary_pct": 0.5},
-    "gpt_oss": {
-        **HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "layer_types": SLIDING,
-    },
+    "gpt_oss": {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "layer_types": SLIDING},
     "gptj": {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 8},
     "granite": {"logits_scaling": 1.0, "attention_multiplier": 0.3, "embedding_multiplier": 1.0,
                 "residual_multiplier": 1.0},
@@ -258,6 +255,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **EXPERTS, "attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1,
         "expert_layer_period": 2, "mamba_d_conv": 4, "mamba_d_state": 8, "mamba_expand": 2,
     },
+    "kimi_k25": {"text_config": {**COMMON, **ROUTED, **LATENT, "model_type": "kimi_k25"}},
     "kimi_linear": {
         **HEADS, **LATENT, "linear_attn_config": {"num_heads": 4, "head_dim": 16, "kda_layers": [1, 3]},
         "model_max_length": 1000, "num_experts": 2, "num_experts_per_token": 1,
@@ -278,6 +276,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {**SHORT_CONV, **EXPERTS},
     "lille-130m": {"block_size": 128, "n_layer": 2, "n_head": 4, "n_kv_heads": 4, "n_embd": 96},
     "llama": {},
+    "llama:sliding": {"sliding_window": 8, "layer_types": SLIDING},
     "llama4": {"text_config": LLAMA4},
     "llama4_text": {"head_dim": 8, "intermediate_size_mlp": 64, "no_rope_layers": [0, 0, 1, 1], "use_qk_norm": True},
     "longcat_flash": LONGCAT,
@@ -302,6 +301,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "minicpm": {"dim_model_base": 32, "scale_depth": 1.0, "scale_emb": 1.0},
     "minicpm3": {**LATENT, "rope_scaling": LONGROPE, "dim_model_base": 32, "scale_depth": 1.0, "scale_emb": 1.0},
+    "minimax_m3_vl": {"text_config": {
+        **COMMON, **HEADS, "dense_intermediate_size": 64, "shared_intermediate_size": 32, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"] * 2, "layer_types":
+        ["full_attention", "minimax_m3_sparse"] * 2, "index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4,
+        "index_topk_blocks": 2,
+    }},
     "minimax": {
         **HEADS, "num_experts_per_tok": 2, "num_local_experts": 4, "shared_intermediate_size": 32, "rotary_dim": 8,
     },
@@ -345,7 +350,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_size_per_head": 16, "mamba_step": 2, "mamba_d_conv": 3, "mamba_d_state": 8, "mamba_num_heads": 4,
         "mamba_enabled": True, "full_attention_idx": None, "sliding_window": 2048, "attention_window_size": 2048,
     },
-    "plamo3": {**HEADS, "window_size": 8, "sliding_window": 8, "sliding_window_pattern": 2},
     "qwen": {"no_bias": True, "kv_channels": 8},
     "qwen2": {},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
@@ -386,7 +390,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def tiny_model(name: str) -> nn.Module:
-    """A model of mlx-lm's file `name`, with the weights that mlx-lm gives it."""
-    arch = importlib.import_module(f"mlx_lm.models.{name}")
+    """A model of mlx-lm's file `name`, or of its variant `name:variant`, with the weights that mlx-lm gives it."""
+    arch = importlib.import_module(f"mlx_lm.models.{name.split(':')[0]}")
     config = {"model_type": name, **COMMON, **CONFIGS[name]}
     return arch.Model(arch.ModelArgs.from_dict(config))

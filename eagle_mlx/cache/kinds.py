@@ -25,12 +25,15 @@ ONE_ROW = {
     "afm7": "its layers that share keys take their positions from the number of keys",
     "gpt_bigcode": "its learned positions are counted for one sequence",
     "llama4": "its chunk masks and attention scales are those of one sequence",
+    "minimax_m3_vl": "it chooses blocks of keys by their place in one sequence",
     "recurrent_gemma": "its first token is read differently from every other",
 }
 """mlx-lm's model files that cannot decode rows of different lengths together, and why."""
 
 REFUSED = {
+    "kimi_k3": "its layers add to sums that they share, so that none can be called twice",
     "longcat_flash_ngram": "its embedding keeps the last tokens, which are no layer's to roll back",
+    "plamo3": "a prompt's tokens see one position further back than later ones, so that no verify reads like decoding",
 }
 """mlx-lm's model files that cannot be exact, and why."""
 

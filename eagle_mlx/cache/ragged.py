@@ -54,9 +54,9 @@ class RaggedCache(Sequence[Any]):
         return iter(self.layers)
 
     def expect(self, counts: Sequence[int]) -> None:
-        """Say before a forward how many of its positions count in each row, where that is known; the rest is padding."""
+        """Before a forward: how many of its positions count in each row, where that is known; the rest is padding."""
         if len(set(counts)) > 1:
-            self.lengths.expect(mx.array(counts, mx.int32))
+            self.lengths.expect(mx.array(list(counts), mx.int32))
 
     def advance(self, count: int | mx.array, at_most: int | None = None) -> None:
         """Accept `count` of the positions last read: the same in every row, or [B] int32, bounded by `at_most`."""

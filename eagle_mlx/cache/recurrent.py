@@ -21,7 +21,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
-from eagle_mlx.cache.full import RaggedKV
 from eagle_mlx.cache.lengths import RowLengths, without_row
 from eagle_mlx.errors import TargetError
 
@@ -69,7 +68,10 @@ class _Call:
         return _Call(self.layer, tuple(map(cut, self.args)), kwargs, self.before, 1)
 
 
-class RecurrentState(ArraysCache):  # type: ignore[misc]  # mlx_lm has no types; some layers ask for this very class
+_ArraysCache: Any = ArraysCache  # its annotations are narrower than what it holds
+
+
+class RecurrentState(_ArraysCache):  # type: ignore[misc]  # some layers ask whether it is an ArraysCache
     """The arrays [B, ...] that one layer carries from token to token, in mlx-lm's cache protocol."""
 
     def __init__(self, rows: RowLengths, size: int, masked: bool):
@@ -117,13 +119,13 @@ class RecurrentState(ArraysCache):  # type: ignore[misc]  # mlx_lm has no types;
         call.again(lambda value: self._replaced(value, mask))
 
     def _read_stepwise(self, call: _Call, count: mx.array) -> None:
-        after = self.cache
+        after = self.state
         self.cache = list(call.before)
-        states = [[mx.zeros_like(x) if old is None else old for old, x in zip(self.cache, after, strict=True)]]
+        states = [[mx.zeros_like(new) if old is None else old for old, new in zip(call.before, after, strict=True)]]
         for step in range(call.width):
             call.at(step).again(lambda value: self._replaced(value, None))
-            states.append(list(self.cache))
-        self.cache = [_picked(mx.stack(column, axis=1), count) for column in zip(*states, strict=True)]
+            states.append(self.state)
+        self.cache = [_picked(mx.stack(list(column), axis=1), count) for column in zip(*states, strict=True)]
 
     def _replaced(self, value: Any, mask: mx.array | None) -> Any:
         """An argument for a second call: masks are the state's own, attention beside it sees the new keys alone."""

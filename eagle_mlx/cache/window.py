@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from eagle_mlx.cache.full import RaggedKV, room, scattered
 from eagle_mlx.cache.lengths import RowLengths, ring_positions
+from eagle_mlx.errors import TargetError
 
 SLACK = 16
 """Slots that a ring has beyond its window; a wider forward makes it grow."""
@@ -28,7 +29,9 @@ class RaggedWindow(RaggedKV):
     def make_mask(
         self, count: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        window = min(self.window, window_size or self.window)
+        window = self.window if window_size is None else window_size
+        if window > self.window:
+            raise TargetError(f"this model sees {window} positions in a prompt but keeps {self.window}: never the same")
         ring = self._ring_for(count)
         if self.lengths.upper + count > ring:
             return self.lengths.ring_mask(count, window, ring)

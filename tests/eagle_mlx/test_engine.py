@@ -11,8 +11,6 @@ from mlx_lm.generate import generate_step
 
 import eagle_mlx as em
 from eagle_mlx.errors import ConfigError, PromptError
-from eagle_mlx.proposers.base import Draft, Observation, ProposerState
-from eagle_mlx.sampling import SamplingBatch
 from tests.fakes import Oracle, tiny_head, tiny_target
 
 TARGET = tiny_target()
