@@ -33,6 +33,7 @@ ONE_ROW = {
 REFUSED = {
     "kimi_k3": "its layers add to sums that they share, so that none can be called twice",
     "longcat_flash_ngram": "its embedding keeps the last tokens, which are no layer's to roll back",
+    "phi3small": "its block-sparse layers show a token what comes after it wherever several are read at once",
     "plamo3": "a prompt's tokens see one position further back than later ones, so that no verify reads like decoding",
 }
 """mlx-lm's model files that cannot be exact, and why."""
