@@ -8,7 +8,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from eagle_mlx.cache import RaggedCache, without_row
+from eagle_mlx.cache import RaggedCache, Saved, without_row
 from eagle_mlx.logprobs import Logprobs
 from eagle_mlx.processors import Processors
 from eagle_mlx.proposers.base import Draft, Observation, Proposer, ProposerState
@@ -35,7 +35,7 @@ class Round:
 class _Before:
     """What a round changed on the device, as it was."""
 
-    lengths: tuple[int, bool, mx.array | None]
+    cache: Saved
     last: mx.array
     counts: mx.array | None
 
@@ -46,7 +46,7 @@ class Batch:
     def __init__(self, target: Target, proposer: Proposer | None, rows: Sequence[Row]):
         self.target, self.proposer = target, proposer
         self.rows = list(rows)
-        self.cache = RaggedCache(target.num_layers, len(self.rows))
+        self.cache = RaggedCache.of(target.model, len(self.rows))
         self.state: ProposerState | None = proposer.open([row.prompt for row in self.rows]) if proposer else None
         self._arrange()
         self.last = mx.array([[row.prompt[-1]] for row in self.rows], mx.int32).reshape(-1, 1)
@@ -68,21 +68,24 @@ class Batch:
         longest = max(len(row.prompt) for row in self.rows) - 1
         for start in range(0, longest, chunk):
             pieces = [row.prompt[:-1][start : start + chunk] for row in self.rows]
-            width = max(map(len, pieces))
+            counts = [len(piece) for piece in pieces]
+            width = max(counts)
             tokens = mx.array([piece + [0] * (width - len(piece)) for piece in pieces], mx.int32)
+            self.cache.expect(counts)
             aux = self.target.forward(tokens, self.cache, aux_layers).aux
             if self.state is not None and self.proposer is not None and aux_layers:
                 following = [
                     row.prompt[start + 1 : start + 1 + len(p)] for row, p in zip(self.rows, pieces, strict=True)
                 ]
                 self.state.prefill(Observation(following, aux))
-            self.cache.lengths.advance(mx.array([len(piece) for piece in pieces], mx.int32), at_most=width)
-            self.cache.lengths.settle([min(start + chunk, len(row.prompt) - 1) for row in self.rows])
+            self.cache.advance(width if min(counts) == width else mx.array(counts, mx.int32), at_most=width)
+            self.cache.settle([min(start + chunk, len(row.prompt) - 1) for row in self.rows])
             mx.eval(self.cache.state)
+        self.cache.compact()
 
     def launch(self, depth: int) -> Round:
         """Start a round on the device: draft, verify, move the lengths. Nothing is waited for."""
-        before = _Before(self.cache.lengths.save(), self.last, self.processors.save() if self.processors else None)
+        before = _Before(self.cache.save(), self.last, self.processors.save() if self.processors else None)
         depth = max(0, min(depth, max(self._room()))) if self.state is not None else 0
         draft = self._draft(depth)
         tokens = mx.concatenate([self.last, draft.tokens], axis=1)
@@ -93,13 +96,14 @@ class Batch:
         logprobs = Logprobs.of(self.rows, out.logits, verdict.tokens)
         self.last = mx.take_along_axis(verdict.tokens, verdict.accepted[:, None], axis=1)
         if width == 1:
-            self.cache.lengths.advance(1)
+            self.cache.advance(1)
         else:
-            self.cache.lengths.advance(verdict.accepted + 1, at_most=width)
+            self.cache.advance(verdict.accepted + 1, at_most=width)
         if self.processors:
             self.processors.commit(verdict)
         answer = mx.concatenate([verdict.accepted[:, None], draft.lengths[:, None], verdict.tokens], axis=1)
         mx.async_eval(answer, self.last, *out.aux, *(logprobs.arrays if logprobs else ()))
+        mx.async_eval(self.cache.recurrent_state)  # after the answer, which does not wait for it
         return Round(depth, answer, logprobs, out.aux, before)
 
     def _room(self) -> list[int]:
@@ -131,14 +135,14 @@ class Batch:
         for index, (row, (_, drafted, *_)) in enumerate(zip(self.rows, answers, strict=True)):
             row.take(emitted[index], drafted, logprobs.get(index, ()))
         if landed.answer.shape[1] > 3:
-            self.cache.lengths.settle([row.length for row in self.rows])
+            self.cache.settle([row.length for row in self.rows])
         if self.state is not None and not all(row.finish_reason for row in self.rows):
             self.state.observe(Observation(emitted, landed.aux))
         return [drafted for _, drafted, *_ in answers], [accepted for accepted, *_ in answers]
 
     def cancel(self, launched: Round) -> None:
         """Forget a round that was launched and is not wanted."""
-        self.cache.lengths.restore(launched.before.lengths)
+        self.cache.restore(launched.before.cache)
         self.last = launched.before.last
         if self.processors:
             self.processors.restore(launched.before.counts)

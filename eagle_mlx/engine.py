@@ -12,7 +12,7 @@ from typing import cast
 from tqdm import tqdm
 
 from eagle_mlx.batch import Batch, Round
-from eagle_mlx.cache import check_cacheable
+from eagle_mlx.cache import check_cacheable, may_pad
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.params import SamplingParams
 from eagle_mlx.policy import Policy, ThroughputPolicy
@@ -86,7 +86,8 @@ class Engine:
     ):
         if max_batch < 1 or prefill_chunk < 1:
             raise ConfigError(f"max_batch ({max_batch}) and prefill_chunk ({prefill_chunk}) must be at least 1")
-        check_cacheable(target.model)
+        check_cacheable(target.model, max_batch)
+        self._may_pad = may_pad(target.model)
         if proposer is not None:
             proposer.bind(target)
         self.target, self.proposer = target, proposer
@@ -175,8 +176,10 @@ class Engine:
             return  # its answer is for the rows that it was launched with
         free = self.max_batch - (len(self._batch.rows) if self._batch else 0)
         rows = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
-        if not rows:
-            return
+        for group in [rows] if self._may_pad and rows else [[row] for row in rows]:
+            self._join(group)
+
+    def _join(self, rows: list[Row]) -> None:
         joining = Batch(self.target, self.proposer, rows)
         joining.prefill(self.prefill_chunk)
         if self._batch is None:

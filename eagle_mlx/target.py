@@ -19,9 +19,27 @@ from eagle_mlx.errors import TargetError
 
 # Where mlx-lm's architectures keep their parts, in the order in which they are looked for.
 _BACKBONES = ("model", "language_model.model", "model.language_model", "transformer", "backbone", "model.model")
-_EMBEDDINGS = ("embed_tokens", "wte", "embedding", "embeddings", "tok_embeddings", "word_embeddings")
-_NORMS = ("norm", "ln_f", "final_layernorm", "norm_f", "final_norm", "embedding_norm")
-_LM_HEADS = ("lm_head", "language_model.lm_head", "output", "embed_out")
+_EMBEDDINGS = (
+    "embed_tokens",
+    "wte",
+    "embedding",
+    "embeddings",
+    "tok_embeddings",
+    "word_embeddings",
+    "embed_in",
+    "token_embeddings",
+)
+_NORMS = (
+    "norm",
+    "ln_f",
+    "final_layernorm",
+    "norm_f",
+    "final_norm",
+    "embedding_norm",
+    "final_layer_norm",
+    "output_norm",
+)
+_LM_HEADS = ("lm_head", "language_model.lm_head", "output", "embed_out", "model.embed_out")
 
 
 @dataclass(frozen=True)
@@ -42,7 +60,7 @@ class Target:
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
-        backbone = _first(model, _BACKBONES, "backbone", model)
+        backbone = _backbone(model)
         self._embed = _first(backbone, _EMBEDDINGS, "token embedding", model)
         self._norm = _first(backbone, _NORMS, "final norm", model)
         self._lm_head = _find(model, _LM_HEADS) or self._embed.as_linear
@@ -149,6 +167,13 @@ def _find(root: Any, paths: Sequence[str]) -> Any | None:
         else:
             return node
     return None
+
+
+def _backbone(model: nn.Module) -> Any:
+    """The first of the places that holds a token embedding, else the first that exists."""
+    places = [_find(model, (path,)) for path in _BACKBONES]
+    with_embedding = (place for place in places if place is not None and _find(place, _EMBEDDINGS) is not None)
+    return next(with_embedding, None) or _first(model, _BACKBONES, "backbone", model)
 
 
 def _first(root: Any, paths: Sequence[str], what: str, model: nn.Module) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import eagle_mlx  # noqa: F401  (brings the fast BLAS before MLX)
@@ -11,11 +12,13 @@ import eagle_mlx  # noqa: F401  (brings the fast BLAS before MLX)
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models import qwen3
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+from eagle_mlx.proposers.base import Draft, Observation, ProposerState
+from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Target
 
 EMBEDDED_TARGET = Path(__file__).parent.parent / "checkpoints" / "target"
@@ -39,15 +42,15 @@ def tiny_config(layers: int = 4, hidden: int = 32, vocab: int = 128) -> dict[str
     }
 
 
-def _randomize(module: nn.Module, seed: int, spread: float) -> None:
+def randomize(module: nn.Module, seed: int, spread: float) -> None:
     """Weights far enough from zero that outputs depend on every part of the input."""
     rng = np.random.default_rng(seed)
 
-    def draw(w: mx.array) -> mx.array:
-        new = rng.normal(0.0, spread, w.shape) if w.ndim > 1 else rng.uniform(0.5, 1.5, w.shape)
-        return mx.array(new, mx.float32)
+    def draw(name: str, w: mx.array) -> mx.array:
+        scale = w.ndim < 2 and not name.endswith("bias")
+        return mx.array(rng.uniform(0.5, 1.5, w.shape) if scale else rng.normal(0.0, spread, w.shape), mx.float32)
 
-    module.update(tree_map(draw, module.parameters()))
+    module.update(tree_map_with_path(draw, module.parameters()))
     mx.eval(module.parameters())
 
 
@@ -55,7 +58,7 @@ def tiny_target(seed: int = 0, layers: int = 4, hidden: int = 32, vocab: int = 1
     """A random Qwen3 in memory; with the embedded tokenizer where asked for (then `vocab` is its 4,096)."""
     vocab = 4096 if tokenizer else vocab
     model = qwen3.Model(qwen3.ModelArgs(**tiny_config(layers, hidden, vocab)))  # type: ignore[arg-type]
-    _randomize(model, seed, 0.2)
+    randomize(model, seed, 0.2)
     return Target(model, load_tokenizer(EMBEDDED_TARGET) if tokenizer else None, name="tiny")
 
 
@@ -78,7 +81,7 @@ def tiny_head(target: Target, seed: int = 0, draft_vocab: int | None = None) -> 
         kept = np.sort(np.random.default_rng(seed).choice(target.vocab_size, size, replace=False))
         d2t = mx.array(kept - np.arange(size), mx.int32)
     head = Eagle3Head(config, d2t)
-    _randomize(head, seed + 1, 0.2)
+    randomize(head, seed + 1, 0.2)
     return head
 
 
@@ -92,3 +95,59 @@ def tiny_target_folder(folder: Path, seed: int = 0, layers: int = 4, hidden: int
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     (folder / "config.json").write_text(json.dumps({**tiny_config(layers, hidden, 4096), "eos_token_id": [2, 0]}))
     return folder
+
+
+class Oracle:
+    """A proposer that knows each prompt's continuation and is wrong at random: every accept and reject is met."""
+
+    name = "oracle"
+
+    def __init__(
+        self,
+        texts: Mapping[tuple[int, ...], Sequence[int]],
+        wrong: float,
+        seed: int = 0,
+        aux_layers: tuple[int, ...] = (),
+    ):
+        self.texts, self.wrong, self.rng = texts, wrong, np.random.default_rng(seed)
+        self.aux_layers = aux_layers
+        self.target: Target | None = None
+
+    def bind(self, target: Target) -> None:
+        self.target = target
+
+    def open(self, prompts: Sequence[Sequence[int]]) -> OracleState:
+        return OracleState(self, [(list(self.texts[tuple(p)]), 0) for p in prompts])
+
+
+class OracleState:
+    """Each row's continuation, and how much of it has been emitted."""
+
+    def __init__(self, oracle: Oracle, rows: list[tuple[list[int], int]]):
+        self.oracle, self.rows = oracle, rows
+
+    def prefill(self, seen: Observation) -> None:
+        assert self.oracle.target is not None
+        assert all(x.shape[-1] == self.oracle.target.hidden_size for x in seen.aux)
+
+    def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        assert self.oracle.target is not None
+        rng, vocab = self.oracle.rng, self.oracle.target.vocab_size
+        tokens, lengths = [], []
+        for text, at in self.rows:
+            row = (text[at : at + depth] + [0] * depth)[:depth]
+            tokens.append([int(rng.integers(vocab)) if rng.random() < self.oracle.wrong else t for t in row])
+            lengths.append(int(rng.integers(depth + 1)))
+        return Draft(mx.array(tokens, mx.int32), mx.array(lengths, mx.int32))
+
+    def observe(self, seen: Observation) -> None:
+        assert all(x.shape[0] == len(self.rows) for x in seen.aux)
+        self.rows = [(text, at + len(new)) for (text, at), new in zip(self.rows, seen.tokens, strict=True)]
+
+    def append(self, other: ProposerState) -> None:
+        assert isinstance(other, OracleState)
+        self.rows += other.rows
+
+    def remove(self, row: int) -> None:
+        self.rows[row] = self.rows[-1]
+        self.rows.pop()

@@ -121,7 +121,7 @@ def test_a_breach_is_noticed(path: str, source: str, said: str) -> None:
         ("train/loop.py", "from .step import step\nfrom eagle_mlx.engine import Engine"),
         ("serve/bench/cli.py", "from . import report\nfrom ..bench.modes import Mode"),
         ("eagle_mlx/heads/eagle3.py", "from mlx_lm.models.base import scaled_dot_product_attention"),
-        ("eagle_mlx/cache.py", "from mlx_lm.models import cache"),
+        ("eagle_mlx/cache/kinds.py", "from mlx_lm.models import cache"),
         ("eagle_mlx/engine.py", "from .sampling import sample\nimport mlx_lm"),
     ],
 )

@@ -30,6 +30,8 @@ class DraftModelProposer:
 
     def __init__(self, draft: Target):
         check_cacheable(draft.model)
+        if RaggedCache.of(draft.model, 1).recurrent:
+            raise TargetError("this draft model has recurrent state, which cannot keep part of a draft; take another")
         self.draft = draft
         self.vocab_size = draft.vocab_size
 
@@ -64,7 +66,7 @@ class DraftModelState:
 
     def __init__(self, proposer: DraftModelProposer, texts: list[_Text]):
         self.proposer, self.texts = proposer, texts
-        self.cache = RaggedCache(proposer.draft.num_layers, len(texts))
+        self.cache = RaggedCache.of(proposer.draft.model, len(texts))
 
     def read_prompts(self) -> None:
         """Read all of each prompt but its last token."""
@@ -77,19 +79,19 @@ class DraftModelState:
 
     def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
         logits = self._read([list(text.unread) for text in self.texts])
-        committed = self.cache.lengths.save()
+        committed = self.cache.save()
         tokens: list[mx.array] = []
         probs: list[mx.array | None] = []
         for step in range(depth):
             if step:
                 logits = self.proposer.draft.forward(tokens[-1], self.cache).logits[:, -1]
-                self.cache.lengths.advance(1)
+                self.cache.advance(1)
             logits = _fitted(logits, self.proposer.vocab_size)
             token, q = draft_sample(logits, sampling, positions + step, self.proposer.vocab_size)
             mx.async_eval(token)
             tokens.append(token[:, None])
             probs.append(q)
-        self.cache.lengths.restore(committed)
+        self.cache.restore(committed)
         for text in self.texts:
             text.guessed = depth - 1
         lengths = mx.full((len(self.texts),), depth, mx.int32)
@@ -101,8 +103,9 @@ class DraftModelState:
         width = max(map(len, pieces))
         counts = mx.array([len(piece) for piece in pieces], mx.int32)
         tokens = mx.array([piece + [0] * (width - len(piece)) for piece in pieces], mx.int32)
+        self.cache.expect([len(piece) for piece in pieces])
         logits = self.proposer.draft.forward(tokens, self.cache).logits
-        self.cache.lengths.advance(counts, at_most=width)
+        self.cache.advance(counts, at_most=width)
         for text, piece in zip(self.texts, pieces, strict=True):
             text.unread = text.unread[len(piece) :]
             text.read += len(piece)
@@ -110,7 +113,7 @@ class DraftModelState:
         return mx.take_along_axis(logits, mx.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
 
     def _settle(self) -> None:
-        self.cache.lengths.settle([text.read for text in self.texts])
+        self.cache.settle([text.read for text in self.texts])
 
     def observe(self, seen: Observation) -> None:
         kept = []
@@ -119,7 +122,7 @@ class DraftModelState:
             text.unread += tokens[kept[-1] :]
             text.read, text.guessed = text.read + kept[-1], 0
         if any(kept):
-            self.cache.lengths.advance(mx.array(kept, mx.int32), at_most=max(kept))
+            self.cache.advance(mx.array(kept, mx.int32), at_most=max(kept))
             self._settle()
 
     def append(self, other: ProposerState) -> None:

@@ -60,9 +60,9 @@ def measure_costs(
 
 
 def _target_step(target: Target, context: int, width: int) -> Callable[[], None]:
-    cache = RaggedCache(target.num_layers, 1)
+    cache = RaggedCache.of(target.model, 1)
     mx.eval(target.forward(mx.zeros((1, context), mx.int32), cache).logits)
-    cache.lengths.advance(context)
+    cache.advance(context)
     tokens = mx.zeros((1, width), mx.int32)
     return lambda: mx.eval(mx.argmax(target.forward(tokens, cache).logits, axis=-1))
 

@@ -3,40 +3,61 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models import gemma3_text
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from eagle_mlx.cache import RaggedCache, check_cacheable, without_row
+from eagle_mlx.cache.lengths import RowLengths
+from eagle_mlx.cache.recurrent import RecurrentState
+from eagle_mlx.cache.window import SLACK, RaggedWindow
 from eagle_mlx.errors import TargetError
-from tests.fakes import tiny_target
+from eagle_mlx.target import Target
+from tests.architectures import tiny_model
+from tests.fakes import randomize, tiny_target
 
 TARGET = tiny_target()
 WIDTH = 5
 
 
-def fresh_logits(tokens: list[int]) -> np.ndarray:
-    return np.array(TARGET.forward(mx.array([tokens])).logits[0, -1])
+def target_of(name: str) -> Target:
+    if name == "qwen3":
+        return TARGET
+    model = tiny_model(name)
+    randomize(model, 0, 0.2)
+    return Target(model)
 
 
-def run(cache: RaggedCache, texts: list[list[int]], rows: list[list[int]], kept: list[int], settle: bool) -> None:
+def fresh_logits(tokens: list[int], target: Target) -> np.ndarray:
+    return np.array(target.forward(mx.array([tokens])).logits[0, -1])
+
+
+def run(
+    cache: RaggedCache,
+    texts: list[list[int]],
+    rows: list[list[int]],
+    kept: list[int],
+    settle: bool,
+    target: Target = TARGET,
+) -> None:
     """One ragged forward: row i gets rows[i], of which kept[i] tokens stay; checks the logits of what stays."""
     width = max(map(len, rows))
     tokens = mx.array([row + [0] * (width - len(row)) for row in rows], mx.int32)
-    logits = np.array(TARGET.forward(tokens, cache).logits)
-    cache.lengths.advance(mx.array(kept, mx.int32), at_most=width)
+    logits = np.array(target.forward(tokens, cache).logits)
+    cache.advance(mx.array(kept, mx.int32), at_most=width)
     for text, row, keep, out in zip(texts, rows, kept, logits, strict=True):
         text.extend(row[:keep])
         if keep:
-            np.testing.assert_allclose(out[keep - 1], fresh_logits(text), rtol=1e-3, atol=1e-3)
+            np.testing.assert_allclose(out[keep - 1], fresh_logits(text, target), rtol=1e-3, atol=1e-3)
     if settle:
-        cache.lengths.settle([len(text) for text in texts])
+        cache.settle([len(text) for text in texts])
 
 
 step = st.tuples(
-    st.lists(st.lists(st.integers(0, 127), min_size=1, max_size=WIDTH), min_size=6, max_size=6),
+    st.lists(st.lists(st.integers(0, 95), min_size=2, max_size=WIDTH), min_size=6, max_size=6),
     st.lists(st.integers(0, WIDTH), min_size=6, max_size=6),
     st.booleans(),
     st.sampled_from(["stay", "join", "leave"]),
@@ -44,17 +65,29 @@ step = st.tuples(
 )
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.integers(1, 3), st.lists(step, min_size=1, max_size=6))
-def test_rows_equal_fresh_runs_after_any_history(rows: int, steps: list) -> None:  # type: ignore[type-arg]
-    cache, texts = RaggedCache(TARGET.num_layers, rows), [[] for _ in range(rows)]
+@pytest.mark.parametrize(
+    ("name", "examples"), [("qwen3", 25), ("gemma3_text", 5), ("lfm2", 10), ("falcon_h1", 5), ("rwkv7", 5)]
+)
+def test_rows_equal_fresh_runs_after_any_history(name: str, examples: int) -> None:
+    target = target_of(name)
+
+    @settings(max_examples=examples, deadline=None)
+    @given(st.integers(1, 3), st.lists(step, min_size=1, max_size=6))
+    def check(rows: int, steps: list) -> None:  # type: ignore[type-arg]
+        live_through(target, rows, steps)
+
+    check()
+
+
+def live_through(target: Target, rows: int, steps: list) -> None:  # type: ignore[type-arg]
+    cache, texts = RaggedCache.of(target.model, rows), [[] for _ in range(rows)]
     for pieces, keeps, settle, event, which in steps:
         pieces = pieces[: len(texts)]
         kept = [min(keep, len(piece)) for keep, piece in zip(keeps, pieces, strict=False)]
-        run(cache, texts, pieces, kept, settle)
+        run(cache, texts, pieces, kept, settle, target)
         if event == "join" and len(texts) < 6:
-            other, new = RaggedCache(TARGET.num_layers, 1), [[]]
-            run(other, new, [[7, which, 3]], [3], True)
+            other, new = RaggedCache.of(target.model, 1), [[]]
+            run(other, new, [[7, which, 3]], [3], True, target)
             cache.append(other)
             texts.extend(new)
         elif event == "leave" and len(texts) > 1:
@@ -95,13 +128,121 @@ def test_uniform_rows_use_the_cheap_masks_and_ragged_ones_do_not() -> None:
     assert cache[0].make_mask(1) is None
 
 
-def test_what_cannot_be_rolled_back_is_refused_with_the_layer_and_its_kind() -> None:
-    args = gemma3_text.ModelArgs(
-        model_type="gemma3_text", hidden_size=32, num_hidden_layers=2, intermediate_size=32, num_attention_heads=2,
-        head_dim=16, num_key_value_heads=1, vocab_size=64, sliding_window=8, sliding_window_pattern=2,
-    )  # fmt: skip
-    with pytest.raises(TargetError, match="layer 0 of this model keeps a RotatingKVCache"):
-        check_cacheable(gemma3_text.Model(args))
+class Ring:
+    """A window cache beside the plain truth: each row's own numbers, in order, each written once."""
+
+    def __init__(self, window: int, rows: int, first: int = 0):
+        self.window = window
+        self.cache = RaggedWindow(RowLengths(rows), window)
+        self.rows: list[list[int]] = [[] for _ in range(rows)]
+        self.next = first
+
+    def write(self, width: int, kept: list[int], settle: bool) -> None:
+        """A forward of `width` numbers, of which row i keeps kept[i]; checks what every position sees."""
+        rows = len(self.rows)
+        new = np.arange(self.next, self.next + rows * width, dtype=np.float32).reshape(rows, 1, width, 1)
+        self.next += rows * width
+        mask = self.cache.make_mask(width, return_array=True)
+        keys, _ = self.cache.update_and_fetch(mx.array(new), mx.array(new))
+        seen = np.broadcast_to(np.array(mask), (rows, 1, width, keys.shape[2]))[:, 0]
+        ring, new = np.array(keys)[:, 0, :, 0], new[:, 0, :, 0]
+        for row, held, visible, numbers in zip(self.rows, ring, seen, new, strict=True):
+            whole = row + numbers.tolist()
+            for i in range(width):
+                end = len(row) + i + 1
+                assert sorted(held[visible[i]]) == sorted(whole[max(0, end - self.window) : end])
+        for row, numbers, count in zip(self.rows, new, kept, strict=True):
+            row.extend(numbers[:count].tolist())
+        self.cache.lengths.advance(mx.array(kept, mx.int32), at_most=width)
+        if settle:
+            self.cache.lengths.settle([len(row) for row in self.rows])
+
+    def join(self, other: Ring) -> None:
+        self.cache.append(other.cache)
+        self.cache.lengths.append(other.cache.lengths)
+        self.rows += other.rows
+
+    def leave(self, row: int) -> None:
+        self.cache.remove(row)
+        self.cache.lengths.remove(row)
+        self.rows[row] = self.rows[-1]
+        self.rows.pop()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([1, 3, 8]), st.integers(1, 3), st.data())
+def test_a_window_shows_the_last_positions_after_any_history(window: int, rows: int, data: st.DataObject) -> None:
+    ring = Ring(window, rows)
+    for _ in range(data.draw(st.integers(1, 12))):
+        width = data.draw(st.sampled_from([1, 2, 5, 9, SLACK + 1, 40]))
+        kept = [data.draw(st.integers(0, width)) for _ in ring.rows]
+        if data.draw(st.booleans()):
+            kept = [width] * len(kept)
+        ring.write(width, kept, data.draw(st.booleans()))
+        event = data.draw(st.sampled_from(["stay", "stay", "compact", "join", "leave"]))
+        if event == "compact":
+            ring.cache.compact()
+        elif event == "join" and len(ring.rows) < 5:
+            other = Ring(window, 1, first=ring.next + 100_000)
+            other.write(30, [data.draw(st.integers(0, 30))], True)
+            other.cache.compact()
+            ring.join(other)
+        elif event == "leave" and len(ring.rows) > 1:
+            ring.leave(data.draw(st.integers(0, len(ring.rows) - 1)))
+
+
+def test_a_ring_does_not_grow_with_the_text() -> None:
+    ring = Ring(8, 2)
+    ring.write(100, [100, 70], True)
+    ring.cache.compact()
+    for _ in range(200):
+        ring.write(4, [4, 3], True)
+    keys = ring.cache.keys
+    assert keys is not None
+    assert ring.cache.ring == 8 + SLACK
+    assert keys.shape[2] <= 256
+
+
+def model_with(cache: object, file: str = "own") -> nn.Module:
+    """A model of one layer that keeps this cache, as if mlx_lm/models/{file}.py held it."""
+    members = {"layers": [nn.Module()], "make_cache": lambda self: [cache], "__module__": f"mlx_lm.models.{file}"}
+    return type("Model", (nn.Module,), members)()  # type: ignore[no-any-return]
+
+
+class OwnCache(KVCache):
+    """Some architecture's own."""
+
+
+@pytest.mark.parametrize("cache", [RotatingKVCache(8, keep=4), OwnCache()])
+def test_what_cannot_be_rolled_back_is_refused_with_the_layer_and_its_kind(cache: KVCache) -> None:
+    with pytest.raises(TargetError, match=rf"layer 0 .* keeps a {type(cache).__name__}.*mlx_lm"):
+        check_cacheable(model_with(cache))
+
+
+def test_an_architecture_for_one_row_says_what_to_do() -> None:
+    model = tiny_model("llama4")
+    check_cacheable(model, rows=1)
+    with pytest.raises(TargetError, match="llama4 decode one row at a time.*max_batch=1"):
+        check_cacheable(model, rows=2)
+
+
+def test_an_architecture_that_cannot_be_exact_is_refused() -> None:
+    with pytest.raises(TargetError, match="longcat_flash_ngram cannot be sped up"):
+        check_cacheable(model_with(ArraysCache(1), "longcat_flash_ngram"))
+
+
+def test_a_state_that_no_layer_was_called_with_is_noticed() -> None:
+    state = RecurrentState(RowLengths(2), 1, masked=True)
+    with pytest.raises(TargetError, match="outside of its layers"):
+        state.commit(mx.array([1, 2]))
+
+
+def test_decoding_with_mlx_lm_is_not_disturbed() -> None:
+    target = target_of("lfm2")
+    before = np.array(target.forward(mx.array([[1, 2, 3]])).logits)
+    RaggedCache.of(target.model, 2)
+    RaggedCache.of(target.model, 2)
+    assert (np.array(target.forward(mx.array([[1, 2, 3]])).logits) == before).all()
 
 
 @given(st.integers(1, 6), st.data())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import eagle_mlx as em
@@ -13,41 +13,47 @@ from eagle_mlx.errors import TargetError
 from eagle_mlx.params import SamplingParams
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.sampling import SamplingBatch, draft_sample
-from tests.fakes import tiny_target
+from tests.architectures import tiny_model
+from tests.fakes import randomize, tiny_target
 
 TARGET, DRAFT = tiny_target(), tiny_target(seed=1, layers=2)
+WINDOW = em.Target(tiny_model("gemma3_text"))
+randomize(WINDOW.model, 0, 0.2)
+VOCAB = WINDOW.vocab_size  # of the smallest
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5], [100], [11, 12, 11, 12, 11, 12]]
 
 
-def slow_draft(text: list[int], depth: int, params: SamplingParams) -> list[int]:
+def slow_draft(draft: em.Target, text: list[int], depth: int, params: SamplingParams) -> list[int]:
     """Draft behind a text with no cache at all: every step reads the whole of it."""
     batch, tokens = SamplingBatch.of([params], [params.seed or 0]), list(text)
     for _ in range(depth):
-        logits = DRAFT.forward(mx.array([tokens])).logits[:, -1]
-        tokens.append(int(draft_sample(logits, batch, mx.array([len(tokens)]), TARGET.vocab_size)[0].item()))
+        logits = draft.forward(mx.array([tokens])).logits[:, -1]
+        tokens.append(int(draft_sample(logits, batch, mx.array([len(tokens)]), draft.vocab_size)[0].item()))
     return tokens[len(text) :]
 
 
-@settings(max_examples=20, deadline=None)
+@pytest.mark.parametrize("draft", [DRAFT, WINDOW], ids=["full", "window"])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
 @given(st.integers(1, 3), st.lists(st.integers(0, 4), min_size=1, max_size=5), st.integers(0, 1000))
-def test_drafts_equal_those_of_a_model_without_a_cache(rows: int, depths: list[int], seed: int) -> None:
+def test_drafts_equal_those_of_a_model_without_a_cache(
+    draft: em.Target, rows: int, depths: list[int], seed: int
+) -> None:
     """After rounds of any depth, plain ones too, in which each row keeps what chance decides; rows leave and join."""
     rng = np.random.default_rng(seed)
     params = [SamplingParams(), SamplingParams(temperature=0.8, seed=3), SamplingParams(temperature=1.2, seed=4)][:rows]
-    texts = [[int(t) for t in rng.integers(0, 128, 1 + 3 * row)] for row in range(rows)]
-    proposer = em.DraftModelProposer(DRAFT)
-    proposer.bind(TARGET)
+    texts = [[int(t) for t in rng.integers(0, VOCAB, 1 + 8 * row)] for row in range(rows)]
+    proposer = em.DraftModelProposer(draft)
     state = proposer.open(texts[:1])
     if rows > 1:
         state.append(proposer.open(texts[1:]))
     for number, depth in enumerate(depths):
-        drafts: list[list[int]] = [[] for _ in texts]
+        drafted: list[list[int]] = [[] for _ in texts]
         if depth:
             batch = SamplingBatch.of(params, [p.seed or 0 for p in params])
-            drafts = state.propose(depth, batch, mx.array([len(text) for text in texts])).tokens.tolist()  # type: ignore[assignment]
-            for text, draft, p in zip(texts, drafts, params, strict=True):
-                assert draft == slow_draft(text, depth, p)
-        gains = [[*draft[: rng.integers(0, depth + 1)], int(rng.integers(0, 128))] for draft in drafts]
+            drafted = state.propose(depth, batch, mx.array([len(text) for text in texts])).tokens.tolist()  # type: ignore[assignment]
+            for text, tokens, p in zip(texts, drafted, params, strict=True):
+                assert tokens == slow_draft(draft, text, depth, p)
+        gains = [[*tokens[: rng.integers(0, depth + 1)], int(rng.integers(0, VOCAB))] for tokens in drafted]
         for text, gain in zip(texts, gains, strict=True):
             text += gain
         state.observe(Observation(gains, ()))
@@ -107,3 +113,8 @@ def test_other_tokenizers_and_ends_of_turn_are_refused() -> None:
     draft.tokenizer._tokenizer.add_tokens(["<|extra|>"])
     with pytest.raises(TargetError, match=r"<\|extra\|>.* missing here"):
         em.Engine(target, em.DraftModelProposer(draft))
+
+
+def test_a_draft_model_with_recurrent_state_is_refused() -> None:
+    with pytest.raises(TargetError, match="recurrent state"):
+        em.DraftModelProposer(em.Target(tiny_model("mamba2")))

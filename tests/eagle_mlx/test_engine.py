@@ -11,57 +11,12 @@ from mlx_lm.generate import generate_step
 
 import eagle_mlx as em
 from eagle_mlx.errors import ConfigError, PromptError
-from eagle_mlx.proposers.base import Draft, Observation, ProposerState
-from eagle_mlx.sampling import SamplingBatch
-from tests.fakes import tiny_head, tiny_target
+from tests.fakes import Oracle, tiny_head, tiny_target
 
 TARGET = tiny_target()
 PROMPTS = [[1, 2, 3, 4, 5], [9], [7, 8, 7, 8, 7, 8, 7], list(range(40)), [100, 3]]
 MARGIN = 1e-3
 """Logits closer than this may fall either way between a verify of one token and one of several."""
-
-
-class Oracle:
-    """A proposer that knows the target's text and is wrong at random: every accept and reject path is taken."""
-
-    name = "oracle"
-    aux_layers: tuple[int, ...] = (0, 2)
-
-    def __init__(self, texts: dict[tuple[int, ...], list[int]], wrong: float, seed: int = 0):
-        self.texts, self.wrong, self.rng = texts, wrong, np.random.default_rng(seed)
-
-    def bind(self, target: em.Target) -> None: ...
-
-    def open(self, prompts: list[list[int]]) -> OracleState:
-        return OracleState(self, [(list(self.texts[tuple(p)]), 0) for p in prompts])
-
-
-class OracleState:
-    def __init__(self, oracle: Oracle, rows: list[tuple[list[int], int]]):
-        self.oracle, self.rows = oracle, rows
-
-    def prefill(self, seen: Observation) -> None:
-        assert all(x.shape[-1] == TARGET.hidden_size for x in seen.aux)
-
-    def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        rng, tokens, lengths = self.oracle.rng, [], []
-        for text, at in self.rows:
-            row = (text[at : at + depth] + [0] * depth)[:depth]
-            tokens.append([int(rng.integers(128)) if rng.random() < self.oracle.wrong else t for t in row])
-            lengths.append(int(rng.integers(depth + 1)))
-        return Draft(mx.array(tokens, mx.int32), mx.array(lengths, mx.int32))
-
-    def observe(self, seen: Observation) -> None:
-        assert all(x.shape[0] == len(self.rows) for x in seen.aux)
-        self.rows = [(text, at + len(new)) for (text, at), new in zip(self.rows, seen.tokens, strict=True)]
-
-    def append(self, other: ProposerState) -> None:
-        assert isinstance(other, OracleState)
-        self.rows += other.rows
-
-    def remove(self, row: int) -> None:
-        self.rows[row] = self.rows[-1]
-        self.rows.pop()
 
 
 def plain_greedy(prompt: list[int], count: int) -> tuple[list[int], list[float]]:
@@ -92,7 +47,7 @@ def proposers() -> list[object]:
         em.NgramProposer(),
         em.HeadProposer(tiny_head(TARGET)),
         em.HeadProposer(tiny_head(TARGET, draft_vocab=40)),
-        *(Oracle(texts, wrong) for wrong in (0.0, 0.3, 1.0)),
+        *(Oracle(texts, wrong, aux_layers=(0, 2)) for wrong in (0.0, 0.3, 1.0)),
     ]
 
 
@@ -109,7 +64,7 @@ def test_greedy_text_is_mlx_lms_own(proposer: object, depth: int, max_batch: int
 
 def test_a_perfect_proposer_is_accepted_whole() -> None:
     texts = {p: t for p, (t, _) in GREEDY.items()}
-    oracle = Oracle(texts, 0.0)
+    oracle = Oracle(texts, 0.0, aux_layers=(0, 2))
     oracle.rng = type("Full", (), {"random": lambda self: 1.0, "integers": lambda self, n: n - 1})()  # type: ignore[assignment]
     output = em.Engine(TARGET, oracle, em.FixedPolicy(5)).generate([PROMPTS[3]], em.SamplingParams(max_tokens=24))[0]  # type: ignore[arg-type]
     assert output.tokens == GREEDY[tuple(PROMPTS[3])][0]

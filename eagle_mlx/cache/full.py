@@ -1,0 +1,133 @@
+"""Keys and values of full attention, row by row."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from eagle_mlx.cache.lengths import RowLengths
+
+STEP = 256
+"""Positions by which a buffer grows."""
+
+
+class RaggedKV:
+    """Keys and values of one attention layer, in mlx-lm's cache protocol.
+
+    Buffers are [R, heads, capacity, D] with R >= rows, so that rows join and leave without moving the others.
+    """
+
+    def __init__(self, lengths: RowLengths):
+        self.lengths = lengths
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self._shown = 0, 0
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Where the new entries stand, for RoPE: an int where all rows agree, else [B] int32."""
+        return self.lengths.upper if self.lengths.uniform else self.lengths.offset
+
+    def make_mask(
+        self, count: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """The attention mask of `count` new positions per row."""
+        if window_size is not None and window_size < self.lengths.upper + count:
+            return self.lengths.mask(count, window_size)
+        if self.lengths.uniform and not return_array:
+            return None if count == 1 else "causal"
+        return self.lengths.mask(count)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write [B, heads, L, D] behind each row's own length; return what the mask spans, [B, heads, upper + L, D]."""
+        rows, count = keys.shape[0], keys.shape[2]
+        end = self.lengths.upper + count
+        self.keys = self._written(room(self.keys, keys, rows, end), keys)
+        self.values = self._written(room(self.values, values, rows, end), values)
+        self._shown = rows, end
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What `update_and_fetch` last returned, for layers that share it."""
+        assert self.keys is not None
+        assert self.values is not None
+        return fetched(self.keys, *self._shown), fetched(self.values, *self._shown)
+
+    def _written(self, buffer: mx.array, new: mx.array) -> mx.array:
+        rows, _, count, _ = new.shape
+        if self.lengths.uniform:
+            buffer[:rows, :, self.lengths.upper : self.lengths.upper + count] = new
+            return buffer
+        if rows == 1 and buffer.shape[0] == 1:
+            return mx.slice_update(buffer, new, self.lengths.offset, axes=(2,))
+        return scattered(buffer, new, self.lengths.positions(count))
+
+    def append(self, other: RaggedKV) -> None:
+        """Take over the other's rows; call before the lengths are joined."""
+        if other.keys is None or other.values is None:
+            return
+        mine, theirs, end = self.lengths.rows, other.lengths.rows, self._used(other.lengths.upper)
+        if not mine:
+            self.keys, self.values = other.keys, other.values
+            return
+        self.keys = room(self.keys, other.keys, mine + theirs, max(end, 1))
+        self.values = room(self.values, other.values, mine + theirs, max(end, 1))
+        self.keys[mine : mine + theirs, :, :end] = other.keys[:theirs, :, :end]
+        self.values[mine : mine + theirs, :, :end] = other.values[:theirs, :, :end]
+
+    def _used(self, length: int) -> int:
+        """Slots that rows of at most this length have entries in."""
+        return length
+
+    def remove(self, row: int) -> None:
+        """Move the last row into the gap; call before the lengths shrink."""
+        last = self.lengths.rows - 1
+        if self.keys is None or self.values is None or last == 0:
+            self.keys = self.values = None
+        elif row != last:
+            self.keys[row] = self.keys[last]
+            self.values[row] = self.values[last]
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [x for x in (self.keys, self.values) if x is not None]
+
+
+class RaggedGrouped(RaggedKV):
+    """The same for layers that group the heads of queries by hand: their masks have one axis more."""
+
+    def make_mask(
+        self, count: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """None, or [B, 1, 1, count, upper + count] bool."""
+        mask = super().make_mask(count, return_array, window_size)
+        return mask[:, :, None] if isinstance(mask, mx.array) else mask
+
+
+def fetched(buffer: mx.array, rows: int, end: int) -> mx.array:
+    """The rows in use and their first `end` slots: [rows, heads, end, D]."""
+    return buffer if buffer.shape[0] == rows and buffer.shape[2] == end else buffer[:rows, :, :end]
+
+
+def room(buffer: mx.array | None, like: mx.array, rows: int, end: int) -> mx.array:
+    """The buffer [R, heads, capacity, D], grown where it lacks rows (by doubling) or slots (by STEP)."""
+    _, heads, _, dim = like.shape
+    capacity = -(-end // STEP) * STEP
+    if buffer is None:
+        return mx.zeros((rows, heads, capacity, dim), like.dtype)
+    have_rows, _, have, _ = buffer.shape
+    if have < end:
+        buffer = mx.concatenate([buffer, mx.zeros((have_rows, heads, capacity - have, dim), buffer.dtype)], axis=2)
+    if have_rows < rows:
+        more = max(rows, 2 * have_rows) - have_rows
+        buffer = mx.concatenate([buffer, mx.zeros((more, *buffer.shape[1:]), buffer.dtype)], axis=0)
+    return buffer
+
+
+def scattered(buffer: mx.array, new: mx.array, slots: mx.array) -> mx.array:
+    """The buffer [R, heads, capacity, D] with new [B, heads, L, D] in each row's own slots [B, L]."""
+    where = slots[:, None, :, None]
+    spare = buffer.shape[0] - new.shape[0]
+    if spare:  # rows that nobody uses get zeros at their start
+        widths = [(0, spare), (0, 0), (0, 0), (0, 0)]
+        where, new = mx.pad(where, widths), mx.pad(new, widths)
+    return mx.put_along_axis(buffer, mx.broadcast_to(where, new.shape), new, axis=2)

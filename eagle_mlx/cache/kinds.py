@@ -1,0 +1,92 @@
+"""Which of mlx-lm's caches have a ragged counterpart, and which models cannot use it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+from eagle_mlx.cache.chunked import RaggedChunked
+from eagle_mlx.cache.full import RaggedGrouped, RaggedKV
+from eagle_mlx.cache.lengths import RowLengths
+from eagle_mlx.cache.recurrent import MASKED, RaggedList, RecurrentState
+from eagle_mlx.cache.window import RaggedWindow
+from eagle_mlx.errors import TargetError
+
+ONE_ROW = {
+    "afm7": "its layers that share keys take their positions from the number of keys",
+    "gpt_bigcode": "its learned positions are counted for one sequence",
+    "llama4": "its chunk masks and attention scales are those of one sequence",
+    "minimax_m3_vl": "it chooses blocks of keys by their place in one sequence",
+    "recurrent_gemma": "its first token is read differently from every other",
+}
+"""mlx-lm's model files that cannot decode rows of different lengths together, and why."""
+
+REFUSED = {
+    "kimi_k3": "its layers add to sums that they share, so that none can be called twice",
+    "longcat_flash_ngram": "its embedding keeps the last tokens, which are no layer's to roll back",
+    "phi3small": "its block-sparse layers show a token what comes after it wherever several are read at once",
+    "plamo3": "a prompt's tokens see one position further back than later ones, so that no verify reads like decoding",
+}
+"""mlx-lm's model files that cannot be exact, and why."""
+
+GROUPED = frozenset({"gemma2"})
+"""mlx-lm's model files whose attention groups the heads of queries by hand."""
+
+
+def ragged(cache: Any, lengths: RowLengths, model: nn.Module) -> Any:
+    """The ragged counterpart of one of mlx-lm's caches. Raises TargetError where there is none."""
+    kind = type(cache)
+    if kind is KVCache:
+        return RaggedGrouped(lengths) if model_file(model) in GROUPED else RaggedKV(lengths)
+    if kind is RotatingKVCache and cache.keep == 0:
+        return RaggedWindow(lengths, cache.max_size)
+    if kind is ChunkedKVCache:
+        return RaggedChunked(lengths, cache.chunk_size)
+    if kind is ArraysCache:
+        return RecurrentState(lengths, len(cache.cache), masked=leaves_padding_out(model))
+    if kind is CacheList:
+        return RaggedList([ragged(part, lengths, model) for part in cache.caches])
+    raise TargetError(
+        f"this model keeps a {kind.__name__}, which cannot be rolled back row by row; "
+        "decode it with mlx_lm, or choose a model of docs/architectures.md"
+    )
+
+
+def check_cacheable(model: nn.Module, rows: int = 1) -> None:
+    """Raise TargetError where `rows` rows of this model cannot be decoded together, exactly."""
+    file = model_file(model)
+    if file in REFUSED:
+        raise TargetError(f"models of type {file} cannot be sped up: {REFUSED[file]}; decode them with mlx_lm")
+    if rows > 1 and file in ONE_ROW:
+        raise TargetError(f"models of type {file} decode one row at a time: {ONE_ROW[file]}; give max_batch=1")
+    for index, cache in enumerate(make_prompt_cache(model)):
+        try:
+            ragged(cache, RowLengths(rows), model)
+        except TargetError as e:
+            raise TargetError(f"layer {index} of {file}: {e}") from e
+
+
+def may_pad(model: nn.Module) -> bool:
+    """Whether prompts of different lengths may be read in one forward: padding never enters a recurrent state."""
+    caches = make_prompt_cache(model)
+    parts = [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else (cache,))]
+    return leaves_padding_out(model) or not any(isinstance(part, ArraysCache) for part in parts)
+
+
+def leaves_padding_out(model: nn.Module) -> bool:
+    """Whether this model's recurrent layers heed the lengths of rows."""
+    return all({base.__module__.rsplit(".", 1)[-1] for base in type(x).__mro__} & MASKED for x in model.layers)
+
+
+def model_file(model: nn.Module) -> str:
+    """The name of mlx-lm's file that a model comes from, which is the model type as mlx-lm knows it."""
+    return type(model).__module__.rsplit(".", 1)[-1]

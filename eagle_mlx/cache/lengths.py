@@ -1,0 +1,140 @@
+"""How long each row of a batch is, and the attention masks that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+
+class RowLengths:
+    """The lengths of a batch's rows, shared by the caches of all layers.
+
+    On the device `offset` [B] int32 is exact at all times. On the host `upper` bounds it, for allocation and slicing;
+    `uniform` says that every row's length is `upper`, which allows the cheap masks and writes.
+    """
+
+    def __init__(self, rows: int):
+        self.rows = rows
+        self.upper = 0
+        self.uniform = True
+        self.valid: mx.array | None = None
+        """[B] int32, how many of the next forward's entries count, where that is known before it and differs."""
+        self._offset: mx.array | None = None
+        self._memo: dict[tuple[str | int, ...], mx.array] = {}
+
+    @property
+    def offset(self) -> mx.array:
+        """[B] int32, the valid entries of each row."""
+        if self._offset is None:
+            self._offset = mx.full((self.rows,), self.upper, mx.int32)
+        return self._offset
+
+    def expect(self, valid: mx.array) -> None:
+        """The next forward's positions from valid [B] int32 on are padding."""
+        self._memo.clear()
+        self.valid = valid
+
+    def advance(self, count: int | mx.array, at_most: int | None = None) -> None:
+        """Accept `count` new entries: the same in every row, or [B] int32 of which `at_most` is a bound."""
+        self._memo.clear()
+        self.valid = None
+        if isinstance(count, int):
+            self._offset = None if self.uniform else self.offset + count
+            self.upper += count
+        else:
+            assert at_most is not None
+            self._offset = self.offset + count
+            self.upper += at_most
+            self.uniform = False
+
+    def settle(self, lengths: Sequence[int]) -> None:
+        """The host has read the rows' real lengths: tighten the bound."""
+        self._memo.clear()
+        self.upper = max(lengths, default=0)
+        self.uniform = all(length == self.upper for length in lengths)
+        if self.uniform:
+            self._offset = None
+
+    def save(self) -> tuple[int, bool, mx.array | None]:
+        return self.upper, self.uniform, self._offset
+
+    def restore(self, state: tuple[int, bool, mx.array | None]) -> None:
+        """Back to a saved state: what was written since is masked now and overwritten later."""
+        self._memo.clear()
+        self.upper, self.uniform, self._offset = state
+
+    def append(self, other: RowLengths) -> None:
+        offset = mx.concatenate([self.offset, other.offset])
+        self.uniform = self.uniform and other.uniform and (self.upper == other.upper or not self.rows)
+        self._memo.clear()
+        self.rows, self.upper = self.rows + other.rows, max(self.upper, other.upper)
+        self._offset = None if self.uniform else offset
+
+    def remove(self, row: int) -> None:
+        """Drop a row; the last one takes its place."""
+        offset = None if self.uniform else without_row(self.offset, row)
+        self._memo.clear()
+        self.rows -= 1
+        self._offset = offset
+
+    def positions(self, count: int) -> mx.array:
+        """[B, count] int32: the positions of the next `count` entries of each row."""
+        key = ("positions", count)
+        if key not in self._memo:
+            self._memo[key] = self.offset[:, None] + mx.arange(count)
+        return self._memo[key]
+
+    def slots(self, count: int, size: int) -> mx.array:
+        """[B, count] int32: where the next `count` entries of each row lie in a ring."""
+        key = ("slots", count, size)
+        if key not in self._memo:
+            self._memo[key] = self.positions(count) % size
+        return self._memo[key]
+
+    def mask(self, count: int, window: int | None = None) -> mx.array:
+        """[B, 1, count, upper + count] bool: which entries each new position sees, at most the last `window`."""
+        key = ("mask", count, window or 0)
+        if key not in self._memo:
+            self._memo[key] = self._seen(mx.arange(self.upper + count), self.positions(count)[..., None], window)
+        return self._memo[key]
+
+    def ring_mask(self, count: int, window: int, size: int) -> mx.array:
+        """[B, 1, count, size] bool: the same where the entry of position p lies in slot p mod size."""
+        key = ("ring", count, window, size)
+        if key not in self._memo:
+            held = ring_positions(self.offset + (count - 1), size)[:, None]
+            self._memo[key] = self._seen(held, self.positions(count)[..., None], window) & (held >= 0)[:, None]
+        return self._memo[key]
+
+    @staticmethod
+    def _seen(held: mx.array, asking: mx.array, window: int | None) -> mx.array:
+        """Whether the position asking [B, L, 1] sees the position held [..., S]: [B, 1, L, S] bool."""
+        seen = held <= asking
+        if window is not None:
+            seen = seen & (held > asking - window)
+        return seen[:, None]
+
+    def valid_mask(self, count: int) -> mx.array | None:
+        """[B, count] bool: which of the next forward's entries count; None where all of them do for certain."""
+        if self.valid is None and count == 1:
+            return None
+        key = ("valid", count)
+        if key not in self._memo:
+            valid = mx.full((self.rows,), count) if self.valid is None else self.valid
+            self._memo[key] = mx.arange(count) < valid[:, None]
+        return self._memo[key]
+
+
+def ring_positions(newest: mx.array, size: int) -> mx.array:
+    """newest [B] int32 -> [B, size] int32: the position whose entry lies in each slot; below 0 for slots not used."""
+    return newest[:, None] - (newest[:, None] - mx.arange(size)) % size
+
+
+def without_row(x: mx.array, row: int) -> mx.array:
+    """x [B, ...] without one row, the last one in its place: [B - 1, ...]."""
+    last = x.shape[0] - 1
+    kept = x[:last]
+    if row == last:
+        return kept
+    return mx.concatenate([kept[:row], x[last:], kept[row + 1 :]], axis=0)

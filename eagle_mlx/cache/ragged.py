@@ -1,0 +1,104 @@
+"""The caches of a whole model for a batch of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from eagle_mlx.cache.full import RaggedKV
+from eagle_mlx.cache.kinds import ragged
+from eagle_mlx.cache.lengths import RowLengths
+from eagle_mlx.cache.recurrent import RaggedList, RecurrentState, note_calls
+from eagle_mlx.cache.window import RaggedWindow
+
+Saved = tuple[tuple[int, bool, mx.array | None], list[list[mx.array | None]]]
+"""The lengths, and the arrays of every recurrent state."""
+
+
+class RaggedCache(Sequence[Any]):
+    """The caches of all layers of one model for a batch of rows; goes into the model as its `cache`."""
+
+    def __init__(self, layers: int, rows: int):
+        """Full attention in every layer."""
+        lengths = RowLengths(rows)
+        self._hold(lengths, [RaggedKV(lengths) for _ in range(layers)])
+
+    @classmethod
+    def of(cls, model: nn.Module, rows: int) -> RaggedCache:
+        """What mlx-lm would make for this model, row by row. Raises TargetError where that is not supported."""
+        self = cls.__new__(cls)
+        lengths = RowLengths(rows)
+        self._hold(lengths, [ragged(cache, lengths, model) for cache in make_prompt_cache(model)])
+        if self.recurrent:
+            for layer in model.layers:
+                note_calls(layer)
+        return self
+
+    def _hold(self, lengths: RowLengths, layers: list[Any]) -> None:
+        self.lengths, self.layers = lengths, layers
+        parts = [part for layer in layers for part in (layer.caches if isinstance(layer, RaggedList) else (layer,))]
+        self.recurrent = [part for part in parts if isinstance(part, RecurrentState)]
+        self.windows = [part for part in parts if isinstance(part, RaggedWindow)]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.layers[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.layers)
+
+    def expect(self, counts: Sequence[int]) -> None:
+        """Before a forward: how many of its positions count in each row, where that is known; the rest is padding."""
+        if len(set(counts)) > 1:
+            self.lengths.expect(mx.array(list(counts), mx.int32))
+
+    def advance(self, count: int | mx.array, at_most: int | None = None) -> None:
+        """Accept `count` of the positions last read: the same in every row, or [B] int32, bounded by `at_most`."""
+        for state in self.recurrent:
+            state.commit(count)
+        self.lengths.advance(count, at_most)
+
+    def settle(self, lengths: Sequence[int]) -> None:
+        """The host has read the rows' real lengths."""
+        self.lengths.settle(lengths)
+
+    def save(self) -> Saved:
+        return self.lengths.save(), [list(state.cache) for state in self.recurrent]
+
+    def restore(self, saved: Saved) -> None:
+        """Back to what `save` gave."""
+        lengths, states = saved
+        self.lengths.restore(lengths)
+        for state, arrays in zip(self.recurrent, states, strict=True):
+            state.cache = list(arrays)
+
+    def compact(self) -> None:
+        """Give up the room that only the wide forwards of a prompt needed."""
+        for window in self.windows:
+            window.compact()
+
+    def append(self, other: RaggedCache) -> None:
+        """The other's rows join behind this one's; no keys or values that are here are copied."""
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            mine.append(theirs)
+        self.lengths.append(other.lengths)
+
+    def remove(self, row: int) -> None:
+        """A row leaves; the last one moves into the gap."""
+        for layer in self.layers:
+            layer.remove(row)
+        self.lengths.remove(row)
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [x for layer in self.layers for x in layer.state]
+
+    @property
+    def recurrent_state(self) -> list[mx.array]:
+        return [x for state in self.recurrent for x in state.state]

@@ -1,0 +1,228 @@
+"""Recurrent and convolutional state: what a layer keeps instead of keys, and how it forgets rejected tokens.
+
+Such a state cannot be cut back like keys: after a verify it is that of all the draft tokens. So the state from before
+is kept, which costs nothing because arrays are immutable, and once it is known how many tokens each row accepts, the
+layer is called again from there with what it was called with, for those tokens alone. MLX evaluates lazily: of that
+second call only the state is computed, not the layer's output, its output projection or its MLP, and no other layer.
+The alternative, to put the accepted tokens in front of the next verify, makes every layer read them twice, and their
+number grows until a draft is accepted whole.
+
+Where a layer takes lengths of rows into account (`MASKED`) one call gives every row its own state. Elsewhere the layer
+is called token by token, and each row takes the state after its last accepted token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache
+
+from eagle_mlx.cache.lengths import RowLengths, without_row
+from eagle_mlx.errors import TargetError
+
+MASKED = frozenset(
+    {
+        "bailing_hybrid",
+        "bailing_moe_v3",
+        "falcon_h1",
+        "gear",
+        "granitemoehybrid",
+        "kimi_linear",
+        "lfm2",
+        "lfm2_moe",
+        "mamba2",
+        "plamo2",
+        "qwen3_5",
+        "qwen3_next",
+    }
+)
+"""mlx-lm's model files whose recurrent layers leave padding out of their state."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """How a layer was called in a verify, and the state that it was called with."""
+
+    layer: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    before: list[mx.array | None]
+    width: int
+
+    def again(self, replace: Callable[[Any], Any]) -> None:
+        """Call the layer for its state alone."""
+        self.layer(*map(replace, self.args), **{name: replace(value) for name, value in self.kwargs.items()})
+
+    def at(self, step: int) -> _Call:
+        """The call of one position alone: [B, L, ...] -> [B, 1, ...]."""
+
+        def cut(value: Any) -> Any:
+            ours = isinstance(value, mx.array) and value.ndim > 1 and value.shape[1] == self.width
+            return value[:, step : step + 1] if ours else value
+
+        kwargs = {name: value + step if name == "offset" else cut(value) for name, value in self.kwargs.items()}
+        return _Call(self.layer, tuple(map(cut, self.args)), kwargs, self.before, 1)
+
+
+_ArraysCache: Any = ArraysCache  # its annotations are narrower than what it holds
+
+
+class RecurrentState(_ArraysCache):  # type: ignore[misc]  # some layers ask whether it is an ArraysCache
+    """The arrays [B, ...] that one layer carries from token to token, in mlx-lm's cache protocol."""
+
+    def __init__(self, rows: RowLengths, size: int, masked: bool):
+        self.rows = rows
+        self.masked = masked
+        self.cache: list[mx.array | None] = [None] * size
+        self.left_padding = None
+        self._call: _Call | None = None
+        self._accepted: mx.array | None = None
+
+    @property
+    def lengths(self) -> mx.array | None:
+        """[B] int32, how many of the positions being read count in each row; None for all."""
+        return self.rows.valid if self._accepted is None else self._accepted
+
+    def make_mask(self, count: int) -> mx.array | None:
+        return self.rows.valid_mask(count)
+
+    def advance(self, count: int) -> None:
+        """The lengths are those of one forward: nothing is left of them for the next."""
+
+    def note(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remember a call of which some positions may be rejected."""
+        width = next(x.shape[1] for x in (*args, *kwargs.values()) if isinstance(x, mx.array))
+        known = width == 1 or self.rows.valid is not None
+        self._call = None if known else _Call(layer, args, kwargs, list(self.cache), width)
+
+    def commit(self, count: int | mx.array) -> None:
+        """Keep the state after `count` of the positions last read: an int for all of them, else [B] int32."""
+        call, self._call = self._call, None
+        if isinstance(count, int) or self.rows.valid is not None:
+            return
+        if call is None:
+            raise TargetError("this model keeps a state outside of its layers, which cannot be rolled back")
+        self._accepted = count
+        if self.masked:
+            self._read_masked(call, count)
+        else:
+            self._read_stepwise(call, count)
+        self._accepted = None
+
+    def _read_masked(self, call: _Call, count: mx.array) -> None:
+        self.cache = list(call.before)
+        mask = mx.arange(call.width) < count[:, None]
+        call.again(lambda value: self._replaced(value, mask))
+
+    def _read_stepwise(self, call: _Call, count: mx.array) -> None:
+        after = self.state
+        self.cache = list(call.before)
+        states = [[mx.zeros_like(new) if old is None else old for old, new in zip(call.before, after, strict=True)]]
+        for step in range(call.width):
+            call.at(step).again(lambda value: self._replaced(value, None))
+            states.append(self.state)
+        self.cache = [_picked(mx.stack(list(column), axis=1), count) for column in zip(*states, strict=True)]
+
+    def _replaced(self, value: Any, mask: mx.array | None) -> Any:
+        """An argument for a second call: masks are the state's own, attention beside it sees the new keys alone."""
+        if isinstance(value, RaggedList):
+            return [x if x is self else _Echo(x.offset) for x in value.caches]
+        if isinstance(value, mx.array) and value.dtype == mx.bool_:
+            return mask if value.ndim == 2 else None
+        return value
+
+    def append(self, other: RecurrentState) -> None:
+        """Take over the other's rows; call before the lengths are joined."""
+        if not self.rows.rows:
+            self.cache = list(other.cache)
+            return
+        mine, theirs = self.rows.rows, other.rows.rows
+        self.cache = [_joined(a, mine, b, theirs) for a, b in zip(self.cache, other.cache, strict=True)]
+
+    def remove(self, row: int) -> None:
+        self.cache = [x if x is None else without_row(x, row) for x in self.cache]
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [x for x in self.cache if x is not None]
+
+
+class RaggedList:
+    """Several caches of one layer, as mlx-lm's CacheList."""
+
+    def __init__(self, caches: Sequence[Any]):
+        self.caches = tuple(caches)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.caches[index]
+
+    def append(self, other: RaggedList) -> None:
+        for mine, theirs in zip(self.caches, other.caches, strict=True):
+            mine.append(theirs)
+
+    def remove(self, row: int) -> None:
+        for cache in self.caches:
+            cache.remove(row)
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [x for cache in self.caches for x in cache.state]
+
+
+@dataclass(frozen=True)
+class _Echo:
+    """An attention cache that keeps nothing, for a call whose attention nobody looks at."""
+
+    offset: int | mx.array
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return keys, values
+
+
+class _Noted:
+    """Marks a layer whose calls are noted."""
+
+
+def note_calls(layer: nn.Module) -> None:
+    """Give a layer a subclass of its own class that tells the recurrent state in its arguments of each call."""
+    if isinstance(layer, _Noted):
+        return
+    base = type(layer)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state = _recurrent((*args, *kwargs.values()))
+        if state is not None:
+            state.note(lambda *a, **k: base.__call__(self, *a, **k), args, kwargs)
+        return base.__call__(self, *args, **kwargs)
+
+    layer.__class__ = type(base.__name__, (_Noted, base), {"__call__": call, "__module__": base.__module__})
+
+
+def _recurrent(values: Sequence[Any]) -> RecurrentState | None:
+    for value in values:
+        if isinstance(value, RecurrentState):
+            return value
+        if isinstance(value, RaggedList):
+            return _recurrent(value.caches)
+    return None
+
+
+def _picked(states: mx.array, count: mx.array) -> mx.array:
+    """states [B, L + 1, ...] -> [B, ...]: row b's state after count[b] positions."""
+    index = count.reshape(-1, *[1] * (states.ndim - 1))
+    return mx.take_along_axis(states, index, axis=1).squeeze(1)
+
+
+def _joined(a: mx.array | None, rows_a: int, b: mx.array | None, rows_b: int) -> mx.array | None:
+    """Two states behind each other; one of which nothing was read yet is zeros."""
+    if a is None and b is None:
+        return None
+    like = a if a is not None else b
+    assert like is not None
+    a = mx.zeros((rows_a, *like.shape[1:]), like.dtype) if a is None else a
+    b = mx.zeros((rows_b, *like.shape[1:]), like.dtype) if b is None else b
+    return mx.concatenate([a, b], axis=0)

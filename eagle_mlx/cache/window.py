@@ -1,0 +1,94 @@
+"""Keys and values of sliding-window attention: a ring in which rejected entries never displace one still seen."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from eagle_mlx.cache.full import RaggedKV, room, scattered
+from eagle_mlx.cache.lengths import RowLengths, ring_positions
+from eagle_mlx.errors import TargetError
+
+SLACK = 16
+"""Slots that a ring has beyond its window; a wider forward makes it grow."""
+
+
+class RaggedWindow(RaggedKV):
+    """Keys and values of one layer that sees the last `window` positions.
+
+    The entry of position p lies in slot p mod `ring`, in a buffer that grows up to `ring` slots. A forward of L
+    positions displaces at most the position L - 1 - ring behind its first, and whatever of it is rejected, the next
+    query sees no further back than window - 1: with ring >= window + L - 1 nothing that is seen is ever lost, and
+    what a slot holds follows from the lengths alone.
+    """
+
+    def __init__(self, lengths: RowLengths, window: int):
+        super().__init__(lengths)
+        self.window = window
+        self.ring = window + SLACK
+
+    def make_mask(
+        self, count: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        window = self.window if window_size is None else window_size
+        if window > self.window:
+            raise TargetError(f"this model sees {window} positions in a prompt but keeps {self.window}: never the same")
+        ring = self._ring_for(count)
+        if self.lengths.upper + count > ring:
+            return self.lengths.ring_mask(count, window, ring)
+        return super().make_mask(count, return_array, window)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write [B, heads, L, D] into the ring; return what the mask spans: all of it, or its start before it wraps."""
+        rows, count = keys.shape[0], keys.shape[2]
+        self.resize(self._ring_for(count))
+        end = self.lengths.upper + count
+        if end <= self.ring:
+            return super().update_and_fetch(keys, values)
+        self.keys = self._turned(room(self.keys, keys, rows, self.ring), keys)
+        self.values = self._turned(room(self.values, values, rows, self.ring), values)
+        self._shown = rows, self.ring
+        return self.keys_and_values()
+
+    def _ring_for(self, count: int) -> int:
+        return max(self.ring, self.window + count - 1)
+
+    def _turned(self, buffer: mx.array, new: mx.array) -> mx.array:
+        rows, _, count, _ = new.shape
+        start = self.lengths.upper % self.ring
+        if self.lengths.uniform and start + count <= self.ring:
+            buffer[:rows, :, start : start + count] = new
+            return buffer
+        return scattered(buffer, new, self.lengths.slots(count, self.ring))
+
+    def compact(self) -> None:
+        """Give up the slots that only a prompt's wide forwards needed."""
+        self.resize(self.window + SLACK)
+
+    def resize(self, ring: int) -> None:
+        """Move the entries of the window to where they lie in a ring of another size."""
+        if ring == self.ring:
+            return
+        smaller, self.ring, old = min(ring, self.ring), ring, self.ring
+        if self.lengths.upper > smaller:
+            held = ring_positions(self.lengths.offset - 1, ring) % old
+            self.keys, self.values = (x if x is None else _gathered(x, held, old) for x in (self.keys, self.values))
+
+    def _used(self, length: int) -> int:
+        return min(length, self.ring)
+
+    def append(self, other: RaggedKV) -> None:
+        assert isinstance(other, RaggedWindow)
+        if self.lengths.rows:
+            ring = max(self.ring, other.ring)
+            self.resize(ring)
+            other.resize(ring)
+        else:
+            self.ring = other.ring
+        super().append(other)
+
+
+def _gathered(buffer: mx.array, slots: mx.array, ring: int) -> mx.array:
+    """buffer [R, heads, capacity, D] -> [B, heads, S, D]: for each row what lies in its slots [B, S]."""
+    rows = slots.shape[0]
+    where = mx.minimum(slots, min(ring, buffer.shape[2]) - 1)[:, None, :, None]
+    return mx.take_along_axis(buffer[:rows], where, axis=2)

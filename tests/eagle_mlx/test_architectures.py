@@ -1,0 +1,111 @@
+"""The engine's text is mlx-lm's own for every architecture: row by row, in a batch whose rows join and leave."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+
+import eagle_mlx as em
+from eagle_mlx.cache.kinds import ONE_ROW, REFUSED, may_pad
+from eagle_mlx.sampling import SamplingBatch, gumbel, sample
+from tests.architectures import CONFIGS, VOCAB, tiny_model
+from tests.fakes import Oracle, randomize, tiny_head
+
+MARGIN = 1e-3
+"""Scores closer than this may fall either way between a verify of one token and one of several."""
+LENGTHS = (3, 30, 11, 1, 18)
+EMITTED = (14, 8, 18, 5, 12)
+PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(0, VOCAB, n)] for n in LENGTHS]
+GREEDY = [em.SamplingParams(max_tokens=n) for n in EMITTED]
+SEEDED = [em.SamplingParams(temperature=0.7, seed=n, max_tokens=n) for n in EMITTED]
+
+
+@cache
+def target(name: str) -> em.Target:
+    model = tiny_model(name)
+    randomize(model, 0, 0.2)
+    return em.Target(model, name=name)
+
+
+def plain(name: str, prompt: list[int], params: em.SamplingParams) -> tuple[list[int], list[float]]:
+    """mlx-lm's own decoding of one sequence, with the margin between the two best scores at each step."""
+    batch = SamplingBatch.of([params], [params.seed or 0])
+    margins: list[float] = []
+
+    def choose(logprobs: mx.array) -> mx.array:
+        at = mx.array([[len(prompt) + len(margins)]])
+        noise = gumbel(batch, at, logprobs.shape[-1])
+        scores = logprobs.astype(mx.float32)[None] + batch.temperature[:, None, None] * noise
+        best = np.sort(np.array(scores).ravel())[-2:]
+        margins.append(float(best[1] - best[0]))
+        return sample(logprobs[None], batch, at)[0]
+
+    steps = generate_step(mx.array(prompt), target(name).model, max_tokens=params.max_tokens, sampler=choose)
+    return [int(token) for token, _ in steps], margins
+
+
+def first_difference(got: list[int], want: list[int], margins: list[float]) -> str | None:
+    """Where the texts part, unless two tokens were as good there."""
+    for index, (a, b) in enumerate(zip(got, want, strict=True)):
+        if a != b:
+            return None if margins[index] < MARGIN else f"token {index}: {a}, not {b} (margin {margins[index]:.4f})"
+    return None
+
+
+def decodings(name: str) -> Iterator[tuple[list[em.SamplingParams], int, int, int]]:
+    rows = 1 if name in ONE_ROW else 3
+    yield GREEDY, rows, 3, 512
+    yield SEEDED, rows, 5, 16
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_text_is_mlx_lms_own(name: str) -> None:
+    said: set[int] = set()
+    for params, rows, depth, chunk in decodings(name):
+        plains = [plain(name, prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
+        said |= {token for tokens, _ in plains for token in tokens}
+        oracle = Oracle({tuple(p): text for p, (text, _) in zip(PROMPTS, plains, strict=True)}, wrong=0.3)
+        engine = em.Engine(target(name), oracle, em.FixedPolicy(depth), max_batch=rows, prefill_chunk=chunk)
+        outputs = engine.generate(PROMPTS, params)
+        differences = [first_difference(o.tokens, *p) for o, p in zip(outputs, plains, strict=True)]
+        assert differences == [None] * len(PROMPTS)
+        assert sum(output.accepted for output in outputs) > 10
+    assert len(said) > 5  # texts that could go wrong
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
+def test_a_head_drafts_for_windows_and_states(name: str) -> None:
+    plains = [plain(name, prompt, p) for prompt, p in zip(PROMPTS, GREEDY, strict=True)]
+    head = em.HeadProposer(tiny_head(target(name)))
+    outputs = em.Engine(target(name), head, em.FixedPolicy(4), max_batch=3).generate(PROMPTS, GREEDY)
+    assert [first_difference(o.tokens, *p) for o, p in zip(outputs, plains, strict=True)] == [None] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "granitemoehybrid", "rwkv7"])
+def test_plain_rounds_ahead_of_a_finished_row_are_forgotten(name: str) -> None:
+    plains = [plain(name, prompt, em.SamplingParams(max_tokens=12)) for prompt in PROMPTS]
+    params = [em.SamplingParams(max_tokens=12, stop_token_ids=[text[n]]) for n, (text, _) in enumerate(plains)]
+    outputs = em.Engine(target(name), max_batch=5).generate(PROMPTS, params)
+    for output, (text, margins) in zip(outputs, plains, strict=True):
+        assert first_difference(output.tokens, text[: len(output.tokens)], margins) is None
+
+
+def test_the_table_of_architectures_is_true() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "architectures.md").read_text(encoding="utf-8")
+    rows = {line.split("|")[1].strip(): line.split("|")[2] for line in text.splitlines() if line.startswith("| ")}
+    supported = {kind: re.sub(r" \(.*?\)", "", files).replace(",", " ").split() for kind, files in rows.items()}
+    kinds = ("full", "sliding", "state", "one row")
+    named = {file for kind, files in supported.items() if kind.startswith(kinds) for file in files}
+    assert named == {name.split(":")[0] for name in CONFIGS}
+    assert set(supported["one row at a time (`max_batch=1`)"]) == set(ONE_ROW)
+    assert set(REFUSED) <= set(rows)
+    by_masks = {file for file in supported["state, one call for all rows"] if may_pad(target(file).model)}
+    assert by_masks == set(supported["state, one call for all rows"])
+    assert not any(may_pad(target(file).model) for file in supported["state, token by token"])
