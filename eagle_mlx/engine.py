@@ -96,6 +96,7 @@ class Engine:
         self._waiting: deque[Row] = deque()
         self._batch: Batch | None = None
         self._ahead: Round | None = None
+        self._landed_at = 0.0
         self._added = 0
 
     def generate(
@@ -162,12 +163,14 @@ class Engine:
         self._admit()
         if self._batch is None:
             return []
-        started = perf_counter()
+        # A round that was launched ahead has run since the one before it landed.
+        started = perf_counter() if self._ahead is None else self._landed_at
         current = self._ahead or self._batch.launch(self._depth())
         self._ahead = self._batch.launch(0) if current.depth == 0 and self._may_run_ahead() else None
         drafted, accepted = self._batch.land(current)
+        self._landed_at = perf_counter()
         if self.proposer is not None:
-            self.policy.observe(current.depth, drafted, accepted, perf_counter() - started)
+            self.policy.observe(current.depth, drafted, accepted, self._landed_at - started)
         return self._release()
 
     def _admit(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -10,6 +11,8 @@ from eagle_mlx.policy.base import check_depth, check_share
 _FIRST_DEPTH = 3
 _FIRST_SAMPLES = 3
 """Rounds at depth 0 and at `_FIRST_DEPTH` each before the policy chooses: the first ones may compile kernels."""
+_MARGIN = 0.02
+"""Of depths whose speeds are this close the shallowest is taken: a guess may be wrong, a token not drafted is free."""
 _PROBE_EVERY = 32
 """Rounds from one look at another depth to the next, at least."""
 
@@ -43,13 +46,20 @@ class ThroughputPolicy:
         return best if waits else self._probe(rows, best)
 
     def _best(self, rows: int, least: int = 0) -> int:
+        """The shallowest depth, from `least` on, that is as fast as the fastest to within the margin."""
+        speeds = self._speeds(rows)
         depths = range(min(least, self.max_depth), self.max_depth + 1)
-        return max(depths, key=lambda depth: (self._speed(rows, depth), -depth))
+        fastest = max(speeds[depth] for depth in depths)
+        return next(depth for depth in depths if speeds[depth] >= (1 - _MARGIN) * fastest)
 
-    def _speed(self, rows: int, depth: int) -> float:
-        """Expected tokens per second and row."""
-        seconds = self.costs.estimate(rows, depth)
-        return self.acceptance.expected_tokens(depth) / seconds if seconds else 0.0
+    def _speeds(self, rows: int) -> list[float]:
+        """Expected tokens per second and row, by depth."""
+        seconds, speeds = math.inf, []
+        for depth in range(self.max_depth, -1, -1):
+            # A round costs no more than a deeper one: where it seems to, the machine was busy when it was measured.
+            seconds = min(seconds, self.costs.estimate(rows, depth) or math.inf)
+            speeds.append(self.acceptance.expected_tokens(depth) / seconds)
+        return speeds[::-1]
 
     def _probe(self, rows: int, best: int) -> int:
         """While drafting, no draft or a neighbour, which was tried the longest ago; else the best way to draft."""
@@ -74,10 +84,11 @@ class ThroughputPolicy:
     def _account(self, rows: int, depth: int, tokens: int) -> None:
         """What drafting has lost against plain decoding; gains pay losses back, but are no licence for new ones."""
         plain, seconds = self.costs.estimate(rows, 0), self.costs.estimate(rows, depth)
+        assert plain is not None
         assert seconds is not None
         self._elapsed += seconds
-        if depth and plain is not None:
-            self._lost = max(0.0, self._lost + seconds - tokens / rows * plain)
+        if depth:
+            self._lost = max(0.0, self._lost + seconds - tokens / rows * min(plain, seconds))
 
 
 class AcceptanceByPosition:
@@ -134,8 +145,8 @@ class Costs:
     def estimate(self, rows: int, depth: int) -> float | None:
         """Seconds; None before the first round.
 
-        What was not measured has the shape of the nearest number of rows that was measured at this depth, or at the
-        most depths, and the level of a depth that both were measured at.
+        What was not measured has the shape of the nearest number of rows that was measured on both sides of this depth,
+        or else at the most depths, and the level of a depth that both were measured at.
         """
         own = self._curves.get(rows, {})
         if depth in own or not self._curves:
@@ -143,7 +154,7 @@ class Costs:
 
         def unlike(other: int) -> tuple[float, float, int]:
             curve = self._curves[other]
-            return (0 if depth in curve else 1 / len(curve), abs(other - rows), other)
+            return (0 if min(curve) <= depth <= max(curve) else 1 / len(curve), abs(other - rows), other)
 
         like = self._curves[min(self._curves, key=unlike)]
         shared = min(own.keys() & like.keys(), key=lambda other: abs(other - depth), default=None)
@@ -160,6 +171,6 @@ def _interpolated(curve: dict[int, float], depth: int) -> float:
         left, right = max(d for d in curve if d <= depth), min(d for d in curve if d >= depth)
         share = (depth - left) / (right - left) if right > left else 0.0
         return curve[left] + share * (curve[right] - curve[left])
-    slope = (curve[last] - curve[first]) / (last - first)
+    slope = max(curve[last] - curve[first], 0.0) / (last - first)
     end = first if depth < first else last
-    return max(curve[end] + slope * (depth - end), 0.0)
+    return max(curve[end] + slope * (depth - end), curve[end] / 2)

@@ -26,6 +26,7 @@ DRAWS = 100_000
 COUPLED = SamplingParams(temperature=0.9, acceptance="coupled")
 REJECTION = SamplingParams(temperature=0.9)
 FILTERED = replace(REJECTION, top_p=0.8)
+THRESHOLD = replace(REJECTION, acceptance="threshold", threshold=0.05)
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,27 @@ def follows(texts: Array, law: Array, vocab: int) -> bool:
     return bool(distance <= 0.02 and chi_square_p(counts, law) > 1e-4)
 
 
+def chain_texts(toy: Toy, params: SamplingParams, **options: Any) -> Array:
+    """100,000 texts of three tokens, from rounds of two drafts; in parts, which take less memory."""
+    part = DRAWS // 4
+    batches = (SamplingBatch.of([params] * part, range(start, start + part)) for start in range(0, DRAWS, part))
+    return np.concatenate([decode(toy, batch, 3, 2, **options)[0] for batch in batches])
+
+
+def chain_follows(texts: Array, law: Array, vocab: int) -> bool:
+    """Whether each token of the texts [N, 3] passes by itself, and each two neighbours by chi-square."""
+    joint = law.reshape(vocab, vocab, vocab)
+    for token, others in enumerate(((1, 2), (0, 2), (0, 1))):
+        if not follows(texts[:, token : token + 1], joint.sum(axis=others), vocab):
+            return False
+    pairs = [
+        (texts[:, 0] * vocab + texts[:, 1], joint.sum(axis=2)),
+        (texts[:, 1] * vocab + texts[:, 2], joint.sum(axis=0)),
+    ]
+    counts = [np.bincount(cells, minlength=vocab**2) for cells, _ in pairs]
+    return all(chi_square_p(count, pair.ravel()) > 1e-4 for count, (_, pair) in zip(counts, pairs, strict=True))
+
+
 def test_the_bar_is_where_it_should_be() -> None:
     rng = np.random.default_rng(0)
     law = Toy.random(64).law(REJECTION, 1)
@@ -158,6 +180,13 @@ def test_texts_of_several_rounds_follow_the_target(params: SamplingParams, certa
     assert follows(texts, toy.law(params, 3), 5)
 
 
+@pytest.mark.parametrize("certain", [False, True])
+@pytest.mark.parametrize("params", [COUPLED, REJECTION, FILTERED])
+def test_chains_over_a_larger_vocabulary_follow_the_target(params: SamplingParams, certain: bool) -> None:
+    toy = Toy.random(64)
+    assert chain_follows(chain_texts(toy, params, certain=certain), toy.law(params, 3), 64)
+
+
 def residual_from_p(logits: mx.array, drafts: mx.array, lengths: mx.array, q: Any, batch: Any, at: mx.array) -> Verdict:
     accepted = verify(logits, drafts, lengths, q, batch, at).accepted
     p = distribution(logits, batch)[mx.arange(len(lengths)), accepted]
@@ -176,6 +205,56 @@ def matched_independently(
 ) -> Verdict:
     """Lossless, only slow: an accepted draft is the target's own independent sample."""
     return match(sample(logits, batch, at), drafts, lengths)
+
+
+def every_match_counts(
+    logits: mx.array, drafts: mx.array, lengths: mx.array, q: Any, batch: Any, at: mx.array
+) -> Verdict:
+    """Matches behind the first difference too."""
+    samples = sample(logits, batch, at)
+    return Verdict(mx.sum(samples[:, :-1] == drafts, axis=1).astype(mx.int32), samples)
+
+
+def one_noise_for_all(
+    logits: mx.array, drafts: mx.array, lengths: mx.array, q: Any, batch: Any, at: mx.array
+) -> Verdict:
+    return verify(logits, drafts, lengths, q, batch, mx.zeros_like(at))
+
+
+def q_of_another_draft(
+    logits: mx.array, drafts: mx.array, lengths: mx.array, q: mx.array | None, batch: Any, at: mx.array
+) -> Verdict:
+    return verify(logits, drafts, lengths, None if q is None else q[:, ::-1], batch, at)
+
+
+def bonus_of_the_last_draft(
+    logits: mx.array, drafts: mx.array, lengths: mx.array, q: Any, batch: Any, at: mx.array
+) -> Verdict:
+    """The token after a draft that was accepted whole comes from the logits before its last token."""
+    return verify(mx.concatenate([logits[:, :-1], logits[:, -2:-1]], axis=1), drafts, lengths, q, batch, at)
+
+
+@pytest.mark.parametrize(
+    ("params", "rule", "certain"),
+    [
+        (REJECTION, residual_from_p, False),
+        (REJECTION, residual_from_p, True),
+        (REJECTION, always_accepted, False),
+        (REJECTION, always_accepted, True),
+        (REJECTION, q_of_another_draft, False),
+        (REJECTION, one_noise_for_all, False),
+        (REJECTION, bonus_of_the_last_draft, True),
+        (COUPLED, bonus_of_the_last_draft, False),
+        (COUPLED, one_noise_for_all, False),
+        (COUPLED, every_match_counts, False),
+        (THRESHOLD, verify, False),  # not broken: it promises no more
+        (THRESHOLD, verify, True),
+    ],
+)
+def test_chains_of_a_broken_sampler_miss_the_bar(params: SamplingParams, rule: Verify, certain: bool) -> None:
+    toy = Toy.random(64)
+    texts = chain_texts(toy, params, certain=certain, rule=rule)
+    assert not chain_follows(texts, toy.law(params, 3), 64)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,9 @@ class World:
     cost: Cost = lambda rows, depth: 1 + 0.1 * depth + (0.1 if depth else 0)
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     noise: float = 0.02
+    busy: float = 1.0
+    """How much longer rounds take during every other 50 of them."""
+    rounds: int = 0
 
     def run(self, policy: Policy, rounds: int, rows: int = 1) -> tuple[list[int], float, int]:
         """The depths chosen, and the seconds and tokens of it all."""
@@ -31,8 +34,10 @@ class World:
             depth = policy.depth(rows)
             assert policy.depth(rows) == depth  # asking changes nothing
             kept = [int(np.cumprod(self.rng.random(depth) < self.chance).sum()) for _ in range(rows)]
-            seconds = self.cost(rows, depth) * self.rng.normal(1, self.noise)
+            seconds = self.cost(rows, depth) * max(0.2, self.rng.normal(1, self.noise))
             seconds *= 20 if self.rng.random() < 0.01 else 1  # something else had the machine
+            seconds *= self.busy if self.rounds // 50 % 2 else 1
+            self.rounds += 1
             policy.observe(depth, [depth] * rows, kept, seconds)
             depths.append(depth)
             clock += self.cost(rows, depth)
@@ -137,6 +142,18 @@ def test_a_useless_proposer_costs_less_than_three_percent(excess: float) -> None
     assert seconds / tokens < 1.03
     assert depths[-100:].count(0) >= 95
     assert any(depths[-1000:])  # it still looks
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.3])
+@pytest.mark.parametrize("busy", [1.0, 5.0])
+def test_a_machine_with_other_work_does_not_mislead_it_for_long(noise: float, busy: float) -> None:
+    useless, policy = World(0.0, noise=noise, busy=busy), ThroughputPolicy()
+    _, seconds, tokens = useless.run(policy, 3000)
+    assert seconds / tokens < 1.03
+    good, policy = World(0.85, noise=noise, busy=busy), ThroughputPolicy()
+    good.run(policy, 400)
+    _, seconds, tokens = good.run(policy, 3000)
+    assert tokens / seconds > 0.9 * good.speed(1, good.best(1, 5))
 
 
 def test_drafting_comes_back_when_acceptance_does() -> None:
