@@ -24,7 +24,7 @@ class StepCosts:
     verify_ms: dict[int, float]
     """A forward of the target over a token and a draft, by the length of the draft."""
     draft_ms: float | None
-    """A step of the head to a token; None without a head."""
+    """A step of the head to a token, a round's steps behind each other taken together; None without a head."""
     draft_to_target: float | None
     """Median of the ratios of the two, pair by pair."""
 
@@ -43,14 +43,14 @@ def measure_costs(
     parts: dict[str, Callable[[], None]] = {"target": _target_step(target, context, 1)}
     parts |= {f"verify {depth}": _target_step(target, context, depth + 1) for depth in depths}
     if head is not None:
-        parts["draft"] = _draft_step(target, head, context)
+        parts["draft"] = _draft_steps(target, head, context, max(depths))
     seconds: dict[str, list[float]] = {name: [] for name in parts}
     for repeat in range(repeats + 5):
         for name, part in parts.items():
             begin = time.perf_counter()
             part()
             if repeat >= 5:
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append((time.perf_counter() - begin) / (max(depths) if name == "draft" else 1))
     ms = {name: 1e3 * statistics.median(times) for name, times in seconds.items()}
     ratio = None
     if head is not None:
@@ -67,14 +67,26 @@ def _target_step(target: Target, context: int, width: int) -> Callable[[], None]
     return lambda: mx.eval(mx.argmax(target.forward(tokens, cache).logits, axis=-1))
 
 
-def _draft_step(target: Target, head: Eagle3Head, context: int) -> Callable[[], None]:
+def _draft_steps(target: Target, head: Eagle3Head, context: int, depth: int) -> Callable[[], None]:
+    """A chain of draft tokens, each made of the one before it, as a round makes them."""
     cache = RaggedCache(1, 1)
-    layer = cache.layers[0]
+    layer, width = cache.layers[0], head.config.hidden_size
 
-    def forward(width: int) -> mx.array:
-        tokens, g = mx.zeros((1, width), mx.int32), mx.zeros((1, width, head.config.hidden_size), target.dtype)
-        return head(target.embed(tokens), g, layer, layer.make_mask(width))
+    def forward(tokens: mx.array, g: mx.array) -> mx.array:
+        return head(target.embed(tokens), g, layer, layer.make_mask(tokens.shape[1]))
 
-    mx.eval(forward(context))
+    mx.eval(forward(mx.zeros((1, context), mx.int32), mx.zeros((1, context, width), target.dtype)))
     cache.lengths.advance(context)
-    return lambda: mx.eval(mx.argmax(head.logits(forward(1)), axis=-1))
+
+    def draft() -> None:
+        tokens, g = mx.zeros((1, 1), mx.int32), mx.zeros((1, 1, width), target.dtype)
+        before = cache.lengths.save()
+        for _ in range(depth):
+            g = forward(tokens, g)
+            tokens = head.to_target(mx.argmax(head.logits(g), axis=-1))
+            mx.async_eval(tokens)
+            cache.lengths.advance(1)
+        cache.lengths.restore(before)
+        mx.eval(tokens)
+
+    return draft
