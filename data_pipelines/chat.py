@@ -81,7 +81,7 @@ def render(tokenizer: TokenizerWrapper, conversation: Conversation, max_length: 
     except Exception as e:  # whatever a template raises
         raise DataError(f"{conversation.origin}: the chat template refuses this conversation: {e}") from e
     tokens = _encode(tokenizer, text)
-    spans = _tagged_spans(tokenizer, messages, tokens)
+    spans = _tagged_spans(tokenizer, messages, text, tokens)
     if spans is None:
         spans = _found_spans(tokenizer, messages, text, tokens, conversation.origin)
     mask = _mask(tokens, spans, frozenset(tokenizer.eos_token_ids))
@@ -97,20 +97,32 @@ def _mask(tokens: Sequence[int], spans: Iterable[Span], ends: frozenset[int]) ->
     return mask
 
 
-def _tagged_spans(tokenizer: TokenizerWrapper, messages: Messages, tokens: list[int]) -> list[Span] | None:
+def _tagged_spans(tokenizer: TokenizerWrapper, messages: Messages, text: str, tokens: list[int]) -> list[Span] | None:
     """Token spans by the template's `{% generation %}` tags, or None where it has none or they mark nothing."""
     template = tokenizer.chat_template
     if not isinstance(template, str) or not _GENERATION_TAG.search(template) or not tokenizer.is_fast:
         return None
     # mlx-lm's wrapper forces return_dict=False, with which transformers gives no mask.
     encoded = tokenizer._tokenizer.apply_chat_template(
-        messages, return_dict=True, return_assistant_tokens_mask=True, enable_thinking=tokenizer.has_thinking
+        messages,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"return_offsets_mapping": True},
+        enable_thinking=tokenizer.has_thinking,
     )
     if encoded["input_ids"] != tokens or not any(encoded["assistant_masks"]):
         return None
     edges = [0, *encoded["assistant_masks"], 0]
     starts = [i for i in range(len(tokens)) if edges[i + 1] and not edges[i]]
-    return [(i, edges.index(0, i + 1) - 1) for i in starts]
+    offsets = [*encoded["offset_mapping"], (len(text), len(text))]
+    return [(i, _whole_characters(offsets, edges.index(0, i + 1) - 1)) for i in starts]
+
+
+def _whole_characters(offsets: Sequence[Span], end: int) -> int:
+    """A span's end, moved past the tokens that share its last character: transformers marks the first of those only."""
+    while offsets[end][0] < offsets[end - 1][1]:
+        end += 1
+    return end
 
 
 def _found_spans(

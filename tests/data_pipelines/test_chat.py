@@ -7,7 +7,7 @@ import string
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
@@ -170,6 +170,7 @@ words = st.text(string.ascii_letters + string.digits + " \n.,(){}<>|é漢🙂", 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=4), st.none() | words)
+@example([("a", "é"), ("b", "x🙂")], None)
 def test_prefixes_and_tags_agree(turns: list[tuple[str, str]], system: str | None) -> None:
     messages = [(S, system)] if system else []
     for question, answer in turns:

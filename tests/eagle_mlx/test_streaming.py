@@ -14,6 +14,7 @@ PIECES = st.lists(st.integers(1, 5), min_size=1)
 
 @given(st.text(max_size=40), PIECES)
 @example("naïve 🦅 ", [1])
+@example(" a\x00b", [1])
 def test_pieces_make_up_the_text(text: str, sizes: list[int]) -> None:
     assert TOKENIZER is not None
     tokens, stream, shown, at = TOKENIZER.encode(text), TextStream(TOKENIZER), "", 0
