@@ -35,7 +35,7 @@ class TextStream:
         if not tokens:
             return ""
         self._tokens += tokens
-        text = self._tokenizer.decode(self._tokens)
+        text: str = self._tokenizer.decode(self._tokens)
         if text.endswith("\ufffd"):  # part of a character, as far as can be told
             return ""
         old = self._tokenizer.decode(self._tokens[: self._told])
