@@ -1,0 +1,74 @@
+"""An answer as it is written, taken apart: what is said, what is thought, and what is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .reasoning import Kind, ThoughtReader
+from .template import ChatFormat
+from .tools import CallReader, Tool, ToolCall, check_tools
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Something that an answer goes on with: one of the three."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_call: ToolCall | None = None
+
+
+class AnswerReader:
+    """Text in, deltas out; together they are the same however the text is cut.
+
+    tools: those that the model was offered; without any, nothing is taken for a call. Raises PromptError for tools that
+    cannot be used.
+    """
+
+    def __init__(self, format: ChatFormat, tools: Sequence[Tool] | None = None, starts_in_reasoning: bool = False):
+        offered = check_tools(tools or ())
+        marks = format.calls if offered else None
+        self._calls = CallReader(marks, offered, format.thoughts.think_end) if marks else None
+        self._thoughts = ThoughtReader(format.thoughts, starts_in_reasoning)
+
+    def push(self, text: str) -> list[Delta]:
+        """What is certain after this text."""
+        return self._read(text, False, True)
+
+    def finish(self, complete: bool = True) -> list[Delta]:
+        """The rest. complete: whether the model ended its answer itself; else a call that is still open is text."""
+        deltas = self._read("", True, complete)
+        for kind, text in self._thoughts.push("", final=True):
+            _add(deltas, kind, text)
+        return deltas
+
+    def _read(self, text: str, final: bool, complete: bool) -> list[Delta]:
+        deltas: list[Delta] = []
+        if self._calls is None:
+            self._say(deltas, text)
+            return deltas
+        self._calls.feed(text)
+        while (part := self._calls.next(self._thoughts.thinking, final, complete)) is not None:
+            if isinstance(part, str):
+                self._say(deltas, part)
+                continue
+            for kind, waiting in self._thoughts.interrupt():
+                _add(deltas, kind, waiting)
+            deltas += [Delta(tool_call=call) for call in part]
+        return deltas
+
+    def _say(self, deltas: list[Delta], text: str) -> None:
+        for kind, part in self._thoughts.push(text):
+            _add(deltas, kind, part)
+
+
+def _add(deltas: list[Delta], kind: Kind, text: str) -> None:
+    """Add text, to the last delta where that is of the same kind."""
+    last = deltas[-1] if deltas else Delta()
+    if kind == "content" and last.content:
+        deltas[-1] = replace(last, content=last.content + text)
+    elif kind == "reasoning" and last.reasoning:
+        deltas[-1] = replace(last, reasoning=last.reasoning + text)
+    else:
+        deltas.append(Delta(content=text) if kind == "content" else Delta(reasoning=text))

@@ -1,0 +1,146 @@
+"""Answers that must follow a JSON schema, or be calls of tools, as grammars of the rows that write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from threading import Lock
+from typing import Any
+
+import llguidance
+
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.params import Grammar
+from eagle_mlx.target import Target
+
+from .lark import grammar_text
+from .matcher import MatcherGrammar, compile_matcher, make_tokenizer
+from .template import ChatFormat
+from .tools import ToolOffer
+
+MOST_SCHEMA_BYTES = 64 * 1024
+"""The schemas of one request, as JSON text."""
+_MOST_KEPT = 32
+"""Compiled grammars kept for requests that ask for the same."""
+_FORCED = ("json_tools",)
+"""mlx-lm's parsers of calls that are JSON between tags."""
+
+
+class Grammars:
+    """Compiles what requests ask of their answers' form, for one target; llguidance's tokenizer is made once.
+
+    May be used from any thread, while the target decodes in its own.
+    """
+
+    def __init__(self, format: ChatFormat, vocab_size: int, eos_token_ids: Iterable[int]):
+        self._format, self._vocab, self._ends = format, vocab_size, frozenset(eos_token_ids)
+        self._made: llguidance.LLTokenizer | None = None
+        self._lock = Lock()
+        self._compiled = lru_cache(_MOST_KEPT)(self._compile)
+
+    @classmethod
+    def of(cls, target: Target, format: ChatFormat | None = None) -> Grammars:
+        return cls(format or ChatFormat.of(target), target.vocab_size, target.eos_token_ids)
+
+    def grammar(
+        self,
+        response_format: Mapping[str, Any] | None = None,
+        offer: ToolOffer | None = None,
+        starts_in_reasoning: bool = False,
+    ) -> Callable[[], Grammar] | None:
+        """What makes the grammar of one row (`SamplingParams.grammar`); None where the answer is free.
+
+        response_format: as in OpenAI's API, `text`, `json_object` or `json_schema`. offer: the tools of the request;
+        where the model must call one, the answer is nothing but calls, and where it may, with a response format, the
+        answer is either calls or that. The model may think before, and the grammar begins where the thought ends.
+
+        It takes as long as the schema is complicated, up to some 100 ms. Raises ConfigError, with the reason, for a
+        schema that is malformed, too large or too complex, or holds keywords that could not be kept, and for calls
+        that this model does not write as JSON.
+        """
+        schema, offer = read_response_format(response_format), offer or ToolOffer()
+        tools = offer.forced or (offer.tools if schema is not None else ())
+        if offer.forced:
+            schema = None
+        if schema is None and not tools:
+            return None
+        calls = self._format.calls
+        if tools and (calls is None or calls.parser not in _FORCED):
+            raise ConfigError(_why_not_forced(calls.parser if calls else "", bool(offer.forced)))
+        _check_size([schema, *(tool["function"].get("parameters") for tool in tools)])
+        text = grammar_text(schema, tools, calls, offer.several, self._format.thoughts, starts_in_reasoning, self._tag)
+        matcher = self._compiled(text)
+        return lambda: MatcherGrammar(matcher.deep_copy(), self._vocab, self._ends)
+
+    def _compile(self, text: str) -> llguidance.LLMatcher:
+        return compile_matcher(self._tokenizer(), llguidance.LLMatcher.grammar_from_lark(text))
+
+    def _tokenizer(self) -> llguidance.LLTokenizer:
+        with self._lock:
+            if self._made is None:
+                if self._format.tokenizer is None:
+                    raise ConfigError("grammars need a tokenizer, and this model has none")
+                self._made = make_tokenizer(self._format.tokenizer, self._vocab, self._ends)
+            return self._made
+
+    def _tag(self, tag: str) -> str:
+        """Special tokens by their ids, other text as it is. Raises ConfigError for a tag of both kinds."""
+        tokenizer = self._tokenizer()
+        assert self._format.tokenizer is not None
+        tokens = self._format.tokenizer.encode(tag, add_special_tokens=False)
+        special = [tokenizer.is_special_token(token) for token in tokens]
+        if all(special):
+            return " ".join(f"<[{token}]>" for token in tokens)
+        if any(special):
+            raise ConfigError(f"grammars cannot be had with this model: {tag!r} is half a special token")
+        return json.dumps(tag, ensure_ascii=False)
+
+
+def read_response_format(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The schema that an answer must follow; None where any text will do. Raises ConfigError that names the field."""
+    if response_format is None:
+        return None
+    kind = response_format.get("type") if isinstance(response_format, Mapping) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        raise ConfigError(f"response_format.type: must be text, json_object or json_schema; got {kind!r}")
+    known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    if unknown := sorted(response_format.keys() - known):
+        raise ConfigError(f"response_format: unknown key {unknown[0]!r} with type {kind}")
+    if kind == "json_schema":
+        return _read_schema(response_format.get("json_schema"))
+    return {"type": "object"} if kind == "json_object" else None
+
+
+def _read_schema(given: Any) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ConfigError("response_format.json_schema: must be an object with name and schema")
+    if unknown := sorted(given.keys() - {"name", "description", "schema", "strict"}):
+        raise ConfigError(f"response_format.json_schema: unknown key {unknown[0]!r}")
+    if not isinstance(given.get("name"), str) or not given["name"]:
+        raise ConfigError("response_format.json_schema.name: must be text that is not empty")
+    if not isinstance(given.get("strict"), bool | None):
+        raise ConfigError("response_format.json_schema.strict: must be true or false; the schema is kept either way")
+    if not isinstance(given.get("schema"), Mapping):
+        raise ConfigError("response_format.json_schema.schema: must be a JSON schema, an object")
+    return dict(given["schema"])
+
+
+def _check_size(schemas: Iterable[Mapping[str, Any] | None]) -> None:
+    try:
+        size = sum(len(json.dumps(schema)) for schema in schemas)
+    except (ValueError, TypeError, RecursionError) as e:
+        raise ConfigError(f"the schema cannot be used: {e}") from e
+    if size > MOST_SCHEMA_BYTES:
+        raise ConfigError(f"the schema is too large: {size} bytes of JSON, and {MOST_SCHEMA_BYTES} is the most")
+
+
+def _why_not_forced(parser: str, forced: bool) -> str:
+    what = "tool_choice: tools cannot be forced" if forced else "response_format: cannot be kept beside tools"
+    how = 'use tool_choice "auto"' if forced else 'use tool_choice "none"'
+    reason = (
+        f"writes its calls in the form that mlx-lm calls {parser!r}, not as JSON between tags"
+        if parser
+        else ("has tool calls that mlx-lm cannot parse")
+    )
+    return f"{what} on this model, which {reason}; {how}"

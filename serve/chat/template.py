@@ -1,0 +1,159 @@
+"""The chat format of a model: what its tokenizer knows of templates, tools and thoughts, and prompts made by it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerBase
+
+from eagle_mlx.errors import PromptError
+from eagle_mlx.target import Target
+
+from .messages import Message, read_messages, with_argument_texts
+from .reasoning import ThoughtMarks
+from .tools import CallMarks, Tool, ToolOffer
+
+_FROM_REQUESTS = {"add_generation_prompt"}
+_RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - _FROM_REQUESTS
+"""Arguments of the rendering itself: a request has its own fields for some, and no business with the others."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a model wants its chats written, and how it marks its own thoughts and calls."""
+
+    tokenizer: TokenizerWrapper | None
+    thoughts: ThoughtMarks
+    calls: CallMarks | None
+    """None where mlx-lm has no parser for the model's calls."""
+
+    @classmethod
+    def of(cls, target: Target) -> ChatFormat:
+        """Read a target's tokenizer; one without a tokenizer has no chat format either, as `has_chat_template` says."""
+        tokenizer = target.tokenizer
+        if tokenizer is None:
+            return cls(None, ThoughtMarks(), None)
+        return cls(tokenizer, _thought_marks(tokenizer), _call_marks(tokenizer))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.tokenizer is not None and bool(self.tokenizer.has_chat_template)
+
+    @property
+    def has_tool_calling(self) -> bool:
+        return self.calls is not None
+
+    @property
+    def has_thinking(self) -> bool:
+        return bool(self.thoughts.think_start)
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids of a chat that the model is to answer.
+
+        messages, tools, tool_choice: as in OpenAI's API; of calls' arguments both objects and JSON texts are read.
+        template_kwargs: what else the template takes, such as `enable_thinking`; names that it does not know are of no
+        effect, as in the template itself. Raises PromptError, with the place, for what cannot be used, and where the
+        template would leave tools or calls out.
+        """
+        read, offer = read_messages(messages), ToolOffer.of(tools, tool_choice)
+        arguments = _check_kwargs(template_kwargs or {})
+        if not self.has_chat_template:
+            raise PromptError("messages: this model has no chat template; give it text through /v1/completions")
+        if offer.tools and self.calls is None:
+            raise PromptError(
+                "tools: mlx-lm has no parser for this model's tool calls; where one fits, name it as tool_parser_type "
+                "in the model's tokenizer_config.json"
+            )
+        arguments["tools"] = [dict(tool) for tool in offer.tools] or None
+        try:
+            read, text = self._rendered(read, arguments)
+        except Exception as e:  # a template is a program of its own, and raises what it wants
+            raise PromptError(f"messages: the model's chat template refuses them: {e}") from e
+        self._check_nothing_left_out(read, arguments, text)
+        assert self.tokenizer is not None
+        return list(self.tokenizer.apply_chat_template(read, tokenize=True, **arguments))
+
+    def _rendered(
+        self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]
+    ) -> tuple[list[dict[str, Any]], str]:
+        """The text, and the messages in the form that gave it: some templates join the arguments of calls to text."""
+        try:
+            return messages, self._render(messages, arguments)
+        except TypeError:
+            messages = with_argument_texts(messages)
+            return messages, self._render(messages, arguments)
+
+    def _render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+        assert self.tokenizer is not None
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
+
+    def _check_nothing_left_out(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any], text: str) -> None:
+        """Templates do not say what they ignore: what can be left out without a difference is ignored."""
+        if arguments["tools"] and self._same(messages, {**arguments, "tools": None}, text):
+            raise PromptError("tools: this model's chat template ignores tools, so the model would not know of them")
+        calling = next((index for index, message in enumerate(messages) if "tool_calls" in message), None)
+        if calling is None:
+            return
+        silent = [{key: value for key, value in m.items() if key != "tool_calls"} for m in messages]
+        if self._same(silent, arguments, text):
+            raise PromptError(f"messages[{calling}].tool_calls: this model's chat template ignores tool calls")
+
+    def _same(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any], text: str) -> bool:
+        try:
+            return self._render(messages, arguments) == text
+        except Exception:  # without what is left out there is no such prompt
+            return False
+
+    def starts_in_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends in an open thought, so that the answer goes on with it."""
+        start = self.thoughts.think_start
+        if self.tokenizer is None or not start:
+            return False
+        end: str = self.tokenizer.decode(list(prompt[-len(start) - 8 :]))
+        return end.rstrip().endswith(start)
+
+
+def _check_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
+        raise PromptError("chat_template_kwargs: must be an object")
+    if reserved := sorted(kwargs.keys() & _RESERVED):
+        raise PromptError(f"chat_template_kwargs: {reserved[0]!r} cannot be set by a request")
+    if not isinstance(kwargs.get("add_generation_prompt", True), bool):
+        raise PromptError("chat_template_kwargs: add_generation_prompt must be true or false")
+    return {"add_generation_prompt": True, **kwargs}
+
+
+def _call_marks(tokenizer: TokenizerWrapper) -> CallMarks | None:
+    if not tokenizer.has_tool_calling:
+        return None
+    parser = tokenizer.tool_parser
+    name = str(getattr(parser, "__module__", "")).rsplit(".", 1)[-1]
+    return CallMarks(tokenizer.tool_call_start, tokenizer.tool_call_end or "", parser, name)
+
+
+def _thought_marks(tokenizer: TokenizerWrapper) -> ThoughtMarks:
+    """The think tags, the marks that only give an answer its shape, and a template's own states."""
+    names = {"normal": "content"}
+    edges: dict[str, list[tuple[str, str]]] = {}
+    if tokenizer.has_thinking:
+        edges["reasoning"] = [(tokenizer.think_end, "content")]
+    edges["content"] = [(mark, "content") for mark in tokenizer.structural_markers]
+    for state, leads in tokenizer.response_transitions.items():
+        known = edges.setdefault(names.get(state, state), [])
+        known += [(mark, names.get(to, to)) for mark, to in leads if to != "tool"]
+    return ThoughtMarks(
+        tokenizer.think_start or "",
+        tokenizer.think_end or "",
+        edges,
+        names.get(i := tokenizer.response_initial_state or "", i),
+    )
