@@ -12,9 +12,10 @@ from eagle_mlx import blas
 
 blas.activate()  # before anything imports MLX
 
-from eagle_mlx.engine import Chunk, Engine, Output  # noqa: E402
+from eagle_mlx.engine import Engine  # noqa: E402
 from eagle_mlx.errors import EagleError  # noqa: E402
 from eagle_mlx.formats import load_head  # noqa: E402
+from eagle_mlx.output import Chunk, Output  # noqa: E402
 from eagle_mlx.params import SamplingParams  # noqa: E402
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, ThroughputPolicy  # noqa: E402
 from eagle_mlx.proposers.draft_model import DraftModelProposer  # noqa: E402

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import cast
 
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, Saved, without_row
 from eagle_mlx.logprobs import Logprobs
+from eagle_mlx.prefix import Prefix
 from eagle_mlx.processors import Processors
-from eagle_mlx.proposers.base import Draft, Observation, Proposer, ProposerState
+from eagle_mlx.proposers.base import Draft, Forkable, Observation, Proposer, ProposerState
 from eagle_mlx.row import Row
 from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Target
@@ -25,10 +27,37 @@ class Round:
     depth: int
     """Draft tokens that were asked for each row."""
     answer: mx.array
-    """[B, k + 3] int32: the accepted count, the draft's length, and the k + 1 tokens of the verdict."""
+    """[B, k + 4] int32: whether the logits are no numbers, the accepted count, the draft's length, and the k + 1 tokens
+    of the verdict."""
     logprobs: Logprobs | None
     aux: tuple[mx.array, ...]
     before: _Before
+    draft_seconds: float | None = None
+    """What drafting took, where that was measured."""
+
+    @property
+    def width(self) -> int:
+        """Positions that the target read in each row."""
+        return self.answer.shape[1] - 3
+
+
+@dataclass(frozen=True)
+class Landing:
+    """What a round came to, row by row."""
+
+    drafted: list[int]
+    accepted: list[int]
+    """Draft tokens that the verify kept."""
+    taken: list[int]
+    """Tokens that the row took: fewer than the verify gave where it ended."""
+
+
+class _Answer:
+    """One row of `Round.answer`."""
+
+    def __init__(self, no_numbers: int, accepted: int, drafted: int, *tokens: int):
+        self.no_numbers, self.accepted, self.drafted = bool(no_numbers), accepted, drafted
+        self.emitted = tokens[: accepted + 1]
 
 
 @dataclass(frozen=True)
@@ -43,11 +72,17 @@ class _Before:
 class Batch:
     """Rows with their caches and their proposer's state. Row i of every array is `rows[i]`."""
 
-    def __init__(self, target: Target, proposer: Proposer | None, rows: Sequence[Row]):
+    def __init__(self, target: Target, proposer: Proposer | None, rows: Sequence[Row], past: Prefix | None = None):
+        """`past`: what is known already of the beginning of the prompt of a single row."""
         self.target, self.proposer = target, proposer
         self.rows = list(rows)
-        self.cache = RaggedCache.of(target.model, len(self.rows))
-        self.state: ProposerState | None = proposer.open([row.prompt for row in self.rows]) if proposer else None
+        self.cache = past.cache.fork(0, past.length) if past else RaggedCache.of(target.model, len(self.rows))
+        self.state: ProposerState | None = None
+        if past and past.state:
+            self.state = past.state.fork(0, past.length)
+        elif proposer:
+            self.state = proposer.open([row.prompt for row in self.rows])
+        self._read = past.length if past else 0
         self._arrange()
         self.last = mx.array([[row.prompt[-1]] for row in self.rows], mx.int32).reshape(-1, 1)
         """[B, 1] int32, the newest token of each row, which the caches do not hold yet."""
@@ -62,32 +97,41 @@ class Batch:
         """Whether a plain round can be launched before the one in front of it is read."""
         return self.processors is None or not self.processors.on_host
 
-    def prefill(self, chunk: int) -> None:
-        """Read all of each prompt but its last token, `chunk` positions at a time."""
-        aux_layers = self.proposer.aux_layers if self.proposer else ()
+    def read_prompts(self, chunk: int) -> bool:
+        """Read `chunk` further positions of each prompt, of all but its last token; whether nothing is left to read."""
         longest = max(len(row.prompt) for row in self.rows) - 1
-        for start in range(0, longest, chunk):
-            pieces = [row.prompt[:-1][start : start + chunk] for row in self.rows]
-            counts = [len(piece) for piece in pieces]
-            width = max(counts)
-            tokens = mx.array([piece + [0] * (width - len(piece)) for piece in pieces], mx.int32)
-            self.cache.expect(counts)
-            aux = self.target.forward(tokens, self.cache, aux_layers).aux
-            if self.state is not None and self.proposer is not None and aux_layers:
-                following = [
-                    row.prompt[start + 1 : start + 1 + len(p)] for row, p in zip(self.rows, pieces, strict=True)
-                ]
-                self.state.prefill(Observation(following, aux))
-            self.cache.advance(width if min(counts) == width else mx.array(counts, mx.int32), at_most=width)
-            self.cache.settle([min(start + chunk, len(row.prompt) - 1) for row in self.rows])
-            mx.eval(self.cache.state)
+        if self._read < longest:
+            self._read_chunk(self._read, chunk)
+            self._read += chunk
+        if self._read < longest:
+            return False
         self.cache.compact()
+        return True
 
-    def launch(self, depth: int) -> Round:
+    def _read_chunk(self, start: int, chunk: int) -> None:
+        aux_layers = self.proposer.aux_layers if self.proposer else ()
+        pieces = [row.prompt[:-1][start : start + chunk] for row in self.rows]
+        counts = [len(piece) for piece in pieces]
+        width = max(counts)
+        tokens = mx.array([piece + [0] * (width - len(piece)) for piece in pieces], mx.int32)
+        self.cache.expect(counts)
+        aux = self.target.forward(tokens, self.cache, aux_layers).aux
+        if self.state is not None and aux_layers:
+            following = [row.prompt[start + 1 : start + 1 + len(p)] for row, p in zip(self.rows, pieces, strict=True)]
+            self.state.prefill(Observation(following, aux))
+        self.cache.advance(width if min(counts) == width else mx.array(counts, mx.int32), at_most=width)
+        self.cache.settle([min(start + chunk, len(row.prompt) - 1) for row in self.rows])
+        mx.eval(self.cache.state)
+
+    def launch(self, depth: int, timed: bool = False) -> Round:
         """Start a round on the device: draft, verify, move the lengths. Nothing is waited for."""
         before = _Before(self.cache.save(), self.last, self.processors.save() if self.processors else None)
-        depth = max(0, min(depth, max(self._room()))) if self.state is not None else 0
+        depth = min(depth, self.most_drafts)
+        started = perf_counter()
         draft = self._draft(depth)
+        if timed:
+            mx.eval(draft.tokens)
+        draft_seconds = perf_counter() - started if timed else None
         tokens = mx.concatenate([self.last, draft.tokens], axis=1)
         width = tokens.shape[1]
         out = self.target.forward(tokens, self.cache, self.proposer.aux_layers if self.proposer else ())
@@ -101,21 +145,26 @@ class Batch:
             self.cache.advance(verdict.accepted + 1, at_most=width)
         if self.processors:
             self.processors.commit(verdict)
-        answer = mx.concatenate([verdict.accepted[:, None], draft.lengths[:, None], verdict.tokens], axis=1)
+        no_numbers = mx.isnan(logits.sum(axis=(1, 2)))
+        answer = mx.concatenate(
+            [x[:, None].astype(mx.int32) for x in (no_numbers, verdict.accepted, draft.lengths)] + [verdict.tokens],
+            axis=1,
+        )
         mx.async_eval(answer, self.last, *out.aux, *(logprobs.arrays if logprobs else ()))
         mx.async_eval(self.cache.recurrent_state)  # after the answer, which does not wait for it
-        return Round(depth, answer, logprobs, out.aux, before)
+        return Round(depth, answer, logprobs, out.aux, before, draft_seconds)
 
-    def _room(self) -> list[int]:
-        """Draft tokens that each row has a use for."""
-        return [row.limit - len(row.tokens) - 1 for row in self.rows]
+    @property
+    def most_drafts(self) -> int:
+        """Draft tokens that the row with the most use for them could take."""
+        return max(0, max(row.room for row in self.rows)) if self.state is not None else 0
 
     def _draft(self, depth: int) -> Draft:
         """A proposal of at most `depth` tokens, cut where a row has no use for so many."""
         if self.state is None or not depth:
             return Draft(mx.zeros((len(self.rows), 0), mx.int32), mx.zeros((len(self.rows),), mx.int32))
         draft = self.state.propose(depth, self.sampling, self._positions(1)[:, 0])
-        room = self._room()
+        room = [row.room for row in self.rows]
         if min(room) < depth:
             draft = Draft(draft.tokens, mx.minimum(draft.lengths, mx.array(room, mx.int32)), draft.probs)
         return draft
@@ -124,21 +173,22 @@ class Batch:
         """[B, count] int32: the places in each row's sequence of the next `count` tokens, which key the noise."""
         return self.cache.lengths.positions(count) + 1
 
-    def land(self, landed: Round) -> tuple[list[int], list[int]]:
-        """Wait for a round and give every row its tokens: the one place where the host reads the device.
-
-        Returns each row's draft tokens and how many of them the verify kept.
-        """
-        answers = cast(list[list[int]], landed.answer.tolist())
-        emitted = [tokens[: accepted + 1] for accepted, _, *tokens in answers]
+    def land(self, landed: Round) -> Landing:
+        """Wait for a round and give every row its tokens: the one place where the host reads the device."""
+        answers = [_Answer(*answer) for answer in cast(list[list[int]], landed.answer.tolist())]
+        emitted = [answer.emitted for answer in answers]
         logprobs = landed.logprobs.read(emitted) if landed.logprobs else {}
-        for index, (row, (_, drafted, *_)) in enumerate(zip(self.rows, answers, strict=True)):
-            row.take(emitted[index], drafted, logprobs.get(index, ()))
-        if landed.answer.shape[1] > 3:
+        taken = []
+        for index, (row, answer) in enumerate(zip(self.rows, answers, strict=True)):
+            if answer.no_numbers:
+                row.fail("the model's logits are not numbers (NaN)")
+                self.cache.scrub(index)
+            taken.append(row.take(answer.emitted, answer.drafted, logprobs.get(index, ())))
+        if landed.width > 1:
             self.cache.settle([row.length for row in self.rows])
-        if self.state is not None and not all(row.finish_reason for row in self.rows):
+        if self.state is not None:
             self.state.observe(Observation(emitted, landed.aux))
-        return [drafted for _, drafted, *_ in answers], [accepted for accepted, *_ in answers]
+        return Landing([a.drafted for a in answers], [a.accepted for a in answers], taken)
 
     def cancel(self, launched: Round) -> None:
         """Forget a round that was launched and is not wanted."""
@@ -146,6 +196,20 @@ class Batch:
         self.last = launched.before.last
         if self.processors:
             self.processors.restore(launched.before.counts)
+
+    def past(self, index: int) -> Prefix | None:
+        """What a row's caches hold, for prompts that begin like it; None where it cannot be had."""
+        row, length = self.rows[index], self.rows[index].length
+        if row.error or (row.overran and self.cache.recurrent):
+            return None
+        if self.proposer is None or not self.proposer.aux_layers:
+            return Prefix(length, self.cache.fork(index, length), None)
+        if not isinstance(self.state, Forkable):
+            return None
+        known = min(length, self.state.length(index))
+        if known < length and not self.cache.may_cut:
+            return None
+        return Prefix(known, self.cache.fork(index, known), self.state.fork(index, known))
 
     def append(self, other: Batch) -> None:
         """Another batch's rows join behind this one's."""

@@ -2,68 +2,45 @@
 
 from __future__ import annotations
 
-import secrets
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import cast
 
 from tqdm import tqdm
 
-from eagle_mlx.batch import Batch, Round
-from eagle_mlx.cache import check_cacheable, may_pad
+from eagle_mlx.admission import Admission
+from eagle_mlx.batch import Batch, Landing, Round
+from eagle_mlx.cache import check_cacheable
 from eagle_mlx.errors import ConfigError, PromptError
+from eagle_mlx.intake import Prompt, make_row
+from eagle_mlx.output import Chunk, Output
 from eagle_mlx.params import SamplingParams
 from eagle_mlx.policy import Policy, ThroughputPolicy
+from eagle_mlx.prefix import PrefixCache
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.row import Row, StopStrings, TokenLogprob
+from eagle_mlx.row import Row
 from eagle_mlx.streaming import TextStream
 from eagle_mlx.target import Target
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Raw text, token ids, or messages that go through the target's chat template."""
-
 
 @dataclass(frozen=True)
-class Output:
-    """What became of one request."""
+class RoundReport:
+    """What one round did, for whoever watches the engine."""
 
-    text: str
-    tokens: list[int]
-    """With the stop token, or the one that completed a stop string, where one was emitted."""
-    finish_reason: str
-    """`stop` or `length`."""
-    prompt_tokens: int
-    rounds: int
-    """Target forwards that emitted tokens."""
-    drafted: int
-    accepted: int
-    """Draft tokens that were accepted and emitted."""
-    drafted_by_position: list[int]
-    """Rounds in which a draft token stood at each position."""
-    accepted_by_position: list[int]
-    """Rounds in which the draft token at each position was accepted."""
-    logprobs: list[TokenLogprob] | None = None
-    """One for each of the tokens, where the request asked."""
-    lossless: bool = True
-    """False where the request chose `threshold` acceptance, by which drafts change the text."""
-
-    @property
-    def acceptance_length(self) -> float:
-        """τ: tokens emitted per target forward, bonus tokens included."""
-        return len(self.tokens) / self.rounds
+    rows: int
+    depth: int
+    """Draft tokens that were asked for each row."""
+    drafted: list[int]
+    accepted: list[int]
+    """Draft tokens that were accepted and emitted, row by row."""
+    emitted: int
+    seconds: float
+    draft_seconds: float
+    """The share of it that drafting had when that was last measured."""
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """What one round added to a streamed text."""
-
-    text: str
-    """Text that is certain: half a character waits for the rest, and so does what may become a stop string."""
-    tokens: list[int]
-    output: Output | None
-    """The whole, with the last chunk."""
+_TIMED = 32
+"""Of so many drafting rounds one waits for its draft, so that it is known what drafting takes."""
 
 
 class Engine:
@@ -83,21 +60,42 @@ class Engine:
         policy: Policy | None = None,
         max_batch: int = 8,
         prefill_chunk: int = 512,
+        prefix_cache_bytes: int = 0,
     ):
-        if max_batch < 1 or prefill_chunk < 1:
-            raise ConfigError(f"max_batch ({max_batch}) and prefill_chunk ({prefill_chunk}) must be at least 1")
+        if max_batch < 1 or prefill_chunk < 1 or prefix_cache_bytes < 0:
+            raise ConfigError(
+                f"max_batch ({max_batch}) and prefill_chunk ({prefill_chunk}) must be at least 1, prefix_cache_bytes "
+                f"({prefix_cache_bytes}) at least 0"
+            )
         check_cacheable(target.model, max_batch)
-        self._may_pad = may_pad(target.model)
         if proposer is not None:
             proposer.bind(target)
         self.target, self.proposer = target, proposer
         self.policy: Policy = policy or ThroughputPolicy()
         self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
-        self._waiting: deque[Row] = deque()
+        self.observer: Callable[[RoundReport], None] | None = None
+        """Told of every round after it."""
+        self.prefixes = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
+        self._admission = Admission(target, proposer, prefill_chunk, self.prefixes)
         self._batch: Batch | None = None
         self._ahead: Round | None = None
         self._landed_at = 0.0
-        self._added = 0
+        self._drafting = 0
+        self._draft_share = 0.0
+
+    @property
+    def active(self) -> int:
+        """Rows that decode."""
+        return len(self._batch.rows) if self._batch is not None else 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests that do not decode yet."""
+        return len(self._admission.waiting) + len(self._admission.rows)
+
+    @property
+    def idle(self) -> bool:
+        return self._batch is None and self._admission.idle
 
     def generate(
         self,
@@ -113,18 +111,18 @@ class Engine:
         each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise ConfigError(f"{len(prompts)} prompts but {len(each)} SamplingParams; give one, or one for each")
-        rows = [self._row(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
-        self._waiting.extend(rows)
-        unfinished = {row.index for row in rows}
+        rows = [self.prepare(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+        for row in rows:
+            self.submit(row)
         try:
             with tqdm(total=len(rows), desc="generate", unit="prompt", disable=not progress) as bar:
-                while unfinished:
-                    unfinished.difference_update(row.index for row in self.step())
-                    bar.update(len(rows) - len(unfinished) - bar.n)
+                while not all(row.finish_reason for row in rows):
+                    self.step()
+                    bar.update(sum(row.finish_reason is not None for row in rows) - bar.n)
         finally:
             for row in rows:
-                self._cancel(row)
-        return [self._output(row) for row in rows]
+                self.cancel(row)
+        return [self.output(row) for row in rows]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Decode one prompt and yield what each round adds, in company with whatever else the engine decodes.
@@ -134,8 +132,8 @@ class Engine:
         tokenizer = self.target.tokenizer
         if tokenizer is None:
             raise PromptError("this target has no tokenizer, so there is no text to stream; use generate")
-        row = self._row(prompt, params or SamplingParams())
-        self._waiting.append(row)
+        row = self.prepare(prompt, params or SamplingParams())
+        self.submit(row)
         text = TextStream(tokenizer, row.params.stop)
         try:
             output, seen = None, 0
@@ -143,20 +141,38 @@ class Engine:
                 if len(row.tokens) == seen:  # others may have stepped meanwhile
                     self.step()
                 new, seen = row.tokens[seen:], len(row.tokens)
-                output = self._output(row) if row.finish_reason else None
+                output = self.output(row) if row.finish_reason else None
                 yield Chunk(text.push(new) if output is None else text.finish(output.text), new, output)
         finally:
-            self._cancel(row)
+            self.cancel(row)
 
-    def _cancel(self, row: Row) -> None:
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> Row:
+        """A request as a row to be submitted. Changes nothing here; any thread may call it. Raises PromptError."""
+        return make_row(self.target, prompt, params)
+
+    def submit(self, row: Row) -> None:
+        """The row waits for its turn; its tokens grow with every step, until it has a finish reason."""
+        self._admission.waiting.append(row)
+
+    def output(self, row: Row) -> Output:
+        """What has become of a row."""
+        return Output.of(row, self.target.tokenizer)
+
+    def cancel(self, row: Row) -> None:
         """Let a row go that nobody waits for; nothing happens to one that has finished."""
         if row.finish_reason:
             return
         row.finish_reason = "cancelled"
-        if row in self._waiting:
-            self._waiting.remove(row)
-        elif self._batch is not None:
+        self._admission.withdraw(row)
+        if self._batch is not None and row in self._batch.rows:
             self._release()
+
+    def abandon(self, reason: str) -> None:
+        """Fail every row there is and begin anew, after a step that raised."""
+        for row in [*self._admission.waiting, *self._admission.rows, *(self._batch.rows if self._batch else ())]:
+            row.fail(reason)
+        self._admission.clear()
+        self._batch = self._ahead = None
 
     def step(self) -> list[Row]:
         """One round for every row: admit, launch, land, release. Returns the rows that have finished."""
@@ -165,37 +181,43 @@ class Engine:
             return []
         # A round that was launched ahead has run since the one before it landed.
         started = perf_counter() if self._ahead is None else self._landed_at
-        current = self._ahead or self._batch.launch(self._depth())
+        current = self._ahead or self._launch()
         self._ahead = self._batch.launch(0) if current.depth == 0 and self._may_run_ahead() else None
-        drafted, accepted = self._batch.land(current)
+        landing = self._batch.land(current)
         self._landed_at = perf_counter()
-        if self.proposer is not None:
-            self.policy.observe(current.depth, drafted, accepted, self._landed_at - started)
+        self._tell(current, landing, self._landed_at - started)
         return self._release()
 
     def _admit(self) -> None:
-        """Read the prompts of waiting requests and let their rows join, as far as there is room."""
+        """Read a chunk of the prompts of those who wait, and let rows join whose prompts have been read."""
         if self._ahead is not None:
             return  # its answer is for the rows that it was launched with
-        free = self.max_batch - (len(self._batch.rows) if self._batch else 0)
-        rows = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
-        for group in [rows] if self._may_pad and rows else [[row] for row in rows]:
-            self._join(group)
-
-    def _join(self, rows: list[Row]) -> None:
-        joining = Batch(self.target, self.proposer, rows)
-        joining.prefill(self.prefill_chunk)
+        joining = self._admission.read(self.max_batch - self.active)
+        if joining is None:
+            return
         if self._batch is None:
             self._batch = joining
         else:
             self._batch.append(joining)
+        if any(row.finish_reason for row in joining.rows):  # cancelled while their prompts were read
+            self._release()
+
+    def _launch(self) -> Round:
+        assert self._batch is not None
+        depth = self._depth()
+        self._drafting += depth > 0
+        return self._batch.launch(depth, timed=self.observer is not None and depth > 0 and self._drafting % _TIMED == 1)
 
     def _depth(self) -> int:
-        return self.policy.depth(len(self._batch.rows)) if self._batch and self.proposer else 0
+        if self._batch is None or self.proposer is None:
+            return 0
+        return min(self.policy.depth(len(self._batch.rows)), self._batch.most_drafts)
 
     def _may_run_ahead(self) -> bool:
         """Whether the next round is sure to be plain and wanted, so that it can start before this one is read."""
-        if self._batch is None or self._waiting or not self._batch.may_run_ahead or self._depth() > 0:
+        if self._batch is None or self._admission.wants_in(self.max_batch - self.active):
+            return False
+        if not self._batch.may_run_ahead or self._depth() > 0:
             return False
         return all(len(row.tokens) + 1 < row.limit for row in self._batch.rows)
 
@@ -205,69 +227,34 @@ class Engine:
             self._batch.cancel(self._ahead)
         self._ahead = None
 
+    def _tell(self, done: Round, landing: Landing, seconds: float) -> None:
+        if self.proposer is not None:
+            self.policy.observe(done.depth, landing.drafted, landing.accepted, seconds)
+        if self.observer is None:
+            return
+        if done.draft_seconds is not None:
+            self._draft_share = done.draft_seconds / seconds
+        drafting = self._draft_share * seconds if done.depth else 0.0
+        kept = [min(a, taken) for a, taken in zip(landing.accepted, landing.taken, strict=True)]
+        self.observer(
+            RoundReport(self.active, done.depth, landing.drafted, kept, sum(landing.taken), seconds, drafting)
+        )
+
     def _release(self) -> list[Row]:
         assert self._batch is not None
         if any(row.finish_reason for row in self._batch.rows):
             self._forget_ahead()
+            self._remember()
         released = self._batch.release()
         if not self._batch.rows:
             self._batch = None
         return released
 
-    def _row(self, prompt: Prompt, params: SamplingParams) -> Row:
-        tokens = self._encode(prompt)
-        context = self.target.context_length
-        if not tokens:
-            raise PromptError("a prompt is empty; give at least one token")
-        if len(tokens) >= context:
-            raise PromptError(
-                f"a prompt of {len(tokens)} tokens does not fit the target's context of {context}; shorten it"
-            )
-        if not (0 <= min(tokens) and max(tokens) < self.target.vocab_size):
-            raise PromptError(f"a prompt holds a token id outside the target's vocabulary of {self.target.vocab_size}")
-        if max(params.logit_bias, default=0) >= self.target.vocab_size:
-            raise PromptError(
-                f"logit_bias names a token id outside the target's vocabulary of {self.target.vocab_size}"
-            )
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.target.eos_token_ids)
-        limit = min(params.max_tokens, context - len(tokens))
-        stops = self._stops(params)
-        grammar = params.grammar() if params.grammar else None
-        self._added += 1
-        return Row(self._added, tokens, params, seed, limit, stop_ids, stops, grammar)
-
-    def _stops(self, params: SamplingParams) -> StopStrings | None:
-        if not params.stop:
-            return None
-        if self.target.tokenizer is None:
-            raise PromptError("this target has no tokenizer; give stop_token_ids instead of stop")
-        return StopStrings(params.stop, self.target.tokenizer)
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
-            return list(cast(Sequence[int], prompt))
-        tokenizer = self.target.tokenizer
-        if tokenizer is None:
-            raise PromptError("this target has no tokenizer; give prompts as lists of token ids")
-        if isinstance(prompt, str):
-            return list(tokenizer.encode(prompt))
-        return list(tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True))
-
-    def _output(self, row: Row) -> Output:
-        tokenizer, tokens = self.target.tokenizer, row.tokens
-        shown = tokens[:-1] if tokens and tokens[-1] in row.stop_ids else tokens
-        text = tokenizer.decode(shown) if tokenizer is not None else ""
-        return Output(
-            text=row.stops.cut(text) if row.stops else text,
-            tokens=tokens,
-            finish_reason=row.finish_reason or "length",
-            prompt_tokens=len(row.prompt),
-            rounds=row.rounds,
-            drafted=sum(row.drafted_by_position),
-            accepted=sum(row.accepted_by_position),
-            drafted_by_position=row.drafted_by_position,
-            accepted_by_position=row.accepted_by_position,
-            logprobs=row.logprobs if row.params.wants_logprobs else None,
-            lossless=row.params.lossless,
-        )
+    def _remember(self) -> None:
+        """Keep the pasts of rows that are about to leave."""
+        assert self._batch is not None
+        for index, row in enumerate(self._batch.rows):
+            if self.prefixes is not None and row.finish_reason:
+                past = self._batch.past(index)
+                if past is not None:
+                    self.prefixes.keep([*row.prompt, *row.tokens], past)

@@ -79,6 +79,8 @@ class SamplingParams:
     `threshold` is **not**: it keeps every draft token that the target finds likely enough, so that the text follows the
     proposer as well, and depends on what it drafts.
     """
+    num_speculative_tokens: int | None = None
+    """Draft tokens a round at most, fewer than the policy's number where that is higher; 0 drafts none."""
     threshold: float = 0.3
     """The least probability of a draft token that `threshold` acceptance keeps; where greedy, only the argmax is."""
     ignore_eos: bool = False
@@ -122,6 +124,10 @@ class SamplingParams:
         _require("min_p", self.min_p, float, 0, 1, "a number from 0 (keeps all) to 1")
         _require("threshold", self.threshold, float, 1e-6, 1, "a probability, a number above 0 and at most 1")
         _require("max_tokens", self.max_tokens, int, 1, math.inf, "an integer of at least 1")
+        if self.num_speculative_tokens is not None:
+            _require(
+                "num_speculative_tokens", self.num_speculative_tokens, int, 0, _MOST_ID, "an integer from 0, or None"
+            )
         if self.seed is not None:
             _require("seed", self.seed, int, -(2**63), 2**64 - 1, "an integer of 64 bits, or None")
         for token in self.stop_token_ids:

@@ -143,14 +143,23 @@ def _on_host(logits: mx.array, rows: Sequence[Row], drafts: Sequence[list[int]])
     """Callables and grammars, row by row. logits: [M, n+1, V] float32; drafts: row by row, at most n tokens."""
     out = []
     for x, row, draft in zip(logits, rows, drafts, strict=True):
-        if row.params.logits_processors:
-            x = _called(x, row, draft)
-        if row.grammar is not None:
-            masks = walk(row.grammar, draft)
-            masks += [masks[-1]] * (x.shape[0] - len(masks))
-            x = mx.where(mx.stack(masks), x, -math.inf)
-        out.append(x)
+        try:
+            out.append(_of_row(x, row, draft))
+        except Exception as e:  # whatever a request's own callables raise is no other row's trouble
+            row.fail(f"a logits processor or the grammar failed: {e}")
+            out.append(x)
     return mx.stack(out)
+
+
+def _of_row(logits: mx.array, row: Row, draft: list[int]) -> mx.array:
+    """logits: [n+1, V] float32."""
+    if row.params.logits_processors:
+        logits = _called(logits, row, draft)
+    if row.grammar is not None:
+        masks = walk(row.grammar, draft)
+        masks += [masks[-1]] * (logits.shape[0] - len(masks))
+        logits = mx.where(mx.stack(masks), logits, -math.inf)
+    return logits
 
 
 def _called(logits: mx.array, row: Row, draft: list[int]) -> mx.array:

@@ -55,12 +55,10 @@ class StopStrings:
         return text[: min((at for at in map(text.find, self.strings) if at >= 0), default=len(text))]
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """A request and its place in the decoding."""
 
-    index: int
-    """Its place among the requests of the engine."""
     prompt: list[int]
     params: SamplingParams
     seed: int
@@ -76,6 +74,12 @@ class Row:
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    """`stop`, `length`, `cancelled` or `error`; None while it decodes."""
+    error: str | None = None
+    cached_tokens: int = 0
+    """Prompt tokens that an earlier request has left in the prefix cache."""
+    overran: bool = False
+    """Whether the caches hold more of the last round than was taken of it."""
     history: list[int] = field(default_factory=list)
     """Prompt and tokens, kept for logits processors alone."""
 
@@ -88,8 +92,10 @@ class Row:
         """Tokens in the caches: all but the newest."""
         return len(self.prompt) + len(self.tokens) - 1
 
-    def take(self, tokens: Sequence[int], drafted: int, logprobs: Sequence[TokenLogprob] = ()) -> None:
-        """Take a round's tokens in order, up to the first that ends the row; count only what was taken."""
+    def take(self, tokens: Sequence[int], drafted: int, logprobs: Sequence[TokenLogprob] = ()) -> int:
+        """Take a round's tokens in order, up to the first that ends the row, and return how many; only they count."""
+        if self.finish_reason:
+            return 0
         self.rounds += 1
         before = len(self.tokens)
         for token in tokens:
@@ -97,13 +103,26 @@ class Row:
             if self.finish_reason:
                 break
         taken = len(self.tokens) - before
+        self.overran = taken < len(tokens)
         self.logprobs.extend(logprobs[:taken])
         self._count(drafted, min(taken, len(tokens) - 1))
+        return taken
+
+    def fail(self, reason: str) -> None:
+        """End with an error, which is this row's alone."""
+        if self.finish_reason is None:
+            self.finish_reason, self.error = "error", reason
+
+    @property
+    def room(self) -> int:
+        """Draft tokens that the next round has a use for."""
+        room = self.limit - len(self.tokens) - 1
+        most = self.params.num_speculative_tokens
+        return room if most is None else min(room, most)
 
     def _add(self, token: int) -> None:
         ends = token in self.stop_ids
-        if not ends and self.grammar is not None and not self.grammar.advance(token):
-            self.finish_reason = "stop"  # the grammar allows nothing here: the text ends before the token
+        if not ends and self.grammar is not None and not self._allowed(self.grammar, token):
             return
         self.tokens.append(token)
         if self.params.logits_processors:
@@ -112,6 +131,16 @@ class Row:
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.limit:
             self.finish_reason = "length"
+
+    def _allowed(self, grammar: Grammar, token: int) -> bool:
+        """Move the grammar on; where it cannot, the text ends before the token."""
+        try:
+            if grammar.advance(token):
+                return True
+            self.finish_reason = "stop"
+        except Exception as e:  # whatever a grammar raises is no other row's trouble
+            self.fail(f"the grammar failed: {e}")
+        return False
 
     def _count(self, drafted: int, accepted: int) -> None:
         new = max(0, drafted - len(self.drafted_by_position))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
+from typing import Self
+
 import mlx.core as mx
 
 from eagle_mlx.cache.lengths import RowLengths
@@ -87,6 +90,19 @@ class RaggedKV:
             self.keys[row] = self.keys[last]
             self.values[row] = self.values[last]
 
+    def fork(self, row: int, length: int, lengths: RowLengths) -> Self:
+        """The first `length` positions of one row, in arrays of their own; `lengths` are those of the new cache."""
+        other = copy(self)
+        other.lengths, slots = lengths, self._used(length)
+        if self.keys is not None and self.values is not None:
+            other.keys, other.values = (own(x[row : row + 1, :, :slots]) for x in (self.keys, self.values))
+        return other
+
+    def scrub(self, row: int) -> None:
+        """Forget what a row holds that nobody may see, even multiplied by nothing: entries that are not numbers."""
+        if self.keys is not None and self.values is not None:
+            self.keys[row], self.values[row] = 0, 0
+
     @property
     def state(self) -> list[mx.array]:
         return [x for x in (self.keys, self.values) if x is not None]
@@ -101,6 +117,11 @@ class RaggedGrouped(RaggedKV):
         """None, or [B, 1, 1, count, upper + count] bool."""
         mask = super().make_mask(count, return_array, window_size)
         return mask[:, :, None] if isinstance(mask, mx.array) else mask
+
+
+def own(x: mx.array) -> mx.array:
+    """A copy that shares no memory; a slice alone may keep the whole array that it was cut from."""
+    return x * 1
 
 
 def fetched(buffer: mx.array, rows: int, end: int) -> mx.array:

@@ -95,6 +95,24 @@ class RaggedCache(Sequence[Any]):
             layer.remove(row)
         self.lengths.remove(row)
 
+    def fork(self, row: int, length: int) -> RaggedCache:
+        """A cache of one row that holds the first `length` positions of one of these; all of them unless `may_cut`."""
+        other = RaggedCache.__new__(RaggedCache)
+        lengths = RowLengths(1)
+        lengths.settle([length])
+        other._hold(lengths, [layer.fork(row, length, lengths) for layer in self.layers])
+        return other
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether a fork may hold fewer positions than there are: no recurrent state, no ring that is full."""
+        return not self.recurrent and all(self.lengths.upper <= window.ring for window in self.windows)
+
+    def scrub(self, row: int) -> None:
+        """Before a row leaves that holds what is no number: its place will be another's, whose mask multiplies by 0."""
+        for layer in self.layers:
+            layer.scrub(row)
+
     @property
     def state(self) -> list[mx.array]:
         return [x for layer in self.layers for x in layer.state]

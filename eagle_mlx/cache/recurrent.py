@@ -21,6 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
+from eagle_mlx.cache.full import own
 from eagle_mlx.cache.lengths import RowLengths, without_row
 from eagle_mlx.errors import TargetError
 
@@ -146,6 +147,15 @@ class RecurrentState(_ArraysCache):  # type: ignore[misc]  # some layers ask whe
     def remove(self, row: int) -> None:
         self.cache = [x if x is None else without_row(x, row) for x in self.cache]
 
+    def fork(self, row: int, length: int, lengths: RowLengths) -> RecurrentState:
+        """One row's state, which is that of all its positions."""
+        other = RecurrentState(lengths, len(self.cache), self.masked)
+        other.cache = [x if x is None else own(x[row : row + 1]) for x in self.cache]
+        return other
+
+    def scrub(self, row: int) -> None:
+        """Nothing outlives a row."""
+
     @property
     def state(self) -> list[mx.array]:
         return [x for x in self.cache if x is not None]
@@ -167,6 +177,13 @@ class RaggedList:
     def remove(self, row: int) -> None:
         for cache in self.caches:
             cache.remove(row)
+
+    def fork(self, row: int, length: int, lengths: RowLengths) -> RaggedList:
+        return RaggedList([cache.fork(row, length, lengths) for cache in self.caches])
+
+    def scrub(self, row: int) -> None:
+        for cache in self.caches:
+            cache.scrub(row)
 
     @property
     def state(self) -> list[mx.array]:

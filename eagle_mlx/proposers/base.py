@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -57,6 +57,27 @@ class ProposerState(Protocol):
 
     def remove(self, row: int) -> None:
         """A row leaves; the last one takes its place."""
+
+
+@runtime_checkable
+class Forkable(Protocol):
+    """What a state that reads the target's hidden states must have for prompts to be taken from the prefix cache."""
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All that it keeps on the device."""
+        ...
+
+    def length(self, row: int) -> int:
+        """Positions of the row's text that it has read."""
+        ...
+
+    def fork(self, row: int, length: int) -> ForkableState:
+        """A state of one row that has read the first `length` positions of one of these, in arrays of its own."""
+        ...
+
+
+class ForkableState(ProposerState, Forkable, Protocol): ...
 
 
 class Proposer(Protocol):

@@ -93,7 +93,7 @@ class HeadState:
     """
 
     def __init__(self, proposer: HeadProposer, rows: int):
-        self.head, self.target = proposer.head, proposer.target
+        self.proposer, self.head, self.target = proposer, proposer.head, proposer.target
         self.cache = RaggedCache(1, rows)
         self._lengths = [0] * rows
         self._pending: _Pending | None = None
@@ -167,7 +167,23 @@ class HeadState:
 
     def remove(self, row: int) -> None:
         self._read_pending()
+        self.cache.scrub(row)  # its hidden states may not have been numbers
         self.cache.remove(row)
         self._lengths[row] = self._lengths[-1]
         self._lengths.pop()
         self._hidden = without_row(self._hidden, row)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [*self.cache.state, self._hidden]
+
+    def length(self, row: int) -> int:
+        self._read_pending()
+        return self._lengths[row]
+
+    def fork(self, row: int, length: int) -> HeadState:
+        """The newest hidden state is not kept: whoever takes this over reads at least one position first."""
+        self._read_pending()
+        other = HeadState(self.proposer, 1)
+        other.cache, other._lengths = self.cache.fork(row, length), [length]
+        return other

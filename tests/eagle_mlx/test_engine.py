@@ -312,10 +312,11 @@ def test_the_policy_is_told_of_every_round() -> None:
 def test_requests_that_come_between_steps_wait_for_the_round_in_flight() -> None:
     for proposer in (None, em.NgramProposer()):
         engine = em.Engine(TARGET, proposer, em.FixedPolicy(0))
-        engine._waiting.append(engine._row(PROMPTS[0], em.SamplingParams(max_tokens=12)))
-        done = engine.step()
-        engine._waiting.append(engine._row(PROMPTS[3], em.SamplingParams(max_tokens=12)))
-        while engine._batch is not None:
-            done += engine.step()
-        for prompt, row in zip((PROMPTS[0], PROMPTS[3]), sorted(done, key=lambda row: row.index), strict=True):
+        first, second = (engine.prepare(PROMPTS[i], em.SamplingParams(max_tokens=12)) for i in (0, 3))
+        engine.submit(first)
+        engine.step()
+        engine.submit(second)
+        while not engine.idle:
+            engine.step()
+        for prompt, row in ((PROMPTS[0], first), (PROMPTS[3], second)):
             assert_same_text(prompt, row.tokens)

@@ -99,7 +99,7 @@ some_params = st.builds(
 
 
 def row(params: SamplingParams, prompt: list[int], tokens: list[int]) -> Row:
-    return Row(0, prompt, params, 0, 99, frozenset(), grammar=None, tokens=list(tokens))
+    return Row(prompt, params, 0, 99, frozenset(), grammar=None, tokens=list(tokens))
 
 
 @settings(max_examples=60, deadline=None)
@@ -444,8 +444,8 @@ def test_of_two_stop_strings_the_earliest_in_the_text_cuts_it() -> None:
 
 def test_a_round_that_is_cancelled_was_never_counted() -> None:
     params = SamplingParams(max_tokens=LENGTH, frequency_penalty=2.0)
-    batch = Batch(TARGET, None, [Row(0, PROMPTS[0], params, 0, LENGTH, frozenset())])
-    batch.prefill(512)
+    batch = Batch(TARGET, None, [Row(PROMPTS[0], params, 0, LENGTH, frozenset())])
+    assert batch.read_prompts(512)
     while not batch.rows[0].finish_reason:
         current, unwanted = batch.launch(0), batch.launch(0)
         batch.cancel(unwanted)

@@ -1,0 +1,80 @@
+"""How requests come to decode: who waits, whose prompt is being read, and when their rows can join."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from eagle_mlx.batch import Batch
+from eagle_mlx.cache import may_pad
+from eagle_mlx.prefix import Prefix, PrefixCache
+from eagle_mlx.proposers.base import Proposer
+from eagle_mlx.row import Row
+from eagle_mlx.target import Target
+
+
+class Admission:
+    """Reads prompts in the order in which they came, a chunk at a time, so that nobody waits long for a long prompt.
+
+    Prompts that fit into one chunk are read side by side; a longer one, or one whose beginning is in the prefix cache,
+    is read alone.
+    """
+
+    def __init__(self, target: Target, proposer: Proposer | None, chunk: int, prefixes: PrefixCache | None):
+        self.target, self.proposer, self.chunk, self.prefixes = target, proposer, chunk, prefixes
+        self.waiting: deque[Row] = deque()
+        self._may_pad = may_pad(target.model)
+        self._reading: Batch | None = None
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and self._reading is None
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Those whose prompts are being read."""
+        return self._reading.rows if self._reading is not None else ()
+
+    def wants_in(self, room: int) -> bool:
+        """Whether somebody will join, or could, with room for so many more rows."""
+        return self._reading is not None or (room > 0 and bool(self.waiting))
+
+    def read(self, room: int) -> Batch | None:
+        """Read one chunk of the prompts whose turn it is; their rows, once that was the last of it."""
+        if self._reading is None:
+            self._reading = self._next(room)
+        if self._reading is None or not self._reading.read_prompts(self.chunk):
+            return None
+        ready, self._reading = self._reading, None
+        return ready
+
+    def withdraw(self, row: Row) -> None:
+        """A row that has ended while it waited, or while its prompt was read."""
+        if row in self.waiting:
+            self.waiting.remove(row)
+        if self._reading is not None and all(row.finish_reason for row in self._reading.rows):
+            self._reading = None
+
+    def clear(self) -> None:
+        self.waiting.clear()
+        self._reading = None
+
+    def _next(self, room: int) -> Batch | None:
+        rows: list[Row] = []
+        while self.waiting and len(rows) < room:
+            prefix = self._known(self.waiting[0])
+            if rows and (prefix is not None or not self._side_by_side(self.waiting[0])):
+                break
+            rows.append(self.waiting.popleft())
+            if prefix is not None:
+                rows[0].cached_tokens = prefix.length
+                return Batch(self.target, self.proposer, rows, prefix)
+            if not self._side_by_side(rows[0]):
+                break
+        return Batch(self.target, self.proposer, rows) if rows else None
+
+    def _known(self, row: Row) -> Prefix | None:
+        return self.prefixes.find(row.prompt) if self.prefixes is not None else None
+
+    def _side_by_side(self, row: Row) -> bool:
+        return self._may_pad and len(row.prompt) <= self.chunk + 1

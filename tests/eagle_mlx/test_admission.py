@@ -1,0 +1,145 @@
+"""Requests that come and go: prompts in chunks between rounds, cancels, failures that stay one row's own."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models import qwen3
+
+import eagle_mlx as em
+from eagle_mlx.engine import RoundReport
+from eagle_mlx.row import Row
+from tests.fakes import randomize, tiny_config, tiny_head, tiny_target
+
+TARGET = tiny_target()
+RNG = np.random.default_rng(0)
+PROMPTS = [[int(t) for t in RNG.integers(3, 128, n)] for n in (5, 100, 17, 60, 2, 33)]
+
+
+def engine(**settings: object) -> em.Engine:
+    head = em.HeadProposer(tiny_head(TARGET))
+    return em.Engine(TARGET, head, em.FixedPolicy(3), **{"max_batch": 4, **settings})  # type: ignore[arg-type]
+
+
+ALONE = [
+    em.Engine(TARGET, max_batch=1).generate([prompt], em.SamplingParams(max_tokens=12))[0].tokens for prompt in PROMPTS
+]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
+def test_prompts_of_all_lengths_are_read_in_chunks(chunk: int) -> None:
+    outputs = engine(prefill_chunk=chunk).generate(PROMPTS, em.SamplingParams(max_tokens=12))
+    assert [output.tokens for output in outputs] == ALONE
+
+
+def test_others_go_on_while_a_long_prompt_is_read() -> None:
+    busy = engine(prefill_chunk=8)
+    talking, reading = (busy.prepare(PROMPTS[i], em.SamplingParams(max_tokens=40)) for i in (0, 1))
+    busy.submit(talking)
+    busy.step()
+    busy.submit(reading)
+    rounds = [len(talking.tokens)]
+    while not reading.tokens:
+        busy.step()
+        rounds.append(len(talking.tokens))
+    assert len(rounds) > 12  # 99 positions, 8 at a time
+    assert all(a < b for a, b in zip(rounds, rounds[1:], strict=False))
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from(["submit", "cancel", "step", "step"]), max_size=40), st.randoms(use_true_random=False))
+def test_rows_that_stay_are_not_disturbed_by_those_that_go(events: list[str], random: object) -> None:
+    busy = engine(max_batch=3, prefill_chunk=16)
+    rows: list[tuple[int, Row]] = []
+    for event in events:
+        if event == "submit":
+            which = random.randrange(len(PROMPTS))  # type: ignore[attr-defined]
+            rows.append((which, busy.prepare(PROMPTS[which], em.SamplingParams(max_tokens=12))))
+            busy.submit(rows[-1][1])
+        elif event == "cancel" and rows:
+            busy.cancel(random.choice(rows)[1])  # type: ignore[attr-defined]
+        else:
+            busy.step()
+    while not busy.idle:
+        busy.step()
+    assert busy.active == busy.waiting == 0
+    for which, row in rows:
+        assert row.finish_reason in ("length", "cancelled")
+        assert row.tokens == ALONE[which][: len(row.tokens)]
+        assert len(row.tokens) == 12 or row.finish_reason == "cancelled"
+
+
+def test_each_row_has_its_own_limit_of_drafts() -> None:
+    most = [None, 0, 1, 2, 3, 9]
+    params = [em.SamplingParams(max_tokens=12, num_speculative_tokens=k) for k in most]
+    outputs = engine(max_batch=6).generate(PROMPTS, params)
+    assert [output.tokens for output in outputs] == ALONE
+    assert [len(output.drafted_by_position) for output in outputs] == [3, 0, 1, 2, 3, 3]
+
+
+def poisoned(token: int) -> em.Target:
+    """A target that reads one of its tokens as no number, and can still say it."""
+    args = qwen3.ModelArgs(**{**tiny_config(vocab=16), "tie_word_embeddings": False})  # type: ignore[arg-type]
+    model = qwen3.Model(args)
+    randomize(model, 0, 0.2)
+    model.model.embed_tokens.weight[token] = mx.nan
+    return em.Target(model, name="poisoned")
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("sick", [0, 1, 2])
+def test_a_row_whose_logits_are_no_numbers_fails_alone(drafts: bool, sick: int) -> None:
+    target = poisoned(15)
+    proposer = em.HeadProposer(tiny_head(target)) if drafts else None
+    busy, params = em.Engine(target, proposer, em.FixedPolicy(2), max_batch=3), em.SamplingParams(max_tokens=10)
+    prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+    healthy = [em.Engine(target, proposer, em.FixedPolicy(2)).generate([prompt], params)[0] for prompt in prompts]
+    asked = [*prompts[:sick], [4, 15, 5, 6, 7, 8, 9], *prompts[sick + 1 :], prompts[sick], prompts[0]]
+    outputs = busy.generate(asked, params)
+    assert (outputs[sick].finish_reason, outputs[sick].tokens) == ("error", [])
+    assert "NaN" in (outputs[sick].error or "")
+    others = [o for index, o in enumerate(outputs) if index != sick]
+    expected = [*healthy[:sick], *healthy[sick + 1 :], healthy[sick], healthy[0]]
+    assert [o.tokens for o in others] == [o.tokens for o in expected]
+    assert [o.accepted_by_position for o in others] == [o.accepted_by_position for o in expected]
+
+
+def test_a_callable_that_raises_fails_its_own_request() -> None:
+    def broken(tokens: list[int], logits: mx.array) -> mx.array:
+        if len(tokens) > len(PROMPTS[2]) + 3:
+            raise ValueError("no more")
+        return logits
+
+    params = [em.SamplingParams(max_tokens=12) for _ in PROMPTS]
+    params[2] = em.SamplingParams(max_tokens=12, logits_processors=(broken,))
+    outputs = engine().generate(PROMPTS, params)
+    assert (outputs[2].finish_reason, outputs[2].tokens) == ("error", ALONE[2][: len(outputs[2].tokens)])
+    assert "no more" in (outputs[2].error or "")
+    assert [o.tokens for i, o in enumerate(outputs) if i != 2] == [t for i, t in enumerate(ALONE) if i != 2]
+
+
+def test_an_engine_goes_on_after_a_step_that_raised() -> None:
+    busy = engine(max_batch=2)
+    rows = [busy.prepare(prompt, em.SamplingParams(max_tokens=12)) for prompt in PROMPTS[:4]]
+    for row in rows:
+        busy.submit(row)
+    busy.step()
+    busy.abandon("out of memory")
+    assert busy.idle
+    assert {(row.finish_reason, row.error) for row in rows} == {("error", "out of memory")}
+    assert [o.tokens for o in busy.generate(PROMPTS, em.SamplingParams(max_tokens=12))] == ALONE
+
+
+def test_whoever_watches_is_told_of_every_round() -> None:
+    reports: list[RoundReport] = []
+    busy = engine()
+    busy.observer = reports.append
+    outputs = busy.generate(PROMPTS, em.SamplingParams(max_tokens=12))
+    assert sum(report.emitted for report in reports) == sum(len(output.tokens) for output in outputs)
+    assert sum(sum(report.accepted) for report in reports) == sum(output.accepted for output in outputs)
+    assert sum(sum(report.drafted) for report in reports) == sum(output.drafted for output in outputs)
+    assert max(report.rows for report in reports) == 4
+    assert all(0 < report.draft_seconds < report.seconds for report in reports if report.depth)

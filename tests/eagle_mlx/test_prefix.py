@@ -1,0 +1,152 @@
+"""Pasts taken over from earlier requests: the same text and acceptance, and no more bytes than allowed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import eagle_mlx as em
+from eagle_mlx.prefix import LEAST
+from tests.architectures import tiny_model
+from tests.fakes import Oracle, tiny_head, tiny_target
+
+TARGET = tiny_target(vocab=16)
+HEAD = tiny_head(TARGET)
+LONG = [(7 * i * i + 3 * i) % 16 for i in range(120)]
+MANY = 1 << 30
+
+
+def engine(nbytes: int = MANY, proposer: object = "head", **settings: object) -> em.Engine:
+    drafting = em.HeadProposer(HEAD) if proposer == "head" else proposer
+    return em.Engine(TARGET, drafting, em.FixedPolicy(3), prefix_cache_bytes=nbytes, **settings)  # type: ignore[arg-type]
+
+
+def turns(first: list[int], answer: list[int], more: list[int]) -> list[int]:
+    return [*first, *answer, *more]
+
+
+@pytest.mark.parametrize("proposer", ["head", None, em.NgramProposer(), em.DraftModelProposer(TARGET)])
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_the_next_turn_takes_over_the_past(proposer: object, chunk: int) -> None:
+    params = em.SamplingParams(max_tokens=20)
+    with_cache, without = engine(proposer=proposer, prefill_chunk=chunk), engine(0, proposer)
+    prompt, known = LONG[:70], 0
+    for extra in ([1, 2, 3], [4], [5, 6, 7, 8]):
+        got, wanted = with_cache.generate([prompt], params)[0], without.generate([prompt], params)[0]
+        assert (got.tokens, got.rounds, got.accepted_by_position) == (
+            wanted.tokens,
+            wanted.rounds,
+            wanted.accepted_by_position,
+        )
+        assert got.cached_tokens == known
+        known = len(prompt) + len(got.tokens) - 1
+        prompt = turns(prompt, got.tokens, extra)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.integers(0, 60), st.lists(st.integers(0, 15), min_size=1, max_size=40)), max_size=6))
+def test_any_common_beginning_is_safe(requests: list[tuple[int, list[int]]]) -> None:
+    with_cache, without = engine(max_batch=2), engine(0)
+    prompts = [LONG[:common] + rest for common, rest in requests]
+    params = em.SamplingParams(max_tokens=6)
+    for prompt in prompts:
+        got, wanted = with_cache.generate([prompt], params)[0], without.generate([prompt], params)[0]
+        assert (got.tokens, got.accepted_by_position) == (wanted.tokens, wanted.accepted_by_position)
+        assert got.cached_tokens == 0 or LEAST <= got.cached_tokens <= len(prompt) - 2
+
+
+@pytest.mark.parametrize("common", [0, LEAST, LEAST + 1, 30, 50, 62])
+def test_no_more_is_taken_over_than_is_the_same(common: int) -> None:
+    """The head's entry at a position is made with the token after it: the last common position is read again."""
+    busy = engine()
+    [output] = busy.generate([LONG[:60]], em.SamplingParams(max_tokens=3))
+    text = [*LONG[:60], *output.tokens]
+    prompt = [*text[:common], *((t + 1) % 16 for t in text[common:]), 1, 2, 3]
+    [output] = busy.generate([prompt], em.SamplingParams(max_tokens=3))
+    assert output.cached_tokens == (common - 1 if common > LEAST else 0)
+
+
+def test_a_mixed_batch_of_hits_and_misses() -> None:
+    params = em.SamplingParams(max_tokens=12)
+    busy, plain = engine(max_batch=4), engine(0, max_batch=1)
+    busy.generate([LONG[:50], LONG[60:110]], params)
+    prompts = [LONG[:50] + [1, 2], [3, 4], LONG[60:100], LONG[5:50], LONG[:30]]
+    outputs = busy.generate(prompts, params)
+    assert [o.tokens for o in outputs] == [plain.generate([p], params)[0].tokens for p in prompts]
+    assert [o.cached_tokens > 0 for o in outputs] == [True, False, True, False, True]
+
+
+def test_bytes_are_bounded_and_the_least_recently_used_go_first() -> None:
+    busy = engine()
+    assert busy.prefixes is not None
+    params = em.SamplingParams(max_tokens=2)
+    busy.generate([LONG[:40]], params)
+    one = busy.prefixes.nbytes
+    busy.prefixes.capacity = int(2.5 * one)
+    prompts = [[i, *LONG[1:40]] for i in range(4)]
+    for prompt in prompts:
+        busy.generate([prompt], params)
+        assert busy.prefixes.nbytes <= busy.prefixes.capacity
+    assert len(busy.prefixes) == 2
+    assert [busy.prefixes.find(prompt) is not None for prompt in prompts] == [False, False, True, True]
+    busy.prefixes.find(prompts[2])
+    busy.generate([[9, *LONG[1:40]]], params)
+    assert [busy.prefixes.find(prompt) is not None for prompt in prompts] == [False, False, True, False]
+
+
+def test_a_longer_past_replaces_what_it_begins_with() -> None:
+    busy = engine()
+    prompt = LONG[:40]
+    for _ in range(4):
+        [output] = busy.generate([prompt], em.SamplingParams(max_tokens=3))
+        prompt = [*prompt, *output.tokens, 1]
+    assert busy.prefixes is not None
+    assert len(busy.prefixes) == 1
+
+
+def test_cancelled_rows_leave_their_past_and_failed_ones_do_not() -> None:
+    busy = engine()
+    assert busy.prefixes is not None
+    row = busy.prepare(LONG[:40], em.SamplingParams(max_tokens=50))
+    busy.submit(row)
+    for _ in range(3):
+        busy.step()
+    busy.cancel(row)
+    assert len(busy.prefixes) == 1
+    again = engine(0).generate([LONG[:40]], em.SamplingParams(max_tokens=9))[0]
+    assert busy.generate([LONG[:40]], em.SamplingParams(max_tokens=9))[0].tokens == again.tokens
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gemma3_text", "mamba2", "lfm2", "deepseek_v3", "gpt_oss"])
+def test_other_kinds_of_cache(name: str) -> None:
+    target = em.Target(tiny_model(name))
+    params = em.SamplingParams(max_tokens=8)
+    with_cache = em.Engine(target, em.NgramProposer(), em.FixedPolicy(2), prefix_cache_bytes=MANY)
+    prompt = [t % min(target.vocab_size, 16) + 1 for t in LONG[:50]]
+    hits = []
+    for extra in ([1, 2, 3], [4, 5]):
+        got = with_cache.generate([prompt], params)[0]
+        assert got.tokens == em.Engine(target).generate([prompt], params)[0].tokens
+        hits.append(got.cached_tokens)
+        prompt = turns(prompt, got.tokens, extra)
+    assert hits[0] == 0
+    assert hits[1] == 57
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "gemma3_text"])
+def test_a_state_that_cannot_be_cut_is_taken_whole_or_not_at_all(name: str) -> None:
+    target = em.Target(tiny_model(name))
+    params = em.SamplingParams(max_tokens=24)
+    first = [t % 16 + 1 for t in LONG[:50]]
+    answer = em.Engine(target).generate([first], params)[0].tokens
+    for end in range(1, 8):  # wherever in a round the text ends
+        oracle = Oracle({tuple(first): answer}, wrong=0.0)
+        busy = em.Engine(target, oracle, em.FixedPolicy(4), prefix_cache_bytes=MANY)
+        stopped = replace(params, stop_token_ids=(answer[end],))
+        said = busy.generate([first], stopped)[0].tokens
+        for prompt in ([*first, *said, 1, 2], [*first[:40], 3, 4]):
+            oracle.texts = {tuple(prompt): em.Engine(target).generate([prompt], params)[0].tokens}
+            assert busy.generate([prompt], params)[0].tokens == oracle.texts[tuple(prompt)]
