@@ -1,0 +1,78 @@
+"""What all answers carry beside their text: usage, timings, and what speculation did for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+from eagle_mlx.engine import Output
+
+from .errors import ApiError
+from .service import Call
+
+
+def failure(outputs: Sequence[Output]) -> ApiError | None:
+    """The error of the first row that ended with one."""
+    error = next((output.error for output in outputs if output.finish_reason == "error"), None)
+    return ApiError(500, error, code="generation_failed") if error is not None else None
+
+
+def usage(outputs: Sequence[Output], answers: int) -> dict[str, Any]:
+    """OpenAI's counts; of several answers to a prompt, the first counts the prompt."""
+    firsts = outputs[::answers]
+    prompt, completion = sum(o.prompt_tokens for o in firsts), sum(len(o.tokens) for o in outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(o.cached_tokens for o in firsts)},
+    }
+
+
+def report(call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
+    """`timings`, under llama.cpp's names, and `metrics`, under vLLM's; of all the request's rows together.
+
+    The time until the first token holds the wait in the queue.
+    """
+    return {"timings": _timings(call, outputs), "metrics": {"speculative_decoding": _speculation(outputs)}}
+
+
+def _timings(call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
+    now = perf_counter()
+    first = call.first_token or now
+    cached = sum(o.cached_tokens for o in outputs)
+    read, tokens = sum(o.prompt_tokens for o in outputs) - cached, sum(len(o.tokens) for o in outputs)
+    prompt_s, predicted_s = first - call.arrived, now - first
+    return {
+        "cache_n": cached,
+        "prompt_n": read,
+        "prompt_ms": round(1000 * prompt_s, 3),
+        "prompt_per_second": round(read / prompt_s, 3) if prompt_s > 0 else 0.0,
+        "predicted_n": tokens,
+        "predicted_ms": round(1000 * predicted_s, 3),
+        "predicted_per_second": round(tokens / predicted_s, 3) if predicted_s > 0 else 0.0,
+        "draft_n": sum(o.drafted for o in outputs),
+        "draft_n_accepted": sum(o.accepted for o in outputs),
+    }
+
+
+def _speculation(outputs: Sequence[Output]) -> dict[str, Any]:
+    """A step is a target forward of one row in which something was drafted."""
+    steps = sum(o.drafted_by_position[0] for o in outputs if o.drafted_by_position)
+    drafted, accepted = sum(o.drafted for o in outputs), sum(o.accepted for o in outputs)
+    histogram: dict[int, int] = {}
+    for output in outputs:
+        at_least = [*output.drafted_by_position[:1], *output.accepted_by_position, 0]
+        for length, (this, more) in enumerate(pairwise(at_least)):
+            if this > more:
+                histogram[length] = histogram.get(length, 0) + this - more
+    return {
+        "mean_acceptance_length": round(1 + accepted / steps, 4) if steps else 1.0,
+        "draft_acceptance_rate": round(accepted / drafted, 4) if drafted else 0.0,
+        "acceptance_histogram": {str(length): histogram[length] for length in sorted(histogram)},
+        "num_spec_steps": steps,
+        "num_draft_tokens": drafted,
+        "num_accepted_draft_tokens": accepted,
+    }

@@ -1,0 +1,46 @@
+"""The application: routes, and what stands before them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+from . import chat, completions, metrics, status, tokenize
+from .auth import KeyGuard
+from .errors import add_handlers
+from .openapi import add_schema
+from .service import Service, Settings
+from .worker import Worker
+
+ROUTERS = (chat.router, completions.router, status.router, tokenize.router)
+
+
+def create_app(settings: Settings, worker: Worker) -> FastAPI:
+    """An application whose start also starts the worker; it takes requests once that has loaded the model."""
+    service = Service(settings, worker)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        worker.observer = service.totals.observe
+        worker.start(asyncio.get_running_loop())
+        yield
+        await asyncio.to_thread(worker.stop)
+
+    app = FastAPI(title="eagle-serve", version="1", docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.service = service
+    app.state.registry = metrics.registry(service)
+    add_handlers(app)
+    for router in ROUTERS:
+        app.include_router(router)
+    if settings.api_key is not None:
+        app.add_middleware(KeyGuard, key=settings.api_key)
+    if settings.origins:  # outside of the guard: browsers ask first without a key
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    add_schema(app)
+    return app

@@ -1,0 +1,164 @@
+"""POST /v1/chat/completions: a conversation to be answered."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from eagle_mlx.engine import Output
+from eagle_mlx.row import Row
+from eagle_mlx.streaming import TextStream
+
+from ..chat import AnswerReader, Delta, ToolCall, ToolOffer
+from .answer import report, usage
+from .errors import ApiError
+from .flow import in_thread, respond, service_of
+from .limits import read_body
+from .logprobs import chat_logprobs
+from .model import Loaded
+from .responses import ERRORS, EVENTS, ChatCompletion, documented
+from .sampling import check, check_context, sampling
+from .schema import ChatRequest, read
+from .service import Call
+from .stream import Frame, dumps, events, quote
+from .worker import News
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", responses=documented(ChatCompletion, *ERRORS, **EVENTS))
+async def chat_completions(request: Request) -> Response:
+    """The next message of a conversation, or several to choose from."""
+    service = service_of(request)
+    service.loaded()
+    asked = read(ChatRequest, await read_body(request, service.settings.limits))
+    loaded = service.loaded(asked.model)
+    check(asked, service.settings.limits)
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
+    if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
+        raise ApiError(400, "max_tokens and max_completion_tokens differ; give one", "max_completion_tokens")
+
+    async def prepare(_: Call) -> ChatAnswer:
+        return await in_thread(lambda: _prepare(asked, loaded))
+
+    return await respond(request, asked.answers, prepare, bool(asked.stream))
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """The rows that answer a conversation, and how their text is to be read."""
+
+    asked: ChatRequest
+    loaded: Loaded
+    rows: Sequence[Row]
+    offer: ToolOffer
+    starts_in_reasoning: bool
+
+    def reader(self) -> AnswerReader:
+        return AnswerReader(self.loaded.chat, self.offer.tools, self.starts_in_reasoning)
+
+    def body(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
+        return {
+            "id": f"chatcmpl-{call.id}",
+            "object": "chat.completion",
+            "created": call.created,
+            "model": call.service.settings.name,
+            "system_fingerprint": call.service.fingerprint,
+            "choices": [self._choice(index, output) for index, output in enumerate(outputs)],
+            "usage": usage(outputs, len(outputs)),
+            **report(call, outputs),
+        }
+
+    def events(self, call: Call) -> AsyncIterator[bytes]:
+        frame = Frame(call, "chat.completion.chunk", self.asked.usage_wanted)
+        writers = [_Writer(self, frame, index) for index in range(len(self.rows))]
+        return events(call, frame, writers, len(self.rows))
+
+    def _choice(self, index: int, output: Output) -> dict[str, Any]:
+        reader = self.reader()
+        deltas = [*reader.push(output.text), *reader.finish(output.finish_reason == "stop")]
+        calls = [_call(delta.tool_call) for delta in deltas if delta.tool_call is not None]
+        content = "".join(delta.content for delta in deltas)
+        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+        message["refusal"] = None
+        if reasoning := "".join(delta.reasoning for delta in deltas):
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        logprobs = chat_logprobs(self.loaded.texts, output.logprobs or ()) if self.asked.logprobs else None
+        reason = finish_reason(output, bool(calls))
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+
+def finish_reason(output: Output, calls: bool) -> str:
+    return "tool_calls" if calls and output.finish_reason == "stop" else output.finish_reason
+
+
+def _prepare(asked: ChatRequest, loaded: Loaded) -> ChatAnswer:
+    """Write the prompt and check everything. Raises PromptError, ConfigError or ApiError."""
+    tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+    choice = asked.tool_choice
+    choice_given = choice if choice is None or isinstance(choice, str) else choice.model_dump()
+    offer = ToolOffer.of(tools, choice_given, asked.parallel_tool_calls is not False)
+    arguments = dict(asked.chat_template_kwargs or {})
+    if asked.reasoning_effort is not None:
+        arguments.setdefault("reasoning_effort", asked.reasoning_effort)
+    messages = [message.plain() for message in asked.messages]
+    prompt = loaded.chat.prompt(messages, tools, choice_given, arguments)
+    thinking = loaded.chat.starts_in_reasoning(prompt)
+    max_tokens = asked.max_completion_tokens or asked.max_tokens
+    check_context(len(prompt), max_tokens, loaded)
+    grammar = loaded.grammars.grammar(asked.answer_format, offer, thinking)
+    top = (asked.top_logprobs or 0) if asked.logprobs else None
+    rows = [loaded.engine.prepare(prompt, each) for each in sampling(asked, loaded, max_tokens, top, grammar)]
+    return ChatAnswer(asked, loaded, rows, offer, thinking)
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+class _Writer:
+    def __init__(self, answer: ChatAnswer, frame: Frame, index: int):
+        tokenizer = answer.loaded.target.tokenizer
+        assert tokenizer is not None
+        self._answer, self._frame, self._index = answer, frame, index
+        self._text = TextStream(tokenizer, answer.asked.stops)
+        self._reader = answer.reader()
+        self._calls = False
+
+    def open(self) -> str:
+        return self._frame.chunk(self._index, '"delta":{"role":"assistant","content":"","refusal":null}')
+
+    def write(self, news: News) -> str:
+        output = news.output
+        if output is None:
+            deltas = self._reader.push(self._text.push(news.tokens))
+        else:
+            deltas = self._reader.push(self._text.finish(output.text))
+            deltas += self._reader.finish(output.finish_reason == "stop")
+        if self._answer.asked.logprobs and news.logprobs:
+            # Tokens whose text waits are listed with the empty text.
+            logprobs = dumps(chat_logprobs(self._answer.loaded.texts, news.logprobs))
+            first, rest = (deltas[0], deltas[1:]) if deltas else (Delta(), [])
+            return self._piece(first, logprobs) + "".join(map(self._piece, rest))
+        return "".join(map(self._piece, deltas))
+
+    def close(self, output: Output, more: str) -> str:
+        reason = f'"{finish_reason(output, self._calls)}"'
+        return self._frame.chunk(self._index, '"delta":{}', finish=reason, more=more)
+
+    def _piece(self, delta: Delta, logprobs: str = "null") -> str:
+        if delta.tool_call is not None:
+            self._calls = True
+            called = dumps({"index": delta.tool_call.index, **_call(delta.tool_call)})
+            return self._frame.chunk(self._index, f'"delta":{{"tool_calls":[{called}]}}', logprobs)
+        name = "reasoning_content" if delta.reasoning else "content"
+        return self._frame.chunk(
+            self._index, f'"delta":{{"{name}":{quote(delta.reasoning or delta.content)}}}', logprobs
+        )

@@ -1,0 +1,161 @@
+"""POST /v1/completions: text, or token ids, to be gone on with."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from eagle_mlx.engine import Output
+from eagle_mlx.errors import PromptError
+from eagle_mlx.row import Row, TokenLogprob
+from eagle_mlx.streaming import TextStream
+
+from .answer import report, usage
+from .errors import ApiError
+from .flow import in_thread, respond, service_of
+from .limits import read_body
+from .logprobs import CompletionLogprobs, joined
+from .model import Loaded
+from .responses import ERRORS, EVENTS, Completion, documented
+from .sampling import check, check_context, sampling
+from .schema import CompletionRequest, read
+from .score import score_prompt
+from .service import Call
+from .stream import Frame, dumps, events, quote
+from .worker import News
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", responses=documented(Completion, *ERRORS, **EVENTS))
+async def completions(request: Request) -> Response:
+    """Text that goes on from a prompt, or from each of several."""
+    service = service_of(request)
+    service.loaded()
+    asked = read(CompletionRequest, await read_body(request, service.settings.limits))
+    loaded = service.loaded(asked.model)
+    check(asked, service.settings.limits)
+    service.settings.limits.check_prompts(len(asked.prompts))
+    if asked.best_of not in (None, asked.answers):
+        raise ApiError(400, "best_of must equal n: answers are not chosen among", "best_of")
+    if asked.max_tokens == 0 and not asked.echo:
+        raise ApiError(400, "max_tokens is 0, which asks for nothing without echo", "max_tokens")
+
+    async def prepare(call: Call) -> CompletionAnswer:
+        answer = await in_thread(lambda: _prepare(asked, loaded))
+        if asked.echo and asked.logprobs is not None:
+            for prompt in answer.prompts:
+                prompt.scores = await call.service.worker.score(
+                    score_prompt(loaded.target, prompt.tokens, asked.logprobs)
+                )
+        return answer
+
+    return await respond(request, len(asked.prompts) * asked.answers, prepare, bool(asked.stream))
+
+
+@dataclass
+class _Prompt:
+    text: str
+    tokens: list[int]
+    scores: list[TokenLogprob] = field(default_factory=list)
+    """Of all tokens but the first, where they are echoed with log probabilities."""
+
+
+def _prepare(asked: CompletionRequest, loaded: Loaded) -> CompletionAnswer:
+    """Encode and check the prompts. Raises PromptError or ApiError."""
+    prompts = [_prompt(given, loaded) for given in asked.prompts]
+    grammar = loaded.grammars.grammar(asked.answer_format)
+    params = sampling(asked, loaded, asked.max_tokens, asked.logprobs, grammar)
+    for prompt in prompts:
+        check_context(len(prompt.tokens), asked.max_tokens, loaded)
+    rows = [loaded.engine.prepare(prompt.tokens, each) for prompt in prompts for each in params]
+    if asked.max_tokens == 0:  # the echo is all that is wanted
+        for row in rows:
+            row.finish_reason = "length"
+    return CompletionAnswer(asked, loaded, prompts, rows)
+
+
+def _prompt(given: str | list[int], loaded: Loaded) -> _Prompt:
+    tokenizer = loaded.target.tokenizer
+    assert tokenizer is not None
+    if isinstance(given, str):
+        return _Prompt(given, list(tokenizer.encode(given)))
+    if max(given, default=0) >= loaded.target.vocab_size:
+        size = loaded.target.vocab_size
+        raise PromptError(f"prompt: holds a token id outside the model's vocabulary of {size}")
+    return _Prompt(tokenizer.decode(given), given)
+
+
+class CompletionAnswer:
+    """The rows of a completions request: for each prompt its answers, one after the other."""
+
+    def __init__(self, asked: CompletionRequest, loaded: Loaded, prompts: list[_Prompt], rows: Sequence[Row]):
+        self.asked, self.loaded, self.prompts, self.rows = asked, loaded, prompts, rows
+
+    def body(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
+        return {
+            "id": f"cmpl-{call.id}",
+            "object": "text_completion",
+            "created": call.created,
+            "model": call.service.settings.name,
+            "system_fingerprint": call.service.fingerprint,
+            "choices": [self._choice(index, output) for index, output in enumerate(outputs)],
+            "usage": usage(outputs, self.asked.answers),
+            **report(call, outputs),
+        }
+
+    def events(self, call: Call) -> AsyncIterator[bytes]:
+        frame = Frame(call, "text_completion", self.asked.usage_wanted)
+        writers = [_Writer(self, frame, index) for index in range(len(self.rows))]
+        return events(call, frame, writers, self.asked.answers)
+
+    def prompt(self, index: int) -> _Prompt:
+        """That of a choice."""
+        return self.prompts[index // self.asked.answers]
+
+    def lists(self, index: int) -> tuple[CompletionLogprobs, dict[str, Any]]:
+        """What lists a choice's log probabilities, and those of the prompt where it is echoed."""
+        tokenizer, prompt = self.loaded.target.tokenizer, self.prompt(index)
+        assert tokenizer is not None
+        lists = CompletionLogprobs(self.loaded.texts, tokenizer)
+        return lists, lists.take(prompt.scores, prompt.tokens[0]) if self.asked.echo else lists.take(())
+
+    def _choice(self, index: int, output: Output) -> dict[str, Any]:
+        logprobs = None
+        if self.asked.logprobs is not None:
+            lists, first = self.lists(index)
+            logprobs = joined(first, lists.take(output.logprobs or ()))
+        text = self.prompt(index).text + output.text if self.asked.echo else output.text
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+
+
+class _Writer:
+    def __init__(self, answer: CompletionAnswer, frame: Frame, index: int):
+        tokenizer = answer.loaded.target.tokenizer
+        assert tokenizer is not None
+        self._answer, self._frame, self._index = answer, frame, index
+        self._text = TextStream(tokenizer, answer.asked.stops)
+        self._lists: CompletionLogprobs | None = None
+        self._echoed: dict[str, Any] | None = None
+        if answer.asked.logprobs is not None:
+            self._lists, self._echoed = answer.lists(index)
+
+    def open(self) -> str:
+        if not self._answer.asked.echo:
+            return ""
+        return self._chunk(self._answer.prompt(self._index).text, self._echoed)
+
+    def write(self, news: News) -> str:
+        text = self._text.push(news.tokens) if news.output is None else self._text.finish(news.output.text)
+        lists = self._lists.take(news.logprobs) if self._lists is not None and news.logprobs else None
+        return self._chunk(text, lists) if text or lists else ""
+
+    def close(self, output: Output, more: str) -> str:
+        return self._frame.chunk(self._index, '"text":""', finish=f'"{output.finish_reason}"', more=more)
+
+    def _chunk(self, text: str, lists: dict[str, Any] | None) -> str:
+        return self._frame.chunk(self._index, f'"text":{quote(text)}', "null" if lists is None else dumps(lists))

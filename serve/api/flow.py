@@ -1,0 +1,122 @@
+"""A request's way through the worker, the same for every route: let in, made into rows, decoded, written down."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request
+from sse_starlette import EventSourceResponse
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from eagle_mlx.engine import Output
+from eagle_mlx.errors import EagleError
+from eagle_mlx.row import Row
+
+from .answer import failure
+from .errors import ApiError, refused
+from .service import Call, Service
+
+T = TypeVar("T")
+
+
+class Answer(Protocol):
+    """What a route makes of a request before it decodes."""
+
+    rows: Sequence[Row]
+
+    def body(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
+        """The whole, once all rows have ended."""
+        ...
+
+    def events(self, call: Call) -> AsyncIterator[bytes]:
+        """The pieces, as server-sent events."""
+        ...
+
+
+class EventStream(EventSourceResponse):
+    """Events of a call, which ends with them however they end: read, cut off, or never begun."""
+
+    def __init__(self, call: Call, events: AsyncIterator[bytes]):
+        super().__init__(events, sep="\n")
+        self._call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._call.close()
+
+
+def service_of(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def json_response(body: Any, status: int = 200) -> Response:
+    text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return Response(text, status, media_type="application/json")
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Do what may take a while, such as the encoding of a long prompt, beside the event loop.
+
+    What the library refuses comes back as ApiError 400.
+    """
+    try:
+        return await asyncio.to_thread(work)
+    except EagleError as e:
+        raise refused(e) from e
+
+
+async def respond(
+    request: Request, places: int, prepare: Callable[[Call], Awaitable[Answer]], stream: bool
+) -> Response:
+    """Serve a request of so many rows, in whole or in pieces."""
+    call = service_of(request).admit(places)
+    streaming = False
+    try:
+        answer = await unless_gone(request, prepare(call))
+        call.submit(answer.rows)
+        if stream:
+            streaming = True
+            return EventStream(call, answer.events(call))
+        outputs = await unless_gone(request, finished(call))
+        if error := failure(outputs):
+            call.failed = True
+            raise error
+        return json_response(answer.body(call, outputs))
+    finally:
+        if not streaming:
+            call.close()
+
+
+async def finished(call: Call) -> list[Output]:
+    """Wait for all rows of a call, which come in their order."""
+    assert call.job is not None
+    outputs: dict[int, Output] = {}
+    while len(outputs) < len(call.job.rows):
+        outputs |= {news.index: news.output for news in await call.news() if news.output is not None}
+    return [outputs[index] for index in range(len(outputs))]
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Wait for `work`, but no longer than for the client. Raises ApiError where it has left; nobody reads it."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ApiError(499, "the client has closed the connection")
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,71 @@
+"""How much one client may ask for, and the reading of bodies that keeps to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from eagle_mlx.errors import ConfigError
+
+from .errors import ApiError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of a request. Raises ConfigError for one that would let nothing in."""
+
+    body_bytes: int = 8 << 20
+    queue: int = 128
+    """Rows that may wait beside those that decode."""
+    n: int = 16
+    prompts: int = 64
+    """Prompts of one completions request."""
+    stops: int = 16
+    stop_length: int = 256
+    """Characters of a stop string."""
+
+    def __post_init__(self) -> None:
+        if self.body_bytes < 1024:
+            raise ConfigError(f"--max-body-mb leaves {self.body_bytes} bytes for a body; give at least 0.001")
+        if self.queue < 0:
+            raise ConfigError(f"--max-queue must be at least 0; got {self.queue}")
+
+    def check_stops(self, stops: Sequence[str]) -> None:
+        if len(stops) > self.stops:
+            raise ApiError(400, f"stop has {len(stops)} strings; give at most {self.stops}", "stop")
+        if any(len(text) > self.stop_length for text in stops):
+            raise ApiError(400, f"a stop string is longer than {self.stop_length} characters", "stop")
+
+    def check_n(self, n: int) -> None:
+        if n > self.n:
+            raise ApiError(400, f"n is {n}; ask for at most {self.n} answers", "n")
+
+    def check_prompts(self, count: int) -> None:
+        if not count:
+            raise ApiError(400, "prompt is an empty list; give at least one prompt", "prompt")
+        if count > self.prompts:
+            raise ApiError(400, f"{count} prompts in one request; send at most {self.prompts}", "prompt")
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The body, no more of it in memory than is allowed, whatever its headers say. Raises ApiError 400 or 413."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # which no web page of another origin can send without being let
+        raise ApiError(400, f"the body must be sent with content-type application/json, not {kind or 'none'}")
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > limits.body_bytes:
+        raise _too_large(limits)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limits.body_bytes:
+            raise _too_large(limits)
+    return bytes(body)
+
+
+def _too_large(limits: Limits) -> ApiError:
+    # What is left of the body is not read, so the connection cannot serve another request.
+    message = f"the body is larger than {limits.body_bytes} bytes; shorten it"
+    return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})

@@ -1,0 +1,57 @@
+"""What the worker loads: the engine, and what requests need to know of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from eagle_mlx import hub
+from eagle_mlx.engine import Engine
+from eagle_mlx.target import Target
+
+from ..chat import ChatFormat, Grammars
+from .tokens import TokenTexts
+
+
+@dataclass(frozen=True)
+class Loaded:
+    engine: Engine
+    mode: str = "none"
+    """How it speculates."""
+    most_drafts: int = 0
+    """Draft tokens a round at most."""
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    """Sampling parameters for requests that do not give them."""
+
+    @property
+    def target(self) -> Target:
+        return self.engine.target
+
+    @cached_property
+    def chat(self) -> ChatFormat:
+        return ChatFormat.of(self.target)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        return Grammars.of(self.target, self.chat)
+
+    @cached_property
+    def texts(self) -> TokenTexts:
+        return TokenTexts(self.target.tokenizer)
+
+
+def sampling_defaults(name: str | Path) -> dict[str, float]:
+    """What the model's authors advise in `generation_config.json`; empty where there is none that can be read."""
+    try:
+        advice: dict[str, Any] = json.loads((hub.resolve(name) / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(advice, dict) or advice.get("do_sample") is False:
+        return {}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = {name: advice.get(name) for name in names}
+    return {k: v for k, v in given.items() if isinstance(v, int | float) and not isinstance(v, bool)}

@@ -1,0 +1,254 @@
+"""What clients may send: OpenAI's fields, those of the field's other servers, and none that nobody would heed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from .errors import ApiError
+
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]
+Id = Annotated[int, Field(ge=0, lt=2**31)]
+"""A token id; whether the vocabulary has it, the engine knows."""
+
+
+def _biases(value: object) -> object:
+    """Stop at the first entry that is wrong: a list of all of them could be long."""
+    if isinstance(value, dict):
+        for key, bias in value.items():
+            if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 11):
+                raise ValueError(f"the keys must be token ids, not {str(key)[:40]!r}")
+            if isinstance(bias, bool) or not isinstance(bias, int | float):
+                raise ValueError(f"the bias of token {key} must be a number")
+    return value
+
+
+class Body(BaseModel):
+    """A body whose every field is known."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchema(Body):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Request(Body):
+    """What both routes take."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    n: int | None = Field(None, ge=1)
+    stop: str | Many[str] | None = None
+    stop_token_ids: Many[Id] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_biases)] | None = None
+    response_format: ResponseFormat | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    spec_decode: str | None = None
+    """The mode that is loaded, or `none`."""
+    num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
+    # Of no consequence here: who asks, what for, and what OpenAI's own servers do about it.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @property
+    def answers(self) -> int:
+        return self.n or 1
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def answer_format(self) -> dict[str, Any] | None:
+        """`response_format` as it was sent."""
+        given = self.response_format
+        return given.model_dump(by_alias=True, exclude_none=True) if given is not None else None
+
+    @property
+    def usage_wanted(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class CompletionRequest(Request):
+    prompt: str | Many[str] | Many[Id] | Many[Many[Id]]
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    best_of: int | None = Field(None, ge=1)
+    suffix: None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each of them; a list of token ids is one."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and all(isinstance(token, int) for token in self.prompt):
+            return [self.prompt]  # type: ignore[list-item]  # checked by the line above
+        return list(self.prompt)  # type: ignore[arg-type]  # so they are strings or lists
+
+
+class Part(Body):
+    """A piece of a message; pictures and sound are refused."""
+
+    type: Literal["text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Many[Part] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Many[ToolCall] | None = None
+    tool_call_id: str | None = None
+    # What clients send back of an answer of ours, or of OpenAI's.
+    refusal: str | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The message without what says nothing to a template."""
+        plain = self.model_dump(exclude={"refusal", "annotations", "audio", "function_call"}, exclude_none=True)
+        if isinstance(self.content, list):
+            plain["content"] = "".join(part.text or part.refusal or "" for part in self.content)
+        elif self.content is None and self.refusal:
+            plain["content"] = self.refusal
+        for call in plain.get("tool_calls", ()):
+            call.pop("index", None)
+        return plain
+
+
+class Function(Body):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatRequest(Request):
+    messages: Annotated[Many[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: Annotated[Many[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    modalities: Many[Literal["text"]] | None = None
+    reasoning_effort: str | None = None
+    """For templates that know it."""
+    verbosity: Literal["medium"] | None = None
+    audio: None = None
+    prediction: None = None
+    functions: None = None
+    function_call: None = None
+    web_search_options: None = None
+
+
+class TokenizeRequest(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: Literal[True] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: Many[Id]
+
+
+B = TypeVar("B", bound=Body)
+
+
+def read(kind: type[B], body: bytes) -> B:
+    """A body as the request that it should be. Raises ApiError 400 that names the field."""
+    try:
+        fields = from_json(body, allow_inf_nan=False)
+    except ValueError as e:
+        raise ApiError(400, f"the body is not JSON that can be used: {e}") from e
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    if unknown := sorted(fields.keys() - kind.model_fields.keys()):
+        raise ApiError(400, f"{_short(unknown[0])} is not a known field", _short(unknown[0]), "unknown_parameter")
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as e:
+        raise _explained(e.errors(include_url=False, include_context=False, include_input=False)) from e
+
+
+def _explained(details: list[ErrorDetails]) -> ApiError:
+    """The first field that is wrong; of several ways to read it, the one that came farthest."""
+    field = details[0]["loc"][0] if details[0]["loc"] else None
+    about = max((d for d in details if d["loc"][:1] == details[0]["loc"][:1]), key=lambda d: len(d["loc"]))
+    path = _short(".".join(str(step) for step in about["loc"] if isinstance(step, int) or step.isidentifier()))
+    if about["type"] == "none_required":
+        return ApiError(400, f"{path} is not supported by this server", path, "unsupported_parameter")
+    if about["type"] == "extra_forbidden":
+        return ApiError(400, f"{path} is not a known field", path, "unknown_parameter")
+    said = about["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{path}: {said[:1].lower()}{said[1:]}", None if field is None else path)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 100 else f"{name[:100]}..."

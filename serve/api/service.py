@@ -1,0 +1,145 @@
+"""What the routes share: the worker, who is let in, and what became of them."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Literal
+
+from eagle_mlx.row import Row
+
+from .errors import ApiError
+from .limits import Limits
+from .model import Loaded
+from .totals import Totals
+from .worker import Job, News, Worker
+
+State = Literal["starting", "ready", "draining"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the operator has chosen."""
+
+    name: str
+    """Under which the model is served."""
+    max_batch: int = 8
+    limits: Limits = field(default_factory=Limits)
+    api_key: str | None = None
+    origins: tuple[str, ...] = ()
+    """Web pages of these origins may use the server; `*` is all."""
+    drain_seconds: float = 30.0
+
+
+class Service:
+    """One model behind the routes. Belongs to the event loop."""
+
+    def __init__(self, settings: Settings, worker: Worker):
+        self.settings, self.worker = settings, worker
+        self.totals = Totals()
+        self.started = int(time.time())
+        self.fingerprint = f"fp_{secrets.token_hex(5)}"
+        self.draining = False
+        self._taken = 0
+
+    @property
+    def state(self) -> State:
+        if self.draining:
+            return "draining"
+        return "ready" if self.worker.loaded is not None else "starting"
+
+    @property
+    def ready(self) -> bool:
+        return self.state == "ready"
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way."""
+        return not self._taken
+
+    @property
+    def rows(self) -> int:
+        loaded = self.worker.loaded
+        return loaded.engine.active if loaded else 0
+
+    @property
+    def queue(self) -> int:
+        return max(0, self._taken - self.rows)
+
+    @property
+    def most_rows(self) -> int:
+        return self.settings.max_batch
+
+    def loaded(self, model: str | None = None) -> Loaded:
+        """The model, for a request that names it. Raises ApiError 503 where requests are not taken, 404 for another."""
+        loaded = self.worker.loaded
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "30"})
+        if loaded is None:
+            raise ApiError(503, "the model is being loaded", code="starting", headers={"Retry-After": "5"})
+        if model is not None and model != self.settings.name:
+            said = f"model {model[:100]!r} is not served here; the one that is: {self.settings.name!r}"
+            raise ApiError(404, said, "model", "model_not_found")
+        return loaded
+
+    def admit(self, rows: int) -> Call:
+        """Take a request of so many rows. Raises ApiError 429 where the queue is full, 400 where it never has room."""
+        places = self.settings.max_batch + self.settings.limits.queue
+        if rows > places:
+            raise ApiError(400, f"the request asks for {rows} answers; at most {places} fit at once", "n")
+        if self._taken + rows > places:
+            self.totals.requests["refused"] += 1
+            wait = str(self._patience())
+            raise ApiError(429, "the queue is full; try again later", code="queue_full", headers={"Retry-After": wait})
+        self._taken += rows
+        return Call(self, rows)
+
+    def leave(self, call: Call) -> None:
+        self._taken -= call.places
+
+    def _patience(self) -> int:
+        """Seconds after which somebody who was sent away may find room: as long as a request has taken on average."""
+        ended = sum(self.totals.whole.buckets)
+        return max(1, min(60, round(self.totals.whole.sum / ended))) if ended else 1
+
+
+class Call:
+    """One request under way, from its admission to its last byte."""
+
+    def __init__(self, service: Service, places: int):
+        self.service, self.places = service, places
+        self.id = secrets.token_hex(12)
+        self.created = int(time.time())
+        self.arrived = perf_counter()
+        self.first_token: float | None = None
+        self.failed = False
+        self.job: Job | None = None
+        self._closed = False
+
+    def submit(self, rows: Sequence[Row]) -> None:
+        self.job = self.service.worker.submit(rows)
+
+    async def news(self) -> list[News]:
+        """All that is new of its rows."""
+        assert self.job is not None
+        found = await self.job.news()
+        if self.first_token is None and any(news.tokens for news in found):
+            self.first_token = perf_counter()
+            self.service.totals.first_token.add(self.first_token - self.arrived)
+        return found
+
+    def close(self) -> None:
+        """Its places are free again; rows that have not ended are let go."""
+        if self._closed:
+            return
+        self._closed = True
+        self.service.leave(self)
+        if self.job is None:
+            how = "refused"
+        else:
+            how = "cancelled" if self.job.unfinished else "failed" if self.failed else "finished"
+            self.service.worker.cancel(self.job)
+        self.service.totals.ended(how, perf_counter() - self.arrived)

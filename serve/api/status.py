@@ -1,0 +1,64 @@
+"""What the server says of itself: its model, its health, its numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from prometheus_client import generate_latest
+from starlette.responses import PlainTextResponse, Response
+
+from .errors import ApiError
+from .flow import json_response, service_of
+from .metrics import speculation_json
+from .responses import Health, Model, ModelList, SpeculationSummary, documented
+from .service import Service
+
+router = APIRouter()
+
+
+@router.get("/health", responses={**documented(Health), 503: {"model": Health}})
+async def health(request: Request) -> Response:
+    """Whether requests are taken: 200 when ready, 503 while starting or draining."""
+    state = service_of(request).state
+    return json_response({"status": state}, 200 if state == "ready" else 503)
+
+
+@router.get("/v1/models", responses=documented(ModelList, 401))
+async def models(request: Request) -> Response:
+    """The one model that is served."""
+    return json_response({"object": "list", "data": [_model(service_of(request))]})
+
+
+@router.get("/v1/models/{model:path}", responses=documented(Model, 401, 404))
+async def model(request: Request, model: str) -> Response:
+    """The model, by its name."""
+    service = service_of(request)
+    if model != service.settings.name:
+        raise ApiError(404, f"model {model[:100]!r} is not served here", "model", "model_not_found")
+    return json_response(_model(service))
+
+
+def _model(service: Service) -> dict[str, Any]:
+    loaded = service.worker.loaded
+    return {
+        "id": service.settings.name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "eagle-mlx",
+        "max_model_len": loaded.target.context_length if loaded else None,
+    }
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """All numbers, for Prometheus."""
+    return Response(generate_latest(request.app.state.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/v1/spec_decode/metrics", responses=documented(SpeculationSummary, 401, 503))
+async def spec_decode_metrics(request: Request) -> Response:
+    """What speculation has done so far."""
+    service = service_of(request)
+    loaded = service.loaded()
+    return json_response(speculation_json(service.totals, loaded.mode, loaded.most_drafts))

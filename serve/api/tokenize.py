@@ -1,0 +1,56 @@
+"""POST /tokenize and /detokenize, in the shapes of vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from .errors import ApiError
+from .flow import in_thread, json_response, service_of
+from .limits import read_body
+from .model import Loaded
+from .responses import ERRORS, Text, Tokens, documented
+from .schema import DetokenizeRequest, TokenizeRequest, read
+
+router = APIRouter()
+
+
+@router.post("/tokenize", responses=documented(Tokens, *ERRORS))
+async def tokenize(request: Request) -> Response:
+    """The tokens of a text, or of a conversation as the model would read it."""
+    service = service_of(request)
+    asked = read(TokenizeRequest, await read_body(request, service.settings.limits))
+    loaded = service.loaded(asked.model)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise ApiError(400, "give prompt, a text, or messages", "prompt")
+    tokens = await in_thread(lambda: _encode(asked, loaded))
+    body: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": loaded.target.context_length,
+        "tokens": tokens,
+        "token_strs": [loaded.texts[token][0] for token in tokens] if asked.return_token_strs else None,
+    }
+    return json_response(body)
+
+
+def _encode(asked: TokenizeRequest, loaded: Loaded) -> list[int]:
+    if asked.messages is not None:
+        return loaded.chat.prompt([message.plain() for message in asked.messages])
+    tokenizer = loaded.target.tokenizer
+    assert tokenizer is not None
+    return list(tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False))
+
+
+@router.post("/detokenize", responses=documented(Text, *ERRORS))
+async def detokenize(request: Request) -> Response:
+    """The text of tokens."""
+    service = service_of(request)
+    asked = read(DetokenizeRequest, await read_body(request, service.settings.limits))
+    loaded = service.loaded(asked.model)
+    if max(asked.tokens, default=0) >= loaded.target.vocab_size:
+        raise ApiError(400, f"tokens holds an id outside the vocabulary of {loaded.target.vocab_size}", "tokens")
+    tokenizer = loaded.target.tokenizer
+    assert tokenizer is not None
+    return json_response({"prompt": await in_thread(lambda: tokenizer.decode(asked.tokens))})
