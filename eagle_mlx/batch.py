@@ -16,8 +16,8 @@ from eagle_mlx.processors import Processors
 from eagle_mlx.proposers.base import Draft, Forkable, Observation, Proposer, ProposerState
 from eagle_mlx.row import Row
 from eagle_mlx.sampling import SamplingBatch
-from eagle_mlx.target import Target
-from eagle_mlx.verify import verify
+from eagle_mlx.target import Forward, Target
+from eagle_mlx.verify import Verdict, verify
 
 
 @dataclass(frozen=True)
@@ -124,42 +124,25 @@ class Batch:
         mx.eval(self.cache.state)
 
     def launch(self, depth: int, timed: bool = False) -> Round:
-        """Start a round on the device: draft, verify, move the lengths. Nothing is waited for."""
+        """Start a round on the device. Nothing is waited for, but a draft that is to be timed."""
         before = _Before(self.cache.save(), self.last, self.processors.save() if self.processors else None)
-        depth = min(depth, self.most_drafts)
-        started = perf_counter()
-        draft = self._draft(depth)
+        depth, started = min(depth, self.most_drafts), perf_counter()
+        draft = self.draft(depth)
         if timed:
             mx.eval(draft.tokens)
         draft_seconds = perf_counter() - started if timed else None
-        tokens = mx.concatenate([self.last, draft.tokens], axis=1)
-        width = tokens.shape[1]
-        out = self.target.forward(tokens, self.cache, self.proposer.aux_layers if self.proposer else ())
-        logits = self.processors.apply(out.logits, draft) if self.processors else out.logits
-        verdict = verify(logits, draft.tokens, draft.lengths, draft.probs, self.sampling, self._positions(width))
+        out = self.read(draft)
+        logits, verdict = self.judge(out, draft)
+        self.commit(verdict)
         logprobs = Logprobs.of(self.rows, out.logits, verdict.tokens)
-        self.last = mx.take_along_axis(verdict.tokens, verdict.accepted[:, None], axis=1)
-        if width == 1:
-            self.cache.advance(1)
-        else:
-            self.cache.advance(verdict.accepted + 1, at_most=width)
-        if self.processors:
-            self.processors.commit(verdict)
         no_numbers = mx.isnan(logits.sum(axis=(1, 2)))
-        answer = mx.concatenate(
-            [x[:, None].astype(mx.int32) for x in (no_numbers, verdict.accepted, draft.lengths)] + [verdict.tokens],
-            axis=1,
-        )
+        counts = mx.stack([no_numbers.astype(mx.int32), verdict.accepted, draft.lengths], axis=1)
+        answer = mx.concatenate([counts, verdict.tokens], axis=1)
         mx.async_eval(answer, self.last, *out.aux, *(logprobs.arrays if logprobs else ()))
         mx.async_eval(self.cache.recurrent_state)  # after the answer, which does not wait for it
         return Round(depth, answer, logprobs, out.aux, before, draft_seconds)
 
-    @property
-    def most_drafts(self) -> int:
-        """Draft tokens that the row with the most use for them could take."""
-        return max(0, max(row.room for row in self.rows)) if self.state is not None else 0
-
-    def _draft(self, depth: int) -> Draft:
+    def draft(self, depth: int) -> Draft:
         """A proposal of at most `depth` tokens, cut where a row has no use for so many."""
         if self.state is None or not depth:
             return Draft(mx.zeros((len(self.rows), 0), mx.int32), mx.zeros((len(self.rows),), mx.int32))
@@ -168,6 +151,33 @@ class Batch:
         if min(room) < depth:
             draft = Draft(draft.tokens, mx.minimum(draft.lengths, mx.array(room, mx.int32)), draft.probs)
         return draft
+
+    def read(self, draft: Draft) -> Forward:
+        """The target's forward over each row's newest token and its draft."""
+        tokens = mx.concatenate([self.last, draft.tokens], axis=1)
+        return self.target.forward(tokens, self.cache, self.proposer.aux_layers if self.proposer else ())
+
+    def judge(self, out: Forward, draft: Draft) -> tuple[mx.array, Verdict]:
+        """The logits as the rows want them, [B, k+1, V], and what stands of the draft by them."""
+        logits = self.processors.apply(out.logits, draft) if self.processors else out.logits
+        positions = self._positions(logits.shape[1])
+        return logits, verify(logits, draft.tokens, draft.lengths, draft.probs, self.sampling, positions)
+
+    def commit(self, verdict: Verdict) -> None:
+        """Move each row on by what it keeps; the rest is rolled back by being behind its length."""
+        width = verdict.tokens.shape[1]
+        self.last = mx.take_along_axis(verdict.tokens, verdict.accepted[:, None], axis=1)
+        if width == 1:
+            self.cache.advance(1)
+        else:
+            self.cache.advance(verdict.accepted + 1, at_most=width)
+        if self.processors:
+            self.processors.commit(verdict)
+
+    @property
+    def most_drafts(self) -> int:
+        """Draft tokens that the row with the most use for them could take."""
+        return max(0, max(row.room for row in self.rows)) if self.state is not None else 0
 
     def _positions(self, count: int) -> mx.array:
         """[B, count] int32: the places in each row's sequence of the next `count` tokens, which key the noise."""

@@ -12,12 +12,14 @@ from typing import cast, get_args
 from eagle_mlx import blas
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.formats import load_head
+from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.target import Target, load_target
 
 from ..defaults import embedded
 from ..prompts import encode, read_prompts
 from ..speculation import PolicyName
 from . import report
+from .breakdown import measure_breakdown
 from .costs import measure_costs
 from .identity import tolerance_for
 from .machine import describe
@@ -31,6 +33,7 @@ examples:
   eagle-bench --depth 1 2 4 6 --modes mlx-lm eagle
   eagle-bench --target mlx-community/Qwen3-4B-4bit --head out/head --prompts mine.jsonl --json figures.json
   eagle-bench --batch 1 4 8 --temperature 0 0.7
+  eagle-bench --modes eagle --limit 8 --costs --context 1024 4096 16384     where a round's time goes
 
 All modes decode the same prompts in one process, in turns; figures are medians over the repeats. mlx-lm and
 mlx-lm-draft decode one prompt at a time whatever --batch says; mlx-lm-batch stands beside every batch above 1. Text is
@@ -97,6 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--costs", action="store_true", help="also time the parts of a round, and roll backs at 256 and 4,096 tokens"
     )
+    how.add_argument(
+        "--context", type=_positive, nargs="+", default=[128], metavar="N", help="with --costs: tokens before a round"
+    )
     out = parser.add_argument_group("output")
     out.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them")
@@ -134,15 +140,25 @@ def _bench(args: argparse.Namespace) -> int:
     print(f"\n{report.table(runs)}\n\n{report.footnote(runs, args.max_tokens, tolerance)}")
     extra: dict[str, object] = {"max_tokens": args.max_tokens, "repeats": args.repeats, "tolerance": tolerance}
     if args.costs:
-        steps, rollback = measure_costs(target, head, args.depth), measure_rollback()
-        extra |= {"costs": asdict(steps), "rollback": asdict(rollback)}
-        print(f"{steps}\n{rollback}")
+        extra |= _costs(args, target, head)
     if args.json is not None:
         head_text = str(head_name) if head_name is not None else None
         report.write_json(report.document(target.name, head_text, machine, runs, **extra), args.json)
     if args.plot is not None:
         report.plot(runs, args.plot)
     return 1 if any(run.identical is False for run in runs) else 0
+
+
+def _costs(args: argparse.Namespace, target: Target, head: Eagle3Head | None) -> dict[str, object]:
+    """Print what the parts of a round cost, and return it for the JSON."""
+    steps, rollback = measure_costs(target, head, args.depth), measure_rollback()
+    print(f"{steps}\n{rollback}")
+    rounds = []
+    for context in args.context:
+        for depth in sorted({0, max(args.depth)} if head is not None else {0}):
+            rounds.append(measure_breakdown(target, head, depth, context))
+            print(rounds[-1])
+    return {"costs": asdict(steps), "rollback": asdict(rollback), "rounds": [asdict(each) for each in rounds]}
 
 
 def _modes(args: argparse.Namespace) -> tuple[list[ModeName], str | Path | None]:

@@ -73,7 +73,7 @@ def test_a_mixed_batch_of_hits_and_misses() -> None:
     params = em.SamplingParams(max_tokens=12)
     busy, plain = engine(max_batch=4), engine(0, max_batch=1)
     busy.generate([LONG[:50], LONG[60:110]], params)
-    prompts = [LONG[:50] + [1, 2], [3, 4], LONG[60:100], LONG[5:50], LONG[:30]]
+    prompts = [[*LONG[:50], 1, 2], [3, 4], LONG[60:100], LONG[5:50], LONG[:30]]
     outputs = busy.generate(prompts, params)
     assert [o.tokens for o in outputs] == [plain.generate([p], params)[0].tokens for p in prompts]
     assert [o.cached_tokens > 0 for o in outputs] == [True, False, True, False, True]

@@ -15,6 +15,7 @@ from eagle_mlx.formats import save_eagle3
 from eagle_mlx.loops import distinct_ratio
 from eagle_mlx.params import SamplingParams
 from eagle_mlx.serve.bench import report
+from eagle_mlx.serve.bench.breakdown import measure_breakdown
 from eagle_mlx.serve.bench.cli import main
 from eagle_mlx.serve.bench.continuation import Continuation, acceptance_by_position, acceptance_length
 from eagle_mlx.serve.bench.costs import measure_costs
@@ -289,6 +290,17 @@ def test_a_verify_may_be_timed_without_a_head() -> None:
     assert costs.draft_ms is costs.draft_to_target is None
     assert costs.verify_ms[2] > 0
     assert "draft step" not in str(costs)
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_a_round_is_broken_down_at_any_context(depth: int) -> None:
+    target = tiny_target()
+    parts = measure_breakdown(target, tiny_head(target), depth, context=700, rounds=4)  # the model's own is 512
+    assert (parts.context, parts.depth) == (700, depth)
+    assert parts.round_ms > 0 < parts.forwards_ms
+    assert set(parts.stages_ms) == {"propose", "verify", "accept", "roll back", "Python"}
+    assert target.context_length == 512
+    assert "700 tokens" in str(parts)
 
 
 def test_command_with_a_draft_model_measures_it_beside_mlx_lms(

@@ -1,0 +1,171 @@
+"""Where a round's time goes: the forwards of target and head, and everything else."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
+from typing import cast
+
+import mlx.core as mx
+
+from eagle_mlx.batch import Batch
+from eagle_mlx.cache import RaggedCache
+from eagle_mlx.engine import Engine
+from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.params import SamplingParams
+from eagle_mlx.policy import FixedPolicy
+from eagle_mlx.proposers.base import Observation
+from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.target import Target
+
+_WARM_UP = 5
+_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Median milliseconds of rounds of one row at about `context` tokens, `depth` drafted."""
+
+    context: int
+    depth: int
+    round_ms: float
+    """As the engine runs it."""
+    forwards_ms: float
+    """The same forwards of head and target alone, timed in turn with the rounds."""
+    rest: float
+    """The share of a round that is no forward: median of the pairs."""
+    stages_ms: dict[str, float]
+    """A round with a wait behind each stage, which costs time of its own."""
+
+    def __str__(self) -> str:
+        stages = ", ".join(f"{name} {ms:.2f}" for name, ms in self.stages_ms.items())
+        return (
+            f"round at {self.context} tokens, {self.depth} drafted: {self.round_ms:.2f} ms, of which forwards "
+            f"{self.forwards_ms:.2f} ms, the rest {self.rest:.1%}; stage by stage: {stages} ms"
+        )
+
+
+def measure_breakdown(
+    target: Target, head: Eagle3Head | None, depth: int, context: int = 128, rounds: int = 60
+) -> Breakdown:
+    """Rounds of a greedy row, each followed by its forwards alone. Without a head, or at depth 0, plain rounds.
+
+    The context may be longer than the model's own: costs do not depend on what is read.
+    """
+    target = copy(target)
+    target.context_length = max(target.context_length, 2 * context + 8 * (depth + 1) * rounds)
+    proposer = HeadProposer(head) if head is not None and depth else None
+    depth = depth if proposer is not None else 0
+    engine = Engine(target, proposer, FixedPolicy(depth), max_batch=1)
+    prompt = [1 + (7 * i) % 97 for i in range(context)]
+    long = SamplingParams(max_tokens=(depth + 1) * (rounds + _WARM_UP + 1) + 1, ignore_eos=True)
+    row = engine.prepare(prompt, long)
+    engine.submit(row)
+    while not row.tokens:
+        engine.step()
+    forwards = _Forwards(target, head if depth else None, context, depth)
+    pairs = []
+    for _ in range(rounds + _WARM_UP):
+        before = len(row.tokens)
+        whole = _seconds(engine.step)
+        mx.synchronize()
+        seen = len(row.tokens) - before
+        pairs.append((whole, _seconds(lambda seen=seen: forwards.run(seen))))  # type: ignore[misc]
+    engine.cancel(row)
+    pairs = pairs[_WARM_UP:]
+    return Breakdown(
+        context,
+        depth,
+        1e3 * statistics.median(whole for whole, _ in pairs),
+        1e3 * statistics.median(alone for _, alone in pairs),
+        statistics.median(1 - alone / whole for whole, alone in pairs),
+        _stages(target, proposer, prompt, long, depth, rounds),
+    )
+
+
+class _Forwards:
+    """A round's forwards and nothing more: the head's, draft by draft, and the target's."""
+
+    def __init__(self, target: Target, head: Eagle3Head | None, context: int, depth: int):
+        self.target, self.head, self.depth = target, head, depth
+        self.cache, self.drafts = RaggedCache.of(target.model, 1), RaggedCache(1, 1)
+        for start in range(0, context, _CHUNK):
+            tokens = mx.zeros((1, min(_CHUNK, context - start)), mx.int32)
+            target.forward(tokens, self.cache)
+            mx.eval(self.cache.state)
+            self.cache.advance(tokens.shape[1])
+            if head is not None:
+                self._head_forward(mx.zeros((*tokens.shape, head.config.hidden_size), target.dtype))
+                mx.eval(self.drafts.state)
+                self.drafts.advance(tokens.shape[1])
+
+    def run(self, seen: int) -> None:
+        """What was drafted is forgotten again, so that every run is the same."""
+        if self.head is not None:
+            before = self.drafts.save()
+            aux = [mx.zeros((1, seen, self.target.hidden_size), self.target.dtype)] * len(self.head.config.aux_layers)
+            g = self.head.features(aux)
+            for _ in range(self.depth):
+                g = self._head_forward(g)[:, -1:]
+                mx.async_eval(self.head.logits(g))
+                self.drafts.advance(1)
+            self.drafts.restore(before)
+        layers = self.head.config.aux_layers if self.head is not None else ()
+        out = self.target.forward(mx.zeros((1, self.depth + 1), mx.int32), self.cache, layers)
+        mx.eval(out.logits, *out.aux)
+
+    def _head_forward(self, g: mx.array) -> mx.array:
+        assert self.head is not None
+        layer, count = self.drafts.layers[0], g.shape[1]
+        embedded = self.target.embed(mx.zeros((1, count), mx.int32))
+        return self.head(embedded, g, layer, layer.make_mask(count))
+
+
+def _stages(
+    target: Target, proposer: HeadProposer | None, prompt: list[int], params: SamplingParams, depth: int, rounds: int
+) -> dict[str, float]:
+    engine = Engine(target, proposer, FixedPolicy(depth), max_batch=1)
+    batch = Batch(target, proposer, [engine.prepare(prompt, params)])
+    while not batch.read_prompts(512):
+        pass
+    seconds: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for name, took in _staged_round(batch, depth).items():
+            seconds.setdefault(name, []).append(took)
+    return {name: 1e3 * statistics.median(times) for name, times in seconds.items()}
+
+
+def _staged_round(batch: Batch, depth: int) -> dict[str, float]:
+    """A round as `Batch.launch` and `Batch.land` do it, with a wait behind each stage."""
+    clock = [time.perf_counter()]
+    draft = batch.draft(depth)
+    mx.eval(draft.tokens)
+    clock.append(time.perf_counter())
+    out = batch.read(draft)
+    mx.eval(out.logits, *out.aux)
+    clock.append(time.perf_counter())
+    _, verdict = batch.judge(out, draft)
+    mx.eval(verdict.tokens, verdict.accepted)
+    clock.append(time.perf_counter())
+    batch.commit(verdict)
+    mx.eval(batch.last, batch.cache.lengths.offset, batch.cache.state)
+    clock.append(time.perf_counter())
+    accepted, said = cast(list[int], verdict.accepted.tolist()), cast(list[list[int]], verdict.tokens.tolist())
+    kept = [tokens[: count + 1] for tokens, count in zip(said, accepted, strict=True)]
+    for row, tokens in zip(batch.rows, kept, strict=True):
+        row.take(tokens, depth)
+    batch.cache.settle([row.length for row in batch.rows])
+    if batch.state is not None:
+        batch.state.observe(Observation(kept, out.aux))
+    clock.append(time.perf_counter())
+    names = ("propose", "verify", "accept", "roll back", "Python")
+    return {name: b - a for name, a, b in zip(names, clock, clock[1:], strict=False)}
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
