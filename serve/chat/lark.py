@@ -54,7 +54,7 @@ def _calls(tools: Sequence[Tool], marks: CallMarks, several: bool, tag: TagWrite
     for index, tool in enumerate(tools):
         name = json.dumps(f'{{"name": {json.dumps(tool["function"]["name"])}, "arguments": ')
         bodies.append(f"{name} arguments_{index}")
-        rules.append(f"arguments_{index}: {_json(_object(tool))}")
+        rules.append(f"arguments_{index}: {_json(parameters_of(tool))}")
     return [
         'calls: call ("\\n" call)*' if several else "calls: call",
         f'call: {tag(marks.start)} "\\n" body "}}\\n" {tag(marks.end)}',
@@ -63,7 +63,8 @@ def _calls(tools: Sequence[Tool], marks: CallMarks, several: bool, tag: TagWrite
     ]
 
 
-def _object(tool: Tool) -> Schema:
+def parameters_of(tool: Tool) -> Schema:
+    """The schema of a tool's arguments, which are an object even where that is not said."""
     parameters: Schema = tool["function"].get("parameters") or {}
     return parameters if "type" in parameters else {**parameters, "type": "object"}
 

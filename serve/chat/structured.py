@@ -14,8 +14,8 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.params import Grammar
 from eagle_mlx.target import Target
 
-from .lark import grammar_text
-from .matcher import MatcherGrammar, compile_matcher, make_tokenizer
+from .lark import Schema, grammar_text, parameters_of
+from .matcher import MatcherGrammar, Places, compile_matcher, make_tokenizer
 from .template import ChatFormat
 from .tools import ToolOffer
 
@@ -23,6 +23,7 @@ MOST_SCHEMA_BYTES = 64 * 1024
 """The schemas of one request, as JSON text."""
 _MOST_KEPT = 32
 """Compiled grammars kept for requests that ask for the same."""
+_DEEPEST_SCHEMA = 100
 _FORCED = ("json_tools",)
 """mlx-lm's parsers of calls that are JSON between tags."""
 
@@ -65,16 +66,18 @@ class Grammars:
             schema = None
         if schema is None and not tools:
             return None
-        calls = self._format.calls
+        calls, thoughts = self._format.calls, self._format.thoughts
         if tools and (calls is None or calls.parser not in _FORCED):
-            raise ConfigError(_why_not_forced(calls.parser if calls else "", bool(offer.forced)))
-        _check_size([schema, *(tool["function"].get("parameters") for tool in tools)])
-        text = grammar_text(schema, tools, calls, offer.several, self._format.thoughts, starts_in_reasoning, self._tag)
-        matcher = self._compiled(text)
+            raise ConfigError(_why_not_calls(calls.parser if calls else "", bool(offer.forced)))
+        schemas: dict[str, Schema] = {} if schema is None else {"response_format.json_schema.schema": schema}
+        schemas |= {f"tools[{offer.tools.index(tool)}].function.parameters": parameters_of(tool) for tool in tools}
+        places = _as_texts(schemas)
+        text = grammar_text(schema, tools, calls, offer.several, thoughts, starts_in_reasoning, self._tag)
+        matcher = self._compiled(text, places)
         return lambda: MatcherGrammar(matcher.deep_copy(), self._vocab, self._ends)
 
-    def _compile(self, text: str) -> llguidance.LLMatcher:
-        return compile_matcher(self._tokenizer(), llguidance.LLMatcher.grammar_from_lark(text))
+    def _compile(self, text: str, places: Places) -> llguidance.LLMatcher:
+        return compile_matcher(self._tokenizer(), text, places)
 
     def _tokenizer(self) -> llguidance.LLTokenizer:
         with self._lock:
@@ -126,16 +129,34 @@ def _read_schema(given: Any) -> dict[str, Any]:
     return dict(given["schema"])
 
 
-def _check_size(schemas: Iterable[Mapping[str, Any] | None]) -> None:
-    try:
-        size = sum(len(json.dumps(schema)) for schema in schemas)
-    except (ValueError, TypeError, RecursionError) as e:
-        raise ConfigError(f"the schema cannot be used: {e}") from e
+def _as_texts(schemas: Mapping[str, Schema]) -> Places:
+    places = []
+    for where, schema in schemas.items():
+        if "x-guidance" in schema:
+            raise ConfigError(f"{where}: unknown key 'x-guidance'")
+        if _depth(schema) > _DEEPEST_SCHEMA:
+            raise ConfigError(f"{where}: it is nested too deep; {_DEEPEST_SCHEMA} levels of JSON are the most")
+        places.append((where, json.dumps(schema)))
+    size = sum(len(text) for _, text in places)
     if size > MOST_SCHEMA_BYTES:
-        raise ConfigError(f"the schema is too large: {size} bytes of JSON, and {MOST_SCHEMA_BYTES} is the most")
+        raise ConfigError(
+            f"{', '.join(schemas)}: too large, {size} bytes of JSON; {MOST_SCHEMA_BYTES} are the most of a request"
+        )
+    return tuple(places)
 
 
-def _why_not_forced(parser: str, forced: bool) -> str:
+def _depth(schema: Schema) -> int:
+    """Levels of objects and lists; counted without recursion, and no further than matters."""
+    level: list[Any] = [schema]
+    for depth in range(_DEEPEST_SCHEMA + 1):
+        inner = [each for node in level for each in (node.values() if isinstance(node, Mapping) else node)]
+        level = [each for each in inner if isinstance(each, Mapping | list)]
+        if not level:
+            return depth + 1
+    return _DEEPEST_SCHEMA + 1
+
+
+def _why_not_calls(parser: str, forced: bool) -> str:
     what = "tool_choice: tools cannot be forced" if forced else "response_format: cannot be kept beside tools"
     how = 'use tool_choice "auto"' if forced else 'use tool_choice "none"'
     reason = (
