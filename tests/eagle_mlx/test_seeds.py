@@ -1,0 +1,67 @@
+"""A request with a seed says the same every time: at any depth, in any batch, whatever drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import pytest
+
+import eagle_mlx as em
+from eagle_mlx.proposers.base import Proposer
+from tests.fakes import tiny_head, tiny_target
+
+TARGET = tiny_target()
+RNG = np.random.default_rng(1)
+PROMPTS = [[int(t) for t in RNG.integers(3, 128, int(RNG.integers(1, 40)))] for _ in range(20)]
+LENGTH = 20
+
+
+def params_of(index: int) -> em.SamplingParams:
+    """Every request asks for something else."""
+    return em.SamplingParams(
+        max_tokens=LENGTH - index % 7,
+        seed=index,
+        temperature=(1.0, 0.7, 1.3)[index % 3],
+        top_p=(1.0, 0.9)[index % 2],
+        top_k=(0, 20)[index % 4 == 3],
+        repetition_penalty=(1.0, 1.2)[index % 5 == 4],
+        frequency_penalty=(0.0, 0.5)[index % 6 == 5],
+    )
+
+
+PARAMS = [params_of(index) for index in range(20)]
+
+
+@cache
+def expected() -> list[list[int]]:
+    """Alone, and nothing drafted."""
+    plain = em.Engine(TARGET, max_batch=1)
+    return [plain.generate([p], each)[0].tokens for p, each in zip(PROMPTS, PARAMS, strict=True)]
+
+
+PROPOSERS: dict[str, Callable[[], Proposer | None]] = {
+    "none": lambda: None,
+    "ngram": em.NgramProposer,
+    "head": lambda: em.HeadProposer(tiny_head(TARGET)),
+    "narrow head": lambda: em.HeadProposer(tiny_head(TARGET, draft_vocab=40)),
+    "draft model": lambda: em.DraftModelProposer(tiny_target(seed=3, layers=1)),
+    "the target itself": lambda: em.DraftModelProposer(TARGET),
+}
+
+
+@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.parametrize("depth", [0, 1, 3, 5])
+@pytest.mark.parametrize("batch", [1, 4, 8])
+def test_the_same_tokens_every_time(proposer: str, depth: int, batch: int) -> None:
+    engine = em.Engine(TARGET, PROPOSERS[proposer](), em.FixedPolicy(depth), max_batch=batch)
+    outputs = engine.generate(PROMPTS, PARAMS)
+    assert [output.tokens for output in outputs] == expected()
+    if proposer == "the target itself" and depth:
+        assert sum(o.accepted for o in outputs) > 0.9 * sum(o.drafted for o in outputs)
+
+
+def test_another_seed_says_something_else() -> None:
+    other = [em.SamplingParams(max_tokens=LENGTH, seed=100 + index, temperature=1.0) for index in range(20)]
+    assert not any(a.tokens == b for a, b in zip(em.Engine(TARGET).generate(PROMPTS, other), expected(), strict=True))
