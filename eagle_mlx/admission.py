@@ -20,8 +20,16 @@ class Admission:
     is read alone.
     """
 
-    def __init__(self, target: Target, proposer: Proposer | None, chunk: int, prefixes: PrefixCache | None):
+    def __init__(
+        self,
+        target: Target,
+        proposer: Proposer | None,
+        chunk: int,
+        prefixes: PrefixCache | None = None,
+        kv_bits: int | None = None,
+    ):
         self.target, self.proposer, self.chunk, self.prefixes = target, proposer, chunk, prefixes
+        self.kv_bits = kv_bits
         self.waiting: deque[Row] = deque()
         self._may_pad = may_pad(target.model)
         self._reading: Batch | None = None
@@ -68,10 +76,10 @@ class Admission:
             rows.append(self.waiting.popleft())
             if prefix is not None:
                 rows[0].cached_tokens = prefix.length
-                return Batch(self.target, self.proposer, rows, prefix)
+                return Batch(self.target, self.proposer, rows, prefix, self.kv_bits)
             if not self._side_by_side(rows[0]):
                 break
-        return Batch(self.target, self.proposer, rows) if rows else None
+        return Batch(self.target, self.proposer, rows, kv_bits=self.kv_bits) if rows else None
 
     def _known(self, row: Row) -> Prefix | None:
         return self.prefixes.find(row.prompt) if self.prefixes is not None else None

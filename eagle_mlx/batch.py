@@ -72,11 +72,18 @@ class _Before:
 class Batch:
     """Rows with their caches and their proposer's state. Row i of every array is `rows[i]`."""
 
-    def __init__(self, target: Target, proposer: Proposer | None, rows: Sequence[Row], past: Prefix | None = None):
+    def __init__(
+        self,
+        target: Target,
+        proposer: Proposer | None,
+        rows: Sequence[Row],
+        past: Prefix | None = None,
+        kv_bits: int | None = None,
+    ):
         """`past`: what is known already of the beginning of the prompt of a single row."""
         self.target, self.proposer = target, proposer
         self.rows = list(rows)
-        self.cache = past.cache.fork(0, past.length) if past else RaggedCache.of(target.model, len(self.rows))
+        self.cache = past.cache.fork(0, past.length) if past else RaggedCache.of(target.model, len(self.rows), kv_bits)
         self.state: ProposerState | None = None
         if past and past.state:
             self.state = past.state.fork(0, past.length)

@@ -61,13 +61,21 @@ class Engine:
         max_batch: int = 8,
         prefill_chunk: int = 512,
         prefix_cache_bytes: int = 0,
+        kv_bits: int | None = None,
     ):
+        """`prefix_cache_bytes`: what the pasts of ended requests may hold, for prompts that begin like them.
+
+        `kv_bits`: 4 or 8 to quantise the keys and values of full attention. That is another model, a little: the text
+        is then what this engine says without a proposer.
+        """
         if max_batch < 1 or prefill_chunk < 1 or prefix_cache_bytes < 0:
             raise ConfigError(
                 f"max_batch ({max_batch}) and prefill_chunk ({prefill_chunk}) must be at least 1, prefix_cache_bytes "
                 f"({prefix_cache_bytes}) at least 0"
             )
-        check_cacheable(target.model, max_batch)
+        if kv_bits not in (None, 4, 8):
+            raise ConfigError(f"kv_bits must be 4, 8 or None; got {kv_bits!r}")
+        check_cacheable(target.model, max_batch, kv_bits)
         if proposer is not None:
             proposer.bind(target)
         self.target, self.proposer = target, proposer
@@ -76,7 +84,7 @@ class Engine:
         self.observer: Callable[[RoundReport], None] | None = None
         """Told of every round after it."""
         self.prefixes = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
-        self._admission = Admission(target, proposer, prefill_chunk, self.prefixes)
+        self._admission = Admission(target, proposer, prefill_chunk, self.prefixes, kv_bits)
         self._batch: Batch | None = None
         self._ahead: Round | None = None
         self._landed_at = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -17,6 +18,7 @@ from mlx_lm.models.cache import (
 from eagle_mlx.cache.chunked import RaggedChunked
 from eagle_mlx.cache.full import RaggedGrouped, RaggedKV
 from eagle_mlx.cache.lengths import RowLengths
+from eagle_mlx.cache.quantized import RaggedQuantized
 from eagle_mlx.cache.recurrent import MASKED, RaggedList, RecurrentState
 from eagle_mlx.cache.window import RaggedWindow
 from eagle_mlx.errors import TargetError
@@ -42,9 +44,14 @@ GROUPED = frozenset({"gemma2"})
 """mlx-lm's model files whose attention groups the heads of queries by hand."""
 
 
-def ragged(cache: Any, lengths: RowLengths, model: nn.Module) -> Any:
-    """The ragged counterpart of one of mlx-lm's caches. Raises TargetError where there is none."""
+def ragged(cache: Any, lengths: RowLengths, model: nn.Module, kv_bits: int | None = None) -> Any:
+    """The ragged counterpart of one of mlx-lm's caches. Raises TargetError where there is none.
+
+    kv_bits quantises the keys and values of full attention; windows, chunks and states are small and stay as they are.
+    """
     kind = type(cache)
+    if kind is KVCache and kv_bits is not None:
+        return RaggedQuantized(lengths, kv_bits)
     if kind is KVCache:
         return RaggedGrouped(lengths) if model_file(model) in GROUPED else RaggedKV(lengths)
     if kind is RotatingKVCache and cache.keep == 0:
@@ -54,15 +61,15 @@ def ragged(cache: Any, lengths: RowLengths, model: nn.Module) -> Any:
     if kind is ArraysCache:
         return RecurrentState(lengths, len(cache.cache), masked=leaves_padding_out(model))
     if kind is CacheList:
-        return RaggedList([ragged(part, lengths, model) for part in cache.caches])
+        return RaggedList([ragged(part, lengths, model, kv_bits) for part in cache.caches])
     raise TargetError(
         f"this model keeps a {kind.__name__}, which cannot be rolled back row by row; "
         "decode it with mlx_lm, or choose a model of docs/architectures.md"
     )
 
 
-def check_cacheable(model: nn.Module, rows: int = 1) -> None:
-    """Raise TargetError where `rows` rows of this model cannot be decoded together, exactly."""
+def check_cacheable(model: nn.Module, rows: int = 1, kv_bits: int | None = None) -> None:
+    """Raise TargetError where `rows` rows of this model cannot be decoded together, exactly, or not quantised so."""
     file = model_file(model)
     if file in REFUSED:
         raise TargetError(f"models of type {file} cannot be sped up: {REFUSED[file]}; decode them with mlx_lm")
@@ -73,6 +80,20 @@ def check_cacheable(model: nn.Module, rows: int = 1) -> None:
             ragged(cache, RowLengths(rows), model)
         except TargetError as e:
             raise TargetError(f"layer {index} of {file}: {e}") from e
+    if kv_bits is not None:
+        _check_quantizable(model, kv_bits)
+
+
+def _check_quantizable(model: nn.Module, kv_bits: int) -> None:
+    """Read one token to see whether this model's attention takes quantised keys."""
+    lengths = RowLengths(1)
+    caches = [ragged(cache, lengths, model, kv_bits) for cache in make_prompt_cache(model)]
+    if not any(isinstance(cache, RaggedQuantized) for cache in caches):
+        raise TargetError(f"models of type {model_file(model)} keep nothing that kv_bits could quantise; leave it out")
+    try:
+        mx.eval(model(mx.zeros((1, 1), mx.int32), cache=caches))
+    except Exception as e:  # whatever a model that knows of no such cache stumbles over
+        raise TargetError(f"this model cannot decode with quantised keys and values ({e}); leave kv_bits out") from e
 
 
 def may_pad(model: nn.Module) -> bool:

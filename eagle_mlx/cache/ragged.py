@@ -28,11 +28,11 @@ class RaggedCache(Sequence[Any]):
         self._hold(lengths, [RaggedKV(lengths) for _ in range(layers)])
 
     @classmethod
-    def of(cls, model: nn.Module, rows: int) -> RaggedCache:
+    def of(cls, model: nn.Module, rows: int, kv_bits: int | None = None) -> RaggedCache:
         """What mlx-lm would make for this model, row by row. Raises TargetError where that is not supported."""
         self = cls.__new__(cls)
         lengths = RowLengths(rows)
-        self._hold(lengths, [ragged(cache, lengths, model) for cache in make_prompt_cache(model)])
+        self._hold(lengths, [ragged(cache, lengths, model, kv_bits) for cache in make_prompt_cache(model)])
         if self.recurrent:
             for layer in model.layers:
                 note_calls(layer)

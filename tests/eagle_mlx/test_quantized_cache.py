@@ -1,0 +1,78 @@
+"""Keys and values in few bits: as mlx-lm's own, whatever is drafted and whoever is beside."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models import qwen3
+from mlx_lm.models.cache import QuantizedKVCache
+
+import eagle_mlx as em
+from eagle_mlx.errors import ConfigError, TargetError
+from tests.architectures import tiny_model
+from tests.fakes import Oracle, randomize, tiny_config, tiny_head
+
+
+def target(head_dim: int = 64) -> em.Target:
+    model = qwen3.Model(qwen3.ModelArgs(**{**tiny_config(), "head_dim": head_dim}))  # type: ignore[arg-type]
+    randomize(model, 0, 0.2)
+    return em.Target(model)
+
+
+TARGET = target()
+PROMPTS = [[1, 2, 3, 4, 5], [9, 8], list(range(3, 40)), [7, 8, 7, 8, 7, 8]]
+MARGIN = 1e-3
+
+
+def mlx_lms_own(prompt: list[int], bits: int) -> list[int]:
+    """Up to the first token that rounding could decide otherwise."""
+    caches = [QuantizedKVCache(group_size=64, bits=bits) for _ in TARGET.model.layers]
+    tokens = []
+    for (token, logprobs), _ in zip(
+        generate_step(mx.array(prompt), TARGET.model, prompt_cache=caches), range(24), strict=False
+    ):
+        best = np.sort(np.array(logprobs))[-2:]
+        if best[1] - best[0] < MARGIN:
+            break
+        tokens.append(int(token))
+    return tokens
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("max_batch", [1, 3])
+def test_text_is_mlx_lms_own_with_such_a_cache(bits: int, max_batch: int) -> None:
+    params = em.SamplingParams(max_tokens=24)
+    plain = [o.tokens for o in em.Engine(TARGET, max_batch=1, kv_bits=bits).generate(PROMPTS, params)]
+    expected = [mlx_lms_own(prompt, bits) for prompt in PROMPTS]
+    assert sum(map(len, expected)) > 60
+    assert [a[: len(b)] for a, b in zip(plain, expected, strict=True)] == expected
+    texts = {tuple(prompt): text for prompt, text in zip(PROMPTS, plain, strict=True)}
+    for proposer in (Oracle(texts, 0.0), Oracle(texts, 0.4), em.HeadProposer(tiny_head(TARGET))):
+        engine = em.Engine(TARGET, proposer, em.FixedPolicy(3), max_batch=max_batch, kv_bits=bits)
+        assert [o.tokens for o in engine.generate(PROMPTS, params)] == plain
+
+
+def test_pasts_are_kept_in_few_bits_too() -> None:
+    params = em.SamplingParams(max_tokens=12)
+    engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), prefix_cache_bytes=1 << 30, kv_bits=8)
+    whole = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), prefix_cache_bytes=1 << 30)
+    [first] = engine.generate([PROMPTS[2]], params)
+    whole.generate([PROMPTS[2]], params)
+    assert engine.prefixes is not None
+    assert whole.prefixes is not None
+    assert engine.prefixes.nbytes < 0.5 * whole.prefixes.nbytes
+    prompt = [*PROMPTS[2], *first.tokens, 5, 6]
+    [again] = engine.generate([prompt], params)
+    assert again.cached_tokens == len(prompt) - 3
+    assert again.tokens == em.Engine(TARGET, kv_bits=8).generate([prompt], params)[0].tokens
+
+
+def test_what_cannot_be_quantised_is_refused_when_the_engine_is_built() -> None:
+    with pytest.raises(ConfigError, match="kv_bits must be 4, 8 or None; got 3"):
+        em.Engine(TARGET, kv_bits=3)
+    with pytest.raises(TargetError, match="heads of 16 and 16 numbers"):
+        em.Engine(target(head_dim=16), kv_bits=4)
+    with pytest.raises(TargetError, match="mamba2 keep nothing that kv_bits could quantise"):
+        em.Engine(em.Target(tiny_model("mamba2")), kv_bits=4)
