@@ -1,0 +1,44 @@
+"""What the documentation shows works as it is written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import eagle_mlx as em
+from tests.fakes import tiny_target
+
+ROOT = Path(__file__).parent.parent
+
+
+def python_blocks(name: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_proposer_of_the_guide_drafts_and_changes_nothing(temperature: float) -> None:
+    target = tiny_target(tokenizer=True)
+    assert target.tokenizer is not None
+    params = em.SamplingParams(max_tokens=24, temperature=temperature, seed=3)
+    prompts = ["import os", "def f(x):", "class A:"]
+    plain = em.Engine(target).generate(prompts, params)
+    scope: dict[str, Any] = {"em": em, "target": target}
+    definition, use = python_blocks("docs/write-a-proposer.md")
+    exec(definition, scope)
+    exec(use, scope)
+    phrases = [plain[1].text, "Permission is hereby granted"]
+    engine = em.Engine(target, scope["PhraseProposer"](phrases), em.FixedPolicy(4), max_batch=2)
+    outputs = engine.generate(prompts, params)
+    assert [o.tokens for o in outputs] == [o.tokens for o in plain]
+    if target.tokenizer.encode(plain[1].text) == plain[1].tokens:
+        assert outputs[1].accepted > 0
+
+
+def test_the_readme_s_python_runs() -> None:
+    [code] = [block for block in python_blocks("README.md") if "load_target" in block]
+    scope: dict[str, Any] = {}
+    exec(code.replace('"checkpoints/', f'"{ROOT}/checkpoints/'), scope)
+    assert scope["outs"][0].acceptance_length > 1
