@@ -24,7 +24,7 @@ from .costs import measure_costs
 from .identity import tolerance_for
 from .machine import describe
 from .measure import Plan, Run, measure
-from .modes import MODE_NAMES, NEEDS, Models, ModeName, build_modes
+from .modes import MODE_NAMES, NEEDS, Models, ModeName, build_modes, random_head
 from .rollback import measure_rollback
 
 EPILOG = """\
@@ -33,6 +33,7 @@ examples:
   eagle-bench --depth 1 2 4 6 --modes mlx-lm eagle
   eagle-bench --target mlx-community/Qwen3-4B-4bit --head out/head --prompts mine.jsonl --json figures.json
   eagle-bench --batch 1 4 8 --temperature 0 0.7
+  eagle-bench --head random --modes plain eagle --policy throughput     what a useless head costs
   eagle-bench --modes eagle --limit 8 --costs --context 1024 4096 16384     where a round's time goes
 
 All modes decode the same prompts in one process, in turns; figures are medians over the repeats. mlx-lm and
@@ -62,7 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     what = parser.add_argument_group("what to measure")
     what.add_argument("--target", help="folder or hub id of the model (default: the embedded one)")
-    what.add_argument("--head", help="folder or hub id of its EAGLE-3 head (default: the embedded one's)")
+    what.add_argument(
+        "--head", help="folder or hub id of its EAGLE-3 head (default: the embedded one's); random: the worst there is"
+    )
     what.add_argument("--draft-model", metavar="MODEL", help="folder or hub id of a small model of the same tokenizer")
     what.add_argument("--modes", nargs="+", choices=MODE_NAMES, help="default: all for which there are models")
     what.add_argument("--batch", type=_positive, nargs="+", default=[1], metavar="N", help="rows at once (default 1)")
@@ -85,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--max-tokens", type=_positive, default=plan.max_tokens, help=f"new tokens each (default {plan.max_tokens})"
     )
+    how.add_argument("--ignore-eos", action="store_true", help="let every continuation be --max-tokens long")
     how.add_argument("--repeats", type=_positive, default=plan.repeats, help=f"default {plan.repeats}")
     how.add_argument("--seed", type=int, default=plan.seed, help="of the first prompt when sampling (default 0)")
     how.add_argument(
@@ -124,7 +128,7 @@ def _bench(args: argparse.Namespace) -> int:
             report.check_writable(path)
     modes, head_name = _modes(args)
     target = load_target(args.target or embedded("target"))
-    head = load_head(head_name, target) if head_name is not None else None
+    head = _head(head_name, target)
     draft = load_target(args.draft_model) if args.draft_model is not None else None
     plans = [_plan(args, temperature) for temperature in args.temperature]
     prompts = _prompts(args, target)
@@ -147,6 +151,12 @@ def _bench(args: argparse.Namespace) -> int:
     if args.plot is not None:
         report.plot(runs, args.plot)
     return 1 if any(run.identical is False for run in runs) else 0
+
+
+def _head(name: str | Path | None, target: Target) -> Eagle3Head | None:
+    if name is None:
+        return None
+    return random_head(target) if name == "random" else load_head(name, target)
 
 
 def _costs(args: argparse.Namespace, target: Target, head: Eagle3Head | None) -> dict[str, object]:
@@ -186,6 +196,7 @@ def _plan(args: argparse.Namespace, temperature: float) -> Plan:
         repeats=args.repeats,
         seed=args.seed,
         least_distinct=args.least_distinct,
+        ignore_eos=args.ignore_eos,
         tolerance=args.tolerance,
     )
 

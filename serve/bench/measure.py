@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from time import perf_counter
 
@@ -34,6 +34,8 @@ class Plan:
     """Prompt i is sampled with seed + i where the temperature is above 0."""
     least_distinct: float = LEAST_DISTINCT
     """Prompts whose reference continuation has a smaller share of distinct 4-grams are left out of the figures."""
+    ignore_eos: bool = False
+    """Let every continuation be `max_tokens` long."""
     tolerance: float | None = None
     """How close the two best logits must be for a difference to be excused; None goes by the target's type."""
 
@@ -46,7 +48,8 @@ class Plan:
 
     def params(self, count: int, max_tokens: int) -> list[SamplingParams]:
         seeds = [self.seed + index if self.temperature else None for index in range(count)]
-        return [SamplingParams(temperature=self.temperature, max_tokens=max_tokens, seed=seed) for seed in seeds]
+        common = SamplingParams(self.temperature, max_tokens=max_tokens, ignore_eos=self.ignore_eos)
+        return [replace(common, seed=seed) for seed in seeds]
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class Run:
     """Of tokens_per_second, repeat by repeat, then the median; None where mlx-lm was not measured."""
     ratio_to_mlx_lm_batch: float | None
     """The same against mlx-lm's batches of this size."""
+    ratio_to_plain: float | None
+    """The same against the engine's own plain decoding at this batch size."""
     acceptance_length: float
     acceptance_by_position: list[float]
     identical: bool | None
@@ -149,11 +154,14 @@ def measure(
 ) -> list[Run]:
     """Time every mode on every prompt, `plan.repeats` times, and compare what they say.
 
-    The reference is mlx-lm's greedy text; when sampling, the plain engine's with the same seeds. Prompts on which it
-    loops are decoded once, for the comparison alone. Raises ConfigError where it loops on all of them.
+    The reference is mlx-lm's greedy text; when sampling or ignoring ends, the plain engine's with the same seeds.
+    Prompts on which it loops are decoded once, for the comparison alone. Raises ConfigError where it loops on all of
+    them.
     """
     if not prompts or not modes:
         raise ConfigError("there is nothing to measure: no prompts or no modes")
+    if plan.ignore_eos and any(mode.name in BASELINES for mode in modes):
+        raise ConfigError("mlx-lm ends where the model does: leave its modes out, or --ignore-eos")
     work = _Work(prompts, plan.params(len(prompts), plan.max_tokens), plan.params(len(prompts), 1))
     tallies = [_Tally(mode) for mode in modes]
     for mode in modes:
@@ -179,11 +187,11 @@ def _reference(target: Target, tallies: Sequence[_Tally], work: _Work, plan: Pla
     With one prompt at a time the first repeat can decode them all and the loops be set aside after it; in a batch
     the prompts that loop must be known before, so that they do not share rounds with the others.
     """
-    name = "plain" if plan.temperature else "mlx-lm"
+    name = "plain" if plan.temperature or plan.ignore_eos else "mlx-lm"
     found = next((tally for tally in tallies if tally.mode.name == name and tally.mode.batch == 1), None)
     if found is not None and all(tally.mode.batch == 1 for tally in tallies):
         return found
-    tally = _Tally(EngineMode("plain", target, batch=1) if plan.temperature else MlxLmMode(target))
+    tally = _Tally(EngineMode("plain", target, batch=1) if name == "plain" else MlxLmMode(target))
     for index in tqdm(range(len(work.prompts)), desc="reference", unit="prompt", disable=not progress):
         tally.continuations[index] = work.run(tally.mode, [index])[1][0]
     return tally
@@ -228,10 +236,7 @@ def _figures(
     tally: _Tally, tallies: Sequence[_Tally], identity: Identity | None, kept: Sequence[int], plan: Plan
 ) -> Run:
     rates, continuations = tally.rates(kept), tally.said(kept)
-    single = next((other for other in tallies if other.mode.name == "mlx-lm"), None)
-    batched = next(
-        (other for other in tallies if (other.mode.name, other.mode.batch) == ("mlx-lm-batch", tally.mode.batch)), None
-    )
+    by_mode = {(other.mode.name, other.mode.batch): other for other in tallies}
     return Run(
         mode=tally.mode.name,
         batch=tally.mode.batch,
@@ -240,8 +245,9 @@ def _figures(
         temperature=plan.temperature,
         tokens_per_second=median(rates),
         decode_tokens_per_second=median(tally.decode_rates(kept)),
-        ratio_to_mlx_lm=_ratio(tally, single, kept),
-        ratio_to_mlx_lm_batch=_ratio(tally, batched, kept),
+        ratio_to_mlx_lm=_ratio(tally, by_mode.get(("mlx-lm", 1)), kept),
+        ratio_to_mlx_lm_batch=_ratio(tally, by_mode.get(("mlx-lm-batch", tally.mode.batch)), kept),
+        ratio_to_plain=_ratio(tally, by_mode.get(("plain", tally.mode.batch)), kept),
         acceptance_length=acceptance_length(continuations),
         acceptance_by_position=acceptance_by_position(continuations),
         identical=identity.holds if identity else None,

@@ -22,6 +22,7 @@ _HEADINGS = (
     "decode",
     "x mlx-lm",
     "x batched",
+    "x plain",
     "tau",
     "by position",
     "identical",
@@ -59,7 +60,8 @@ def footnote(runs: Sequence[Run], max_tokens: int, tolerance: float) -> str:
         ),
         "tokens/s: generated tokens over wall time, reading the prompt included; decode: without the time to the first "
         "token.",
-        "x mlx-lm, x batched: tokens/s over those of mlx-lm's stream_generate, of its batch_generate at this batch.",
+        "x mlx-lm, x batched, x plain: tokens/s over those of mlx-lm's stream_generate, of its batch_generate at this "
+        "batch, of the engine without drafts at this batch.",
         "tau: tokens emitted per target forward, bonus token included.",
     ]
     if excused:
@@ -134,11 +136,18 @@ def _cells(run: Run) -> tuple[str, ...]:
         f"{run.temperature:g}",
         f"{run.tokens_per_second:.1f}",
         f"{run.decode_tokens_per_second:.1f}",
-        *("-" if ratio is None else f"{ratio:.2f}" for ratio in (run.ratio_to_mlx_lm, run.ratio_to_mlx_lm_batch)),
+        *(
+            "-" if ratio is None else f"{ratio:.2f}"
+            for ratio in (run.ratio_to_mlx_lm, run.ratio_to_mlx_lm_batch, run.ratio_to_plain)
+        ),
         f"{run.acceptance_length:.2f}",
         " ".join(f"{share:.2f}" for share in run.acceptance_by_position) or "-",
         _identity(run),
     )
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
 
 
 def _identity(run: Run) -> str:
@@ -150,7 +159,7 @@ def _identity(run: Run) -> str:
 
 
 def _align(cell: str, widths: Sequence[int], column: int) -> str:
-    return cell.rjust(widths[column]) if 1 <= column <= 9 else cell.ljust(widths[column])
+    return cell.rjust(widths[column]) if 1 <= column <= 10 else cell.ljust(widths[column])
 
 
 def _label(run: Run) -> str:

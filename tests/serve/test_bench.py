@@ -181,16 +181,16 @@ def test_eagle_needs_a_head() -> None:
 # Reports
 
 
-RUN = Run("eagle", 2, 4, "fixed", 0.7, 151.26, 170.0, 1.624, 1.2, 2.75, [0.8, 0.5], True, 9, 1, 8, 2, 800, 5.3)
+RUN = Run("eagle", 2, 4, "fixed", 0.7, 151.26, 170.0, 1.624, 1.2, 1.5, 2.75, [0.8, 0.5], True, 9, 1, 8, 2, 800, 5.3)
 
 
 def test_table_shows_every_figure() -> None:
     text = report.table([RUN, replace(RUN, mode="mlx-lm", depth=0, identical=None, acceptance_by_position=[])])
     head, _, eagle, plain = text.splitlines()
     assert head.split()[:3] == ["mode", "batch", "depth"]
-    for cell in ("eagle", "151.3", "170.0", "1.62", "1.20", "2.75", "0.80 0.50", "yes 9/10 ~1"):
+    for cell in ("eagle", "151.3", "170.0", "1.62", "1.20", "1.50", "2.75", "0.80 0.50", "yes 9/10 ~1"):
         assert cell in eagle
-    assert plain.split() == ["mlx-lm", "2", "-", "-", "0.7", "151.3", "170.0", "1.62", "1.20", "2.75", "-", "-"]
+    assert plain.split() == ["mlx-lm", "2", "-", "-", "0.7", "151.3", "170.0", "1.62", "1.20", "1.50", "2.75", "-", "-"]
     assert "NO 9/10" in report.table([replace(RUN, identical=False)])
     assert "2 more left out" in report.footnote([RUN], 128, 1e-3)
 
@@ -290,6 +290,22 @@ def test_a_verify_may_be_timed_without_a_head() -> None:
     assert costs.draft_ms is costs.draft_to_target is None
     assert costs.verify_ms[2] > 0
     assert "draft step" not in str(costs)
+
+
+def test_the_worst_case_is_measured_against_plain_decoding(tmp_path: Path) -> None:
+    figures = tmp_path / "worst.json"
+    tiny_target_folder(tmp_path / "target")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "import os"}\n{"prompt": "def f(x):"}\n')
+    flags = ("--head", "random", "--modes", "plain", "ngram", "eagle", "--ignore-eos", "--max-tokens", "20")
+    where = ("--target", str(tmp_path / "target"), "--prompts", str(prompts), "--json", str(figures))
+    assert main([*flags, *where, "--temperature", "1", "--batch", "1", "2", "--repeats", "1", "--quiet"]) == 0
+    runs = json.loads(figures.read_text())["runs"]
+    assert [run["tokens"] for run in runs] == [40] * 6
+    assert [run["ratio_to_plain"] for run in runs if run["mode"] == "plain"] == [1.0, 1.0]
+    assert all(run["ratio_to_plain"] > 0 and run["identical"] for run in runs)
+    assert all(run["acceptance_length"] < 2 for run in runs if run["mode"] == "eagle")
+    assert main([*flags, *where, "--modes", "mlx-lm", "plain"]) == 2
 
 
 @pytest.mark.parametrize("depth", [0, 3])
