@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .calls import CallMarks
 from .reasoning import ThoughtMarks
-from .tools import CallMarks, Tool
+from .tools import Tool
 
 Schema = Mapping[str, Any]
 TagWriter = Callable[[str], str]

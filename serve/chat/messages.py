@@ -33,12 +33,13 @@ def read_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise PromptError(f"{where}: must be an object with a role and a content")
-    role = _ROLES.get(message.get("role", ""))
+    given_role = message.get("role")
+    role = _ROLES.get(given_role) if isinstance(given_role, str) else None
     if role is None:
-        raise PromptError(f"{where}.role: must be one of {', '.join(_ROLES)}; got {message.get('role')!r}")
+        raise PromptError(f"{where}.role: must be one of {', '.join(_ROLES)}; got {given_role!r}")
     given = {key: value for key, value in message.items() if value is not None and value != []}
     if unknown := sorted(given.keys() - _KEYS[role]):
-        raise PromptError(f"{where}: {unknown[0]!r} is not supported in a message of role {message['role']!r}")
+        raise PromptError(f"{where}: {unknown[0]!r} is not supported in a message of role {given_role!r}")
     read: dict[str, Any] = {"role": role, "content": _content(message.get("content"), "tool_calls" in given, where)}
     for key in ("name", "tool_call_id", "reasoning_content", "reasoning"):
         if key not in given:

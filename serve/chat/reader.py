@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from .calls import CallReader, ToolCall
 from .reasoning import Kind, ThoughtReader
 from .template import ChatFormat
-from .tools import CallReader, Tool, ToolCall, check_tools
+from .tools import Tool, check_tools
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from transformers import PreTrainedTokenizerBase
 from eagle_mlx.errors import PromptError
 from eagle_mlx.target import Target
 
+from .calls import CallMarks
 from .messages import Message, read_messages, with_argument_texts
 from .reasoning import ThoughtMarks
-from .tools import CallMarks, Tool, ToolOffer
+from .tools import Tool, ToolOffer
 
 _FROM_REQUESTS = {"add_generation_prompt"}
 _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - _FROM_REQUESTS

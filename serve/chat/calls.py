@@ -1,0 +1,158 @@
+"""The calls in the text that a model writes, by the parsers of mlx-lm."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .marks import certain
+from .tools import Tool, tool_names
+
+ToolParser = Callable[[str, Any], Any]
+"""The text between a call's marks and the tools -> {"name", "arguments"}, or several; raises where it is no call."""
+
+_ALPHANUMERIC = string.ascii_letters + string.digits
+_MOST_MALFORMED = 64
+"""Failed calls after which an answer is plain text: each costs another look at what follows."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One complete call in an answer."""
+
+    index: int
+    """Its place among the calls of the answer."""
+    id: str
+    name: str
+    arguments: str
+    """The JSON text of an object."""
+
+
+@dataclass(frozen=True)
+class CallMarks:
+    """How a model marks its calls."""
+
+    start: str
+    end: str
+    """Empty where a call lasts until the answer ends."""
+    parse: ToolParser
+    parser: str
+    """The parser's name in mlx-lm."""
+
+
+class CallReader:
+    """Finds the calls in a text that keeps coming; all that is no call comes out as text, with nothing lost.
+
+    Text before a call passes at once; what may become a call's mark waits, and so does a call until it is complete. A
+    call that cannot be parsed, or is of a function that was not offered, is text. Line breaks before a mark belong
+    to it.
+    """
+
+    def __init__(self, marks: CallMarks, tools: Sequence[Tool], think_end: str = ""):
+        self._marks, self._think_end = marks, think_end
+        self._tools = [_for_parsers(tool) for tool in tools]
+        self._names = frozenset(tool_names(tools))
+        self._text = ""
+        self._head = 0
+        """Where the body of the open call begins in the text; 0 outside of calls."""
+        self._searched = 0
+        self._malformed = 0
+        self._count = 0
+
+    def feed(self, text: str) -> None:
+        self._text += text
+
+    def next(self, thinking: bool, final: bool = False, complete: bool = True) -> str | list[ToolCall] | None:
+        """The next piece of text, or the next calls; None where all that is left must wait.
+
+        thinking: whether the text before is a thought; the end of the thought then ends what looked like a call.
+        final: no more text comes. complete: then, whether the model ended its answer itself.
+        """
+        if self._head:
+            return self._inside(thinking, final, complete)
+        if not self._text:
+            return None
+        return self._outside(thinking, final, complete)
+
+    def _outside(self, thinking: bool, final: bool, complete: bool) -> str | list[ToolCall] | None:
+        marks = (self._marks.start,) if self._malformed < _MOST_MALFORMED else ()
+        at = self._text.find(self._marks.start) if marks else -1
+        if at < 0:
+            return self._take(len(self._text) if final else certain(self._text, marks))
+        before = self._take(len(self._text[:at].rstrip("\n")))
+        self._head = self._searched = self._text.index(self._marks.start) + len(self._marks.start)
+        return before or self._inside(thinking, final, complete)
+
+    def _inside(self, thinking: bool, final: bool, complete: bool) -> str | list[ToolCall] | None:
+        end = self._marks.end or self._marks.start
+        at = self._text.find(end, self._searched)
+        thought_end = self._text.find(self._think_end, self._head) if thinking and self._think_end else -1
+        if thought_end >= 0 and (at < 0 or thought_end < at):
+            return self._give_up()
+        if at < 0 and not final:
+            self._searched = max(self._head, len(self._text) - len(end) + 1)
+            return None
+        closed = at >= 0
+        calls = self._parse(self._text[self._head : at if closed else None]) if closed or complete else []
+        if calls:
+            self._take(at + len(self._marks.end) if closed else len(self._text))
+            return calls
+        if not self._marks.end and closed and self._malformed < _MOST_MALFORMED:
+            self._malformed += 1  # the mark may stand in an argument
+            self._searched = at + len(end)
+            return self._inside(thinking, final, complete)
+        return self._give_up()
+
+    def _give_up(self) -> str | None:
+        """What looked like a call was none: its mark is text, and what follows is looked at anew."""
+        self._malformed += 1
+        return self._take(self._head)
+
+    def _take(self, count: int) -> str | None:
+        taken, self._text, self._head = self._text[:count], self._text[count:], 0
+        return taken or None
+
+    def _parse(self, body: str) -> list[ToolCall]:
+        try:
+            found = self._marks.parse(body, self._tools)
+            each = found if isinstance(found, list) else [found]
+            calls = [self._call(call, self._count + index) for index, call in enumerate(each)]
+        except Exception:  # mlx-lm's parsers raise whatever the text makes them raise
+            return []
+        self._count += len(calls)
+        return calls
+
+    def _call(self, call: Any, index: int) -> ToolCall:
+        """One of the parser's calls. Raises where it is not one of a function that was offered."""
+        name, arguments = call["name"], call.get("arguments", call.get("parameters"))
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if name not in self._names or not isinstance(arguments, dict | None):
+            raise ValueError("not a call of a function that was offered")
+        own = call.get("id")
+        return ToolCall(index, own if isinstance(own, str) and own else self._new_id(), name, _json(arguments or {}))
+
+    def _new_id(self) -> str:
+        if self._marks.parser == "mistral":  # its templates take ids of nine letters and digits, and no others
+            return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
+
+
+def _for_parsers(tool: Tool) -> dict[str, Any]:
+    """A tool with all the keys that mlx-lm's parsers look for."""
+    function = tool["function"]
+    parameters = dict(function.get("parameters") or {})
+    return {"type": "function", "function": {**function, "parameters": {"properties": {}, **parameters}}}
+
+
+def _json(arguments: dict[str, Any]) -> str:
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which UTF-8 cannot hold
+        return json.dumps(arguments, allow_nan=False)
+    return text

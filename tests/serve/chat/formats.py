@@ -1,0 +1,134 @@
+"""Targets with the chat formats of several models: their templates in short, their marks, one vocabulary."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+
+import eagle_mlx as em
+from eagle_mlx.serve.chat import ChatFormat
+from tests.fakes import EMBEDDED_TARGET, TOKENIZER_FILES, tiny_target
+
+VOCAB = 4160
+"""The models' vocabularies are wider than their tokenizers', as real ones are."""
+
+_TURNS = """
+{%- for m in messages %}
+  {{- '<|im_start|>' + m.role + '\\n' }}
+  {%- if m.reasoning_content %}{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}
+  {{- m.content }}
+  {%- for tool_call in m.tool_calls or [] %}
+    {{- '\\n<tool_call>\\n{"name": "' + (tool_call.name or tool_call.function.name) + '", "arguments": ' }}
+    {{- tool_call.function.arguments | tojson }}{{ '}\\n</tool_call>' }}
+  {%- endfor %}
+  {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+_TOOLS = """
+{%- if tools %}{{ '<|im_start|>system\\n# Tools\\n' }}{% for t in tools %}{{ t | tojson }}{{ '\\n' }}{% endfor %}
+  {{- '<|im_end|>\\n' }}
+{%- endif %}"""
+_JOINED = """
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- for m in messages %}
+  {{- m.role + ': ' + m.content }}
+  {%- for c in m.tool_calls or [] %}{{ ' calls ' + c.function.name + ' ' + c.function.arguments }}{% endfor %}
+  {{- '\\n' }}
+{%- endfor %}"""
+_MISTRAL = """
+{%- if tools %}{{ '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}
+{%- for m in messages %}
+  {%- if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}
+  {%- elif m.role == 'assistant' %}
+    {%- for c in m.tool_calls or [] %}
+      {%- if c.id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}
+      {{- '[TOOL_CALLS]' + c.function.name + '[ARGS]' + c.function.arguments | tojson }}
+    {%- endfor %}{{ m.content }}
+  {%- else %}{{ raise_exception('only user and assistant may speak, not ' + m.role) }}{% endif %}
+{%- endfor %}"""
+
+TEMPLATES = {
+    "plain": (EMBEDDED_TARGET / "chat_template.jinja").read_text(),
+    "qwen": _TOOLS + _TURNS,
+    "thinking": _TOOLS + _TURNS + "{% if add_generation_prompt and enable_thinking %}{{ '<think>\\n' }}{% endif %}",
+    "opening": _TOOLS + _TURNS,
+    "llama": _TOOLS.replace("# Tools", "Answer with JSON.") + _TURNS.split("  {%- for tool_call")[0] + "{% endfor %}",
+    "joined": _JOINED,
+    "mistral": _MISTRAL,
+}
+TOOL_TAGS = ("<tool_call>", "</tool_call>")
+THINK_TAGS = ("<think>", "</think>")
+ADDED = {
+    "qwen": TOOL_TAGS,
+    "thinking": (*TOOL_TAGS, *THINK_TAGS),
+    "opening": (*TOOL_TAGS, *THINK_TAGS),
+    "joined": TOOL_TAGS,
+    "mistral": ("[TOOL_CALLS]", "[ARGS]"),
+}
+PARSERS = {"joined": "json_tools"}
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"$ref": "#/$defs/days"}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+            "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        },
+    },
+}
+CLOCK = {
+    "type": "function",
+    "function": {"name": "clock", "parameters": {"properties": {}, "additionalProperties": False}},
+}
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@cache
+def tokenizer_of(name: str, special: bool = False, parser: str | None = None) -> TokenizerWrapper:
+    """special: whether the added tags are special tokens, as they are in some models and in others not."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _load(Path(folder), name, special, parser or PARSERS.get(name))
+
+
+def _load(folder: Path, name: str, special: bool, parser: str | None) -> TokenizerWrapper:
+    for file in TOKENIZER_FILES:
+        shutil.copy(EMBEDDED_TARGET / file, folder / file)
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
+    content["added_tokens"] += [
+        {"id": 4096 + index, "content": tag, **flags} for index, tag in enumerate(ADDED.get(name, ()))
+    ]
+    path.write_text(json.dumps(content))
+    (folder / "chat_template.jinja").write_text(TEMPLATES[name])
+    config: dict[str, Any] = {"tool_parser_type": parser} if parser else {}
+    return load_tokenizer(folder, config)
+
+
+@cache
+def target_of(name: str, special: bool = False, seed: int = 0) -> em.Target:
+    return em.Target(tiny_target(seed, layers=2, vocab=VOCAB).model, tokenizer_of(name, special), name=name)
+
+
+@cache
+def format_of(name: str, special: bool = False) -> ChatFormat:
+    return ChatFormat.of(target_of(name, special))
+
+
+@cache
+def format_with_parser(parser: str) -> ChatFormat:
+    """The format of a model whose calls one of mlx-lm's parsers reads."""
+    target = tiny_target(layers=2)
+    return ChatFormat.of(em.Target(target.model, tokenizer_of("qwen", parser=parser), name=parser))

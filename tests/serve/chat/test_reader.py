@@ -1,0 +1,351 @@
+"""Answers taken apart: calls, thoughts and the rest, at once where they are certain, and the same in any pieces."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pkgutil
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import mlx_lm.tool_parsers
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import eagle_mlx as em
+from eagle_mlx.errors import PromptError
+from eagle_mlx.serve.chat import AnswerReader, ChatFormat, Delta
+from eagle_mlx.serve.chat.reasoning import ThoughtMarks
+from tests.serve.chat.formats import CLOCK, WEATHER, format_of, format_with_parser
+
+TOOLS = [WEATHER, CLOCK]
+ROME = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
+NOW = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+Piece = tuple[str, Any]
+
+
+def told(deltas: Sequence[Delta]) -> list[Piece]:
+    """What the deltas say, however many they are."""
+    out: list[Piece] = []
+    for delta in deltas:
+        assert (delta.content != "") + (delta.reasoning != "") + (delta.tool_call is not None) == 1
+        if delta.tool_call is not None:
+            call = delta.tool_call
+            out.append(("call", (call.index, call.name, json.loads(call.arguments))))
+            continue
+        kind = "reasoning" if delta.reasoning else "content"
+        text = delta.reasoning or delta.content
+        if out and out[-1][0] == kind:
+            text = out.pop()[1] + text
+        out.append((kind, text))
+    return out
+
+
+def read(
+    format: ChatFormat, *parts: str, tools: Any = TOOLS, inside: bool = False, complete: bool = True
+) -> list[Piece]:
+    reader = AnswerReader(format, tools, inside)
+    deltas = [delta for part in parts for delta in reader.push(part)]
+    return told([*deltas, *reader.finish(complete)])
+
+
+def rome(index: int = 0) -> Piece:
+    return ("call", (index, "get_weather", {"city": "Rome", "days": 2}))
+
+
+def test_text_passes_at_once_and_half_a_mark_waits() -> None:
+    reader = AnswerReader(format_of("qwen"), TOOLS)
+    steps = [
+        "Let me ",
+        "look.",
+        "\n",
+        "<tool",
+        "_box> or",
+        " <tool_call",
+        ">\n{",
+        '"name": "clock"',
+        "}</tool_call",
+        ">",
+    ]
+    shown = [told(reader.push(step)) for step in steps]
+    say = [[("content", text)] for text in ("Let me ", "look.", "\n<tool_box> or", " ")]
+    assert shown == [say[0], say[1], [], [], say[2], say[3], [], [], [], [("call", (0, "clock", {}))]]
+    assert reader.finish() == []
+
+
+def test_line_breaks_around_marks_are_not_said() -> None:
+    assert read(format_of("qwen"), f"Hi.\n\n{ROME}\n{NOW}\n") == [
+        ("content", "Hi."),
+        rome(),
+        ("call", (1, "clock", {})),
+    ]
+    assert read(format_of("thinking"), "<think>\n\na\n\nb\n</think>\n\nHi\n") == [
+        ("reasoning", "a\n\nb"),
+        ("content", "Hi\n"),
+    ]
+    assert read(format_of("thinking"), "<think>\n\n</think>\n\nHi") == [("content", "Hi")]
+    assert read(format_of("plain"), "\n\nHi\n\n") == [("content", "\n\nHi\n\n")]
+
+
+def test_ids_are_unlike_and_of_the_form_that_the_template_takes() -> None:
+    reader = AnswerReader(format_of("qwen"), TOOLS)
+    ids = [delta.tool_call.id for delta in reader.push(ROME + NOW) if delta.tool_call]
+    assert len(set(ids)) == 2
+    assert all(re.fullmatch("call_[0-9a-f]{24}", each) for each in ids)
+    mistral = AnswerReader(format_of("mistral"), TOOLS)
+    mistral.push("[TOOL_CALLS]clock[ARGS]{}")
+    assert [
+        re.fullmatch("[A-Za-z0-9]{9}", delta.tool_call.id) is None for delta in mistral.finish() if delta.tool_call
+    ] == [False]
+
+
+def test_without_tools_nothing_is_a_call() -> None:
+    for tools in ([], None):
+        assert read(format_of("qwen"), ROME, tools=tools) == [("content", ROME)]
+    assert read(format_of("plain"), ROME) == [("content", ROME)]
+    with pytest.raises(PromptError, match=r"^tools\[0\]"):
+        AnswerReader(format_of("qwen"), [{}])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{",
+        "",
+        "[]",
+        "3",
+        '{"name": "unknown", "arguments": {}}',
+        '{"name": 3, "arguments": {}}',
+        '{"name": "clock", "arguments": [1]}',
+        '{"name": "clock", "arguments": "no JSON"}',
+        '{"name": "clock", "arguments": {"x": NaN}}',
+        "[" * 100_000,
+    ],
+)
+def test_a_malformed_call_is_text(body: str) -> None:
+    text = f"a\n<tool_call>\n{body}\n</tool_call>\nb"
+    assert read(format_of("qwen"), text) == [("content", text)]
+    assert read(format_of("qwen"), f"a\n<tool_call>\n{body}\n</tool_call>\n", ROME)[1:] == [rome()]
+
+
+def test_arguments_come_as_json_that_utf8_can_hold() -> None:
+    def arguments(text: str) -> str:
+        deltas = AnswerReader(format_of("qwen"), TOOLS).push(
+            f'<tool_call>{{"name": "clock", "arguments": {text}}}</tool_call>'
+        )
+        assert deltas[0].tool_call is not None
+        return deltas[0].tool_call.arguments
+
+    assert arguments('{"a": "Z\\u00fcrich 😀"}') == '{"a": "Zürich 😀"}'
+    assert arguments('{"a": "\\ud800"}') == '{"a": "\\ud800"}'
+    assert arguments('"{\\"a\\": 1}"') == '{"a": 1}'
+    assert arguments("null") == "{}"
+    assert json.loads(arguments('{"a": "</tool_call"}')) == {"a": "</tool_call"}
+
+
+def test_an_answer_cut_short_holds_no_half_call() -> None:
+    cut = f'{ROME}\n<tool_call>\n{{"name": "clock", "arguments": {{'
+    assert read(format_of("qwen"), cut) == [rome(), ("content", cut[len(ROME) + 1 :])]
+    # This parser takes half a call for a whole one.
+    half = "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rome</arg_value><arg_key>days</arg_k"
+    assert read(format_with_parser("glm47"), half, complete=False) == [("content", half)]
+
+
+def test_an_end_of_text_may_stand_for_the_mark() -> None:
+    assert read(format_of("qwen"), ROME.removesuffix("</tool_call>")) == [rome()]
+
+
+def test_marks_that_lead_to_nothing_cost_little() -> None:
+    text = "[TOOL_CALLS]" * 20_000
+    assert read(format_of("mistral"), text) == [("content", text)]
+    text = "<tool_call>" * 20_000 + "</tool_call>"
+    assert read(format_of("qwen"), text) == [("content", text)]
+
+
+SAMPLES = {
+    "json_tools": ROME,
+    "laguna": "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rome</arg_value>\n"
+    "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call>",
+    "longcat": "<longcat_tool_call>get_weather<longcat_arg_key>city</longcat_arg_key><longcat_arg_value>Rome"
+    "</longcat_arg_value><longcat_arg_key>days</longcat_arg_key><longcat_arg_value>2</longcat_arg_value>"
+    "</longcat_tool_call>",
+    "function_gemma": "<start_function_call>call:get_weather{city:<escape>Rome<escape>,days:2}<end_function_call>",
+    "gemma4": '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:2}<tool_call|>',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    '{"city": "Rome", "days": 2}<|tool_call_end|><|tool_calls_section_end|>',
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>json type="object"<|sep|>'
+    '{"city": "Rome", "days": 2}<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
+    "minicpm5": '<function name="get_weather"><param name="city">Rome</param><param name="days">2</param></function>',
+    "minimax_m2": '<minimax:tool_call><invoke name="get_weather"><parameter name="city">Rome</parameter>'
+    '<parameter name="days">2</parameter></invoke></minimax:tool_call>',
+    "mistral": '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome", "days": 2}',
+    "muse_spark": '<atem:function_calls><atem:invoke name="get_weather"><atem:parameter name="city">"Rome"'
+    '</atem:parameter><atem:parameter name="days">2</atem:parameter></atem:invoke></atem:function_calls>',
+    "pythonic": '<|tool_call_start|>[get_weather(city="Rome", days=2)]<|tool_call_end|>',
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n"
+    "</parameter>\n</function>\n</tool_call>",
+}
+SAMPLES["glm47"] = SAMPLES["laguna"]
+ASKED = {
+    **WEATHER,
+    "function": {
+        **WEATHER["function"],
+        "parameters": {
+            "properties": {  # type: ignore[dict-item]
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+            }
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("parser", sorted(module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__)))
+def test_the_calls_of_every_parser_of_mlx_lm_are_read(parser: str) -> None:
+    format, text = format_with_parser(parser), f"I look.\n{SAMPLES[parser]}"
+    expected = [("content", "I look."), rome()]
+    assert read(format, text, tools=[ASKED]) == expected
+    assert read(format, *text, tools=[ASKED]) == expected
+    assert read(format, text, text[8:], tools=[ASKED]) == [*expected, rome(1)]
+
+
+def test_a_models_own_ids_are_kept() -> None:
+    reader = AnswerReader(format_with_parser("kimi_k2"), TOOLS)
+    assert [delta.tool_call.id for delta in reader.push(SAMPLES["kimi_k2"]) if delta.tool_call] == [
+        "functions.get_weather:0"
+    ]
+
+
+def test_a_call_without_an_end_mark_comes_with_the_next_or_the_end() -> None:
+    reader = AnswerReader(format_of("mistral"), TOOLS)
+    assert told(reader.push("x[TOOL_CALLS]clock[ARGS]{}")) == [("content", "x")]
+    assert told(reader.push('[TOOL_CALLS]get_weather[ARGS]{"city": "[TOOL_CALLS]')) == [("call", (0, "clock", {}))]
+    assert told(reader.push('"}')) == []
+    assert told(reader.finish()) == [("call", (1, "get_weather", {"city": "[TOOL_CALLS]"}))]
+
+
+def test_thoughts_of_prompts_that_open_them() -> None:
+    reader = AnswerReader(format_of("thinking"), TOOLS, starts_in_reasoning=True)
+    assert told(reader.push("\nhm")) == [("reasoning", "hm")]
+    assert told(reader.push("m</th")) == [("reasoning", "m")]
+    assert told(reader.push("ing>\n")) == [("reasoning", "</thing>")]
+    assert told(reader.push("so</think>\n\n")) == [("reasoning", "\nso")]
+    assert told(reader.push(f"Yes. {NOW}")) == [("content", "Yes. "), ("call", (0, "clock", {}))]
+    assert read(format_of("thinking"), "no end", inside=True) == [("reasoning", "no end")]
+
+
+def test_thoughts_that_the_model_opens() -> None:
+    assert read(format_of("thinking"), " \n<think>hm</think>Yes") == [("reasoning", "hm"), ("content", "Yes")]
+    assert read(format_of("qwen"), "<think>hm</think>Yes") == [("content", "<think>hm</think>Yes")]
+    assert read(format_of("thinking"), " yes") == [("content", " yes")]
+    assert read(format_of("thinking"), "<thin") == [("content", "<thin")]
+
+
+def test_what_is_said_about_think_tags_is_no_thought() -> None:
+    text = "Models write <think> before and </think> behind."
+    assert read(format_of("thinking"), text) == [("content", text)]
+    assert read(format_of("thinking"), f"<think>a</think>{text}") == [("reasoning", "a"), ("content", text)]
+
+
+def test_a_call_ends_a_thought_and_the_end_of_a_thought_what_looked_like_a_call() -> None:
+    format = format_of("thinking")
+    assert read(format, f"I call\n{NOW}Done.", inside=True) == [
+        ("reasoning", "I call"),
+        ("call", (0, "clock", {})),
+        ("content", "Done."),
+    ]
+    reader = AnswerReader(format, TOOLS, starts_in_reasoning=True)
+    assert told(reader.push("they write <tool_call> for it. ")) == [("reasoning", "they write ")]
+    assert told(reader.push("</think>So: ")) == [("reasoning", "<tool_call> for it. "), ("content", "So: ")]
+    in_arguments = '<tool_call>{"name": "clock", "arguments": {"a": "</think>"}}</tool_call>'
+    assert read(format, "<think>a</think>", in_arguments)[1:] == [("call", (0, "clock", {"a": "</think>"}))]
+
+
+def test_states_of_a_templates_own() -> None:
+    """Headers are dropped, and marks that only give an answer its shape."""
+    marks = ThoughtMarks(
+        edges={
+            "header": [("to=self|", "reasoning"), ("to=user|", "content")],
+            "reasoning": [("|eom|", "header")],
+            "content": [("|eom|", "header"), ("|shape|", "content")],
+        },
+        initial="header",
+    )
+    format = ChatFormat(None, marks, None)
+    text = "assistant to=self|hm|eom|assistant to=user|Y|shape|es|eom|"
+    assert read(format, text) == read(format, *text) == [("reasoning", "hm"), ("content", "Yes")]
+
+
+def test_marks_of_mlx_lms_formats_are_taken_from_the_tokenizer() -> None:
+    tokenizer = format_of("qwen").tokenizer
+    assert tokenizer is not None
+    known = type(tokenizer)(
+        tokenizer._tokenizer,
+        response_format={
+            "initial_state": "header",
+            "transitions": {"header": [("to=user|", "normal"), ("call|", "tool")]},
+        },
+    )
+    target = em.Target(format_target().model, known)
+    marks = ChatFormat.of(target).thoughts
+    assert (marks.initial, marks.edges["header"]) == ("header", [("to=user|", "content")])
+
+
+def format_target() -> em.Target:
+    from tests.fakes import tiny_target
+
+    return tiny_target(layers=2)
+
+
+WORDS = [
+    "a",
+    "\n",
+    "<",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_",
+    "call>",
+    "<think>",
+    "</think>",
+    "</thi",
+    "nk>",
+    "{}",
+    " ",
+]
+texts = st.lists(st.sampled_from([*WORDS, ROME, NOW, ROME.replace("get", "got")]), max_size=12).map("".join)
+
+
+@given(text=texts, cuts=st.lists(st.integers(0, 400), max_size=12), inside=st.booleans(), complete=st.booleans())
+@example("<tool_call>a</think><tool_call>", [3, 11, 14], True, True)
+def test_the_same_comes_however_the_text_is_cut(text: str, cuts: list[int], inside: bool, complete: bool) -> None:
+    places = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
+    parts = [text[a:b] for a, b in itertools.pairwise(places)]
+    format = format_of("thinking")
+    whole = read(format, text, inside=inside, complete=complete)
+    assert read(format, *parts, inside=inside, complete=complete) == whole
+    assert read(format, *text, inside=inside, complete=complete) == whole
+
+
+@given(
+    text=st.lists(st.sampled_from(["[TOOL_CALLS]", "clock[ARGS]{}", "[", "a", "\n", 'clock[ARGS]{"x": "']), max_size=9)
+)
+def test_the_same_comes_where_calls_have_no_end(text: list[str]) -> None:
+    format, whole = format_of("mistral"), "".join(text)
+    assert read(format, *whole) == read(format, whole) == read(format, *text)
+
+
+def bare(text: str) -> str:
+    """Without line breaks, think tags, however they come to stand together, and blanks before it all."""
+    text = text.replace("\n", "").lstrip()
+    while (less := text.replace("<think>", "").replace("</think>", "").lstrip()) != text:
+        text = less
+    return text
+
+
+@given(text=texts, inside=st.booleans())
+def test_nothing_is_lost_and_all_is_in_order(text: str, inside: bool) -> None:
+    calls = {"get_weather": ROME, "clock": NOW}
+    pieces = read(format_of("thinking"), text, inside=inside, complete=False)
+    assert bare("".join(calls[value[1]] if kind == "call" else value for kind, value in pieces)) == bare(text)

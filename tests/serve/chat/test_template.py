@@ -1,0 +1,200 @@
+"""Prompts from messages: what templates get, what is refused and where, and what a tokenizer's format is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import eagle_mlx as em
+from eagle_mlx.errors import PromptError
+from eagle_mlx.serve.chat import ChatFormat
+from tests.fakes import tiny_target
+from tests.serve.chat.formats import CLOCK, HELLO, WEATHER, format_of
+
+
+def written(name: str, messages: Any, tools: Any = None, tool_choice: Any = None, **kwargs: Any) -> str:
+    format = format_of(name)
+    assert format.tokenizer is not None
+    return str(format.tokenizer.decode(format.prompt(messages, tools, tool_choice, kwargs)))
+
+
+def called(arguments: Any = '{"city": "Oslo"}', **call: Any) -> dict[str, Any]:
+    function = {"name": "get_weather", "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "function": function, **call}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "tools", "thinking"),
+    [
+        ("plain", True, False, False),
+        ("qwen", True, True, False),
+        ("thinking", True, True, True),
+        ("llama", True, False, False),
+        ("mistral", True, True, False),
+    ],
+)
+def test_a_format_knows_what_its_model_can(name: str, template: bool, tools: bool, thinking: bool) -> None:
+    format = format_of(name)
+    assert (format.has_chat_template, format.has_tool_calling, format.has_thinking) == (template, tools, thinking)
+
+
+def test_a_target_without_a_tokenizer_has_no_format() -> None:
+    format = ChatFormat.of(tiny_target(layers=2))
+    assert not format.has_chat_template
+    assert not format.starts_in_reasoning([1, 2, 3])
+    with pytest.raises(PromptError, match="no chat template"):
+        format.prompt(HELLO)
+
+
+def test_messages_become_the_templates_own_text() -> None:
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}], "name": None},
+        {"role": "assistant", "content": "hi", "tool_calls": [], "refusal": None, "reasoning_content": "greet"},
+        {"role": "user", "content": "bye"},
+    ]
+    assert written("thinking", messages, enable_thinking=True) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\ngreet\n</think>\n\nhi<|im_end|>\n"
+        "<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    )
+
+
+def test_a_prompt_is_what_the_engine_makes_of_plain_messages() -> None:
+    target = em.Target(tiny_target(tokenizer=True).model, format_of("plain").tokenizer, name="plain")
+    assert target.tokenizer is not None
+    expected = target.tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, tokenize=True)
+    assert ChatFormat.of(target).prompt(HELLO) == list(expected)
+
+
+def test_the_template_gets_what_the_request_says_for_it() -> None:
+    assert written("thinking", HELLO, enable_thinking=False).endswith("assistant\n")
+    assert written("thinking", HELLO, add_generation_prompt=False).endswith("hello<|im_end|>\n")
+
+
+@pytest.mark.parametrize("name", ["qwen", "thinking"])
+@pytest.mark.parametrize("thinks", [True, False])
+def test_whether_a_prompt_ends_in_an_open_thought(name: str, thinks: bool) -> None:
+    format = format_of(name)
+    about_tags = [{"role": "user", "content": "what is <think> good for?"}]
+    prompt = format.prompt(about_tags, template_kwargs={"enable_thinking": thinks})
+    assert format.starts_in_reasoning(prompt) == (thinks and name == "thinking")
+
+
+def test_calls_and_their_answers_are_written_as_the_template_wants_them() -> None:
+    messages = [*HELLO, called(), {"role": "tool", "tool_call_id": "call_1", "content": "rain"}]
+    text = written("qwen", messages, [WEATHER])
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>' in text
+    assert "tool\nrain<|im_end|>" in text
+    assert json.dumps(WEATHER) in text
+
+
+def test_templates_that_join_arguments_to_text_get_text() -> None:
+    text = written("joined", [*HELLO, called('{"city":  "Zürich"}')], [WEATHER])
+    assert text.endswith('calls get_weather {"city": "Zürich"}\n')
+
+
+def test_without_a_choice_the_model_does_not_hear_of_tools() -> None:
+    assert written("qwen", HELLO, [WEATHER], "none") == written("qwen", HELLO)
+    assert written("plain", HELLO, [WEATHER], "none") == written("plain", HELLO)
+    for choice in ("auto", "required", {"type": "function", "function": {"name": "clock"}}, None):
+        assert "get_weather" in written("qwen", HELLO, [WEATHER, CLOCK], choice)
+
+
+@pytest.mark.parametrize(
+    ("messages", "place"),
+    [
+        ([], "messages"),
+        ("hello", "messages"),
+        ([*HELLO, "hello"], r"messages\[1\]"),
+        ([{"role": "robot", "content": "x"}], r"messages\[0\]\.role"),
+        ([{"role": ["user"], "content": "x"}], r"messages\[0\]\.role"),
+        ([{"content": "x"}], r"messages\[0\]\.role"),
+        ([*HELLO, {"role": "user"}], r"messages\[1\]\.content"),
+        ([*HELLO, {"role": "user", "content": None}], r"messages\[1\]\.content"),
+        ([*HELLO, {"role": "user", "content": 3}], r"messages\[1\]\.content"),
+        ([*HELLO, {"role": "user", "content": []}], r"messages\[1\]\.content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], r"messages\[0\]\.content\[0\]"),
+        ([{"role": "user", "content": [{"type": "text", "text": 1}]}], r"messages\[0\]\.content\[0\]\.text"),
+        ([{"role": "user", "content": "x", "audio": {"id": "a"}}], r"messages\[0\]: 'audio'"),
+        ([{"role": "user", "content": "x", "tool_calls": [{}]}], r"messages\[0\]: 'tool_calls'"),
+        ([*HELLO, {"role": "tool", "content": "x"}], r"messages\[1\]\.tool_call_id"),
+        ([*HELLO, {"role": "tool", "content": "x", "tool_call_id": 7}], r"messages\[1\]\.tool_call_id"),
+        ([*HELLO, called("{")], r"messages\[1\]\.tool_calls\[0\]\.function\.arguments"),
+        ([*HELLO, called("[1]")], r"messages\[1\]\.tool_calls\[0\]\.function\.arguments"),
+        ([*HELLO, called("[" * 100_000)], r"messages\[1\]\.tool_calls\[0\]\.function\.arguments"),
+        ([*HELLO, called(type="custom")], r"messages\[1\]\.tool_calls\[0\]"),
+        ([*HELLO, called(id=3)], r"messages\[1\]\.tool_calls\[0\]"),
+        ([*HELLO, {"role": "assistant", "tool_calls": "x"}], r"messages\[1\]\.tool_calls"),
+        ([*HELLO, {"role": "assistant", "tool_calls": [{"function": {}}]}], r"messages\[1\]\.tool_calls\[0\]"),
+    ],
+)
+def test_a_bad_message_is_named(messages: Any, place: str) -> None:
+    with pytest.raises(PromptError, match=f"^{place}(:| )"):
+        format_of("qwen").prompt(messages)
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **fields}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "place"),
+    [
+        ({}, None, None),
+        ({"name": "f"}, None, "tools"),
+        ([function()] * 129, None, "tools"),
+        ([{"type": "web_search"}], None, r"tools\[0\]"),
+        ([function(), function()], None, "tools"),
+        ([function(name="no spaces")], None, r"tools\[0\]\.function\.name"),
+        ([function(name="x" * 65)], None, r"tools\[0\]\.function\.name"),
+        ([function(parameters="none")], None, r"tools\[0\]\.function\.parameters"),
+        ([function(description=["x"])], None, r"tools\[0\]\.function\.description"),
+        ([], "required", "tool_choice"),
+        ([], {"type": "function", "function": {"name": "f"}}, "tool_choice"),
+        ([function()], {"type": "function", "function": {"name": "g"}}, "tool_choice"),
+        ([function()], {"type": "allowed_tools"}, "tool_choice"),
+        ([function()], "always", "tool_choice"),
+        ([function()], 3, "tool_choice"),
+    ],
+)
+def test_bad_tools_and_choices_are_named(tools: Any, choice: Any, place: str | None) -> None:
+    if place is None:
+        format_of("qwen").prompt(HELLO, tools, choice)
+        return
+    with pytest.raises(PromptError, match=f"^{place}(:| )"):
+        format_of("qwen").prompt(HELLO, tools, choice)
+
+
+def test_what_a_template_would_leave_out_is_refused() -> None:
+    with pytest.raises(PromptError, match="no parser for this model's tool calls"):
+        format_of("llama").prompt(HELLO, [WEATHER])
+    silent = format_of("qwen").calls
+    plain = ChatFormat(format_of("plain").tokenizer, format_of("plain").thoughts, silent)
+    with pytest.raises(PromptError, match="^tools: .*ignores tools"):
+        plain.prompt(HELLO, [WEATHER])
+    with pytest.raises(PromptError, match=r"^messages\[1\]\.tool_calls: .*ignores tool calls"):
+        plain.prompt([*HELLO, called()])
+
+
+def test_what_a_template_raises_is_a_prompt_error() -> None:
+    with pytest.raises(PromptError, match="only user and assistant may speak, not system"):
+        format_of("mistral").prompt([{"role": "system", "content": "x"}])
+    with pytest.raises(PromptError, match="ids have nine letters"):
+        format_of("mistral").prompt([*HELLO, called()])
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "messages", "continue_final_message"])
+def test_the_rendering_itself_is_not_the_requests_business(name: str) -> None:
+    with pytest.raises(PromptError, match=f"^chat_template_kwargs: '{name}'"):
+        format_of("qwen").prompt(HELLO, template_kwargs={name: "x"})
+
+
+def test_template_arguments_must_be_an_object() -> None:
+    arguments: Any = [1]
+    with pytest.raises(PromptError, match="chat_template_kwargs: must be an object"):
+        format_of("qwen").prompt(HELLO, template_kwargs=arguments)
+    with pytest.raises(PromptError, match="add_generation_prompt"):
+        format_of("qwen").prompt(HELLO, template_kwargs={"add_generation_prompt": 1})
