@@ -112,7 +112,7 @@ def _prepare(asked: ChatRequest, loaded: Loaded) -> ChatAnswer:
     prompt = loaded.chat.prompt(messages, tools, choice_given, arguments)
     thinking = loaded.chat.starts_in_reasoning(prompt)
     max_tokens = asked.max_completion_tokens or asked.max_tokens
-    check_context(len(prompt), max_tokens, loaded)
+    check_context(len(prompt), max_tokens, loaded, "messages")
     grammar = loaded.grammars.grammar(asked.answer_format, offer, thinking)
     top = (asked.top_logprobs or 0) if asked.logprobs else None
     rows = [loaded.engine.prepare(prompt, each) for each in sampling(asked, loaded, max_tokens, top, grammar)]

@@ -71,7 +71,7 @@ def _prepare(asked: CompletionRequest, loaded: Loaded) -> CompletionAnswer:
     grammar = loaded.grammars.grammar(asked.answer_format)
     params = sampling(asked, loaded, asked.max_tokens, asked.logprobs, grammar)
     for prompt in prompts:
-        check_context(len(prompt.tokens), asked.max_tokens, loaded)
+        check_context(len(prompt.tokens), asked.max_tokens, loaded, "prompt")
     rows = [loaded.engine.prepare(prompt.tokens, each) for prompt in prompts for each in params]
     if asked.max_tokens == 0:  # the echo is all that is wanted
         for row in rows:

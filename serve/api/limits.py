@@ -11,6 +11,9 @@ from eagle_mlx.errors import ConfigError
 
 from .errors import ApiError
 
+_LINGERING = 8
+"""Times the limit of a body that is too large that are read and dropped: while clients send, they do not listen."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -54,18 +57,22 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # which no web page of another origin can send without being let
         raise ApiError(400, f"the body must be sent with content-type application/json, not {kind or 'none'}")
-    declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > limits.body_bytes:
-        raise _too_large(limits)
-    body = bytearray()
+    declared = request.headers.get("content-length", "")
+    if request.headers.get("expect") and declared.isdecimal() and int(declared[:20]) > limits.body_bytes:
+        raise _too_large(limits)  # the client waits for leave to send it
+    body, size = bytearray(), 0
     async for chunk in request.stream():
-        body += chunk
-        if len(body) > limits.body_bytes:
-            raise _too_large(limits)
+        size += len(chunk)
+        if size <= limits.body_bytes:
+            body += chunk
+        elif size > _LINGERING * limits.body_bytes:
+            break
+    if size > limits.body_bytes:
+        raise _too_large(limits)
     return bytes(body)
 
 
 def _too_large(limits: Limits) -> ApiError:
-    # What is left of the body is not read, so the connection cannot serve another request.
+    # What may be left of the body is not read, so the connection cannot serve another request.
     message = f"the body is larger than {limits.body_bytes} bytes; shorten it"
     return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})

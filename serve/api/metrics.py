@@ -47,7 +47,7 @@ class ServerCollector(Collector):
         totals = self.server.totals
         yield from _speculation(totals)
         yield from _rounds(totals)
-        yield _counter("eagle:prompt_tokens", "Prompt tokens of requests that were taken", totals.prompt_tokens)
+        yield _counter("eagle:prompt_tokens", "Prompt tokens of rows that have ended", totals.prompt_tokens)
         yield _counter("eagle:cached_prompt_tokens", "Those of them from the prefix cache", totals.cached_tokens)
         yield _labelled("eagle:requests", "Requests by how they ended", "outcome", dict(totals.requests))
         yield GaugeMetricFamily("eagle:rows", "Rows that decode", self.server.rows)

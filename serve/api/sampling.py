@@ -76,10 +76,10 @@ def _drafts(request: Request, loaded: Loaded) -> int | None:
     return 0 if mode == "none" else most
 
 
-def check_context(prompt: int, max_tokens: int | None, loaded: Loaded) -> None:
+def check_context(prompt: int, max_tokens: int | None, loaded: Loaded, param: str) -> None:
     """Raise ApiError 400 where a prompt of so many tokens, and its answer, do not fit."""
     context = loaded.target.context_length
     if prompt + (max_tokens or 1) > context:
         wanted = f" and {max_tokens} to generate" if max_tokens else ""
         message = f"the context is {context} tokens, but the prompt has {prompt}{wanted}; shorten one of them"
-        raise ApiError(400, message, code="context_length_exceeded")
+        raise ApiError(400, message, param, "context_length_exceeded")

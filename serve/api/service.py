@@ -129,6 +129,9 @@ class Call:
         if self.first_token is None and any(news.tokens for news in found):
             self.first_token = perf_counter()
             self.service.totals.first_token.add(self.first_token - self.arrived)
+        for output in (news.output for news in found if news.output is not None):
+            self.service.totals.prompt_tokens += output.prompt_tokens
+            self.service.totals.cached_tokens += output.cached_tokens
         return found
 
     def close(self) -> None:

@@ -1,0 +1,146 @@
+"""The command `eagle-serve`: a model behind an OpenAI endpoint."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from eagle_mlx.errors import ConfigError, EagleError
+
+from ..speculation import add_arguments, from_arguments
+from .app import create_app
+from .check import check
+from .limits import Limits
+from .loader import Plan, load
+from .server import Server, listen, run
+from .service import Settings
+from .worker import Worker
+
+EPILOG = """\
+examples:
+  eagle-serve                                                 the embedded target and head, at http://127.0.0.1:8000
+  eagle-serve --target Qwen3-4B-4bit --head user/head         a model and its EAGLE head
+  eagle-serve --target Qwen3-4B-4bit --spec-decode ngram      no second model: drafts come from the text so far
+  eagle-serve --target Qwen3-4B-4bit --head user/head --check does speculation leave the text alone? 0 says yes
+  EAGLE_API_KEY=secret eagle-serve --host 0.0.0.0             for others too, who must know the key
+
+then, with any OpenAI client:
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"messages": [{"role": "user", "content": "Write a haiku."}], "stream": true}'
+  OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+
+A request can switch speculation off with "spec_decode": "none", or bound it with "num_speculative_tokens". /health
+says starting, ready or draining; /metrics is for Prometheus. SIGTERM lets requests under way finish, then ends."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run eagle-serve; returns the exit status: 0, 1 where --check fails, 2 for an error."""
+    args = _parser().parse_args(argv)
+    try:
+        plan, settings = _plan(args), _settings(args)
+        if args.check:
+            return 0 if check(load(plan, say), say) else 1
+        _serve(plan, settings, args)
+    except EagleError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def say(text: str) -> None:
+    """A line about the run."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _serve(plan: Plan, settings: Settings, args: argparse.Namespace) -> None:
+    sock = listen(args.host, args.port)
+    say(f"model: {settings.name}")
+    if settings.api_key is None and args.host not in ("127.0.0.1", "localhost", "::1"):
+        say(f"note: whoever reaches {args.host} can use this server; an --api-key would keep others out")
+    with sock:
+        run(Server(create_app(settings, Worker(lambda: load(plan, say))), say), sock)
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    if args.kv_bits is not None:
+        raise ConfigError("--kv-bits: the engine keeps keys and values in the model's own type; leave it out")
+    target, speculation = from_arguments(args)
+    if not (math.isfinite(args.prefix_cache_gb) and args.prefix_cache_gb >= 0):
+        raise ConfigError(f"--prefix-cache-gb must be at least 0; got {args.prefix_cache_gb}")
+    return Plan(target, speculation, args.max_batch, args.max_context, int(args.prefix_cache_gb * 1e9))
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    if not (math.isfinite(args.drain_seconds) and args.drain_seconds >= 0):
+        raise ConfigError(f"--drain-seconds must be at least 0; got {args.drain_seconds}")
+    if not math.isfinite(args.max_body_mb):
+        raise ConfigError(f"--max-body-mb must be a number; got {args.max_body_mb}")
+    key = args.api_key if args.api_key is not None else os.environ.get("EAGLE_API_KEY")
+    if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError("--api-key (or EAGLE_API_KEY) must be printable ASCII without spaces, and not empty")
+    return Settings(
+        name=args.served_model_name or served_name(args.target),
+        max_batch=args.max_batch,
+        limits=Limits(body_bytes=int(args.max_body_mb * (1 << 20)), queue=args.max_queue),
+        api_key=key,
+        origins=tuple(args.allow_origin),
+        drain_seconds=args.drain_seconds,
+    )
+
+
+def served_name(target: str | None) -> str:
+    """The name of a target for clients: a hub id as it is, a folder by its last part."""
+    if target is None:
+        return "embedded"
+    return Path(target).resolve().name if Path(target).exists() else target
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="eagle-serve",
+        description="Serve a model over HTTP, in OpenAI's shapes, with speculative decoding: the same text, sooner.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--check", action="store_true", help="decode 16 tokens with and without drafts, compare, end")
+    where = parser.add_argument_group("where, and for whom")
+    where.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1, this machine)")
+    where.add_argument("--port", type=int, default=8000, help="default 8000; 0 takes a free one")
+    where.add_argument("--api-key", metavar="KEY", help="what clients must send (default: EAGLE_API_KEY, else nothing)")
+    where.add_argument("--served-model-name", metavar="NAME", help="default: the folder's name or the hub id")
+    where.add_argument(
+        "--allow-origin", action="append", default=[], metavar="URL", help="let web pages from there in; repeatable"
+    )
+    add_arguments(parser)
+    much = parser.add_argument_group("how much")
+    batch, queue, drain = Plan.max_batch, Limits.queue, Settings.drain_seconds
+    body, cache = Limits.body_bytes / (1 << 20), Plan.prefix_cache_bytes / 1e9
+    much.add_argument(
+        "--max-batch", type=int, default=batch, metavar="N", help=f"rows that decode at once (default {batch})"
+    )
+    much.add_argument(
+        "--max-queue", type=int, default=queue, metavar="N", help=f"rows that wait; beyond them 429 (default {queue})"
+    )
+    much.add_argument("--max-context", type=int, metavar="N", help="tokens of prompt and answer (default: the model's)")
+    much.add_argument(
+        "--max-body-mb", type=float, default=body, metavar="MB", help=f"of a request; beyond it 413 (default {body:g})"
+    )
+    much.add_argument(
+        "--prefix-cache-gb", type=float, default=cache, metavar="GB", help=f"kept of past prompts (default {cache:g})"
+    )
+    much.add_argument(
+        "--drain-seconds", type=float, default=drain, metavar="S", help=f"to finish at the end (default {drain:g})"
+    )
+    much.add_argument("--kv-bits", type=int, metavar="BITS", help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

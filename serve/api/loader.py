@@ -1,0 +1,100 @@
+"""Loads what is to be served, tries it once, and says what is on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from eagle_mlx import blas
+from eagle_mlx.engine import Engine
+from eagle_mlx.errors import ConfigError, TargetError
+from eagle_mlx.params import SamplingParams
+from eagle_mlx.policy import FixedPolicy
+from eagle_mlx.proposers.base import Proposer
+from eagle_mlx.target import Target, load_target, parameter_bytes
+
+from ..speculation import Speculation
+from .model import Loaded, sampling_defaults
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to load, and how much of it may run. Raises ConfigError for what cannot be."""
+
+    target: str | Path
+    speculation: Speculation
+    max_batch: int = 8
+    max_context: int | None = None
+    """Tokens of prompt and answer; None for what the model was made for."""
+    prefix_cache_bytes: int = 1_000_000_000
+
+    def __post_init__(self) -> None:
+        if self.max_batch < 1:
+            raise ConfigError(f"--max-batch must be at least 1; got {self.max_batch}")
+        if self.max_context is not None and self.max_context < 2:
+            raise ConfigError(f"--max-context must hold a prompt and an answer, at least 2; got {self.max_context}")
+        if self.prefix_cache_bytes < 0:
+            raise ConfigError("--prefix-cache-gb must be at least 0")
+
+
+def load(plan: Plan, say: Callable[[str], None]) -> Loaded:
+    """Load target and proposer and decode a few tokens, so that what cannot work fails now.
+
+    Raises an EagleError that says what is wrong.
+    """
+    target = load_target(plan.target)
+    if target.tokenizer is None:
+        raise TargetError(f"{plan.target} has no tokenizer, so it cannot be served")
+    if plan.max_context is not None:
+        if plan.max_context > target.context_length:
+            raise ConfigError(
+                f"--max-context {plan.max_context} is more than the {target.context_length} tokens of {plan.target}"
+            )
+        target.context_length = plan.max_context
+    proposer = plan.speculation.proposer(target)
+    _try_out(target, proposer, plan.speculation.num_tokens)
+    policy = plan.speculation.make_policy()
+    engine = Engine(target, proposer, policy, plan.max_batch, prefix_cache_bytes=plan.prefix_cache_bytes)
+    drafts = plan.speculation.num_tokens if proposer is not None else 0
+    loaded = Loaded(engine, plan.speculation.chosen(), drafts, sampling_defaults(plan.target))
+    for line in _description(plan, loaded, proposer):
+        say(line)
+    return loaded
+
+
+def _try_out(target: Target, proposer: Proposer | None, depth: int) -> None:
+    """Decode with and without drafts, which also compiles what the first request would wait for."""
+    prompt = [0] * min(8, target.context_length - 1)
+    params = SamplingParams(max_tokens=2 * depth + 2, ignore_eos=True)
+    Engine(target, proposer, FixedPolicy(depth), max_batch=1).generate([prompt], params)
+    mx.synchronize()
+
+
+def _description(plan: Plan, loaded: Loaded, proposer: Proposer | None) -> list[str]:
+    """What is on, line by line."""
+    target, chat = loaded.target, loaded.chat
+    weights = parameter_bytes(target.model)
+    drafting = sum(parameter_bytes(part) for part in vars(proposer).values() if isinstance(part, nn.Module))
+    chats = [
+        "chat template" if chat.has_chat_template else "no chat template (completions only)",
+        *(["tools"] if chat.has_tool_calling else []),
+        *(["reasoning"] if chat.has_thinking else []),
+    ]
+    cache = f"prefix cache up to {_size(plan.prefix_cache_bytes)}" if plan.prefix_cache_bytes else "no prefix cache"
+    return [
+        f"target: {target.name}, {target.num_layers} layers, {str(target.dtype).rpartition('.')[2]}",
+        f"speculation: {plan.speculation}",
+        f"chat: {', '.join(chats)}",
+        f"sampling: temperature {loaded.defaults.get('temperature', 1.0):g} unless a request says otherwise",
+        f"context: {target.context_length} tokens, {plan.max_batch} rows at once",
+        f"memory: {_size(weights + drafting)} of weights, {cache}",
+        f"blas: {blas.activate()}, mlx on {'the CPU' if mx.default_device() == mx.Device(mx.cpu) else 'the GPU'}",
+    ]
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,106 @@
+"""The running server: it tells when it is ready, drains when it is told to end, and ends when its worker does."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from time import monotonic
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from eagle_mlx.errors import ConfigError
+
+from .service import Service
+
+_LAST_WORDS = 2.0
+"""Seconds that answers which were cut off have for being sent."""
+
+
+class Server(uvicorn.Server):
+    """Uvicorn with an end in order: at the first signal new requests are refused while those under way finish.
+
+    After the service's `drain_seconds`, or at a second signal, those that are left end with an error.
+    """
+
+    def __init__(self, app: FastAPI, say: Callable[[str], None] = lambda _: None):
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=5,
+            lifespan="on",
+        )
+        super().__init__(config)
+        self.service: Service = app.state.service
+        self._say = say
+        self._told = False
+        self._end: float | None = None
+        """When what is under way must have finished."""
+        self._abandoned = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        seconds = self.service.settings.drain_seconds if self._end is None else 0.0
+        self._end = monotonic() + seconds
+        self.service.draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn every tenth of a second."""
+        if self.service.ready and not self._told:
+            self._told = True
+            self._say(f"ready: {' '.join(self._addresses())}")
+        if self.service.worker.failure is not None:
+            self.should_exit = True
+        elif self._end is not None:
+            self._drain(monotonic())
+        return await super().on_tick(counter)
+
+    def _drain(self, now: float) -> None:
+        assert self._end is not None
+        if self.service.idle or now > self._end + _LAST_WORDS:
+            self.should_exit = True
+        elif now > self._end and not self._abandoned:
+            self._abandoned = True
+            self._say("the time to drain is over; requests under way end with an error")
+            self.service.worker.abandon("the server is shutting down")
+
+    def _addresses(self) -> list[str]:
+        sockets = [sock for server in self.servers for sock in server.sockets]
+        return [address(sock) for sock in sockets]
+
+
+def address(sock: socket.socket) -> str:
+    """A listening socket as a URL."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at an address. Raises ConfigError where it cannot be had."""
+    if not 0 <= port < 65536:
+        raise ConfigError(f"--port must be from 0 to 65535; got {port}")
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, proto)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(where)
+            sock.listen(2048)
+        except OSError:
+            sock.close()
+            raise
+    except (OSError, OverflowError, UnicodeError) as e:
+        raise ConfigError(f"cannot listen at --host {host} --port {port}: {e}; name another") from e
+    return sock
+
+
+def run(server: Server, sock: socket.socket) -> None:
+    """Serve until the end. Raises what kept the worker from working."""
+    server.run(sockets=[sock])
+    failure = server.service.worker.failure
+    if failure is not None:
+        raise failure

@@ -1,0 +1,92 @@
+"""A server with a tiny model, running in a thread on a free port."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Thread
+
+import httpx
+import openai
+
+import eagle_mlx as em
+from eagle_mlx.serve.api.app import create_app
+from eagle_mlx.serve.api.limits import Limits
+from eagle_mlx.serve.api.model import Loaded
+from eagle_mlx.serve.api.server import Server, address, listen
+from eagle_mlx.serve.api.service import Service, Settings
+from eagle_mlx.serve.api.worker import Worker
+from tests.fakes import tiny_head, tiny_target
+
+NAME = "tiny"
+DEPTH = 3
+
+
+def engine(mode: str = "ngram", max_batch: int = 4, context: int = 512, prefix_cache_bytes: int = 0) -> em.Engine:
+    """Greedy text of the tiny model repeats itself soon, so that n-grams are accepted, and refused, often."""
+    target = tiny_target(tokenizer=True)
+    target.context_length = context
+    proposer = {
+        "none": lambda: None,
+        "ngram": em.NgramProposer,
+        "eagle": lambda: em.HeadProposer(tiny_head(target, draft_vocab=512)),
+    }[mode]()
+    return em.Engine(target, proposer, em.FixedPolicy(DEPTH), max_batch, prefix_cache_bytes=prefix_cache_bytes)
+
+
+class Live:
+    """A running server, and clients of it."""
+
+    def __init__(self, server: Server, base: str):
+        self.server, self.base = server, base
+        self.service: Service = server.service
+        key = self.service.settings.api_key
+        self.http = httpx.Client(base_url=base, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=60)
+        self.openai = openai.OpenAI(base_url=f"{base}/v1", api_key=key or "none", max_retries=0)
+
+    def until(self, true: Callable[[], bool], seconds: float = 20.0) -> float:
+        """Wait for something to come about, and tell how long that took."""
+        began = time.monotonic()
+        while not true():
+            took = time.monotonic() - began
+            assert took < seconds, f"did not come about within {seconds} s"
+            time.sleep(0.005)
+        return time.monotonic() - began
+
+    def terminate(self) -> None:
+        """As SIGTERM does."""
+        self.server.handle_exit(signal.SIGTERM, None)
+
+    @property
+    def idle(self) -> bool:
+        return self.service.idle and self.service.rows == 0
+
+
+def wide(limits: Limits | None = None, **settings: object) -> Settings:
+    return Settings(NAME, max_batch=4, limits=limits or Limits(), **settings)  # type: ignore[arg-type]
+
+
+@contextmanager
+def live(
+    load: Callable[[], Loaded] | None = None, settings: Settings | None = None, wait: bool = True
+) -> Iterator[Live]:
+    """Start a server, wait until it is ready, and end it."""
+    load = load or (lambda: Loaded(engine(), "ngram", DEPTH, {"temperature": 0.0}))
+    server = Server(create_app(settings or wide(), Worker(load)))
+    sock = listen("127.0.0.1", 0)
+    thread = Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    running = Live(server, address(sock))
+    try:
+        if wait:
+            running.until(lambda: running.service.ready or server.service.worker.failure is not None)
+        yield running
+    finally:
+        running.http.close()
+        running.openai.close()
+        server.should_exit = True
+        thread.join(timeout=20)
+        sock.close()
+        assert not thread.is_alive()

@@ -1,0 +1,290 @@
+"""What clients of OpenAI's API get: whole and streamed, alone and several, and the same text as from the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+import eagle_mlx as em
+from eagle_mlx.engine import Output
+from eagle_mlx.serve.api.model import Loaded
+from tests.serve.api.live import DEPTH, NAME, Live, engine, live
+
+PROMPT = "def f(x):\n    return x"
+MESSAGES: Any = [{"role": "user", "content": "def f(x):"}]
+
+
+@pytest.fixture(scope="module")
+def reference() -> em.Engine:
+    """The same model, decoded plainly and without a server."""
+    return engine("none")
+
+
+@pytest.fixture(scope="module")
+def headed() -> Iterator[Live]:
+    with live(lambda: Loaded(engine("eagle"), "eagle", DEPTH)) as running:
+        yield running
+
+
+def expected(reference: em.Engine, prompt: Any = PROMPT, **params: Any) -> Output:
+    return reference.generate([prompt], em.SamplingParams(**params))[0]
+
+
+def test_a_completion_is_the_engines(server: Live, reference: em.Engine) -> None:
+    answer = server.openai.completions.create(model=NAME, prompt=PROMPT, max_tokens=40, temperature=0)
+    plain = expected(reference, max_tokens=40)
+    assert answer.choices[0].text == plain.text
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (plain.prompt_tokens, 40)
+    assert answer.usage.total_tokens == plain.prompt_tokens + 40
+    timings = answer.timings  # type: ignore[attr-defined]
+    speculation = answer.metrics["speculative_decoding"]  # type: ignore[attr-defined]
+    assert timings["draft_n"] == speculation["num_draft_tokens"] > 0
+    assert 0 < timings["draft_n_accepted"] == speculation["num_accepted_draft_tokens"] <= timings["draft_n"]
+    histogram = {int(length): count for length, count in speculation["acceptance_histogram"].items()}
+    assert sum(histogram.values()) == speculation["num_spec_steps"]
+    assert sum(length * count for length, count in histogram.items()) == speculation["num_accepted_draft_tokens"]
+    assert speculation["mean_acceptance_length"] == pytest.approx(
+        1 + speculation["num_accepted_draft_tokens"] / speculation["num_spec_steps"], abs=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "seed": 7},
+        {"temperature": 1.3, "seed": 8, "top_p": 0.9, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"spec_decode": "none"}, {"num_speculative_tokens": 1}, {"top_k": 40}])
+def test_text_is_the_same_with_and_without_speculation(
+    headed: Live, server: Live, reference: em.Engine, sampling: dict[str, Any], more: dict[str, Any]
+) -> None:
+    plain = expected(reference, max_tokens=24, **sampling, **({"top_k": 40} if "top_k" in more else {}))
+    for running in (headed, server):
+        answer = running.openai.completions.create(
+            model=NAME, prompt=PROMPT, max_tokens=24, extra_body=more, **sampling
+        )
+        assert answer.choices[0].text == plain.text
+        if more.get("spec_decode") == "none":
+            assert answer.timings["draft_n"] == 0  # type: ignore[attr-defined]
+
+
+def test_chat_is_the_engines(server: Live, reference: em.Engine) -> None:
+    answer = server.openai.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=20, temperature=0)
+    plain = expected(reference, MESSAGES, max_tokens=20)
+    assert answer.choices[0].message.content == plain.text
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == plain.prompt_tokens
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 3}])
+def test_streamed_pieces_make_up_the_answer(server: Live, sampling: dict[str, Any]) -> None:
+    asked: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "max_completion_tokens": 30, "n": 2, **sampling}
+    whole = server.openai.chat.completions.create(**asked)
+    chunks = list(server.openai.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant", "assistant"]
+    for choice in whole.choices:
+        pieces = [c.choices[0] for c in chunks if c.choices and c.choices[0].index == choice.index]
+        assert "".join(piece.delta.content or "" for piece in pieces) == choice.message.content
+        assert [piece.finish_reason for piece in pieces if piece.finish_reason] == [choice.finish_reason]
+        assert pieces[-1].finish_reason
+    assert chunks[-1].choices == []
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert whole.usage is not None
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.model_dump() == whole.usage.model_dump()
+    assert chunks[-1].timings["draft_n_accepted"] == whole.timings["draft_n_accepted"]  # type: ignore[attr-defined]
+
+
+def test_the_wire_form_of_a_stream(server: Live) -> None:
+    body = {"prompt": "x", "max_tokens": 3, "stream": True, "temperature": 0}
+    with server.http.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = answer.read().decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(event.startswith("data: {") for event in events[:-2])
+    last = json.loads(events[-3].removeprefix("data: "))
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert last["timings"]["predicted_n"] == 3
+    assert "usage" not in last
+
+
+def test_seeds_count_up_over_the_answers(server: Live, reference: em.Engine) -> None:
+    answer = server.openai.completions.create(
+        model=NAME, prompt=["def", "class"], max_tokens=12, temperature=1.0, seed=11, n=3
+    )
+    wanted = [
+        expected(reference, prompt, max_tokens=12, temperature=1.0, seed=11 + i).text
+        for prompt in ("def", "class")
+        for i in range(3)
+    ]
+    assert [choice.text for choice in answer.choices] == wanted
+    assert [choice.index for choice in answer.choices] == list(range(6))
+
+
+def test_prompts_as_tokens(server: Live, reference: em.Engine) -> None:
+    assert reference.target.tokenizer is not None
+    tokens = reference.target.tokenizer.encode(PROMPT)
+    text = expected(reference, max_tokens=8).text
+    for prompt in (tokens, [tokens, tokens]):
+        answer = server.openai.completions.create(model=NAME, prompt=prompt, max_tokens=8, temperature=0)
+        assert {choice.text for choice in answer.choices} == {text}
+        assert len(answer.choices) == (1 if prompt is tokens else 2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_end_the_text(server: Live, reference: em.Engine, stream: bool) -> None:
+    whole = expected(reference, max_tokens=40).text
+    stop = whole[len(whole) // 2 :][:5]
+    asked: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stop": [stop, "nay"]}
+    if stream:
+        chunks = list(server.openai.completions.create(**asked, stream=True))
+        text, reason = "".join(c.choices[0].text for c in chunks), chunks[-1].choices[0].finish_reason
+    else:
+        choice = server.openai.completions.create(**asked).choices[0]
+        text, reason = choice.text, choice.finish_reason
+    assert text == whole[: whole.find(stop)]
+    assert reason == "stop"
+
+
+def test_chat_logprobs_are_the_targets(server: Live, reference: em.Engine) -> None:
+    plain = expected(reference, MESSAGES, max_tokens=10, logprobs=True, top_logprobs=2)
+    asked: dict[str, Any] = {
+        "model": NAME,
+        "messages": MESSAGES,
+        "max_tokens": 10,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    whole = server.openai.chat.completions.create(**asked).choices[0].logprobs
+    assert whole is not None
+    assert whole.content is not None
+    assert plain.logprobs is not None
+    assert [each.logprob for each in whole.content] == pytest.approx([p.logprob for p in plain.logprobs], abs=1e-3)
+    for each in whole.content:
+        assert bytes(each.bytes or []).decode() == each.token
+        assert len(each.top_logprobs) == 2
+        assert each.top_logprobs[0].token == each.token  # greedy
+    assert "".join(each.token for each in whole.content) == plain.text
+    pieces = [
+        entry
+        for chunk in server.openai.chat.completions.create(**asked, stream=True)
+        if chunk.choices[0].logprobs is not None
+        for entry in chunk.choices[0].logprobs.content or []
+    ]
+    assert [piece.token for piece in pieces] == [each.token for each in whole.content]
+    assert [piece.logprob for piece in pieces] == pytest.approx([each.logprob for each in whole.content], abs=1e-3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_logprobs_with_the_prompt(server: Live, reference: em.Engine, stream: bool) -> None:
+    asked: dict[str, Any] = {
+        "model": NAME,
+        "prompt": PROMPT,
+        "max_tokens": 6,
+        "temperature": 0,
+        "logprobs": 1,
+        "echo": True,
+    }
+    if stream:
+        choices = [c.choices[0] for c in server.openai.completions.create(**asked, stream=True)]
+        text = "".join(choice.text for choice in choices)
+        listed = [choice.logprobs for choice in choices if choice.logprobs is not None]
+        tokens = [token for each in listed for token in each.tokens or []]
+        logprobs = [value for each in listed for value in each.token_logprobs or []]
+        offsets = [offset for each in listed for offset in each.text_offset or []]
+    else:
+        choice = server.openai.completions.create(**asked).choices[0]
+        assert choice.logprobs is not None
+        text, tokens = choice.text, choice.logprobs.tokens or []
+        logprobs, offsets = choice.logprobs.token_logprobs or [], choice.logprobs.text_offset or []
+    plain = expected(reference, max_tokens=6, logprobs=True)
+    assert text == PROMPT + plain.text == "".join(tokens)
+    assert [text[a:b] for a, b in zip(offsets, [*offsets[1:], len(text)], strict=True)] == tokens
+    assert logprobs[0] is None
+    assert plain.logprobs is not None
+    assert logprobs[-6:] == pytest.approx([each.logprob for each in plain.logprobs], abs=1e-3)
+    # Of the prompt's tokens: what the engine gives where it is made to say them.
+    assert reference.target.tokenizer is not None
+    ids = reference.target.tokenizer.encode(PROMPT)
+    for place in range(1, len(ids)):
+        said = expected(reference, ids[:place], max_tokens=1, logprobs=True, logit_bias={ids[place]: 1e4})
+        assert said.tokens == [ids[place]]
+        assert said.logprobs is not None
+        assert logprobs[place] == pytest.approx(said.logprobs[0].logprob, abs=1e-3)
+
+
+def test_an_echo_alone_decodes_nothing(server: Live) -> None:
+    for stream in (False, True):
+        body = {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 0, "stream": stream}
+        answer = server.http.post("/v1/completions", json=body)
+        text = answer.text if not stream else answer.text.split("\n\n")[0].removeprefix("data: ")
+        choice = json.loads(text)["choices"][0]
+        assert choice["text"] == PROMPT
+        assert len(choice["logprobs"]["token_logprobs"]) == len(choice["logprobs"]["tokens"]) > 3
+
+
+def test_an_answer_that_must_be_json_is(server: Live) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"yes": {"type": "boolean"}, "n": {"enum": [1, 2, 3]}},
+        "required": ["yes", "n"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    asked: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "max_tokens": 60, "response_format": form, "seed": 1}
+    answer = server.openai.chat.completions.create(**asked, temperature=1.0)
+    text = answer.choices[0].message.content or ""
+    read = json.loads(text)
+    assert set(read) == {"yes", "n"}
+    assert answer.choices[0].finish_reason == "stop"
+    chunks = server.openai.chat.completions.create(**asked, temperature=1.0, stream=True)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == text
+
+
+def test_many_at_once_by_the_async_client(server: Live, reference: em.Engine) -> None:
+    prompts = ["def", "class", "import os", "x =", "for", "with open", "return"]
+    wanted = [expected(reference, prompt, max_tokens=16).text for prompt in prompts]
+
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.base}/v1", api_key="none") as client:
+
+            async def one(index: int, prompt: str) -> str:
+                asked: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": 16, "temperature": 0}
+                if index % 2:
+                    return (await client.completions.create(**asked)).choices[0].text
+                stream = await client.completions.create(**asked, stream=True)
+                return "".join([chunk.choices[0].text async for chunk in stream])
+
+            return await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts)))
+
+    assert asyncio.run(ask()) == wanted
+
+
+def test_a_conversation_goes_on_from_the_prefix_cache() -> None:
+    def load() -> Loaded:
+        return Loaded(engine(prefix_cache_bytes=1 << 24), "ngram", DEPTH)
+
+    with live(load) as running:
+        tokens = list(range(50, 90))
+        asked: dict[str, Any] = {"model": NAME, "prompt": tokens, "max_tokens": 8, "temperature": 0}
+        first = running.openai.completions.create(**asked)
+        second = running.openai.completions.create(**asked)
+    assert first.choices[0].text == second.choices[0].text
+    assert first.usage is not None
+    assert second.usage is not None
+    assert first.usage.prompt_tokens_details is not None
+    assert second.usage.prompt_tokens_details is not None
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert (second.usage.prompt_tokens_details.cached_tokens or 0) > 20

@@ -1,0 +1,298 @@
+"""What is refused, in which words, and that nobody else suffers from it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from eagle_mlx.serve.api.limits import Limits
+from tests.serve.api.live import NAME, Live, live, wide
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USER = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Live]:
+    limits = Limits(body_bytes=4096, queue=2)
+    with live(settings=wide(limits, api_key="secret", origins=("https://page.example",))) as running:
+        yield running
+
+
+def post(server: Live, path: str, body: Any) -> tuple[int, dict[str, Any]]:
+    """The status and the error of a request that must be refused in the server's own words."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = server.http.post(path, content=content, headers={"content-type": "application/json"})
+    assert answer.headers["content-type"] == "application/json"
+    said = answer.json()
+    assert set(said) == {"error"}, said
+    assert set(said["error"]) == {"message", "type", "param", "code"}
+    assert said["error"]["message"]
+    return answer.status_code, said["error"]
+
+
+def still_serves(server: Live) -> None:
+    answer = server.http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 2, "temperature": 0})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "said"),
+    [
+        (COMPLETIONS, {}, "prompt", "required"),
+        (COMPLETIONS, {"prompt": ""}, None, "empty"),
+        (COMPLETIONS, {"prompt": []}, "prompt", "empty list"),
+        (COMPLETIONS, {"prompt": [[]]}, None, "empty"),
+        (COMPLETIONS, {"prompt": ["x"] * 65}, "prompt", "at most 64"),
+        (COMPLETIONS, {"prompt": [1, "x"]}, "prompt.1", "valid"),
+        (COMPLETIONS, {"prompt": [4096]}, "prompt", "vocabulary of 4096"),
+        (COMPLETIONS, {"prompt": [-1]}, "prompt.0", "greater than"),
+        (COMPLETIONS, {"prompt": [10**30]}, "prompt.0", "less"),
+        (COMPLETIONS, {"prompt": "x", "temperature": "1"}, "temperature", "number"),
+        (COMPLETIONS, {"prompt": "x", "temperature": True}, "temperature", "number"),
+        (COMPLETIONS, {"prompt": "x", "temperature": -1}, "temperature", "greater"),
+        (COMPLETIONS, {"prompt": "x", "top_p": 2}, "top_p", "at most 1"),
+        (COMPLETIONS, {"prompt": "x", "top_k": -2}, "top_k", "at least 0"),
+        (COMPLETIONS, {"prompt": "x", "min_p": 1.5}, "min_p", "from 0"),
+        (COMPLETIONS, {"prompt": "x", "seed": 2**63}, "seed", "less"),
+        (COMPLETIONS, {"prompt": "x", "presence_penalty": 101}, "presence_penalty", "-100"),
+        (COMPLETIONS, {"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", "0.001"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"4096": 1}}, "logit_bias", "vocabulary"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"1": "a"}}, "logit_bias", "number"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"1": 1e5}}, "logit_bias", "10000"),
+        (COMPLETIONS, {"prompt": "x", "stop": ["a"] * 17}, "stop", "at most 16"),
+        (COMPLETIONS, {"prompt": "x", "stop": "a" * 257}, "stop", "256"),
+        (COMPLETIONS, {"prompt": "x", "stop": ""}, "stop", "not empty"),
+        (COMPLETIONS, {"prompt": "x", "n": 0}, "n", "greater"),
+        (COMPLETIONS, {"prompt": "x", "n": 17}, "n", "at most 16"),
+        (COMPLETIONS, {"prompt": "x", "best_of": 2}, "best_of", "equal n"),
+        (COMPLETIONS, {"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
+        (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "logprobs", "20"),
+        (COMPLETIONS, {"prompt": "x", "logprobs": True}, "logprobs", "integer"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, "max_tokens", "echo"),
+        (COMPLETIONS, {"prompt": "x", "best": 1}, "best", "not a known field"),
+        (COMPLETIONS, {"prompt": "x", "stream_options": {}}, "stream_options", "stream"),
+        (COMPLETIONS, {"prompt": "x", "stream": True, "stream_options": {"a": 1}}, "stream_options.a", "known"),
+        (COMPLETIONS, {"prompt": "x", "spec_decode": "eagle"}, "spec_decode", "'ngram' and 'none'"),
+        (COMPLETIONS, {"prompt": "x", "num_speculative_tokens": -1}, "num_speculative_tokens", "greater"),
+        (
+            COMPLETIONS,
+            {"prompt": "x", "spec_decode": "none", "num_speculative_tokens": 2},
+            "num_speculative_tokens",
+            "drafts nothing",
+        ),
+        (COMPLETIONS, {"prompt": "x", "store": True}, "store", "False"),
+        (CHAT, {"messages": []}, "messages", "at least 1"),
+        (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role", "system"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "text"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "must be text"),
+        (CHAT, {"messages": USER, "audio": {}}, "audio", "not supported"),
+        (CHAT, {"messages": USER, "functions": []}, "functions", "not supported"),
+        (CHAT, {"messages": USER, "top_logprobs": 1}, "top_logprobs", "logprobs"),
+        (CHAT, {"messages": USER, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
+        (CHAT, {"messages": USER, "tools": [TOOL]}, "tools", "parser"),
+        (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice", "needs tools"),
+        (CHAT, {"messages": USER, "response_format": {"type": "xml"}}, "response_format.type", "json_object"),
+        (
+            CHAT,
+            {
+                "messages": USER,
+                "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "wizard"}}},
+            },
+            None,
+            "schema",
+        ),
+        ("/tokenize", {}, "prompt", "messages"),
+        ("/tokenize", {"prompt": 1}, "prompt", "string"),
+        ("/detokenize", {"tokens": [4096]}, "tokens", "4096"),
+        ("/detokenize", {"tokens": "x"}, "tokens", "list"),
+    ],
+)
+def test_a_request_that_cannot_be_meant(server: Live, path: str, body: Any, param: str | None, said: str) -> None:
+    status, error = post(server, path, body)
+    assert status == 400
+    assert error["type"] == "invalid_request_error"
+    assert said in error["message"]
+    if param is not None:
+        assert error["param"] == param
+
+
+def test_prompts_that_do_not_fit_the_context(server: Live) -> None:
+    for path, body in [
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 600}),
+        (COMPLETIONS, {"prompt": "x y z " * 300}),
+        (CHAT, {"messages": USER, "max_completion_tokens": 512}),
+    ]:
+        status, error = post(server, path, body)
+        assert (status, error["code"]) == (400, "context_length_exceeded")
+        assert "512" in error["message"]
+
+
+def test_the_context_bounds_what_is_not_bounded(server: Live) -> None:
+    body = {"prompt": [7] * 500, "temperature": 0, "ignore_eos": True}
+    usage = server.http.post(COMPLETIONS, json=body).json()["usage"]
+    assert usage["total_tokens"] == 512
+
+
+def test_other_models_and_paths(server: Live) -> None:
+    assert post(server, COMPLETIONS, {"prompt": "x", "model": "gpt"})[1]["code"] == "model_not_found"
+    assert server.http.get("/v1/models/gpt").status_code == 404
+    for method, path, status in [("GET", "/v1/nothing", 404), ("GET", CHAT, 405), ("DELETE", "/health", 405)]:
+        answer = server.http.request(method, path)
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"]
+
+
+def test_harmless_fields_are_taken(server: Live) -> None:
+    harmless = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "stop": None, "n": None}
+    body = {"messages": USER, "max_tokens": 1, "parallel_tool_calls": True, "tool_choice": "auto", **harmless}
+    assert server.http.post(CHAT, json=body).status_code == 200
+
+
+def test_keys(guarded: Live) -> None:
+    for headers in ({"Authorization": ""}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+        for path in ("/v1/models", "/tokenize", "/openapi.json"):
+            answer = guarded.http.get(path, headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["type"] == "authentication_error"
+        assert guarded.http.get("/health", headers=headers).status_code == 200
+        assert guarded.http.get("/metrics", headers=headers).status_code == 200
+    assert guarded.openai.models.list().data[0].id == NAME
+
+
+def test_pages_of_named_origins_alone_are_let_in(guarded: Live, server: Live) -> None:
+    def allowed(running: Live, origin: str) -> str | None:
+        asked = {"Origin": origin, "Access-Control-Request-Method": "POST", "Authorization": ""}
+        value: str | None = running.http.options(CHAT, headers=asked).headers.get("access-control-allow-origin")
+        return value
+
+    assert allowed(guarded, "https://page.example") == "https://page.example"
+    assert allowed(guarded, "https://other.example") is None
+    assert allowed(server, "https://page.example") is None
+
+
+def test_bodies_that_are_too_large(guarded: Live) -> None:
+    long = json.dumps({"prompt": "x" * 5000}).encode()
+
+    def pieces() -> Iterator[bytes]:
+        yield from (long[at : at + 100] for at in range(0, len(long), 100))
+
+    headers = {"content-type": "application/json"}
+    for content in (long, pieces()):
+        answer = guarded.http.post(COMPLETIONS, content=content, headers=headers)
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "request_too_large"
+    still_serves(guarded)
+
+
+def test_a_body_that_lies_about_its_length_or_never_ends(guarded: Live) -> None:
+    host, port = guarded.base.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as raw:
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 99999999999\r\nExpect: 100-continue\r\n\r\n"
+        )
+        assert raw.recv(4096).startswith(b"HTTP/1.1 413")
+    with socket.create_connection((host, int(port)), timeout=10) as raw:
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
+            b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        raw.sendall(b"400\r\n" + b"x" * 0x400 + b"\r\n")
+        for _ in range(40):
+            raw.sendall(b"400\r\n" + b"x" * 0x400 + b"\r\n")
+        assert raw.recv(4096).startswith(b"HTTP/1.1 413")
+    still_serves(guarded)
+
+
+def test_other_content_types(server: Live) -> None:
+    answer = server.http.post(COMPLETIONS, data={"prompt": "x"})
+    assert answer.status_code == 400
+    assert "application/json" in answer.json()["error"]["message"]
+
+
+def test_a_queue_that_is_full(guarded: Live) -> None:
+    held = {"prompt": ["x"] * 4, "max_tokens": 500, "ignore_eos": True, "stream": True}
+    with guarded.http.stream("POST", COMPLETIONS, json=held) as first:
+        next(first.iter_text())
+        answer = guarded.http.post(COMPLETIONS, json={"prompt": ["x"] * 3})
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) >= 1
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+    guarded.until(lambda: guarded.idle)
+    assert post(guarded, COMPLETIONS, {"prompt": ["x"] * 7})[0] == 400  # would never fit
+    still_serves(guarded)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xff\xfe",
+        b'{"prompt": "\xc3"}',
+        b'{"prompt": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"prompt": ' + b"[" * 1000 + b"]" * 1000 + b"}",
+        b'{"metadata": ' + b'{"a":' * 190 + b"1" + b"}" * 190 + b', "prompt": "x"}',
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": Infinity}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "x", "max_tokens": 1e3}',
+        b'{"prompt": "x", "max_tokens": 99999999999999999999}',
+        b"null",
+        b"[]",
+        b'"prompt"',
+        b'{"prompt": "x"} {}',
+        b"{'prompt': 'x'}",
+        b'{"prompt": [' + b"true," * 50_000 + b"true]}",
+        b'{"prompt": "x", ' + b",".join(b'"a%d": 1' % i for i in range(20_000)) + b"}",
+        b'{"prompt": "x", "logit_bias": {' + b",".join(b'"a%d": "b"' % i for i in range(20_000)) + b"}}",
+    ],
+    ids=lambda body: repr(body[:20]),
+)
+def test_raw_bodies(server: Live, body: bytes) -> None:
+    for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize"):
+        assert post(server, path, body)[0] == 400
+    still_serves(server)
+
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.sampled_from([10**40, -1, 4096])
+)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+)
+FIELDS = [
+    "prompt",
+    "messages",
+    "model",
+    "n",
+    "stop",
+    "logit_bias",
+    "seed",
+    "tools",
+    "response_format",
+    "stream",
+    "echo",
+]
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.sampled_from(FIELDS), VALUES, min_size=1), st.sampled_from([COMPLETIONS, CHAT]))
+def test_values_of_all_kinds(server: Live, body: dict[str, Any], path: str) -> None:
+    body["max_tokens"] = 1
+    content = json.dumps(body).encode("utf-8", "surrogatepass")
+    answer = server.http.post(path, content=content, headers={"content-type": "application/json"})
+    assert answer.status_code in (200, 400, 404), answer.text
+    if answer.status_code != 200:
+        assert answer.json()["error"]["message"]
