@@ -1,0 +1,394 @@
+"""Grammars: what they allow, what is refused, the matcher's promises, and texts of an engine that speculates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import eagle_mlx as em
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.params import Grammar, SamplingParams
+from eagle_mlx.policy import FixedPolicy
+from eagle_mlx.processors import walk
+from eagle_mlx.proposers.ngram import NgramProposer
+from eagle_mlx.serve.chat import AnswerReader, ChatFormat, Grammars, ToolOffer
+from eagle_mlx.serve.chat.structured import MOST_SCHEMA_BYTES
+from tests.fakes import tiny_target
+from tests.serve.chat.formats import CLOCK, HELLO, VOCAB, WEATHER, format_of, target_of, tokenizer_of
+
+GRAMMARS = {
+    (name, special): Grammars.of(target_of(name, special))
+    for name in ("qwen", "thinking", "plain")
+    for special in (False, True)
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "level": {"enum": ["low", "middle", "high"]},
+        "counts": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+        "open": {"type": ["boolean", "null"]},
+    },
+    "required": ["name", "level", "counts", "open"],
+    "additionalProperties": False,
+}
+ANSWER = '{"name": "é漢", "level": "high", "counts": [1, 23], "open": null}'
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
+END = 2
+
+
+def by_schema(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
+
+
+def compiled(
+    format: Any, offer: ToolOffer | None = None, inside: bool = False, name: str = "plain"
+) -> Callable[[], Grammar]:
+    make = GRAMMARS[name, False].grammar(format, offer, inside)
+    assert make is not None
+    return make
+
+
+def allows(make: Callable[[], Grammar] | None, text: str, name: str = "plain", special: bool = False) -> bool:
+    """Whether the text may be written, token by token, and may end then."""
+    assert make is not None
+    grammar = make()
+    for token in tokenizer_of(name, special).encode(text, add_special_tokens=False):
+        allowed = bool(grammar.mask()[token].item())
+        assert grammar.advance(token) == allowed
+        if not allowed:
+            return False
+    return bool(grammar.mask()[END].item())
+
+
+def test_texts_by_the_schema_are_allowed_and_no_others() -> None:
+    make = compiled(by_schema(SCHEMA, strict=True, description="x"))
+    assert allows(make, ANSWER)
+    assert allows(make, ANSWER.replace(" ", ""))
+    assert allows(make, json.dumps(json.loads(ANSWER), indent=4, ensure_ascii=False))
+    for wrong in (
+        ANSWER[:-1],
+        ANSWER + " ",
+        "Sure: " + ANSWER,
+        ANSWER.replace("23", "100"),
+        ANSWER.replace("high", "higher"),
+        ANSWER.replace("null", "0"),
+        ANSWER.replace("}", ', "more": 1}'),
+        ANSWER.replace('"name"', " " * 60 + '"name"'),
+    ):
+        assert not allows(make, wrong)
+
+
+def test_any_object_is_allowed_where_no_schema_is_given() -> None:
+    make = compiled({"type": "json_object"})
+    assert allows(make, ANSWER)
+    assert allows(make, '{"a": {"b": [1.5e3, {}]}}')
+    assert not allows(make, "[1]")
+
+
+def test_free_answers_have_no_grammar() -> None:
+    grammars = GRAMMARS["qwen", False]
+    assert grammars.grammar() is None
+    assert grammars.grammar({"type": "text"}, ToolOffer.of([WEATHER])) is None
+    assert grammars.grammar({"type": "text"}, ToolOffer.of([WEATHER], "none")) is None
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", ["qwen", "thinking"])
+def test_forced_calls_are_calls_of_the_tools(name: str, special: bool) -> None:
+    grammars = GRAMMARS[name, special]
+
+    def may(offer: ToolOffer, text: str, inside: bool = False) -> bool:
+        return allows(grammars.grammar({"type": "text"}, offer, inside), text, name, special)
+
+    any_of, one = ToolOffer.of([WEATHER, CLOCK], "required"), ToolOffer.of([WEATHER, CLOCK], "required", parallel=False)
+    clock = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    assert may(any_of, CALL)
+    assert may(any_of, clock)
+    assert may(any_of, f"{CALL}\n{clock}\n{CALL}")
+    assert not may(one, f"{CALL}\n{clock}")
+    assert may(one, clock)
+    named = ToolOffer.of([WEATHER, CLOCK], {"type": "function", "function": {"name": "clock"}})
+    assert may(named, clock)
+    assert not may(named, CALL)
+    for wrong in ("", "no", CALL.replace("3", "10"), CALL.replace("Rome", "Bonn"), CALL.replace(', "days": 3', "")):
+        assert not may(any_of, wrong)
+    assert may(any_of, f"<think>\nhm <é\n</think>\n\n{CALL}") == (name == "thinking")
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_model_may_think_before_it_answers(special: bool) -> None:
+    def may(text: str, inside: bool) -> bool:
+        return allows(GRAMMARS["thinking", special].grammar(by_schema(SCHEMA), None, inside), text, "thinking", special)
+
+    assert may(f"I {{think}} 漢\n</think>\n\n{ANSWER}", inside=True)
+    assert may(f"</think>{ANSWER}", inside=True)
+    assert not may(ANSWER, inside=True)
+    assert not may(f"I think</think>\n{ANSWER}.", inside=True)
+    assert may(ANSWER, inside=False)
+    assert may(f"<think>\nhm\n</think>\n\n{ANSWER}", inside=False)
+    assert not may(f"hm</think>{ANSWER}", inside=False)
+
+
+def test_beside_tools_an_answer_is_either() -> None:
+    make = compiled(by_schema(SCHEMA), ToolOffer.of([WEATHER], "auto"), name="qwen")
+    assert allows(make, ANSWER, "qwen")
+    assert allows(make, CALL, "qwen")
+    assert not allows(make, f"{ANSWER}{CALL}", "qwen")
+    assert not allows(compiled(by_schema(SCHEMA), ToolOffer.of([WEATHER], "required"), name="qwen"), ANSWER, "qwen")
+
+
+@pytest.mark.parametrize(
+    ("format", "reason"),
+    [
+        ({"type": "xml"}, "response_format.type: must be text"),
+        ({}, "response_format.type"),
+        ("json", "response_format.type"),
+        ({"type": "json_object", "schema": {}}, "unknown key 'schema'"),
+        ({"type": "json_schema"}, "response_format.json_schema: must be an object"),
+        ({"type": "json_schema", "json_schema": {"name": "a"}}, "schema: must be a JSON schema"),
+        ({"type": "json_schema", "json_schema": {"name": "a", "schema": True}}, "schema: must be a JSON schema"),
+        ({"type": "json_schema", "json_schema": {"schema": {}}}, "name: must be text"),
+        (by_schema({}, strict="yes"), "strict: must be true or false"),
+        (by_schema({}, extra=1), "unknown key 'extra'"),
+        (by_schema({"type": "text"}), "schema: Invalid type: text"),
+        (by_schema({"type": "array", "uniqueItems": True}), "Unimplemented keys.*uniqueItems"),
+        (by_schema({"properties": {"a": {"not": {}}}}), "Unimplemented keys.*not"),
+        (by_schema({"x-guidance": {"lenient": True}, "not": {}}), "x-guidance"),
+        (by_schema({"a": {"x-guidance": {"lenient": True}}, "if": {}}), "Unimplemented keys.*if"),
+        (by_schema({"type": "string", "pattern": "(?=a)b"}), "look-around"),
+        (by_schema({"type": "string", "pattern": "("}), "regex parse error"),
+        (by_schema({"type": "string", "format": "colour"}), "Unknown format: colour"),
+        (by_schema({"$ref": "http://localhost/schema"}), "localhost"),
+        (by_schema({"enum": []}), "Unsatisfiable"),
+        (by_schema({"type": "object", "properties": {"a": False}, "required": ["a"]}), "unsatisfiable"),
+        (by_schema({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), "no text can follow"),
+        (by_schema({"type": "integer", "multipleOf": 999999937}), "fuel exhausted"),
+        (by_schema({"type": "string", "pattern": "a?" * 20_000}), "too many expressions"),
+        (by_schema({"enum": ["x" * MOST_SCHEMA_BYTES]}), "too large"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_with_the_reason(format: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){reason}"):
+        GRAMMARS["plain", False].grammar(format)
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"anyOf": [schema]}
+    return schema
+
+
+def test_deep_schemas_are_refused_and_long_chains_do_no_harm() -> None:
+    with pytest.raises(ConfigError, match="nested too deep"):
+        compiled(by_schema(nested(20_000)))
+    assert allows(compiled(by_schema(nested(40))), '"a"')
+    chain: dict[str, Any] = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(1_300)}
+    assert allows(compiled(by_schema({"$defs": {**chain, "d1300": {"type": "string"}}, "$ref": "#/$defs/d0"})), '"a"')
+
+
+def test_a_tools_schema_is_named_where_it_cannot_be_kept() -> None:
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "text"}}}}}
+    with pytest.raises(ConfigError, match=r"^tools\[1\]\.function\.parameters: Invalid type: text"):
+        GRAMMARS["qwen", False].grammar(None, ToolOffer.of([WEATHER, bad], "required"))
+
+
+def test_calls_that_are_not_json_between_tags_cannot_be_forced() -> None:
+    mistral = Grammars.of(target_of("mistral"))
+    with pytest.raises(ConfigError, match="^tool_choice: .*'mistral'"):
+        mistral.grammar(None, ToolOffer.of([WEATHER], "required"))
+    with pytest.raises(ConfigError, match="^response_format: .*'mistral'"):
+        mistral.grammar({"type": "json_object"}, ToolOffer.of([WEATHER]))
+    assert mistral.grammar({"type": "json_object"}, ToolOffer.of([WEATHER], "none")) is not None
+    with pytest.raises(ConfigError, match="cannot parse"):
+        GRAMMARS["plain", False].grammar(None, ToolOffer.of([WEATHER], "required"))
+
+
+def test_targets_that_cannot_have_grammars_say_so() -> None:
+    with pytest.raises(ConfigError, match="need a tokenizer"):
+        Grammars.of(tiny_target(layers=2)).grammar({"type": "json_object"})
+    with pytest.raises(ConfigError, match="a token that ends the text"):
+        Grammars(format_of("plain"), VOCAB, [VOCAB + 1]).grammar({"type": "json_object"})
+
+
+def test_schemas_that_are_too_complex_to_follow_fail_alone() -> None:
+    """The chain passes the compiler, and has more open ends than a parser's row may have."""
+    chain: dict[str, Any] = {
+        f"{i:x}": {"anyOf": [{"$ref": f"#/$defs/{i + 1:x}"}, {"type": "null"}]} for i in range(1_020)
+    }
+    make = compiled(by_schema({"$defs": {**chain, "3fc": {"type": "string"}}, "$ref": "#/$defs/0"}))
+    other = compiled(by_schema(SCHEMA))
+    params = SamplingParams(max_tokens=8, grammar=make)
+    engine = em.Engine(target_of("plain"))
+    rows = [engine.prepare([5, 6], params), engine.prepare([5, 6], replace(params, grammar=other))]
+    for row in rows:
+        engine.submit(row)
+    while not engine.idle:
+        engine.step()
+    assert [row.finish_reason for row in rows] == ["error", "length"]
+    assert "the grammar cannot be followed any further" in (rows[0].error or "")
+
+
+def test_grammars_are_compiled_once_and_from_any_thread() -> None:
+    grammars = Grammars.of(target_of("plain"))
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(lambda _: grammars.grammar(by_schema(SCHEMA)), range(16)))
+    assert all(allows(make, ANSWER) for make in made)
+    assert grammars._compiled.cache_info().currsize == 1
+
+
+def test_rows_do_not_share_a_state() -> None:
+    make = compiled(by_schema(SCHEMA))
+    first, second = make(), make()
+    before = np.array(second.mask())
+    for token in tokenizer_of("plain").encode('{"name":', add_special_tokens=False):
+        assert first.advance(token)
+    assert (np.array(second.mask()) == before).all()
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 4096, 1000])
+def test_masks_are_as_wide_as_the_models_vocabulary(vocab: int) -> None:
+    make = Grammars(format_of("plain"), vocab, [END]).grammar({"type": "json_object"})
+    assert make is not None
+    mask = np.array(make().mask())
+    assert mask.shape == (vocab,)
+    assert mask.dtype == np.bool_
+    assert not mask[4096:].any()
+    assert {tokenizer_of("plain").decode([int(token)])[0] for token in np.flatnonzero(mask)} == {"{"}
+
+
+def fresh(make: Callable[[], Grammar], tokens: Sequence[int]) -> Grammar:
+    grammar = make()
+    for token in tokens:
+        assert grammar.advance(token)
+    return grammar
+
+
+def masks_of(grammar: Grammar) -> Any:
+    return np.array(grammar.mask())
+
+
+@given(data=st.data())
+def test_a_matcher_that_went_back_is_like_a_fresh_one(data: st.DataObject) -> None:
+    """Tokens allowed and not, masks asked for or not, rollbacks of any length, also behind the end."""
+    which = data.draw(st.sampled_from(["schema", "calls", "thinking"]))
+    make = {
+        "schema": lambda: compiled(by_schema(SCHEMA), name="thinking"),
+        "calls": lambda: compiled(None, ToolOffer.of([WEATHER, CLOCK], "required"), name="thinking"),
+        "thinking": lambda: compiled({"type": "json_object"}, None, True, name="thinking"),
+    }[which]()
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    grammar, text = make(), list[int]()
+    for _ in range(data.draw(st.integers(1, 60))):
+        action = rng.random()
+        if action < 0.2:
+            count = int(rng.integers(0, len(text) + 1))
+            grammar.rollback(count)
+            del text[len(text) - count :]
+        elif action < 0.35:
+            token = int(rng.integers(VOCAB))
+            if grammar.advance(token):
+                text.append(token)
+            else:
+                assert token == END or not masks_of(fresh(make, text))[token]
+        else:
+            choices = np.flatnonzero(masks_of(grammar))
+            token = int(rng.choice(choices))
+            assert grammar.advance(token) == (token not in (0, END))
+            text += [token] if token not in (0, END) else []
+    assert (masks_of(grammar) == masks_of(fresh(make, text))).all()
+
+
+def test_a_walk_leaves_no_trace() -> None:
+    make = compiled(by_schema(SCHEMA))
+    tokens = tokenizer_of("plain").encode(ANSWER, add_special_tokens=False)
+    grammar = fresh(make, tokens[:4])
+    before = masks_of(grammar)
+    assert len(walk(grammar, tokens[4:12])) == 9
+    assert len(walk(grammar, [*tokens[4:6], END, *tokens[6:8]])) == 3
+    assert len(walk(grammar, [*tokens[4:], END])) == len(tokens[4:]) + 1
+    assert (masks_of(grammar) == before).all()
+
+
+CASES = {
+    "greedy": SamplingParams(max_tokens=400),
+    "seeded": SamplingParams(max_tokens=400, temperature=1.0, seed=5),
+    "filtered": SamplingParams(max_tokens=400, temperature=0.7, top_p=0.9, top_k=50, seed=6, repetition_penalty=1.1),
+}
+
+
+def by_the_schema(text: str) -> bool:
+    value = json.loads(text)
+    return (
+        list(value) == list(SCHEMA["properties"])  # type: ignore[call-overload]
+        and isinstance(value["name"], str)
+        and len(value["name"]) <= 8
+        and value["level"] in ("low", "middle", "high")
+        and len(value["counts"]) <= 3
+        and all(type(count) is int and 0 <= count <= 99 for count in value["counts"])
+        and value["open"] in (True, False, None)
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_speculation_changes_no_constrained_text(case: str, seed: int) -> None:
+    """Every text follows its grammar; a row without one is not touched by its company."""
+    target = target_of("qwen", seed=seed)
+    format = ChatFormat.of(target)
+    free = CASES[case]
+    grammars = GRAMMARS["qwen", False]
+    schema = replace(free, grammar=grammars.grammar(by_schema(SCHEMA)))
+    calls = replace(free, grammar=grammars.grammar(None, ToolOffer.of([WEATHER, CLOCK], "required", False)))
+    prompts = [format.prompt([{"role": "user", "content": f"{ANSWER} {word}"}]) for word in ("low", "high")]
+    requests = [
+        (prompts[0], schema),
+        (prompts[1], replace(free, max_tokens=40)),
+        (format.prompt([{"role": "user", "content": CALL}], [WEATHER]), calls),
+        (prompts[1], schema),
+    ]
+
+    def texts(engine: em.Engine, company: bool) -> list[em.Output]:
+        if company:
+            return engine.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+        return [engine.generate([prompt], params)[0] for prompt, params in requests]
+
+    alone = texts(em.Engine(target), company=False)
+    assert [output.finish_reason for output in alone] == ["stop", alone[1].finish_reason, "stop", "stop"]
+    assert by_the_schema(alone[0].text)
+    assert by_the_schema(alone[3].text)
+    called = AnswerReader(format, [WEATHER, CLOCK]).push(alone[2].text)
+    assert [delta.tool_call is not None for delta in called] == [True]
+    drafting = em.Engine(target, NgramProposer(), FixedPolicy(3))
+    for company in (False, True):
+        outputs = texts(drafting, company)
+        assert [output.tokens for output in outputs] == [output.tokens for output in alone]
+        assert [output.text for output in outputs] == [output.text for output in alone]
+    assert sum(output.accepted for output in outputs) > 0
+    assert em.Engine(target).generate([prompts[1]], requests[1][1])[0].tokens == alone[1].tokens
+
+
+def test_a_thinking_model_thinks_and_then_keeps_to_the_schema() -> None:
+    """A random model's thoughts would not end by themselves, so a bias helps."""
+    target = target_of("thinking")
+    format = ChatFormat.of(target)
+    prompt = format.prompt(HELLO, template_kwargs={"enable_thinking": True})
+    inside = format.starts_in_reasoning(prompt)
+    assert inside
+    make = GRAMMARS["thinking", False].grammar(by_schema(SCHEMA), None, inside)
+    end = tokenizer_of("thinking").encode("</think>", add_special_tokens=False)[0]
+    params = SamplingParams(max_tokens=300, temperature=1, seed=3, grammar=make, logit_bias={end: 5.0})
+    output = em.Engine(target, NgramProposer(), FixedPolicy(3)).generate([prompt], params)[0]
+    reader = AnswerReader(format, None, inside)
+    deltas = [*reader.push(output.text), *reader.finish()]
+    assert by_the_schema("".join(delta.content for delta in deltas))
+    assert "".join(delta.reasoning for delta in deltas)
