@@ -240,7 +240,7 @@ def read(kind: type[B], body: bytes) -> B:
 def _explained(details: list[ErrorDetails]) -> ApiError:
     """The first field that is wrong; of several ways to read it, the one that came farthest."""
     field = details[0]["loc"][0] if details[0]["loc"] else None
-    about = max((d for d in details if d["loc"][:1] == details[0]["loc"][:1]), key=lambda d: len(d["loc"]))
+    about = max((d for d in details if d["loc"][:1] == details[0]["loc"][:1]), key=_progress)
     path = _short(".".join(str(step) for step in about["loc"] if isinstance(step, int) or step.isidentifier()))
     if about["type"] == "none_required":
         return ApiError(400, f"{path} is not supported by this server", path, "unsupported_parameter")
@@ -248,6 +248,12 @@ def _explained(details: list[ErrorDetails]) -> ApiError:
         return ApiError(400, f"{path} is not a known field", path, "unknown_parameter")
     said = about["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{path}: {said[:1].lower()}{said[1:]}", None if field is None else path)
+
+
+def _progress(detail: ErrorDetails) -> tuple[int, int, bool]:
+    """How far a way to read a field came: into the value, along its list, past the check of the type."""
+    last = detail["loc"][-1] if detail["loc"] else 0
+    return len(detail["loc"]), last if isinstance(last, int) else 0, not detail["type"].endswith("_type")
 
 
 def _short(name: str) -> str:

@@ -6,12 +6,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Thread
+from threading import Event, Thread
 
 import httpx
 import openai
 
 import eagle_mlx as em
+from eagle_mlx.row import Row
 from eagle_mlx.serve.api.app import create_app
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
@@ -55,6 +56,24 @@ class Live:
             time.sleep(0.005)
         return time.monotonic() - began
 
+    @contextmanager
+    def slowed(self, seconds: float = 20.0) -> Iterator[None]:
+        """Let every step of the engine take so long at least, but none longer than this context."""
+        loaded, over = self.service.worker.loaded, Event()
+        assert loaded is not None
+        step = loaded.engine.step
+
+        def slow() -> list[Row]:
+            over.wait(seconds)
+            return step()
+
+        loaded.engine.step = slow  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            loaded.engine.step = step  # type: ignore[method-assign]
+            over.set()
+
     def terminate(self) -> None:
         """As SIGTERM does."""
         self.server.handle_exit(signal.SIGTERM, None)
@@ -76,9 +95,9 @@ def live(
     load = load or (lambda: Loaded(engine(), "ngram", DEPTH, {"temperature": 0.0}))
     server = Server(create_app(settings or wide(), Worker(load)))
     sock = listen("127.0.0.1", 0)
+    running = Live(server, address(sock))
     thread = Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
-    running = Live(server, address(sock))
     try:
         if wait:
             running.until(lambda: running.service.ready or server.service.worker.failure is not None)

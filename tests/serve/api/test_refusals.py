@@ -221,8 +221,7 @@ def test_other_content_types(server: Live) -> None:
 
 def test_a_queue_that_is_full(guarded: Live) -> None:
     held = {"prompt": ["x"] * 4, "max_tokens": 500, "ignore_eos": True, "stream": True}
-    with guarded.http.stream("POST", COMPLETIONS, json=held) as first:
-        next(first.iter_text())
+    with guarded.slowed(), guarded.http.stream("POST", COMPLETIONS, json=held):
         answer = guarded.http.post(COMPLETIONS, json={"prompt": ["x"] * 3})
         assert answer.status_code == 429
         assert int(answer.headers["retry-after"]) >= 1

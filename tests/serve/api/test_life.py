@@ -1,0 +1,213 @@
+"""How requests end before their time, and how the server does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import httpx
+import mlx.core as mx
+import openai
+import pytest
+
+import eagle_mlx as em
+from eagle_mlx.errors import TargetError
+from eagle_mlx.serve.api.limits import Limits
+from eagle_mlx.serve.api.model import Loaded
+from tests.fakes import tiny_target_folder
+from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
+
+COMPLETIONS = "/v1/completions"
+LONG = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
+POISON = 4000
+"""A token after which the poisoned model's logits are no numbers."""
+
+
+def poisoned() -> Loaded:
+    made = engine()
+    base = type(made.target.model)
+
+    def call(self: Any, inputs: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        out: mx.array = base.__call__(self, inputs, *args, **kwargs)
+        return mx.where((inputs == POISON)[..., None], mx.array(float("nan")), out)
+
+    made.target.model.__class__ = type("Poisoned", (base,), {"__call__": call})
+    return Loaded(made, "ngram", DEPTH)
+
+
+class Held:
+    """A stream that has begun."""
+
+    def __init__(self, answer: httpx.Response):
+        self.answer, self._pieces = answer, answer.iter_text()
+        self._text = next(self._pieces)
+
+    def rest(self) -> str:
+        return self._text + "".join(self._pieces)
+
+
+def hold(server: Live, count: int) -> list[Held]:
+    """Streams of answers that have not ended."""
+    held = []
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "ignore_eos": True, "stream": True}
+    for _ in range(count):
+        request = server.http.build_request("POST", "/v1/chat/completions", json=body)
+        answer = server.http.send(request, stream=True)
+        assert answer.status_code == 200
+        held.append(Held(answer))
+    return held
+
+
+def test_who_leaves_a_stream_frees_its_rows(server: Live) -> None:
+    with server.slowed(0.01):
+        held = hold(server, 3)
+        server.until(lambda: server.service.rows > 0)
+        for each in held:
+            each.answer.close()
+        assert not server.idle
+    assert server.until(lambda: server.idle) < 1.0
+    assert server.service.totals.requests["cancelled"] >= 3
+
+
+def test_who_leaves_while_waiting_for_the_whole_frees_its_row(server: Live) -> None:
+    before = server.service.totals.requests["cancelled"]
+    for path, body in [
+        (COMPLETIONS, {**LONG, "n": 4}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}),
+    ]:
+        client = httpx.Client(base_url=server.base, timeout=0.1)
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(path, json=body)
+        client.close()
+        assert server.until(lambda: server.idle) < 1.0
+    assert server.service.totals.requests["cancelled"] == before + 2
+
+
+def test_a_failing_step_ends_its_requests_alone() -> None:
+    with live() as server:
+        loaded = server.service.worker.loaded
+        assert loaded is not None
+        broken, step = Event(), loaded.engine.step
+
+        def fail() -> Any:
+            if broken.is_set():
+                broken.clear()
+                raise RuntimeError("a bolt is loose")
+            return step()
+
+        loaded.engine.step = fail  # type: ignore[method-assign]
+        broken.set()
+        answer = server.http.post(COMPLETIONS, json=LONG)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "server_error"
+        assert "a bolt is loose" in answer.json()["error"]["message"]
+        with server.slowed():
+            held = hold(server, 1)[0]
+            broken.set()
+        events = held.rest().split("\n\n")
+        assert json.loads(events[-3].removeprefix("data: "))["error"]["type"] == "server_error"
+        assert events[-2] == "data: [DONE]"
+        assert server.http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 3}).status_code == 200
+        assert server.service.totals.requests["failed"] == 2
+
+
+def test_logits_that_are_no_numbers_end_their_request_alone() -> None:
+    with live(poisoned) as server, ThreadPoolExecutor(2) as pool:
+        wanted = engine("none").generate(["def f(x):"], em.SamplingParams(max_tokens=60))[0].text
+        good: dict[str, Any] = {"prompt": "def f(x):", "max_tokens": 60, "temperature": 0}
+        other = pool.submit(server.http.post, COMPLETIONS, json=good)
+        answer = server.http.post(COMPLETIONS, json={"prompt": [5, POISON], "max_tokens": 5})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "server_error"
+        assert other.result().json()["choices"][0]["text"] == wanted
+        with pytest.raises(openai.APIError, match="NaN"):
+            list(server.openai.completions.create(model=NAME, prompt=[5, POISON], max_tokens=5, stream=True))
+
+
+def test_a_server_that_starts_says_so() -> None:
+    ready = Event()
+
+    def load() -> Loaded:
+        assert ready.wait(20)
+        return Loaded(engine(), "ngram", DEPTH)
+
+    with live(load, wait=False) as server:
+        health = server.http.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "starting"})
+        answer = server.http.post(COMPLETIONS, json={"prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "starting")
+        assert server.http.get("/metrics").status_code == 200
+        ready.set()
+        server.until(lambda: server.http.get("/health").status_code == 200)
+        assert server.http.get("/health").json() == {"status": "ready"}
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
+    def load() -> Loaded:
+        raise TargetError("the model is not there")
+
+    with live(load) as server:
+        assert isinstance(server.service.worker.failure, TargetError)
+        server.until(lambda: server.server.should_exit)
+
+
+def test_draining_finishes_what_has_begun() -> None:
+    with live() as server:
+        with server.slowed():
+            held = hold(server, 2)
+            server.terminate()
+            health = server.http.get("/health")
+            assert (health.status_code, health.json()) == (503, {"status": "draining"})
+            answer = server.http.post(COMPLETIONS, json={"prompt": "x"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+        for stream in held:
+            text = stream.rest()
+            assert '"finish_reason":"length"' in text
+            assert text.endswith("data: [DONE]\n\n")
+        server.until(lambda: server.server.should_exit)
+
+
+def test_draining_takes_no_longer_than_it_may() -> None:
+    with live(settings=wide(Limits(queue=60), drain_seconds=0.2)) as server, server.slowed(0.05):
+        held = hold(server, 6)
+        server.terminate()
+        for stream in held:
+            assert "shutting down" in stream.rest()
+        server.until(lambda: server.server.should_exit, seconds=5)
+
+
+def test_the_command_serves_and_ends_in_order(tmp_path: Path) -> None:
+    target = tiny_target_folder(tmp_path / "model")
+    command = [sys.executable, "-m", "eagle_mlx.serve.api.cli", "--target", str(target), "--spec-decode", "ngram"]
+    with subprocess.Popen(
+        [*command, "--port", "0"], stderr=subprocess.PIPE, text=True, env={**os.environ, "EAGLE_API_KEY": "k"}
+    ) as process:
+        assert process.stderr is not None
+        said = []
+        for line in process.stderr:
+            said.append(line.strip())
+            if line.startswith("ready:"):
+                break
+        text = "\n".join(said)
+        for word in ("target: ", "speculation: ngram", "blas: ", "context: 512", "memory: ", "model: model"):
+            assert word in text
+        base, headers = said[-1].removeprefix("ready: "), {"Authorization": "Bearer k"}
+        assert httpx.post(f"{base}/tokenize", json={"prompt": "x"}).status_code == 401
+        with httpx.stream("POST", f"{base}{COMPLETIONS}", json={**LONG, "stream": True}, headers=headers) as stream:
+            pieces = stream.iter_text()
+            text = next(pieces)
+            process.send_signal(signal.SIGTERM)
+            text += "".join(pieces)
+        assert text.endswith("data: [DONE]\n\n")
+        assert '"finish_reason":"length"' in text
+        began = time.monotonic()
+        assert process.wait(timeout=20) == 0
+        assert time.monotonic() - began < 10

@@ -1,0 +1,96 @@
+"""What the server says of itself, and what it makes of text."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from eagle_mlx.serve.api.model import Loaded
+from tests.serve.api.live import DEPTH, NAME, Live, engine, live
+
+COMPLETIONS = "/v1/completions"
+PROMPT = "def f(x):\n    return x\n" * 6
+
+
+def samples(server: Live) -> dict[str, float]:
+    """All numbers of /metrics, by name and labels."""
+    answer = server.http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    return {
+        sample.name + "".join(f"{{{key}={value}}}" for key, value in sample.labels.items()): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+def test_the_model_is_listed(server: Live) -> None:
+    model = server.openai.models.list().data[0]
+    assert (model.id, model.object, model.owned_by) == (NAME, "model", "eagle-mlx")
+    assert server.openai.models.retrieve(NAME).model_dump() == model.model_dump()
+    assert server.http.get("/v1/models").json()["data"][0]["max_model_len"] == 512
+
+
+def test_the_numbers_add_up() -> None:
+    with live(lambda: Loaded(engine(prefix_cache_bytes=1 << 24), "ngram", DEPTH)) as server:
+        assert samples(server)["vllm:spec_decode_num_drafts_total"] == 0
+        answers = [
+            server.http.post(COMPLETIONS, json={"prompt": PROMPT, "n": 2, "max_tokens": 30, "temperature": 0})
+            for _ in range(2)
+        ]
+        told = [answer.json() for answer in answers]
+        steps = [answer["metrics"]["speculative_decoding"] for answer in told]
+        now = samples(server)
+        assert now["vllm:spec_decode_num_drafts_total"] == sum(step["num_spec_steps"] for step in steps) > 0
+        assert now["vllm:spec_decode_num_draft_tokens_total"] == sum(step["num_draft_tokens"] for step in steps)
+        accepted = sum(step["num_accepted_draft_tokens"] for step in steps)
+        assert now["vllm:spec_decode_num_accepted_tokens_total"] == accepted > 0
+        by_position = [
+            now[f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{position={place}}}"] for place in range(DEPTH)
+        ]
+        assert sum(by_position) == accepted
+        assert by_position == sorted(by_position, reverse=True)
+        assert now["eagle:generation_tokens_total"] == 120 == sum(t["usage"]["completion_tokens"] for t in told)
+        assert now["eagle:prompt_tokens_total"] == 2 * sum(t["usage"]["prompt_tokens"] for t in told)
+        assert now["eagle:cached_prompt_tokens_total"] == sum(t["timings"]["cache_n"] for t in told) > 0
+        assert (
+            sum(value for key, value in now.items() if key.startswith("eagle:rounds_by_depth_total"))
+            == (now["eagle:rounds_total"])
+        )
+        assert now["eagle:requests_total{outcome=finished}"] == 2
+        assert now["eagle:time_to_first_token_seconds_count"] == now["eagle:request_seconds_count"] == 2
+        assert (now["eagle:rows"], now["eagle:queue"], now["eagle:rows_max"], now["eagle:ready"]) == (0, 0, 4, 1)
+        assert now["eagle:verify_seconds_total"] > now["eagle:draft_seconds_total"] > 0
+
+        summary = server.http.get("/v1/spec_decode/metrics").json()
+        assert summary["spec_decode_enabled"] is True
+        assert summary["spec_decode_mode"] == "ngram"
+        assert summary["total_proposed"] == now["vllm:spec_decode_num_draft_tokens_total"]
+        assert summary["total_accepted"] == accepted
+        assert summary["total_accepted"] + summary["total_bonus_tokens"] == 120
+        assert summary["total_steps"] == now["eagle:row_rounds_total"]
+        assert summary["avg_tokens_per_step"] == round(120 / summary["total_steps"], 4)
+        assert 0 < summary["acceptance_rate_ema"] <= 1
+        assert summary["current_k"] == DEPTH
+
+
+def test_the_depth_follows_what_requests_allow(server: Live) -> None:
+    before = samples(server)
+    body = {"prompt": "x", "max_tokens": 20, "temperature": 0, "num_speculative_tokens": 0}
+    assert server.http.post(COMPLETIONS, json=body).json()["timings"]["draft_n"] == 0
+    now = samples(server)
+    name = "vllm:spec_decode_num_draft_tokens_total"
+    assert now[name] == before[name]
+    body["num_speculative_tokens"] = 1
+    said = server.http.post(COMPLETIONS, json=body).json()["metrics"]["speculative_decoding"]
+    assert said["num_draft_tokens"] == said["num_spec_steps"] > 0
+
+
+def test_text_to_tokens_and_back(server: Live) -> None:
+    for text in ("def f(x):\n    pass", "naïve 🦅", ""):
+        answer = server.http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+        assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+        assert answer["max_model_len"] == 512
+        assert server.http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": text}
+    messages = [{"role": "user", "content": "hi"}]
+    count = server.http.post("/tokenize", json={"messages": messages}).json()["count"]
+    asked = {"messages": messages, "max_tokens": 1}
+    assert server.http.post("/v1/chat/completions", json=asked).json()["usage"]["prompt_tokens"] == count
