@@ -81,14 +81,14 @@ class RaggedKV:
         """Slots that rows of at most this length have entries in."""
         return length
 
-    def remove(self, row: int) -> None:
-        """Move the last row into the gap; call before the lengths shrink."""
-        last = self.lengths.rows - 1
-        if self.keys is None or self.values is None or last == 0:
+    def remove(self, row: int, last: Self | None) -> None:
+        """Let a row go; `last` is a fork of the last row, which moves into the gap, or None where that is the row."""
+        if self.keys is None or self.values is None or self.lengths.rows == 1:
             self.keys = self.values = None
-        elif row != last:
-            self.keys[row] = self.keys[last]
-            self.values[row] = self.values[last]
+        elif last is not None and last.keys is not None and last.values is not None:
+            used = last.keys.shape[2]
+            self.keys[row : row + 1, :, :used] = last.keys
+            self.values[row : row + 1, :, :used] = last.values
 
     def fork(self, row: int, length: int, lengths: RowLengths) -> Self:
         """The first `length` positions of one row, in arrays of their own; `lengths` are those of the new cache."""

@@ -48,9 +48,9 @@ class RaggedQuantized:
         for mine, theirs in zip(self.parts, other.parts, strict=True):
             mine.append(theirs)
 
-    def remove(self, row: int) -> None:
-        for part in self.parts:
-            part.remove(row)
+    def remove(self, row: int, last: RaggedQuantized | None) -> None:
+        for index, part in enumerate(self.parts):
+            part.remove(row, None if last is None else last.parts[index])
 
     def fork(self, row: int, length: int, lengths: RowLengths) -> RaggedQuantized:
         other = RaggedQuantized(lengths, self.bits)

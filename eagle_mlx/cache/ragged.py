@@ -90,9 +90,12 @@ class RaggedCache(Sequence[Any]):
         self.lengths.append(other.lengths)
 
     def remove(self, row: int) -> None:
-        """A row leaves; the last one moves into the gap."""
-        for layer in self.layers:
-            layer.remove(row)
+        """A row leaves; the last one moves into the gap. No other is copied."""
+        last = self.fork(self.lengths.rows - 1, self.lengths.upper) if row < self.lengths.rows - 1 else None
+        if last is not None:
+            mx.eval(last.state)  # as long as it is to be computed it holds the buffers, which would then be copied
+        for index, layer in enumerate(self.layers):
+            layer.remove(row, None if last is None else last.layers[index])
         self.lengths.remove(row)
 
     def fork(self, row: int, length: int) -> RaggedCache:

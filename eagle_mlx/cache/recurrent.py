@@ -144,7 +144,7 @@ class RecurrentState(_ArraysCache):  # type: ignore[misc]  # some layers ask whe
         mine, theirs = self.rows.rows, other.rows.rows
         self.cache = [_joined(a, mine, b, theirs) for a, b in zip(self.cache, other.cache, strict=True)]
 
-    def remove(self, row: int) -> None:
+    def remove(self, row: int, last: RecurrentState | None) -> None:
         self.cache = [x if x is None else without_row(x, row) for x in self.cache]
 
     def fork(self, row: int, length: int, lengths: RowLengths) -> RecurrentState:
@@ -174,9 +174,9 @@ class RaggedList:
         for mine, theirs in zip(self.caches, other.caches, strict=True):
             mine.append(theirs)
 
-    def remove(self, row: int) -> None:
-        for cache in self.caches:
-            cache.remove(row)
+    def remove(self, row: int, last: RaggedList | None) -> None:
+        for index, cache in enumerate(self.caches):
+            cache.remove(row, None if last is None else last.caches[index])
 
     def fork(self, row: int, length: int, lengths: RowLengths) -> RaggedList:
         return RaggedList([cache.fork(row, length, lengths) for cache in self.caches])
