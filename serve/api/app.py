@@ -9,14 +9,14 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from . import chat, completions, metrics, status, tokenize
+from . import chat, completions, metrics, page, status, tokenize
 from .auth import KeyGuard
 from .errors import add_handlers
 from .openapi import add_schema
 from .service import Service, Settings
 from .worker import Worker
 
-ROUTERS = (chat.router, completions.router, status.router, tokenize.router)
+ROUTERS = (chat.router, completions.router, status.router, tokenize.router, page.router)
 
 
 def create_app(settings: Settings, worker: Worker) -> FastAPI:
