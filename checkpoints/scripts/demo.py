@@ -99,9 +99,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
         demo=tau(target, demo, prompts, plan, args.depth),
         shipped=eagle.acceptance_length,
     )
-    sample = em.Engine(target, em.HeadProposer(shipped), em.FixedPolicy(args.depth)).generate(
-        [prompts[0]], plan.params(1, plan.max_tokens)
-    )[0]
+    prompt, sample = longest_answer(target, shipped, prompts[:16], plan, args.depth)
     figures = {
         "plain_tokens_per_s": plain.tokens_per_second,
         "eagle_tokens_per_s": eagle.tokens_per_second,
@@ -123,7 +121,17 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     }
     report.write_json(figures, folder / "report.json")
     draw(taus, runs, folder / "summary.png")
-    show(taus, runs, train_seconds, sample, decode(target, prompts[0]))
+    show(taus, runs, train_seconds, sample, decode(target, prompt))
+
+
+def longest_answer(
+    target: em.Target, head: Eagle3Head, prompts: list[list[int]], plan: Plan, depth: int
+) -> tuple[list[int], em.Output]:
+    """Something to show: a prompt and its continuation, the longest of those that do not loop."""
+    engine = em.Engine(target, em.HeadProposer(head), em.FixedPolicy(depth))
+    said = list(zip(prompts, engine.generate(prompts, plan.params(len(prompts), plan.max_tokens)), strict=True))
+    fit = [pair for pair in said if not is_loop(pair[1].tokens, plan.least_distinct)]
+    return max(fit, key=lambda pair: len(pair[1].tokens), default=said[0])
 
 
 def title(text: str) -> None:
