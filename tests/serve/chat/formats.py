@@ -58,7 +58,6 @@ TEMPLATES = {
     "plain": (EMBEDDED_TARGET / "chat_template.jinja").read_text(),
     "qwen": _TOOLS + _TURNS,
     "thinking": _TOOLS + _TURNS + "{% if add_generation_prompt and enable_thinking %}{{ '<think>\\n' }}{% endif %}",
-    "opening": _TOOLS + _TURNS,
     "llama": _TOOLS.replace("# Tools", "Answer with JSON.") + _TURNS.split("  {%- for tool_call")[0] + "{% endfor %}",
     "joined": _JOINED,
     "mistral": _MISTRAL,
@@ -68,7 +67,6 @@ THINK_TAGS = ("<think>", "</think>")
 ADDED = {
     "qwen": TOOL_TAGS,
     "thinking": (*TOOL_TAGS, *THINK_TAGS),
-    "opening": (*TOOL_TAGS, *THINK_TAGS),
     "joined": TOOL_TAGS,
     "mistral": ("[TOOL_CALLS]", "[ARGS]"),
 }
@@ -93,6 +91,23 @@ CLOCK = {
     "function": {"name": "clock", "parameters": {"properties": {}, "additionalProperties": False}},
 }
 HELLO = [{"role": "user", "content": "hello"}]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "level": {"enum": ["low", "middle", "high"]},
+        "counts": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+        "open": {"type": ["boolean", "null"]},
+    },
+    "required": ["name", "level", "counts", "open"],
+    "additionalProperties": False,
+}
+ANSWER = '{"name": "é漢", "level": "high", "counts": [1, 23], "open": null}'
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
+
+
+def by_schema(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
 
 
 @cache

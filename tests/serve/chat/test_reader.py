@@ -18,7 +18,7 @@ import eagle_mlx as em
 from eagle_mlx.errors import PromptError
 from eagle_mlx.serve.chat import AnswerReader, ChatFormat, Delta
 from eagle_mlx.serve.chat.reasoning import ThoughtMarks
-from tests.serve.chat.formats import CLOCK, WEATHER, format_of, format_with_parser
+from tests.serve.chat.formats import CLOCK, WEATHER, format_of, format_with_parser, target_of
 
 TOOLS = [WEATHER, CLOCK]
 ROME = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
@@ -288,15 +288,9 @@ def test_marks_of_mlx_lms_formats_are_taken_from_the_tokenizer() -> None:
             "transitions": {"header": [("to=user|", "normal"), ("call|", "tool")]},
         },
     )
-    target = em.Target(format_target().model, known)
+    target = em.Target(target_of("qwen").model, known)
     marks = ChatFormat.of(target).thoughts
     assert (marks.initial, marks.edges["header"]) == ("header", [("to=user|", "content")])
-
-
-def format_target() -> em.Target:
-    from tests.fakes import tiny_target
-
-    return tiny_target(layers=2)
 
 
 WORDS = [

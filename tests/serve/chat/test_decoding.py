@@ -1,0 +1,110 @@
+"""An engine that follows grammars, with speculation as without, and alone as in company."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import eagle_mlx as em
+from eagle_mlx.params import SamplingParams
+from eagle_mlx.policy import FixedPolicy
+from eagle_mlx.proposers.ngram import NgramProposer
+from eagle_mlx.serve.chat import AnswerReader, ChatFormat, Grammars, ToolOffer
+from tests.serve.chat.formats import ANSWER, CALL, CLOCK, HELLO, SCHEMA, WEATHER, by_schema, target_of, tokenizer_of
+
+CASES = {
+    "greedy": SamplingParams(max_tokens=400),
+    "seeded": SamplingParams(max_tokens=400, temperature=1.0, seed=5),
+    "filtered": SamplingParams(max_tokens=400, temperature=0.7, top_p=0.9, top_k=50, seed=6, repetition_penalty=1.1),
+}
+
+
+def by_the_schema(text: str) -> bool:
+    value = json.loads(text)
+    return (
+        list(value) == list(SCHEMA["properties"])
+        and isinstance(value["name"], str)
+        and len(value["name"]) <= 8
+        and value["level"] in ("low", "middle", "high")
+        and len(value["counts"]) <= 3
+        and all(type(count) is int and 0 <= count <= 99 for count in value["counts"])
+        and value["open"] in (True, False, None)
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_speculation_changes_no_constrained_text(case: str, seed: int) -> None:
+    """Every text follows its grammar; a row without one is not touched by its company."""
+    target = target_of("qwen", seed=seed)
+    format = ChatFormat.of(target)
+    free = CASES[case]
+    grammars = Grammars.of(target)
+    schema = replace(free, grammar=grammars.grammar(by_schema(SCHEMA)))
+    calls = replace(free, grammar=grammars.grammar(None, ToolOffer.of([WEATHER, CLOCK], "required", False)))
+    prompts = [format.prompt([{"role": "user", "content": f"{ANSWER} {word}"}]) for word in ("low", "high")]
+    requests = [
+        (prompts[0], schema),
+        (prompts[1], replace(free, max_tokens=40)),
+        (format.prompt([{"role": "user", "content": CALL}], [WEATHER]), calls),
+        (prompts[1], schema),
+    ]
+
+    def texts(engine: em.Engine, company: bool) -> list[em.Output]:
+        if company:
+            return engine.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+        return [engine.generate([prompt], params)[0] for prompt, params in requests]
+
+    alone = texts(em.Engine(target), company=False)
+    assert [output.finish_reason for output in alone] == ["stop", alone[1].finish_reason, "stop", "stop"]
+    assert by_the_schema(alone[0].text)
+    assert by_the_schema(alone[3].text)
+    called = AnswerReader(format, [WEATHER, CLOCK]).push(alone[2].text)
+    assert [delta.tool_call is not None for delta in called] == [True]
+    drafting = em.Engine(target, NgramProposer(), FixedPolicy(3))
+    for company in (False, True):
+        outputs = texts(drafting, company)
+        assert [output.tokens for output in outputs] == [output.tokens for output in alone]
+        assert [output.text for output in outputs] == [output.text for output in alone]
+    assert sum(output.accepted for output in outputs) > 0
+    assert em.Engine(target).generate([prompts[1]], requests[1][1])[0].tokens == alone[1].tokens
+
+
+def test_a_thinking_model_thinks_and_then_keeps_to_the_schema() -> None:
+    """A random model's thoughts would not end by themselves, so a bias helps."""
+    target = target_of("thinking")
+    format = ChatFormat.of(target)
+    prompt = format.prompt(HELLO, template_kwargs={"enable_thinking": True})
+    inside = format.starts_in_reasoning(prompt)
+    assert inside
+    make = Grammars.of(target).grammar(by_schema(SCHEMA), None, inside)
+    end = tokenizer_of("thinking").encode("</think>", add_special_tokens=False)[0]
+    params = SamplingParams(max_tokens=300, temperature=1, seed=3, grammar=make, logit_bias={end: 5.0})
+    output = em.Engine(target, NgramProposer(), FixedPolicy(3)).generate([prompt], params)[0]
+    reader = AnswerReader(format, None, inside)
+    deltas = [*reader.push(output.text), *reader.finish()]
+    assert by_the_schema("".join(delta.content for delta in deltas))
+    assert "".join(delta.reasoning for delta in deltas)
+
+
+def test_schemas_that_are_too_complex_to_follow_fail_alone() -> None:
+    """The chain passes the compiler, and has more open ends than a parser's row may have."""
+    chain: dict[str, Any] = {
+        f"{i:x}": {"anyOf": [{"$ref": f"#/$defs/{i + 1:x}"}, {"type": "null"}]} for i in range(1_020)
+    }
+    target = target_of("plain")
+    grammars = Grammars.of(target)
+    make = grammars.grammar(by_schema({"$defs": {**chain, "3fc": {"type": "string"}}, "$ref": "#/$defs/0"}))
+    other = grammars.grammar(by_schema(SCHEMA))
+    params = SamplingParams(max_tokens=8, grammar=make)
+    engine = em.Engine(target)
+    rows = [engine.prepare([5, 6], params), engine.prepare([5, 6], replace(params, grammar=other))]
+    for row in rows:
+        engine.submit(row)
+    while not engine.idle:
+        engine.step()
+    assert [row.finish_reason for row in rows] == ["error", "length"]
+    assert "the grammar cannot be followed any further" in (rows[0].error or "")
