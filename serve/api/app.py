@@ -42,5 +42,5 @@ def create_app(settings: Settings, worker: Worker) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
-    add_schema(app)
+    add_schema(app, settings.name)
     return app

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from eagle_mlx.engine import Output
+from eagle_mlx.output import Output
 from eagle_mlx.row import Row
 from eagle_mlx.streaming import TextStream
 
@@ -125,10 +125,8 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 class _Writer:
     def __init__(self, answer: ChatAnswer, frame: Frame, index: int):
-        tokenizer = answer.loaded.target.tokenizer
-        assert tokenizer is not None
         self._answer, self._frame, self._index = answer, frame, index
-        self._text = TextStream(tokenizer, answer.asked.stops)
+        self._text = TextStream(answer.loaded.tokenizer, answer.asked.stops)
         self._reader = answer.reader()
         self._calls = False
 

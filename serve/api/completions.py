@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from eagle_mlx.engine import Output
 from eagle_mlx.errors import PromptError
+from eagle_mlx.output import Output
 from eagle_mlx.row import Row, TokenLogprob
 from eagle_mlx.streaming import TextStream
 
@@ -80,14 +80,12 @@ def _prepare(asked: CompletionRequest, loaded: Loaded) -> CompletionAnswer:
 
 
 def _prompt(given: str | list[int], loaded: Loaded) -> _Prompt:
-    tokenizer = loaded.target.tokenizer
-    assert tokenizer is not None
     if isinstance(given, str):
-        return _Prompt(given, list(tokenizer.encode(given)))
+        return _Prompt(given, list(loaded.tokenizer.encode(given)))
     if max(given, default=0) >= loaded.target.vocab_size:
         size = loaded.target.vocab_size
         raise PromptError(f"prompt: holds a token id outside the model's vocabulary of {size}")
-    return _Prompt(tokenizer.decode(given), given)
+    return _Prompt(loaded.tokenizer.decode(given), given)
 
 
 class CompletionAnswer:
@@ -119,9 +117,8 @@ class CompletionAnswer:
 
     def lists(self, index: int) -> tuple[CompletionLogprobs, dict[str, Any]]:
         """What lists a choice's log probabilities, and those of the prompt where it is echoed."""
-        tokenizer, prompt = self.loaded.target.tokenizer, self.prompt(index)
-        assert tokenizer is not None
-        lists = CompletionLogprobs(self.loaded.texts, tokenizer)
+        prompt = self.prompt(index)
+        lists = CompletionLogprobs(self.loaded.texts, self.loaded.tokenizer)
         return lists, lists.take(prompt.scores, prompt.tokens[0]) if self.asked.echo else lists.take(())
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
@@ -135,10 +132,8 @@ class CompletionAnswer:
 
 class _Writer:
     def __init__(self, answer: CompletionAnswer, frame: Frame, index: int):
-        tokenizer = answer.loaded.target.tokenizer
-        assert tokenizer is not None
         self._answer, self._frame, self._index = answer, frame, index
-        self._text = TextStream(tokenizer, answer.asked.stops)
+        self._text = TextStream(answer.loaded.tokenizer, answer.asked.stops)
         self._lists: CompletionLogprobs | None = None
         self._echoed: dict[str, Any] | None = None
         if answer.asked.logprobs is not None:

@@ -12,8 +12,8 @@ from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from eagle_mlx.engine import Output
 from eagle_mlx.errors import EagleError
+from eagle_mlx.output import Output
 from eagle_mlx.row import Row
 
 from .answer import failure
@@ -26,7 +26,8 @@ T = TypeVar("T")
 class Answer(Protocol):
     """What a route makes of a request before it decodes."""
 
-    rows: Sequence[Row]
+    @property
+    def rows(self) -> Sequence[Row]: ...
 
     def body(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
         """The whole, once all rows have ended."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from eagle_mlx import blas
 from eagle_mlx.engine import Engine
@@ -15,7 +14,7 @@ from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.params import SamplingParams
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.target import Target, load_target, parameter_bytes
+from eagle_mlx.target import Target, load_target
 
 from ..speculation import Speculation
 from .model import Loaded, sampling_defaults
@@ -61,7 +60,7 @@ def load(plan: Plan, say: Callable[[str], None]) -> Loaded:
     engine = Engine(target, proposer, policy, plan.max_batch, prefix_cache_bytes=plan.prefix_cache_bytes)
     drafts = plan.speculation.num_tokens if proposer is not None else 0
     loaded = Loaded(engine, plan.speculation.chosen(), drafts, sampling_defaults(plan.target))
-    for line in _description(plan, loaded, proposer):
+    for line in _description(plan, loaded):
         say(line)
     return loaded
 
@@ -74,11 +73,9 @@ def _try_out(target: Target, proposer: Proposer | None, depth: int) -> None:
     mx.synchronize()
 
 
-def _description(plan: Plan, loaded: Loaded, proposer: Proposer | None) -> list[str]:
+def _description(plan: Plan, loaded: Loaded) -> list[str]:
     """What is on, line by line."""
     target, chat = loaded.target, loaded.chat
-    weights = parameter_bytes(target.model)
-    drafting = sum(parameter_bytes(part) for part in vars(proposer).values() if isinstance(part, nn.Module))
     chats = [
         "chat template" if chat.has_chat_template else "no chat template (completions only)",
         *(["tools"] if chat.has_tool_calling else []),
@@ -91,7 +88,7 @@ def _description(plan: Plan, loaded: Loaded, proposer: Proposer | None) -> list[
         f"chat: {', '.join(chats)}",
         f"sampling: temperature {loaded.defaults.get('temperature', 1.0):g} unless a request says otherwise",
         f"context: {target.context_length} tokens, {plan.max_batch} rows at once",
-        f"memory: {_size(weights + drafting)} of weights, {cache}",
+        f"memory: {_size(mx.get_active_memory())} in use, {cache}",
         f"blas: {blas.activate()}, mlx on {'the CPU' if mx.default_device() == mx.Device(mx.cpu) else 'the GPU'}",
     ]
 

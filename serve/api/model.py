@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 from eagle_mlx import hub
 from eagle_mlx.engine import Engine
 from eagle_mlx.target import Target
@@ -31,6 +33,13 @@ class Loaded:
     def target(self) -> Target:
         return self.engine.target
 
+    @property
+    def tokenizer(self) -> TokenizerWrapper:
+        """The target's, without which nothing is served."""
+        tokenizer = self.target.tokenizer
+        assert tokenizer is not None
+        return tokenizer
+
     @cached_property
     def chat(self) -> ChatFormat:
         return ChatFormat.of(self.target)
@@ -41,7 +50,7 @@ class Loaded:
 
     @cached_property
     def texts(self) -> TokenTexts:
-        return TokenTexts(self.target.tokenizer)
+        return TokenTexts(self.tokenizer)
 
 
 def sampling_defaults(name: str | Path) -> dict[str, float]:

@@ -17,8 +17,8 @@ _BODIES: dict[str, type[Body]] = {
 }
 
 
-def add_schema(app: FastAPI) -> None:
-    """Let the app's schema tell what its POST routes take, and its key where it has one."""
+def add_schema(app: FastAPI, model: str) -> None:
+    """Let the app's schema tell what its POST routes take, for the model of this name."""
     without_bodies = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -30,6 +30,8 @@ def add_schema(app: FastAPI) -> None:
             [(kind, "validation") for kind in _BODIES.values()], ref_template="#/components/schemas/{model}"
         )
         components |= shared["$defs"]
+        for kind in _BODIES.values():
+            components[kind.__name__]["properties"]["model"] = {"enum": [model, None], "default": None}
         for path, kind in _BODIES.items():
             content = {"application/json": {"schema": named[(kind, "validation")]}}
             schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}

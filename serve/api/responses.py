@@ -178,7 +178,8 @@ class Text(Shape):
 
 ERRORS = (400, 401, 404, 413, 429, 500, 503)
 """How a POST may end."""
-EVENTS = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+EVENTS = {"content": {"text/event-stream": {"schema": _EVENT}}}
 """What an answer may be instead."""
 
 

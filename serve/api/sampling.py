@@ -69,7 +69,7 @@ def _drafts(request: Request, loaded: Loaded) -> int | None:
     mode, most = request.spec_decode, request.num_speculative_tokens
     if mode not in (None, "none", loaded.mode):
         here = f"{loaded.mode!r} and 'none' are" if loaded.mode != "none" else "only 'none' is"
-        raise ApiError(400, f"spec_decode {mode[:100]!r} is not loaded; {here}", "spec_decode")
+        raise ApiError(400, f"spec_decode {mode!r} is not loaded; {here}", "spec_decode")
     if most and (mode == "none" or loaded.mode == "none"):
         where = "this request" if loaded.mode != "none" else "this server"
         raise ApiError(400, f"num_speculative_tokens is {most}, but {where} drafts nothing", "num_speculative_tokens")

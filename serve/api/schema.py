@@ -70,7 +70,7 @@ class Request(Body):
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    spec_decode: str | None = None
+    spec_decode: Literal["none", "ngram", "draft", "eagle", "mtp"] | None = None
     """The mode that is loaded, or `none`."""
     num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
     # Of no consequence here: who asks, what for, and what OpenAI's own servers do about it.

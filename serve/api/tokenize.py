@@ -38,9 +38,7 @@ async def tokenize(request: Request) -> Response:
 def _encode(asked: TokenizeRequest, loaded: Loaded) -> list[int]:
     if asked.messages is not None:
         return loaded.chat.prompt([message.plain() for message in asked.messages])
-    tokenizer = loaded.target.tokenizer
-    assert tokenizer is not None
-    return list(tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False))
+    return list(loaded.tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False))
 
 
 @router.post("/detokenize", responses=documented(Text, *ERRORS))
@@ -51,6 +49,4 @@ async def detokenize(request: Request) -> Response:
     loaded = service.loaded(asked.model)
     if max(asked.tokens, default=0) >= loaded.target.vocab_size:
         raise ApiError(400, f"tokens holds an id outside the vocabulary of {loaded.target.vocab_size}", "tokens")
-    tokenizer = loaded.target.tokenizer
-    assert tokenizer is not None
-    return json_response({"prompt": await in_thread(lambda: tokenizer.decode(asked.tokens))})
+    return json_response({"prompt": await in_thread(lambda: loaded.tokenizer.decode(asked.tokens))})

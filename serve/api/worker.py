@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Thread
 
-from eagle_mlx.engine import Engine, Output, RoundReport
+from eagle_mlx.engine import Engine, RoundReport
+from eagle_mlx.output import Output
 from eagle_mlx.row import Row, TokenLogprob
 
 from .errors import ApiError

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 import eagle_mlx as em
-from eagle_mlx.engine import Output
+from eagle_mlx.output import Output
 from eagle_mlx.serve.api.model import Loaded
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live
 

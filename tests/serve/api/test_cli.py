@@ -1,0 +1,125 @@
+"""eagle-serve: what it refuses before it serves, and its check."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.formats import save_eagle3
+from eagle_mlx.serve.api.check import check
+from eagle_mlx.serve.api.cli import main
+from eagle_mlx.serve.api.loader import Plan, load
+from eagle_mlx.serve.api.model import sampling_defaults
+from eagle_mlx.serve.speculation import Speculation
+from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    root = tmp_path_factory.mktemp("serve")
+    tiny_target_folder(root / "target")
+    save_eagle3(tiny_head(tiny_target(tokenizer=True), draft_vocab=64), root / "head", target_name="tiny")
+    return str(root / "target"), str(root / "head")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--kv-bits", "4"], "--kv-bits"),
+        (["--max-batch", "0"], "--max-batch"),
+        (["--max-queue", "-1"], "--max-queue"),
+        (["--max-context", "1"], "--max-context"),
+        (["--max-context", "513"], "more than the 512 tokens"),
+        (["--prefix-cache-gb", "-1"], "--prefix-cache-gb"),
+        (["--prefix-cache-gb", "nan"], "--prefix-cache-gb"),
+        (["--drain-seconds", "-1"], "--drain-seconds"),
+        (["--max-body-mb", "0"], "--max-body-mb"),
+        (["--max-body-mb", "inf"], "--max-body-mb"),
+        (["--port", "65536"], "--port"),
+        (["--host", "256.0.0.1"], "cannot listen"),
+        (["--api-key", ""], "--api-key"),
+        (["--api-key", "a b"], "--api-key"),
+        (["--head", "nowhere"], "nowhere"),
+        (["--spec-decode", "eagle"], "give --head"),
+        (["--spec-decode", "draft"], "--draft-model"),
+        (["--speculative-config", '{"method": "magic"}'], "method"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_the_start(
+    models: tuple[str, str], args: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = [] if "--port" in args else ["--port", "0"]
+    assert main(["--target", models[0], *port, *args]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert said in error
+
+
+def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--target", str(tmp_path), "--port", "0"]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_an_address_that_is_taken(models: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert main(["--target", models[0], "--port", str(other.getsockname()[1])]) == 2
+    assert "name another" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", [["--spec-decode", "none"], ["--spec-decode", "ngram"], ["--head"]])
+def test_the_check_passes(models: tuple[str, str], how: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    how = ["--head", models[1]] if how == ["--head"] else how
+    assert main(["--target", models[0], "--check", *how]) == 0
+    said = capsys.readouterr().err
+    assert "check: ok: 16 tokens" in said
+    assert "tau " in said
+
+
+def test_the_check_fails_where_speculation_changes_the_text(models: tuple[str, str]) -> None:
+    said: list[str] = []
+    loaded = load(Plan(models[0], Speculation(mode="ngram")), said.append)
+    forward = loaded.target.forward
+    base = type(loaded.target)
+
+    class Liar(base):  # type: ignore[misc, valid-type]
+        """Shifts its logits wherever it reads more than one token at once."""
+
+        def forward(self, tokens: mx.array, *args: object, **kwargs: object) -> object:
+            out = forward(tokens, *args, **kwargs)
+            if tokens.shape[1] > 1:
+                object.__setattr__(out, "logits", mx.roll(out.logits, 1, axis=-1))
+            return out
+
+    loaded.target.__class__ = Liar
+    assert not check(loaded, said.append)
+    assert "FAILED" in said[-1]
+
+
+def test_plans_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="--max-batch"):
+        Plan("x", Speculation(), max_batch=0)
+
+
+def test_what_the_models_authors_advise(tmp_path: Path) -> None:
+    assert sampling_defaults(tmp_path) == {}
+    advice = tmp_path / "generation_config.json"
+    advice.write_text('{"temperature": 0.6, "top_k": 20, "do_sample": true, "eos_token_id": [1], "top_p": null}')
+    assert sampling_defaults(tmp_path) == {"temperature": 0.6, "top_k": 20}
+    advice.write_text('{"temperature": 0.6, "do_sample": false}')
+    assert sampling_defaults(tmp_path) == {}
+    advice.write_text("[")
+    assert sampling_defaults(tmp_path) == {}
+
+
+def test_the_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for flag in ("--target", "--head", "--spec-decode", "--max-queue", "--drain-seconds", "--allow-origin", "--check"):
+        assert flag in text
+    assert "curl " in text
