@@ -203,7 +203,9 @@ def _comparison(clients: int, temperature: float, turns: Sequence[tuple[Turn, Tu
     return Comparison(
         clients,
         temperature,
-        *(median(rate[which] for rate in rates) for which in range(3)),
+        eagle_tokens_per_s=median(rate[0] for rate in rates),
+        mlx_lm_tokens_per_s=median(rate[1] for rate in rates),
+        engine_tokens_per_s=median(rate[2] for rate in rates),
         ratio_to_mlx_lm=median(rate[0] / rate[1] for rate in rates),
         ratio_to_engine=median(rate[0] / rate[2] for rate in rates),
         eagle_first_token_ms=1e3 * median(each[0].first_token_seconds for each in turns),
