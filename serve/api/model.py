@@ -13,6 +13,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx import hub
 from eagle_mlx.engine import Engine
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.params import SamplingParams
 from eagle_mlx.target import Target
 
 from ..chat import ChatFormat, Grammars
@@ -54,7 +56,7 @@ class Loaded:
 
 
 def sampling_defaults(name: str | Path) -> dict[str, float]:
-    """What the model's authors advise in `generation_config.json`; empty where there is none that can be read."""
+    """What the model's authors advise in `generation_config.json`, as far as it can be read and used."""
     try:
         advice: dict[str, Any] = json.loads((hub.resolve(name) / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -62,5 +64,12 @@ def sampling_defaults(name: str | Path) -> dict[str, float]:
     if not isinstance(advice, dict) or advice.get("do_sample") is False:
         return {}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    given = {name: advice.get(name) for name in names}
-    return {k: v for k, v in given.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    return {name: advice[name] for name in names if name in advice and _usable(name, advice[name])}
+
+
+def _usable(name: str, value: Any) -> bool:
+    try:
+        SamplingParams(**{name: value})
+    except ConfigError:
+        return False
+    return True

@@ -107,7 +107,9 @@ def test_plans_that_cannot_be() -> None:
 def test_what_the_models_authors_advise(tmp_path: Path) -> None:
     assert sampling_defaults(tmp_path) == {}
     advice = tmp_path / "generation_config.json"
-    advice.write_text('{"temperature": 0.6, "top_k": 20, "do_sample": true, "eos_token_id": [1], "top_p": null}')
+    advice.write_text(
+        '{"temperature": 0.6, "top_k": 20, "do_sample": true, "eos_token_id": [1], "top_p": null, "min_p": 7}'
+    )
     assert sampling_defaults(tmp_path) == {"temperature": 0.6, "top_k": 20}
     advice.write_text('{"temperature": 0.6, "do_sample": false}')
     assert sampling_defaults(tmp_path) == {}
