@@ -1,0 +1,144 @@
+"""A headless Chromium, spoken to in its own protocol through a pipe: pages tried as people see them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--remote-debugging-pipe",
+)
+
+
+def chromium() -> str | None:
+    """Where it is; None where there is none."""
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+class Page:
+    """One page of a browser."""
+
+    def __init__(self, commands: int, answers: int):
+        self._commands, self._answers = commands, answers
+        self._buffer = b""
+        self._asked = 0
+        self._session: str | None = None
+        self.events: list[dict[str, Any]] = []
+        """Requests, messages and errors so far."""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """One command, and its answer."""
+        self._asked += 1
+        asked = {"id": self._asked, "method": method, "params": params}
+        os.write(self._commands, json.dumps(asked | ({"sessionId": self._session} if self._session else {})).encode())
+        os.write(self._commands, b"\0")
+        until = time.monotonic() + 30
+        while True:
+            message = self._next(until)
+            if message.get("id") == self._asked:
+                assert "error" not in message, f"{method}: {message['error']['message']}"
+                result: dict[str, Any] = message["result"]
+                return result
+            if "method" in message:
+                self.events.append(message)
+
+    def _next(self, until: float) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._answers], [], [], max(0.0, until - time.monotonic()))
+            assert ready, "the browser does not answer"
+            read = os.read(self._answers, 1 << 16)
+            assert read, "the browser has ended"
+            self._buffer += read
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        found: dict[str, Any] = json.loads(message)
+        return found
+
+    def open(self, url: str, width: int = 1100, height: int = 800, scheme: str = "light") -> None:
+        """Go to a page, on a screen of so many pixels."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.goto(url)
+
+    def goto(self, url: str) -> None:
+        """Go to a page, and wait until it is there."""
+        since = len(self.events)
+        self.call("Page.navigate", url=url)
+        until = time.monotonic() + 30
+        while not any(event["method"] == "Page.loadEventFired" for event in self.events[since:]):
+            self.events.append(self._next(until))
+
+    def js(self, expression: str) -> Any:
+        """The value of an expression, awaited if it is a promise."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def text(self, selector: str) -> str:
+        """What people read there, in one line; nothing where it is hidden."""
+        seen = f"(e => e?.checkVisibility() ? e.innerText : '')(document.querySelector({selector!r}))"
+        return " ".join(str(self.js(seen)).split())
+
+    def until(self, expression: str, seconds: float = 30.0) -> None:
+        """Wait for an expression to become true."""
+        end = time.monotonic() + seconds
+        while not self.js(f"!!({expression})"):
+            assert time.monotonic() < end, f"{expression}: not within {seconds} s; {self.js('document.body.innerText')}"
+            time.sleep(0.05)
+
+    def screenshot(self) -> bytes:
+        """The whole page as PNG."""
+        return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"])
+
+
+@contextmanager
+def browser(profile: Path) -> Iterator[Page]:
+    """A page of a browser of its own, which leaves with the block. Raises AssertionError where it does not start."""
+    path = chromium()
+    assert path is not None, "no chromium"
+    read_commands, commands = os.pipe()
+    answers, write_answers = os.pipe()
+    # The browser reads at 3 and writes at 4.
+    shell = f'exec "$0" "$@" 3<&{read_commands} 4>&{write_answers}'
+    process = subprocess.Popen(
+        ["bash", "-c", shell, path, *FLAGS, f"--user-data-dir={profile}"],
+        pass_fds=(read_commands, write_answers),
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"HOME": str(profile)},
+    )
+    os.close(read_commands)
+    os.close(write_answers)
+    try:
+        yield Page(commands, answers)
+    finally:
+        os.close(commands)  # at which it ends
+        os.close(answers)
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,391 @@
+"""The page at /: what it shows is what the server says, in a real browser, whatever becomes of the server."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from eagle_mlx.serve.api.model import Loaded
+from eagle_mlx.serve.api.page import HEADERS, PAGE
+from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
+from tests.serve.browser import Page, browser, chromium
+
+browsing = pytest.mark.skipif(chromium() is None, reason="no Chromium; on Debian: apt-get install chromium")
+NOTHING = "\u2013"
+"""What stands where there is no number."""
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with browser(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@pytest.fixture
+def page(window: Page) -> Iterator[Page]:
+    """Fails a test in which the page threw, broke its own policy, or asked anything of anybody else."""
+    window.events.clear()
+    yield window
+    window.js("1")  # what has been sent until now is read
+    origin = window.js("location.origin")
+    for event in window.events:
+        detail = event["params"]
+        assert event["method"] != "Runtime.exceptionThrown", detail
+        if event["method"] == "Network.requestWillBeSent":
+            assert detail["request"]["url"].startswith((origin, "data:")), detail["request"]["url"]
+        if event["method"] == "Log.entryAdded":
+            assert detail["entry"]["source"] == "network", detail["entry"]
+    window.goto("about:blank")
+
+
+@pytest.fixture
+def used() -> Iterator[Live]:
+    """A server that has answered, drafted, refused and been left."""
+    with live(lambda: Loaded(engine("eagle", prefix_cache_bytes=1 << 24), "eagle", DEPTH, {"temperature": 0.0})) as it:
+        for prompt in ("def f(x):" * 8, "def f(x):" * 8, "class A:"):
+            it.openai.completions.create(model=NAME, prompt=prompt, max_tokens=24)
+        assert it.http.post("/v1/completions", json={"prompt": "x" * 4000}).status_code == 400
+        body = {"prompt": "x", "max_tokens": 400, "stream": True}
+        with it.http.stream("POST", "/v1/completions", json=body) as answer:
+            next(answer.iter_raw())
+        it.until(lambda: it.idle)
+        yield it
+
+
+class Numbers:
+    """What /metrics says, read by Prometheus' own parser."""
+
+    def __init__(self, text: str):
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        self._values = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+
+    def __getitem__(self, name: str | tuple[str, ...]) -> float:
+        return self._values[name if isinstance(name, tuple) else (name,)]
+
+    def by_label(self, name: str) -> dict[str, float]:
+        return {key[1]: value for key, value in self._values.items() if key[0] == name and len(key) == 2}
+
+
+def items(page: Page, name: str) -> dict[str, str]:
+    """A list of the page: what stands at the left of each line, and at its right."""
+    found: dict[str, str] = page.js(
+        f"Object.fromEntries([...document.querySelectorAll('#{name} li')]"
+        ".map(li => [li.firstChild.innerText, li.lastChild.innerText]))"
+    )
+    return found
+
+
+def percent(share: float) -> str:
+    return f"{int(100 * share + 0.5)}\u202f%"
+
+
+def test_it_is_served_with_a_policy_that_lets_nothing_else_in(used: Live) -> None:
+    answer = used.http.get("/")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "connect-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert set(re.findall(r"https?://[^'\"\s]+", answer.text)) <= {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"\son\w+=|\sstyle=|innerHTML|eval\(", answer.text)
+    assert len(answer.content) < 30_000
+    head = used.http.head("/")
+    assert (head.status_code, head.content) == (200, b"")
+
+
+def test_it_needs_no_key_and_tells_nothing_that_does() -> None:
+    with live(settings=wide(api_key="secret")) as running:
+        answer = running.http.get("/", headers={"Authorization": ""})
+        assert answer.status_code == 200
+        assert "secret" not in answer.text
+
+
+@browsing
+def test_it_shows_the_numbers_of_the_metrics(page: Page, used: Live) -> None:
+    page.open(used.base + "/")
+    page.until("document.querySelector('#model').innerText === 'tiny' && document.querySelector('#positions .bar')")
+    numbers = Numbers(used.http.get("/metrics").text)
+    forwards, tokens = numbers["eagle:row_rounds_total"], numbers["eagle:generation_tokens_total"]
+    assert page.text("#state") == "ready"
+    assert page.text("#notice") == ""
+    assert page.text("#rows") == "0"
+    assert page.text("#rows-max") == "of 4"
+    assert page.text("#queue") == "0"
+    assert page.text("#tau") == f"{tokens / forwards:.2f}"
+    assert page.text("#span") == f"{tokens:,.0f} tokens in {numbers['eagle:rounds_total']:,.0f} rounds"
+    drafts = numbers["vllm:spec_decode_num_drafts_total"]
+    accepted = numbers.by_label("vllm:spec_decode_num_accepted_tokens_per_pos_total")
+    assert drafts > 0
+    assert items(page, "positions") == {
+        f"token {int(position) + 1}": percent(count / drafts) for position, count in accepted.items()
+    }
+    assert len(accepted) == DEPTH
+    depths = numbers.by_label("eagle:rounds_by_depth_total")
+    named = {"0": "no draft", "1": "1 token"}
+    assert items(page, "depths") == {
+        named.get(depth, f"{depth} tokens"): percent(count / sum(depths.values())) for depth, count in depths.items()
+    }
+    assert page.text("#depth") == f"{numbers['eagle:depth']:.0f}"
+    assert len(depths) > 1
+    requests = items(page, "requests")
+    outcomes = {"finished": 3, "cancelled": 1, "failed": 0, "refused": 1}
+    assert {name: int(requests[name]) for name in outcomes} == outcomes
+    assert numbers.by_label("eagle:requests_total") == {name: n for name, n in outcomes.items() if n}
+    cached = numbers["eagle:cached_prompt_tokens_total"] / numbers["eagle:prompt_tokens_total"]
+    assert cached > 0
+    assert requests["from prefix cache"] == percent(cached)
+    assert f"drafts by eagle, up to {DEPTH} tokens a round" in page.text("#about")
+    assert "context of 512 tokens" in page.text("#about")
+    assert re.fullmatch(r"[\d.]+ m?s", page.text("#first"))
+    assert not page.text("#key-form")
+
+
+@browsing
+def test_it_moves_with_the_server(page: Page, used: Live) -> None:
+    page.open(used.base + "/")
+    page.until("document.querySelector('#positions .bar')")
+    assert page.text("#speed") == "0"
+    page.js("document.querySelector('[value=minute]').click()")
+    assert page.text("#tau") == NOTHING  # nothing yet in the minute that the page has seen
+    before = int(items(page, "requests")["finished"])
+    assert before == 0
+    used.openai.completions.create(model=NAME, prompt="x = 1", max_tokens=60)
+    page.until("Number(document.querySelector('#speed').innerText) > 0")
+    assert items(page, "requests")["finished"] == "1"
+    assert page.text("#span").startswith("60 tokens in ")
+    assert page.text("#most").startswith("most ")
+    page.until("document.querySelector('#speed').innerText === '0'")  # three seconds later
+
+
+@browsing
+def test_a_key_is_asked_for_and_kept_in_the_tab(page: Page) -> None:
+    with live(settings=wide(api_key="secret")) as running:
+        page.open(running.base + "/")
+        page.until("!document.querySelector('#key-form').hidden")
+        assert page.text("#state") == "ready"  # the numbers need none
+        assert page.text("#model") == "eagle-serve"
+        assert page.text("#key-form label") == "API key"
+        for wrong in ("guess", "schlüssel", ""):
+            enter(page, wrong)
+            page.until("document.querySelector('#key-note').innerText === 'That key was refused.'")
+            page.until("!document.querySelector('#key-form').hidden && !sessionStorage.length")
+        enter(page, "secret")
+        page.until("document.querySelector('#model').innerText === 'tiny'")
+        assert page.text("#key-form") == ""
+        assert page.js("document.querySelector('#key').value + localStorage.length + document.cookie") == "0"
+        page.goto(running.base + "/")
+        page.until("document.querySelector('#model').innerText === 'tiny'")
+
+
+def enter(page: Page, key: str) -> None:
+    page.js("document.querySelector('#key-note').textContent = ''")
+    page.js(f"document.querySelector('#key').value = {key!r}")
+    page.js("document.querySelector('#key-form button').click()")
+
+
+@browsing
+def test_it_tells_how_the_server_fares(page: Page) -> None:
+    ready = Event()
+
+    def load() -> Loaded:
+        ready.wait()
+        return Loaded(engine(), "ngram", DEPTH, {"temperature": 0.0})
+
+    with live(load, wait=False) as running:
+        page.open(running.base + "/")
+        page.until("document.querySelector('#state').innerText === 'starting'")
+        assert "being loaded" in page.text("#notice")
+        ready.set()
+        page.until("document.querySelector('#state').innerText === 'ready'")
+        assert page.text("#notice") == ""
+        page.until("document.querySelector('#about').innerText.startsWith('context of 512 tokens · drafts by ngram')")
+        call = running.service.admit(1)  # somebody whom it waits for
+        running.terminate()
+        page.until("document.querySelector('#state').innerText === 'draining'")
+        assert "new ones get 503" in page.text("#notice")
+        call.close()
+        page.until("document.querySelector('#state').innerText === 'unreachable'")
+        assert "cannot be asked since" in page.text("#notice")
+        assert page.text("#rows-max") == "of 4"  # the last that was heard
+        page.until("getComputedStyle(document.querySelector('.grid')).opacity < 1")
+        assert page.js("document.querySelector('#notice').role") == "alert"
+
+
+class Canned:
+    """Answers that the tests write: status and body by path; a path without one is cut off."""
+
+    def __init__(self, base: str):
+        self.base = base
+        self.answers: dict[str, tuple[int, str]] = {"/health": (200, '{"status": "ready"}')}
+
+    def metrics(self, text: str) -> None:
+        self.answers["/metrics"] = (200, text)
+
+
+@contextmanager
+def canned() -> Iterator[Canned]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = (200, PAGE) if self.path == "/" else it.answers.get(self.path, (0, ""))
+            if not status:
+                self.close_connection = True
+                return
+            self.send_response(status)
+            for name, value in {"Content-Type": "text/html; charset=utf-8", **HEADERS}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    it = Canned(f"http://127.0.0.1:{server.server_port}")
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield it
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@browsing
+def test_what_the_server_says_is_text(page: Page) -> None:
+    evil = "<img src=x onerror=document.title='broken'>"
+    with canned() as it:
+        it.metrics(f'eagle:requests_total{{outcome="a\\"b\\\\c\\n{evil}"}} 7\neagle:rounds_total 1\nnot a line\n')
+        it.answers["/v1/models"] = (200, f'{{"data": [{{"id": "{evil}", "created": 1, "max_model_len": 5}}]}}')
+        it.answers["/v1/spec_decode/metrics"] = (503, "")
+        page.open(it.base + "/")
+        page.until("document.querySelector('#model').innerText.includes('<img')")
+        assert page.text("#model") == evil
+        assert page.js("document.querySelectorAll('img').length") == 0
+        assert page.js("document.title") == f"{evil} · eagle-serve"
+        labels = page.js("[...document.querySelectorAll('#requests li > :first-child')].map(each => each.textContent)")
+        assert f'a"b\\c\n{evil}' in labels
+
+
+@browsing
+def test_what_cannot_be_read_is_said(page: Page) -> None:
+    with canned() as it:
+        page.open(it.base + "/")  # /metrics is cut off
+        page.until("document.querySelector('#state').innerText === 'unreachable'")
+        assert page.text("#notice").startswith("The server cannot be asked: ")
+        for path, status, body in (("/metrics", 500, "oh"), ("/health", 502, "<html>"), ("/health", 200, "[]")):
+            it.metrics("eagle:rows 2\n")
+            it.answers["/health"] = (200, '{"status": "ready"}')
+            page.until("document.querySelector('#state').innerText === 'ready'")
+            it.answers[path] = (status, body)
+            page.until("document.querySelector('#state').innerText === 'unreachable'")
+            assert page.text("#notice").endswith(f"{path} answers {status}")
+            assert page.text("#rows") == "2"
+
+
+@browsing
+def test_a_restarted_server_starts_from_nothing(page: Page) -> None:
+    with canned() as it:
+        it.metrics("eagle:rounds_total 50\neagle:row_rounds_total 50\neagle:generation_tokens_total 150\n")
+        page.open(it.base + "/")
+        page.until("document.querySelector('#tau').innerText === '3.00'")
+        page.js("document.querySelector('[value=minute]').click()")
+        it.metrics("eagle:rounds_total 60\neagle:row_rounds_total 60\neagle:generation_tokens_total 170\n")
+        page.until("document.querySelector('#tau').innerText === '2.00'")  # 20 tokens in 10 forwards
+        it.metrics("eagle:rounds_total 3\neagle:row_rounds_total 3\neagle:generation_tokens_total 9\n")
+        page.until(f"document.querySelector('#tau').innerText === '{NOTHING}'")
+        assert page.text("#speed") == "0"  # rather than below
+        page.js("document.querySelector('[value=all]').click()")
+        assert page.text("#tau") == "3.00"
+
+
+@browsing
+def test_quantiles_of_the_first_token(page: Page) -> None:
+    def buckets(*counts: int) -> str:
+        bounds = ("0.1", "0.5", "2.0", "+Inf")
+        name = "eagle:time_to_first_token_seconds_bucket"
+        return "\n".join(f'{name}{{le="{le}"}} {n}' for le, n in zip(bounds, counts, strict=True)) + "\n"
+
+    cases = {
+        (10, 10, 10, 10): ("50 ms", "95 ms"),  # evenly within the first
+        (0, 8, 10, 10): ("0.35 s", "1.63 s"),  # 0.1 + 0.4 * 5/8; 0.5 + 1.5 * 1.5/2
+        (0, 0, 0, 4): ("over 2.00 s", "over 2.00 s"),
+        (0, 0, 0, 0): (NOTHING, None),
+    }
+    with canned() as it:
+        it.metrics(buckets(0, 0, 0, 0))
+        page.open(it.base + "/")
+        for counts, (median, most) in cases.items():
+            it.metrics(buckets(*counts))
+            page.until(f"document.querySelector('#first').innerText === {median!r}")
+            assert page.text("#first-note") == (f"median; 95 % within {most}" if most else "median")
+
+
+CONTRAST = """(() => {
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+  const part = (c) => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => 0.2126 * part(r) + 0.7152 * part(g) + 0.0722 * part(b);
+  const ground = (e) => { for (; e; e = e.parentElement) {
+    const c = rgb(getComputedStyle(e).backgroundColor); if (c.length < 4 || c[3] === 1) return c; } };
+  const worst = [];
+  for (const e of document.querySelectorAll('body *')) {
+    const bare = ![...e.childNodes].some(n => n.nodeType === 3 && n.data.trim());
+    if (bare || e.closest('script, style, noscript')) continue;
+    const [a, b] = [light(rgb(getComputedStyle(e).color)), light(ground(e))].sort((x, y) => y - x);
+    worst.push([(a + 0.05) / (b + 0.05), e.textContent.trim().slice(0, 40)]);
+  }
+  return worst.sort((x, y) => x[0] - y[0])[0];
+})()"""
+
+
+@browsing
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_can_be_read_by_everybody(page: Page, used: Live, scheme: str) -> None:
+    page.open(used.base + "/", 320, 640, scheme)
+    page.until("document.querySelector('#positions .bar')")
+    page.js("document.querySelectorAll('[hidden]').forEach(each => each.hidden = false)")
+    for state in ("ready", "starting", "draining", "unreachable"):
+        page.js(f"show({state!r}, 'why')")
+        page.js("document.querySelector('#main').className = ''")
+        ratio, text = page.js(CONTRAST)
+        assert ratio >= 4.5, text
+    assert page.js("document.documentElement.scrollWidth") <= 320
+    named = "[...document.querySelectorAll('section, input')].every(e => e.labels?.length || e.ariaLabelledByElements)"
+    assert page.js(named)
+    dark = page.js("getComputedStyle(document.body).backgroundColor") == "rgb(20, 24, 26)"
+    assert dark == (scheme == "dark")
+
+
+@browsing
+def test_it_holds_still_for_those_who_ask(page: Page, used: Live) -> None:
+    page.open(used.base + "/")
+    page.until("document.querySelector('#positions .bar')")
+    moving = "getComputedStyle(document.querySelector('.bar > i')).transitionDuration"
+    assert page.js(moving) == "0.4s"
+    page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}])
+    assert page.js(moving) == "0s"
+    page.js("document.querySelector('#state').dataset.state = 'starting'")
+    assert page.js("getComputedStyle(document.querySelector('#state'), '::before').animationName") == "none"
+
+
+@browsing
+def test_it_shows_its_numbers_without_a_pipe_too(used: Live, tmp_path: Path) -> None:
+    """As a person would ask Chromium on the command line."""
+    path = chromium()
+    assert path is not None
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+    asked = [path, *flags, f"--user-data-dir={tmp_path}", "--virtual-time-budget=4000", "--dump-dom", used.base + "/"]
+    dom = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert '<h1 id="model">tiny</h1>' in dom
+    assert re.search(r'id="state"[^>]*data-state="ready"[^>]*>ready<', dom)
