@@ -16,13 +16,12 @@ from eagle_mlx.streaming import TextStream
 from ..chat import AnswerReader, Delta, ToolCall, ToolOffer
 from .answer import report, usage
 from .errors import ApiError
-from .flow import in_thread, respond, service_of
-from .limits import read_body
+from .flow import body_of, in_thread, respond, service_of
 from .logprobs import chat_logprobs
 from .model import Loaded
 from .responses import ERRORS, EVENTS, ChatCompletion, documented
 from .sampling import check, check_context, sampling
-from .schema import ChatRequest, read
+from .schema import ChatRequest
 from .service import Call
 from .stream import Frame, dumps, events, quote
 from .worker import News
@@ -35,7 +34,7 @@ async def chat_completions(request: Request) -> Response:
     """The next message of a conversation, or several to choose from."""
     service = service_of(request)
     service.loaded()
-    asked = read(ChatRequest, await read_body(request, service.settings.limits))
+    asked = await body_of(request, ChatRequest)
     loaded = service.loaded(asked.model)
     check(asked, service.settings.limits)
     if asked.top_logprobs is not None and not asked.logprobs:

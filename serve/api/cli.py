@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from eagle_mlx.errors import ConfigError, EagleError
 
@@ -52,6 +53,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\ninterrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def command() -> NoReturn:
+    """Run eagle-serve as a process, which ends with `main`'s exit status."""
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # When the engine's thread ends it gives up MLX's compiled functions, which are Python objects. That comes after it
+    # can be joined, and would abort an interpreter that is being taken down: so none is taken down.
+    os._exit(status)
 
 
 def say(text: str) -> None:
@@ -143,4 +154,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -16,13 +16,12 @@ from eagle_mlx.streaming import TextStream
 
 from .answer import report, usage
 from .errors import ApiError
-from .flow import in_thread, respond, service_of
-from .limits import read_body
+from .flow import body_of, in_thread, respond, service_of
 from .logprobs import CompletionLogprobs, joined
 from .model import Loaded
 from .responses import ERRORS, EVENTS, Completion, documented
 from .sampling import check, check_context, sampling
-from .schema import CompletionRequest, read
+from .schema import CompletionRequest
 from .score import score_prompt
 from .service import Call
 from .stream import Frame, dumps, events, quote
@@ -36,7 +35,7 @@ async def completions(request: Request) -> Response:
     """Text that goes on from a prompt, or from each of several."""
     service = service_of(request)
     service.loaded()
-    asked = read(CompletionRequest, await read_body(request, service.settings.limits))
+    asked = await body_of(request, CompletionRequest)
     loaded = service.loaded(asked.model)
     check(asked, service.settings.limits)
     service.settings.limits.check_prompts(len(asked.prompts))

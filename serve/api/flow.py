@@ -18,9 +18,13 @@ from eagle_mlx.row import Row
 
 from .answer import failure
 from .errors import ApiError, refused
+from .limits import read_body
+from .schema import B, read
 from .service import Call, Service
 
 T = TypeVar("T")
+_LARGE = 1 << 16
+"""Bytes of a body whose reading would be noticed by others."""
 
 
 class Answer(Protocol):
@@ -60,6 +64,12 @@ def service_of(request: Request) -> Service:
 def json_response(body: Any, status: int = 200) -> Response:
     text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return Response(text, status, media_type="application/json")
+
+
+async def body_of(request: Request, kind: type[B]) -> B:
+    """The body of a request, read and checked. Raises ApiError."""
+    body = await read_body(request, service_of(request).settings.limits)
+    return read(kind, body) if len(body) < _LARGE else await asyncio.to_thread(read, kind, body)
 
 
 async def in_thread(work: Callable[[], T]) -> T:

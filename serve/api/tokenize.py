@@ -8,11 +8,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from .errors import ApiError
-from .flow import in_thread, json_response, service_of
-from .limits import read_body
+from .flow import body_of, in_thread, json_response, service_of
 from .model import Loaded
 from .responses import ERRORS, Text, Tokens, documented
-from .schema import DetokenizeRequest, TokenizeRequest, read
+from .schema import DetokenizeRequest, TokenizeRequest
 
 router = APIRouter()
 
@@ -20,9 +19,8 @@ router = APIRouter()
 @router.post("/tokenize", responses=documented(Tokens, *ERRORS))
 async def tokenize(request: Request) -> Response:
     """The tokens of a text, or of a conversation as the model would read it."""
-    service = service_of(request)
-    asked = read(TokenizeRequest, await read_body(request, service.settings.limits))
-    loaded = service.loaded(asked.model)
+    asked = await body_of(request, TokenizeRequest)
+    loaded = service_of(request).loaded(asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "give prompt, a text, or messages", "prompt")
     tokens = await in_thread(lambda: _encode(asked, loaded))
@@ -44,9 +42,8 @@ def _encode(asked: TokenizeRequest, loaded: Loaded) -> list[int]:
 @router.post("/detokenize", responses=documented(Text, *ERRORS))
 async def detokenize(request: Request) -> Response:
     """The text of tokens."""
-    service = service_of(request)
-    asked = read(DetokenizeRequest, await read_body(request, service.settings.limits))
-    loaded = service.loaded(asked.model)
+    asked = await body_of(request, DetokenizeRequest)
+    loaded = service_of(request).loaded(asked.model)
     if max(asked.tokens, default=0) >= loaded.target.vocab_size:
         raise ApiError(400, f"tokens holds an id outside the vocabulary of {loaded.target.vocab_size}", "tokens")
     return json_response({"prompt": await in_thread(lambda: loaded.tokenizer.decode(asked.tokens))})

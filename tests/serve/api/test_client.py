@@ -9,6 +9,8 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 import eagle_mlx as em
 from eagle_mlx.output import Output
@@ -117,6 +119,22 @@ def test_the_wire_form_of_a_stream(server: Live) -> None:
     assert last["choices"][0]["finish_reason"] == "length"
     assert last["timings"]["predicted_n"] == 3
     assert "usage" not in last
+
+
+def test_answers_are_what_openais_own_types_say(server: Live) -> None:
+    chat = {"messages": MESSAGES, "max_tokens": 5, "n": 2, "logprobs": True, "top_logprobs": 2}
+    text = {"prompt": PROMPT, "max_tokens": 5, "logprobs": 2}
+    whole = {"/v1/chat/completions": (chat, ChatCompletion), "/v1/completions": (text, Completion)}
+    for path, (body, kind) in whole.items():
+        kind.model_validate(server.http.post(path, json=body).json(), strict=True)
+    pieces = {"/v1/chat/completions": (chat, ChatCompletionChunk), "/v1/completions": (text, None)}
+    for path, (body, piece) in pieces.items():
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        events = server.http.post(path, json=body).text.split("\n\n")[:-2]
+        for event in map(json.loads, (event.removeprefix("data: ") for event in events)):
+            if piece is not None:
+                piece.model_validate(event, strict=True)
+            assert {"id", "object", "created", "model", "choices", "usage"} <= set(event)
 
 
 def test_seeds_count_up_over_the_answers(server: Live, reference: em.Engine) -> None:

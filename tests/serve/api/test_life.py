@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -89,6 +92,39 @@ def test_who_leaves_while_waiting_for_the_whole_frees_its_row(server: Live) -> N
         client.close()
         assert server.until(lambda: server.idle) < 1.0
     assert server.service.totals.requests["cancelled"] == before + 2
+
+
+def test_a_crowd_of_which_some_leave() -> None:
+    rng = random.Random(0)
+    with live(settings=wide(Limits(queue=24))) as server:
+
+        async def one(client: httpx.AsyncClient) -> str:
+            body = {"prompt": "x" * rng.randint(1, 40), "max_tokens": rng.randint(1, 30), "stream": rng.random() < 0.5}
+            leaves = rng.random() < 0.3
+            try:
+                async with asyncio.timeout(rng.random() / 5 if leaves else 60):
+                    answer = await client.post(COMPLETIONS, json=body)
+            except TimeoutError:
+                assert leaves
+                return "left"
+            assert answer.status_code in (200, 429), answer.text
+            if answer.status_code == 429:
+                assert answer.headers["retry-after"]
+            elif body["stream"]:
+                assert answer.text.endswith("data: [DONE]\n\n")
+                assert "error" not in answer.text
+            return str(answer.status_code)
+
+        async def many() -> list[str]:
+            limits = httpx.Limits(max_connections=64)
+            async with httpx.AsyncClient(base_url=server.base, timeout=60, limits=limits) as client:
+                return await asyncio.gather(*(one(client) for _ in range(160)))
+
+        ended = Counter(asyncio.run(many()))
+        assert set(ended) == {"200", "429", "left"}
+        assert server.until(lambda: server.idle) < 1.0
+        assert server.service.totals.requests["failed"] == 0
+        assert server.http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 3}).status_code == 200
 
 
 def test_a_failing_step_ends_its_requests_alone() -> None:
