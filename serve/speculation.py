@@ -55,6 +55,11 @@ class Speculation:
             raise ConfigError(f"--num-speculative-tokens must be at least 0; got {self.num_tokens}")
         if self.mode == "draft" and self.draft_model is None:
             raise ConfigError("--spec-decode draft needs a model that drafts: give --draft-model")
+        if self.head is not None and self.draft_model is not None:
+            raise ConfigError("a --head and a --draft-model are two ways to draft; give one of them")
+        for flag, given, mode in (("--head", self.head, "eagle"), ("--draft-model", self.draft_model, "draft")):
+            if given is not None and self.mode not in (None, "none", mode):
+                raise ConfigError(f"--spec-decode {self.mode} does not use a {flag}; leave one of the two out")
         if self.draft_bits is not None and self.draft_model is None:
             raise ConfigError("--draft-model-quantize needs a --draft-model")
 

@@ -80,12 +80,10 @@ def _serve(plan: Plan, settings: Settings, args: argparse.Namespace) -> None:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    if args.kv_bits is not None:
-        raise ConfigError("--kv-bits: the engine keeps keys and values in the model's own type; leave it out")
     target, speculation = from_arguments(args)
     if not (math.isfinite(args.prefix_cache_gb) and args.prefix_cache_gb >= 0):
         raise ConfigError(f"--prefix-cache-gb must be at least 0; got {args.prefix_cache_gb}")
-    return Plan(target, speculation, args.max_batch, args.max_context, int(args.prefix_cache_gb * 1e9))
+    return Plan(target, speculation, args.max_batch, args.max_context, int(args.prefix_cache_gb * 1e9), args.kv_bits)
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -149,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     much.add_argument(
         "--drain-seconds", type=float, default=drain, metavar="S", help=f"to finish at the end (default {drain:g})"
     )
-    much.add_argument("--kv-bits", type=int, metavar="BITS", help=argparse.SUPPRESS)
+    much.add_argument("--kv-bits", type=int, choices=(4, 8), help="keep keys and values in so few bits: less memory")
     return parser
 
 

@@ -30,6 +30,8 @@ class Plan:
     max_context: int | None = None
     """Tokens of prompt and answer; None for what the model was made for."""
     prefix_cache_bytes: int = 1_000_000_000
+    kv_bits: int | None = None
+    """Bits of keys and values, None for the model's own type."""
 
     def __post_init__(self) -> None:
         if self.max_batch < 1:
@@ -57,7 +59,14 @@ def load(plan: Plan, say: Callable[[str], None]) -> Loaded:
     proposer = plan.speculation.proposer(target)
     _try_out(target, proposer, plan.speculation.num_tokens)
     policy = plan.speculation.make_policy()
-    engine = Engine(target, proposer, policy, plan.max_batch, prefix_cache_bytes=plan.prefix_cache_bytes)
+    engine = Engine(
+        target,
+        proposer,
+        policy,
+        plan.max_batch,
+        prefix_cache_bytes=plan.prefix_cache_bytes,
+        kv_bits=plan.kv_bits,
+    )
     drafts = plan.speculation.num_tokens if proposer is not None else 0
     loaded = Loaded(engine, plan.speculation.chosen(), drafts, sampling_defaults(plan.target))
     for line in _description(plan, loaded):
@@ -82,13 +91,14 @@ def _description(plan: Plan, loaded: Loaded) -> list[str]:
         *(["reasoning"] if chat.has_thinking else []),
     ]
     cache = f"prefix cache up to {_size(plan.prefix_cache_bytes)}" if plan.prefix_cache_bytes else "no prefix cache"
+    keys = f", keys and values in {plan.kv_bits} bits" if plan.kv_bits else ""
     return [
         f"target: {target.name}, {target.num_layers} layers, {str(target.dtype).rpartition('.')[2]}",
         f"speculation: {plan.speculation}",
         f"chat: {', '.join(chats)}",
         f"sampling: temperature {loaded.defaults.get('temperature', 1.0):g} unless a request says otherwise",
         f"context: {target.context_length} tokens, {plan.max_batch} rows at once",
-        f"memory: {_size(mx.get_active_memory())} in use, {cache}",
+        f"memory: {_size(mx.get_active_memory())} in use, {cache}{keys}",
         f"blas: {blas.activate()}, mlx on {'the CPU' if mx.default_device() == mx.Device(mx.cpu) else 'the GPU'}",
     ]
 

@@ -30,8 +30,6 @@ def parse(line: str) -> Speculation:
         ("--head H", "eagle"),
         ("--eagle-head-path H", "eagle"),
         ("--draft-model D", "draft"),
-        ("--head H --draft-model D", "eagle"),
-        ("--head H --spec-decode ngram", "ngram"),
         ("--head H --spec-decode none", "none"),
         ("--head H --num-draft-tokens 0", "none"),
     ],
@@ -63,6 +61,9 @@ def test_the_one_flag_form_says_the_same(config: dict[str, object], flags: str) 
     ("line", "said"),
     [
         ("--spec-decode draft", "--draft-model"),
+        ("--head H --draft-model D", "two ways to draft"),
+        ("--head H --spec-decode ngram", "does not use a --head"),
+        ("--draft-model D --spec-decode eagle", "does not use a --draft-model"),
         ("--draft-model-quantize 4bit", "--draft-model"),
         ("--num-speculative-tokens -1", "at least 0"),
         ("--speculative-config '{'", "not JSON"),

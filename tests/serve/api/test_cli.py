@@ -29,7 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--kv-bits", "4"], "--kv-bits"),
+        (["--kv-bits", "4"], "leave kv_bits out"),
         (["--max-batch", "0"], "--max-batch"),
         (["--max-queue", "-1"], "--max-queue"),
         (["--max-context", "1"], "--max-context"),
