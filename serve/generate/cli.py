@@ -12,9 +12,9 @@ from time import perf_counter
 
 from eagle_mlx import blas
 from eagle_mlx.engine import Engine
+from eagle_mlx.errors import EagleError, OutputError, PromptError
 from eagle_mlx.intake import Prompt as EnginePrompt
 from eagle_mlx.output import Output
-from eagle_mlx.errors import EagleError, OutputError, PromptError
 from eagle_mlx.params import SamplingParams
 from eagle_mlx.target import Target, load_target
 
