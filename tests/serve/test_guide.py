@@ -1,0 +1,152 @@
+"""What docs/serving.md and docs/deploy say is so: examples run, names exist, times agree."""
+
+from __future__ import annotations
+
+import plistlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from configparser import RawConfigParser
+from pathlib import Path
+
+import pytest
+
+import eagle_mlx as em
+from eagle_mlx.serve.api import cli
+from eagle_mlx.serve.api.loader import Plan, load
+from eagle_mlx.serve.api.model import Loaded
+from eagle_mlx.serve.api.service import Settings
+from eagle_mlx.serve.defaults import embedded
+from eagle_mlx.serve.speculation import Speculation
+from tests.serve.api.live import DEPTH, Live, live
+from tests.serve.chat.formats import target_of
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+GUIDE = (DOCS / "serving.md").read_text(encoding="utf-8")
+ADDRESS = "http://127.0.0.1:8000"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
+
+
+def section(title: str) -> str:
+    return GUIDE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+EXAMPLES = blocks("python")
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Live]:
+    """What `eagle-serve` serves."""
+    plan = Plan(embedded("target"), Speculation(head=str(embedded("head"))))
+    with live(lambda: load(plan, lambda _: None), Settings("embedded")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def calling() -> Iterator[Live]:
+    """A model that has a format for tools."""
+
+    def made() -> Loaded:
+        engine = em.Engine(target_of("qwen", special=True), em.NgramProposer(), em.FixedPolicy(DEPTH))
+        return Loaded(engine, "ngram", DEPTH)
+
+    with live(made, Settings("tools")) as running:
+        yield running
+
+
+@pytest.mark.parametrize("example", [text for text in EXAMPLES if "tools=" not in text])
+def test_an_example_in_python(serving: Live, example: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ADDRESS in example
+    exec(example.replace(ADDRESS, serving.base), {})
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_example_with_tools(calling: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = [text for text in EXAMPLES if "tools=" in text]
+    exec(example.replace(ADDRESS, calling.base), {})
+    assert capsys.readouterr().out.startswith("get_weather {'city': ")
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+def test_the_examples_with_curl(serving: Live) -> None:
+    (example,) = blocks("sh")
+    shell = example.replace(ADDRESS, serving.base).replace("curl ", "curl -sS --fail-with-body ")
+    done = subprocess.run(["bash", "-ec", shell], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert '"chat.completion"' in done.stdout
+    assert '"count":5' in done.stdout
+
+
+def test_the_prefix_cache_is_used_where_the_guide_says(serving: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = [text for text in EXAMPLES if "cached_tokens" in text]
+    exec(example.replace(ADDRESS, serving.base), {})
+    prompt, cached = map(int, capsys.readouterr().out.split()[-2:])
+    assert 100 < cached < prompt
+
+
+def test_the_metrics_are_those_that_there_are(serving: Live) -> None:
+    serving.openai.completions.create(model="embedded", prompt="x", max_tokens=40)
+    text = serving.http.get("/metrics").text
+    there = {re.sub(r"_(bucket|count|sum)$", "", name) for name in re.findall(r"^([\w:]+)", text, re.MULTILINE)}
+    named = set(re.findall(r"`((?:vllm|eagle):\w+)", section("Metrics").split("\nτ is")[0]))
+    assert named == there
+
+
+def test_the_limits_are_those_that_there_are(serving: Live) -> None:
+    said = {
+        status: serving.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1} | body)
+        for status, body in {"n": {"n": 17}, "stop": {"stop": ["x"] * 17}, "prompt": {"prompt": ["x"] * 65}}.items()
+    }
+    assert {name: (answer.status_code, answer.json()["error"]["param"]) for name, answer in said.items()} == {
+        name: (400, name) for name in said
+    }
+    fits = {"n": 16, "stop": ["\x00" * 256] * 16}
+    assert serving.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1} | fits).status_code == 200
+    (example,) = [line for line in section("Limits and errors").splitlines() if line.startswith('{"error"')]
+    assert serving.http.post("/v1/completions", json={"prompt": "x", "n": 99}).text == example
+
+
+def test_the_flags_are_those_that_there_are() -> None:
+    known = {flag for action in cli._parser()._actions for flag in action.option_strings}
+    others = {"--stop-timeout", "--rm"}  # docker's
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", GUIDE)) - others
+    assert named <= known
+
+
+def test_the_unit_waits_for_the_drain() -> None:
+    unit = RawConfigParser(strict=False)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]  # names keep their capitals
+    unit.read(DOCS / "deploy" / "eagle-serve.service", encoding="utf-8")
+    command = unit["Service"]["ExecStart"].split()
+    assert command[0].endswith("/bin/eagle-serve")
+    args = cli._parser().parse_args(command[1:])
+    assert int(unit["Service"]["TimeoutStopSec"]) > args.drain_seconds + 5
+    assert unit["Service"]["Restart"] == "on-failure"
+
+
+def test_the_agent_waits_for_the_drain() -> None:
+    with (DOCS / "deploy" / "com.eagle-mlx.serve.plist").open("rb") as file:
+        agent = plistlib.load(file)
+    assert agent["Label"] == "com.eagle-mlx.serve"
+    args = cli._parser().parse_args(agent["ProgramArguments"][1:])
+    assert agent["ExitTimeOut"] > args.drain_seconds + 5
+    assert agent["KeepAlive"] == {"SuccessfulExit": False}
+    assert all(Path(agent[key]).is_absolute() for key in ("WorkingDirectory", "StandardErrorPath"))
+
+
+def test_the_image_has_what_serving_needs() -> None:
+    """Its build leaves out packages by name; those must be dependencies, and none that serving imports."""
+    text = (DOCS.parent / "Dockerfile").read_text(encoding="utf-8")
+    (names,) = re.findall(r"training = \{(.*?)\}", text)
+    left_out = set(re.findall(r"'([\w-]+)'", names))
+    project = (DOCS.parent / "pyproject.toml").read_text(encoding="utf-8")
+    assert all(f'"{name}>=' in project for name in left_out)
+    modules = {"mlx-data": "mlx.data"}
+    seen = "import sys, eagle_mlx.serve.api.cli, eagle_mlx.serve.chat; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, timeout=120, check=True)
+    assert not {modules.get(name, name) for name in left_out} & set(loaded.stdout.split())
