@@ -1,30 +1,30 @@
-"""The portable EAGLE-3 layout: what SafeAILab, SpecForge and SGLang write and read, and vLLM reads as well.
+"""The portable EAGLE-3 layout: what SafeAILab, SpecForge, AngelSlim, TorchSpec, Model-Optimizer and SGLang write.
 
-One folder with config.json and model.safetensors. Tensors: `fc`, `midlayer.*`, `norm`, `lm_head` and, where the draft
-vocabulary is smaller than the target's, `d2t` (int64 offsets) and `t2d` (bool). Layer ids are written twice: nested
-under `eagle_config` as the output of layer k from 0 (SGLang, SpecForge), and at the top as k + 1 (vLLM).
+One folder with config.json and weights. Tensors: `fc`, `midlayer.*` (or `layers.0.*`), further `layers.*`, `norm`,
+`lm_head`, where the draft vocabulary is smaller than the target's `d2t` (int64 offsets) and `t2d` (bool), and as the
+flags say `embed_tokens`, `input_norm`, `fc_norm.*`, q/k norms and biases. Layer ids are written twice: nested under
+`eagle_config` as the output of layer k from 0 (SGLang, SpecForge), and at the top as k + 1 (vLLM).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
-from eagle_mlx.errors import CheckpointError, ConfigError
-from eagle_mlx.folders import new_folder
-from eagle_mlx.formats.tensors import check_shapes, read_tensors, weights_of, write_tensors
+from eagle_mlx.errors import CheckpointError
+from eagle_mlx.formats.fields import LAYER_IDS, aux_layer_ids, layer_fields, read_config, reading, refuse, window_json
+from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, read_tensors, weights_of, write_head
+from eagle_mlx.formats.vocabulary import take_draft_vocabulary, vocabulary_tensors
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
-from eagle_mlx.target import compute_dtype
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-_DTYPE_NAMES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
+_NESTED = {LAYER_IDS, "use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"}
+_NESTED_HARMLESS = {"use_mtp_layernorm": (False,), "next_layer_regular": (True,), "parallel_draft_step": (None, 0, 1)}
+"""Model-Optimizer's flags inside eagle_config that are not implemented, and their values that change nothing."""
 
 
 def save_eagle3(
@@ -39,140 +39,166 @@ def save_eagle3(
     """Write a head as a folder that appears whole or not at all.
 
     `target_name` and `extra` (any JSON) are kept under the key `eagle_mlx` of config.json, which other loaders ignore.
-    Raises OutputError where the folder exists and `overwrite` is not set, or where it cannot be written.
+    Raises OutputError where the folder exists and `overwrite` is not set, or where it cannot be written, and
+    ConfigError for a head that this layout has no words for.
     """
-    config = {**_to_json(head.config), "torch_dtype": _DTYPE_NAMES[dtype]}
+    config = {**_to_json(head.config), "torch_dtype": DTYPE_NAMES[dtype]}
     config["eagle_mlx"] = {"target": target_name, **(extra or {})}
-    tensors = {name: value.astype(dtype) for name, value in weights_of(head).items()}
-    if head.d2t is not None:
-        offsets = np.array(head.d2t, np.int64)
-        t2d = np.zeros(head.config.vocab_size, np.bool_)
-        t2d[np.arange(len(offsets)) + offsets] = True
-        tensors |= {"d2t": mx.array(offsets), "t2d": mx.array(t2d)}
-    mx.eval(tensors)
-    with new_folder(folder, overwrite) as part:
-        write_tensors(part / "model.safetensors", tensors)
-        (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tensors = {outer_name(name): value.astype(dtype) for name, value in weights_of(head).items()}
+    write_head(folder, config, tensors | vocabulary_tensors(head.d2t, head.config.vocab_size), overwrite)
 
 
 def load_eagle3(folder: str | Path, target_layers: int | None = None) -> Eagle3Head:
-    """Read a head; tensors may carry the prefix `model.`.
+    """Read a head; tensors may carry the prefix `model.`, and name the first layer `midlayer` or `layers.0`.
 
     `target_layers` (the target's number of layers) decides the aux layers of a config that names none, as SafeAILab's
-    code does. Raises CheckpointError for a folder that is not in this layout, a damaged file, and for every tensor that
-    is missing, unknown or of the wrong shape.
+    code does. Raises CheckpointError for a folder that is not in this layout, a damaged file, for every tensor that
+    is missing, unknown or of the wrong shape, and for every flag that cannot be honoured.
     """
     folder = Path(folder)
-    config = _from_json(folder, read_config(folder), target_layers)
-    tensors = {name.removeprefix("model."): value for name, value in read_tensors(folder).items()}
-    d2t = _draft_vocabulary(folder, config, tensors)
+    written = read_config(folder)
+    raw = read_tensors(folder)
+    by_specforge = any(name.startswith("midlayer.") for name in raw) and "norm_before_residual" not in written
+    tensors = inner_tensors(folder, raw)
+    config = _from_json(folder, written, tensors, target_layers, by_specforge)
+    return build_eagle3(folder, config, tensors)
+
+
+def build_eagle3(folder: Path, config: Eagle3Config, tensors: dict[str, mx.array]) -> Eagle3Head:
+    """The head of a config and its tensors, which are used up."""
+    if not config.norm_logits and not config.norm_output:
+        tensors.pop("norm.weight", None)  # there, but never trained and never asked
+    d2t = take_draft_vocabulary(folder, tensors, config.vocab_size, config.draft_vocab_size)
     head = Eagle3Head(config, d2t)
-    check_shapes(folder, tensors, {name: tuple(value.shape) for name, value in weights_of(head).items()})
-    dtype = compute_dtype()
-    head.load_weights([(name, value if dtype is None else value.astype(dtype)) for name, value in tensors.items()])
-    mx.eval(head.parameters())
+    fill(folder, head, tensors, outer_name)
     return head
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json; raises CheckpointError where there is none or it is no JSON object."""
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as e:
-        raise CheckpointError(f"{folder} has no config.json; a head is a folder with config.json and weights") from e
-    except (OSError, ValueError) as e:
-        raise CheckpointError(f"{file} cannot be read: {e}") from e
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file} is not a JSON object")
-    return config
+def inner_tensors(where: Path, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """The tensors under the names of an Eagle3Head's parameters. Raises CheckpointError where two become one."""
+    inner: dict[str, mx.array] = {}
+    for name, value in tensors.items():
+        short = name.removeprefix("model.")
+        first, _, rest = short.partition(".")
+        if first == "layers":
+            index, _, part = rest.partition(".")
+            if index == "0":
+                short = f"midlayer.{part}"
+            elif index.isdigit():
+                short = f"layers.{int(index) - 1}.{part}"
+        if short in inner:
+            raise CheckpointError(f"{where} holds {short} twice, once as {name}; keep one of them")
+        inner[short] = value
+    return inner
+
+
+def outer_name(name: str) -> str:
+    """The name in a file of one of an Eagle3Head's parameters."""
+    first, _, rest = name.partition(".")
+    index, _, part = rest.partition(".")
+    return f"layers.{int(index) + 1}.{part}" if first == "layers" and index.isdigit() else name
 
 
 def _to_json(config: Eagle3Config) -> dict[str, Any]:
     fields = dataclasses.asdict(config)
     layers = list(fields.pop("aux_layers"))
+    del fields["own_embedding"], fields["windows"], fields["norm_logits"]
+    nested = {
+        LAYER_IDS: layers,
+        "use_aux_hidden_state": fields.pop("use_aux_hidden_state"),
+        "use_input_layernorm_in_first_layer": fields.pop("input_layernorm"),
+        "use_last_layernorm": config.norm_logits,
+    }
+    if config.hidden_norm == config.use_aux_hidden_state:
+        del fields["hidden_norm"]
+    plain = {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True}
+    if all(nested[name] == value for name, value in plain.items()):
+        nested = {name: value for name, value in nested.items() if name not in plain}
+    if not layers:
+        del nested[LAYER_IDS]
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
-        "num_hidden_layers": 1,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         **fields,
-        LAYER_IDS: [k + 1 for k in layers],
-        "eagle_config": {LAYER_IDS: layers, "use_aux_hidden_state": True},
+        **window_json(config.windows),
+        **({LAYER_IDS: [k + 1 for k in layers]} if layers else {}),
+        "eagle_config": nested,
     }
 
 
-def _from_json(folder: Path, config: Mapping[str, Any], target_layers: int | None) -> Eagle3Config:
+def _from_json(
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, mx.array],
+    target_layers: int | None,
+    by_specforge: bool,
+) -> Eagle3Config:
     file = folder / "config.json"
-    architectures = config.get("architectures") or [ARCHITECTURE]
-    if not any("Eagle3" in name for name in architectures) or "speculators_config" in config:
-        raise CheckpointError(f"{file} is of {', '.join(architectures)}; only {ARCHITECTURE} can be read")
-    if not (config.get("eagle_config") or {}).get("use_aux_hidden_state", True):
-        raise CheckpointError(f"{file} sets use_aux_hidden_state to false; a head without aux layers cannot be read")
-    try:
-        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-        rope = config.get("rope_parameters") or {}
-        scaling = config.get("rope_scaling") or ({k: v for k, v in rope.items() if k != "rope_theta"} or None)
-        if scaling and scaling.get("rope_type", scaling.get("type")) == "default":
-            scaling = None
+    nested = config.get("eagle_config") or {}
+    refuse(file, config)
+    _check_nested(file, nested)
+    with_aux = bool(nested.get("use_aux_hidden_state", True))
+    with reading(file):
+        fields = layer_fields(config)
+        recycled, normed = _norm_output(config, nested, tensors, by_specforge)
         return Eagle3Config(
-            hidden_size=hidden,
-            intermediate_size=int(config["intermediate_size"]),
-            num_attention_heads=heads,
-            num_key_value_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-            vocab_size=int(config["vocab_size"]),
+            **fields,
             draft_vocab_size=int(config.get("draft_vocab_size") or config["vocab_size"]),
-            target_hidden_size=int(config.get("target_hidden_size") or hidden),
-            aux_layers=_aux_layers(file, config, target_layers),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-            rope_scaling=scaling,
-            max_position_embeddings=int(config.get("max_position_embeddings") or 2048),
+            target_hidden_size=int(config.get("target_hidden_size") or fields["hidden_size"]),
+            aux_layers=_aux_layers(file, config, target_layers) if with_aux else (),
             norm_before_residual=bool(config.get("norm_before_residual", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
+            qk_norm=_flag(config, "qk_norm", "midlayer.self_attn.q_norm.weight" in tensors),
+            norm_before_fc=_flag(config, "norm_before_fc", "input_norm.weight" in tensors),
+            fc_norm=_flag(config, "fc_norm", "fc_norm.0.weight" in tensors),
+            norm_output=recycled,
+            norm_logits=normed,
+            input_layernorm=bool(nested.get("use_input_layernorm_in_first_layer", True)),
+            hidden_norm=_flag(config, "hidden_norm", with_aux or "midlayer.hidden_norm.weight" in tensors),
+            use_aux_hidden_state=with_aux,
+            own_embedding="embed_tokens.weight" in tensors,
         )
-    except KeyError as e:
-        raise CheckpointError(f"{file} lacks {e.args[0]}") from e
-    except (TypeError, ValueError, ConfigError) as e:
-        raise CheckpointError(f"{file} is not usable: {e}") from e
+
+
+def _flag(config: Mapping[str, Any], name: str, otherwise: bool) -> bool:
+    value = config.get(name)
+    return otherwise if value is None else bool(value)
+
+
+def _check_nested(file: Path, nested: Mapping[str, Any]) -> None:
+    for name, value in nested.items():
+        if name in _NESTED or value in _NESTED_HARMLESS.get(name, ()):
+            continue
+        known = name in _NESTED_HARMLESS
+        raise CheckpointError(
+            f"{file} sets eagle_config.{name} to {value!r}, which "
+            + ("is not implemented" if known else "is not known; what it changes cannot be honoured")
+        )
+
+
+def _norm_output(
+    config: Mapping[str, Any], nested: Mapping[str, Any], tensors: Mapping[str, mx.array], by_specforge: bool
+) -> tuple[bool, bool]:
+    """Whether the next step reads the normed output, and whether lm_head does.
+
+    SpecForge, alone, means only the latter by `norm_output`. Its files can be told by their names: `midlayer` without
+    a prefix, and no `norm_before_residual`, which all others write. Where such a file says no although its norm was
+    trained, it is another's after all and says no to the former.
+    """
+    flag = config.get("norm_output")
+    normed = bool(nested.get("use_last_layernorm", True))
+    if flag is None or not by_specforge or "eagle_mlx" in config:
+        return bool(flag), normed
+    norm = tensors.get("norm.weight")
+    trained = norm is not None and not bool(mx.all(norm == 1).item())
+    return False, normed and (bool(flag) or trained)
 
 
 def _aux_layers(file: Path, config: Mapping[str, Any], target_layers: int | None) -> tuple[int, ...]:
-    nested = (config.get("eagle_config") or {}).get(LAYER_IDS)
-    top = config.get(LAYER_IDS)
-    from_top = None if top is None else [k - 1 for k in top]
-    if nested is not None and from_top is not None and list(nested) != from_top:
-        raise CheckpointError(
-            f"{file} names different layers in eagle_config ({nested}: outputs, from 0) and at the top ({top}: outputs "
-            "plus one); keep the one that the head was trained with"
-        )
-    layers = nested if nested is not None else from_top
+    layers = aux_layer_ids(file, (config.get("eagle_config") or {}).get(LAYER_IDS), config.get(LAYER_IDS))
     if layers is not None:
-        if any(k < 0 for k in layers):
-            raise CheckpointError(f"{file} names the embedding's output as an aux layer, which cannot be read")
-        return tuple(int(k) for k in layers)
+        return layers
     if target_layers is None:
         raise CheckpointError(f"{file} does not name the layers that the head reads; load the head with its target")
     return default_aux_layers(target_layers)
-
-
-def _draft_vocabulary(folder: Path, config: Eagle3Config, tensors: dict[str, mx.array]) -> mx.array | None:
-    """Take d2t and t2d out of the tensors; d2t int32 [Vd], or None where the head drafts the whole vocabulary."""
-    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    if d2t is None:
-        if config.draft_vocab_size != config.vocab_size:
-            raise CheckpointError(
-                f"{folder} lacks d2t, but its draft vocabulary ({config.draft_vocab_size}) is smaller than the "
-                f"target's ({config.vocab_size})"
-            )
-        return None
-    if d2t.shape != (config.draft_vocab_size,):
-        raise CheckpointError(f"d2t in {folder} has shape {d2t.shape}, expected ({config.draft_vocab_size},)")
-    kept = np.array(d2t, np.int64) + np.arange(config.draft_vocab_size)
-    if kept[0] < 0 or kept[-1] >= config.vocab_size or np.any(np.diff(kept) <= 0):
-        raise CheckpointError(f"d2t in {folder} does not lead to ascending ids of a vocabulary of {config.vocab_size}")
-    if t2d is not None and not np.array_equal(np.flatnonzero(np.array(t2d)), kept):
-        raise CheckpointError(f"t2d and d2t in {folder} name different draft vocabularies; one of them is damaged")
-    return None if config.draft_vocab_size == config.vocab_size else d2t.astype(mx.int32)

@@ -1,18 +1,23 @@
-"""Reading and writing safetensors files, with errors that name the file and the tensor."""
+"""Reading and writing files of tensors, with errors that name the file and the tensor."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from eagle_mlx.errors import CheckpointError
+from eagle_mlx.folders import new_folder
+from eagle_mlx.formats.torchzip import read_torch
+from eagle_mlx.target import compute_dtype
+
+DTYPE_NAMES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
 
 
 def weights_of(module: nn.Module) -> dict[str, mx.array]:
@@ -28,24 +33,60 @@ def write_tensors(file: Path, tensors: Mapping[str, mx.array]) -> None:
         os.fsync(out.fileno())
 
 
+def write_head(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array], overwrite: bool) -> None:
+    """A folder with config.json and model.safetensors, which appears whole or not at all."""
+    mx.eval(dict(tensors))
+    with new_folder(folder, overwrite) as part:
+        write_tensors(part / "model.safetensors", tensors)
+        (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 def read_tensors(folder: Path) -> dict[str, mx.array]:
-    """All tensors of a folder's safetensors files; raises CheckpointError for none, or for one that is damaged."""
-    files = sorted(folder.glob("*.safetensors"))
+    """All tensors of a folder's safetensors files, or of its PyTorch files where it has no others.
+
+    Raises CheckpointError for none, for a file that is damaged, and for a name that two files hold.
+    """
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not files:
-        torch_only = next(folder.glob("pytorch_model*.bin"), None)
-        hint = f"; {torch_only.name} must be converted to safetensors first" if torch_only else ""
-        raise CheckpointError(f"{folder} holds no .safetensors file{hint}")
+        raise CheckpointError(f"{folder} holds no weights: neither .safetensors files nor pytorch_model.bin")
     tensors: dict[str, mx.array] = {}
     for file in files:
-        _check_length(file)
-        try:
-            loaded = mx.load(str(file))
-        except (RuntimeError, ValueError) as e:
-            raise CheckpointError(f"{file} cannot be read as safetensors ({e}); fetch or make it again") from e
-        if not isinstance(loaded, dict):
-            raise CheckpointError(f"{file} holds no named tensors")
+        loaded = read_torch(file) if file.suffix == ".bin" else read_safetensors(file)
+        twice = sorted(tensors.keys() & loaded.keys())
+        if twice:
+            raise CheckpointError(f"{file} holds {twice[0]}, which another file of the folder holds too; keep one")
         tensors.update(loaded)
     return tensors
+
+
+def read_safetensors(file: Path) -> dict[str, mx.array]:
+    """The tensors of one file, read when they are used. Raises CheckpointError for a file that is damaged."""
+    _check_length(file)
+    try:
+        loaded = mx.load(str(file))
+    except (RuntimeError, ValueError) as e:
+        raise CheckpointError(f"{file} cannot be read as safetensors ({e}); fetch or make it again") from e
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{file} holds no named tensors")
+    return loaded
+
+
+def fill(
+    where: Path, head: nn.Module, tensors: Mapping[str, mx.array], in_file: Callable[[str], str] = lambda name: name
+) -> None:
+    """Give a head its weights; `in_file` gives the name in the file of a parameter.
+
+    Raises CheckpointError for every tensor that the head lacks, does not know or cannot hold.
+    """
+    expected = {in_file(name): tuple(value.shape) for name, value in weights_of(head).items()}
+    check_shapes(where, {in_file(name): value for name, value in tensors.items()}, expected)
+    dtype = compute_dtype()
+    ready = {
+        name: value if dtype is None or not mx.issubdtype(value.dtype, mx.floating) else value.astype(dtype)
+        for name, value in tensors.items()
+    }
+    head.load_weights(list(ready.items()))
+    mx.eval(head.parameters())
 
 
 def check_shapes(where: Path, tensors: Mapping[str, mx.array], expected: Mapping[str, tuple[int, ...]]) -> None:

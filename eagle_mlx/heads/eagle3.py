@@ -1,7 +1,7 @@
-"""The EAGLE-3 head: one decoder layer over the next token's embedding and three target layers' hidden states.
+"""The EAGLE-3 head: a decoder layer over the next token's embedding and several target layers' hidden states.
 
-Source: Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test";
-tensor names and flags as in SafeAILab/EAGLE and sgl-project/SpecForge.
+Sources: Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test";
+the flags as SafeAILab/EAGLE, sgl-project/SpecForge, vllm-project/speculators and NVIDIA's Model-Optimizer define them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.rope_utils import initialize_rope
 
-from eagle_mlx import fastmath
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.heads.base import Attachable, Mask, caches_of, layer_mask
+from eagle_mlx.heads.layers import MLP, Attention, PlainLayer, check_shape, window_of
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
@@ -38,7 +38,7 @@ class Eagle3Config:
     """Entries that the head can draft; equal to `vocab_size` when it drafts all of them."""
     target_hidden_size: int
     aux_layers: tuple[int, ...]
-    """Target layers whose outputs are read, counted from 0."""
+    """Target layers whose outputs are read, counted from 0; empty where `use_aux_hidden_state` is not set."""
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None
@@ -46,75 +46,67 @@ class Eagle3Config:
     norm_before_residual: bool = False
     """The residual stream starts from the normed feature instead of the feature."""
     attention_bias: bool = False
+    """Biases on all four projections of the attention."""
+    qkv_bias: bool = False
+    """Biases on queries, keys and values alone."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Queries and keys pass a norm, head by head, as in Qwen3."""
+    norm_before_fc: bool = False
+    """One norm over the concatenated hidden states in front of `fc`."""
+    fc_norm: bool = False
+    """A norm for each of the hidden states in front of `fc`."""
+    norm_output: bool = False
+    """The next draft step reads this one's output after the final norm instead of before it."""
+    norm_logits: bool = True
+    """The output projection reads the normed output; without it nothing norms it."""
+    input_layernorm: bool = True
+    """The embedding passes a norm."""
+    hidden_norm: bool = True
+    """The feature passes a norm."""
+    use_aux_hidden_state: bool = True
+    """Without it the feature is the target's last hidden state after its final norm, and there is no `fc`."""
+    own_embedding: bool = False
+    """The head embeds tokens itself, as it must where its hidden size is not the target's."""
+    num_hidden_layers: int = 1
+    windows: tuple[int | None, ...] = ()
+    """Layer by layer, how many positions it sees; None for all. Empty where all see all."""
 
     def __post_init__(self) -> None:
+        check_shape(self)
         if self.draft_vocab_size > self.vocab_size:
             raise ConfigError(
                 f"draft_vocab_size {self.draft_vocab_size} is larger than the target's vocabulary {self.vocab_size}"
             )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}"
-            )
-        if not self.aux_layers:
+        if self.use_aux_hidden_state and not self.aux_layers:
             raise ConfigError("aux_layers is empty; an EAGLE-3 head reads at least one target layer")
+        if self.norm_before_fc and self.fc_norm:
+            raise ConfigError("norm_before_fc and fc_norm are both set; a head has one of them or neither")
+        if not self.use_aux_hidden_state:
+            self._check_without_aux()
 
-
-class Attention(nn.Module):
-    def __init__(self, config: Eagle3Config):
-        super().__init__()
-        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        width, bias = 2 * config.hidden_size, config.attention_bias
-        self.heads, self.kv_heads, self.scale = heads, kv_heads, dim**-0.5
-        self.q_proj = nn.Linear(width, heads * dim, bias=bias)
-        self.k_proj = nn.Linear(width, kv_heads * dim, bias=bias)
-        self.v_proj = nn.Linear(width, kv_heads * dim, bias=bias)
-        self.o_proj = nn.Linear(heads * dim, config.hidden_size, bias=bias)
-        self.rope = initialize_rope(dim, config.rope_theta, False, config.rope_scaling, config.max_position_embeddings)
-
-    def project(self, x: mx.array, offset: int | mx.array = 0) -> tuple[mx.array, mx.array, mx.array]:
-        """x [B, L, 2H] at positions offset + 0..L-1 -> q [B, heads, L, D], k and v [B, kv_heads, L, D]."""
-        b, length, _ = x.shape
-        q = self.q_proj(x).reshape(b, length, self.heads, -1).transpose(0, 2, 1, 3)
-        k = self.k_proj(x).reshape(b, length, self.kv_heads, -1).transpose(0, 2, 1, 3)
-        v = self.v_proj(x).reshape(b, length, self.kv_heads, -1).transpose(0, 2, 1, 3)
-        return self.rope(q, offset=offset), self.rope(k, offset=offset), v
-
-    def output(self, attended: mx.array) -> mx.array:
-        """attended [B, heads, L, D] -> [B, L, H]."""
-        b, _, length, _ = attended.shape
-        out: mx.array = self.o_proj(attended.transpose(0, 2, 1, 3).reshape(b, length, -1))
-        return out
-
-    def __call__(self, x: mx.array, mask: mx.array | str | None, cache: Any | None) -> mx.array:
-        q, k, v = self.project(x, 0 if cache is None else cache.offset)
-        if cache is not None:
-            k, v = cache.update_and_fetch(k, v)
-        return self.output(mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask))
-
-
-class MLP(nn.Module):
-    def __init__(self, config: Eagle3Config):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        out: mx.array = self.down_proj(fastmath.swiglu(self.gate_proj(x), self.up_proj(x)))
-        return out
+    def _check_without_aux(self) -> None:
+        if self.aux_layers or self.fc_norm or self.norm_before_fc:
+            raise ConfigError("a head without aux hidden states has no aux_layers, no fc_norm and no norm_before_fc")
+        if self.hidden_size != self.target_hidden_size:
+            raise ConfigError(
+                f"a head without aux hidden states reads the target's as they are: hidden_size {self.hidden_size} must "
+                f"equal target_hidden_size {self.target_hidden_size}"
+            )
 
 
 class DecoderLayer(nn.Module):
+    """The first layer, whose attention reads embedding and feature side by side."""
+
     def __init__(self, config: Eagle3Config):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.norm_before_residual = config.norm_before_residual
-        self.self_attn = Attention(config)
+        self.window = window_of(config, 0)
+        self.self_attn = Attention(config, 2 * size)
         self.mlp = MLP(config)
-        self.hidden_norm = nn.RMSNorm(size, eps=eps)
-        self.input_layernorm = nn.RMSNorm(size, eps=eps)
+        self.hidden_norm = nn.RMSNorm(size, eps=eps) if config.hidden_norm else nn.Identity()
+        self.input_layernorm = nn.RMSNorm(size, eps=eps) if config.input_layernorm else nn.Identity()
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
 
     def inputs(self, embeddings: mx.array, g: mx.array) -> tuple[mx.array, mx.array]:
@@ -129,9 +121,14 @@ class DecoderLayer(nn.Module):
         out: mx.array = h + self.mlp(self.post_attention_layernorm(h))
         return out
 
+    def __call__(self, embeddings: mx.array, g: mx.array, mask: Mask, cache: Any | None) -> mx.array:
+        x, residual = self.inputs(embeddings, g)
+        mask = layer_mask(cache, x.shape[1], mask, self.window)
+        return self.finish(residual, self.self_attn(x, mask, cache))
 
-class Eagle3Head(nn.Module):
-    """An EAGLE-3 head. Its embedding is the target's, so inputs are embeddings, not tokens.
+
+class Eagle3Head(Attachable, nn.Module):
+    """An EAGLE-3 head. Its inputs are embeddings, not tokens: the target's, or its own where it has one.
 
     `d2t` [draft_vocab_size] is the offset of each draft id to its target id; None where the vocabularies are equal.
     """
@@ -140,17 +137,53 @@ class Eagle3Head(nn.Module):
         super().__init__()
         if (d2t is None) != (config.draft_vocab_size == config.vocab_size):
             raise ConfigError("a head needs d2t exactly when its draft vocabulary is smaller than the target's")
+        size, eps = config.hidden_size, config.rms_norm_eps
+        read = config.target_hidden_size * len(config.aux_layers)
         self._config = config
         self._d2t = d2t if d2t is None else d2t.astype(mx.int32)
         self._token_ids = d2t if d2t is None else mx.arange(d2t.size, dtype=mx.int32) + d2t.astype(mx.int32)
-        self.fc = nn.Linear(config.target_hidden_size * len(config.aux_layers), config.hidden_size, bias=False)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(read, eps=eps)
+        if config.fc_norm:
+            self.fc_norm = [nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in config.aux_layers]
+        if config.use_aux_hidden_state:
+            self.fc = nn.Linear(read, size, bias=False)
         self.midlayer = DecoderLayer(config)
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        if config.num_hidden_layers > 1:
+            self.layers = [PlainLayer(config, index) for index in range(1, config.num_hidden_layers)]
+        if config.norm_logits or config.norm_output:
+            self.norm = nn.RMSNorm(size, eps=eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
 
     @property
     def config(self) -> Eagle3Config:
         return self._config
+
+    @property
+    def hidden_size(self) -> int:
+        return self._config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
+
+    @property
+    def target_hidden_size(self) -> int:
+        return self._config.target_hidden_size
+
+    @property
+    def embedding_size(self) -> int | None:
+        return None if self._config.own_embedding else self._config.hidden_size
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self._config.aux_layers if self._config.use_aux_hidden_state else (self.target.num_layers - 1,)
+
+    @property
+    def cache_layers(self) -> int:
+        return self._config.num_hidden_layers
 
     @property
     def d2t(self) -> mx.array | None:
@@ -161,28 +194,41 @@ class Eagle3Head(nn.Module):
         """[draft_vocab_size] int32, the target's id of each draft id; None where they are the same."""
         return self._token_ids
 
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Token ids [...] -> embeddings [..., H]."""
+        out: mx.array = self.embed_tokens(tokens) if self._config.own_embedding else self.target.embed(tokens)
+        return out
+
     def features(self, aux: Sequence[mx.array]) -> mx.array:
         """The target's aux hidden states, each [B, L, target_hidden_size] -> features g [B, L, H]."""
-        out: mx.array = self.fc(mx.concatenate(list(aux), axis=-1))
+        if not self._config.use_aux_hidden_state:
+            return self.target.norm(aux[0])
+        if self._config.fc_norm:
+            aux = [norm(x) for norm, x in zip(self.fc_norm, aux, strict=True)]
+        read = mx.concatenate(list(aux), axis=-1)
+        out: mx.array = self.fc(self.input_norm(read) if self._config.norm_before_fc else read)
         return out
 
     def inputs(self, embeddings: mx.array, g: mx.array) -> tuple[mx.array, mx.array]:
         return self.midlayer.inputs(embeddings, g)
 
-    def __call__(
-        self, embeddings: mx.array, g: mx.array, cache: Any | None = None, mask: mx.array | str | None = None
-    ) -> mx.array:
-        """One pass of the decoder layer.
+    def __call__(self, embeddings: mx.array, g: mx.array, cache: Any | None = None, mask: Mask = None) -> mx.array:
+        """One pass of the decoder layers.
 
-        embeddings [B, L, H] of tokens t+1, features g [B, L, H] of positions t -> h [B, L, H] before the final norm,
-        which is also the feature of the next draft step.
+        embeddings [B, L, H] of tokens t+1, features g [B, L, H] of positions t -> h [B, L, H], which is the feature of
+        the next draft step: before the final norm, or behind it with `norm_output`.
         """
-        x, residual = self.midlayer.inputs(embeddings, g)
-        return self.midlayer.finish(residual, self.midlayer.self_attn(x, mask, cache))
+        first, *others = caches_of(cache, self._config.num_hidden_layers)
+        h = self.midlayer(embeddings, g, mask, first)
+        if others:
+            for layer, kept in zip(self.layers, others, strict=True):
+                h = layer(h, mask, kept)
+        return self.norm(h) if self._config.norm_output else h
 
     def logits(self, h: mx.array) -> mx.array:
         """h [..., H] -> logits over the draft vocabulary [..., draft_vocab_size]."""
-        out: mx.array = self.lm_head(self.norm(h))
+        normed = self.norm(h) if self._config.norm_logits and not self._config.norm_output else h
+        out: mx.array = self.lm_head(normed)
         return out
 
     def to_target(self, draft_ids: mx.array) -> mx.array:

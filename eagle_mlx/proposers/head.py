@@ -1,4 +1,4 @@
-"""Drafting with an EAGLE head: the target's hidden states in, a chain of tokens out."""
+"""Drafting with a trained head, of whatever kind: the target's hidden states in, a chain of tokens out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import mlx.core as mx
 from eagle_mlx.cache import RaggedCache, without_row
 from eagle_mlx.errors import HeadError
 from eagle_mlx.formats import check_fit
-from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
 from eagle_mlx.sampling import SamplingBatch, draft_sample
 from eagle_mlx.target import Target
@@ -21,13 +21,13 @@ class HeadProposer:
 
     name = "eagle"
 
-    def __init__(self, head: Eagle3Head):
+    def __init__(self, head: DraftHead):
         self.head = head
         self._target: Target | None = None
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        return self.head.config.aux_layers
+        return self.head.aux_layers
 
     @property
     def target(self) -> Target:
@@ -37,6 +37,7 @@ class HeadProposer:
 
     def bind(self, target: Target) -> None:
         check_fit(self.head, target)
+        self.head.attach(target)
         self._target = target
 
     def open(self, prompts: Sequence[Sequence[int]]) -> HeadState:
@@ -94,10 +95,10 @@ class HeadState:
 
     def __init__(self, proposer: HeadProposer, rows: int):
         self.proposer, self.head, self.target = proposer, proposer.head, proposer.target
-        self.cache = RaggedCache(1, rows)
+        self.cache = RaggedCache(self.head.cache_layers, rows)
         self._lengths = [0] * rows
         self._pending: _Pending | None = None
-        self._hidden = mx.zeros((rows, 1, self.head.config.hidden_size), self.target.dtype)
+        self._hidden = mx.zeros((rows, 1, self.head.hidden_size), self.target.dtype)
 
     def prefill(self, seen: Observation) -> None:
         self.observe(seen)
@@ -134,8 +135,7 @@ class HeadState:
         self.cache.lengths.settle(self._lengths)
 
     def _forward(self, tokens: mx.array, features: mx.array) -> mx.array:
-        layer = self.cache.layers[0]
-        return self.head(self.target.embed(tokens), features, layer, layer.make_mask(tokens.shape[1]))
+        return self.head(self.head.embed(tokens), features, self.cache)
 
     def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
         self._read_pending()

@@ -153,10 +153,25 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, change: Any, message:
     ("changes", "message"),
     [
         ({"hidden_size": "gone"}, "lacks hidden_size"),
-        ({"architectures": ["LlamaForCausalLM"]}, "only LlamaForCausalLMEagle3 can be read"),
         ({"num_attention_heads": "four"}, "not usable"),
         ({"num_key_value_heads": 3}, "not a multiple"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "not known to this format: fc.weight"),
+        ({"eagle_config": {"use_mtp_layernorm": True}}, "eagle_config.use_mtp_layernorm to True, which is not impl"),
+        ({"eagle_config": {"use_colour": True}}, "eagle_config.use_colour to True, which is not known"),
+        ({"hidden_act": "gelu"}, "sets hidden_act to 'gelu'"),
+        ({"logit_scale": 0.5}, "sets logit_scale to 0.5"),
+        ({"quantization_config": {"bits": 4}}, "sets quantization_config"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "type longrope is not known"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "attention_factor": 2}}, "yarn with attention_factor"),
+        ({"rope_scaling": {"type": "linear"}}, "linear lacks factor"),
+        ({"use_sliding_window": True}, "sliding_window is not given"),
+        ({"layer_types": ["chunked_attention"]}, "layer_types name chunked_attention"),
+        ({"fc_norm": True}, "missing: fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight"),
+        ({"norm_before_fc": True}, "missing: input_norm.weight"),
+        ({"fc_norm": True, "norm_before_fc": True}, "both set"),
+        ({"attention_bias": True}, "missing: midlayer.self_attn.k_proj.bias"),
+        ({"mlp_bias": True}, "missing: midlayer.mlp.down_proj.bias"),
+        ({"num_hidden_layers": 2}, "missing: layers.1.input_layernorm.weight"),
         ({"eagle_config": "gone", "eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, "embedding's output"),
     ],
 )
@@ -180,7 +195,10 @@ def test_damaged_and_missing_files(tmp_path: Path) -> None:
         load_eagle3(tmp_path / "h")
     weights.unlink()
     (tmp_path / "h" / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="must be converted to safetensors"):
+    with pytest.raises(CheckpointError, match="no zip file of torch.save's"):
+        load_eagle3(tmp_path / "h")
+    (tmp_path / "h" / "pytorch_model.bin").unlink()
+    with pytest.raises(CheckpointError, match="holds no weights"):
         load_eagle3(tmp_path / "h")
     (tmp_path / "h" / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):

@@ -1,0 +1,81 @@
+"""The EAGLE-1 and EAGLE-2 layout of SafeAILab: `fc`, `layers.*` whose first has no input norm, and `embed_tokens`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from eagle_mlx.errors import CheckpointError
+from eagle_mlx.formats.fields import layer_fields, read_config, reading, refuse, window_json
+from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, read_tensors, weights_of, write_head
+from eagle_mlx.heads.eagle import EagleConfig, EagleHead
+
+ARCHITECTURE = "LlamaForCausalLMEagle"
+"""As SGLang knows it; SafeAILab's own loader does not look."""
+
+
+def save_eagle(
+    head: EagleHead,
+    folder: str | Path,
+    *,
+    target_name: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+    dtype: mx.Dtype = mx.bfloat16,
+    overwrite: bool = False,
+) -> None:
+    """Write a head as a folder that appears whole or not at all.
+
+    The embedding that other loaders expect in the file is the head's own or else its target's: attach one first.
+    `target_name` and `extra` are kept under the key `eagle_mlx` of config.json. Raises HeadError for a head with no
+    embedding and no target, OutputError for a place that cannot be written.
+    """
+    fields = dataclasses.asdict(head.config)
+    del fields["own_embedding"], fields["windows"], fields["qk_norm"]
+    config = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        **fields,
+        "eagle_fc_bias": head.config.bias,
+        **window_json(head.config.windows),
+        "torch_dtype": DTYPE_NAMES[dtype],
+        "eagle_mlx": {"target": target_name, **(extra or {})},
+    }
+    weights = weights_of(head)
+    if not head.config.own_embedding:
+        weights["embed_tokens.weight"] = head.target.embed(mx.arange(head.config.vocab_size))
+    write_head(folder, config, {name: value.astype(dtype) for name, value in weights.items()}, overwrite)
+
+
+def load_eagle(folder: str | Path) -> EagleHead:
+    """Read a head; tensors may carry the prefix `model.`.
+
+    Raises CheckpointError for a folder that is not in this layout, a damaged file, for every tensor that is missing,
+    unknown or of the wrong shape, and for every flag that cannot be honoured.
+    """
+    folder = Path(folder)
+    written = read_config(folder)
+    tensors = {name.removeprefix("model."): value for name, value in read_tensors(folder).items()}
+    head = EagleHead(_from_json(folder, written, tensors))
+    fill(folder, head, tensors)
+    return head
+
+
+def _from_json(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> EagleConfig:
+    file = folder / "config.json"
+    refuse(file, {**config, "tie_word_embeddings": False})  # it has no output projection that could be tied
+    with reading(file):
+        flags = {name: config[name] for name in ("bias", "eagle_fc_bias") if config.get(name) is not None}
+        if len({bool(flag) for flag in flags.values()}) > 1:
+            raise CheckpointError(f"{file} sets bias and eagle_fc_bias to different values; keep one of them")
+        return EagleConfig(
+            **layer_fields(config),
+            bias=bool(next(iter(flags.values()), "fc.bias" in tensors)),
+            qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
+            own_embedding="embed_tokens.weight" in tensors,
+        )

@@ -1,0 +1,168 @@
+"""A head's config.json: what its fields mean, and which of them no head here can honour."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from eagle_mlx.errors import CheckpointError, ConfigError
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+_ROPE = {
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"},
+    "mrope": {"mrope_section", "mrope_interleaved"},
+}
+"""The kinds of RoPE scaling that are exactly mlx-lm's, each with its fields; for text alone mrope is plain RoPE."""
+
+_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "hidden_act": (lambda v: v in ("silu", "swish"), "only silu is known"),
+    "tie_word_embeddings": (lambda v: not v, "a head has an output projection of its own"),
+    "is_causal": (bool, "heads that see ahead are not drafted with"),
+    "logit_scale": (lambda v: v == 1, "logits are not scaled"),
+    "partial_rotary_factor": (lambda v: v == 1, "RoPE turns whole heads"),
+    "parallel_drafting": (lambda v: not v, "tokens are drafted one behind the other"),
+    "parallel_draft_step": (lambda v: v == 1, "tokens are drafted one behind the other"),
+    "quantization_config": (lambda v: not v, "the weights must be plain numbers"),
+    "compression_config": (lambda v: not v, "the weights must be plain numbers"),
+}
+"""Fields that change the forward in ways that are not implemented: the values that change nothing, and the reason."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json; raises CheckpointError where there is none or it is no JSON object."""
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        raise CheckpointError(f"{folder} has no config.json; a head is a folder with config.json and weights") from e
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{file} cannot be read: {e}") from e
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} is not a JSON object")
+    return config
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turn what goes wrong while a config's fields are read into a CheckpointError that names the file."""
+    try:
+        yield
+    except KeyError as e:
+        raise CheckpointError(f"{file} lacks {e.args[0]}") from e
+    except (TypeError, ValueError, ConfigError) as e:
+        raise CheckpointError(f"{file} is not usable: {e}") from e
+
+
+def refuse(file: Path, config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError that names a field whose value changes the forward in a way that is not implemented."""
+    for name, (harmless, reason) in _REFUSED.items():
+        value = config.get(name)
+        if value is not None and not harmless(value):
+            raise CheckpointError(f"{file} sets {name} to {value!r}, which cannot be honoured: {reason}")
+
+
+def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that every decoder layer has, as the head configs name them. Raises KeyError, ConfigError."""
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    layers = int(config.get("num_hidden_layers") or 1)
+    longest = int(config.get("max_position_embeddings") or 2048)
+    theta, scaling = rope_fields(config, longest)
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": int(config["intermediate_size"]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(config.get("num_key_value_heads") or heads),
+        "head_dim": int(config.get("head_dim") or hidden // heads),
+        "vocab_size": int(config["vocab_size"]),
+        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "max_position_embeddings": longest,
+        "attention_bias": bool(config.get("attention_bias", False)),
+        "qkv_bias": bool(config.get("qkv_bias", False)),
+        "mlp_bias": bool(config.get("mlp_bias", False)),
+        "num_hidden_layers": layers,
+        "windows": _windows(config, layers),
+    }
+
+
+def rope_fields(config: Mapping[str, Any], longest: int) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling, from the fields of older or newer transformers. Raises ConfigError for a kind not known."""
+    newer = config.get("rope_parameters") or {}
+    theta = float(config.get("rope_theta") or newer.get("rope_theta") or 10000.0)
+    scaling = dict(config.get("rope_scaling") or newer)
+    scaling.pop("rope_theta", None)
+    if scaling.get("partial_rotary_factor", 1) != 1:
+        raise ConfigError("partial_rotary_factor is set; RoPE turns whole heads")
+    scaling.pop("partial_rotary_factor", None)
+    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    scaling.pop("type", None)
+    if kind == "default" and "mrope_section" not in scaling:
+        return theta, None
+    kind = "mrope" if kind == "default" else kind
+    if kind not in _ROPE:
+        raise ConfigError(f"RoPE scaling of type {kind} is not known; known are {', '.join(sorted(_ROPE))}")
+    unknown = sorted(name for name in scaling.keys() - _ROPE[kind] if scaling[name] is not None)
+    if unknown:
+        raise ConfigError(f"RoPE scaling {kind} with {', '.join(unknown)} is not known")
+    if kind == "mrope":
+        return theta, None
+    scaling = {name: value for name, value in scaling.items() if value is not None}
+    if "factor" not in scaling:
+        raise ConfigError(f"RoPE scaling {kind} lacks factor")
+    if kind == "yarn":
+        scaling.setdefault("original_max_position_embeddings", longest)
+    return theta, {"rope_type": kind, **scaling}
+
+
+def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """A window counts where `layer_types` name a sliding layer, or `use_sliding_window` says that all are."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if kinds:
+        sliding = [kind == "sliding_attention" for kind in kinds]
+        unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
+        if unknown:
+            raise ConfigError(f"layer_types name {', '.join(unknown)}; only sliding and full attention are known")
+        if len(kinds) < layers:
+            raise ConfigError(f"layer_types name {len(kinds)} of {layers} layers")
+        sliding = sliding[:layers]
+    else:
+        sliding = [bool(config.get("use_sliding_window"))] * layers
+    if not any(sliding):
+        return ()
+    if not window:
+        raise ConfigError("a layer slides but sliding_window is not given")
+    return tuple(int(window) if slides else None for slides in sliding)
+
+
+def window_json(windows: tuple[int | None, ...]) -> dict[str, Any]:
+    """The fields that say the same of a config's windows. Raises ConfigError for windows of different sizes."""
+    sizes = {window for window in windows if window is not None}
+    if not sizes:
+        return {"sliding_window": None}
+    if len(sizes) > 1:
+        raise ConfigError(f"windows of {sorted(sizes)} positions cannot be written: a config names one size")
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    return {"sliding_window": sizes.pop(), "layer_types": kinds}
+
+
+def aux_layer_ids(file: Path, nested: Any, top: Any) -> tuple[int, ...] | None:
+    """Layer ids counted as outputs from 0: `nested` are so already, `top` are one higher. None where none are named."""
+    from_top = None if top is None else [k - 1 for k in top]
+    if nested is not None and from_top is not None and list(nested) != from_top:
+        raise CheckpointError(
+            f"{file} names different layers in eagle_config ({nested}: outputs, from 0) and at the top ({top}: outputs "
+            "plus one); keep the one that the head was trained with"
+        )
+    layers = nested if nested is not None else from_top
+    if layers is None:
+        return None
+    if any(k < 0 for k in layers):
+        raise CheckpointError(f"{file} names the embedding's output as an aux layer, which cannot be read")
+    return tuple(int(k) for k in layers)

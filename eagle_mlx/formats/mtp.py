@@ -1,0 +1,113 @@
+"""MTP heads on disk: this project's own layout, and that of vllm-project/speculators.
+
+Ours: `enorm`, `hnorm`, `eh_proj`, `block.*` under mlx-lm's names, `norm`, and where the head has its own `embed_tokens`
+and `lm_head`; under `eagle_mlx_mtp` in config.json the fields of MTPConfig.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from eagle_mlx.errors import CheckpointError, ConfigError
+from eagle_mlx.formats.fields import read_config, reading
+from eagle_mlx.formats.mtp_source import mtp_of_speculators
+from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, read_tensors, weights_of, write_head
+from eagle_mlx.heads.mtp import MTPConfig, MTPHead
+
+FIELD = "eagle_mlx_mtp"
+ARCHITECTURE = "EagleMLXMTPHead"
+_EXACT = ("e_score_correction_bias",)
+"""Ends of names of weights that are kept as they are: they choose experts, and rounding would choose others."""
+_ROUTERS = ("mlp.gate", "shared_expert_gate")
+
+
+def save_mtp(
+    head: MTPHead,
+    folder: str | Path,
+    *,
+    target_name: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+    dtype: mx.Dtype = mx.bfloat16,
+    overwrite: bool = False,
+) -> None:
+    """Write a head as a folder that appears whole or not at all; what is quantised stays so.
+
+    `target_name` and `extra` are kept under the key `eagle_mlx`. Raises OutputError for a place that cannot be written.
+    """
+    config = {
+        "architectures": [ARCHITECTURE],
+        "model_type": head.config.model_type,
+        "hidden_size": head.hidden_size,
+        "vocab_size": head.vocab_size,
+        FIELD: dataclasses.asdict(head.config),
+        "torch_dtype": DTYPE_NAMES[dtype],
+        "eagle_mlx": {"target": target_name, **(extra or {})},
+    }
+    tensors = {
+        name: value.astype(dtype) if mx.issubdtype(value.dtype, mx.floating) and not name.endswith(_EXACT) else value
+        for name, value in weights_of(head).items()
+    }
+    write_head(folder, config, tensors, overwrite)
+
+
+def load_mtp(folder: str | Path) -> MTPHead:
+    """Read a head of either layout.
+
+    Raises CheckpointError for a folder that is in neither, a damaged file, and for every tensor that is missing,
+    unknown or of the wrong shape.
+    """
+    folder = Path(folder)
+    written, tensors = read_config(folder), read_tensors(folder)
+    if written.get("speculators_model_type") == "mtp":
+        with reading(folder / "config.json"):
+            config, tensors, _ = mtp_of_speculators(written, tensors)
+    else:
+        config = _from_json(folder, written)
+    with reading(folder / "config.json"):
+        head = MTPHead(config)
+        if config.quantization is not None:
+            _make_quantized(head, config.quantization, lambda path, _: f"{path}.scales" in tensors)
+    fill(folder, head, tensors)
+    return head
+
+
+def _from_json(folder: Path, written: Mapping[str, Any]) -> MTPConfig:
+    file = folder / "config.json"
+    fields = written.get(FIELD)
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{file} has no {FIELD}; it is no MTP head of this project's")
+    unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(MTPConfig)})
+    if unknown:
+        raise CheckpointError(f"{file} sets {FIELD}.{unknown[0]}, which is not known; a newer version may have made it")
+    with reading(file):
+        return MTPConfig(**fields)
+
+
+def quantized(head: MTPHead, bits: int = 4, group_size: int = 64) -> MTPHead:
+    """The head with its large matrices quantised, in place; experts' routers stay as they are.
+
+    Raises ConfigError where its matrices cannot be cut into groups of that size.
+    """
+    if head.hidden_size % group_size:
+        raise ConfigError(f"a hidden size of {head.hidden_size} cannot be cut into groups of {group_size}")
+    how = {"group_size": group_size, "bits": bits}
+    _make_quantized(head, how, lambda path, part: _may_quantize(path, part, group_size))
+    head._config = replace(head.config, quantization=how)
+    return head
+
+
+def _may_quantize(path: str, part: nn.Module, group_size: int) -> bool:
+    return (
+        hasattr(part, "to_quantized") and not path.endswith(_ROUTERS) and bool(part.weight.shape[-1] % group_size == 0)
+    )
+
+
+def _make_quantized(head: MTPHead, how: Mapping[str, int], which: Any) -> None:
+    nn.quantize(head, how["group_size"], how["bits"], class_predicate=which)

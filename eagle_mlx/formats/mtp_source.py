@@ -1,0 +1,232 @@
+"""MTP layers as their models were published, and as speculators keeps them, made into heads.
+
+mlx-lm drops these layers, and so do conversions made with it: they come from the original repository's files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from eagle_mlx.errors import CheckpointError, ConfigError
+from eagle_mlx.formats.fields import read_config, reading
+from eagle_mlx.formats.tensors import fill, read_tensors
+from eagle_mlx.heads.mtp import MTPConfig, MTPHead, read_layer
+
+_FILES = {
+    "deepseek_v3": "deepseek_v3",
+    "glm4_moe": "glm4_moe",
+    "mimo": "mimo",
+    "qwen3": "qwen3",
+    "qwen3_next": "qwen3_next",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5",
+}
+"""A config's model_type -> mlx-lm's file."""
+
+_DEEPSEEK = {
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "eh_proj": "eh_proj",
+    "embed_tokens": "embed_tokens",
+    "shared_head.norm": "norm",
+    "shared_head.head": "lm_head",
+}
+_MIMO = {
+    "token_layernorm": "enorm",
+    "hidden_layernorm": "hnorm",
+    "input_proj": "eh_proj",
+    "final_layernorm": "norm",
+}
+_QWEN = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "norm"}
+"""The parts around the layer: their published names -> the head's."""
+
+_AROUND = ("enorm.weight", "hnorm.weight", "norm.weight")
+_WITHIN = ("input_layernorm.weight", "post_attention_layernorm.weight", "q_norm.weight", "k_norm.weight")
+_ZERO_CENTRED = frozenset({"qwen3_next", "qwen3_5"})
+"""Architectures whose published norms multiply by one plus their weight."""
+_EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+
+Extracted = tuple[MTPConfig, dict[str, mx.array], list[str]]
+
+
+def is_source(tensors: Mapping[str, mx.array]) -> bool:
+    """Whether these are tensors of a model that was published with MTP layers."""
+    return any(re.search(r"^mtp\.|\.mtp_layers\.\d|\.layers\.\d+\.eh_proj\.", name) for name in tensors)
+
+
+def mtp_of_model(folder: str | Path, index: int = 0, target_norm: bool = True) -> tuple[MTPHead, list[str]]:
+    """The head in a folder of an original model's files, and what there was to decide about its norms, in words.
+
+    `index` counts the MTP layers of models that have several. Raises CheckpointError where there is none, or where
+    its architecture is not known.
+    """
+    folder = Path(folder)
+    config, tensors = read_config(folder), read_tensors(folder)
+    with reading(folder / "config.json"):
+        made, weights, notes = mtp_of_tensors(config, tensors, index, target_norm)
+        head = MTPHead(made)
+    fill(folder, head, weights)
+    return head, notes
+
+
+def mtp_of_tensors(
+    config: Mapping[str, Any], tensors: Mapping[str, mx.array], index: int = 0, target_norm: bool = True
+) -> Extracted:
+    """The head's config, its weights and notes, of a published model's config.json and tensors.
+
+    Tensors of the model's other layers may be among them. Raises ConfigError for an architecture that is not known,
+    and CheckpointError where there are no tensors of an MTP layer.
+    """
+    layer = dict(config.get("text_config") or config)
+    file = _file_of(layer.get("model_type") or config.get("model_type"))
+    if file in ("deepseek_v3", "glm4_moe"):
+        inner = _of_deepseek(file, layer, tensors, index)
+    elif file == "mimo":
+        inner = _stacked(_renamed(_under(tensors, f"model.mtp_layers.{index}."), _MIMO))
+    else:
+        inner = _of_qwen(tensors, index)
+    inner = _without_copies(inner, tensors)
+    inner, notes = _plain_norms(file, inner)
+    made = MTPConfig(
+        model_type=file,
+        layer=layer,
+        hidden_first=file == "mimo",
+        target_norm=target_norm,
+        norm_output=file not in ("deepseek_v3", "glm4_moe"),
+        own_embedding="embed_tokens.weight" in inner,
+        own_lm_head="lm_head.weight" in inner,
+    )
+    return made, inner, notes
+
+
+def mtp_of_speculators(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> Extracted:
+    """The same of a speculators checkpoint, whose hidden states are the target's before its final norm.
+
+    `target_norm` under `eagle_mlx` in the config says otherwise. Raises ConfigError and CheckpointError likewise.
+    """
+    layer = dict(config.get("transformer_layer_config") or {})
+    file = _file_of(layer.get("model_type"))
+    known = {name: value for name, value in tensors.items() if name.startswith("mtp_layers.0.")}
+    other = sorted(tensors.keys() - known.keys() - {"embed_tokens.weight", "lm_head.weight"})
+    if other:
+        raise ConfigError(f"tensors that no MTP layer of speculators has: {', '.join(other)}")
+    inner = _stacked(_renamed(_under(known, "mtp_layers.0."), _MIMO))
+    inner |= {name: value for name, value in tensors.items() if name not in known}
+    inner, notes = _plain_norms(file, inner)
+    made = MTPConfig(
+        model_type=file,
+        layer=layer,
+        target_norm=bool((config.get("eagle_mlx") or {}).get("target_norm", False)),
+        norm_output=True,
+        own_embedding="embed_tokens.weight" in inner,
+        own_lm_head="lm_head.weight" in inner,
+    )
+    return made, inner, notes
+
+
+def _file_of(model_type: Any) -> str:
+    if model_type not in _FILES:
+        raise ConfigError(f"MTP layers of model_type {model_type} are not known; known are {', '.join(sorted(_FILES))}")
+    return _FILES[model_type]
+
+
+def _under(tensors: Mapping[str, mx.array], prefix: str) -> dict[str, mx.array]:
+    found = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    if not found:
+        raise CheckpointError(
+            f"no tensors named {prefix}*; conversions often leave MTP layers out: take the original model's files"
+        )
+    return found
+
+
+def _renamed(tensors: Mapping[str, mx.array], names: Mapping[str, str]) -> dict[str, mx.array]:
+    """The parts around the layer under the head's names, everything else as the layer's."""
+    made = {}
+    for name, value in tensors.items():
+        module, _, last = name.rpartition(".")
+        made[f"{names[module]}.{last}" if module in names else f"block.{name}"] = value
+    return made
+
+
+def _of_deepseek(
+    file: str, layer: Mapping[str, Any], tensors: Mapping[str, mx.array], index: int
+) -> dict[str, mx.array]:
+    found = _under(tensors, f"model.layers.{int(layer['num_hidden_layers']) + index}.")
+    return _renamed(read_layer(file, layer, found), _DEEPSEEK)
+
+
+def _of_qwen(tensors: Mapping[str, mx.array], index: int) -> dict[str, mx.array]:
+    found = _under(tensors, "mtp.")
+    prefix = f"layers.{index}."
+    block = {f"block.{name}": value for name, value in _under(found, prefix).items()}
+    around = {name: value for name, value in found.items() if not name.startswith("layers.")}
+    return _stacked({**block, **_renamed(around, _QWEN)})
+
+
+def _stacked(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Experts as mlx-lm holds them: one array for each projection of all of them."""
+    made: dict[str, mx.array] = {}
+    experts: dict[tuple[str, str], dict[int, mx.array]] = {}
+    for name, value in tensors.items():
+        single = _EXPERT.fullmatch(name)
+        if single:
+            experts.setdefault((single[1], single[3]), {})[int(single[2])] = value
+        elif name.endswith(".mlp.experts.gate_up_proj"):
+            gate, up = mx.split(value, 2, axis=-2)
+            prefix = name.removesuffix("experts.gate_up_proj")
+            made |= {f"{prefix}switch_mlp.gate_proj.weight": gate, f"{prefix}switch_mlp.up_proj.weight": up}
+        elif name.endswith(".mlp.experts.down_proj"):
+            made[name.replace("experts.down_proj", "switch_mlp.down_proj.weight")] = value
+        else:
+            made[name] = value
+    for (prefix, projection), parts in experts.items():
+        if sorted(parts) != list(range(len(parts))):
+            raise CheckpointError(
+                f"{prefix}.experts lack some {projection}: of {max(parts) + 1} there are {len(parts)}"
+            )
+        made[f"{prefix}.switch_mlp.{projection}.weight"] = mx.stack([parts[i] for i in range(len(parts))])
+    return made
+
+
+def _without_copies(inner: dict[str, mx.array], tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Without an embedding or output projection that is the model's own over again."""
+    for name, shared in (("embed_tokens.weight", "model.embed_tokens.weight"), ("lm_head.weight", "lm_head.weight")):
+        mine, theirs = inner.get(name), tensors.get(shared)
+        if (
+            mine is not None
+            and theirs is not None
+            and mine.shape == theirs.shape
+            and bool(mx.array_equal(mine, theirs))
+        ):
+            del inner[name]
+    return inner
+
+
+def _plain_norms(file: str, inner: dict[str, mx.array]) -> tuple[dict[str, mx.array], list[str]]:
+    """Norms whose weights multiply as they are, and a word on each group of which there was a choice.
+
+    Published Qwen norms are zero-centred; copies exist in which some have had their one added. Those of the layer and
+    those around it are told apart by their means, group by group.
+    """
+    notes: list[str] = []
+    if file not in _ZERO_CENTRED:
+        return inner, notes
+    within = [name for name in inner if name.startswith("block.") and name.endswith(_WITHIN)]
+    around = [name for name in inner if name in _AROUND]
+    for what, group in (("the layer's", within), ("the head's own", around)):
+        means = [inner[name].astype(mx.float32).mean() for name in group]
+        mean = float(np.mean(np.array(means)))
+        zero_centred = mean < 0.5
+        if zero_centred:
+            inner |= {name: inner[name] + 1 for name in group}
+        kind = "zero-centred, one was added" if zero_centred else "taken as they are"
+        notes.append(f"{what} norms have a mean of {mean:.2f}: {kind}")
+    return inner, notes

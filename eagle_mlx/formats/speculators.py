@@ -1,0 +1,197 @@
+"""The layout of vllm-project/speculators: EAGLE-3 heads whose layer is described by a config of its own.
+
+Fields that a `transformer_layer_config` leaves out have the values that transformers' configs give them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from eagle_mlx.errors import CheckpointError, ConfigError
+from eagle_mlx.formats.eagle3 import build_eagle3, inner_tensors, outer_name
+from eagle_mlx.formats.fields import LAYER_IDS, aux_layer_ids, layer_fields, read_config, reading, refuse, window_json
+from eagle_mlx.formats.tensors import DTYPE_NAMES, read_tensors, weights_of, write_head
+from eagle_mlx.formats.vocabulary import vocabulary_tensors
+from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+
+VERSION = "0.9.0"
+"""The release whose fields are written."""
+
+_LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+    },
+    "qwen3": {
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "num_hidden_layers": 32,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+    },
+}
+_NOT_READ = ("verifier_norm.weight", "verifier_lm_head.weight")
+"""Copies of the target's weights that training needs and drafting does not."""
+
+
+def load_speculators(folder: str | Path, target_layers: int | None = None) -> Eagle3Head:
+    """Read an EAGLE-3 head.
+
+    `target_layers` decides the aux layers of a config that names none, as speculators does. Raises CheckpointError for
+    another kind of speculator, a damaged file, for every tensor that is missing, unknown or of the wrong shape, and
+    for every flag that cannot be honoured.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    kind = config.get("speculators_model_type")
+    if kind != "eagle3":
+        raise CheckpointError(f"{folder / 'config.json'} is a speculator of type {kind}; only eagle3 can be read so")
+    tensors = inner_tensors(folder, read_tensors(folder))
+    for name in _NOT_READ:
+        tensors.pop(name, None)
+    return build_eagle3(folder, _from_json(folder, config, tensors, target_layers), tensors)
+
+
+def _from_json(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array], target_layers: int | None
+) -> Eagle3Config:
+    file = folder / "config.json"
+    layer = config.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise CheckpointError(f"{file} lacks transformer_layer_config")
+    kind = layer.get("model_type", "qwen3")
+    if kind not in _LAYER_DEFAULTS:
+        raise CheckpointError(f"{file} describes a layer of {kind}; only llama and qwen3 layers can be read")
+    refuse(file, {**layer, "tie_word_embeddings": False})  # it is the verifier's field, not the head's
+    refuse(file, {name: value for name, value in config.items() if name != "tie_word_embeddings"})
+    with reading(file):
+        fields = layer_fields({**_LAYER_DEFAULTS[kind], **layer})
+        size = fields["hidden_size"]
+        if config.get("target_hidden_size") not in (None, size):
+            raise ConfigError(f"target_hidden_size is {config['target_hidden_size']} but the head's own is {size}")
+        return Eagle3Config(
+            **fields,
+            draft_vocab_size=int(config.get("draft_vocab_size") or 32000),
+            target_hidden_size=size,
+            aux_layers=_aux_layers(file, config.get(LAYER_IDS), target_layers),
+            norm_before_residual=bool(config.get("norm_before_residual", True)),
+            norm_before_fc=bool(config.get("norm_before_fc", False)),
+            fc_norm=bool(config.get("fc_norm", False)),
+            norm_output=bool(config.get("norm_output", False)),
+            qk_norm=kind == "qwen3",
+            own_embedding="embed_tokens.weight" in tensors,
+        )
+
+
+def _aux_layers(file: Path, ids: Any, target_layers: int | None) -> tuple[int, ...]:
+    layers = aux_layer_ids(file, None, ids)
+    if layers is not None:
+        return layers
+    if target_layers is None:
+        raise CheckpointError(f"{file} does not name the layers that the head reads; load the head with its target")
+    return default_aux_layers(target_layers)
+
+
+def save_speculators(
+    head: Eagle3Head,
+    folder: str | Path,
+    *,
+    target_name: str | None = None,
+    target_architectures: Sequence[str] = (),
+    extra: Mapping[str, Any] | None = None,
+    depth: int = 3,
+    dtype: mx.Dtype = mx.bfloat16,
+    overwrite: bool = False,
+) -> None:
+    """Write a head in this layout, as a folder that appears whole or not at all.
+
+    `depth` is how many tokens a server should draft. `extra` is kept under the key `eagle_mlx`. The embedding is
+    written where the head has its own; servers take the verifier's otherwise. Raises ConfigError for a head that this
+    layout has no words for, OutputError for a place that cannot be written.
+    """
+    config = head.config
+    _check_sayable(config)
+    written = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": VERSION,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "embed_requires_grad": False,
+        LAYER_IDS: [k + 1 for k in config.aux_layers],
+        "tie_word_embeddings": False,
+        "transformer_layer_config": _layer_json(config),
+        "speculators_config": _proposal_json(target_name, target_architectures, depth),
+        "torch_dtype": DTYPE_NAMES[dtype],
+        "eagle_mlx": {"target": target_name, **(extra or {})},
+    }
+    tensors = {
+        outer_name(name).replace("midlayer.", "layers.0."): value.astype(dtype)
+        for name, value in weights_of(head).items()
+    }
+    write_head(folder, written, tensors | vocabulary_tensors(head.d2t, config.vocab_size), overwrite)
+
+
+def _check_sayable(config: Eagle3Config) -> None:
+    plain = Eagle3Config(1, 1, 1, 1, 1, 1, 1, 1, (0,))
+    for name in ("norm_logits", "input_layernorm", "hidden_norm", "use_aux_hidden_state", "qkv_bias"):
+        if getattr(config, name) != getattr(plain, name):
+            raise ConfigError(f"speculators has no word for {name}={getattr(config, name)}; write the portable layout")
+    if config.hidden_size != config.target_hidden_size:
+        raise ConfigError(
+            f"speculators wants heads as wide as their target, not {config.hidden_size} for "
+            f"{config.target_hidden_size}; write the portable layout"
+        )
+    if config.qk_norm and config.mlp_bias:
+        raise ConfigError("speculators has no layer with both q/k norms and mlp_bias; write the portable layout")
+
+
+def _layer_json(config: Eagle3Config) -> dict[str, Any]:
+    layer: dict[str, Any] = {
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "num_hidden_layers": config.num_hidden_layers,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta},
+        "attention_bias": config.attention_bias,
+        "tie_word_embeddings": False,
+        **window_json(config.windows),
+    }
+    if not config.qk_norm:
+        layer["mlp_bias"] = config.mlp_bias
+    if config.windows and config.qk_norm:
+        layer |= {"use_sliding_window": True, "max_window_layers": 0}
+    return layer
+
+
+def _proposal_json(target_name: str | None, architectures: Sequence[str], depth: int) -> dict[str, Any]:
+    return {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {"proposal_type": "greedy", "speculative_tokens": depth, "accept_tolerance": 0.0, "verifier_accept_k": 1}
+        ],
+        "verifier": {"name_or_path": target_name, "architectures": list(architectures)},
+    }

@@ -1,0 +1,110 @@
+"""The EAGLE head of the first two papers: it foretells the target's own last hidden states.
+
+Sources: Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" and "EAGLE-2: Faster
+Inference of Language Models with Dynamic Draft Trees" (the same head); tensor names as in SafeAILab/EAGLE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from eagle_mlx.heads.base import Attachable, Mask, caches_of
+from eagle_mlx.heads.layers import PlainLayer, check_shape
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    hidden_size: int
+    """The target's as well."""
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    max_position_embeddings: int = 2048
+    bias: bool = True
+    """A bias on `fc`."""
+    attention_bias: bool = False
+    """Biases on all four projections of the attention."""
+    qkv_bias: bool = False
+    """Biases on queries, keys and values alone."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    own_embedding: bool = False
+    num_hidden_layers: int = 1
+    windows: tuple[int | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_shape(self)
+
+
+class EagleHead(Attachable, nn.Module):
+    """A feature is the target's last hidden state after its final norm; the target's lm_head makes logits of it."""
+
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        self._config = config
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
+        self.layers = [PlainLayer(config, index, normed=index > 0) for index in range(config.num_hidden_layers)]
+
+    @property
+    def config(self) -> EagleConfig:
+        return self._config
+
+    @property
+    def hidden_size(self) -> int:
+        return self._config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
+
+    @property
+    def target_hidden_size(self) -> int:
+        return self._config.hidden_size
+
+    @property
+    def embedding_size(self) -> int | None:
+        return None if self._config.own_embedding else self._config.hidden_size
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return (self.target.num_layers - 1,)
+
+    @property
+    def token_ids(self) -> mx.array | None:
+        return None
+
+    @property
+    def cache_layers(self) -> int:
+        return self._config.num_hidden_layers
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Token ids [...] -> embeddings [..., H]."""
+        out: mx.array = self.embed_tokens(tokens) if self._config.own_embedding else self.target.embed(tokens)
+        return out
+
+    def features(self, aux: Sequence[mx.array]) -> mx.array:
+        """The target's last layer's output [B, L, H] -> the same after the final norm."""
+        return self.target.norm(aux[0])
+
+    def __call__(self, embeddings: mx.array, g: mx.array, cache: Any | None = None, mask: Mask = None) -> mx.array:
+        """Embeddings [B, L, H] of tokens t+1, features g [B, L, H] of positions t -> the features of t+1."""
+        h: mx.array = self.fc(mx.concatenate([embeddings, g], axis=-1))
+        for layer, kept in zip(self.layers, caches_of(cache, len(self.layers)), strict=True):
+            h = layer(h, mask, kept)
+        return h
+
+    def logits(self, h: mx.array) -> mx.array:
+        """h [..., H] -> logits [..., V]."""
+        return self.target.lm_head(h)

@@ -1,0 +1,140 @@
+"""The decoder layers that EAGLE heads are made of, in the shapes of Llama and Qwen3."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.rope_utils import initialize_rope
+
+from eagle_mlx import fastmath
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.heads.base import Mask, layer_mask
+
+
+class LayerShape(Protocol):
+    """What a decoder layer needs of a head's config."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def rope_theta(self) -> float: ...
+    @property
+    def rope_scaling(self) -> dict[str, Any] | None: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def attention_bias(self) -> bool: ...
+    @property
+    def qkv_bias(self) -> bool: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+    @property
+    def qk_norm(self) -> bool: ...
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+
+
+def check_shape(config: LayerShape) -> None:
+    """Raise ConfigError for sizes that no layer can have."""
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ConfigError(
+            f"num_attention_heads {config.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads {config.num_key_value_heads}"
+        )
+    if config.num_hidden_layers < 1:
+        raise ConfigError(f"num_hidden_layers is {config.num_hidden_layers}; a head has at least one layer")
+    if config.windows and len(config.windows) != config.num_hidden_layers:
+        raise ConfigError(f"windows are given for {len(config.windows)} of {config.num_hidden_layers} layers")
+
+
+def window_of(config: LayerShape, layer: int) -> int | None:
+    """How many positions a layer sees; None for all."""
+    return config.windows[layer] if config.windows else None
+
+
+class Attention(nn.Module):
+    """Attention over inputs `width` wide, which may be wider than the hidden size."""
+
+    def __init__(self, config: LayerShape, width: int):
+        super().__init__()
+        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        bias = config.attention_bias or config.qkv_bias
+        self.heads, self.kv_heads, self.scale = heads, kv_heads, dim**-0.5
+        self.q_proj = nn.Linear(width, heads * dim, bias=bias)
+        self.k_proj = nn.Linear(width, kv_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(width, kv_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(heads * dim, config.hidden_size, bias=config.attention_bias)
+        self.normed = config.qk_norm
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
+        self.rope = initialize_rope(dim, config.rope_theta, False, config.rope_scaling, config.max_position_embeddings)
+
+    def project(self, x: mx.array, offset: int | mx.array = 0) -> tuple[mx.array, mx.array, mx.array]:
+        """x [B, L, width] at positions offset + 0..L-1 -> q [B, heads, L, D], k and v [B, kv_heads, L, D]."""
+        b, length, _ = x.shape
+        q = self.q_proj(x).reshape(b, length, self.heads, -1)
+        k = self.k_proj(x).reshape(b, length, self.kv_heads, -1)
+        v = self.v_proj(x).reshape(b, length, self.kv_heads, -1).transpose(0, 2, 1, 3)
+        if self.normed:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = q.transpose(0, 2, 1, 3), k.transpose(0, 2, 1, 3)
+        return self.rope(q, offset=offset), self.rope(k, offset=offset), v
+
+    def output(self, attended: mx.array) -> mx.array:
+        """attended [B, heads, L, D] -> [B, L, H]."""
+        b, _, length, _ = attended.shape
+        out: mx.array = self.o_proj(attended.transpose(0, 2, 1, 3).reshape(b, length, -1))
+        return out
+
+    def __call__(self, x: mx.array, mask: Mask, cache: Any | None) -> mx.array:
+        q, k, v = self.project(x, 0 if cache is None else cache.offset)
+        if cache is not None:
+            k, v = cache.update_and_fetch(k, v)
+        return self.output(mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: LayerShape):
+        super().__init__()
+        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(size, inner, bias=bias)
+        self.up_proj = nn.Linear(size, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, size, bias=bias)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        out: mx.array = self.down_proj(fastmath.swiglu(self.gate_proj(x), self.up_proj(x)))
+        return out
+
+
+class PlainLayer(nn.Module):
+    """A decoder layer as Llama has it; `normed` says whether its input passes a norm."""
+
+    def __init__(self, config: LayerShape, index: int, normed: bool = True):
+        super().__init__()
+        self.window = window_of(config, index)
+        self.self_attn = Attention(config, config.hidden_size)
+        self.mlp = MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if normed else nn.Identity()
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, mask: Mask, cache: Any | None) -> mx.array:
+        """x [B, L, H] -> [B, L, H]."""
+        mask = layer_mask(cache, x.shape[1], mask, self.window)
+        h = x + self.self_attn(self.input_layernorm(x), mask, cache)
+        out: mx.array = h + self.mlp(self.post_attention_layernorm(h))
+        return out

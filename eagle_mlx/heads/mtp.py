@@ -1,0 +1,174 @@
+"""Multi-token-prediction heads: a decoder layer of the target's own kind over the next embedding and a hidden state.
+
+Sources: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2; the published models of GLM-4.5, MiMo,
+Qwen3-Next and Qwen3.5; vllm-project/speculators. The layer is mlx-lm's, whatever the architecture.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.heads.base import Attachable, Mask, caches_of, layer_mask
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Where mlx-lm keeps an architecture's decoder layer."""
+
+    layer: str
+    args: str = "ModelArgs"
+    index: Callable[[Any], int] | None = None
+    """Which of the model's layers the head's is like, where mlx-lm asks; None where all are alike."""
+    mask_arrays: bool = False
+    """Its attention takes masks as arrays only."""
+
+
+_KINDS = {
+    "deepseek_v3": _Kind("DeepseekV3DecoderLayer", index=lambda args: args.num_hidden_layers, mask_arrays=True),
+    "glm4_moe": _Kind("DecoderLayer", index=lambda args: args.num_hidden_layers),
+    "mimo": _Kind("TransformerBlock"),
+    "qwen3": _Kind("TransformerBlock"),
+    "qwen3_next": _Kind("Qwen3NextDecoderLayer", index=lambda args: args.full_attention_interval - 1),
+    "qwen3_5": _Kind("DecoderLayer", "TextModelArgs", index=lambda args: args.full_attention_interval - 1),
+}
+
+
+@dataclass(frozen=True)
+class MTPConfig:
+    model_type: str
+    """mlx-lm's name of the architecture whose decoder layer the head has."""
+    layer: Mapping[str, Any]
+    """That architecture's config: the fields of config.json."""
+    hidden_first: bool = False
+    """`eh_proj` reads the hidden state in front of the embedding."""
+    target_norm: bool = True
+    """The target's hidden state goes in after its final norm, not before it."""
+    norm_output: bool = False
+    """The next draft step reads this one's output after the head's own norm, not before it."""
+    own_embedding: bool = False
+    own_lm_head: bool = False
+    quantization: Mapping[str, int] | None = None
+    """`group_size` and `bits` of the weights that are quantised; None for none."""
+
+    def __post_init__(self) -> None:
+        if self.model_type not in _KINDS:
+            raise ConfigError(
+                f"MTP layers of model_type {self.model_type} are not known; known are {', '.join(sorted(_KINDS))}"
+            )
+        for name in ("hidden_size", "vocab_size", "rms_norm_eps"):
+            if not self.layer.get(name):
+                raise ConfigError(f"the layer's config lacks {name}")
+        if self.quantization is not None and set(self.quantization) != {"group_size", "bits"}:
+            raise ConfigError(f"quantization names {', '.join(sorted(self.quantization))}; give group_size and bits")
+
+
+def layer_args(model_type: str, layer: Mapping[str, Any]) -> Any:
+    """mlx-lm's arguments of an architecture. Raises ConfigError where the config lacks what it needs."""
+    module = importlib.import_module(f"mlx_lm.models.{model_type}")
+    try:
+        return getattr(module, _KINDS[model_type].args).from_dict(dict(layer))
+    except (TypeError, KeyError, ValueError) as e:
+        raise ConfigError(f"the config of this {model_type} is not one that mlx-lm can use: {e}") from e
+
+
+def decoder_block(config: MTPConfig) -> nn.Module:
+    """The architecture's own decoder layer, with attention that sees everything before it."""
+    kind, args = _KINDS[config.model_type], layer_args(config.model_type, config.layer)
+    make = getattr(importlib.import_module(f"mlx_lm.models.{config.model_type}"), kind.layer)
+    block: nn.Module = make(args) if kind.index is None else make(args, kind.index(args))
+    return block
+
+
+def read_layer(model_type: str, layer: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """A layer's published tensors as mlx-lm holds them: 8-bit floats, latent projections and experts included.
+
+    mlx-lm reads them as if they were those of a model's first layer; names that it does not know stay as they are.
+    """
+    args = layer_args(model_type, {**layer, "num_hidden_layers": 1})
+    model = importlib.import_module(f"mlx_lm.models.{model_type}").Model
+    read = model.sanitize(SimpleNamespace(args=args), {f"model.layers.0.{name}": x for name, x in tensors.items()})
+    return {name.removeprefix("model.layers.0."): value for name, value in read.items()}
+
+
+class MTPHead(Attachable, nn.Module):
+    """One layer, used recurrently. Embedding and output projection are the target's unless it has its own."""
+
+    def __init__(self, config: MTPConfig):
+        super().__init__()
+        self._config = config
+        size, eps = self.hidden_size, float(config.layer["rms_norm_eps"])
+        self.enorm = nn.RMSNorm(size, eps=eps)
+        self.hnorm = nn.RMSNorm(size, eps=eps)
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.block = decoder_block(config)
+        self.norm = nn.RMSNorm(size, eps=eps)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(self.vocab_size, size)
+        if config.own_lm_head:
+            self.lm_head = nn.Linear(size, self.vocab_size, bias=False)
+
+    @property
+    def config(self) -> MTPConfig:
+        return self._config
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self._config.layer["hidden_size"])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._config.layer["vocab_size"])
+
+    @property
+    def target_hidden_size(self) -> int:
+        return self.hidden_size
+
+    @property
+    def embedding_size(self) -> int | None:
+        return None if self._config.own_embedding else self.hidden_size
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return (self.target.num_layers - 1,)
+
+    @property
+    def token_ids(self) -> mx.array | None:
+        return None
+
+    @property
+    def cache_layers(self) -> int:
+        return 1
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Token ids [...] -> embeddings [..., H]."""
+        out: mx.array = self.embed_tokens(tokens) if self._config.own_embedding else self.target.embed(tokens)
+        return out
+
+    def features(self, aux: Sequence[mx.array]) -> mx.array:
+        """The target's last layer's output [B, L, H], before or after its final norm."""
+        return self.target.norm(aux[0]) if self._config.target_norm else aux[0]
+
+    def __call__(self, embeddings: mx.array, g: mx.array, cache: Any | None = None, mask: Mask = None) -> mx.array:
+        """Embeddings [B, L, H] of tokens t+1, hidden states g [B, L, H] of positions t -> h [B, L, H]."""
+        normed = [self.enorm(embeddings), self.hnorm(g)]
+        if self._config.hidden_first:
+            normed.reverse()
+        x = self.eh_proj(mx.concatenate(normed, axis=-1))
+        [kept] = caches_of(cache, 1)
+        mask = layer_mask(kept, x.shape[1], mask, as_array=_KINDS[self._config.model_type].mask_arrays)
+        h: mx.array = self.block(x, mask, kept)
+        return self.norm(h) if self._config.norm_output else h
+
+    def logits(self, h: mx.array) -> mx.array:
+        """h [..., H] -> logits [..., V]."""
+        normed = h if self._config.norm_output else self.norm(h)
+        out: mx.array = self.lm_head(normed) if self._config.own_lm_head else self.target.lm_head(normed)
+        return out

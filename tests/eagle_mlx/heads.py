@@ -1,0 +1,89 @@
+"""Random heads of every kind for tiny targets, and heads that are right by construction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.eagle import EagleConfig, EagleHead
+from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.heads.mtp import MTPConfig, MTPHead
+from eagle_mlx.target import Target
+from tests.architectures import COMMON, CONFIGS
+from tests.fakes import randomize, tiny_config, tiny_head
+
+SHAPE: dict[str, Any] = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def eagle(target: Target, seed: int = 0, **fields: Any) -> EagleHead:
+    head = EagleHead(EagleConfig(hidden_size=target.hidden_size, vocab_size=target.vocab_size, **{**SHAPE, **fields}))
+    randomize(head, seed, 0.2)
+    return head
+
+
+def eagle3(target: Target, seed: int = 0, draft_vocab: int | None = None, **fields: Any) -> Eagle3Head:
+    plain = tiny_head(target, seed, draft_vocab)
+    config = replace(plain.config, **fields)
+    head = Eagle3Head(config, plain.d2t)
+    randomize(head, seed, 0.2)
+    return head
+
+
+def mtp(target: Target, seed: int = 0, model_type: str = "qwen3", **fields: Any) -> MTPHead:
+    head = MTPHead(MTPConfig(model_type, mtp_layer(target, model_type), **fields))
+    randomize(head, seed, 0.2)
+    return head
+
+
+def mtp_layer(target: Target, model_type: str) -> dict[str, Any]:
+    """A config of that architecture with the target's sizes."""
+    layer = tiny_config() if model_type == "qwen3" else {**COMMON, **CONFIGS[model_type]}
+    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "model_type": model_type}
+    return {**layer, **sizes}
+
+
+KINDS: dict[str, Callable[[Target], DraftHead]] = {
+    "eagle": eagle,
+    "eagle, two layers": lambda t: eagle(t, num_hidden_layers=2, bias=False, qkv_bias=True, own_embedding=True),
+    "eagle3.1": lambda t: eagle3(t, fc_norm=True, norm_output=True),
+    "eagle3, one norm": lambda t: eagle3(t, norm_before_fc=True, norm_before_residual=True, draft_vocab=40),
+    "eagle3, narrow": lambda t: eagle3(t, hidden_size=24, own_embedding=True),
+    "eagle3, two layers": lambda t: eagle3(t, num_hidden_layers=2, qk_norm=True, windows=(None, 6)),
+    "eagle3, last hidden state": lambda t: eagle3(t, use_aux_hidden_state=False, aux_layers=(), hidden_norm=False),
+    "eagle3, five layers": lambda t: eagle3(t, aux_layers=(0, 1, 2, 3, 1), norm_logits=False),
+    "mtp": mtp,
+    "mtp, recycled norm": lambda t: mtp(t, norm_output=True, hidden_first=True, target_norm=False),
+    "mtp, own ends": lambda t: mtp(t, own_embedding=True, own_lm_head=True),
+    "mtp of deepseek": lambda t: mtp(t, model_type="deepseek_v3"),
+    "mtp of glm": lambda t: mtp(t, model_type="glm4_moe"),
+    "mtp of mimo": lambda t: mtp(t, model_type="mimo"),
+    "mtp of qwen3-next": lambda t: mtp(t, model_type="qwen3_next"),
+    "mtp of qwen3.5": lambda t: mtp(t, model_type="qwen3_5"),
+}
+
+
+def silence(*modules: Any) -> None:
+    """Let what these layers add be nothing."""
+    for module in modules:
+        module.weight = mx.zeros_like(module.weight)
+
+
+def bigram_target(target: Target) -> Target:
+    """The same target with layers that add nothing, and a projection that leads from each token to another."""
+    for layer in target.model.layers:
+        silence(layer.self_attn.o_proj, layer.mlp.down_proj)
+    rng = np.random.default_rng(0)
+    order = mx.array(rng.permutation(target.vocab_size))
+    unit = target.model.model.embed_tokens.weight
+    unit = unit * mx.rsqrt(mx.mean(mx.square(unit), axis=-1, keepdims=True))
+    target.model.model.norm.weight = mx.ones_like(target.model.model.norm.weight)
+    target.model.args.tie_word_embeddings = False
+    target.model.lm_head = nn.Linear(target.hidden_size, target.vocab_size, bias=False)
+    target.model.lm_head.weight = unit[order]
+    return Target(target.model)

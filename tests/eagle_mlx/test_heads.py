@@ -1,0 +1,178 @@
+"""Heads of every kind through the one proposer: the text stays the target's, and what is drafted is the head's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import eagle_mlx as em
+from eagle_mlx.errors import ConfigError, HeadError
+from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.mtp import MTPConfig
+from eagle_mlx.proposers.base import Observation
+from eagle_mlx.sampling import SamplingBatch
+from tests.eagle_mlx.heads import KINDS, bigram_target, eagle, eagle3, mtp, silence
+from tests.fakes import tiny_target
+
+TARGET = tiny_target(vocab=64)
+HEADS = {name: make(TARGET) for name, make in KINDS.items()}
+PROMPTS = [[1, 2, 3, 4, 5], [9], [7, 7, 8, 50, 3, 2, 1, 60, 33], list(range(30))]
+PARAMS = [
+    em.SamplingParams(max_tokens=14),
+    em.SamplingParams(max_tokens=11, temperature=0.9, seed=3),
+    em.SamplingParams(max_tokens=17, temperature=1.3, seed=4, top_k=20),
+    em.SamplingParams(max_tokens=9),
+]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_text_is_that_of_plain_decoding(name: str) -> None:
+    engine = em.Engine(TARGET, em.HeadProposer(HEADS[name]), em.FixedPolicy(4), max_batch=3, prefill_chunk=8)
+    outputs = engine.generate(PROMPTS, PARAMS)
+    for prompt, params, output in zip(PROMPTS, PARAMS, outputs, strict=True):
+        assert output.tokens == em.Engine(TARGET).generate([prompt], params)[0].tokens
+    assert sum(output.drafted for output in outputs) > 50
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_drafts_are_those_of_a_head_without_a_cache(name: str) -> None:
+    """Rows of different lengths, a second round behind a partly kept one, against the whole sequence each time."""
+    head = HEADS[name]
+    proposer = em.HeadProposer(head)
+    proposer.bind(TARGET)
+    texts = [[int(t) for t in np.random.default_rng(row).integers(0, 64, 9 + 4 * row)] for row in range(3)]
+    known = [5 + 3 * row for row in range(3)]
+    state = proposer.open([text[:n] for text, n in zip(texts, known, strict=True)])
+    state.prefill(seen(head, texts, [0, 0, 0], [n - 1 for n in known]))
+    batch, depth = SamplingBatch.of([em.SamplingParams()] * 3, [0] * 3), 4
+    for gains in ([1, 3, 2], None):
+        draft = state.propose(depth, batch, mx.array(known))
+        for row, (text, n) in enumerate(zip(texts, known, strict=True)):
+            assert draft.tokens[row].tolist() == slow_draft(head, text[:n], depth)
+        if gains:
+            before, known = known, [n + gain for n, gain in zip(known, gains, strict=True)]
+            state.observe(seen(head, texts, [n - 1 for n in before], [n - 1 for n in known]))
+
+
+def slow_draft(head: DraftHead, text: list[int], depth: int) -> list[int]:
+    tokens = list(text)
+    features = head.features(TARGET.forward(mx.array([text[:-1]]), aux_layers=head.aux_layers).aux)
+    for _ in range(depth):
+        hidden = head(head.embed(mx.array([tokens[1:]])), features, mask="causal")
+        best = int(mx.argmax(head.logits(hidden[0, -1])).item())
+        tokens.append(best if head.token_ids is None else int(head.token_ids[best].item()))
+        features = mx.concatenate([features, hidden[:, -1:]], axis=1)
+    return tokens[len(text) :]
+
+
+def seen(head: DraftHead, texts: list[list[int]], starts: list[int], stops: list[int]) -> Observation:
+    width = max(b - a for a, b in zip(starts, stops, strict=True))
+    rows = []
+    for text, start, stop in zip(texts, starts, stops, strict=True):
+        aux = TARGET.forward(mx.array([text[:stop]]), aux_layers=head.aux_layers).aux
+        rows.append([mx.pad(x[:, start:], ((0, 0), (0, width - (stop - start)), (0, 0))) for x in aux])
+    following = [text[a + 1 : b + 1] for text, a, b in zip(texts, starts, stops, strict=True)]
+    return Observation(following, tuple(mx.concatenate(list(layer)) for layer in zip(*rows, strict=True)))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_next_turn_takes_over_the_past(name: str) -> None:
+    params = em.SamplingParams(max_tokens=12)
+    proposer = em.HeadProposer(HEADS[name])
+    with_cache = em.Engine(TARGET, proposer, em.FixedPolicy(3), prefix_cache_bytes=1 << 30)
+    without = em.Engine(TARGET, proposer, em.FixedPolicy(3))
+    prompt = [(7 * i * i + 3 * i) % 64 for i in range(40)]
+    for turn in range(3):
+        got, wanted = with_cache.generate([prompt], params)[0], without.generate([prompt], params)[0]
+        assert (got.tokens, got.accepted_by_position) == (wanted.tokens, wanted.accepted_by_position)
+        assert (got.cached_tokens > 0) == (turn > 0)
+        prompt = [*prompt, *got.tokens, turn]
+
+
+def right_eagle(target: em.Target) -> DraftHead:
+    """fc passes the next embedding on, normed to what the target's final norm makes of it."""
+    head = eagle(target, bias=False)
+    head.fc.weight = mx.concatenate([mx.eye(target.hidden_size), mx.zeros((target.hidden_size,) * 2)], axis=1)
+    silence(head.layers[0].self_attn.o_proj, head.layers[0].mlp.down_proj)
+    return head
+
+
+def right_mtp(target: em.Target) -> DraftHead:
+    head = mtp(target)
+    head.eh_proj.weight = mx.concatenate([mx.eye(target.hidden_size), mx.zeros((target.hidden_size,) * 2)], axis=1)
+    silence(head.block.self_attn.o_proj, head.block.mlp.down_proj)
+    for norm in (head.enorm, head.norm):
+        norm.weight = mx.ones_like(norm.weight)
+    return head
+
+
+def right_eagle3(target: em.Target) -> DraftHead:
+    """Attention that sees its own position alone passes the embedding on through its values."""
+    size = target.hidden_size
+    shape = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": size, "windows": (1,)}
+    head = eagle3(target, norm_before_residual=True, **shape)
+    attention = head.midlayer.self_attn
+    attention.v_proj.weight = mx.concatenate([mx.eye(size), mx.zeros((size, size))], axis=1)
+    attention.o_proj.weight = mx.eye(size)
+    silence(head.midlayer.hidden_norm, head.midlayer.mlp.down_proj)
+    for norm in (head.midlayer.input_layernorm, head.norm):
+        norm.weight = mx.ones_like(norm.weight)
+    head.lm_head.weight = target.lm_head(mx.eye(size)).T
+    return head
+
+
+@pytest.mark.parametrize("make", [right_eagle, right_mtp, right_eagle3])
+def test_a_head_that_is_right_is_accepted(make: Callable[[em.Target], DraftHead]) -> None:
+    target = bigram_target(tiny_target(vocab=64))
+    head = make(target)
+    params = em.SamplingParams(max_tokens=20)
+    outputs = em.Engine(target, em.HeadProposer(head), em.FixedPolicy(4)).generate(PROMPTS, params)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.tokens == em.Engine(target).generate([prompt], params)[0].tokens
+        assert len(set(output.tokens)) > 3
+        assert output.accepted == output.drafted > 10
+
+
+def test_a_head_of_another_target_is_refused() -> None:
+    for head in (eagle(TARGET), mtp(TARGET)):
+        with pytest.raises(HeadError, match="vocabulary 64 but the target has 128"):
+            em.Engine(tiny_target(), em.HeadProposer(head))
+        with pytest.raises(HeadError, match="hidden size 32 but the target has 64"):
+            em.Engine(tiny_target(vocab=64, hidden=64), em.HeadProposer(head))
+    with pytest.raises(HeadError, match="embedding width 24 but the target has 32"):
+        em.Engine(TARGET, em.HeadProposer(eagle3(TARGET, hidden_size=24)))
+
+
+def test_a_head_without_its_target_says_so() -> None:
+    for head in (eagle(TARGET), mtp(TARGET)):
+        with pytest.raises(HeadError, match="this head needs its target"):
+            head.embed(mx.array([[1]]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"norm_before_fc": True, "fc_norm": True}, "both set"),
+        ({"aux_layers": ()}, "aux_layers is empty"),
+        ({"use_aux_hidden_state": False}, "has no aux_layers"),
+        ({"use_aux_hidden_state": False, "aux_layers": (), "hidden_size": 24}, "must equal target_hidden_size"),
+        ({"windows": (4, 4)}, "windows are given for 2 of 1 layers"),
+        ({"num_hidden_layers": 0}, "at least one layer"),
+    ],
+)
+def test_configs_that_contradict_themselves(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        eagle3(TARGET, **fields)
+
+
+def test_mtp_layers_that_are_not_known() -> None:
+    layer = HEADS["mtp"].config.layer  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="model_type gpt2 are not known; known are deepseek_v3, glm4_moe"):
+        MTPConfig("gpt2", layer)
+    with pytest.raises(ConfigError, match="lacks vocab_size"):
+        MTPConfig("qwen3", {"hidden_size": 4, "rms_norm_eps": 1e-6})
+    with pytest.raises(ConfigError, match="quantization names bits"):
+        MTPConfig("qwen3", layer, quantization={"bits": 4})
