@@ -94,7 +94,7 @@ class Engine:
     @property
     def active(self) -> int:
         """Rows that decode."""
-        return len(self._batch.rows) if self._batch is not None else 0
+        return sum(row.finish_reason is None for row in self._batch.rows) if self._batch is not None else 0
 
     @property
     def waiting(self) -> int:
@@ -173,6 +173,7 @@ class Engine:
         row.finish_reason = "cancelled"
         self._admission.withdraw(row)
         if self._batch is not None and row in self._batch.rows:
+            self._forget_ahead()
             self._release()
 
     def abandon(self, reason: str) -> None:
@@ -187,6 +188,7 @@ class Engine:
         self._admit()
         if self._batch is None:
             return []
+        decoding = [row for row in self._batch.rows if row.finish_reason is None]
         # A round that was launched ahead has run since the one before it landed.
         started = perf_counter() if self._ahead is None else self._landed_at
         current = self._ahead or self._launch()
@@ -194,13 +196,15 @@ class Engine:
         landing = self._batch.land(current)
         self._landed_at = perf_counter()
         self._tell(current, landing, self._landed_at - started)
-        return self._release()
+        if self._may_release():
+            self._release()
+        return [row for row in decoding if row.finish_reason]
 
     def _admit(self) -> None:
         """Read a chunk of the prompts of those who wait, and let rows join whose prompts have been read."""
         if self._ahead is not None:
             return  # its answer is for the rows that it was launched with
-        joining = self._admission.read(self.max_batch - self.active)
+        joining = self._admission.read(self._places)
         if joining is None:
             return
         if self._batch is None:
@@ -223,11 +227,16 @@ class Engine:
 
     def _may_run_ahead(self) -> bool:
         """Whether the next round is sure to be plain and wanted, so that it can start before this one is read."""
-        if self._batch is None or self._admission.wants_in(self.max_batch - self.active):
+        if self._batch is None or self._admission.wants_in(self._places):
             return False
         if not self._batch.may_run_ahead or self._depth() > 0:
             return False
-        return all(len(row.tokens) + 1 < row.limit for row in self._batch.rows)
+        return all(row.finish_reason is None and len(row.tokens) + 1 < row.limit for row in self._batch.rows)
+
+    @property
+    def _places(self) -> int:
+        """Rows that could join."""
+        return self.max_batch - (len(self._batch.rows) if self._batch is not None else 0)
 
     def _forget_ahead(self) -> None:
         """Undo a round that was launched for other rows than there are now."""
@@ -245,18 +254,30 @@ class Engine:
         drafting = self._draft_share * seconds if done.depth else 0.0
         kept = [min(a, taken) for a, taken in zip(landing.accepted, landing.taken, strict=True)]
         self.observer(
-            RoundReport(self.active, done.depth, landing.drafted, kept, sum(landing.taken), seconds, drafting)
+            RoundReport(
+                sum(map(bool, landing.taken)), done.depth, landing.drafted, kept, sum(landing.taken), seconds, drafting
+            )
         )
 
-    def _release(self) -> list[Row]:
+    def _may_release(self) -> bool:
+        """Whether rows that have ended can leave now. While the others wait for a round that was launched ahead, they
+        stay for it: one row's share of a round is lost instead of the whole round.
+        """
         assert self._batch is not None
-        if any(row.finish_reason for row in self._batch.rows):
-            self._forget_ahead()
-            self._remember()
-        released = self._batch.release()
+        ended = [row.finish_reason is not None for row in self._batch.rows]
+        if self._ahead is None or not any(ended):
+            return True
+        if all(ended) or (self.prefixes is not None and self._batch.cache.recurrent):
+            self._forget_ahead()  # nobody waits for it, or a state would go past the text that is to be kept
+        return self._ahead is None
+
+    def _release(self) -> None:
+        """Let the rows that have ended leave."""
+        assert self._batch is not None
+        self._remember()
+        self._batch.release()
         if not self._batch.rows:
             self._batch = None
-        return released
 
     def _remember(self) -> None:
         """Keep the pasts of rows that are about to leave."""

@@ -95,6 +95,7 @@ class Row:
     def take(self, tokens: Sequence[int], drafted: int, logprobs: Sequence[TokenLogprob] = ()) -> int:
         """Take a round's tokens in order, up to the first that ends the row, and return how many; only they count."""
         if self.finish_reason:
+            self.overran = True
             return 0
         self.rounds += 1
         before = len(self.tokens)

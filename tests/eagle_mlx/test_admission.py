@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mlx_lm.models import qwen3
 
 import eagle_mlx as em
+from eagle_mlx.batch import Batch
 from eagle_mlx.engine import RoundReport
 from eagle_mlx.row import Row
 from tests.fakes import randomize, tiny_config, tiny_head, tiny_target
@@ -133,6 +134,19 @@ def test_an_engine_goes_on_after_a_step_that_raised() -> None:
     assert busy.idle
     assert {(row.finish_reason, row.error) for row in rows} == {("error", "out of memory")}
     assert [o.tokens for o in busy.generate(PROMPTS, em.SamplingParams(max_tokens=12))] == ALONE
+
+
+def test_a_row_that_ends_does_not_cost_the_others_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that were launched ahead are thrown away only where nobody is left to want them."""
+    thrown_away = []
+    cancel = Batch.cancel
+    monkeypatch.setattr(Batch, "cancel", lambda self, ahead: (thrown_away.append(ahead), cancel(self, ahead)))
+    ends = [next(i for i in range(k, 12) if text[i] not in text[:i]) for k, text in enumerate(ALONE, 2)]
+    params = [em.SamplingParams(max_tokens=12, stop_token_ids=(text[e],)) for e, text in zip(ends, ALONE, strict=True)]
+    outputs = em.Engine(TARGET, max_batch=6).generate(PROMPTS, params)
+    assert [o.tokens for o in outputs] == [text[: end + 1] for end, text in zip(ends, ALONE, strict=True)]
+    assert len(set(ends)) > 3
+    assert len(thrown_away) <= 1
 
 
 def test_whoever_watches_is_told_of_every_round() -> None:
