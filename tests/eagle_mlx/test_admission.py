@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import itertools
 
 import mlx.core as mx
@@ -141,10 +143,13 @@ def test_a_row_that_ends_does_not_cost_the_others_a_round(monkeypatch: pytest.Mo
     thrown_away = []
     cancel = Batch.cancel
     monkeypatch.setattr(Batch, "cancel", lambda self, ahead: (thrown_away.append(ahead), cancel(self, ahead)))
-    ends = [next(i for i in range(k, 12) if text[i] not in text[:i]) for k, text in enumerate(ALONE, 2)]
-    params = [em.SamplingParams(max_tokens=12, stop_token_ids=(text[e],)) for e, text in zip(ends, ALONE, strict=True)]
+    sampled = em.SamplingParams(max_tokens=24, temperature=1.0, seed=5)
+    texts = [output.tokens for output in em.Engine(TARGET, max_batch=1).generate(PROMPTS, sampled)]
+    ends = [next(i for i in range(3 * k, 24) if text[i] not in text[:i]) for k, text in enumerate(texts, 1)]
+    params = [replace(sampled, stop_token_ids=(text[end],)) for end, text in zip(ends, texts, strict=True)]
+    thrown_away.clear()
     outputs = em.Engine(TARGET, max_batch=6).generate(PROMPTS, params)
-    assert [o.tokens for o in outputs] == [text[: end + 1] for end, text in zip(ends, ALONE, strict=True)]
+    assert [o.tokens for o in outputs] == [text[: end + 1] for end, text in zip(ends, texts, strict=True)]
     assert len(set(ends)) > 3
     assert len(thrown_away) <= 1
 
