@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eagle_mlx.engine import Engine
-from eagle_mlx.intake import Prompt
-from eagle_mlx.output import Output
 from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.intake import Prompt
 from eagle_mlx.loops import is_loop
+from eagle_mlx.output import Output
 from eagle_mlx.params import SamplingParams
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.head import HeadProposer
