@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from eagle_mlx.errors import ConfigError
 
@@ -53,7 +54,10 @@ class Limits:
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """The body, no more of it in memory than is allowed, whatever its headers say. Raises ApiError 400 or 413."""
+    """The body, no more of it in memory than is allowed, whatever its headers say.
+
+    Raises ApiError 400, 413, or 499 where the client leaves.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # which no web page of another origin can send without being let
         raise ApiError(400, f"the body must be sent with content-type application/json, not {kind or 'none'}")
@@ -61,12 +65,15 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     if request.headers.get("expect") and declared.isdecimal() and int(declared[:20]) > limits.body_bytes:
         raise _too_large(limits)  # the client waits for leave to send it
     body, size = bytearray(), 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= limits.body_bytes:
-            body += chunk
-        elif size > _LINGERING * limits.body_bytes:
-            break
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size <= limits.body_bytes:
+                body += chunk
+            elif size > _LINGERING * limits.body_bytes:
+                break
+    except ClientDisconnect as e:
+        raise ApiError(499, "the client has closed the connection") from e
     if size > limits.body_bytes:
         raise _too_large(limits)
     return bytes(body)
