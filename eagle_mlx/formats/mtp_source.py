@@ -115,11 +115,8 @@ def mtp_of_speculators(config: Mapping[str, Any], tensors: Mapping[str, mx.array
     layer = dict(config.get("transformer_layer_config") or {})
     file = _file_of(layer.get("model_type"))
     known = {name: value for name, value in tensors.items() if name.startswith("mtp_layers.0.")}
-    other = sorted(tensors.keys() - known.keys() - {"embed_tokens.weight", "lm_head.weight"})
-    if other:
-        raise ConfigError(f"tensors that no MTP layer of speculators has: {', '.join(other)}")
     inner = _stacked(_renamed(_under(known, "mtp_layers.0."), _MIMO))
-    inner |= {name: value for name, value in tensors.items() if name not in known}
+    inner |= {name: x for name, x in tensors.items() if name not in known and name != "verifier_lm_head.weight"}
     inner, notes = _plain_norms(file, inner)
     made = MTPConfig(
         model_type=file,

@@ -74,9 +74,18 @@ def layer_args(model_type: str, layer: Mapping[str, Any]) -> Any:
     """mlx-lm's arguments of an architecture. Raises ConfigError where the config lacks what it needs."""
     module = importlib.import_module(f"mlx_lm.models.{model_type}")
     try:
-        return getattr(module, _KINDS[model_type].args).from_dict(dict(layer))
+        return getattr(module, _KINDS[model_type].args).from_dict({**_flat_rope(layer), **layer})
     except (TypeError, KeyError, ValueError) as e:
         raise ConfigError(f"the config of this {model_type} is not one that mlx-lm can use: {e}") from e
+
+
+def _flat_rope(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """What newer configs keep in `rope_parameters`, as the fields of older ones."""
+    rope = dict(layer.get("rope_parameters") or {})
+    flat = {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    if rope.get("rope_type", "default") != "default":
+        flat["rope_scaling"] = rope
+    return flat
 
 
 def decoder_block(config: MTPConfig) -> nn.Module:

@@ -1,0 +1,233 @@
+"""Heads in the layouts of others, against what the reference implementations make of them (tests/golden/make.py)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import qwen3
+
+from eagle_mlx.cache import RaggedCache
+from eagle_mlx.formats import load_head, mtp_of_model
+from eagle_mlx.formats.fit import named_layers
+from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.mtp import MTPHead
+from eagle_mlx.target import Target
+from tests.fakes import tiny_config
+from tests.golden import draws
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+NAMES = sorted(path.stem for path in GOLDEN.glob("*.json"))
+CLOSE = 1e-4
+
+Config = dict[str, Any]
+Shapes = dict[str, list[int]]
+
+
+def target() -> Target:
+    """A model with the embedding, norm and projection that the references used, and six layers of no account."""
+    config = tiny_config(layers=6, hidden=draws.HIDDEN, vocab=draws.VOCAB) | {"tie_word_embeddings": False}
+    model = qwen3.Model(qwen3.ModelArgs(**config))  # type: ignore[arg-type]
+    model.model.embed_tokens.weight = mx.array(draws.target("embed_tokens"))
+    model.model.norm.weight = mx.array(draws.target("norm"))
+    model.lm_head.weight = mx.array(draws.target("lm_head"))
+    return Target(model)
+
+
+TARGET = target()
+
+
+def written(folder: Path, name: str, change: Callable[[Config, dict[str, mx.array]], None] | None = None) -> Path:
+    """A golden head as a checkpoint on disk, perhaps changed."""
+    golden = json.loads((GOLDEN / f"{name}.json").read_text())
+    config, tensors = golden["config"], {}
+    for key, shape in golden["tensors"].items():
+        value = draws.draw(key if published(name) else key.removeprefix("model."), shape)
+        value = np.ones_like(value) if key in golden.get("ones", ()) else value
+        tensors[key] = mx.array(value - 1 if key in golden.get("minus_one", ()) else value)
+    if change is not None:
+        change(config, tensors)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.eval(tensors)
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    return folder
+
+
+def published(name: str) -> bool:
+    """Whether the golden file is of an MTP layer as its model was published."""
+    return name.startswith("mtp-")
+
+
+def loaded(folder: Path, name: str) -> DraftHead:
+    head: DraftHead = mtp_of_model(folder)[0] if published(name) else load_head(folder, TARGET)
+    return head
+
+
+def logits(head: DraftHead) -> dict[str, mx.array]:
+    """What the golden files keep: the first step everywhere, and recycled steps behind some positions."""
+    head.attach(TARGET)
+    ids = draws.TOKENS.tolist()
+    g = head.features([mx.array(draws.aux(k))[None] for k in named_layers(head) or (-1,)])
+    first = head.logits(head(head.embed(mx.array(ids[1 : draws.LENGTH + 1])[None]), g, mask="causal"))[0]
+    chains = []
+    for at in draws.CHAINS:
+        cache = RaggedCache(head.cache_layers, 1)
+        h = head(head.embed(mx.array(ids[1 : at + 2])[None]), g[:, : at + 1], cache)[:, -1:]
+        cache.lengths.advance(at + 1)
+        steps = []
+        for step in range(draws.STEPS):
+            h = head(head.embed(mx.array([[ids[at + 2 + step]]])), h, cache)
+            cache.lengths.advance(1)
+            steps.append(head.logits(h)[0, 0])
+        chains.append(mx.stack(steps))
+    return {"first": first, "chains": mx.stack(chains)}
+
+
+def difference(name: str, head: DraftHead) -> float:
+    """The largest deviation from the golden logits, relative to the largest of them."""
+    wanted, got = mx.load(str(GOLDEN / f"{name}.safetensors")), logits(head)
+    assert isinstance(wanted, dict)
+    return max(float((mx.abs(got[key] - value).max() / mx.abs(value).max()).item()) for key, value in wanted.items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_the_references(name: str, tmp_path: Path) -> None:
+    assert difference(name, loaded(written(tmp_path / "h", name), name)) < CLOSE
+
+
+def fields(**changes: Any) -> Callable[[Config, dict[str, mx.array]], None]:
+    """Other values for fields of the config; those set to None are left out."""
+
+    def change(config: Config, tensors: dict[str, mx.array]) -> None:
+        for name, value in changes.items():
+            config.pop(name, None) if value is None else config.update({name: value})
+
+    return change
+
+
+def layer_fields(**changes: Any) -> Callable[[Config, dict[str, mx.array]], None]:
+    """The same inside the description of a speculator's layer."""
+    return lambda config, _: config["transformer_layer_config"].update(changes)
+
+
+def nested(**changes: Any) -> Callable[[Config, dict[str, mx.array]], None]:
+    return lambda config, _: config["eagle_config"].update(changes)
+
+
+def without(flag: str, *names: str, kind: str | None = None) -> Callable[[Config, dict[str, mx.array]], None]:
+    """A flag unset, with the tensors that it stands for."""
+
+    def change(config: Config, tensors: dict[str, mx.array]) -> None:
+        layer = config.get("transformer_layer_config", config)
+        (config if flag in config else layer)[flag] = False
+        if kind:
+            layer["model_type"] = kind
+        for key in [key for key in tensors if any(name in key for name in names)]:
+            del tensors[key]
+
+    return change
+
+
+def one_layer(config: Config, tensors: dict[str, mx.array]) -> None:
+    config["transformer_layer_config"]["num_hidden_layers"] = 1
+    for key in [key for key in tensors if key.startswith("layers.1.")]:
+        del tensors[key]
+
+
+ATTENTION_BIASES = ("q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.bias")
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+BROKEN = {
+    "eagle": {
+        "the bias": without("bias", "fc.bias"),
+        "eps": fields(rms_norm_eps=0.1),
+        "theta": fields(rope_theta=500.0),
+    },
+    "eagle-qkv-bias": {"the biases": without("qkv_bias", "proj.bias")},
+    "safeailab-eagle3": {
+        "the residual": fields(norm_before_residual=True),
+        "recycling": fields(norm_output=True, norm_before_residual=False),
+        "the layers": fields(eagle_aux_hidden_state_layer_ids=[1, 3, 3]),
+        "scaling": fields(rope_scaling={"type": "linear", "factor": 4.0}),
+        "a window": fields(use_sliding_window=True, sliding_window=3),
+    },
+    "specforge-eagle3.1": {
+        "whose flag": fields(eagle_mlx={}),
+        "the norms": without("fc_norm", "fc_norm."),
+    },
+    "specforge-no-norm": {"the norm": fields(norm_output=True)},
+    "angelslim-qkv-bias": {
+        "scaling": fields(rope_scaling=None),
+        "the biases": without("attention_bias", *ATTENTION_BIASES),
+    },
+    "sglang-narrow": {"recycling": fields(norm_output=False), "the residual": fields(norm_before_residual=False)},
+    "sliding": {"the window": fields(sliding_window=5), "no window": fields(use_sliding_window=False)},
+    "modelopt-yarn": {
+        "no scaling": fields(rope_scaling=None),
+        "no last norm": nested(use_last_layernorm=False),
+    },
+    "speculators": {
+        "the residual": fields(norm_before_residual=True),
+        "nothing said of it": fields(norm_before_residual=None),
+        "the layers": fields(eagle_aux_hidden_state_layer_ids=[2, 1, 4]),
+    },
+    "speculators-norm-before-fc": {
+        "the norm": without("norm_before_fc", "input_norm"),
+        "the attention's biases": without("attention_bias", *ATTENTION_BIASES),
+        "the others": without("mlp_bias", "mlp.gate_proj.bias", "mlp.up_proj.bias", "mlp.down_proj.bias"),
+    },
+    "speculators-3.1": {
+        "recycling": fields(norm_output=False),
+        "the norms": without("fc_norm", "fc_norm."),
+        "q and k": without("attention_bias", "q_norm", "k_norm", kind="llama"),
+    },
+    "speculators-two-layers": {"one layer": one_layer},
+    "speculators-llama3": {"scaling": layer_fields(rope_parameters=ROPE)},
+    "speculators-yarn": {"scaling": layer_fields(rope_parameters={"rope_type": "default", "rope_theta": 1000.0})},
+    "speculators-sliding": {"all sliding": layer_fields(layer_types=["sliding_attention"] * 2)},
+    "speculators-mtp-qwen3": {"the hidden state": fields(eagle_mlx={"target_norm": True})},
+    "mtp-mimo": {"theta": fields(rope_theta=5.0)},
+    "mtp-glm-4.5": {"eps": fields(rms_norm_eps=0.1), "rotation": fields(partial_rotary_factor=1.0)},
+}
+CASES = [(name, what) for name, broken in BROKEN.items() for what in broken]
+
+
+@pytest.mark.parametrize(("name", "what"), CASES, ids=lambda part: part)
+def test_a_flag_read_wrongly_is_noticed(name: str, what: str, tmp_path: Path) -> None:
+    head = loaded(written(tmp_path / "h", name, BROKEN[name][what]), name)
+    assert difference(name, head) > 100 * CLOSE
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "mtp" in name])
+@pytest.mark.parametrize("field", ["hidden_first", "norm_output", "target_norm"])
+def test_a_way_of_mtp_that_is_mistaken_is_noticed(name: str, field: str, tmp_path: Path) -> None:
+    head = loaded(written(tmp_path / "h", name), name)
+    assert isinstance(head, MTPHead)
+    head._config = replace(head.config, **{field: not getattr(head.config, field)})
+    assert difference(name, head) > 100 * CLOSE
+
+
+@pytest.mark.parametrize("name", ["mtp-qwen3-next", "mtp-qwen3.5", "speculators-mtp-qwen3_next"])
+@pytest.mark.parametrize("added", ["all", "layer", "around", "none"])
+def test_norms_whose_one_was_added_already(name: str, added: str, tmp_path: Path) -> None:
+    """Copies of published models have it added to all norms, to those of the layer alone, or to none."""
+    ends = ("input_layernorm.weight", "post_attention_layernorm.weight", "q_norm.weight", "k_norm.weight")
+
+    def change(config: Config, tensors: dict[str, mx.array]) -> None:
+        for key, value in tensors.items():
+            kind = "layer" if key.endswith(ends) else "around"
+            if value.ndim == 1 and "norm" in key and added in ("all", kind):
+                tensors[key] = value + 1
+
+    folder = written(tmp_path / "h", name, change)
+    assert difference(name, loaded(folder, name)) < CLOSE
+    if published(name):
+        notes = mtp_of_model(folder)[1]
+        assert len(notes) == 2
+        assert ["one was added" in note for note in notes] == [added in ("none", "around"), added in ("none", "layer")]
