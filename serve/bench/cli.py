@@ -82,6 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--temperature", type=float, nargs="+", default=[plan.temperature], metavar="T", help="default 0, greedy"
     )
+    what.add_argument(
+        "--acceptance", choices=("coupled", "rejection"), default=plan.acceptance, help="of sampled drafts (coupled)"
+    )
     how = parser.add_argument_group("on what")
     how.add_argument("--prompts", type=Path, help="jsonl of `messages` or `prompt` rows (default: held-out functions)")
     how.add_argument("--limit", type=_positive, default=100, help="prompts to take (default 100)")
@@ -142,7 +145,12 @@ def _bench(args: argparse.Namespace) -> int:
         runs += measure(target, ways, prompts, plan, progress=not args.quiet)
     tolerance = tolerance_for(target) if args.tolerance is None else args.tolerance
     print(f"\n{report.table(runs)}\n\n{report.footnote(runs, args.max_tokens, tolerance)}")
-    extra: dict[str, object] = {"max_tokens": args.max_tokens, "repeats": args.repeats, "tolerance": tolerance}
+    extra: dict[str, object] = {
+        "max_tokens": args.max_tokens,
+        "acceptance": args.acceptance,
+        "repeats": args.repeats,
+        "tolerance": tolerance,
+    }
     if args.costs:
         extra |= _costs(args, target, head)
     if args.json is not None:
@@ -197,6 +205,7 @@ def _plan(args: argparse.Namespace, temperature: float) -> Plan:
         seed=args.seed,
         least_distinct=args.least_distinct,
         ignore_eos=args.ignore_eos,
+        acceptance=args.acceptance,
         tolerance=args.tolerance,
     )
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.loops import LEAST_DISTINCT, is_loop
-from eagle_mlx.params import SamplingParams
+from eagle_mlx.params import Acceptance, SamplingParams
 from eagle_mlx.target import Target
 
 from .baselines import MlxLmMode
@@ -34,6 +34,8 @@ class Plan:
     """Prompt i is sampled with seed + i where the temperature is above 0."""
     least_distinct: float = LEAST_DISTINCT
     """Prompts whose reference continuation has a smaller share of distinct 4-grams are left out of the figures."""
+    acceptance: Acceptance = "coupled"
+    """The rule by which sampled drafts are accepted. Only coupled texts can be compared with plain ones."""
     ignore_eos: bool = False
     """Let every continuation be `max_tokens` long."""
     tolerance: float | None = None
@@ -48,7 +50,9 @@ class Plan:
 
     def params(self, count: int, max_tokens: int) -> list[SamplingParams]:
         seeds = [self.seed + index if self.temperature else None for index in range(count)]
-        common = SamplingParams(self.temperature, max_tokens=max_tokens, ignore_eos=self.ignore_eos)
+        common = SamplingParams(
+            self.temperature, max_tokens=max_tokens, ignore_eos=self.ignore_eos, acceptance=self.acceptance
+        )
         return [replace(common, seed=seed) for seed in seeds]
 
 
@@ -270,9 +274,12 @@ def _ratio(tally: _Tally, baseline: _Tally | None, kept: Sequence[int]) -> float
 def _identity(
     target: Target, tally: _Tally, expected: Sequence[Sequence[int]], work: _Work, plan: Plan
 ) -> Identity | None:
-    """Over all prompts, those left out included; None for mlx-lm's sampling and batches."""
+    """Over all prompts, those left out included; None for mlx-lm's sampling and batches, and for other rules."""
     name = tally.mode.name
-    if name == "mlx-lm-batch" or (plan.temperature and name in BASELINES):
+    sampled = plan.temperature > 0
+    if name == "mlx-lm-batch" or (
+        sampled and (name in BASELINES or (plan.acceptance != "coupled" and name != "plain"))
+    ):
         return None
     said = [one.tokens for one in tally.said(range(len(work.prompts)))]
     tolerance = tolerance_for(target) if plan.tolerance is None else plan.tolerance

@@ -306,6 +306,9 @@ def test_the_worst_case_is_measured_against_plain_decoding(tmp_path: Path) -> No
     assert all(run["ratio_to_plain"] > 0 and run["identical"] for run in runs)
     assert all(run["acceptance_length"] < 2 for run in runs if run["mode"] == "eagle")
     assert main([*flags, *where, "--modes", "mlx-lm", "plain"]) == 2
+    assert main([*flags, *where, "--temperature", "1", "--acceptance", "rejection", "--repeats", "1", "--quiet"]) == 0
+    runs = json.loads(figures.read_text())["runs"]
+    assert [run["identical"] for run in runs] == [True, None, None]
 
 
 @pytest.mark.parametrize("depth", [0, 3])
