@@ -180,15 +180,15 @@ def compare(args: argparse.Namespace) -> list[Comparison]:
     rows = [row.content for row in read_prompts(args.prompts) if not isinstance(row.content, str)]
     chats = engine.chats_that_do_not_loop([[dict(turn) for turn in row] for row in rows[: args.limit]], args.max_tokens)
     found = []
-    with both_servers(args.target, args.head, max(args.clients)) as (eagle, mlx_lm):
+    with both_servers(args.target, args.head, max(args.clients)) as (ours, theirs):
         for temperature, clients in itertools.product(args.temperature, args.clients):
             body = {"temperature": temperature, "max_tokens": args.max_tokens}
             params = SamplingParams(temperature, max_tokens=args.max_tokens)
             turns: list[tuple[Turn, Turn, Turn]] = []
             for repeat in tqdm(range(args.repeats + 1), desc=f"{clients} clients, temperature {temperature:g}"):
                 turn = (
-                    eagle.turn(chats, clients, {**body, "model": Path(args.target).resolve().name}),
-                    mlx_lm.turn(chats, clients, body),
+                    ours.turn(chats, clients, {**body, "model": Path(args.target).resolve().name}),
+                    theirs.turn(chats, clients, body),
                     engine.turn(chats, clients, params),
                 )
                 if repeat:
