@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.formats.fields import layer_fields, read_config, reading, refuse, window_json
-from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, read_tensors, weights_of, write_head
+from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, read_tensors, with_embedding, without_copy, write_head
 from eagle_mlx.heads.eagle import EagleConfig, EagleHead
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
@@ -33,6 +33,7 @@ def save_eagle(
     `target_name` and `extra` are kept under the key `eagle_mlx` of config.json. Raises HeadError for a head with no
     embedding and no target, OutputError for a place that cannot be written.
     """
+    weights, noted = with_embedding(head)
     fields = dataclasses.asdict(head.config)
     del fields["own_embedding"], fields["windows"], fields["qk_norm"]
     config = {
@@ -44,11 +45,8 @@ def save_eagle(
         "eagle_fc_bias": head.config.bias,
         **window_json(head.config.windows),
         "torch_dtype": DTYPE_NAMES[dtype],
-        "eagle_mlx": {"target": target_name, **(extra or {})},
+        "eagle_mlx": {"target": target_name, **noted, **(extra or {})},
     }
-    weights = weights_of(head)
-    if not head.config.own_embedding:
-        weights["embed_tokens.weight"] = head.target.embed(mx.arange(head.config.vocab_size))
     write_head(folder, config, {name: value.astype(dtype) for name, value in weights.items()}, overwrite)
 
 
@@ -61,6 +59,7 @@ def load_eagle(folder: str | Path) -> EagleHead:
     folder = Path(folder)
     written = read_config(folder)
     tensors = {name.removeprefix("model."): value for name, value in read_tensors(folder).items()}
+    tensors = without_copy(written, tensors)
     head = EagleHead(_from_json(folder, written, tensors))
     fill(folder, head, tensors)
     return head

@@ -14,7 +14,7 @@ import mlx.core as mx
 from eagle_mlx.errors import CheckpointError, ConfigError
 from eagle_mlx.formats.eagle3 import build_eagle3, inner_tensors, outer_name
 from eagle_mlx.formats.fields import LAYER_IDS, aux_layer_ids, layer_fields, read_config, reading, refuse, window_json
-from eagle_mlx.formats.tensors import DTYPE_NAMES, read_tensors, weights_of, write_head
+from eagle_mlx.formats.tensors import DTYPE_NAMES, read_tensors, with_embedding, without_copy, write_head
 from eagle_mlx.formats.vocabulary import vocabulary_tensors
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 
@@ -58,8 +58,7 @@ def load_speculators(folder: str | Path, target_layers: int | None = None) -> Ea
     if kind != "eagle3":
         raise CheckpointError(f"{folder / 'config.json'} is a speculator of type {kind}; only eagle3 can be read so")
     tensors = inner_tensors(folder, read_tensors(folder))
-    for name in _NOT_READ:
-        tensors.pop(name, None)
+    tensors = {name: value for name, value in without_copy(config, tensors).items() if name not in _NOT_READ}
     return build_eagle3(folder, _from_json(folder, config, tensors, target_layers), tensors)
 
 
@@ -116,12 +115,14 @@ def save_speculators(
 ) -> None:
     """Write a head in this layout, as a folder that appears whole or not at all.
 
-    `depth` is how many tokens a server should draft. `extra` is kept under the key `eagle_mlx`. The embedding is
-    written where the head has its own; servers take the verifier's otherwise. Raises ConfigError for a head that this
-    layout has no words for, OutputError for a place that cannot be written.
+    `depth` is how many tokens a server should draft. `extra` is kept under the key `eagle_mlx`. Without an embedding
+    in the file speculators would draft with whatever was in its memory: the target's is written where the head has
+    none of its own, so attach one first. Raises ConfigError for a head that this layout has no words for, HeadError
+    for one with no embedding and no target, OutputError for a place that cannot be written.
     """
     config = head.config
     _check_sayable(config)
+    weights, noted = with_embedding(head)
     written = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -138,16 +139,16 @@ def save_speculators(
         "transformer_layer_config": _layer_json(config),
         "speculators_config": _proposal_json(target_name, target_architectures, depth),
         "torch_dtype": DTYPE_NAMES[dtype],
-        "eagle_mlx": {"target": target_name, **(extra or {})},
+        "eagle_mlx": {"target": target_name, **noted, **(extra or {})},
     }
     tensors = {
-        outer_name(name).replace("midlayer.", "layers.0."): value.astype(dtype)
-        for name, value in weights_of(head).items()
+        outer_name(name).replace("midlayer.", "layers.0."): value.astype(dtype) for name, value in weights.items()
     }
     write_head(folder, written, tensors | vocabulary_tensors(head.d2t, config.vocab_size), overwrite)
 
 
 def _check_sayable(config: Eagle3Config) -> None:
+    window_json(config.windows)
     plain = Eagle3Config(1, 1, 1, 1, 1, 1, 1, 1, (0,))
     for name in ("norm_logits", "input_layernorm", "hidden_norm", "use_aux_hidden_state", "qkv_bias"):
         if getattr(config, name) != getattr(plain, name):

@@ -20,6 +20,28 @@ from eagle_mlx.target import compute_dtype
 DTYPE_NAMES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
 
 
+COPY = "holds_the_targets_embedding"
+"""Says in a config, under `eagle_mlx`, that the embedding in the file is a copy of the target's, for other loaders."""
+
+
+def with_embedding(head: Any) -> tuple[dict[str, mx.array], dict[str, bool]]:
+    """A head's weights with an embedding, its own or else its target's, and what to note of it in the config.
+
+    Raises HeadError for a head with neither.
+    """
+    weights = weights_of(head)
+    if "embed_tokens.weight" in weights:
+        return weights, {}
+    return {**weights, "embed_tokens.weight": head.target.embed(mx.arange(head.vocab_size))}, {COPY: True}
+
+
+def without_copy(config: Mapping[str, Any], tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The tensors without an embedding that `with_embedding` took from the target."""
+    if (config.get("eagle_mlx") or {}).get(COPY):
+        tensors.pop("embed_tokens.weight", None)
+    return tensors
+
+
 def weights_of(module: nn.Module) -> dict[str, mx.array]:
     """A module's parameters by their full names."""
     return cast("dict[str, mx.array]", tree_flatten(module.parameters(), destination={}))

@@ -231,3 +231,14 @@ def test_norms_whose_one_was_added_already(name: str, added: str, tmp_path: Path
         notes = mtp_of_model(folder)[1]
         assert len(notes) == 2
         assert ["one was added" in note for note in notes] == [added in ("none", "around"), added in ("none", "layer")]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_ends_that_are_the_models_own_are_left_to_the_target(same: bool, tmp_path: Path) -> None:
+    def change(config: Config, tensors: dict[str, mx.array]) -> None:
+        for mine, theirs in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+            tensors[f"{theirs}.weight"] = tensors[f"model.layers.3.{mine}.weight"] + (0 if same else 1)
+
+    head = mtp_of_model(written(tmp_path / "h", "mtp-deepseek-v3", change))[0]
+    assert (head.config.own_embedding, head.config.own_lm_head) == (not same, not same)
+    assert (difference("mtp-deepseek-v3", head) < CLOSE) == (not same)
