@@ -14,8 +14,9 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.mtp import MTPConfig
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.sampling import SamplingBatch
+from tests.architectures import tiny_model
 from tests.eagle_mlx.heads import KINDS, bigram_target, eagle, eagle3, mtp, silence
-from tests.fakes import tiny_target
+from tests.fakes import randomize, tiny_target
 
 TARGET = tiny_target(vocab=64)
 HEADS = {name: make(TARGET) for name, make in KINDS.items()}
@@ -134,6 +135,20 @@ def test_a_head_that_is_right_is_accepted(make: Callable[[em.Target], DraftHead]
         assert output.tokens == em.Engine(target).generate([prompt], params)[0].tokens
         assert len(set(output.tokens)) > 3
         assert output.accepted == output.drafted > 10
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "mimo", "qwen3_next", "qwen3_5"])
+def test_models_draft_with_layers_of_their_own_kind(name: str) -> None:
+    """Their caches with the head's: latent keys, recurrent states, experts."""
+    model = tiny_model(name)
+    randomize(model, 0, 0.2)
+    target = em.Target(model)
+    head = em.HeadProposer(mtp(target, model_type=name))
+    prompts = [[t % 60 + 1 for t in prompt] for prompt in PROMPTS]
+    engine = em.Engine(target, head, em.FixedPolicy(3), max_batch=3, prefix_cache_bytes=1 << 30)
+    for prompt, params, output in zip(prompts, PARAMS, engine.generate(prompts, PARAMS), strict=True):
+        assert output.tokens == em.Engine(target).generate([prompt], params)[0].tokens
+        assert output.drafted > 0
 
 
 def test_a_head_of_another_target_is_refused() -> None:

@@ -16,6 +16,7 @@ from mlx_lm.models import qwen3
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.formats import load_head, mtp_of_model
 from eagle_mlx.formats.fit import named_layers
+from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.target import Target
@@ -242,3 +243,24 @@ def test_ends_that_are_the_models_own_are_left_to_the_target(same: bool, tmp_pat
     head = mtp_of_model(written(tmp_path / "h", "mtp-deepseek-v3", change))[0]
     assert (head.config.own_embedding, head.config.own_lm_head) == (not same, not same)
     assert (difference("mtp-deepseek-v3", head) < CLOSE) == (not same)
+
+
+def test_weights_of_eight_bits_are_read_with_their_scales(tmp_path: Path) -> None:
+    """As DeepSeek publishes them: one scale for each block of 128 by 128."""
+    names = ["self_attn.q_a_proj", "self_attn.kv_b_proj", "mlp.experts.2.up_proj"]
+
+    def change(config: Config, tensors: dict[str, mx.array]) -> None:
+        for name in (f"model.layers.3.{part}.weight" for part in names):
+            weight = tensors[name]
+            blocks = tuple(-(-n // 128) for n in weight.shape)
+            small = mx.to_fp8(weight / 0.01)
+            tensors[name] = (mx.from_fp8(small, dtype=mx.bfloat16) * 0.01).astype(mx.bfloat16).astype(mx.float32)
+            if eight_bits:
+                tensors |= {name: small, f"{name}_scale_inv": mx.full(blocks, 0.01)}
+
+    heads = []
+    for eight_bits in (False, True):
+        heads.append(mtp_of_model(written(tmp_path / str(eight_bits), "mtp-deepseek-v3", change))[0])
+    wanted, got = (weights_of(head) for head in heads)
+    assert wanted.keys() == got.keys()
+    assert all(mx.allclose(wanted[name], got[name], rtol=1e-2, atol=1e-4) for name in wanted)
