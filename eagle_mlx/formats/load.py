@@ -28,8 +28,8 @@ _OTHERS = {
 """Fields that only heads of kinds that are not supported have."""
 
 
-def load_head(name: str | Path, target: Target | None = None) -> Any:
-    """Load a head from a folder or a hub id, and with a target see that it fits: a DraftHead.
+def load_head(name: str | Path, target: Target | None = None) -> DraftHead:
+    """Load a head from a folder or a hub id, and with a target see that it fits.
 
     Raises CheckpointError for files that cannot be read, HeadError for a head of another target.
     """

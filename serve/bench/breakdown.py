@@ -14,7 +14,7 @@ import mlx.core as mx
 from eagle_mlx.batch import Batch
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine import Engine
-from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.params import SamplingParams
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.base import Observation
@@ -49,7 +49,7 @@ class Breakdown:
 
 
 def measure_breakdown(
-    target: Target, head: Eagle3Head | None, depth: int, context: int = 128, rounds: int = 60
+    target: Target, head: DraftHead | None, depth: int, context: int = 128, rounds: int = 60
 ) -> Breakdown:
     """Rounds of a greedy row, each followed by its forwards alone. Without a head, or at depth 0, plain rounds.
 
@@ -89,16 +89,18 @@ def measure_breakdown(
 class _Forwards:
     """A round's forwards and nothing more: the head's, draft by draft, and the target's."""
 
-    def __init__(self, target: Target, head: Eagle3Head | None, context: int, depth: int):
+    def __init__(self, target: Target, head: DraftHead | None, context: int, depth: int):
         self.target, self.head, self.depth = target, head, depth
-        self.cache, self.drafts = RaggedCache.of(target.model, 1), RaggedCache(1, 1)
+        if head is not None:
+            head.attach(target)
+        self.cache, self.drafts = RaggedCache.of(target.model, 1), RaggedCache(head.cache_layers if head else 1, 1)
         for start in range(0, context, _CHUNK):
             tokens = mx.zeros((1, min(_CHUNK, context - start)), mx.int32)
             target.forward(tokens, self.cache)
             mx.eval(self.cache.state)
             self.cache.advance(tokens.shape[1])
             if head is not None:
-                self._head_forward(mx.zeros((*tokens.shape, head.config.hidden_size), target.dtype))
+                self._head_forward(mx.zeros((*tokens.shape, head.hidden_size), target.dtype))
                 mx.eval(self.drafts.state)
                 self.drafts.advance(tokens.shape[1])
 
@@ -106,22 +108,20 @@ class _Forwards:
         """What was drafted is forgotten again, so that every run is the same."""
         if self.head is not None:
             before = self.drafts.save()
-            aux = [mx.zeros((1, seen, self.target.hidden_size), self.target.dtype)] * len(self.head.config.aux_layers)
+            aux = [mx.zeros((1, seen, self.target.hidden_size), self.target.dtype)] * len(self.head.aux_layers)
             g = self.head.features(aux)
             for _ in range(self.depth):
                 g = self._head_forward(g)[:, -1:]
                 mx.async_eval(self.head.logits(g))
                 self.drafts.advance(1)
             self.drafts.restore(before)
-        layers = self.head.config.aux_layers if self.head is not None else ()
+        layers = self.head.aux_layers if self.head is not None else ()
         out = self.target.forward(mx.zeros((1, self.depth + 1), mx.int32), self.cache, layers)
         mx.eval(out.logits, *out.aux)
 
     def _head_forward(self, g: mx.array) -> mx.array:
         assert self.head is not None
-        layer, count = self.drafts.layers[0], g.shape[1]
-        embedded = self.target.embed(mx.zeros((1, count), mx.int32))
-        return self.head(embedded, g, layer, layer.make_mask(count))
+        return self.head(self.head.embed(mx.zeros((1, g.shape[1]), mx.int32)), g, self.drafts)
 
 
 def _stages(

@@ -12,7 +12,7 @@ from typing import cast, get_args
 from eagle_mlx import blas
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.formats import load_head
-from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.target import Target, load_target
 
 from ..defaults import embedded
@@ -161,13 +161,13 @@ def _bench(args: argparse.Namespace) -> int:
     return 1 if any(run.identical is False for run in runs) else 0
 
 
-def _head(name: str | Path | None, target: Target) -> Eagle3Head | None:
+def _head(name: str | Path | None, target: Target) -> DraftHead | None:
     if name is None:
         return None
     return random_head(target) if name == "random" else load_head(name, target)
 
 
-def _costs(args: argparse.Namespace, target: Target, head: Eagle3Head | None) -> dict[str, object]:
+def _costs(args: argparse.Namespace, target: Target, head: DraftHead | None) -> dict[str, object]:
     """Print what the parts of a round cost, and return it for the JSON."""
     steps, rollback = measure_costs(target, head, args.depth), measure_rollback()
     print(f"{steps}\n{rollback}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.target import Target
 
 
@@ -37,7 +37,7 @@ class StepCosts:
 
 
 def measure_costs(
-    target: Target, head: Eagle3Head | None, depths: Sequence[int], context: int = 128, repeats: int = 60
+    target: Target, head: DraftHead | None, depths: Sequence[int], context: int = 128, repeats: int = 60
 ) -> StepCosts:
     """Time the parts in turns, after a warm-up. What the caches hold makes no difference."""
     parts: dict[str, Callable[[], None]] = {"target": _target_step(target, context, 1)}
@@ -67,13 +67,13 @@ def _target_step(target: Target, context: int, width: int) -> Callable[[], None]
     return lambda: mx.eval(mx.argmax(target.forward(tokens, cache).logits, axis=-1))
 
 
-def _draft_steps(target: Target, head: Eagle3Head, context: int, depth: int) -> Callable[[], None]:
+def _draft_steps(target: Target, head: DraftHead, context: int, depth: int) -> Callable[[], None]:
     """A chain of draft tokens, each made of the one before it, as a round makes them."""
-    cache = RaggedCache(1, 1)
-    layer, width = cache.layers[0], head.config.hidden_size
+    head.attach(target)
+    cache, width = RaggedCache(head.cache_layers, 1), head.hidden_size
 
     def forward(tokens: mx.array, g: mx.array) -> mx.array:
-        return head(target.embed(tokens), g, layer, layer.make_mask(tokens.shape[1]))
+        return head(head.embed(tokens), g, cache)
 
     mx.eval(forward(mx.zeros((1, context), mx.int32), mx.zeros((1, context, width), target.dtype)))
     cache.lengths.advance(context)
@@ -83,7 +83,8 @@ def _draft_steps(target: Target, head: Eagle3Head, context: int, depth: int) -> 
         before = cache.lengths.save()
         for _ in range(depth):
             g = forward(tokens, g)
-            tokens = head.to_target(mx.argmax(head.logits(g), axis=-1))
+            tokens = mx.argmax(head.logits(g), axis=-1)
+            tokens = tokens if head.token_ids is None else head.token_ids[tokens]
             mx.async_eval(tokens)
             cache.lengths.advance(1)
         cache.lengths.restore(before)

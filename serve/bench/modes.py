@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from eagle_mlx.params import SamplingParams
 from eagle_mlx.proposers.base import Proposer
@@ -87,7 +88,7 @@ class Models:
     """What is measured: a target, and the heads and models that draft for it."""
 
     target: Target
-    head: Eagle3Head | None = None
+    head: DraftHead | None = None
     draft: Target | None = None
 
     def proposer(self, name: ModeName) -> Proposer:

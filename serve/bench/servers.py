@@ -3,7 +3,9 @@
     python -m eagle_mlx.serve.bench.servers --clients 1 4 8 --temperature 0 0.7 --json servers.json
 
 Both servers run side by side on this machine and take turns; the one whose turn it is not sleeps. The engine decodes
-the same chats in this process. Chats whose greedy answer loops are left out, as in eagle-bench.
+the same chats in this process. Prompt caches are off, since every turn asks the same. Chats whose greedy answer loops
+are left out, as in eagle-bench. What HTTP itself costs is seen with more clients than rows, so that none stays empty:
+--clients 16 --max-batch 8.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -110,12 +113,22 @@ class Server:
 
             async def client() -> None:
                 for chat in turns:
-                    answers.append(await _ask(http, f"{self.url}/chat/completions", {**body, "messages": chat}))
+                    answers.append(await _patiently(http, f"{self.url}/chat/completions", {**body, "messages": chat}))
 
             start = time.perf_counter()
             await asyncio.gather(*(client() for _ in range(clients)))
             seconds = time.perf_counter() - start
         return Turn(sum(tokens for tokens, _ in answers), seconds, median(first for _, first in answers))
+
+
+async def _patiently(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> tuple[int, float]:
+    """The same as `_ask`; a connection that is not taken is tried again, as OpenAI's client does it."""
+    for pause in (0.05, 0.1, 0.2, 0.4, 0.8):
+        try:
+            return await _ask(http, url, body)
+        except httpx.TransportError:
+            await asyncio.sleep(pause)
+    return await _ask(http, url, body)
 
 
 async def _ask(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> tuple[int, float]:
@@ -135,9 +148,14 @@ async def _ask(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> tuple
 @contextmanager
 def both_servers(target: str, head: str, max_batch: int) -> Iterator[tuple[Server, Server]]:
     ports = _free_port(), _free_port()
-    eagle = ["-m", "eagle_mlx.serve.api.cli", "--target", target, "--head", head, "--max-batch", str(max_batch)]
-    mlx_lm = ["-c", _MLX_LM, "--model", target, "--log-level", "ERROR"]
-    commands = [[sys.executable, *c, "--port", str(p)] for c, p in zip((eagle, mlx_lm), ports, strict=True)]
+    ours = ["-m", "eagle_mlx.serve.api.cli", "--target", target, "--head", head, "--max-batch", str(max_batch)]
+    theirs = ["-c", _MLX_LM, "--model", target, "--log-level", "ERROR"]
+    # The same chats come again and again: nobody is to remember them.
+    forgetful = ["--prefix-cache-gb", "0"], ["--prompt-cache-size", "1"]
+    commands = [
+        [sys.executable, *which, *forgets, "--port", str(port)]
+        for which, forgets, port in zip((ours, theirs), forgetful, ports, strict=True)
+    ]
     servers = [Server(command, port) for command, port in zip(commands, ports, strict=True)]
     try:
         for server in servers:
@@ -155,16 +173,16 @@ def _free_port() -> int:
 
 
 class BareEngine:
-    """The engine in this process, with as many rows as there are clients."""
+    """The engine in this process, with as many rows as there are clients, or as may be."""
 
-    def __init__(self, target: str, head: str):
-        self.target, self.speculation = load_target(target), Speculation(head=head)
+    def __init__(self, target: str, head: str, max_batch: int):
+        self.target, self.speculation, self.max_batch = load_target(target), Speculation(head=head), max_batch
         self._engines: dict[int, Engine] = {}
 
     def turn(self, chats: Sequence[Chat], clients: int, params: SamplingParams) -> Turn:
         if clients not in self._engines:
             proposer, policy = self.speculation.proposer(self.target), self.speculation.make_policy()
-            self._engines[clients] = Engine(self.target, proposer, policy, max_batch=clients)
+            self._engines[clients] = Engine(self.target, proposer, policy, max_batch=min(clients, self.max_batch))
         start = time.perf_counter()
         outputs = self._engines[clients].generate(chats, params)
         seconds = time.perf_counter() - start
@@ -176,23 +194,24 @@ class BareEngine:
 
 
 def compare(args: argparse.Namespace) -> list[Comparison]:
-    engine = BareEngine(args.target, args.head)
+    engine = BareEngine(args.target, args.head, args.max_batch or max(args.clients))
     rows = [row.content for row in read_prompts(args.prompts) if not isinstance(row.content, str)]
     chats = engine.chats_that_do_not_loop([[dict(turn) for turn in row] for row in rows[: args.limit]], args.max_tokens)
     found = []
-    with both_servers(args.target, args.head, max(args.clients)) as (ours, theirs):
+    with both_servers(args.target, args.head, engine.max_batch) as (ours, theirs):
         for temperature, clients in itertools.product(args.temperature, args.clients):
             body = {"temperature": temperature, "max_tokens": args.max_tokens}
             params = SamplingParams(temperature, max_tokens=args.max_tokens)
             turns: list[tuple[Turn, Turn, Turn]] = []
             for repeat in tqdm(range(args.repeats + 1), desc=f"{clients} clients, temperature {temperature:g}"):
-                turn = (
-                    ours.turn(chats, clients, {**body, "model": Path(args.target).resolve().name}),
-                    theirs.turn(chats, clients, body),
-                    engine.turn(chats, clients, params),
-                )
+                ways = [
+                    partial(ours.turn, chats, clients, {**body, "model": Path(args.target).resolve().name}),
+                    partial(theirs.turn, chats, clients, body),
+                    partial(engine.turn, chats, clients, params),
+                ]
+                took = {which % 3: ways[which % 3]() for which in range(repeat, repeat + 3)}
                 if repeat:
-                    turns.append(turn)
+                    turns.append((took[0], took[1], took[2]))
             found.append(_comparison(clients, temperature, turns))
             print(found[-1], flush=True)
     return found
@@ -221,6 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, default=32, help="chats to take (default 32)")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--max-batch", type=int, metavar="N", help="rows of eagle-serve (default: a row a client)")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
     parser.add_argument("--repeats", type=int, default=3, help="turns that count, after one that does not")
     parser.add_argument("--json", type=Path, metavar="FILE")
