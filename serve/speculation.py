@@ -22,11 +22,19 @@ from eagle_mlx.target import Target, load_target
 
 from .defaults import embedded
 
-Mode = Literal["none", "ngram", "draft", "eagle"]
+Mode = Literal["none", "ngram", "draft", "eagle", "mtp"]
+_HEADS: tuple[Mode, ...] = ("eagle", "mtp")
+"""Modes in which a head drafts."""
 PolicyName = Literal["throughput", "acceptance-ema", "fixed"]
 Bits = Literal["4bit", "8bit"]
 
-_METHODS: dict[str, Mode] = {"eagle": "eagle", "eagle3": "eagle", "ngram": "ngram", "draft_model": "draft"}
+_METHODS: dict[str, Mode] = {
+    "eagle": "eagle",
+    "eagle3": "eagle",
+    "mtp": "mtp",
+    "ngram": "ngram",
+    "draft_model": "draft",
+}
 """Names of other servers' `--speculative-config`, and what they are here."""
 
 
@@ -35,7 +43,7 @@ class Speculation:
     """What the flags say. Raises ConfigError for flags that contradict each other."""
 
     mode: Mode | None = None
-    """None: eagle with a head, else draft with a draft model, else none."""
+    """None: what the head is, else draft with a draft model, else none."""
     head: str | None = None
     num_tokens: int = 4
     """Draft tokens a round; the most where the policy adapts."""
@@ -57,8 +65,8 @@ class Speculation:
             raise ConfigError("--spec-decode draft needs a model that drafts: give --draft-model")
         if self.head is not None and self.draft_model is not None:
             raise ConfigError("a --head and a --draft-model are two ways to draft; give one of them")
-        for flag, given, mode in (("--head", self.head, "eagle"), ("--draft-model", self.draft_model, "draft")):
-            if given is not None and self.mode not in (None, "none", mode):
+        for flag, given, modes in (("--head", self.head, _HEADS), ("--draft-model", self.draft_model, ("draft",))):
+            if given is not None and self.mode not in (None, "none", *modes):
                 raise ConfigError(f"--spec-decode {self.mode} does not use a {flag}; leave one of the two out")
         if self.draft_bits is not None and self.draft_model is None:
             raise ConfigError("--draft-model-quantize needs a --draft-model")
@@ -76,10 +84,13 @@ class Speculation:
         mode = self.chosen()
         if mode == "ngram":
             return NgramProposer(self.ngram_max, self.ngram_min, self.prompt_lookup)
-        if mode == "eagle":
+        if mode in _HEADS:
             if self.head is None:
-                raise ConfigError(f"--spec-decode eagle needs a head for {target.name}: give --head")
-            return HeadProposer(load_head(self.head, target))
+                raise ConfigError(f"--spec-decode {mode} needs a head for {target.name}: give --head")
+            proposer = HeadProposer(load_head(self.head, target))
+            if self.mode is not None and proposer.name != self.mode:
+                raise ConfigError(f"--spec-decode {mode}: {self.head} is an {proposer.name} head; leave the flag out")
+            return proposer
         if mode == "draft":
             assert self.draft_model is not None
             draft = load_target(self.draft_model)
@@ -98,7 +109,7 @@ class Speculation:
 
     def __str__(self) -> str:
         mode = self.chosen()
-        source = {"eagle": f" head {self.head}", "draft": f" model {self.draft_model}"}.get(mode, "")
+        source = f" head {self.head}" if mode in _HEADS else f" model {self.draft_model}" if mode == "draft" else ""
         if mode == "none":
             return "none, plain decoding"
         return f"{mode}{source}, up to {self.num_tokens} tokens a round, policy {self.policy}"
@@ -200,7 +211,7 @@ def _from_json(text: str) -> dict[str, Any]:
     if mode == "ngram":
         names |= {"prompt_lookup_max": ("ngram_max", int), "prompt_lookup_min": ("ngram_min", int)}
     else:
-        names["model"] = ("head" if mode == "eagle" else "draft_model", str)
+        names["model"] = ("head" if mode in _HEADS else "draft_model", str)
     fields: dict[str, Any] = {"mode": mode}
     for key, value in config.items():
         if key not in names:

@@ -11,6 +11,7 @@ from eagle_mlx.cache import RaggedCache, without_row
 from eagle_mlx.errors import HeadError
 from eagle_mlx.formats import check_fit
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
 from eagle_mlx.sampling import SamplingBatch, draft_sample
 from eagle_mlx.target import Target
@@ -19,11 +20,13 @@ from eagle_mlx.target import Target
 class HeadProposer:
     """Drafts with a trained head, bound to the target that it was trained for."""
 
-    name = "eagle"
-
     def __init__(self, head: DraftHead):
         self.head = head
         self._target: Target | None = None
+
+    @property
+    def name(self) -> str:
+        return "mtp" if isinstance(self.head, MTPHead) else "eagle"
 
     @property
     def aux_layers(self) -> tuple[int, ...]:

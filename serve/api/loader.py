@@ -68,7 +68,7 @@ def load(plan: Plan, say: Callable[[str], None]) -> Loaded:
         kv_bits=plan.kv_bits,
     )
     drafts = plan.speculation.num_tokens if proposer is not None else 0
-    loaded = Loaded(engine, plan.speculation.chosen(), drafts, sampling_defaults(plan.target))
+    loaded = Loaded(engine, proposer.name if proposer is not None else "none", drafts, sampling_defaults(plan.target))
     for line in _description(plan, loaded):
         say(line)
     return loaded

@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from pathlib import Path
 
 import mlx.nn as nn
 import pytest
 
 import eagle_mlx as em
 from eagle_mlx.errors import ConfigError, EagleError
-from eagle_mlx.formats import save_eagle3
+from eagle_mlx.formats import save_eagle3, save_mtp
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, ThroughputPolicy
 from eagle_mlx.serve.speculation import Speculation, add_arguments, from_arguments, quantize
+from tests.eagle_mlx.heads import mtp
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
 
@@ -31,6 +33,7 @@ def parse(line: str) -> Speculation:
         ("--eagle-head-path H", "eagle"),
         ("--draft-model D", "draft"),
         ("--head H --spec-decode none", "none"),
+        ("--head H --spec-decode mtp", "mtp"),
         ("--head H --num-draft-tokens 0", "none"),
     ],
 )
@@ -46,6 +49,7 @@ def test_what_is_given_decides_what_drafts(line: str, mode: str) -> None:
             "--spec-decode eagle --head H --num-draft-tokens 3",
         ),
         ({"method": "eagle", "model": "H"}, "--spec-decode eagle --head H"),
+        ({"method": "mtp", "model": "H"}, "--spec-decode mtp --head H"),
         ({"method": "draft_model", "model": "D"}, "--spec-decode draft --draft-model D"),
         (
             {"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 2},
@@ -124,3 +128,18 @@ def test_quantising_leaves_what_does_not_fit() -> None:
     odd = tiny_target(hidden=32)
     quantize(odd.model, "4bit")
     assert type(odd.model.model.layers[0].self_attn.q_proj) is nn.Linear
+
+
+def test_a_head_drafts_as_what_it_is(tmp_path: Path) -> None:
+    target = tiny_target()
+    save_mtp(mtp(target), tmp_path / "mtp")
+    save_eagle3(tiny_head(target), tmp_path / "eagle")
+    for name, other in (("mtp", "eagle"), ("eagle", "mtp")):
+        for mode in (None, name):
+            proposer = Speculation(mode, str(tmp_path / name)).proposer(target)  # type: ignore[arg-type]
+            assert proposer is not None
+            assert proposer.name == name
+        with pytest.raises(ConfigError, match=f"is an {name} head"):
+            Speculation(other, str(tmp_path / name)).proposer(target)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="--spec-decode mtp needs a head"):
+        Speculation("mtp").proposer(target)
