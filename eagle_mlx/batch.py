@@ -131,9 +131,12 @@ class Batch:
         mx.eval(self.cache.state)
 
     def launch(self, depth: int, timed: bool = False) -> Round:
-        """Start a round on the device. Nothing is waited for, but a draft that is to be timed."""
+        """Start a round on the device, with at most `most_drafts` draft tokens.
+
+        Nothing is waited for, but a draft that is to be timed.
+        """
         before = _Before(self.cache.save(), self.last, self.processors.save() if self.processors else None)
-        depth, started = min(depth, self.most_drafts), perf_counter()
+        started = perf_counter()
         draft = self.draft(depth)
         if timed:
             mx.eval(draft.tokens)

@@ -39,10 +39,7 @@ class Logprobs:
         if len(places) < len(rows):
             logits, tokens = logits[mx.array(places)], tokens[mx.array(places)]
         tops = [rows[index].params.top_logprobs for index in places]
-        logits = logits.astype(mx.float32)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        chosen = mx.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
-        return cls(places, tops, chosen, *_likeliest(logprobs, min(max(tops), logits.shape[-1])))
+        return cls(places, tops, *logprobs_of(logits, tokens, max(tops)))
 
     def read(self, tokens: Sequence[Sequence[int]]) -> dict[int, list[TokenLogprob]]:
         """Wait for them: by place in the batch, one for each token that the row emits. tokens: row by row."""
@@ -50,12 +47,35 @@ class Logprobs:
         ids = cast(list[list[list[int]]], self.ids.tolist())
         values = cast(list[list[list[float]]], self.values.tolist())
         return {
-            row: [
-                TokenLogprob(token, chosen[m][i], tuple(zip(ids[m][i][:top], values[m][i][:top], strict=True)))
-                for i, token in enumerate(tokens[row])
-            ]
+            row: listed(tokens[row], chosen[m], ids[m], values[m], top)
             for m, (row, top) in enumerate(zip(self.rows, self.tops, strict=True))
         }
+
+
+def logprobs_of(logits: mx.array, tokens: mx.array, top: int) -> tuple[mx.array, mx.array, mx.array]:
+    """What logits [..., V] make of tokens [...] int32, and the likeliest `top`, or V where that is less.
+
+    Returns the tokens' log probabilities [...], and ids [..., K] int32 and log probabilities [..., K] of the likeliest,
+    the likeliest first; all log probabilities float32.
+    """
+    logits = logits.astype(mx.float32)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
+    return chosen, *_likeliest(logprobs, min(top, logits.shape[-1]))
+
+
+def listed(
+    tokens: Sequence[int],
+    chosen: Sequence[float],
+    ids: Sequence[Sequence[int]],
+    values: Sequence[Sequence[float]],
+    top: int,
+) -> list[TokenLogprob]:
+    """One for each token, from what `logprobs_of` gave, on the host; there may be more of that than tokens."""
+    return [
+        TokenLogprob(token, chosen[i], tuple(zip(ids[i][:top], values[i][:top], strict=True)))
+        for i, token in enumerate(tokens)
+    ]
 
 
 def _likeliest(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:

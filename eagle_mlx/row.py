@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.params import Grammar, SamplingParams
+from eagle_mlx.streaming import IncrementalText
 
 _LONGEST_CHARACTER = 8
 """Tokens after which a character that is still not complete never will be."""
@@ -27,27 +28,27 @@ class StopStrings:
     """Watches a text, token by token, for the first of some strings; the work per token does not grow with the text."""
 
     def __init__(self, strings: Sequence[str], tokenizer: TokenizerWrapper):
-        self.strings, self.tokenizer = strings, tokenizer
+        self.strings = strings
+        self._texts = IncrementalText(tokenizer)
         self._reach = max(map(len, strings)) - 1
         self._tail = ""
         """The end of the text, as far as a string that is not complete can reach back."""
-        self._window: list[int] = []
-        """The latest tokens: those that were decoded last, for context, and those that were not yet."""
-        self._decoded = 0
+
+    @property
+    def window(self) -> int:
+        """Tokens that the next one is decoded with."""
+        return self._texts.length
 
     def complete(self, token: int) -> bool:
         """Take the next token; whether a string is in the text now."""
-        self._window.append(token)
-        before = self.tokenizer.decode(self._window[: self._decoded])
-        new = self.tokenizer.decode(self._window)[len(before) :]
+        new = self._texts.add([token])
         seen = self._tail + new
         if any(text in seen for text in self.strings):
             return True
-        waiting = len(self._window) - self._decoded
-        if waiting >= _LONGEST_CHARACTER or (new and not new.endswith("\ufffd")):  # else a character is not complete
+        whole = bool(new) and not new.endswith("\ufffd")
+        if whole or self._texts.waiting >= _LONGEST_CHARACTER:
             self._tail = seen[len(seen) - min(self._reach, len(seen)) :]
-            self._window = self._window[self._decoded :]
-            self._decoded = len(self._window)
+            self._texts.settle()
         return False
 
     def cut(self, text: str) -> str:

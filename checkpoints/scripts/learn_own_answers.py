@@ -14,18 +14,14 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
-import sys
 import time
 import warnings
 from pathlib import Path
 
-from eagle_mlx import fastmath  # first: it brings the fast BLAS before MLX
-
 import mlx.core as mx  # isort: skip
 import numpy as np
 from tokenizers import Tokenizer
-from train_target import Corpus, Recipe, Shape, Trainer, finish, load_corpus, run_processes, save, use_fast_cpu_math
+from train_target import Corpus, Recipe, Shape, Trainer, finish, load_corpus, parse_and_spread, save, use_fast_cpu_math
 
 
 def is_python(text: str) -> bool:
@@ -92,12 +88,8 @@ def main() -> None:
     parser.add_argument("--own-share", type=float, default=0.6, help="rows of own answers at the start; 0.9 at the end")
     parser.add_argument("--muon-lr", type=float, default=0.006)
     parser.add_argument("--adam-lr", type=float, default=6e-4)
-    cores = (os.cpu_count() or 1) if fastmath.on_cpu() else 1
-    parser.add_argument("--processes", type=int, default=cores, help="data-parallel processes (default: %(default)s)")
-    args = parser.parse_args()
+    args = parse_and_spread(parser)
     args.output = args.output or args.target
-    if args.processes > 1 and "MLX_RANK" not in os.environ:
-        sys.exit(run_processes(args.processes))
     run(args)
 
 

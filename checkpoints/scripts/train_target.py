@@ -309,6 +309,16 @@ def run_processes(count: int) -> int:
         return max(worker.wait() for worker in workers)
 
 
+def parse_and_spread(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments, with --processes among them; where those are several, this process runs them and ends."""
+    cores = (os.cpu_count() or 1) if fastmath.on_cpu() else 1
+    parser.add_argument("--processes", type=int, default=cores, help="data-parallel processes (default: %(default)s)")
+    args = parser.parse_args()
+    if args.processes > 1 and "MLX_RANK" not in os.environ:
+        sys.exit(run_processes(args.processes))
+    return args
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder with tokenizer.json; gets the weights")
@@ -321,11 +331,7 @@ def main() -> None:
     parser.add_argument("--adam-lr", type=float, default=3e-3)
     parser.add_argument("--chat-share", type=float, default=0.6)
     parser.add_argument("--save-minutes", type=float, default=5.0)
-    cores = (os.cpu_count() or 1) if fastmath.on_cpu() else 1
-    parser.add_argument("--processes", type=int, default=cores, help="data-parallel processes (default: %(default)s)")
-    args = parser.parse_args()
-    if args.processes > 1 and "MLX_RANK" not in os.environ:
-        sys.exit(run_processes(args.processes))
+    args = parse_and_spread(parser)
     recipe = Recipe(args.rows, args.length, args.muon_lr, args.adam_lr, args.chat_share)
     train(args, recipe)
 

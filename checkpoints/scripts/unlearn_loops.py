@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +30,7 @@ from train_target import (
     finish,
     load_corpus,
     next_token_loss,
-    run_processes,
+    parse_and_spread,
     save,
     use_fast_cpu_math,
 )
@@ -145,12 +143,8 @@ def main() -> None:
     parser.add_argument("--weight", type=float, default=2.0, help="of the unlikelihood loss beside the next-token loss")
     parser.add_argument("--muon-lr", type=float, default=0.002)
     parser.add_argument("--adam-lr", type=float, default=2e-4)
-    cores = (os.cpu_count() or 1) if fastmath.on_cpu() else 1
-    parser.add_argument("--processes", type=int, default=cores, help="data-parallel processes (default: %(default)s)")
-    args = parser.parse_args()
+    args = parse_and_spread(parser)
     args.output = args.output or args.target
-    if args.processes > 1 and "MLX_RANK" not in os.environ:
-        sys.exit(run_processes(args.processes))
     run(args)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.base import create_causal_mask
 
 from eagle_mlx.errors import HeadError
@@ -79,10 +80,34 @@ class DraftHead(Protocol):
         ...
 
 
-class Attachable:
-    """The part of a head that knows its target."""
+class HeadConfig(Protocol):
+    """What every head's config says."""
 
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def own_embedding(self) -> bool: ...
+
+
+Config = TypeVar("Config", bound=HeadConfig)
+
+
+class HeadBase(Generic[Config]):
+    """What a head says of itself by its config and its target.
+
+    Unless it says otherwise, it is as wide as its target, reads its last layer and drafts its whole vocabulary.
+    """
+
+    _config: Config
     _target: Target | None = None
+    embed_tokens: nn.Embedding
+    """Where the head has an embedding of its own."""
+
+    @property
+    def config(self) -> Config:
+        return self._config
 
     def attach(self, target: Target) -> None:
         self._target = target
@@ -93,6 +118,35 @@ class Attachable:
         if self._target is None:
             raise HeadError("this head needs its target; call head.attach(target), or build an Engine with it")
         return self._target
+
+    @property
+    def hidden_size(self) -> int:
+        return self._config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
+
+    @property
+    def target_hidden_size(self) -> int:
+        return self.hidden_size
+
+    @property
+    def embedding_size(self) -> int | None:
+        return None if self._config.own_embedding else self.hidden_size
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return (self.target.num_layers - 1,)
+
+    @property
+    def token_ids(self) -> mx.array | None:
+        return None
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Token ids [...] -> embeddings [..., H]."""
+        out: mx.array = self.embed_tokens(tokens) if self._config.own_embedding else self.target.embed(tokens)
+        return out
 
 
 def caches_of(cache: Any | None, layers: int) -> list[Any]:

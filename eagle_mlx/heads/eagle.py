@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from eagle_mlx.heads.base import Attachable, Mask, caches_of
+from eagle_mlx.heads.base import HeadBase, Mask, caches_of
 from eagle_mlx.heads.layers import PlainLayer, check_shape
 
 
@@ -46,7 +46,7 @@ class EagleConfig:
         check_shape(self)
 
 
-class EagleHead(Attachable, nn.Module):
+class EagleHead(HeadBase[EagleConfig], nn.Module):
     """A feature is the target's last hidden state after its final norm; the target's lm_head makes logits of it."""
 
     def __init__(self, config: EagleConfig):
@@ -58,41 +58,8 @@ class EagleHead(Attachable, nn.Module):
         self.layers = [PlainLayer(config, index, normed=index > 0) for index in range(config.num_hidden_layers)]
 
     @property
-    def config(self) -> EagleConfig:
-        return self._config
-
-    @property
-    def hidden_size(self) -> int:
-        return self._config.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self._config.vocab_size
-
-    @property
-    def target_hidden_size(self) -> int:
-        return self._config.hidden_size
-
-    @property
-    def embedding_size(self) -> int | None:
-        return None if self._config.own_embedding else self._config.hidden_size
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return (self.target.num_layers - 1,)
-
-    @property
-    def token_ids(self) -> mx.array | None:
-        return None
-
-    @property
     def cache_layers(self) -> int:
         return self._config.num_hidden_layers
-
-    def embed(self, tokens: mx.array) -> mx.array:
-        """Token ids [...] -> embeddings [..., H]."""
-        out: mx.array = self.embed_tokens(tokens) if self._config.own_embedding else self.target.embed(tokens)
-        return out
 
     def features(self, aux: Sequence[mx.array]) -> mx.array:
         """The target's last layer's output [B, L, H] -> the same after the final norm."""

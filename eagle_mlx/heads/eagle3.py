@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.heads.base import Attachable, Mask, caches_of, layer_mask
+from eagle_mlx.heads.base import HeadBase, Mask, caches_of, layer_mask
 from eagle_mlx.heads.layers import MLP, Attention, PlainLayer, check_shape, window_of
 
 
@@ -127,7 +127,7 @@ class DecoderLayer(nn.Module):
         return self.finish(residual, self.self_attn(x, mask, cache))
 
 
-class Eagle3Head(Attachable, nn.Module):
+class Eagle3Head(HeadBase[Eagle3Config], nn.Module):
     """An EAGLE-3 head. Its inputs are embeddings, not tokens: the target's, or its own where it has one.
 
     `d2t` [draft_vocab_size] is the offset of each draft id to its target id; None where the vocabularies are equal.
@@ -158,28 +158,12 @@ class Eagle3Head(Attachable, nn.Module):
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
 
     @property
-    def config(self) -> Eagle3Config:
-        return self._config
-
-    @property
-    def hidden_size(self) -> int:
-        return self._config.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self._config.vocab_size
-
-    @property
     def target_hidden_size(self) -> int:
         return self._config.target_hidden_size
 
     @property
-    def embedding_size(self) -> int | None:
-        return None if self._config.own_embedding else self._config.hidden_size
-
-    @property
     def aux_layers(self) -> tuple[int, ...]:
-        return self._config.aux_layers if self._config.use_aux_hidden_state else (self.target.num_layers - 1,)
+        return self._config.aux_layers if self._config.use_aux_hidden_state else super().aux_layers
 
     @property
     def cache_layers(self) -> int:
@@ -193,11 +177,6 @@ class Eagle3Head(Attachable, nn.Module):
     def token_ids(self) -> mx.array | None:
         """[draft_vocab_size] int32, the target's id of each draft id; None where they are the same."""
         return self._token_ids
-
-    def embed(self, tokens: mx.array) -> mx.array:
-        """Token ids [...] -> embeddings [..., H]."""
-        out: mx.array = self.embed_tokens(tokens) if self._config.own_embedding else self.target.embed(tokens)
-        return out
 
     def features(self, aux: Sequence[mx.array]) -> mx.array:
         """The target's aux hidden states, each [B, L, target_hidden_size] -> features g [B, L, H]."""

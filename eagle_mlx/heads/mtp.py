@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.heads.base import Attachable, Mask, caches_of, layer_mask
+from eagle_mlx.heads.base import HeadBase, Mask, caches_of, layer_mask
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,14 @@ class MTPConfig:
         if self.quantization is not None and set(self.quantization) != {"group_size", "bits"}:
             raise ConfigError(f"quantization names {', '.join(sorted(self.quantization))}; give group_size and bits")
 
+    @property
+    def hidden_size(self) -> int:
+        return int(self.layer["hidden_size"])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.layer["vocab_size"])
+
 
 def layer_args(model_type: str, layer: Mapping[str, Any]) -> Any:
     """mlx-lm's arguments of an architecture. Raises ConfigError where the config lacks what it needs."""
@@ -107,7 +115,7 @@ def read_layer(model_type: str, layer: Mapping[str, Any], tensors: Mapping[str, 
     return {name.removeprefix("model.layers.0."): value for name, value in read.items()}
 
 
-class MTPHead(Attachable, nn.Module):
+class MTPHead(HeadBase[MTPConfig], nn.Module):
     """One layer, used recurrently. Embedding and output projection are the target's unless it has its own."""
 
     def __init__(self, config: MTPConfig):
@@ -125,41 +133,8 @@ class MTPHead(Attachable, nn.Module):
             self.lm_head = nn.Linear(size, self.vocab_size, bias=False)
 
     @property
-    def config(self) -> MTPConfig:
-        return self._config
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self._config.layer["hidden_size"])
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self._config.layer["vocab_size"])
-
-    @property
-    def target_hidden_size(self) -> int:
-        return self.hidden_size
-
-    @property
-    def embedding_size(self) -> int | None:
-        return None if self._config.own_embedding else self.hidden_size
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return (self.target.num_layers - 1,)
-
-    @property
-    def token_ids(self) -> mx.array | None:
-        return None
-
-    @property
     def cache_layers(self) -> int:
         return 1
-
-    def embed(self, tokens: mx.array) -> mx.array:
-        """Token ids [...] -> embeddings [..., H]."""
-        out: mx.array = self.embed_tokens(tokens) if self._config.own_embedding else self.target.embed(tokens)
-        return out
 
     def features(self, aux: Sequence[mx.array]) -> mx.array:
         """The target's last layer's output [B, L, H], before or after its final norm."""

@@ -16,11 +16,11 @@ from eagle_mlx.streaming import TextStream
 from ..chat import AnswerReader, Delta, ToolCall, ToolOffer
 from .answer import report, usage
 from .errors import ApiError
-from .flow import body_of, in_thread, respond, service_of
+from .flow import in_thread, opened, respond
 from .logprobs import chat_logprobs
 from .model import Loaded
 from .responses import ERRORS, EVENTS, ChatCompletion, documented
-from .sampling import check, check_context, sampling
+from .sampling import check_context, sampling
 from .schema import ChatRequest
 from .service import Call
 from .stream import Frame, dumps, events, quote
@@ -32,11 +32,7 @@ router = APIRouter()
 @router.post("/v1/chat/completions", responses=documented(ChatCompletion, *ERRORS, **EVENTS))
 async def chat_completions(request: Request) -> Response:
     """The next message of a conversation, or several to choose from."""
-    service = service_of(request)
-    service.loaded()
-    asked = await body_of(request, ChatRequest)
-    loaded = service.loaded(asked.model)
-    check(asked, service.settings.limits)
+    asked, loaded = await opened(request, ChatRequest)
     if asked.top_logprobs is not None and not asked.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
     if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):

@@ -16,11 +16,11 @@ from eagle_mlx.streaming import TextStream
 
 from .answer import report, usage
 from .errors import ApiError
-from .flow import body_of, in_thread, respond, service_of
+from .flow import in_thread, opened, respond, service_of
 from .logprobs import CompletionLogprobs, joined
 from .model import Loaded
 from .responses import ERRORS, EVENTS, Completion, documented
-from .sampling import check, check_context, sampling
+from .sampling import check_context, sampling
 from .schema import CompletionRequest
 from .score import score_prompt
 from .service import Call
@@ -33,12 +33,8 @@ router = APIRouter()
 @router.post("/v1/completions", responses=documented(Completion, *ERRORS, **EVENTS))
 async def completions(request: Request) -> Response:
     """Text that goes on from a prompt, or from each of several."""
-    service = service_of(request)
-    service.loaded()
-    asked = await body_of(request, CompletionRequest)
-    loaded = service.loaded(asked.model)
-    check(asked, service.settings.limits)
-    service.settings.limits.check_prompts(len(asked.prompts))
+    asked, loaded = await opened(request, CompletionRequest)
+    service_of(request).settings.limits.check_prompts(len(asked.prompts))
     if asked.best_of not in (None, asked.answers):
         raise ApiError(400, "best_of must equal n: answers are not chosen among", "best_of")
     if asked.max_tokens == 0 and not asked.echo:

@@ -16,13 +16,17 @@ from eagle_mlx.errors import EagleError
 from eagle_mlx.output import Output
 from eagle_mlx.row import Row
 
+from . import schema
 from .answer import failure
 from .errors import ApiError, refused
 from .limits import read_body
+from .model import Loaded
+from .sampling import check
 from .schema import B, read
 from .service import Call, Service
 
 T = TypeVar("T")
+R = TypeVar("R", bound=schema.Request)
 _LARGE = 1 << 16
 """Bytes of a body whose reading would be noticed by others."""
 
@@ -70,6 +74,16 @@ async def body_of(request: Request, kind: type[B]) -> B:
     """The body of a request, read and checked. Raises ApiError."""
     body = await read_body(request, service_of(request).settings.limits)
     return read(kind, body) if len(body) < _LARGE else await asyncio.to_thread(read, kind, body)
+
+
+async def opened(request: Request, kind: type[R]) -> tuple[R, Loaded]:
+    """What is asked, within the limits, and the model that it is asked of. Raises ApiError."""
+    service = service_of(request)
+    service.loaded()  # a server that takes no requests does not read their bodies
+    asked = await body_of(request, kind)
+    loaded = service.loaded(asked.model)
+    check(asked, service.settings.limits)
+    return asked, loaded
 
 
 async def in_thread(work: Callable[[], T]) -> T:

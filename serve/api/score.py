@@ -8,6 +8,7 @@ from typing import cast
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
+from eagle_mlx.logprobs import listed, logprobs_of
 from eagle_mlx.row import TokenLogprob
 from eagle_mlx.target import Target
 
@@ -21,22 +22,14 @@ def score_prompt(target: Target, tokens: Sequence[int], top: int, chunk: int = 2
     for start in range(0, len(tokens) - 1, chunk):
         following = list(tokens[start + 1 : start + 1 + chunk])
         read = mx.array([tokens[start : start + len(following)]], mx.int32)
-        logits = target.forward(read, cache).logits[0].astype(mx.float32)
+        logits = target.forward(read, cache).logits[0]
         cache.advance(len(following))
         cache.settle([start + len(following)])
-        yield _of(logits, following, min(top, target.vocab_size))
-
-
-def _of(logits: mx.array, tokens: list[int], top: int) -> list[TokenLogprob]:
-    """logits: [L, V] float32; one for each of the L tokens that follow."""
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = cast(list[float], mx.take_along_axis(logprobs, mx.array(tokens)[:, None], axis=-1)[:, 0].tolist())
-    if not top:
-        return [TokenLogprob(token, logprob, ()) for token, logprob in zip(tokens, chosen, strict=True)]
-    ids = mx.argsort(-logprobs, axis=-1)[:, :top]
-    values = cast(list[list[float]], mx.take_along_axis(logprobs, ids, axis=-1).tolist())
-    likeliest = cast(list[list[int]], ids.tolist())
-    return [
-        TokenLogprob(token, chosen[i], tuple(zip(likeliest[i], values[i], strict=True)))
-        for i, token in enumerate(tokens)
-    ]
+        chosen, ids, values = logprobs_of(logits, mx.array(following, mx.int32), top)
+        yield listed(
+            following,
+            cast(list[float], chosen.tolist()),
+            cast(list[list[int]], ids.tolist()),
+            cast(list[list[float]], values.tolist()),
+            top,
+        )

@@ -61,7 +61,16 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_argument_group("what to measure")
+    _add_what(parser.add_argument_group("what to measure"), plan)
+    _add_how(parser.add_argument_group("on what"), plan)
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them")
+    out.add_argument("--quiet", action="store_true", help="no progress bars")
+    return parser
+
+
+def _add_what(what: argparse._ArgumentGroup, plan: Plan) -> None:
     what.add_argument("--target", help="folder or hub id of the model (default: the embedded one)")
     what.add_argument(
         "--head", help="folder or hub id of its EAGLE-3 head (default: the embedded one's); random: the worst there is"
@@ -85,7 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--acceptance", choices=("coupled", "rejection"), default=plan.acceptance, help="of sampled drafts (coupled)"
     )
-    how = parser.add_argument_group("on what")
+
+
+def _add_how(how: argparse._ArgumentGroup, plan: Plan) -> None:
     how.add_argument("--prompts", type=Path, help="jsonl of `messages` or `prompt` rows (default: held-out functions)")
     how.add_argument("--limit", type=_positive, default=100, help="prompts to take (default 100)")
     how.add_argument(
@@ -110,11 +121,6 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--context", type=_positive, nargs="+", default=[128], metavar="N", help="with --costs: tokens before a round"
     )
-    out = parser.add_argument_group("output")
-    out.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them")
-    out.add_argument("--quiet", action="store_true", help="no progress bars")
-    return parser
 
 
 def _positive(text: str) -> int:

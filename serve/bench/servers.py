@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -91,11 +91,9 @@ class Server:
         body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
         end = time.monotonic() + seconds
         while time.monotonic() < end and self._process.poll() is None:
-            try:
+            with suppress(httpx.HTTPError):  # nobody listens yet
                 if httpx.post(f"{self.url}/chat/completions", json=body, timeout=60).status_code == 200:
                     return
-            except httpx.HTTPError:
-                pass
             time.sleep(0.2)
         raise ConfigError(f"the server at {self.url} did not start")
 
