@@ -137,27 +137,26 @@ def sample(logits: mx.array, batch: SamplingBatch, positions: mx.array, noise: m
 def draft_sample(
     logits: mx.array, batch: SamplingBatch, positions: mx.array, vocab: int, token_ids: mx.array | None = None
 ) -> tuple[mx.array, mx.array | None]:
-    """A proposer's token at each row's next position, and the probabilities that it was drawn from.
+    """A proposer's tokens at the given positions, and the probabilities that they were drawn from.
 
     Coupled rows share the target's noise token by token, so that they agree wherever the distributions nearly do;
     rejection rows have a stream of their own.
 
-    logits: [B, Vd]; positions: [B] int32; vocab: the target's V; token_ids: [Vd] int32, the target's id of each draft
-    id, None where they are the same. Returns tokens [B] int32 in the target's ids, and q [B, V] float32, None where
-    no row needs it.
+    logits: [B, n, Vd]; positions: [B, n] int32; vocab: the target's V; token_ids: [Vd] int32, the target's id of each
+    draft id, None where they are the same. Returns tokens [B, n] int32 in the target's ids, and q [B, n, V] float32,
+    None where no row needs it.
     """
-    logits, positions = logits[:, None], positions[:, None]
     noise = None
     if not batch.all_greedy:
         noise = gumbel(batch, positions, vocab, Stream.DRAFT)
         noise = noise if token_ids is None else noise[..., token_ids]
-    tokens = sample(logits, batch, positions, noise)[:, 0]
-    q = distribution(logits, batch)[:, 0] if batch.any_rejection else None
+    tokens = sample(logits, batch, positions, noise)
+    q = distribution(logits, batch) if batch.any_rejection else None
     if token_ids is None:
         return tokens, q
     if q is not None:
-        spread = mx.zeros((q.shape[0], vocab))
-        spread[:, token_ids] = q
+        spread = mx.zeros((*q.shape[:-1], vocab))
+        spread[..., token_ids] = q
         q = spread
     return token_ids[tokens], q
 

@@ -81,25 +81,24 @@ class DraftModelState:
         logits = self._read([list(text.unread) for text in self.texts])
         committed = self.cache.save()
         tokens: list[mx.array] = []
-        probs: list[mx.array | None] = []
+        probs: list[mx.array] = []
         for step in range(depth):
             if step:
-                logits = self.proposer.draft.forward(tokens[-1], self.cache).logits[:, -1]
+                logits = self.proposer.draft.forward(tokens[-1], self.cache).logits
                 self.cache.advance(1)
             logits = _fitted(logits, self.proposer.vocab_size)
-            token, q = draft_sample(logits, sampling, positions + step, self.proposer.vocab_size)
+            token, q = draft_sample(logits, sampling, positions[:, None] + step, self.proposer.vocab_size)
             mx.async_eval(token)
-            tokens.append(token[:, None])
-            probs.append(q)
+            tokens.append(token)
+            probs += [] if q is None else [q]
         self.cache.restore(committed)
         for text in self.texts:
             text.guessed = depth - 1
         lengths = mx.full((len(self.texts),), depth, mx.int32)
-        drawn = [q for q in probs if q is not None]
-        return Draft(mx.concatenate(tokens, axis=1), lengths, mx.stack(drawn, axis=1) if drawn else None)
+        return Draft(mx.concatenate(tokens, axis=1), lengths, mx.concatenate(probs, axis=1) if probs else None)
 
     def _read(self, pieces: list[list[int]]) -> mx.array:
-        """Read some unread tokens of each row; the logits [B, V] after the last of each, where it has any."""
+        """Read some unread tokens of each row; the logits [B, 1, V] after the last of each, where it has any."""
         width = max(map(len, pieces))
         counts = mx.array([len(piece) for piece in pieces], mx.int32)
         tokens = mx.array([piece + [0] * (width - len(piece)) for piece in pieces], mx.int32)
@@ -110,7 +109,7 @@ class DraftModelState:
             text.unread = text.unread[len(piece) :]
             text.read += len(piece)
         self._settle()
-        return mx.take_along_axis(logits, mx.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+        return mx.take_along_axis(logits, mx.maximum(counts - 1, 0)[:, None, None], axis=1)
 
     def _settle(self) -> None:
         self.cache.settle([text.read for text in self.texts])
@@ -161,8 +160,8 @@ def check_same_tokenizer(draft: Target, target: Target) -> None:
 
 
 def _fitted(logits: mx.array, vocab_size: int) -> mx.array:
-    """Logits [B, Vd] over the target's V ids: padding cut away, or ids that the draft model lacks made impossible."""
+    """Logits [B, 1, Vd] over the target's V ids: padding cut away, or ids that the draft model lacks made impossible."""
     missing = vocab_size - logits.shape[-1]
     if missing > 0:
-        return mx.pad(logits, [(0, 0), (0, missing)], constant_values=mx.array(-math.inf, logits.dtype))
-    return logits[:, :vocab_size]
+        return mx.pad(logits, [(0, 0), (0, 0), (0, missing)], constant_values=mx.array(-math.inf, logits.dtype))
+    return logits[..., :vocab_size]

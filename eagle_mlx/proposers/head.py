@@ -145,20 +145,21 @@ class HeadState:
         committed = self.cache.lengths.save()
         hidden = self._hidden
         tokens: list[mx.array] = []
-        probs: list[mx.array | None] = []
+        probs: list[mx.array] = []
         for step in range(depth):
             if step:
                 hidden = self._forward(tokens[-1], hidden)
                 self.cache.lengths.advance(1)
-            logits = self.head.logits(hidden)[:, 0]
-            token, q = draft_sample(logits, sampling, positions + step, self.target.vocab_size, self.head.token_ids)
+            logits = self.head.logits(hidden)
+            token, q = draft_sample(
+                logits, sampling, positions[:, None] + step, self.target.vocab_size, self.head.token_ids
+            )
             mx.async_eval(token)  # the device drafts while the host builds the next step
-            tokens.append(token[:, None])
-            probs.append(q)
+            tokens.append(token)
+            probs += [] if q is None else [q]
         self.cache.lengths.restore(committed)
         lengths = mx.array([depth if length else 0 for length in self._lengths], mx.int32)  # nothing read, no draft
-        drawn = [q for q in probs if q is not None]
-        return Draft(mx.concatenate(tokens, axis=1), lengths, mx.stack(drawn, axis=1) if drawn else None)
+        return Draft(mx.concatenate(tokens, axis=1), lengths, mx.concatenate(probs, axis=1) if probs else None)
 
     def append(self, other: ProposerState) -> None:
         assert isinstance(other, HeadState)

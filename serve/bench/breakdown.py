@@ -17,8 +17,9 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.params import SamplingParams
 from eagle_mlx.policy import FixedPolicy
+from eagle_mlx.prefix import Prefix
 from eagle_mlx.proposers.base import Observation
-from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.proposers.head import HeadProposer, HeadState
 from eagle_mlx.target import Target
 
 _WARM_UP = 5
@@ -59,21 +60,24 @@ def measure_breakdown(
     target.context_length = max(target.context_length, 2 * context + 8 * (depth + 1) * rounds)
     proposer = HeadProposer(head) if head is not None and depth else None
     depth = depth if proposer is not None else 0
-    engine = Engine(target, proposer, FixedPolicy(depth), max_batch=1)
+    engine = Engine(target, proposer, FixedPolicy(depth), max_batch=1, prefix_cache_bytes=1 << 60)
     prompt = [1 + (7 * i) % 97 for i in range(context)]
     long = SamplingParams(max_tokens=(depth + 1) * (rounds + _WARM_UP + 1) + 1, ignore_eos=True)
     row = engine.prepare(prompt, long)
+    past = _read(Batch(target, proposer, [row]))
+    assert engine.prefixes is not None
+    engine.prefixes.keep(prompt, past)  # a long prompt is read once for all that follows
     engine.submit(row)
     while not row.tokens:
         engine.step()
-    forwards = _Forwards(target, head if depth else None, context, depth)
+    forwards = _Forwards(target, proposer, past, depth)
     pairs = []
     for _ in range(rounds + _WARM_UP):
-        before = len(row.tokens)
+        before = row.length
         whole = _seconds(engine.step)
         mx.synchronize()
-        seen = len(row.tokens) - before
-        pairs.append((whole, _seconds(lambda seen=seen: forwards.run(seen))))  # type: ignore[misc]
+        seen = row.length - before
+        pairs.append((whole, _seconds(lambda at=before, seen=seen: forwards.run(at, seen))))  # type: ignore[misc]
     engine.cancel(row)
     pairs = pairs[_WARM_UP:]
     return Breakdown(
@@ -82,39 +86,38 @@ def measure_breakdown(
         1e3 * statistics.median(whole for whole, _ in pairs),
         1e3 * statistics.median(alone for _, alone in pairs),
         statistics.median(1 - alone / whole for whole, alone in pairs),
-        _stages(target, proposer, prompt, long, depth, rounds),
+        _stages(Batch(target, proposer, [engine.prepare(prompt, long)], past), depth, rounds),
     )
+
+
+def _read(batch: Batch) -> Prefix:
+    """The past of a single row whose prompt has been read."""
+    while not batch.read_prompts(_CHUNK):
+        pass
+    past = batch.past(0)
+    assert past is not None
+    return past
 
 
 class _Forwards:
     """A round's forwards and nothing more: the head's, draft by draft, and the target's."""
 
-    def __init__(self, target: Target, head: DraftHead | None, context: int, depth: int):
-        self.target, self.head, self.depth = target, head, depth
-        if head is not None:
-            head.attach(target)
-        self.cache, self.drafts = RaggedCache.of(target.model, 1), RaggedCache(head.cache_layers if head else 1, 1)
-        for start in range(0, context, _CHUNK):
-            tokens = mx.zeros((1, min(_CHUNK, context - start)), mx.int32)
-            target.forward(tokens, self.cache)
-            mx.eval(self.cache.state)
-            self.cache.advance(tokens.shape[1])
-            if head is not None:
-                self._head_forward(mx.zeros((*tokens.shape, head.hidden_size), target.dtype))
-                mx.eval(self.drafts.state)
-                self.drafts.advance(tokens.shape[1])
+    def __init__(self, target: Target, proposer: HeadProposer | None, past: Prefix, depth: int):
+        self.target, self.head, self.depth = target, proposer.head if proposer else None, depth
+        self.cache = past.cache.fork(0, past.length)
+        self.drafts = past.state.fork(0, past.length).cache if isinstance(past.state, HeadState) else RaggedCache(1, 1)
 
-    def run(self, seen: int) -> None:
-        """What was drafted is forgotten again, so that every run is the same."""
+    def run(self, at: int, seen: int) -> None:
+        """As in the round that found `at` tokens in the caches and emitted `seen`; nothing is kept of it."""
+        self.cache.settle([at])
         if self.head is not None:
-            before = self.drafts.save()
+            self.drafts.settle([at - seen])
             aux = [mx.zeros((1, seen, self.target.hidden_size), self.target.dtype)] * len(self.head.aux_layers)
             g = self.head.features(aux)
             for _ in range(self.depth):
                 g = self._head_forward(g)[:, -1:]
                 mx.async_eval(self.head.logits(g))
                 self.drafts.advance(1)
-            self.drafts.restore(before)
         layers = self.head.aux_layers if self.head is not None else ()
         out = self.target.forward(mx.zeros((1, self.depth + 1), mx.int32), self.cache, layers)
         mx.eval(out.logits, *out.aux)
@@ -124,12 +127,8 @@ class _Forwards:
         return self.head(self.head.embed(mx.zeros((1, g.shape[1]), mx.int32)), g, self.drafts)
 
 
-def _stages(
-    target: Target, proposer: HeadProposer | None, prompt: list[int], params: SamplingParams, depth: int, rounds: int
-) -> dict[str, float]:
-    engine = Engine(target, proposer, FixedPolicy(depth), max_batch=1)
-    batch = Batch(target, proposer, [engine.prepare(prompt, params)])
-    while not batch.read_prompts(512):
+def _stages(batch: Batch, depth: int, rounds: int) -> dict[str, float]:
+    while not batch.read_prompts(_CHUNK):
         pass
     seconds: dict[str, list[float]] = {}
     for _ in range(rounds):

@@ -27,8 +27,8 @@ def slow_draft(draft: em.Target, text: list[int], depth: int, params: SamplingPa
     """Draft behind a text with no cache at all: every step reads the whole of it."""
     batch, tokens = SamplingBatch.of([params], [params.seed or 0]), list(text)
     for _ in range(depth):
-        logits = draft.forward(mx.array([tokens])).logits[:, -1]
-        tokens.append(int(draft_sample(logits, batch, mx.array([len(tokens)]), draft.vocab_size)[0].item()))
+        logits = draft.forward(mx.array([tokens])).logits[:, -1:]
+        tokens.append(int(draft_sample(logits, batch, mx.array([[len(tokens)]]), draft.vocab_size)[0].item()))
     return tokens[len(text) :]
 
 

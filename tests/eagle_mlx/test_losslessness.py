@@ -64,11 +64,11 @@ class Toy:
             if certain:
                 drafts.append(mx.argmax(logits, axis=-1).astype(mx.int32))
                 continue
-            token, q = draft_sample(logits, batch, position + i, self.vocab)
-            drafts.append(token)
+            token, q = draft_sample(logits[:, None], batch, position[:, None] + i, self.vocab)
+            drafts.append(token[:, 0])
             qs += [] if q is None else [q]
         tokens = mx.stack(drafts, axis=1) if drafts else mx.zeros((last.shape[0], 0), mx.int32)
-        return tokens, mx.stack(qs, axis=1) if qs else None
+        return tokens, mx.concatenate(qs, axis=1) if qs else None
 
 
 def decode(

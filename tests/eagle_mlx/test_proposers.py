@@ -27,8 +27,8 @@ def slow_draft(head_name: str, text: list[int], depth: int, params: SamplingPara
     features = head.features(TARGET.forward(mx.array([text[:-1]]), aux_layers=head.config.aux_layers).aux)
     for step in range(depth):
         hidden = head(TARGET.embed(mx.array([tokens[1:]])), features, mask="causal")
-        logits = head.logits(hidden[:, -1])
-        token, _ = draft_sample(logits, batch, mx.array([length + step]), TARGET.vocab_size, head.token_ids)
+        logits = head.logits(hidden[:, -1:])
+        token, _ = draft_sample(logits, batch, mx.array([[length + step]]), TARGET.vocab_size, head.token_ids)
         tokens.append(int(token.item()))
         features = mx.concatenate([features, hidden[:, -1:]], axis=1)
     return tokens[length:]

@@ -291,26 +291,26 @@ def test_greedy_rows_give_the_first_argmax_in_any_company(dtype: mx.Dtype) -> No
 def test_draft_of_the_targets_own_distribution_is_the_coupled_sample() -> None:
     rows = [SamplingParams(temperature=1.0, seed=1, top_p=0.9), SamplingParams(), SamplingParams(temperature=1.0)]
     batch = SamplingBatch.of(rows * 20, range(60))
-    logits, positions = normal_logits(60, VOCAB), mx.arange(60)
+    logits, positions = normal_logits(60, VOCAB)[:, None], mx.arange(60)[:, None]
     drafts, q = draft_sample(logits, batch, positions, VOCAB)
-    equal = np.array(drafts == sample(logits[:, None], batch, positions[:, None])[:, 0])
+    equal = np.array(drafts == sample(logits, batch, positions))[:, 0]
     assert all(equal[0::3])
     assert all(equal[1::3])
     assert not all(equal[2::3])
     assert q is not None
-    assert mx.array_equal(q, distribution(logits[:, None], batch)[:, 0])
+    assert mx.array_equal(q, distribution(logits, batch))
 
 
 def test_draft_vocabulary_shares_the_noise_of_the_targets_tokens() -> None:
     token_ids = mx.array([1, 4, 9, 16, 25, 36])
     full = mx.full((50, VOCAB), -math.inf)
-    reduced = normal_logits(50, 6)
+    reduced, positions = normal_logits(50, 6), mx.arange(50)[:, None]
     full[:, token_ids] = reduced
     rows = [SamplingParams(temperature=0.8, acceptance="coupled"), SamplingParams(temperature=0.8), SamplingParams()]
     for params, drawn_from in zip(rows, (False, True, False), strict=True):
         batch = SamplingBatch.of([params] * 50, range(50))
-        tokens, q = draft_sample(reduced, batch, mx.arange(50), VOCAB, token_ids)
-        expected, expected_q = draft_sample(full, batch, mx.arange(50), VOCAB)
+        tokens, q = draft_sample(reduced[:, None], batch, positions, VOCAB, token_ids)
+        expected, expected_q = draft_sample(full[:, None], batch, positions, VOCAB)
         assert tokens.tolist() == expected.tolist()
         assert tokens.dtype == mx.int32
         assert (q is not None) == drawn_from

@@ -173,9 +173,9 @@ class Round:
         logits = rng.normal(scale=2, size=(rows, width + 1, vocab)).astype(np.float32)
         positions = (rng.integers(0, 99, (rows, 1)) + np.arange(width + 1)).astype(np.int32)
         noisy = logits + rng.normal(scale=0.7, size=logits.shape).astype(np.float32)
-        steps = [draft_sample(mx.array(noisy[:, i]), batch, mx.array(positions[:, i]), vocab) for i in range(width)]
-        drafts = np.array([t for t, _ in steps], np.int32).reshape(width, rows).T
-        q = np.array([x for _, x in steps], np.float32).swapaxes(0, 1) if width and batch.any_rejection else None
+        drawn, probs = draft_sample(mx.array(noisy), batch, mx.array(positions), vocab)
+        drafts = np.array(drawn, np.int32)[:, :width]
+        q = None if probs is None or not width else np.array(probs, np.float32)[:, :width]
         lengths = rng.integers(0, width + 1, rows).astype(np.int32)
         return cls(params, seeds, logits, drafts, lengths, q, positions)
 
