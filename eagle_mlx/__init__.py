@@ -13,14 +13,14 @@ from eagle_mlx import blas
 blas.activate()  # before anything imports MLX
 
 from eagle_mlx.engine import Engine  # noqa: E402
-from eagle_mlx.errors import EagleError  # noqa: E402
-from eagle_mlx.formats import load_head  # noqa: E402
+from eagle_mlx.errors import EagleError, HeadWarning  # noqa: E402
 from eagle_mlx.output import Chunk, Output  # noqa: E402
 from eagle_mlx.params import SamplingParams  # noqa: E402
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, ThroughputPolicy  # noqa: E402
 from eagle_mlx.proposers.draft_model import DraftModelProposer  # noqa: E402
 from eagle_mlx.proposers.head import HeadProposer  # noqa: E402
 from eagle_mlx.proposers.ngram import NgramProposer  # noqa: E402
+from eagle_mlx.sanity import load_head  # noqa: E402
 from eagle_mlx.target import Target, load_target  # noqa: E402
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "Engine",
     "FixedPolicy",
     "HeadProposer",
+    "HeadWarning",
     "NgramProposer",
     "Output",
     "SamplingParams",

@@ -9,6 +9,8 @@ EagleError
 ├── ShardError       a hidden-state shard that is damaged or missing
 ├── PromptError      a prompt that the target cannot take
 └── OutputError      a place that cannot be written to
+
+HeadWarning, a UserWarning: a head that loads and fits, but hardly drafts anything that its target says.
 """
 
 
@@ -38,3 +40,6 @@ class PromptError(EagleError): ...
 
 
 class OutputError(EagleError): ...
+
+
+class HeadWarning(UserWarning): ...

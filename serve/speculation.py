@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,6 +19,7 @@ from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.ngram import NgramProposer
+from eagle_mlx.sanity import doubt
 from eagle_mlx.target import Target, load_target
 
 from .defaults import embedded
@@ -80,7 +82,10 @@ class Speculation:
         return "eagle" if self.head is not None else "draft" if self.draft_model is not None else "none"
 
     def proposer(self, target: Target) -> Proposer | None:
-        """Load what drafts; None for plain decoding. Raises an EagleError where it cannot be had or does not fit."""
+        """Load what drafts; None for plain decoding. A head that hardly drafts is worth a line on standard error.
+
+        Raises an EagleError where it cannot be had or does not fit.
+        """
         mode = self.chosen()
         if mode == "ngram":
             return NgramProposer(self.ngram_max, self.ngram_min, self.prompt_lookup)
@@ -90,6 +95,9 @@ class Speculation:
             proposer = HeadProposer(load_head(self.head, target))
             if self.mode is not None and proposer.name != self.mode:
                 raise ConfigError(f"--spec-decode {mode}: {self.head} is an {proposer.name} head; leave the flag out")
+            said = doubt(proposer.head, target)
+            if said is not None:
+                print(f"warning: {said}", file=sys.stderr)
             return proposer
         if mode == "draft":
             assert self.draft_model is not None

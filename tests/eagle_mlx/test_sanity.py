@@ -1,0 +1,172 @@
+"""A head is tried when it meets its target: sound ones pass without a word, others are told with likely causes."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import eagle_mlx as em
+from eagle_mlx import formats, sanity
+from eagle_mlx.formats import save_eagle, save_eagle3
+from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.sanity import Trial, doubt, judge, try_out
+from eagle_mlx.serve.speculation import Speculation
+from eagle_mlx.target import Target, load_target
+from tests.eagle_mlx.heads import KINDS, bigram_target, eagle, silence
+from tests.fakes import EMBEDDED_TARGET, tiny_head, tiny_target
+
+SHIPPED = EMBEDDED_TARGET.parent / "head"
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return load_target(EMBEDDED_TARGET)
+
+
+def shipped(**fields: Any) -> Eagle3Head:
+    """The embedded head, with fields of its config read wrongly."""
+    head = formats.load_head(SHIPPED)
+    assert isinstance(head, Eagle3Head)
+    head._config = replace(head.config, **fields)
+    return head
+
+
+def test_the_embedded_head_passes_without_a_word(target: Target) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        em.load_head(SHIPPED, target)
+
+
+def test_layers_in_the_wrong_order(target: Target) -> None:
+    layers = shipped().config.aux_layers
+    said = doubt(shipped(aux_layers=layers[::-1]), target)
+    assert said is not None
+    assert "layer ids in the other convention or order (read are the outputs of 10, 6, 1" in said
+    assert "norm_before_residual" in said
+    assert "another model, fine-tune or quantisation" in said
+    assert "\n" not in said
+
+
+def test_a_norm_flag_read_wrongly(target: Target) -> None:
+    head = shipped()
+    head.midlayer.norm_before_residual = not head.midlayer.norm_before_residual
+    assert doubt(head, target) is not None
+
+
+def saved(folder: Path) -> Target:
+    tiny = tiny_target()
+    save_eagle3(tiny_head(tiny), folder)
+    return tiny
+
+
+def test_a_random_head_is_a_warning_that_can_be_left_out(tmp_path: Path) -> None:
+    tiny = saved(tmp_path / "h")
+    with pytest.warns(em.HeadWarning, match="first draft tokens, and two in 0%; of heads that fit") as caught:
+        em.load_head(tmp_path / "h", tiny)
+    assert Path(caught[0].filename) == Path(__file__)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert em.load_head(tmp_path / "h", tiny, check=False) is not None
+        assert em.load_head(tmp_path / "h") is not None, "without a target there is nothing to try"
+
+
+def test_a_command_says_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = saved(tmp_path / "h")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Speculation(head=str(tmp_path / "h")).proposer(tiny) is not None
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("warning: in ")
+
+
+def test_a_head_that_is_right_by_construction_passes() -> None:
+    """Layers that add nothing, and a target that leads from each token to another: the embedding says it all."""
+    tiny = bigram_target(tiny_target())
+    head = eagle(tiny, bias=False)
+    silence(head.layers[0].self_attn.o_proj, head.layers[0].mlp.down_proj)
+    size = tiny.hidden_size
+    head.fc.weight = mx.concatenate([mx.eye(size), mx.zeros((size, size))], axis=1)
+    head.attach(tiny)
+    scale = mx.rsqrt(mx.mean(mx.square(tiny.model.model.embed_tokens.weight), axis=-1, keepdims=True))
+    tiny.model.model.embed_tokens.weight = tiny.model.model.embed_tokens.weight * scale
+    trial = try_out(head, tiny)
+    assert trial.both == trial.rounds > 60
+    assert doubt(head, tiny) is None
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_heads_of_every_kind_are_tried(name: str) -> None:
+    """None of these heads knows anything, and each of them works."""
+    tiny = tiny_target(vocab=64)
+    head = KINDS[name](tiny)
+    trial = try_out(head, tiny)
+    assert trial.rounds > 100
+    said = doubt(head, tiny)
+    assert said is None or "could not be tried" not in said
+
+
+@pytest.mark.parametrize(
+    ("trial", "expected"),
+    [
+        (Trial(100, 90, 70), None),
+        (Trial(100, 40, 20), None),
+        (Trial(100, 25, 11), None),
+        (Trial(0, 0, 0), None),
+        (Trial(190, 2, 0), "accepted 1% of first draft tokens, and two in 0%"),
+        (Trial(190, 47, 15), "Likely causes: layer ids"),
+        (Trial(100, 60, 4), "right at depth 1 and poor behind it. Likely causes: norm_output"),
+    ],
+)
+def test_what_is_said_of_a_trial(trial: Trial, expected: str | None) -> None:
+    said = judge(trial)
+    assert (said is None) if expected is None else (said is not None and expected in said)
+
+
+def test_nothing_random_is_disturbed() -> None:
+    tiny = tiny_target()
+    head = tiny_head(tiny)
+    mx.random.seed(3)
+    np.random.seed(3)
+    random.seed(3)
+    before = [mx.random.state[0].tolist(), np.random.get_state()[1].tolist(), random.getstate()]
+    doubt(head, tiny)
+    after = [mx.random.state[0].tolist(), np.random.get_state()[1].tolist(), random.getstate()]
+    assert before == after
+
+
+def test_a_failure_of_the_trial_is_told_and_not_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny = saved(tmp_path / "h")
+
+    def broken(_: Target) -> None:
+        raise RuntimeError("no memory\nleft")
+
+    monkeypatch.setattr(sanity, "_prompts", broken)
+    with pytest.warns(em.HeadWarning, match="could not be tried on its target: RuntimeError: no memory left"):
+        assert em.load_head(tmp_path / "h", tiny) is not None
+
+
+def test_a_short_context_and_a_template_that_fails() -> None:
+    tiny = tiny_target(tokenizer=True)
+    tiny.context_length = 70
+    assert [len(prompt) for prompt in sanity._prompts(tiny)] == [5] * 4
+    assert tiny.tokenizer is not None
+    tiny.context_length = 512
+    with_template = sanity._prompts(tiny)
+    tiny.tokenizer.chat_template = "{{ raise_exception('no users here') }}"
+    plain = sanity._prompts(tiny)
+    assert [tiny.tokenizer.decode(prompt) for prompt in plain] == list(sanity.PROMPTS)
+    assert all(len(a) > len(b) for a, b in zip(with_template, plain, strict=True))
+
+
+def test_a_head_that_does_not_fit_is_still_refused(tmp_path: Path) -> None:
+    save_eagle(eagle(tiny_target(), own_embedding=True), tmp_path / "h")
+    with pytest.raises(em.EagleError, match="hidden size 32 but the target has 64"):
+        em.load_head(tmp_path / "h", tiny_target(hidden=64))
