@@ -1,4 +1,4 @@
-"""The command `eagle-train`: a target and conversations in, a trained EAGLE-3 head out."""
+"""The command `eagle-train`: a target and conversations in, a trained head out."""
 
 from __future__ import annotations
 
@@ -17,15 +17,24 @@ from eagle_mlx.target import load_target
 
 from .config import TrainConfig, field_help, load_config
 from .data import heldout_prompts, training_data
-from .initial import check_shape
+from .kinds import KINDS, settled
 from .loop import BEST, train
+from .start import existing_head
 
 _HELP = """\
-Train an EAGLE-3 head for a target.
+Train a head for a target, from nothing or from a head that exists.
+
+kinds of heads:
+  eagle3  reads three of the target's layers, has an output projection over the most frequent tokens; drafts best
+  eagle   EAGLE-1 and 2: reads the last hidden state and foretells the next one
+  mtp     a layer of the target's own architecture over its last hidden state, used again for every draft token
 
 examples:
   eagle-train --target checkpoints/target --minutes 6 --rows 4 --length 256 --unroll 3 --lr 2e-3 --output out/head
   eagle-train --target Qwen3-4B-4bit --data chats.jsonl --output out/qwen3-4b-eagle3
+  eagle-train --target Qwen3-4B-4bit --head eagle --data chats.jsonl --output out/qwen3-4b-eagle
+  eagle-train --target Qwen3-4B-4bit --head mtp --step-weights .51 .31 .18 --output out/qwen3-4b-mtp
+  eagle-train --target Qwen3-4B-4bit --init-from user/qwen3-4b-eagle3 --data mine.jsonl --output out/mine
   eagle-train -c recipe.yaml --seed 1
 
 Settings come from their defaults, then the YAML file, then the flags. A bare model name such as Qwen3-4B-4bit means
@@ -52,16 +61,20 @@ def run(config: TrainConfig) -> None:
     """One run, from the target's name to the line that says where the head is."""
     if not config.target:
         raise ConfigError("no target: name the model that the head is for with --target")
+    config = settled(config)
     check_free(config.output, config.overwrite)
     tune_process()
     target = load_target(config.target)
-    check_shape(target, config)
+    head = existing_head(target, config)
+    if head is None:
+        KINDS[config.head].check(target, config)
     prompts = heldout_prompts(target, config)
-    data = training_data(target, config, progress=True)
+    data = training_data(target, config, progress=True, head=head)
     print("data: " + ", ".join(f"{key} {_show(value)}" for key, value in data.report.items()), file=sys.stderr)
-    report = train(target, data, prompts, config)
+    report = train(target, data, prompts, config, head)
+    before = "untrained" if head is None else f"{config.init_from} before it"
     print(
-        f"τ {report['acceptance_length']:.2f} at depth {config.eval_depth}, untrained "
+        f"τ {report['acceptance_length']:.2f} at depth {config.eval_depth}, {before} "
         f"{report['untrained_acceptance_length']:.2f}, after {report['tokens']:,} tokens in "
         f"{report['train_seconds']:.0f} s; the head is in {config.output}/{BEST}"
     )
@@ -79,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     helps, hints = field_help(), typing.get_type_hints(TrainConfig)
     for field in dataclasses.fields(TrainConfig):
         text = helps[field.name].replace("%", "%%")
-        shown = _show(field.default)
+        shown = _default(field.name, field.default)
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
             dest=field.name,
@@ -97,14 +110,25 @@ def _argument(type_: Any) -> dict[str, Any]:
         return {"choices": typing.get_args(type_)}
     if type_ == tuple[str, ...]:
         return {"action": "append", "metavar": "SOURCE"}
-    if type_ == tuple[int, ...]:
-        return {"nargs": "+", "type": int, "metavar": "N"}
+    if typing.get_origin(type_) is tuple:
+        item = typing.get_args(type_)[0]
+        return {"nargs": "+", "type": item, "metavar": {int: "N", float: "X"}[item]}
     return {"type": type_, "metavar": {int: "N", float: "X"}.get(type_, "NAME")}
+
+
+def _default(name: str, value: Any) -> str:
+    """What a flag's help says of its default; kind by kind where it depends on that."""
+    by_kind = {kind.name: kind.defaults[name] for kind in KINDS.values() if name in kind.defaults}
+    if not by_kind:
+        return _show(value)
+    if len(set(by_kind.values())) == 1 and len(by_kind) == len(KINDS):
+        return _show(next(iter(by_kind.values())))
+    return ", ".join(f"{_show(own)} for {kind}" for kind, own in by_kind.items())
 
 
 def _show(value: Any) -> str:
     if isinstance(value, tuple):
-        return " ".join(map(str, value))
+        return " ".join(map(_show, value))
     if isinstance(value, float):
         return f"{value:g}"
     return f"{value:,}" if type(value) is int and value > 9999 else str(value)

@@ -8,6 +8,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,17 +20,24 @@ import yaml
 from eagle_mlx.errors import ConfigError
 
 Optimizer = Literal["adamw", "muon"]
+HeadKind = Literal["eagle3", "eagle", "mtp"]
+Loss = Literal["auto", "soft", "hard"]
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """How a head is trained. The defaults are the field's for targets of 1 to 30 billion parameters.
 
-    Every field is a flag (`draft_vocab` is `--draft-vocab`) and a key of the YAML file.
+    Every field is a flag (`draft_vocab` is `--draft-vocab`) and a key of the YAML file. Where a default depends on the
+    kind of head, the field is left open here and `kinds.settled` fills it in.
     """
 
     target: str = ""
     """folder or hub id of the model that the head is for"""
+    head: HeadKind = "eagle3"
+    """what to train: an EAGLE-3 head, one of EAGLE-1 and 2, or a multi-token-prediction layer"""
+    init_from: str = ""
+    """folder or hub id of a head of that kind to go on from; it gives the shape and the draft vocabulary"""
     data: tuple[str, ...] = ("builtin:python",)
     """source of conversations; may be given several times"""
     shards: str = ""
@@ -46,7 +54,7 @@ class TrainConfig:
     cache_gb: float = 4.0
     """capture the hidden states once, in memory, where they fit this many gigabytes; else anew for each batch"""
 
-    draft_vocab: int = 32000
+    draft_vocab: int = 0
     """entries of the draft vocabulary, the most frequent tokens; all of them where the target has no more"""
     aux_layers: tuple[int, ...] = ()
     """target layers that the head reads, counted from 0; default: a low, a middle and a high one"""
@@ -59,10 +67,18 @@ class TrainConfig:
     norm_before_residual: bool = False
     """start the residual stream from the normed feature"""
 
-    unroll: int = 7
+    unroll: int = 0
     """draft steps over which the loss is taken"""
-    decay: float = 0.8
+    decay: float = 0.0
     """weight of a draft step's loss, relative to the step before it"""
+    step_weights: tuple[float, ...] = ()
+    """weights of the draft steps' losses one by one, in place of --decay"""
+    loss: Loss = "auto"
+    """cross entropy with the target's distribution (soft) or with its most likely token (hard)"""
+    loss_weights: tuple[float, ...] = ()
+    """what the distance of the features and the cross entropy count for"""
+    feature_noise: float = -1.0
+    """uniform noise of up to this size on the features that are read, times 512 / tokens of the conversation"""
     rows: int = 4
     """rows of a batch"""
     length: int = 1024
@@ -120,14 +136,16 @@ class TrainConfig:
             value = getattr(self, name)
             if not _fits(value, type_):
                 raise ConfigError(f"{name} must be {_describe(type_)}, not {value!r}")
-        for name in ("max_length", "unroll", "rows", "length", "epochs", "eval_prompts", "eval_tokens", "log_steps"):
+        for name in ("max_length", "rows", "length", "epochs", "eval_prompts", "eval_tokens", "log_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("eval_depth", "eval_batch", "draft_vocab", "lr", "muon_lr", "clip"):
+        for name in ("eval_depth", "eval_batch", "lr", "muon_lr", "clip"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
         for name in (
             "limit",
+            "draft_vocab",
+            "unroll",
             "max_steps",
             "minutes",
             "cache_gb",
@@ -141,8 +159,28 @@ class TrainConfig:
         for name in ("decay", "warmup", "final_lr"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
+        self._check_loss()
+
+    def _check_loss(self) -> None:
         if self.length < self.unroll + 2:
             raise ConfigError(f"length {self.length} leaves no room for {self.unroll} draft steps; make it longer")
+        if not all(0 < weight < math.inf for weight in self.step_weights):
+            raise ConfigError(f"step_weights must be above 0, but are {_list(self.step_weights)}")
+        if self.step_weights and self.unroll not in (0, len(self.step_weights)):
+            raise ConfigError(
+                f"step_weights are given for {len(self.step_weights)} draft steps and unroll is {self.unroll}; "
+                "leave unroll out"
+            )
+        if self.step_weights and self.decay:
+            raise ConfigError("step_weights and decay are both given; leave one of them out")
+        parts = self.loss_weights
+        if parts and not (len(parts) == 2 and all(0 <= part < math.inf for part in parts) and any(parts)):
+            raise ConfigError(
+                "loss_weights are two numbers of 0 or more, for the features and for the cross entropy, not "
+                f"{_list(parts)}"
+            )
+        if self.feature_noise < 0 and self.feature_noise != -1:
+            raise ConfigError(f"feature_noise must not be negative, but is {self.feature_noise}")
 
 
 def load_config(file: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
@@ -220,6 +258,10 @@ def _fits(value: Any, type_: Any) -> bool:
     if typing.get_origin(type_) is Literal:
         return value in typing.get_args(type_)
     return type(value) is type_
+
+
+def _list(values: tuple[float, ...]) -> str:
+    return " ".join(f"{value:g}" for value in values)
 
 
 def _describe(type_: Any) -> str:

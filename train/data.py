@@ -21,11 +21,12 @@ from eagle_mlx.data_pipelines import (
     special_token_ids,
 )
 from eagle_mlx.errors import DataError, ShardError, TargetError
-from eagle_mlx.heads.eagle3 import default_aux_layers
+from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.shards import ShardReader
 from eagle_mlx.target import Target
 
 from .config import TrainConfig
+from .kinds import KINDS, kind_of, settled
 from .samples import InMemory, OnDisk, Samples, Tokens
 
 _TEXT_PROMPT = 64
@@ -36,22 +37,27 @@ _TEXT_PROMPT = 64
 class TrainData:
     samples: Samples
     aux_layers: tuple[int, ...]
+    """Target layers whose outputs the samples carry besides the last one's."""
     kept: NDArray[np.int64] | None
     """[Vd] the target's ids of the draft vocabulary, ascending; None for all."""
     report: dict[str, Any]
     """Conversations, tokens and the like, for the run's report."""
 
 
-def training_data(target: Target, config: TrainConfig, progress: bool = False) -> TrainData:
+def training_data(
+    target: Target, config: TrainConfig, progress: bool = False, head: DraftHead | None = None
+) -> TrainData:
     """Shards where they are given; else conversations, captured at once where their states fit the cache.
 
-    Raises DataError, ShardError or ConfigError for data that cannot be used.
+    A head to go on from decides what is captured and what it drafts, where there is one. Raises DataError, ShardError
+    or ConfigError for data that cannot be used.
     """
+    config = settled(config)
     if config.shards:
-        return _from_shards(target, config)
+        return _from_shards(target, config, head)
     rendered = _render(target, config)
-    aux_layers = config.aux_layers or default_aux_layers(target.num_layers)
-    kept, share = _draft_vocabulary(target, config, count_tokens(rendered, target.vocab_size))
+    aux_layers = KINDS[config.head].aux_layers(target, config) if head is None else kind_of(head).aux_layers_of(head)
+    kept, share = _draft_vocabulary(target, config, count_tokens(rendered, target.vocab_size), head)
     tokens = sum(len(one.tokens) for one in rendered)
     size = tokens * 2 * target.hidden_size * (len(aux_layers) + 1)
     cached = size <= config.cache_gb * 1e9
@@ -108,7 +114,7 @@ def _conversations(config: TrainConfig) -> Iterator[Conversation]:
         yield from load_conversations(source, "train", config.limit or None, config.seed)
 
 
-def _from_shards(target: Target, config: TrainConfig) -> TrainData:
+def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) -> TrainData:
     reader = ShardReader(config.shards)
     meta = reader.meta
     if (meta.hidden_size, meta.vocab_size) != (target.hidden_size, target.vocab_size):
@@ -117,13 +123,9 @@ def _from_shards(target: Target, config: TrainConfig) -> TrainData:
             f"vocabulary {meta.vocab_size}, but the target has {target.hidden_size} and {target.vocab_size}; "
             "capture again with this target"
         )
-    if config.aux_layers and config.aux_layers != meta.aux_layers:
-        raise ShardError(
-            f"{config.shards} holds the aux layers {meta.aux_layers}, not {config.aux_layers}; leave --aux-layers out, "
-            "or capture again"
-        )
-    samples = OnDisk(reader)
-    kept, share = _draft_vocabulary(target, config, samples.count_tokens(target.vocab_size))
+    aux_layers = _aux_layers_in_shards(target, config, meta.aux_layers, head)
+    samples = OnDisk(reader, aux=bool(aux_layers))
+    kept, share = _draft_vocabulary(target, config, samples.count_tokens(target.vocab_size), head)
     report = {
         "conversations": len(reader),
         "tokens": reader.tokens,
@@ -132,14 +134,39 @@ def _from_shards(target: Target, config: TrainConfig) -> TrainData:
         "draft_vocab": target.vocab_size if kept is None else len(kept),
         "draft_vocab_coverage": share,
     }
-    return TrainData(samples, meta.aux_layers, kept, report)
+    return TrainData(samples, aux_layers, kept, report)
+
+
+def _aux_layers_in_shards(
+    target: Target, config: TrainConfig, held: tuple[int, ...], head: DraftHead | None
+) -> tuple[int, ...]:
+    """What of the layers that shards hold is read. All hold the last one, which is enough for some heads."""
+    if head is not None:
+        wanted = kind_of(head).aux_layers_of(head)
+        if wanted and wanted != held:
+            raise ShardError(
+                f"{config.shards} holds the aux layers {held}, but {config.init_from or 'the head'} reads {wanted}; "
+                f"capture again with --aux-layers {' '.join(map(str, wanted))}"
+            )
+        return wanted
+    if not KINDS[config.head].aux_layers(target, config):
+        return ()
+    if config.aux_layers and config.aux_layers != held:
+        raise ShardError(
+            f"{config.shards} holds the aux layers {held}, not {config.aux_layers}; leave --aux-layers out, "
+            "or capture again"
+        )
+    return held
 
 
 def _draft_vocabulary(
-    target: Target, config: TrainConfig, counts: NDArray[np.int64]
+    target: Target, config: TrainConfig, counts: NDArray[np.int64], head: DraftHead | None
 ) -> tuple[NDArray[np.int64] | None, float]:
     """The kept ids, None for all, and the share of the learnt tokens that they cover."""
-    if config.draft_vocab >= target.vocab_size:
+    if head is not None:
+        ids = None if head.token_ids is None else np.array(head.token_ids, np.int64)
+        return ids, 1.0 if ids is None else coverage(counts, ids)
+    if not 0 < config.draft_vocab < target.vocab_size:
         return None, 1.0
     always = special_token_ids(target.tokenizer) if target.tokenizer is not None else frozenset[int]()
     kept = choose_draft_vocab(counts, config.draft_vocab, always)

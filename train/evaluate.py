@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eagle_mlx.engine import Engine
-from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.intake import Prompt
 from eagle_mlx.loops import is_loop
 from eagle_mlx.output import Output
@@ -48,7 +48,7 @@ class Evaluator:
         self._all = len(self._prompts)
         self._params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
 
-    def measure(self, head: Eagle3Head) -> Acceptance:
+    def measure(self, head: DraftHead) -> Acceptance:
         """Decode every prompt with the head."""
         begin = time.monotonic()
         engine = Engine(

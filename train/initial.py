@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map_with_path
 from numpy.typing import NDArray
@@ -18,8 +19,8 @@ from .config import TrainConfig
 _SPREAD = 0.02
 
 
-def head_config(target: Target, config: TrainConfig, draft_vocab_size: int) -> Eagle3Config:
-    """The head's architecture: the target's hidden size, and its attention and MLP shapes where none are given."""
+def layer_shape(target: Target, config: TrainConfig) -> dict[str, Any]:
+    """The sizes of a decoder layer as the head configs name them: the target's where none are given."""
     args = getattr(target.model, "args", None)
     args = getattr(args, "text_config", None) or args
 
@@ -30,26 +31,32 @@ def head_config(target: Target, config: TrainConfig, draft_vocab_size: int) -> E
     hidden = target.hidden_size
     target_heads = int(of_target("num_attention_heads", max(1, hidden // 64)))
     heads = config.heads or target_heads
-    kv_heads = config.kv_heads or int(of_target("num_key_value_heads", heads))
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": config.intermediate_size or int(of_target("intermediate_size", 3 * hidden)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.kv_heads or int(of_target("num_key_value_heads", heads)),
+        "head_dim": int(of_target("head_dim", hidden // target_heads)),
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": float(of_target("rms_norm_eps", 1e-6)),
+        "rope_theta": float(of_target("rope_theta", 10000.0)),
+        "max_position_embeddings": min(target.context_length, 1 << 17),
+    }
+
+
+def head_config(target: Target, config: TrainConfig, draft_vocab_size: int) -> Eagle3Config:
+    """An EAGLE-3 head's architecture, after the target where nothing else is given."""
     return Eagle3Config(
-        hidden_size=hidden,
-        intermediate_size=config.intermediate_size or int(of_target("intermediate_size", 3 * hidden)),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=int(of_target("head_dim", hidden // target_heads)),
-        vocab_size=target.vocab_size,
+        **layer_shape(target, config),
         draft_vocab_size=draft_vocab_size,
-        target_hidden_size=hidden,
+        target_hidden_size=target.hidden_size,
         aux_layers=config.aux_layers or default_aux_layers(target.num_layers),
-        rms_norm_eps=float(of_target("rms_norm_eps", 1e-6)),
-        rope_theta=float(of_target("rope_theta", 10000.0)),
-        max_position_embeddings=min(target.context_length, 1 << 17),
         norm_before_residual=config.norm_before_residual,
     )
 
 
 def check_shape(target: Target, config: TrainConfig) -> None:
-    """Raise ConfigError, before anything is captured, where no head of this shape can be made for the target."""
+    """Raise ConfigError, before anything is captured, where no EAGLE-3 head of this shape can be made."""
     layers = head_config(target, config, target.vocab_size).aux_layers
     if not all(0 <= layer < target.num_layers for layer in layers):
         raise ConfigError(f"aux_layers {layers}: the target has layers 0 to {target.num_layers - 1}")
@@ -58,11 +65,24 @@ def check_shape(target: Target, config: TrainConfig) -> None:
 def new_head(target: Target, config: Eagle3Config, kept: NDArray[np.int64] | None, seed: int) -> Eagle3Head:
     """An untrained head; `kept` [Vd] are the target's ids of the draft vocabulary, None for all.
 
-    The final norm and the rows of the output projection are the target's. Norms start at one, output matrices at zero
-    (so that the head starts as its feature's projection), the other matrices at random.
+    The final norm and the rows of the output projection are the target's; all else as `randomize` has it, so that the
+    head starts as its feature's projection.
     """
     d2t = None if kept is None else mx.array(kept - np.arange(len(kept)), mx.int32)
     head = Eagle3Head(config, d2t)
+    randomize(head, seed)
+    head.norm.weight = final_norm(target)
+    rows = _projection(target)
+    head.lm_head.weight = rows if kept is None else rows[mx.array(kept)]
+    mx.eval(head.parameters())
+    return head
+
+
+def randomize(module: nn.Module, seed: int) -> None:
+    """Norms at one, biases and the layers' output matrices at zero, the other matrices at random.
+
+    So a layer starts as one that adds nothing to its input.
+    """
     rng = np.random.default_rng(seed)
 
     def start(path: str, weight: mx.array) -> mx.array:
@@ -72,12 +92,26 @@ def new_head(target: Target, config: Eagle3Config, kept: NDArray[np.int64] | Non
             return mx.zeros_like(weight)
         return mx.array(rng.normal(0.0, _SPREAD, weight.shape), mx.float32)
 
-    head.update(tree_map_with_path(start, head.parameters()))
-    head.norm.weight = target.norm(mx.ones((1, target.hidden_size), target.dtype))[0].astype(mx.float32)
-    rows = _projection(target)
-    head.lm_head.weight = rows if kept is None else rows[mx.array(kept)]
-    mx.eval(head.parameters())
-    return head
+    module.update(tree_map_with_path(start, module.parameters()))
+
+
+def final_norm(target: Target) -> mx.array:
+    """The weight [H] of the target's final norm, float32, however it is kept."""
+    return target.norm(mx.ones((1, target.hidden_size), target.dtype))[0].astype(mx.float32)
+
+
+def plain_weights(module: nn.Module) -> dict[str, mx.array]:
+    """A module's parameters by name as float32, those that are quantised as what they stand for."""
+    plain: dict[str, mx.array] = {}
+    for path, part in module.named_modules():
+        own = {name: value for name, value in part.items() if isinstance(value, mx.array) and not name.startswith("_")}
+        if "scales" in own:
+            how = {"group_size": part.group_size, "bits": part.bits, "mode": getattr(part, "mode", "affine")}
+            own["weight"] = mx.dequantize(own["weight"], own.pop("scales"), own.pop("biases", None), **how)
+        for name, value in own.items():
+            full = f"{path}.{name}" if path else name
+            plain[full] = value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) else value
+    return plain
 
 
 def _projection(target: Target) -> mx.array:

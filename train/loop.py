@@ -18,8 +18,6 @@ from tqdm import tqdm
 
 from eagle_mlx import blas
 from eagle_mlx.errors import DataError, EagleError
-from eagle_mlx.formats import save_eagle3
-from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.hub import public_name
 from eagle_mlx.target import Target
 
@@ -27,7 +25,7 @@ from .batches import Batches, Rows
 from .config import TrainConfig
 from .data import TrainData
 from .evaluate import Acceptance, Evaluator
-from .initial import head_config, new_head
+from .kinds import KINDS, Head, kind_of, settled
 from .output import run_folder
 from .plots import write_plots
 from .progress import Bar, Progress, mean, means
@@ -40,15 +38,20 @@ _EVALS = 10
 """Evaluations of a run for which no interval is given."""
 
 
-def train(target: Target, data: TrainData, prompts: list[list[int]], config: TrainConfig) -> dict[str, Any]:
-    """Train a head into the folder `config.output` and return the report that is written there.
+def train(
+    target: Target, data: TrainData, prompts: list[list[int]], config: TrainConfig, head: Head | None = None
+) -> dict[str, Any]:
+    """Train a head, a new one unless one is given, into `config.output`; returns the report that is written there.
 
-    The folder gets `best` (highest τ) and `last`, both portable EAGLE-3 checkpoints, metrics.jsonl, report.json and
-    plots. Raises OutputError where it exists already or cannot be written, EagleError where the loss is not finite.
+    The folder gets `best` (highest τ) and `last`, both checkpoints in the layout of their kind, metrics.jsonl,
+    report.json and plots. Raises OutputError where it exists already or cannot be written, EagleError where the loss
+    is not finite.
     """
+    config = settled(config)
+    head = head or KINDS[config.head].new(target, config, data.kept, data.aux_layers)
     output = run_folder(config.output, config.overwrite, unless=LAST)
     with output as folder, Tracker(folder, config) as tracker:
-        return Run(target, data, prompts, config, folder, tracker).run()
+        return Run(target, data, prompts, config, head, folder, tracker).run()
 
 
 class Run:
@@ -60,13 +63,12 @@ class Run:
         data: TrainData,
         prompts: list[list[int]],
         config: TrainConfig,
+        head: Head,
         folder: Path,
         tracker: Tracker,
     ):
         self.target, self.data, self.config, self.folder, self.tracker = target, data, config, folder, tracker
-        size = target.vocab_size if data.kept is None else len(data.kept)
-        shape = dataclasses.replace(head_config(target, config, size), aux_layers=data.aux_layers)
-        self.head: Eagle3Head = new_head(target, shape, data.kept, config.seed)
+        self.head = head
         self.batches = Batches(data.samples, config.rows, config.length, config.seed)
         steps = self.batches.steps_per_epoch()
         if not steps:
@@ -81,7 +83,7 @@ class Run:
         self._factor = 0.0
 
     def run(self) -> dict[str, Any]:
-        """From the untrained head to the report."""
+        """From the head as it begins to the report."""
         self.untrained = self._measure()
         stepper = Stepper(self.head, self.target, self.config)
         begin = time.monotonic()
@@ -145,6 +147,9 @@ class Run:
             "grad_norm": mean([r.grad_norm for r in self._recent]),
             "tokens_per_second": self.progress.tokens_per_second,
         }
+        distances = [r.feature_loss_by_step for r in self._recent if r.feature_loss_by_step is not None]
+        if distances:
+            values["feature_loss_by_step"] = means(distances)
         self.tracker.log("train", self.progress.step, values)
         self._recent = []
 
@@ -179,7 +184,7 @@ class Run:
         if found is not None:
             extra |= {"acceptance_length": found.acceptance_length, "depth": found.depth}
         called = public_name(self.target.name)
-        save_eagle3(self.head, self.folder / name, target_name=called, extra=extra, overwrite=True)
+        kind_of(self.head).save(self.head, self.folder / name, called, extra)
 
     @contextlib.contextmanager
     def _kept_when_interrupted(self) -> Generator[None, None, None]:
@@ -217,6 +222,8 @@ class Run:
         logged = [row for row in self.tracker.rows if row["kind"] == "train"]
         return {
             "target": self.target.name,
+            "kind": kind_of(self.head).name,
+            "started_from": self.config.init_from or None,
             "acceptance_length": best.acceptance_length,
             "acceptance_by_position": best.acceptance_by_position,
             "untrained_acceptance_length": self.untrained.acceptance_length,

@@ -1,4 +1,4 @@
-"""The loss: soft cross-entropy against the target's distribution over the draft vocabulary, step by step."""
+"""The losses, step by step: cross-entropy with the target's distribution or its best token, distance of features."""
 
 from __future__ import annotations
 
@@ -7,8 +7,23 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from eagle_mlx import fastmath
-from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.target import Target
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is made small."""
+
+    hard: bool = False
+    """Cross-entropy with the target's most likely token in place of its whole distribution."""
+    token_weight: float = 1.0
+    """What the cross-entropy counts for."""
+    feature_weight: float = 0.0
+    """What the distance of the features counts for."""
+
+
+CROSS_ENTROPY = Objective()
 
 
 @dataclass(frozen=True)
@@ -51,10 +66,18 @@ def soft_cross_entropy(logits: mx.array, probs: mx.array) -> mx.array:
     return fastmath.log_sum_exp(logits)[..., 0] - mx.sum(probs * logits, axis=-1)
 
 
+def cross_entropy(logits: mx.array, labels: Labels, hard: bool) -> mx.array:
+    """[U, Vd] -> [U], soft or hard."""
+    if not hard:
+        return soft_cross_entropy(logits, labels.probs)
+    chosen = mx.take_along_axis(logits, labels.best[:, None], axis=-1)
+    return (fastmath.log_sum_exp(logits) - chosen)[..., 0]
+
+
 def unrolled_loss(
-    head: Eagle3Head, outputs: list[mx.array], labels: Labels, select: mx.array, weights: mx.array
+    head: DraftHead, outputs: list[mx.array], labels: Labels, select: mx.array, weights: mx.array, hard: bool = False
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """The weighted loss of all draft steps, and what came of each step.
+    """The weighted cross-entropy of all draft steps, and what came of each step.
 
     outputs: S times [B, P, H], as from `unroll`; select [S, U] int32: which of the B * P outputs answers for each
     label; weights [S, U] float32: what each counts for, 0 for none. Returns the loss (a scalar), the steps' weighted
@@ -63,9 +86,22 @@ def unrolled_loss(
     losses, hits = [], []
     for step, h in enumerate(outputs):
         logits = head.logits(h.reshape(-1, h.shape[-1])[select[step]]).astype(mx.float32)
-        losses.append(mx.sum(weights[step] * labels.inside * soft_cross_entropy(logits, labels.probs)))
+        losses.append(mx.sum(weights[step] * labels.inside * cross_entropy(logits, labels, hard)))
         chosen = mx.take_along_axis(mx.stop_gradient(logits), labels.best[:, None], axis=-1)
         is_top = (chosen >= mx.max(mx.stop_gradient(logits), axis=-1, keepdims=True))[:, 0]
         hits.append(mx.sum(weights[step] * labels.inside * is_top))
     by_step = mx.stack(losses)
     return mx.sum(by_step), mx.stop_gradient(by_step), mx.stack(hits)
+
+
+def feature_losses(outputs: list[mx.array], wanted: mx.array, select: mx.array, weights: mx.array) -> mx.array:
+    """The weighted smooth L1 distance [S] of the draft steps' outputs from the target's features, wanted [U, H].
+
+    Source: SafeAILab/EAGLE, eagle/train/main.py: the mean over a feature, summed over the positions with loss.
+    """
+    losses = []
+    for step, h in enumerate(outputs):
+        off = mx.abs(h.reshape(-1, h.shape[-1])[select[step]] - wanted)
+        distance = mx.where(off < 1, 0.5 * mx.square(off), off - 0.5)
+        losses.append(mx.sum(weights[step] * mx.mean(distance, axis=-1)))
+    return mx.stack(losses)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -50,21 +50,22 @@ class InMemory:
 class OnDisk:
     """The samples of a folder of shards, all checked at once and read when they are needed.
 
-    Raises ShardError for a shard that is damaged or missing.
+    Without `aux` only the last layer's states are passed on. Raises ShardError for a shard that is damaged or missing.
     """
 
     has_states = True
 
-    def __init__(self, reader: ShardReader):
+    def __init__(self, reader: ShardReader, aux: bool = True):
         reader.verify()
-        self._reader = reader
+        self._reader, self._aux = reader, aux
         self.lengths: list[int] = []
         for entry in reader.files:
             with safe_open(str(reader.folder / entry.name), "numpy") as file:
                 self.lengths.extend(file.get_tensor("lengths").tolist())
 
     def __getitem__(self, index: int) -> Sample | Tokens:
-        return self._reader[index]
+        sample = self._reader[index]
+        return sample if self._aux else replace(sample, aux=sample.aux[:, :0])
 
     def count_tokens(self, vocab_size: int) -> NDArray[np.int64]:
         """How often each token id is to be learnt: counts [V]."""

@@ -15,16 +15,16 @@ from mlx.utils import tree_map
 from numpy.typing import NDArray
 
 from eagle_mlx.fastmath import on_cpu
-from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.lanes import default_lanes, make_streams, one_blas_thread
 from eagle_mlx.target import Target
 
 from .batches import Rows
 from .capture import capture_rows
 from .config import TrainConfig
-from .losses import soft_labels, step_weights, unrolled_loss
+from .kinds import Head, kind_of, settled
+from .losses import CROSS_ENTROPY, Objective, feature_losses, soft_labels, step_weights, unrolled_loss
+from .noise import Noise, add_noise, noise_of
 from .plan import Plan, make_plan
-from .unroll import unroll
 
 BETAS = [0.9, 0.95]
 _COMPILED_MULTIPLE = 256
@@ -46,14 +46,20 @@ class StepResult:
     """Tokens of the batch that lie in a conversation."""
     loss_tokens: int
     """Positions that carried loss in the first draft step."""
+    feature_loss_by_step: list[float] | None = None
+    """The distance of the features, where it is part of the loss."""
 
 
 class Stepper:
     """Trains a head step by step; holds the optimizer's state."""
 
-    def __init__(self, head: Eagle3Head, target: Target, config: TrainConfig):
+    def __init__(self, head: Head, target: Target, config: TrainConfig):
+        config = settled(config)
+        head.attach(target)
         self._head, self._target, self._config = head, target, config
-        self._weights = np.array(step_weights(config.unroll, config.decay), np.float32)
+        self._weights = weights_of_steps(config)
+        self._objective = objective_of(config)
+        self._steps = 0
         self._optimizers = make_optimizers(config)
         self._optimizer = optim.MultiOptimizer(list(self._optimizers), [is_inner_matrix])
         self._optimizer.init(head.trainable_parameters())
@@ -72,21 +78,24 @@ class Stepper:
         """Learn from a batch at `factor` of the peak learning rates; None where it holds no loss."""
         parts = rows.split(self._lanes)
         multiple = 1 if on_cpu() else _COMPILED_MULTIPLE
-        plans = [make_plan(part, self._config.unroll, multiple) for part in parts]
+        plans = [make_plan(part, len(self._weights), multiple) for part in parts]
         counts = np.sum([plan.counts for plan in plans], axis=0)
         if not counts[0]:
             return None
         scale = self._weights / np.maximum(counts, 1)
+        noise = noise_of(rows, self._config.feature_noise, self._config.seed, self._steps)
+        noises = noise.split(len(parts)) if noise else [None] * len(parts)
+        self._steps += 1
         lanes = []
-        for part, plan, stream in zip(parts, plans, self._streams, strict=False):
+        for part, plan, noise, stream in zip(parts, plans, noises, self._streams, strict=False):
             with mx.stream(stream):
-                lanes.append(lane_arrays(self._head, self._target, part, plan, scale))
+                lanes.append(lane_arrays(self._head, self._target, part, plan, scale, noise))
         for optimizer, peak in self._optimizers.items():
             optimizer.learning_rate = mx.array(peak * factor)
         with one_blas_thread(self._lanes > 1):
             out = self._step(lanes)
             mx.eval(out, self._head.parameters(), self._optimizer.state)
-        loss, by_step, hits, norm = out
+        norm, loss, by_step, hits, *features = out
         return StepResult(
             float(np.array(loss)),
             (np.array(by_step) / self._weights).tolist(),
@@ -94,10 +103,14 @@ class Stepper:
             float(np.array(norm)),
             int((rows.segments > 0).sum()),
             int(counts[0]),
+            (np.array(features[0]) / self._weights).tolist() if features else None,
         )
 
+    def _lane_loss(self, arrays: Arrays) -> tuple[mx.array, ...]:
+        return lane_loss(self._head, self._target, arrays, self._objective)
+
     def _plain_step(self, lanes: list[Arrays]) -> list[mx.array]:
-        loss_and_grad = nn.value_and_grad(self._head, partial(lane_loss, self._head, self._target))
+        loss_and_grad = nn.value_and_grad(self._head, self._lane_loss)
         results, gradients = [], []
         for arrays, stream in zip(lanes, self._streams, strict=False):
             with mx.stream(stream):
@@ -109,13 +122,15 @@ class Stepper:
             total = tree_map(mx.add, total, gradient)
         clipped, norm = optim.clip_grad_norm(total, self._config.clip)
         self._optimizer.update(self._head, clipped)
-        loss, by_step, hits = (sum(parts[1:], start=parts[0]) for parts in zip(*results, strict=True))
-        return [loss, by_step, hits, norm]
+        return [norm, *(sum(parts[1:], start=parts[0]) for parts in zip(*results, strict=True))]
 
 
-def lane_arrays(head: Eagle3Head, target: Target, rows: Rows, plan: Plan, scale: NDArray[np.float32]) -> Arrays:
+def lane_arrays(
+    head: Head, target: Target, rows: Rows, plan: Plan, scale: NDArray[np.float32], noise: Noise | None = None
+) -> Arrays:
     """What a lane computes on; `scale` [S] is what a position counts for in each draft step."""
-    states = mx.array(rows.states) if rows.states is not None else capture_rows(target, head.config.aux_layers, rows)
+    aux_layers = kind_of(head).aux_layers_of(head)
+    states = mx.array(rows.states) if rows.states is not None else capture_rows(target, aux_layers, rows)
     return {
         "tokens": mx.array(rows.tokens),
         "segments": mx.array(rows.segments),
@@ -124,19 +139,42 @@ def lane_arrays(head: Eagle3Head, target: Target, rows: Rows, plan: Plan, scale:
         "labels": mx.array(plan.labels),
         "select": mx.array(plan.select),
         "weights": mx.array(plan.valid * scale[:, None]),
+        **({"noise": mx.array(noise.sizes), "keys": mx.array(noise.keys)} if noise else {}),
     }
 
 
-def lane_loss(head: Eagle3Head, target: Target, arrays: Arrays) -> tuple[mx.array, mx.array, mx.array]:
-    """The loss of some rows and what came of each draft step; see `unrolled_loss`."""
-    states, width = arrays["states"], target.hidden_size
+def lane_loss(head: Head, target: Target, arrays: Arrays, objective: Objective = CROSS_ENTROPY) -> tuple[mx.array, ...]:
+    """The loss of some rows and what came of each draft step, as `unrolled_loss` has it.
+
+    Where the distance of the features is part of the loss, it follows as [S].
+    """
+    kind, width = kind_of(head), target.hidden_size
+    states, select, weights = arrays["states"], arrays["select"], arrays["weights"]
     last = states[..., -width:].reshape(-1, width)[arrays["labels"]].astype(target.dtype)
     labels = soft_labels(target, last, head.token_ids)
-    g = head.features([states[..., :-width].astype(mx.float32)])
-    embeddings = target.embed(arrays["tokens"]).astype(mx.float32)
-    steps = arrays["select"].shape[0]
-    outputs = unroll(head, embeddings, g, arrays["segments"], arrays["positions"], steps)
-    return unrolled_loss(head, outputs, labels, arrays["select"], arrays["weights"])
+    g = kind.features(head, target, states, partial(add_noise, arrays))
+    tokens = arrays["tokens"]
+    embeddings = (head.embed_tokens(tokens) if head.config.own_embedding else target.embed(tokens)).astype(mx.float32)
+    outputs = kind.unroll(head, embeddings, g, arrays["segments"], arrays["positions"], select.shape[0])
+    loss, by_step, hits = unrolled_loss(head, outputs, labels, select, weights, objective.hard)
+    if not objective.feature_weight:
+        return loss, by_step, hits
+    distances = feature_losses(outputs, target.norm(last).astype(mx.float32), select, weights)
+    loss = objective.token_weight * loss + objective.feature_weight * mx.sum(distances)
+    distances = mx.stop_gradient(distances)
+    return loss, objective.token_weight * by_step + objective.feature_weight * distances, hits, distances
+
+
+def weights_of_steps(config: TrainConfig) -> NDArray[np.float32]:
+    """[S], what each draft step's mean loss counts for; they sum to 1."""
+    given = np.array(config.step_weights)
+    weights = given / given.sum() if len(given) else step_weights(config.unroll, config.decay)
+    return np.array(weights, np.float32)
+
+
+def objective_of(config: TrainConfig) -> Objective:
+    feature, token = config.loss_weights or (0.0, 1.0)
+    return Objective(config.loss == "hard", token, feature)
 
 
 def make_optimizers(config: TrainConfig) -> dict[optim.Optimizer, float]:
@@ -152,4 +190,4 @@ def make_optimizers(config: TrainConfig) -> dict[optim.Optimizer, float]:
 
 def is_inner_matrix(path: str, weight: Any) -> bool:
     """Whether a weight is a matrix between hidden states, which is what Muon is for."""
-    return bool(weight.ndim == 2) and not path.startswith("lm_head")
+    return bool(weight.ndim == 2) and not path.startswith(("lm_head", "embed_tokens"))

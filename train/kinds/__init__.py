@@ -1,0 +1,47 @@
+"""The kinds of heads that can be trained, and what each makes of settings that are left open."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from eagle_mlx.errors import ConfigError
+
+from ..config import TrainConfig
+from .base import Head, Kind
+from .eagle import EagleKind
+from .eagle3 import Eagle3Kind
+from .mtp import MTPKind
+
+KINDS: dict[str, Kind[Any]] = {kind.name: kind for kind in (Eagle3Kind(), EagleKind(), MTPKind())}
+OPEN = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+"""What a setting is where nothing was said of it."""
+
+__all__ = ["KINDS", "OPEN", "Head", "Kind", "kind_of", "settled"]
+
+
+def kind_of(head: object) -> Kind[Any]:
+    """The kind of a head that exists. Raises ConfigError for one that cannot be trained."""
+    for kind in KINDS.values():
+        if isinstance(head, kind.head_class):
+            return kind
+    raise ConfigError(f"a {type(head).__name__} cannot be trained; known are {', '.join(KINDS)}")
+
+
+def settled(config: TrainConfig) -> TrainConfig:
+    """The config with the kind's own values where it was left open; one that is settled already stays as it is.
+
+    Raises ConfigError for a setting that the kind has no use for.
+    """
+    kind = KINDS[config.head]
+    for name, reason in kind.foreign.items():
+        if getattr(config, name) != OPEN[name]:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"{name} is not for --head {kind.name}: {reason}; leave --{flag} out")
+    own = {name: value for name, value in kind.defaults.items() if getattr(config, name) == OPEN[name]}
+    if config.step_weights:
+        own.pop("decay", None)
+        own["unroll"] = len(config.step_weights)
+    if config.init_from:
+        own.pop("draft_vocab", None)  # the head has one
+    return dataclasses.replace(config, **own)

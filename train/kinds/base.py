@@ -1,0 +1,82 @@
+"""What differs between kinds of heads, as far as training is concerned."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_mlx.heads.eagle import EagleHead
+from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.heads.mtp import MTPHead
+from eagle_mlx.target import Target
+
+from ..config import TrainConfig
+from ..recycling import recycle
+
+Head = Eagle3Head | EagleHead | MTPHead
+H = TypeVar("H", Eagle3Head, EagleHead, MTPHead)
+Jitter = Callable[[mx.array], mx.array]
+"""Adds noise to hidden states [B, L, n]."""
+
+
+class Kind(ABC, Generic[H]):
+    """A kind of head: how it begins, what it reads, how its draft steps run, how it is written.
+
+    Unless it says otherwise it reads the last layer alone, and drafts the target's whole vocabulary.
+    """
+
+    name: ClassVar[str]
+    """As `--head` has it."""
+    title: ClassVar[str]
+    defaults: ClassVar[Mapping[str, Any]]
+    """What settings that are left open mean for this kind."""
+    foreign: ClassVar[Mapping[str, str]]
+    """Settings that it has no use for, and why."""
+    head_class: type[H]
+
+    @abstractmethod
+    def check(self, target: Target, config: TrainConfig) -> None:
+        """Raise ConfigError, before anything is captured, where no such head can be made for the target."""
+
+    def aux_layers(self, target: Target, config: TrainConfig) -> tuple[int, ...]:
+        """Target layers, besides the last one, whose outputs a new head reads."""
+        return ()
+
+    def aux_layers_of(self, head: H) -> tuple[int, ...]:
+        """The same of a head that exists."""
+        return ()
+
+    @abstractmethod
+    def new(
+        self, target: Target, config: TrainConfig, kept: NDArray[np.int64] | None, aux_layers: tuple[int, ...]
+    ) -> H:
+        """A head before training; `kept` [Vd] are the target's ids of the draft vocabulary, None for all."""
+
+    def adopt(self, head: H) -> H:
+        """A loaded head made ready for training."""
+        return head
+
+    def contradictions(self, head: H, config: TrainConfig) -> Mapping[str, Any]:
+        """What a loaded head has for settings that decide a new one's shape, by name."""
+        return {}
+
+    def features(self, head: H, target: Target, states: mx.array, jitter: Jitter) -> mx.array:
+        """The captured states [B, L, (n + 1) * Ht] -> what the first draft step reads, [B, L, H] float32."""
+        last = states[..., -target.hidden_size :].astype(target.dtype)
+        return jitter(head.features([last]).astype(mx.float32))
+
+    def unroll(
+        self, head: H, embeddings: mx.array, g: mx.array, segments: mx.array, positions: mx.array, steps: int
+    ) -> list[mx.array]:
+        """The outputs of all draft steps; see `recycle`."""
+        return recycle(head, embeddings, g, segments, positions, steps)
+
+    @abstractmethod
+    def save(self, head: H, folder: Path, target_name: str, extra: Mapping[str, Any]) -> None:
+        """Write the head in the layout of its kind; what was there is replaced."""

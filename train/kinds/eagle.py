@@ -1,0 +1,65 @@
+"""EAGLE-1 and 2: the head foretells the target's last hidden state itself, and the target's projection reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_mlx.formats import save_eagle
+from eagle_mlx.heads.eagle import EagleConfig, EagleHead
+from eagle_mlx.target import Target
+
+from ..config import TrainConfig
+from ..initial import layer_shape, randomize
+from .base import Kind
+
+
+class EagleKind(Kind[EagleHead]):
+    """Recipe: Li et al. 2024, EAGLE, section 4.2 (regression and 0.1 of classification, noise on the features)."""
+
+    name = "eagle"
+    title = "EAGLE-1"
+    head_class = EagleHead
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "unroll": 1,
+        "decay": 0.8,
+        "loss": "soft",
+        "loss_weights": (1.0, 0.1),
+        "feature_noise": 0.1,
+    }
+    foreign: ClassVar[Mapping[str, str]] = {
+        "draft_vocab": "it drafts the target's whole vocabulary",
+        "aux_layers": "it reads the target's last layer alone",
+        "norm_before_residual": "it has no such norm",
+    }
+
+    def check(self, target: Target, config: TrainConfig) -> None:
+        EagleConfig(**layer_shape(target, config))
+
+    def new(
+        self, target: Target, config: TrainConfig, kept: NDArray[np.int64] | None, aux_layers: tuple[int, ...]
+    ) -> EagleHead:
+        """It starts by repeating the feature that it reads, but for a little of the next token's embedding."""
+        head = EagleHead(EagleConfig(**layer_shape(target, config)))
+        randomize(head, config.seed)
+        size = target.hidden_size
+        head.fc.weight = mx.concatenate([head.fc.weight[:, :size], mx.eye(size)], axis=1)
+        head.attach(target)
+        mx.eval(head.parameters())
+        return head
+
+    def contradictions(self, head: EagleHead, config: TrainConfig) -> Mapping[str, Any]:
+        shape = head.config
+        return {
+            "intermediate_size": shape.intermediate_size,
+            "heads": shape.num_attention_heads,
+            "kv_heads": shape.num_key_value_heads,
+        }
+
+    def save(self, head: EagleHead, folder: Path, target_name: str, extra: Mapping[str, Any]) -> None:
+        save_eagle(head, folder, target_name=target_name, extra=extra, overwrite=True)

@@ -1,0 +1,84 @@
+"""EAGLE-3: several layers' hidden states in, a draft vocabulary and an output projection of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_mlx.formats import save_eagle3
+from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+from eagle_mlx.target import Target
+
+from ..config import TrainConfig
+from ..initial import check_shape, head_config, new_head
+from ..unroll import unroll
+from .base import Jitter, Kind
+
+
+class Eagle3Kind(Kind[Eagle3Head]):
+    name = "eagle3"
+    title = "EAGLE-3"
+    head_class = Eagle3Head
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "draft_vocab": 32000,
+        "unroll": 7,
+        "decay": 0.8,
+        "loss": "soft",
+        "feature_noise": 0.0,
+    }
+    foreign: ClassVar[Mapping[str, str]] = {"loss_weights": "its loss is the cross entropy alone"}
+
+    def check(self, target: Target, config: TrainConfig) -> None:
+        check_shape(target, config)
+
+    def aux_layers(self, target: Target, config: TrainConfig) -> tuple[int, ...]:
+        return config.aux_layers or default_aux_layers(target.num_layers)
+
+    def aux_layers_of(self, head: Eagle3Head) -> tuple[int, ...]:
+        return head.config.aux_layers
+
+    def new(
+        self, target: Target, config: TrainConfig, kept: NDArray[np.int64] | None, aux_layers: tuple[int, ...]
+    ) -> Eagle3Head:
+        size = target.vocab_size if kept is None else len(kept)
+        shape = dataclasses.replace(head_config(target, config, size), aux_layers=aux_layers)
+        return new_head(target, shape, kept, config.seed)
+
+    def contradictions(self, head: Eagle3Head, config: TrainConfig) -> Mapping[str, Any]:
+        shape = head.config
+        all_of_it = shape.draft_vocab_size == shape.vocab_size <= config.draft_vocab
+        return {
+            "draft_vocab": config.draft_vocab if all_of_it else shape.draft_vocab_size,
+            "aux_layers": shape.aux_layers,
+            "intermediate_size": shape.intermediate_size,
+            "heads": shape.num_attention_heads,
+            "kv_heads": shape.num_key_value_heads,
+            "norm_before_residual": shape.norm_before_residual,
+        }
+
+    def features(self, head: Eagle3Head, target: Target, states: mx.array, jitter: Jitter) -> mx.array:
+        count = len(head.config.aux_layers)
+        if not count:
+            return super().features(head, target, states, jitter)
+        read = jitter(states[..., : -target.hidden_size].astype(mx.float32))
+        return head.features(list(mx.split(read, count, axis=-1)) if head.config.fc_norm else [read])
+
+    def unroll(
+        self, head: Eagle3Head, embeddings: mx.array, g: mx.array, segments: mx.array, positions: mx.array, steps: int
+    ) -> list[mx.array]:
+        way = unroll if _usual(head.config) else super().unroll
+        return way(head, embeddings, g, segments, positions, steps)
+
+    def save(self, head: Eagle3Head, folder: Path, target_name: str, extra: Mapping[str, Any]) -> None:
+        save_eagle3(head, folder, target_name=target_name, extra=extra, overwrite=True)
+
+
+def _usual(config: Eagle3Config) -> bool:
+    """Whether `unroll` computes what this head does: one layer that sees everything, its output fed back as it is."""
+    return config.num_hidden_layers == 1 and not any(config.windows) and not config.norm_output

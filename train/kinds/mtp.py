@@ -1,0 +1,99 @@
+"""Multi-token prediction: one layer of the target's own architecture, used again for every draft step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.formats import save_mtp
+from eagle_mlx.formats.tensors import weights_of
+from eagle_mlx.heads.mtp import MTPConfig, MTPHead
+from eagle_mlx.target import Target
+
+from ..config import TrainConfig
+from ..initial import final_norm, plain_weights, randomize
+from .base import Kind
+
+_OWN_LAYER = "its layer is shaped as the target's own"
+
+
+class MTPKind(Kind[MTPHead]):
+    """Recipe: DeepSeek-AI 2024, DeepSeek-V3, section 2.2, one layer for all steps as in vllm-project/speculators.
+
+    The weights of the steps' losses fall by 0.6, which for three steps is that project's 0.51, 0.31 and 0.18.
+    """
+
+    name = "mtp"
+    title = "MTP"
+    head_class = MTPHead
+    defaults: ClassVar[Mapping[str, Any]] = {"unroll": 3, "decay": 0.6, "loss": "soft", "feature_noise": 0.0}
+    foreign: ClassVar[Mapping[str, str]] = {
+        "draft_vocab": "it drafts the target's whole vocabulary",
+        "aux_layers": "it reads the target's last layer alone",
+        "intermediate_size": _OWN_LAYER,
+        "heads": _OWN_LAYER,
+        "kv_heads": _OWN_LAYER,
+        "norm_before_residual": "it has no such norm",
+        "loss_weights": "its loss is the cross entropy alone",
+    }
+
+    def check(self, target: Target, config: TrainConfig) -> None:
+        MTPHead(mtp_config(target))
+
+    def new(
+        self, target: Target, config: TrainConfig, kept: NDArray[np.int64] | None, aux_layers: tuple[int, ...]
+    ) -> MTPHead:
+        """It starts as the target's last layer over its last hidden state, and ends in the target's final norm."""
+        head = MTPHead(mtp_config(target))
+        randomize(head, config.seed)
+        size = target.hidden_size
+        head.eh_proj.weight = mx.concatenate([head.eh_proj.weight[:, :size], mx.eye(size)], axis=1)
+        layer = _last_like(target, head.block)
+        if layer is not None:
+            head.block.load_weights(list(layer.items()))
+        head.norm.weight = final_norm(target)
+        head.attach(target)
+        mx.eval(head.parameters())
+        return head
+
+    def adopt(self, head: MTPHead) -> MTPHead:
+        """A quantised head becomes the one that its weights stand for: they cannot be trained as they are."""
+        if head.config.quantization is None:
+            return head
+        plain = MTPHead(dataclasses.replace(head.config, quantization=None))
+        plain.load_weights(list(plain_weights(head).items()))
+        return plain
+
+    def save(self, head: MTPHead, folder: Path, target_name: str, extra: Mapping[str, Any]) -> None:
+        save_mtp(head, folder, target_name=target_name, extra=extra, overwrite=True)
+
+
+def mtp_config(target: Target) -> MTPConfig:
+    """A head with the target's own decoder layer. Raises ConfigError where that architecture's is not known."""
+    model = target.model
+    model_type = type(model).__module__.rsplit(".", 1)[-1]
+    args = getattr(getattr(model, "language_model", None), "args", None) or getattr(model, "args", None)
+    fields = dataclasses.asdict(args) if dataclasses.is_dataclass(args) and not isinstance(args, type) else {}
+    layer = {name: value for name, value in fields.items() if value is not None}
+    try:
+        return MTPConfig(model_type, {**layer, "vocab_size": target.vocab_size})
+    except ConfigError as e:
+        raise ConfigError(f"no MTP head can be made for {target.name or 'this target'}: {e}; try --head eagle3") from e
+
+
+def _last_like(target: Target, block: nn.Module) -> dict[str, mx.array] | None:
+    """The weights of the last of the target's layers that is made as the block is; None where there is none."""
+    wanted = {name: value.shape for name, value in weights_of(block).items()}
+    for layer in reversed(target.model.layers):
+        weights = plain_weights(layer)
+        if {name: value.shape for name, value in weights.items()} == wanted:
+            return weights
+    return None

@@ -1,0 +1,53 @@
+"""Noise on the hidden states that a head reads in training, so that it learns to live with its own.
+
+Source: Li et al. 2024, EAGLE, section 4.2: U(-0.1, 0.1). SafeAILab's code makes it smaller as conversations grow, by
+512 / tokens, and so does this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from .batches import Rows
+
+_LENGTH = 512
+"""Tokens of a conversation at which the noise is as large as it is said to be."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise of a batch, row by row, so that it does not depend on which rows are computed together."""
+
+    sizes: NDArray[np.float32]
+    """[B, L], how large it may be at each position."""
+    keys: NDArray[np.uint32]
+    """[B, 2], from which each row's is drawn."""
+
+    def split(self, parts: int) -> list[Noise]:
+        """Dealt out as `Rows.split` deals the rows out."""
+        cuts = [index for index in np.array_split(np.arange(len(self.keys)), parts) if len(index)]
+        return [Noise(self.sizes[i], self.keys[i]) for i in cuts]
+
+
+def noise_of(rows: Rows, size: float, seed: int, step: int) -> Noise | None:
+    """The noise of a run's step; None for none. Shorter conversations than 512 tokens get no more than `size`."""
+    if not size:
+        return None
+    width = len(rows.segments)
+    places = rows.segments + np.arange(width)[:, None] * (int(rows.segments.max(initial=0)) + 1)
+    lengths = np.bincount(places.reshape(-1))[places]
+    keys = np.random.default_rng([seed, step]).integers(0, 1 << 32, (width, 2), dtype=np.uint32)
+    return Noise((size * np.minimum(_LENGTH / lengths, 1)).astype(np.float32), keys)
+
+
+def add_noise(arrays: Mapping[str, mx.array], states: mx.array) -> mx.array:
+    """States [B, L, n] with the noise of a lane's arrays, where they have one."""
+    if "noise" not in arrays:
+        return states
+    drawn = [mx.random.uniform(-1, 1, states.shape[1:], key=arrays["keys"][row]) for row in range(states.shape[0])]
+    return states + arrays["noise"][..., None] * mx.stack(drawn)
