@@ -1,23 +1,45 @@
-"""Names of models: a local folder, a hub id, or a bare name of the mlx-community."""
+"""Names of models: a local folder, a hub id, or a bare name of the mlx-community; and publishing under such a name."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
 
-from eagle_mlx.errors import EagleError
+from eagle_mlx.errors import EagleError, OutputError
 
 DEFAULT_OWNER = "mlx-community"
 _WANTED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+_TORCH = "pytorch_model*.bin"
+"""Fetched only from where there are no safetensors."""
+_REPLACED = ("*.safetensors", "*.safetensors.index.json", _TORCH, "pytorch_model*.index.json", "report.json", "plots/*")
+"""What of an older head must not stay beside a newer one."""
+LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
+_TransportError = cast("type[Exception]", HfHubHTTPError.__bases__[0])
+"""What huggingface_hub lets through when there is no connection: the root of its HTTP library's errors."""
 
 
 def resolve(name: str | Path) -> Path:
     """The local folder of a model: an existing folder as it is, anything else through the hub's cache.
 
-    `Qwen3-32B-4bit` means `mlx-community/Qwen3-32B-4bit`. Raises EagleError where the name is no folder and the hub
-    has no such model or cannot be reached.
+    `Qwen3-32B-4bit` means `mlx-community/Qwen3-32B-4bit`. Of a repository with no safetensors its PyTorch files are
+    fetched. Raises EagleError where the name is no folder and the hub has no such model, keeps it from this user or
+    cannot be reached.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -28,16 +50,35 @@ def resolve(name: str | Path) -> Path:
     if repo is None:
         raise EagleError(f"there is no folder {folder}")
     try:
-        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=list(_WANTED)))
+        return _fetch(repo)
+    except GatedRepoError as e:
+        raise EagleError(
+            f"{repo} is gated: ask for access at {constants.ENDPOINT}/{repo}, then {LOGIN} of the account that has it"
+        ) from e
     except RepositoryNotFoundError as e:
-        raise EagleError(f"{name} is neither a folder here nor a model on the hub (asked for {repo})") from e
+        raise EagleError(
+            f"{name} is neither a folder here nor a model on the hub (asked for {repo}); if it is private, {LOGIN}"
+        ) from e
     except LocalEntryNotFoundError as e:
+        if isinstance(e.__cause__, HfHubHTTPError):
+            raise EagleError(f"{repo} cannot be fetched from the hub: {_said(e.__cause__)}") from e
         raise EagleError(
             f"{name} is no folder here, {repo} is not in the hub's cache, and the hub cannot be reached; "
             "check the path, or fetch the model while there is a network"
         ) from e
-    except (HFValidationError, HfHubHTTPError, OSError) as e:
-        raise EagleError(f"{repo} cannot be fetched from the hub: {e}") from e
+    except HfHubHTTPError as e:
+        if e.response.status_code == 401:
+            raise EagleError(f"the hub does not know the token with which {repo} was asked for; {LOGIN}") from e
+        raise EagleError(f"{repo} cannot be fetched from the hub: {_said(e)}") from e
+    except (HFValidationError, OSError, _TransportError) as e:
+        raise EagleError(f"{repo} cannot be fetched from the hub: {_one_line(e)}") from e
+
+
+def _fetch(repo: str) -> Path:
+    folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=list(_WANTED)))
+    if any(folder.glob("*.safetensors")):
+        return folder
+    return Path(huggingface_hub.snapshot_download(repo, allow_patterns=[*_WANTED, _TORCH]))
 
 
 def hub_id(name: str | Path) -> str | None:
@@ -52,3 +93,143 @@ def public_name(name: str | Path) -> str:
     """What a model may be called in a file that others get: its hub id, or the name of its folder without the path."""
     folder = Path(name).expanduser()
     return folder.resolve().name if folder.is_dir() else hub_id(name) or folder.name
+
+
+def full_id(name: str) -> bool:
+    """Whether this is `owner/name` as the hub spells it, and no folder here."""
+    try:
+        check_full_id(name)
+    except EagleError:
+        return False
+    return not Path(name).is_dir()
+
+
+def check_full_id(name: str) -> None:
+    """Raise OutputError where this is not `owner/name` as the hub spells it."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError as e:
+        raise OutputError(f"{name!r} is no name of a repository: {_one_line(e)}") from e
+    if "/" not in name:
+        raise OutputError(f"{name!r} is no name of a repository: write it as user/{name}")
+
+
+def weights_digest(folder: Path) -> str:
+    """SHA-256 over the weights of a head's folder, which tells whether two folders hold the same head."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")) or sorted(folder.glob(_TORCH)):
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Published:
+    url: str
+    """The repository's page."""
+    commit: str
+    """Id of the one commit that holds everything."""
+
+
+def publish_head(
+    folder: str | Path,
+    repo: str,
+    *,
+    token: str | None = None,
+    private: bool = False,
+    overwrite: bool = False,
+    message: str = "Publish a draft head",
+) -> Published:
+    """Upload a folder as the repository `user/name`, which is made where it does not exist, in one commit.
+
+    README.md of the folder is the card, which the hub checks before anything is made. Without `token` the usual places
+    are looked in: HF_TOKEN, then the login of huggingface_hub. With `overwrite` a repository that holds files already
+    gets these in place of an older head's; other files in it stay.
+
+    Raises OutputError for a name that the hub cannot have, no token or one without the right, no network, a card that
+    the hub refuses, a repository that holds files where `overwrite` is not set, and one that is public where `private`
+    is asked for. Whatever is wrong, no part of the folder is there without the rest.
+    """
+    folder = Path(folder)
+    check_full_id(repo)
+    token = token or huggingface_hub.get_token()
+    if token is None:
+        raise OutputError(f"there is no token for {constants.ENDPOINT}: {LOGIN} (one that may write), or give --token")
+    api = huggingface_hub.HfApi(token=token)
+    with _told(repo, "nothing was published"):
+        huggingface_hub.ModelCard((folder / "README.md").read_text(encoding="utf-8")).validate()
+        found = _files(api, repo, private)
+        if found is None:
+            api.create_repo(repo, private=private)
+    files = found or ()
+    if files and not overwrite:
+        raise OutputError(
+            f"{repo} exists already and holds {', '.join(files[:4])}{', ...' if len(files) > 4 else ''}; name another "
+            "repository, or put this head in its place with --overwrite"
+        )
+    ours = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    stale = [name for name in files if name not in ours and any(_matches(name, pattern) for pattern in _REPLACED)]
+    left = f"{repo} was made but is empty: the same command fills it" if found is None else f"{repo} is as it was"
+    with _told(repo, left):
+        commit = api.upload_folder(
+            repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=stale or None
+        )
+    return Published(f"{constants.ENDPOINT}/{repo}", commit.oid)
+
+
+def _files(api: huggingface_hub.HfApi, repo: str, private: bool) -> Sequence[str] | None:
+    """What a repository holds, beside what the hub itself puts there; None where there is no such repository."""
+    try:
+        info = api.model_info(repo)
+    except RepositoryNotFoundError:
+        return None
+    if private and info.private is False:
+        raise OutputError(f"{repo} exists already and is public; make it private on its page, or leave --private out")
+    return sorted(one.rfilename for one in info.siblings or () if one.rfilename != ".gitattributes")
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a file of a repository matches, folders being told apart as pathlib does."""
+    return Path(name).match(pattern) and name.count("/") == pattern.count("/")
+
+
+@contextmanager
+def _told(repo: str, left: str) -> Iterator[None]:
+    """Turn what goes wrong at the hub into one line that says what to do, and what is `left` there."""
+    try:
+        yield
+    except HfHubHTTPError as e:
+        raise OutputError(f"{_refusal(repo, e)}; {left}") from e
+    except OfflineModeIsEnabled as e:
+        raise OutputError(f"HF_HUB_OFFLINE forbids to ask {constants.ENDPOINT}; unset it to publish; {left}") from e
+    except ValueError as e:
+        raise OutputError(f"the hub refuses the model card: {_one_line(e)}; {left}") from e
+    except _TransportError as e:
+        raise OutputError(f"{constants.ENDPOINT} cannot be reached ({_one_line(e)}); {left}") from e
+    except (OSError, RuntimeError) as e:  # RuntimeError is how hf_xet, which sends large files, reports a failure
+        raise OutputError(f"{repo} could not be uploaded ({_one_line(e)}); {left}") from e
+
+
+def _refusal(repo: str, error: HfHubHTTPError) -> str:
+    status, said = error.response.status_code, _said(error)
+    if status == 401:
+        return (
+            f"the hub does not know the token ({said}); make one that may write at "
+            f"{constants.ENDPOINT}/settings/tokens, then {LOGIN}"
+        )
+    if status == 403:
+        owner = repo.split("/")[0]
+        return f"the token has no right to write to {repo} ({said}); take one that may write for {owner}"
+    if status == 409:
+        return f"{repo} exists already, and this token may not see it ({said}); name another repository"
+    if status == 404:
+        return f"{repo} cannot be found with this token ({said}); does {repo.split('/')[0]} exist?"
+    return f"the hub refuses {repo} with status {status} ({said})"
+
+
+def _said(error: HfHubHTTPError) -> str:
+    return _one_line(error.server_message or error)
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,12 +1,17 @@
+"""Names of models, what is fetched under them, and what is published."""
+
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 from eagle_mlx import hub
-from eagle_mlx.errors import EagleError
+from eagle_mlx.errors import EagleError, OutputError
+from tests import hub_server
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -36,6 +41,7 @@ def test_a_bare_name_is_fetched_from_the_community(tmp_path: Path, monkeypatch: 
         asked.append(repo)
         return str(tmp_path)
 
+    (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert hub.resolve("Qwen3-32B-4bit") == tmp_path
     assert asked == ["mlx-community/Qwen3-32B-4bit"]
@@ -62,3 +68,216 @@ def test_names_for_others_hold_no_paths(tmp_path: Path, monkeypatch: pytest.Monk
     assert hub.public_name("models/../models/mine/") == "mine"
     assert hub.public_name("Qwen/Qwen3-4B") == "Qwen/Qwen3-4B"
     assert hub.public_name("Qwen3-4B-4bit") == "mlx-community/Qwen3-4B-4bit"
+
+
+# From a hub
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[hub_server.Hub]:
+    with hub_server.serving() as running:
+        yield running
+
+
+@pytest.fixture
+def online(server: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> hub_server.Hub:
+    """The hub, empty again."""
+    hub_server.use(monkeypatch, server.base, tmp_path / "huggingface")
+    for held in (server.repos, server.large, server.requests):
+        held.clear()
+    server.refuse_commits = False
+    return server
+
+
+def folder_of(path: Path, **files: str) -> Path:
+    path.mkdir(parents=True)
+    for name, text in {"README.md": "---\nlicense: mit\n---\n# A head\n", "config.json": "{}", **files}.items():
+        (path / name).write_text(text)
+    return path
+
+
+def files_of(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()}
+
+
+def test_torch_files_are_fetched_only_where_there_are_no_others(online: hub_server.Hub) -> None:
+    torch = {"pytorch_model.bin": b"weights", "training_args.bin": b"code", "config.json": b"{}"}
+    online.put("user/torch", dict(torch))
+    online.put("user/both", {**torch, "model.safetensors": b"weights"})
+    assert files_of(hub.resolve("user/torch")) == {"pytorch_model.bin", "config.json"}
+    assert files_of(hub.resolve("user/both")) == {"model.safetensors", "config.json"}
+
+
+def test_what_was_fetched_needs_no_network(online: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    online.put("user/torch", {"pytorch_model.bin": b"weights", "config.json": b"{}"})
+    there = hub.resolve("user/torch")
+    asked = len(online.requests)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert hub.resolve("user/torch") == there
+    assert len(online.requests) == asked
+
+
+@pytest.mark.parametrize(
+    ("how", "token", "said"),
+    [
+        ({"gated": True}, hub_server.READ, "user/head is gated: ask for access at .*/user/head"),
+        ({"private": True}, None, "if it is private, log in with `hf auth login`, or set HF_TOKEN"),
+        ({}, "hf_wrong", "the hub does not know the token with which user/head was asked for"),
+    ],
+)
+def test_a_repository_that_is_kept_from_its_reader(
+    online: hub_server.Hub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    how: dict[str, bool],
+    token: str | None,
+    said: str,
+) -> None:
+    online.put("user/head", {"config.json": b"{}"}, **how)
+    hub_server.use(monkeypatch, online.base, tmp_path / "huggingface", token)
+    with pytest.raises(EagleError, match=said) as told:
+        hub.resolve("user/head")
+    assert "\n" not in str(told.value)
+
+
+# Publishing
+
+
+def test_a_folder_goes_up_in_one_commit(online: hub_server.Hub, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "head", **{"model.safetensors": "weights"})
+    done = hub.publish_head(folder, "user/head", message="First")
+    repo = online.repos["user/head"]
+    assert repo.commits == ["First"]
+    assert not repo.private
+    assert {name: content.decode() for name, content in repo.files.items() if name != ".gitattributes"} == {
+        file.name: file.read_text() for file in folder.iterdir()
+    }
+    assert done == hub.Published(f"{online.base}/user/head", repo.sha)
+
+
+def test_a_newer_head_takes_the_place_of_an_older_one(online: hub_server.Hub, tmp_path: Path) -> None:
+    older = {"model-00001-of-00002.safetensors": b"a", "pytorch_model.bin": b"b", "plots/loss.png": b"c"}
+    online.put("user/head", {**older, "notes.md": b"kept", "onnx/model.safetensors": b"kept", "config.json": b"old"})
+    folder = folder_of(tmp_path / "head", **{"model.safetensors": "weights"})
+    with pytest.raises(OutputError, match=r"user/head exists already and holds config.json, .*--overwrite"):
+        hub.publish_head(folder, "user/head")
+    assert online.repos["user/head"].commits == ["first"]
+    hub.publish_head(folder, "user/head", overwrite=True)
+    repo = online.repos["user/head"]
+    assert len(repo.commits) == 2
+    assert set(repo.files) == {"README.md", "config.json", "model.safetensors", "notes.md", "onnx/model.safetensors"}
+    assert repo.files["config.json"] == b"{}"
+
+
+def test_a_repository_that_is_empty_is_filled(online: hub_server.Hub, tmp_path: Path) -> None:
+    online.put("user/head", {".gitattributes": b""})
+    hub.publish_head(folder_of(tmp_path / "head"), "user/head")
+    assert "config.json" in online.repos["user/head"].files
+    assert online.created() == []
+
+
+def test_private_is_kept_private(online: hub_server.Hub, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "head")
+    hub.publish_head(folder, "user/secret", private=True)
+    assert online.repos["user/secret"].private
+    online.put("user/open", {})
+    with pytest.raises(OutputError, match="user/open exists already and is public; .* leave --private out"):
+        hub.publish_head(folder, "user/open", private=True)
+    assert online.repos["user/open"].files == {}
+
+
+@pytest.mark.parametrize(
+    ("repo", "token", "said"),
+    [
+        ("user/head", None, "there is no token .*HF_TOKEN.*--token"),
+        ("user/head", "hf_wrong", "the hub does not know the token .*settings/tokens.*; nothing was published"),
+        ("user/head", hub_server.READ, "no right to write to user/head .*may write for user"),
+        ("other/head", hub_server.WRITE, "no right to write to other/head .*you may not write to other"),
+        ("head", hub_server.WRITE, "write it as user/head"),
+        ("a/b/c", hub_server.WRITE, "'a/b/c' is no name of a repository"),
+        ("user/--head", hub_server.WRITE, "is no name of a repository"),
+    ],
+)
+def test_what_stands_in_the_way_is_said_in_a_line(
+    online: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: str, token: str | None, said: str
+) -> None:
+    hub_server.use(monkeypatch, online.base, tmp_path / "huggingface", token)
+    with pytest.raises(OutputError, match=said) as told:
+        hub.publish_head(folder_of(tmp_path / "head"), repo)
+    assert "\n" not in str(told.value)
+    assert online.repos == {}
+
+
+def test_a_token_is_found_where_the_login_has_left_it(
+    online: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub_server.use(monkeypatch, online.base, tmp_path / "huggingface", None)
+    login = Path(constants.HF_TOKEN_PATH)
+    login.parent.mkdir(parents=True)
+    login.write_text(hub_server.WRITE)
+    hub.publish_head(folder_of(tmp_path / "head"), "user/head")
+    assert "user/head" in online.repos
+
+
+def test_a_card_that_the_hub_refuses_makes_no_repository(online: hub_server.Hub, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "head", **{"README.md": "---\nlicense: no-such-licence\n---\n"})
+    with pytest.raises(OutputError, match=r"the hub refuses the model card: .*must be one of apache-2.0, mit"):
+        hub.publish_head(folder, "user/head")
+    assert online.repos == {}
+
+
+def test_a_commit_that_fails_leaves_nothing_half_written(online: hub_server.Hub, tmp_path: Path) -> None:
+    online.refuse_commits = True
+    folder = folder_of(tmp_path / "head", **{"model.safetensors": "weights"})
+    with pytest.raises(OutputError, match="over its quota.*user/head was made but is empty: the same command fills it"):
+        hub.publish_head(folder, "user/head")
+    assert set(online.repos["user/head"].files) == {".gitattributes"}
+    online.refuse_commits = False
+    hub.publish_head(folder, "user/head")
+    assert "model.safetensors" in online.repos["user/head"].files
+
+
+def test_a_repository_of_someone_else_s_secret_name(online: hub_server.Hub, tmp_path: Path) -> None:
+    class Hidden(dict[str, hub_server.Repo]):
+        def get(self, name: str, default: object = None) -> None:  # type: ignore[override]
+            return None
+
+    online.repos = Hidden({"user/head": hub_server.Repo()})
+    try:
+        with pytest.raises(OutputError, match="user/head exists already, and this token may not see it"):
+            hub.publish_head(folder_of(tmp_path / "head"), "user/head")
+    finally:
+        online.repos = {}
+
+
+def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of(tmp_path / "head")
+    hub_server.use(monkeypatch, "http://127.0.0.1:9", tmp_path / "huggingface")
+    with pytest.raises(OutputError, match="http://127.0.0.1:9 cannot be reached .*; nothing was published"):
+        hub.publish_head(folder, "user/head")
+    with pytest.raises(EagleError, match="the hub cannot be reached"):
+        hub.resolve("user/head")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(OutputError, match="HF_HUB_OFFLINE forbids"):
+        hub.publish_head(folder, "user/head")
+
+
+def test_a_digest_tells_heads_apart(tmp_path: Path) -> None:
+    one, same, other = (folder_of(tmp_path / name) for name in ("one", "same", "other"))
+    for folder, weights in ((one, "a"), (same, "a"), (other, "b")):
+        (folder / "model.safetensors").write_text(weights)
+    (same / "README.md").write_text("another card")
+    assert hub.weights_digest(one) == hub.weights_digest(same) != hub.weights_digest(other)
+
+
+@pytest.mark.parametrize(
+    ("name", "full"), [("Qwen/Qwen3-4B", True), ("Qwen3-4B", False), ("/a/b", False), ("a/b/c", False), ("", False)]
+)
+def test_full_ids(name: str, full: bool) -> None:
+    assert hub.full_id(name) is full
+
+
+def test_a_folder_of_that_name_is_no_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out" / "head").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert not hub.full_id("out/head")
