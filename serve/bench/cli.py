@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import cast, get_args
 
-from eagle_mlx import blas
+from eagle_mlx import blas, hub
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.formats import load_head
 from eagle_mlx.heads.base import DraftHead
@@ -43,9 +45,10 @@ compared with mlx-lm's greedy text; above temperature 0 with that of the plain e
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run eagle-bench; returns the exit status: 0, 1 where a text differs, 2 for an error, 130 when interrupted."""
-    args = _parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = _parser().parse_args(given)
     try:
-        return _bench(args)
+        return _bench(args, shlex.join(["eagle-bench", *given]))
     except EagleError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
@@ -130,7 +133,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def _bench(args: argparse.Namespace) -> int:
+def _bench(args: argparse.Namespace, command: str) -> int:
     print(f"blas: {blas.activate()}")
     for path in (args.json, args.plot):
         if path is not None:
@@ -152,6 +155,10 @@ def _bench(args: argparse.Namespace) -> int:
     tolerance = tolerance_for(target) if args.tolerance is None else args.tolerance
     print(f"\n{report.table(runs)}\n\n{report.footnote(runs, args.max_tokens, tolerance)}")
     extra: dict[str, object] = {
+        "command": command,
+        "eagle_mlx": version("eagle-mlx"),
+        "prompts": str(args.prompts or embedded("prompts.jsonl")),
+        "head_sha256": _digest(head_name),
         "max_tokens": args.max_tokens,
         "acceptance": args.acceptance,
         "repeats": args.repeats,
@@ -171,6 +178,11 @@ def _head(name: str | Path | None, target: Target) -> DraftHead | None:
     if name is None:
         return None
     return random_head(target) if name == "random" else load_head(name, target)
+
+
+def _digest(name: str | Path | None) -> str | None:
+    """Of the head's weights, so that figures can be told to be those of a head."""
+    return None if name is None or name == "random" else hub.weights_digest(hub.resolve(name))
 
 
 def _costs(args: argparse.Namespace, target: Target, head: DraftHead | None) -> dict[str, object]:

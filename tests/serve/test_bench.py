@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
+from eagle_mlx import hub
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.formats import save_eagle3
 from eagle_mlx.loops import distinct_ratio
@@ -244,13 +247,18 @@ def test_command_measures_and_writes(
     prompts = write(tmp_path / "p.jsonl", {"prompt": "def f():"}, {"prompt": "class A"}, {"prompt": "unread"})
     figures, bars = tmp_path / "figures.json", tmp_path / "bars.png"
     files = ("--prompts", str(prompts), "--json", str(figures), "--plot", str(bars))
-    assert main(["--target", target, "--head", head, "--depth", "2", *files, *QUICK]) == 0
+    given = ["--target", target, "--head", head, "--depth", "2", *files, *QUICK]
+    assert main(given) == 0
     shown = capsys.readouterr().out
     assert "blas: " in shown
     assert "eagle" in shown
     assert bars.exists()
     written = json.loads(figures.read_text())
     assert {"target", "head", "machine", "runs"} <= set(written)
+    assert shlex.split(written["command"]) == ["eagle-bench", *given]
+    assert written["prompts"] == str(prompts)
+    assert written["head_sha256"] == hub.weights_digest(Path(head))
+    assert written["eagle_mlx"] == version("eagle-mlx")
     assert [run["mode"] for run in written["runs"]] == ["mlx-lm", "plain", "ngram", "eagle"]
     schema = {
         "mode",
@@ -309,6 +317,7 @@ def test_the_worst_case_is_measured_against_plain_decoding(tmp_path: Path) -> No
     assert main([*flags, *where, "--temperature", "1", "--acceptance", "rejection", "--repeats", "1", "--quiet"]) == 0
     runs = json.loads(figures.read_text())["runs"]
     assert [run["identical"] for run in runs] == [True, None, None]
+    assert json.loads(figures.read_text())["head_sha256"] is None
 
 
 @pytest.mark.parametrize("depth", [0, 3])
