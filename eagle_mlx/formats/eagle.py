@@ -60,7 +60,9 @@ def load_eagle(folder: str | Path) -> EagleHead:
     written = read_config(folder)
     tensors = {name.removeprefix("model."): value for name, value in read_tensors(folder).items()}
     tensors = without_copy(written, tensors)
-    head = EagleHead(_from_json(folder, written, tensors))
+    config = _from_json(folder, written, tensors)
+    with reading(folder / "config.json"):
+        head = EagleHead(config)
     fill(folder, head, tensors)
     return head
 

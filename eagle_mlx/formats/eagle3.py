@@ -69,7 +69,8 @@ def build_eagle3(folder: Path, config: Eagle3Config, tensors: dict[str, mx.array
     if not config.norm_logits and not config.norm_output:
         tensors.pop("norm.weight", None)  # there, but never trained and never asked
     d2t = take_draft_vocabulary(folder, tensors, config.vocab_size, config.draft_vocab_size)
-    head = Eagle3Head(config, d2t)
+    with reading(folder / "config.json"):
+        head = Eagle3Head(config, d2t)
     fill(folder, head, tensors, outer_name)
     return head
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,15 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 """Fields that change the forward in ways that are not implemented: the values that change nothing, and the reason."""
 
 
+_FLAGS = (
+    *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm", "hidden_norm"),
+    *("attention_bias", "qkv_bias", "mlp_bias", "bias", "eagle_fc_bias", "use_sliding_window"),
+)
+_OBJECTS = ("eagle_config", "eagle_mlx", "rope_scaling", "rope_parameters", "text_config", "speculators_config")
+_MOST_LAYERS = 64
+_MOST = 1 << 31
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json; raises CheckpointError where there is none or it is no JSON object."""
     file = folder / "config.json"
@@ -45,6 +55,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} cannot be read: {e}") from e
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} is not a JSON object")
+    for name in _OBJECTS:
+        if not isinstance(config.get(name, {}), dict | None):
+            raise CheckpointError(f"{file}: {name} must be an object, not {config[name]!r}")
     return config
 
 
@@ -55,7 +68,7 @@ def reading(file: Path) -> Iterator[None]:
         yield
     except KeyError as e:
         raise CheckpointError(f"{file} lacks {e.args[0]}") from e
-    except (TypeError, ValueError, ConfigError) as e:
+    except (TypeError, ValueError, AttributeError, ArithmeticError, ConfigError) as e:
         raise CheckpointError(f"{file} is not usable: {e}") from e
 
 
@@ -65,21 +78,26 @@ def refuse(file: Path, config: Mapping[str, Any]) -> None:
         value = config.get(name)
         if value is not None and not harmless(value):
             raise CheckpointError(f"{file} sets {name} to {value!r}, which cannot be honoured: {reason}")
+    for name in _FLAGS:
+        if config.get(name) not in (None, True, False):
+            raise CheckpointError(f"{file} sets {name} to {config[name]!r}; it must be true or false")
 
 
 def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that every decoder layer has, as the head configs name them. Raises KeyError, ConfigError."""
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    layers = int(config.get("num_hidden_layers") or 1)
-    longest = int(config.get("max_position_embeddings") or 2048)
+    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    layers = _size(config, "num_hidden_layers", 1)
+    if layers > _MOST_LAYERS:
+        raise ConfigError(f"num_hidden_layers is {layers}; that is a model, heads have a few")
+    longest = _size(config, "max_position_embeddings", 2048)
     theta, scaling = rope_fields(config, longest)
     return {
         "hidden_size": hidden,
-        "intermediate_size": int(config["intermediate_size"]),
+        "intermediate_size": _size(config, "intermediate_size"),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(config.get("num_key_value_heads") or heads),
-        "head_dim": int(config.get("head_dim") or hidden // heads),
-        "vocab_size": int(config["vocab_size"]),
+        "num_key_value_heads": _size(config, "num_key_value_heads", heads),
+        "head_dim": _size(config, "head_dim", hidden // heads),
+        "vocab_size": _size(config, "vocab_size"),
         "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "rope_theta": theta,
         "rope_scaling": scaling,
@@ -90,6 +108,15 @@ def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "windows": _windows(config, layers),
     }
+
+
+def _size(config: Mapping[str, Any], name: str, otherwise: int | None = None) -> int:
+    """A number of things, at least one. Raises KeyError, ConfigError."""
+    value = config.get(name) if otherwise is not None else config[name]
+    size = otherwise if value is None and otherwise is not None else int(value)  # type: ignore[arg-type]
+    if not 0 < size <= _MOST:
+        raise ConfigError(f"{name} is {size}")
+    return size
 
 
 def rope_fields(config: Mapping[str, Any], longest: int) -> tuple[float, dict[str, Any] | None]:
@@ -153,16 +180,19 @@ def window_json(windows: tuple[int | None, ...]) -> dict[str, Any]:
 
 
 def aux_layer_ids(file: Path, nested: Any, top: Any) -> tuple[int, ...] | None:
-    """Layer ids counted as outputs from 0: `nested` are so already, `top` are one higher. None where none are named."""
+    """Layer ids counted as outputs from 0: `nested` are so already, `top` are one higher. None where none are named.
+
+    Model-Optimizer leaves an empty list where the layers are its default ones. Raises CheckpointError, TypeError.
+    """
     from_top = None if top is None else [k - 1 for k in top]
-    if nested is not None and from_top is not None and list(nested) != from_top:
+    if nested and from_top and list(nested) != from_top:
         raise CheckpointError(
             f"{file} names different layers in eagle_config ({nested}: outputs, from 0) and at the top ({top}: outputs "
             "plus one); keep the one that the head was trained with"
         )
-    layers = nested if nested is not None else from_top
-    if layers is None:
+    layers = nested or from_top
+    if not layers:
         return None
     if any(k < 0 for k in layers):
         raise CheckpointError(f"{file} names the embedding's output as an aux layer, which cannot be read")
-    return tuple(int(k) for k in layers)
+    return tuple(map(operator.index, layers))

@@ -70,7 +70,7 @@ def _from_json(
     if not isinstance(layer, dict):
         raise CheckpointError(f"{file} lacks transformer_layer_config")
     kind = layer.get("model_type", "qwen3")
-    if kind not in _LAYER_DEFAULTS:
+    if not isinstance(kind, str) or kind not in _LAYER_DEFAULTS:
         raise CheckpointError(f"{file} describes a layer of {kind}; only llama and qwen3 layers can be read")
     refuse(file, {**layer, "tie_word_embeddings": False})  # it is the verifier's field, not the head's
     refuse(file, {name: value for name, value in config.items() if name != "tie_word_embeddings"})

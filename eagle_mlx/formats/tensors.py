@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,13 @@ from eagle_mlx.formats.torchzip import read_torch
 from eagle_mlx.target import compute_dtype
 
 DTYPE_NAMES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
-
+_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+"""The types of safetensors."""
 
 COPY = "holds_the_targets_embedding"
 """Says in a config, under `eagle_mlx`, that the embedding in the file is a copy of the target's, for other loaders."""
@@ -109,6 +116,19 @@ def fill(
     }
     head.load_weights(list(ready.items()))
     mx.eval(head.parameters())
+    check_finite(where, {in_file(name): value for name, value in weights_of(head).items()})
+
+
+def check_finite(where: Path, tensors: Mapping[str, mx.array]) -> None:
+    """Raise one CheckpointError that names every tensor with a number that is none: such a head drafts nothing."""
+    found = {name: mx.isfinite(x).all() for name, x in tensors.items() if mx.issubdtype(x.dtype, mx.floating)}
+    mx.eval(found)
+    broken = sorted(name for name, finite in found.items() if not finite.item())
+    if broken:
+        raise CheckpointError(
+            f"the weights in {where} hold NaN or infinity: {', '.join(broken)}; the file is damaged, or training went "
+            "astray"
+        )
 
 
 def check_shapes(where: Path, tensors: Mapping[str, mx.array], expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -138,10 +158,24 @@ def _check_length(file: Path) -> None:
             if size < 8 or header_size > size - 8:
                 raise CheckpointError(f"{file} is cut short ({size} bytes); fetch or make it again")
             header = json.loads(raw.read(header_size))
-        promised = max((spec["data_offsets"][1] for name, spec in header.items() if name != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as e:
+        promised = _promised(file, {name: spec for name, spec in header.items() if name != "__metadata__"})
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{file} is no safetensors file; fetch or make it again") from e
     if size != 8 + header_size + promised:
         raise CheckpointError(
             f"{file} has {size} bytes but its header promises {8 + header_size + promised}; fetch or make it again"
         )
+
+
+def _promised(file: Path, header: Mapping[str, Any]) -> int:
+    """Bytes of the tensors that a header describes, which must lie one behind the other without a gap."""
+    at = 0
+    for name, spec in sorted(header.items(), key=lambda item: (*item[1]["data_offsets"], item[0])):
+        start, end = spec["data_offsets"]
+        if start != at or end - start != prod(spec["shape"]) * _BYTES[spec["dtype"]]:
+            raise CheckpointError(
+                f"the header of {file} is damaged: {name} of type {spec['dtype']} and shape {spec['shape']} cannot lie "
+                f"in bytes {start} to {end} behind {at}; fetch or make it again"
+            )
+        at = end
+    return at

@@ -18,17 +18,20 @@ def take_draft_vocabulary(
     Raises CheckpointError for maps that are missing, damaged or that contradict each other.
     """
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    for name, value, size in (("d2t", d2t, draft_vocab_size), ("t2d", t2d, vocab_size)):
+        if value is not None and value.shape != (size,):
+            raise CheckpointError(f"{name} in {where} has shape {value.shape}, expected ({size},)")
+        if value is not None and not (value.dtype == mx.bool_ or mx.issubdtype(value.dtype, mx.integer)):
+            raise CheckpointError(f"{name} in {where} holds numbers of type {value.dtype}, expected whole ones")
     if d2t is None:
         if draft_vocab_size != vocab_size:
             raise CheckpointError(
                 f"{where} lacks d2t, but its draft vocabulary ({draft_vocab_size}) is smaller than the "
                 f"target's ({vocab_size})"
             )
-        return None
-    if d2t.shape != (draft_vocab_size,):
-        raise CheckpointError(f"d2t in {where} has shape {d2t.shape}, expected ({draft_vocab_size},)")
+        d2t = mx.zeros(vocab_size, mx.int32)
     kept = np.array(d2t, np.int64) + np.arange(draft_vocab_size)
-    if kept[0] < 0 or kept[-1] >= vocab_size or np.any(np.diff(kept) <= 0):
+    if kept.min() < 0 or kept.max() >= vocab_size or np.any(np.diff(kept) <= 0):
         raise CheckpointError(f"d2t in {where} does not lead to ascending ids of a vocabulary of {vocab_size}")
     if t2d is not None and not np.array_equal(np.flatnonzero(np.array(t2d)), kept):
         raise CheckpointError(f"t2d and d2t in {where} name different draft vocabularies; one of them is damaged")

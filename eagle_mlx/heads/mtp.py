@@ -7,7 +7,8 @@ Qwen3-Next and Qwen3.5; vllm-project/speculators. The layer is mlx-lm's, whateve
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -64,8 +65,11 @@ class MTPConfig:
                 f"MTP layers of model_type {self.model_type} are not known; known are {', '.join(sorted(_KINDS))}"
             )
         for name in ("hidden_size", "vocab_size", "rms_norm_eps"):
-            if not self.layer.get(name):
+            value = self.layer.get(name)
+            if not value:
                 raise ConfigError(f"the layer's config lacks {name}")
+            if not isinstance(value, (int, float) if name == "rms_norm_eps" else int) or value < 0:
+                raise ConfigError(f"the layer's config sets {name} to {value!r}")
         if self.quantization is not None and set(self.quantization) != {"group_size", "bits"}:
             raise ConfigError(f"quantization names {', '.join(sorted(self.quantization))}; give group_size and bits")
 
@@ -81,10 +85,18 @@ class MTPConfig:
 def layer_args(model_type: str, layer: Mapping[str, Any]) -> Any:
     """mlx-lm's arguments of an architecture. Raises ConfigError where the config lacks what it needs."""
     module = importlib.import_module(f"mlx_lm.models.{model_type}")
-    try:
+    with _usable(model_type):
         return getattr(module, _KINDS[model_type].args).from_dict({**_flat_rope(layer), **layer})
-    except (TypeError, KeyError, ValueError) as e:
-        raise ConfigError(f"the config of this {model_type} is not one that mlx-lm can use: {e}") from e
+
+
+@contextmanager
+def _usable(model_type: str) -> Iterator[None]:
+    """Make a ConfigError of whatever mlx-lm stumbles over in a config."""
+    try:
+        yield
+    except (TypeError, KeyError, ValueError, AttributeError, AssertionError, ArithmeticError, IndexError) as e:
+        said = str(e) or "it lacks something"
+        raise ConfigError(f"the config of this {model_type} is not one that mlx-lm can use: {said}") from e
 
 
 def _flat_rope(layer: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,7 +112,8 @@ def decoder_block(config: MTPConfig) -> nn.Module:
     """The architecture's own decoder layer, with attention that sees everything before it."""
     kind, args = _KINDS[config.model_type], layer_args(config.model_type, config.layer)
     make = getattr(importlib.import_module(f"mlx_lm.models.{config.model_type}"), kind.layer)
-    block: nn.Module = make(args) if kind.index is None else make(args, kind.index(args))
+    with _usable(config.model_type):
+        block: nn.Module = make(args) if kind.index is None else make(args, kind.index(args))
     return block
 
 

@@ -1,0 +1,181 @@
+"""Bad input: whatever is wrong with a head's files is an error of ours that names it, and never a silent head."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from eagle_mlx.errors import CheckpointError, EagleError
+from eagle_mlx.formats import load_head, save_eagle, save_eagle3, save_mtp, save_speculators
+from eagle_mlx.formats.tensors import read_tensors
+from tests.eagle_mlx.heads import KINDS, eagle, eagle3, mtp
+from tests.fakes import tiny_target
+
+TARGET = tiny_target(vocab=64)
+WRITERS: dict[str, tuple[Any, Any]] = {
+    "eagle": (save_eagle, eagle),
+    "eagle3": (save_eagle3, KINDS["eagle3, one norm"]),
+    "speculators": (save_speculators, KINDS["eagle3, one norm"]),
+    "mtp": (save_mtp, mtp),
+}
+JUNK = [None, "x", "", -1, 0, 7, 10**9, 10**18, 1.5, math.inf, math.nan, [], [1], ["a"], {}, {"a": 1}, True, "false"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for name, (save, make) in WRITERS.items():
+        head = make(TARGET)
+        head.attach(TARGET)
+        made[name] = tmp_path_factory.mktemp("heads") / name
+        save(head, made[name])
+    return made
+
+
+def fields(config: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Every field, those of objects inside others too."""
+    found = []
+    for name, value in config.items():
+        found += [(*path, name), *(fields(value, (*path, name)) if isinstance(value, dict) else [])]
+    return found
+
+
+@pytest.mark.parametrize("layout", WRITERS)
+def test_no_field_can_be_so_wrong_that_it_is_not_an_error_of_ours(layout: str, folders: dict[str, Path]) -> None:
+    folder, refused = folders[layout], 0
+    file = folder / "config.json"
+    text = file.read_text()
+    try:
+        for index, path in enumerate(fields(json.loads(text))):
+            for junk in JUNK[index % 3 :: 3]:
+                config = json.loads(text)
+                inner = config
+                for name in path[:-1]:
+                    inner = inner[name]
+                inner[path[-1]] = junk
+                file.write_text(json.dumps(config))
+                try:
+                    load_head(folder, TARGET)
+                except EagleError:
+                    refused += 1
+    finally:
+        file.write_text(text)
+    assert refused > 30
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(at=st.floats(0, 1), bit=st.integers(0, 7), layout=st.sampled_from(sorted(WRITERS)))
+def test_a_flipped_bit_in_the_header_is_refused_or_changes_nothing(
+    at: float, bit: int, layout: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    raw = (folders[layout] / "model.safetensors").read_bytes()
+    size = 8 + int.from_bytes(raw[:8], "little")
+    damaged = bytearray(raw)
+    damaged[int(at * (size - 1))] ^= 1 << bit
+    folder = tmp_path / layout
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_bytes((folders[layout] / "config.json").read_bytes())
+    (folder / "model.safetensors").write_bytes(damaged)
+    try:
+        load_head(folder, TARGET)
+    except EagleError:
+        return
+    wanted, got = read_tensors(folders[layout]), read_tensors(folder)
+    assert wanted.keys() == got.keys()
+    assert all(got[name].dtype == x.dtype and mx.array_equal(got[name], x) for name, x in wanted.items())
+
+
+def saved(folder: Path, draft_vocab: int | None = 40) -> Path:
+    save_eagle3(eagle3(TARGET, draft_vocab=draft_vocab), folder)
+    return folder
+
+
+def rewrite(folder: Path, **changes: mx.array) -> None:
+    tensors = read_tensors(folder) | changes
+    mx.eval(tensors)
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+
+
+def reconfigure(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["fc.weight", "midlayer.hidden_norm.weight"])
+def test_weights_that_are_no_numbers_are_named(bad: float, name: str, tmp_path: Path) -> None:
+    saved(tmp_path / "h")
+    weight = read_tensors(tmp_path / "h")[name]
+    rewrite(tmp_path / "h", **{name: mx.where(mx.arange(weight.size).reshape(weight.shape) == 3, bad, weight)})
+    with pytest.raises(CheckpointError, match=rf"hold NaN or infinity: {name};"):
+        load_head(tmp_path / "h")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("d2t", mx.zeros(40, mx.float32), "d2t in .* holds numbers of type .*float32, expected whole ones"),
+        ("d2t", mx.array([*range(40)][::-1]), "d2t in .* does not lead to ascending ids"),
+        ("d2t", mx.full(40, -1), "d2t in .* does not lead to ascending ids"),
+        ("d2t", mx.full(40, 25), "d2t in .* ascending ids of a vocabulary of 64"),
+        ("d2t", mx.full(40, 2**63 - 1), "d2t in .* ascending ids of a vocabulary of 64"),
+        ("d2t", mx.array(0), r"d2t in .* has shape \(\), expected \(40,\)"),
+        ("t2d", mx.ones(65, mx.bool_), r"t2d in .* has shape \(65,\), expected \(64,\)"),
+        ("t2d", mx.ones(64, mx.bool_), "t2d and d2t in .* name different draft vocabularies"),
+    ],
+)
+def test_draft_vocabularies_that_cannot_be(name: str, value: mx.array, message: str, tmp_path: Path) -> None:
+    rewrite(saved(tmp_path / "h"), **{name: value})
+    with pytest.raises(CheckpointError, match=message):
+        load_head(tmp_path / "h")
+
+
+def test_a_whole_vocabulary_with_maps_and_without(tmp_path: Path) -> None:
+    """SpecForge writes maps of nothing where the head drafts every token; a map that says otherwise is an error."""
+    saved(tmp_path / "h", None)
+    assert load_head(tmp_path / "h").token_ids is None
+    rewrite(tmp_path / "h", d2t=mx.zeros(64, mx.int64), t2d=mx.ones(64, mx.bool_))
+    assert load_head(tmp_path / "h").token_ids is None
+    rewrite(tmp_path / "h", t2d=mx.arange(64) > 3)
+    with pytest.raises(CheckpointError, match="t2d and d2t"):
+        load_head(tmp_path / "h")
+    saved(tmp_path / "g", None)
+    rewrite(tmp_path / "g", t2d=mx.arange(64) > 3)
+    with pytest.raises(CheckpointError, match="t2d and d2t"):
+        load_head(tmp_path / "g")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_before_residual": "false"}, "norm_before_residual to 'false'; it must be true or false"),
+        ({"eagle_config": [1]}, r"eagle_config must be an object, not \[1\]"),
+        ({"eagle_mlx": "x"}, "eagle_mlx must be an object"),
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; that is a model"),
+        ({"eagle_config": None, "eagle_aux_hidden_state_layer_ids": [1.5, 2]}, "not usable"),
+        ({"hidden_size": 48}, r"fc.weight has shape \(32, 96\), expected \(48, 96\)"),
+    ],
+)
+def test_configs_that_contradict_themselves_or_the_weights(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    reconfigure(saved(tmp_path / "h"), **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load_head(tmp_path / "h")
+
+
+def test_an_empty_list_of_layers_names_none(tmp_path: Path) -> None:
+    """As Model-Optimizer leaves it where the layers are the default ones."""
+    ids = "eagle_aux_hidden_state_layer_ids"
+    reconfigure(saved(tmp_path / "h"), eagle_config={ids: [], "use_aux_hidden_state": True}, **{ids: None})
+    assert load_head(tmp_path / "h", TARGET).aux_layers == (0, 2, 3)
+    with pytest.raises(CheckpointError, match="does not name the layers"):
+        load_head(tmp_path / "h")
