@@ -160,7 +160,7 @@ def check_same_tokenizer(draft: Target, target: Target) -> None:
 
 
 def _fitted(logits: mx.array, vocab_size: int) -> mx.array:
-    """Logits [B, 1, Vd] over the target's V ids: padding cut away, or ids that the draft model lacks made impossible."""
+    """Logits [B, 1, Vd] over the target's V ids: padding cut away, ids that the draft model lacks made impossible."""
     missing = vocab_size - logits.shape[-1]
     if missing > 0:
         return mx.pad(logits, [(0, 0), (0, 0), (0, missing)], constant_values=mx.array(-math.inf, logits.dtype))
