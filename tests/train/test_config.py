@@ -51,6 +51,15 @@ def test_what_is_wrong_with_a_file_is_said_of_the_file(tmp_path: Path, line: str
         ({"limit": -1}, "limit must not be negative"),
         ({"decay": 1.5}, "decay must be between 0 and 1"),
         ({"length": 6, "unroll": 7}, "length 6 leaves no room"),
+        ({"head": "medusa"}, "head must be one of eagle3, eagle, mtp"),
+        ({"loss": "l1"}, "loss must be one of auto, soft, hard"),
+        ({"step_weights": [1, 0]}, "step_weights must be above 0, but are 1 0"),
+        ({"step_weights": [1, 1], "unroll": 3}, "given for 2 draft steps and unroll is 3"),
+        ({"step_weights": [1, 1], "decay": 0.5}, "step_weights and decay are both given"),
+        ({"loss_weights": [1]}, "loss_weights are two numbers"),
+        ({"loss_weights": [0, 0]}, "loss_weights are two numbers"),
+        ({"feature_noise": -0.5}, "feature_noise must not be negative"),
+        ({"draft_vocab": -1}, "draft_vocab must not be negative"),
     ],
 )
 def test_values_that_cannot_be_used(values: dict[str, Any], message: str) -> None:

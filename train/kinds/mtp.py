@@ -82,9 +82,8 @@ def mtp_config(target: Target) -> MTPConfig:
     model_type = type(model).__module__.rsplit(".", 1)[-1]
     args = getattr(getattr(model, "language_model", None), "args", None) or getattr(model, "args", None)
     fields = dataclasses.asdict(args) if dataclasses.is_dataclass(args) and not isinstance(args, type) else {}
-    layer = {name: value for name, value in fields.items() if value is not None}
     try:
-        return MTPConfig(model_type, {**layer, "vocab_size": target.vocab_size})
+        return MTPConfig(model_type, {**fields, "vocab_size": target.vocab_size})
     except ConfigError as e:
         raise ConfigError(f"no MTP head can be made for {target.name or 'this target'}: {e}; try --head eagle3") from e
 

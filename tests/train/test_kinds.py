@@ -1,0 +1,260 @@
+"""What holds for every kind of head: it learns, alone, the same with any lanes, and what is saved drafts the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from eagle_mlx.data_pipelines import capture
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.formats import load_head
+from eagle_mlx.formats.tensors import weights_of
+from eagle_mlx.heads.mtp import MTPHead
+from eagle_mlx.target import Target
+from eagle_mlx.train.batches import Batches, Rows
+from eagle_mlx.train.capture import capture_rows
+from eagle_mlx.train.config import TrainConfig, from_mapping
+from eagle_mlx.train.evaluate import Evaluator
+from eagle_mlx.train.initial import plain_weights
+from eagle_mlx.train.kinds import KINDS, Head, kind_of, settled
+from eagle_mlx.train.losses import Objective, feature_losses
+from eagle_mlx.train.noise import noise_of
+from eagle_mlx.train.plan import make_plan
+from eagle_mlx.train.samples import InMemory
+from eagle_mlx.train.step import Stepper, lane_arrays, lane_loss, objective_of
+from tests.architectures import tiny_model
+from tests.eagle_mlx.heads import KINDS as RANDOM
+from tests.fakes import tiny_target
+from tests.train.test_step import conversations
+
+NEW = ("eagle", "mtp")
+SMALL: dict[str, Any] = {"target": "tiny", "rows": 4, "length": 32, "lr": 3e-3, "lanes": 1}
+
+
+def config_of(name: str, **more: Any) -> TrainConfig:
+    return settled(from_mapping({**SMALL, "head": name, **more}))
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target()
+
+
+def new(target: Target, config: TrainConfig) -> Head:
+    kind = KINDS[config.head]
+    head: Head = kind.new(target, config, None, kind.aux_layers(target, config))
+    return head
+
+
+def batch(target: Target, head: Head, count: int = 12) -> Rows:
+    samples = InMemory(list(capture(target, kind_of(head).aux_layers_of(head), conversations(target, count))))
+    return next(Batches(samples, count, SMALL["length"], 0).epoch(0))
+
+
+def trained(target: Target, config: TrainConfig, steps: int, rows: Rows | None = None) -> tuple[Head, list[Any]]:
+    head = new(target, config)
+    stepper, rows = Stepper(head, target, config), rows or batch(target, head)
+    return head, [stepper(rows, 1.0) for _ in range(steps)]
+
+
+LEARNT_FROM = [
+    ("eagle", {"loss_weights": [0.1, 1.0]}),
+    ("eagle", {"loss_weights": [0.1, 1.0], "unroll": 2}),
+    ("mtp", {}),
+    ("mtp", {"loss": "hard"}),
+]
+
+
+@pytest.mark.parametrize(("name", "more"), LEARNT_FROM)
+def test_the_loss_falls_and_the_target_stays_as_it_is(target: Target, name: str, more: dict[str, Any]) -> None:
+    before = {key: np.array(value) for key, value in weights_of(target.model).items()}
+    config = config_of(name, lr=1e-2, **more)
+    _, results = trained(target, config, 40)
+    assert np.all(np.isfinite([result.loss for result in results]))
+    assert results[-1].loss < results[0].loss - 0.25  # what is left is the entropy of the target itself
+    assert min(results[-1].accuracy_by_step) > 0.5 > max(results[0].accuracy_by_step)
+    assert len(results[-1].accuracy_by_step) == config.unroll
+    for key, value in weights_of(target.model).items():
+        np.testing.assert_array_equal(value, before[key])
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_any_head_that_exists_has_a_finite_gradient_that_points_downhill(name: str) -> None:
+    target = tiny_target(vocab=64)
+    head: Any = RANDOM[name](target)
+    head.attach(target)
+    rows = batch(target, head, 4)
+    config = config_of(kind_of(head).name, unroll=3)
+    arrays = lane_arrays(head, target, rows, make_plan(rows, 3), np.full(3, 1 / 50, np.float32))
+    objective = objective_of(config)
+
+    def loss() -> mx.array:
+        return lane_loss(head, target, arrays, objective)[0]
+
+    before, gradient = nn.value_and_grad(head, loss)()
+    flat: dict[str, mx.array] = dict(tree_flatten(gradient))
+    assert flat.keys() == dict(tree_flatten(head.trainable_parameters())).keys()
+    assert all(np.all(np.isfinite(np.array(g))) for g in flat.values())
+    norm = float(sum(np.square(np.array(g, np.float64)).sum() for g in flat.values()))
+    head.load_weights([(key, weights_of(head)[key] - 2e-3 / norm * g) for key, g in flat.items()], strict=False)
+    assert float(np.array(loss())) == pytest.approx(float(np.array(before)) - 2e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_lanes_change_nothing_but_rounding(target: Target, name: str) -> None:
+    noise = {"feature_noise": 0.3}
+    head, results = trained(target, config_of(name, **noise), 3)
+    other, others = trained(target, config_of(name, lanes=2, **noise), 3)
+    np.testing.assert_allclose([r.loss for r in results], [r.loss for r in others], rtol=1e-4)
+    weights = weights_of(other)
+    for key, value in weights_of(head).items():
+        np.testing.assert_allclose(value, weights[key], atol=3e-4, err_msg=key)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_the_same_seed_gives_the_same_weights(target: Target, name: str) -> None:
+    heads = [trained(target, config_of(name, seed=seed, feature_noise=0.2), 2)[0] for seed in (5, 5, 6)]
+    first, again, other = ({k: np.array(v) for k, v in weights_of(head).items()} for head in heads)
+    assert all(np.array_equal(first[key], again[key]) for key in first)
+    assert any(not np.array_equal(first[key], other[key]) for key in first)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_saved_drafts_the_same(target: Target, tmp_path: Path, name: str) -> None:
+    """Weights of bfloat16 are near enough for the greedy drafts of a trained head to be the same, nearly all."""
+    head, _ = trained(target, config_of(name, lr=1e-2), 30)
+    kind_of(head).save(head, tmp_path / "head", "tiny", {"step": 30})
+    loaded = load_head(tmp_path / "head", target)
+    assert type(loaded) is type(head)
+    prompts = [tokens[:6] for tokens, _ in conversations(target)]
+    evaluator = Evaluator(target, prompts, depth=3, max_tokens=14)
+    now, then = evaluator.measure(loaded), evaluator.measure(head)
+    assert now.acceptance_length == pytest.approx(then.acceptance_length, rel=0.05)
+    assert now.acceptance_length > 1.3
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_the_last_layer_is_all_that_is_captured(target: Target, name: str) -> None:
+    head = new(target, config_of(name))
+    rows = batch(target, head)
+    assert rows.states is not None
+    assert rows.states.shape[-1] == target.hidden_size
+    anew = np.array(capture_rows(target, (), rows))
+    np.testing.assert_allclose(anew[rows.segments > 0], rows.states[rows.segments > 0], rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_states_with_aux_layers_serve_as_well(target: Target, name: str) -> None:
+    config = config_of(name)
+    samples = InMemory(list(capture(target, (0, 2), conversations(target))))
+    wide = next(Batches(samples, 12, SMALL["length"], 0).epoch(0))
+    _, with_aux = trained(target, config, 2, wide)
+    _, without = trained(target, config, 2)
+    assert [r.loss for r in with_aux] == pytest.approx([r.loss for r in without], rel=1e-5)
+
+
+def test_the_feature_s_distance_is_smooth_and_weighted() -> None:
+    outputs = [mx.array([[[0.0, 0.5], [3.0, 0.0]]])]
+    wanted = mx.array([[0.0, 0.0], [0.0, 0.0]])
+    found = feature_losses(outputs, wanted, mx.array([[1, 0]]), mx.array([[2.0, 10.0]]))
+    assert found.item() == pytest.approx(2 * (3 - 0.5) / 2 + 10 * (0.5 * 0.25) / 2)
+
+
+def test_the_loss_of_eagle_is_the_sum_of_its_parts(target: Target) -> None:
+    head: Any = RANDOM["eagle"](target)
+    head.attach(target)
+    rows = batch(target, head)
+    arrays = lane_arrays(head, target, rows, make_plan(rows, 2), np.full(2, 1 / 100, np.float32))
+    token = lane_loss(head, target, arrays)
+    both = lane_loss(head, target, arrays, Objective(False, 0.1, 2.0))
+    assert len(token) == 3
+    assert both[0].item() == pytest.approx(0.1 * token[0].item() + 2.0 * mx.sum(both[3]).item(), rel=1e-5)
+    np.testing.assert_allclose(both[1], 0.1 * token[1] + 2.0 * both[3], rtol=1e-5)
+    _, results = trained(target, config_of("eagle", unroll=2), 1)
+    assert len(results[0].feature_loss_by_step) == 2
+
+
+def test_noise_is_bounded_falls_with_length_and_changes_step_by_step() -> None:
+    segments = np.zeros((2, 1100), np.int32)
+    segments[0, :1024], segments[1, :100], segments[1, 100:150] = 1, 1, 2
+    rows = Rows(np.zeros_like(segments), np.ones_like(segments, np.uint8), segments, None)
+    noise = noise_of(rows, 0.1, 0, 0)
+    assert noise is not None
+    assert noise.sizes[0, 0] == pytest.approx(0.05)
+    assert noise.sizes[1, [0, 120]] == pytest.approx([0.1, 0.1])
+    other = noise_of(rows, 0.1, 0, 1)
+    assert other is not None
+    assert not np.array_equal(noise.keys, other.keys)
+    assert [len(part.keys) for part in noise.split(2)] == [1, 1]
+    assert noise_of(rows, 0.0, 0, 0) is None
+
+
+def test_an_mtp_head_begins_as_the_target_s_last_layer(target: Target) -> None:
+    head = new(target, config_of("mtp"))
+    assert isinstance(head, MTPHead)
+    last = plain_weights(target.model.layers[-1])
+    for name, value in weights_of(head.block).items():
+        np.testing.assert_array_equal(value, last[name])
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "mimo", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5"])
+def test_mtp_heads_for_every_architecture_that_is_known(model_type: str) -> None:
+    target = Target(tiny_model(model_type), name=model_type)
+    head = new(target, config_of("mtp"))
+    assert isinstance(head, MTPHead)
+    assert head.config.model_type == model_type
+    _, results = trained(target, config_of("mtp"), 2)
+    assert np.all(np.isfinite([result.loss for result in results]))
+
+
+def test_an_architecture_without_mtp_is_refused_by_name() -> None:
+    target = Target(tiny_model("llama"), name="a llama")
+    with pytest.raises(
+        ConfigError, match=r"a llama: .*model_type llama are not known; known are .*qwen3.*--head eagle3"
+    ):
+        KINDS["mtp"].check(target, config_of("mtp"))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_quantised_target(name: str) -> None:
+    target = tiny_target(hidden=64)
+    nn.quantize(target.model, 32, 4)
+    target = Target(target.model, name="4-bit")
+    head, results = trained(target, config_of(name, lr=1e-2), 12)
+    assert results[-1].loss < results[0].loss
+    assert all(value.dtype == mx.float32 for value in weights_of(head).values())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"head": "mtp", "draft_vocab": 512}, "draft_vocab is not for --head mtp: .*leave --draft-vocab out"),
+        ({"head": "mtp", "heads": 2}, "heads is not for --head mtp"),
+        ({"head": "eagle", "aux_layers": [1]}, "aux_layers is not for --head eagle: it reads the target's last layer"),
+        ({"loss_weights": [1, 1]}, "loss_weights is not for --head eagle3"),
+    ],
+)
+def test_settings_of_another_kind_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settled(from_mapping(values))
+
+
+def test_what_is_left_open_is_the_kind_s_own() -> None:
+    assert (settled(TrainConfig()).unroll, settled(TrainConfig()).draft_vocab) == (7, 32000)
+    mtp = config_of("mtp")
+    weights = [mtp.decay**j for j in range(mtp.unroll)]
+    assert [round(weight / sum(weights), 2) for weight in weights] == [0.51, 0.31, 0.18]
+    assert config_of("eagle").loss_weights == (1.0, 0.1)
+    assert config_of("eagle", feature_noise=0).feature_noise == 0.0
+    assert settled(mtp) == mtp
+    by_hand = config_of("mtp", step_weights=[0.5, 0.5])
+    assert (by_hand.unroll, by_hand.decay) == (2, 0.0)
+    assert settled(by_hand) == by_hand
+    assert dataclasses.replace(by_hand).step_weights == (0.5, 0.5)

@@ -1,0 +1,190 @@
+"""Going on from a head that exists: the same head, trained as what it is, or a refusal that names what does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from eagle_mlx.data_pipelines import capture_to_shards
+from eagle_mlx.errors import CheckpointError, ConfigError, ShardError
+from eagle_mlx.formats import load_head
+from eagle_mlx.formats.mtp import quantized
+from eagle_mlx.formats.tensors import weights_of
+from eagle_mlx.heads.mtp import MTPHead
+from eagle_mlx.target import Target, load_target
+from eagle_mlx.train.cli import main
+from eagle_mlx.train.config import TrainConfig, from_mapping
+from eagle_mlx.train.data import training_data
+from eagle_mlx.train.evaluate import Evaluator
+from eagle_mlx.train.kinds import KINDS, kind_of, settled
+from eagle_mlx.train.start import existing_head
+from eagle_mlx.train.step import Stepper
+from tests.eagle_mlx.heads import eagle, eagle3, mtp
+from tests.fakes import tiny_target, tiny_target_folder
+from tests.train.test_kinds import batch
+
+TARGET = tiny_target()
+SHAPES: dict[str, Any] = {
+    "eagle3": lambda: eagle3(TARGET, draft_vocab=48, norm_before_residual=True),
+    "eagle3.1": lambda: eagle3(TARGET, fc_norm=True, norm_output=True),
+    "eagle3, two layers": lambda: eagle3(TARGET, num_hidden_layers=2, qk_norm=True, windows=(None, 6)),
+    "eagle3, narrow": lambda: eagle3(TARGET, hidden_size=24, own_embedding=True),
+    "eagle": lambda: eagle(TARGET, bias=False),
+    "eagle, own embedding": lambda: eagle(TARGET, own_embedding=True),
+    "mtp": lambda: mtp(TARGET, norm_output=True),
+    "mtp, own ends": lambda: mtp(TARGET, own_embedding=True, own_lm_head=True),
+}
+
+
+def written(head: Any, folder: Path) -> Path:
+    head.attach(TARGET)
+    kind_of(head).save(head, folder, "tiny", {})
+    return folder
+
+
+def config_of(head: str, folder: Path, **more: Any) -> TrainConfig:
+    values = {"target": "tiny", "rows": 4, "length": 32, "lanes": 1, "unroll": 2, "lr": 1e-2}
+    return settled(from_mapping({**values, "head": head, "init_from": str(folder), **more}))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_it_begins_as_the_head_that_was_saved_and_learns(tmp_path: Path, name: str) -> None:
+    folder = written(SHAPES[name](), tmp_path / "head")
+    saved: Any = load_head(folder, TARGET)
+    head: Any = existing_head(TARGET, config_of(name.split(".")[0].split(",")[0], folder))
+    assert head.config == saved.config
+    for key, value in weights_of(head).items():
+        assert value.dtype == mx.float32
+        np.testing.assert_array_equal(value, weights_of(saved)[key])
+    prompts = [list(range(i, i + 5)) for i in range(8)]
+    evaluator = Evaluator(TARGET, prompts, depth=3, max_tokens=12)
+    assert evaluator.measure(head).acceptance_length == evaluator.measure(saved).acceptance_length
+    rows = batch(TARGET, head)
+    stepper = Stepper(head, TARGET, config_of(kind_of(head).name, folder))
+    results = [stepper(rows, 1.0) for _ in range(8)]
+    assert results[0] is not None
+    assert results[-1] is not None
+    assert results[-1].loss < results[0].loss
+    for key, value in weights_of(head).items():
+        changed = not np.array_equal(value, weights_of(saved)[key])
+        assert changed == (not key.startswith("embed_tokens")), key
+
+
+def test_a_quantised_head_is_trained_as_what_its_weights_stand_for(tmp_path: Path) -> None:
+    folder = written(quantized(mtp(TARGET), bits=4, group_size=32), tmp_path / "head")
+    saved = load_head(folder, TARGET)
+    head: Any = existing_head(TARGET, config_of("mtp", folder))
+    assert isinstance(saved, MTPHead)
+    assert saved.config.quantization is not None
+    assert head.config.quantization is None
+    rng = np.random.default_rng(0)
+    e, g = (mx.array(rng.normal(size=(1, 5, 32)), mx.float32) for _ in range(2))
+    np.testing.assert_allclose(
+        head.logits(head(e, g, None, "causal")), saved.logits(saved(e, g, None, "causal")), atol=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "head", "more", "message"),
+    [
+        ("eagle3", "mtp", {}, "is an EAGLE-3 head; go on from it with --head eagle3"),
+        ("mtp", "eagle3", {}, "is an MTP head; go on from it with --head mtp"),
+        ("eagle3", "eagle3", {"draft_vocab": 64}, "draft_vocab is 64, but .* has 48; leave --draft-vocab out"),
+        ("eagle3", "eagle3", {"aux_layers": [0, 1, 2]}, "aux_layers is 0 1 2, but .* has 0 2 3"),
+        ("eagle3", "eagle3", {"heads": 2}, "heads is 2, but .* has 4"),
+        ("eagle3.1", "eagle3", {"norm_before_residual": True}, "norm_before_residual is True"),
+        ("eagle", "eagle", {"intermediate_size": 7}, "intermediate_size is 7, but .* has 48"),
+    ],
+)
+def test_contradictions_are_refused_by_name(
+    tmp_path: Path, made: str, head: str, more: dict[str, Any], message: str
+) -> None:
+    folder = written(SHAPES[made](), tmp_path / "head")
+    with pytest.raises(ConfigError, match=message):
+        existing_head(TARGET, config_of(head, folder, **more))
+
+
+def test_what_agrees_is_no_contradiction(tmp_path: Path) -> None:
+    folder = written(SHAPES["eagle3"](), tmp_path / "head")
+    more = {"draft_vocab": 48, "aux_layers": [0, 2, 3], "heads": 4, "norm_before_residual": True}
+    assert existing_head(TARGET, config_of("eagle3", folder, **more)) is not None
+    assert existing_head(TARGET, config_of("eagle3", folder)) is not None
+    whole = written(SHAPES["eagle3.1"](), tmp_path / "whole")
+    assert existing_head(TARGET, config_of("eagle3", whole, draft_vocab=32000)) is not None
+    assert existing_head(TARGET, settled(TrainConfig())) is None
+
+
+def test_a_folder_that_holds_no_head(tmp_path: Path) -> None:
+    (tmp_path / "head").mkdir()
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        existing_head(TARGET, config_of("eagle3", tmp_path / "head"))
+
+
+def test_shards_and_the_head_must_name_the_same_layers(tmp_path: Path) -> None:
+    rendered = [(list(range(20)), [0] * 5 + [1] * 15)] * 3
+    capture_to_shards(TARGET, (0, 1), rendered, tmp_path / "shards")
+    more = {"shards": str(tmp_path / "shards")}
+    config = config_of("eagle3", written(SHAPES["eagle3"](), tmp_path / "head"), **more)
+    with pytest.raises(ShardError, match=r"holds the aux layers \(0, 1\), but .* reads \(0, 2, 3\)"):
+        training_data(TARGET, config, head=existing_head(TARGET, config))
+    for kind in ("eagle", "mtp"):
+        config = config_of(kind, written(SHAPES[kind](), tmp_path / kind), **more)
+        data = training_data(TARGET, config, head=existing_head(TARGET, config))
+        assert data.aux_layers == ()
+        assert data.samples[0].aux.shape == (20, 0)  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target_folder(tmp_path_factory.mktemp("target") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    rows = [{"prompt": f"add {i}", "completion": f"def add(x):\n    return x + {i}"} for i in range(60)]
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return file
+
+
+def run(target: Path, chats: Path, output: Path, *more: str) -> int:
+    sizes = ("--length", "64", "--max-length", "64", "--rows", "2", "--max-steps", "2", "--log-steps", "1")
+    judged = ("--eval-prompts", "2", "--eval-tokens", "6", "--eval-depth", "2", "--lr", "1e-3")
+    return main(["--target", str(target), "--data", str(chats), "--output", str(output), *sizes, *judged, *more])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_and_one_that_goes_on_from_it(target: Path, chats: Path, tmp_path: Path, capsys: Any, kind: str) -> None:
+    shape = ("--draft-vocab", "512") if kind == "eagle3" else ()
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert run(target, chats, first, "--head", kind, *shape) == 0
+    report = json.loads((first / "report.json").read_text())
+    assert (report["kind"], report["started_from"], report["config"]["head"]) == (kind, None, kind)
+    rows = [json.loads(line) for line in (first / "metrics.jsonl").read_text().splitlines()]
+    logged = [row for row in rows if row["kind"] == "train"]
+    assert all(("feature_loss_by_step" in row) == (kind == "eagle") for row in logged)
+    assert len(logged[0]["loss_by_step"]) == report["config"]["unroll"]
+    assert run(target, chats, second, "--head", kind, "--init-from", str(first / "last")) == 0
+    went_on = json.loads((second / "report.json").read_text())
+    assert went_on["started_from"] == str(first / "last")
+    before, began = report["acceptance"]["last"], went_on["acceptance"]["untrained"]
+    assert began["acceptance_length"] == pytest.approx(before["acceptance_length"], rel=0.2)
+    assert f"{first / 'last'} before it" in capsys.readouterr().out
+    model: Target = load_target(str(target))
+    for name in ("best", "last"):
+        assert kind_of(load_head(second / name, model)).name == kind
+    if kind == "eagle3":
+        assert load_head(second / "last", model).token_ids.shape == (512,)  # type: ignore[union-attr]
+
+
+def test_the_wrong_kind_is_an_error_message(target: Path, chats: Path, tmp_path: Path, capsys: Any) -> None:
+    assert run(target, chats, tmp_path / "out", "--head", "mtp", "--draft-vocab", "512") == 2
+    assert "error: draft_vocab is not for --head mtp" in capsys.readouterr().err
+    assert run(target, chats, tmp_path / "out", "--init-from", str(tmp_path / "none")) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
