@@ -9,6 +9,7 @@ from eagle_mlx.formats.load import load_head
 from eagle_mlx.formats.mtp import load_mtp, save_mtp
 from eagle_mlx.formats.mtp_source import mtp_of_model, mtp_of_tensors
 from eagle_mlx.formats.speculators import load_speculators, save_speculators
+from eagle_mlx.formats.speculators_mtp import save_speculators_mtp
 
 __all__ = [
     "check_fit",
@@ -23,4 +24,5 @@ __all__ = [
     "save_eagle3",
     "save_mtp",
     "save_speculators",
+    "save_speculators_mtp",
 ]

@@ -15,7 +15,8 @@ import numpy as np
 
 from eagle_mlx.errors import CheckpointError, ConfigError
 from eagle_mlx.formats.fields import read_config, reading
-from eagle_mlx.formats.tensors import fill, read_tensors
+from eagle_mlx.formats.mtp_files import SHARED, no_layer, read_mtp_tensors
+from eagle_mlx.formats.tensors import fill
 from eagle_mlx.heads.mtp import MTPConfig, MTPHead, read_layer
 
 _FILES = {
@@ -39,7 +40,7 @@ _DEEPSEEK = {
     "shared_head.norm": "norm",
     "shared_head.head": "lm_head",
 }
-_MIMO = {
+MIMO = {
     "token_layernorm": "enorm",
     "hidden_layernorm": "hnorm",
     "input_proj": "eh_proj",
@@ -48,9 +49,11 @@ _MIMO = {
 _QWEN = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "norm"}
 """The parts around the layer: their published names -> the head's."""
 
+NOTED = "zero_centred_norms"
+"""Says under `eagle_mlx` in a config that every norm is zero-centred, so that nobody has to guess it of their means."""
 _AROUND = ("enorm.weight", "hnorm.weight", "norm.weight")
 _WITHIN = ("input_layernorm.weight", "post_attention_layernorm.weight", "q_norm.weight", "k_norm.weight")
-_ZERO_CENTRED = frozenset({"qwen3_next", "qwen3_5"})
+ZERO_CENTRED = frozenset({"qwen3_next", "qwen3_5"})
 """Architectures whose published norms multiply by one plus their weight."""
 _EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 
@@ -63,13 +66,18 @@ def is_source(tensors: Mapping[str, mx.array]) -> bool:
 
 
 def mtp_of_model(folder: str | Path, index: int = 0, target_norm: bool = True) -> tuple[MTPHead, list[str]]:
-    """The head in a folder of an original model's files, and what there was to decide about its norms, in words.
+    """The head in a folder of an original model's files, and what there was to decide about it, in words.
 
-    `index` counts the MTP layers of models that have several. Raises CheckpointError where there is none, or where
-    its architecture is not known.
+    Only the files that hold the MTP layer need to be there. `index` counts the MTP layers of models that have several.
+    Raises CheckpointError where there is none, or where its architecture is not known.
     """
     folder = Path(folder)
-    config, tensors = read_config(folder), read_tensors(folder)
+    config = read_config(folder)
+    with reading(folder / "config.json"):
+        prefix = mtp_prefix(config, index)
+    tensors = read_mtp_tensors(folder, prefix)
+    if not any(name.startswith(prefix) for name in tensors):
+        raise no_layer(folder, prefix)
     with reading(folder / "config.json"):
         made, weights, notes = mtp_of_tensors(config, tensors, index, target_norm)
         head = MTPHead(made)
@@ -85,16 +93,17 @@ def mtp_of_tensors(
     Tensors of the model's other layers may be among them. Raises ConfigError for an architecture that is not known,
     and CheckpointError where there are no tensors of an MTP layer.
     """
-    layer = dict(config.get("text_config") or config)
-    file = _file_of(layer.get("model_type") or config.get("model_type"))
+    file, layer = _layer_of(config)
+    prefix = mtp_prefix(config, index)
     if file in ("deepseek_v3", "glm4_moe"):
-        inner = _of_deepseek(file, layer, tensors, index)
+        inner = _renamed(read_layer(file, layer, _under(tensors, prefix)), _DEEPSEEK)
     elif file == "mimo":
-        inner = _stacked(_renamed(_under(tensors, f"model.mtp_layers.{index}."), _MIMO))
+        inner = _stacked(_renamed(_under(tensors, prefix), MIMO))
     else:
-        inner = _of_qwen(tensors, index)
-    inner = _without_copies(inner, tensors)
-    inner, notes = _plain_norms(file, inner)
+        inner = _of_qwen(_under(tensors, prefix), index)
+    inner, of_ends = _without_copies(inner, tensors)
+    inner, of_norms = _plain_norms(file, inner)
+    notes = of_norms + of_ends
     made = MTPConfig(
         model_type=file,
         layer=layer,
@@ -107,6 +116,17 @@ def mtp_of_tensors(
     return made, inner, notes
 
 
+def mtp_prefix(config: Mapping[str, Any], index: int = 0) -> str:
+    """How the names of a published model's MTP tensors begin. Raises ConfigError where it has fewer layers."""
+    file, layer = _layer_of(config)
+    count = layer.get("num_nextn_predict_layers") or layer.get("mtp_num_hidden_layers")
+    if index < 0 or (isinstance(count, int) and index >= count):
+        raise ConfigError(f"MTP layer {index} was asked for, but by its config the model has {count}, counted from 0")
+    if file in ("deepseek_v3", "glm4_moe"):
+        return f"model.layers.{int(layer['num_hidden_layers']) + index}."
+    return f"model.mtp_layers.{index}." if file == "mimo" else "mtp."
+
+
 def mtp_of_speculators(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> Extracted:
     """The same of a speculators checkpoint, whose hidden states are the target's before its final norm.
 
@@ -115,13 +135,14 @@ def mtp_of_speculators(config: Mapping[str, Any], tensors: Mapping[str, mx.array
     layer = dict(config.get("transformer_layer_config") or {})
     file = _file_of(layer.get("model_type"))
     known = {name: value for name, value in tensors.items() if name.startswith("mtp_layers.0.")}
-    inner = _stacked(_renamed(_under(known, "mtp_layers.0."), _MIMO))
+    inner = _stacked(_renamed(_under(known, "mtp_layers.0."), MIMO))
     inner |= {name: x for name, x in tensors.items() if name not in known and name != "verifier_lm_head.weight"}
-    inner, notes = _plain_norms(file, inner)
+    noted = config.get("eagle_mlx") or {}
+    inner, notes = (with_ones(inner), []) if noted.get(NOTED) else _plain_norms(file, inner)
     made = MTPConfig(
         model_type=file,
         layer=layer,
-        target_norm=bool((config.get("eagle_mlx") or {}).get("target_norm", False)),
+        target_norm=bool(noted.get("target_norm", False)),
         norm_output=True,
         own_embedding="embed_tokens.weight" in inner,
         own_lm_head="lm_head.weight" in inner,
@@ -129,8 +150,14 @@ def mtp_of_speculators(config: Mapping[str, Any], tensors: Mapping[str, mx.array
     return made, inner, notes
 
 
+def _layer_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """mlx-lm's file of a model, and the part of its config that describes its layers."""
+    layer = dict(config.get("text_config") or config)
+    return _file_of(layer.get("model_type") or config.get("model_type")), layer
+
+
 def _file_of(model_type: Any) -> str:
-    if model_type not in _FILES:
+    if not isinstance(model_type, str) or model_type not in _FILES:
         raise ConfigError(f"MTP layers of model_type {model_type} are not known; known are {', '.join(sorted(_FILES))}")
     return _FILES[model_type]
 
@@ -138,9 +165,7 @@ def _file_of(model_type: Any) -> str:
 def _under(tensors: Mapping[str, mx.array], prefix: str) -> dict[str, mx.array]:
     found = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     if not found:
-        raise CheckpointError(
-            f"no tensors named {prefix}*; conversions often leave MTP layers out: take the original model's files"
-        )
+        raise no_layer("the checkpoint", prefix)
     return found
 
 
@@ -153,15 +178,7 @@ def _renamed(tensors: Mapping[str, mx.array], names: Mapping[str, str]) -> dict[
     return made
 
 
-def _of_deepseek(
-    file: str, layer: Mapping[str, Any], tensors: Mapping[str, mx.array], index: int
-) -> dict[str, mx.array]:
-    found = _under(tensors, f"model.layers.{int(layer['num_hidden_layers']) + index}.")
-    return _renamed(read_layer(file, layer, found), _DEEPSEEK)
-
-
-def _of_qwen(tensors: Mapping[str, mx.array], index: int) -> dict[str, mx.array]:
-    found = _under(tensors, "mtp.")
+def _of_qwen(found: Mapping[str, mx.array], index: int) -> dict[str, mx.array]:
     prefix = f"layers.{index}."
     block = {f"block.{name}": value for name, value in _under(found, prefix).items()}
     around = {name: value for name, value in found.items() if not name.startswith("layers.")}
@@ -193,18 +210,36 @@ def _stacked(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
     return made
 
 
-def _without_copies(inner: dict[str, mx.array], tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Without an embedding or output projection that is the model's own over again."""
-    for name, shared in (("embed_tokens.weight", "model.embed_tokens.weight"), ("lm_head.weight", "lm_head.weight")):
+def _without_copies(
+    inner: dict[str, mx.array], tensors: Mapping[str, mx.array]
+) -> tuple[dict[str, mx.array], list[str]]:
+    """Without an embedding or output projection that is the model's own over again, and a word on each that there is."""
+    notes = []
+    for name, shared in zip(("embed_tokens.weight", "lm_head.weight"), SHARED, strict=True):
         mine, theirs = inner.get(name), tensors.get(shared)
-        if (
-            mine is not None
-            and theirs is not None
-            and mine.shape == theirs.shape
-            and bool(mx.array_equal(mine, theirs))
-        ):
+        if mine is None:
+            continue
+        if theirs is None:
+            notes.append(f"{name} is kept: the model's own, of which it may be a copy, is not at hand")
+        elif mine.shape == theirs.shape and bool(mx.array_equal(mine, theirs)):
             del inner[name]
-    return inner
+            notes.append(f"{name} is the model's own, and left to the target")
+        else:
+            notes.append(f"{name} is kept: it is not the model's own")
+    return inner, notes
+
+
+def norms_of(inner: Mapping[str, mx.array]) -> tuple[list[str], list[str]]:
+    """The names of a head's norms: the layer's, and those around it."""
+    within = [name for name in inner if name.startswith("block.") and name.endswith(_WITHIN)]
+    return within, [name for name in inner if name in _AROUND]
+
+
+def with_ones(inner: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Zero-centred norms as plain ones, of the type that the head's projection has."""
+    dtype = inner["eh_proj.weight"].dtype if "eh_proj.weight" in inner else mx.float32
+    within, around = norms_of(inner)
+    return inner | {name: (inner[name].astype(mx.float32) + 1).astype(dtype) for name in within + around}
 
 
 def _plain_norms(file: str, inner: dict[str, mx.array]) -> tuple[dict[str, mx.array], list[str]]:
@@ -214,11 +249,12 @@ def _plain_norms(file: str, inner: dict[str, mx.array]) -> tuple[dict[str, mx.ar
     those around it are told apart by their means, group by group.
     """
     notes: list[str] = []
-    if file not in _ZERO_CENTRED:
+    if file not in ZERO_CENTRED:
         return inner, notes
-    within = [name for name in inner if name.startswith("block.") and name.endswith(_WITHIN)]
-    around = [name for name in inner if name in _AROUND]
+    within, around = norms_of(inner)
     for what, group in (("the layer's", within), ("the head's own", around)):
+        if not group:
+            continue  # what is missing is named when the head is filled
         means = [inner[name].astype(mx.float32).mean() for name in group]
         mean = float(np.mean(np.array(means)))
         zero_centred = mean < 0.5

@@ -137,7 +137,7 @@ def save_speculators(
         LAYER_IDS: [k + 1 for k in config.aux_layers],
         "tie_word_embeddings": False,
         "transformer_layer_config": _layer_json(config),
-        "speculators_config": _proposal_json(target_name, target_architectures, depth),
+        "speculators_config": proposal_json("eagle3", target_name, target_architectures, depth),
         "torch_dtype": DTYPE_NAMES[dtype],
         "eagle_mlx": {"target": target_name, **noted, **(extra or {})},
     }
@@ -187,9 +187,12 @@ def _layer_json(config: Eagle3Config) -> dict[str, Any]:
     return layer
 
 
-def _proposal_json(target_name: str | None, architectures: Sequence[str], depth: int) -> dict[str, Any]:
+def proposal_json(
+    algorithm: str, target_name: str | None, architectures: Sequence[str], depth: int
+) -> dict[str, Any]:
+    """What a speculators config says of its target and of how deep to draft."""
     return {
-        "algorithm": "eagle3",
+        "algorithm": algorithm,
         "default_proposal_method": "greedy",
         "proposal_methods": [
             {"proposal_type": "greedy", "speculative_tokens": depth, "accept_tolerance": 0.0, "verifier_accept_k": 1}

@@ -270,7 +270,7 @@ def test_the_head_of_a_published_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("drop", "message"),
     [
-        ("mtp.", "no tensors named mtp.*; conversions often leave MTP layers out"),
+        ("mtp.", "no tensors named mtp.*, so no MTP layer: conversions often leave it out"),
         ("mtp.layers.", "no tensors named layers.0."),
         ("mtp.layers.0.mlp.experts.1.up_proj", "lack some up_proj: of 4 there are 3"),
         ("mtp.fc", "missing: eh_proj.weight"),

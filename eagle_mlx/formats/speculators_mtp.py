@@ -1,0 +1,119 @@
+"""MTP heads written in the layout of vllm-project/speculators, which has words for Qwen's alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.formats.mtp_source import MIMO, NOTED, ZERO_CENTRED, norms_of
+from eagle_mlx.formats.speculators import VERSION, proposal_json
+from eagle_mlx.formats.tensors import DTYPE_NAMES, weights_of, write_head
+from eagle_mlx.heads.mtp import MTPConfig, MTPHead
+
+_LAYERS = {
+    "qwen3": ("qwen3",),
+    "qwen3_next": ("qwen3_next",),
+    "qwen3_5": ("qwen3_5_text", "qwen3_5_moe_text"),
+}
+"""mlx-lm's file -> the model types of the layers that speculators has."""
+
+
+def save_speculators_mtp(
+    head: MTPHead,
+    folder: str | Path,
+    *,
+    target_name: str | None = None,
+    target_architectures: Sequence[str] = (),
+    extra: Mapping[str, Any] | None = None,
+    depth: int = 3,
+    dtype: mx.Dtype = mx.bfloat16,
+    overwrite: bool = False,
+) -> None:
+    """Write a head in this layout, as a folder that appears whole or not at all.
+
+    Norms that its makers publish zero-centred are written so; one that would lose a digit by it in `dtype` is written
+    in float32. Which hidden state goes in the layout does not say: it is noted under `eagle_mlx`, with `extra`.
+    `depth` is how many tokens a server should draft. Raises ConfigError for a head that this layout has no words for,
+    OutputError for a place that cannot be written.
+    """
+    config = head.config
+    _check_sayable(config)
+    zero_centred = config.model_type in ZERO_CENTRED
+    tensors = {name: value.astype(dtype) for name, value in weights_of(head).items()}
+    if zero_centred:
+        within, around = norms_of(tensors)
+        tensors |= {name: _less_one(tensors[name]) for name in within + around}
+    written = {
+        "architectures": ["MTPDraftModel"],
+        "speculators_model_type": "mtp",
+        "speculators_version": VERSION,
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": {**config.layer, "model_type": _layer_type(config)},
+        "speculators_config": proposal_json("mtp", target_name, target_architectures, depth),
+        "torch_dtype": DTYPE_NAMES[dtype],
+        "eagle_mlx": {
+            "target": target_name,
+            "target_norm": config.target_norm,
+            **({NOTED: True} if zero_centred else {}),
+            **(extra or {}),
+        },
+    }
+    write_head(folder, written, {f"mtp_layers.0.{name}": value for name, value in _outer(tensors).items()}, overwrite)
+
+
+def _check_sayable(config: MTPConfig) -> None:
+    if config.model_type not in _LAYERS:
+        raise ConfigError(
+            f"speculators has no MTP layer of {config.model_type}, only of {', '.join(_LAYERS)}; "
+            "keep this project's layout"
+        )
+    for name, only in (
+        ("hidden_first", False),
+        ("norm_output", True),
+        ("own_embedding", False),
+        ("own_lm_head", False),
+        ("quantization", None),
+    ):
+        if getattr(config, name) != only:
+            raise ConfigError(
+                f"speculators has no word for {name}={getattr(config, name)} in an MTP head; keep this project's layout"
+            )
+
+
+def _layer_type(config: MTPConfig) -> str:
+    known = _LAYERS[config.model_type]
+    if config.layer.get("model_type") in known:
+        return str(config.layer["model_type"])
+    return known[-1 if config.layer.get("num_experts") else 0]
+
+
+def _less_one(norm: mx.array) -> mx.array:
+    less: mx.array = norm.astype(mx.float32) - 1
+    return less.astype(norm.dtype) if bool(mx.array_equal(less.astype(norm.dtype), less)) else less
+
+
+def _outer(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """A head's weights under the names of this layout, experts as transformers holds them."""
+    names = {mine: theirs for theirs, mine in MIMO.items()}
+    made: dict[str, mx.array] = {}
+    for name, value in tensors.items():
+        module, _, last = name.rpartition(".")
+        if module in names:
+            made[f"{names[module]}.{last}"] = value
+        elif name.endswith(".switch_mlp.gate_proj.weight"):
+            up = tensors[name.replace(".gate_proj.", ".up_proj.")]
+            made[_expert(name, "gate_up_proj")] = mx.concatenate([value, up], axis=-2)
+        elif name.endswith(".switch_mlp.down_proj.weight"):
+            made[_expert(name, "down_proj")] = value
+        elif not name.endswith(".switch_mlp.up_proj.weight"):
+            made[name.removeprefix("block.")] = value
+    return made
+
+
+def _expert(name: str, projection: str) -> str:
+    return f"{name.removeprefix('block.').split('.switch_mlp.')[0]}.experts.{projection}"
