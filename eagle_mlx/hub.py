@@ -19,7 +19,6 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
-from huggingface_hub.utils import validate_repo_id
 
 from eagle_mlx.errors import EagleError, OutputError
 
@@ -107,7 +106,7 @@ def full_id(name: str) -> bool:
 def check_full_id(name: str) -> None:
     """Raise OutputError where this is not `owner/name` as the hub spells it."""
     try:
-        validate_repo_id(name)
+        huggingface_hub.hf_hub_url(name, "config.json")  # checks the name, and asks nobody
     except HFValidationError as e:
         raise OutputError(f"{name!r} is no name of a repository: {_one_line(e)}") from e
     if "/" not in name:

@@ -6,12 +6,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
+import mlx.core as mx
+import numpy as np
 import pytest
 from huggingface_hub import constants
 
+import eagle_mlx as em
 from eagle_mlx import hub
 from eagle_mlx.errors import EagleError, OutputError
+from eagle_mlx.formats import save_eagle3
+from eagle_mlx.formats.tensors import read_tensors
 from tests import hub_server
+from tests.eagle_mlx.test_formats_torch import _Storage, tensor, torch_file
+from tests.fakes import tiny_head, tiny_target
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -281,3 +288,21 @@ def test_a_folder_of_that_name_is_no_id(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "out" / "head").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert not hub.full_id("out/head")
+
+
+@pytest.mark.filterwarnings("ignore::eagle_mlx.HeadWarning")
+def test_a_head_in_a_file_of_torchs_loads_by_its_id(
+    online: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_target()
+    save_eagle3(tiny_head(target), tmp_path / "h", dtype=mx.float32)
+    wanted = em.load_head(tmp_path / "h", target)
+    what, storages = {}, {}
+    for key, (name, value) in enumerate(read_tensors(tmp_path / "h").items()):
+        strides = tuple(n // value.itemsize for n in np.array(value).strides)
+        what[name] = tensor(_Storage("FloatStorage", str(key), value.size), 0, tuple(value.shape), strides)
+        storages[f"s{key}"] = np.array(value).tobytes()
+    torch = torch_file(tmp_path / "pytorch_model.bin", what, monkeypatch, **storages)
+    online.put("user/torch", {file.name: file.read_bytes() for file in (torch, tmp_path / "h" / "config.json")})
+    got = em.load_head("user/torch", target)
+    assert mx.array_equal(got.fc.weight, wanted.fc.weight)  # type: ignore[attr-defined]

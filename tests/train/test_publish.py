@@ -1,0 +1,535 @@
+"""eagle-publish, from a head on disk to a head that others load by its id; against a stand-in of the hub."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from huggingface_hub import ModelCard
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+
+import eagle_mlx as em
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.formats import save_eagle, save_eagle3, save_mtp, save_speculators
+from eagle_mlx.serve.bench.cli import main as bench
+from eagle_mlx.serve.speculation import Speculation
+from eagle_mlx.target import load_target
+from eagle_mlx.train.cli import _parser as train_parser
+from eagle_mlx.train.cli import main as train
+from eagle_mlx.train.config import TrainConfig, load_config
+from eagle_mlx.train.publish.cli import main
+from eagle_mlx.train.publish.figures import of_training
+from eagle_mlx.train.publish.public import public, public_command
+from eagle_mlx.train.publish.recipe import data_sets, train_command
+from eagle_mlx.train.publish.source import read_source
+from tests import hub_server
+from tests.eagle_mlx.heads import eagle, mtp
+from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+
+REPO = "user/tiny-eagle3"
+GOES_UP = ("--repo", REPO, "--license", "mit", "--base-model", "owner/tiny")
+PLOTS = {"loss.png", "accuracy.png", "acceptance_by_position.png", "acceptance_length.png"}
+
+
+class Made:
+    """A target, the output of a training run for it, and figures of its head."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.target = tiny_target_folder(root / "models" / "tiny")
+        self.chats = root / "secret customers" / "chats.jsonl"
+        self.chats.parent.mkdir()
+        rows = [{"prompt": f"add {i}", "completion": f"def add(x):\n    return x + {i}"} for i in range(100)]
+        self.chats.write_text("\n".join(map(json.dumps, rows)) + "\n")
+        self.run = root / "runs" / "out"
+        small = "--length 64 --max-length 64 --rows 2 --unroll 2 --draft-vocab 512 --eval-prompts 3 --eval-tokens 8"
+        small += " --eval-depth 2 --log-steps 1 --lr 1e-3 --max-steps 2"
+        what = ["--target", str(self.target), "--data", str(self.chats), "--output", str(self.run)]
+        assert train([*what, *small.split()]) == 0
+        self.figures = root / "runs" / "chats.json"
+        quick = "--depth 1 2 --modes plain eagle --limit 2 --max-tokens 6 --repeats 1 --least-distinct 0 --quiet"
+        given = ["--target", str(self.target), "--head", str(self.run / "best"), "--json", str(self.figures)]
+        assert bench([*given, *quick.split(), "--prompts", str(self.chats)]) == 0
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(tmp_path_factory.mktemp("private"))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[hub_server.Hub]:
+    with hub_server.serving() as running:
+        yield running
+
+
+@pytest.fixture
+def online(server: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> hub_server.Hub:
+    """The hub, empty again."""
+    hub_server.use(monkeypatch, server.base, tmp_path / "huggingface")
+    for held in (server.repos, server.large, server.requests):
+        held.clear()
+    return server
+
+
+def head_folder(folder: Path, **how: Any) -> Path:
+    save_eagle3(tiny_head(tiny_target(), draft_vocab=48), folder, target_name="owner/tiny", **how)
+    return folder
+
+
+def dry(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    capsys.readouterr()
+    assert main([str(folder), "--repo", REPO, "--license", "mit", "--dry-run", *more]) == 0
+    shown = capsys.readouterr().out
+    assert not re.search(r"^\| ---.*\n(?!\|)", shown, re.MULTILINE), "a table with nothing in it"
+    return shown
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    capsys.readouterr()
+    assert main(argv) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    return error
+
+
+# There and back
+
+
+@pytest.mark.filterwarnings("ignore::eagle_mlx.HeadWarning")
+def test_a_run_goes_up_and_its_head_comes_back_by_its_id(
+    made: Made, online: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(made.run), *GOES_UP, "--figures", str(made.figures), "--message", "First"]) == 0
+    assert f"{online.base}/{REPO}" in capsys.readouterr().out
+    repo = online.repos[REPO]
+    assert repo.commits == ["First"]
+    assert not repo.private
+    plots = {f"plots/{name}" for name in PLOTS}
+    assert set(repo.files) == {".gitattributes", "README.md", "config.json", "model.safetensors", "report.json", *plots}
+    assert repo.files["model.safetensors"] == (made.run / "best" / "model.safetensors").read_bytes()
+    assert all(repo.files[f"plots/{name}"] == (made.run / name).read_bytes() for name in PLOTS)
+    before = json.loads((made.run / "best" / "config.json").read_text())
+    after = json.loads(repo.files["config.json"])
+    assert after == {**before, "eagle_mlx": {**before["eagle_mlx"], "target": "owner/tiny"}}
+
+    target = load_target(str(made.target))
+    here, there = (em.load_head(name, target) for name in (made.run / "best", REPO))
+    ours, theirs = (dict(tree_flatten(head.parameters())) for head in (here, there))  # type: ignore[attr-defined]
+    assert ours.keys() == theirs.keys()
+    assert all(mx.array_equal(ours[name], theirs[name]) for name in ours)
+    proposer, params = Speculation(head=REPO).proposer(target), em.SamplingParams(max_tokens=12)
+    plain = em.Engine(target).generate(["def f(x):"], params)
+    assert em.Engine(target, proposer, em.FixedPolicy(2)).generate(["def f(x):"], params)[0].tokens == plain[0].tokens
+
+    more = ["--init-from", REPO, "--max-steps", "1", "--eval-prompts", "1", "--eval-tokens", "4", "--rows", "1"]
+    where = ["--target", str(made.target), "--data", str(made.chats), "--output", str(tmp_path / "on")]
+    assert train([*where, "--length", "64", "--max-length", "64", "--unroll", "2", *more]) == 0
+
+
+def test_nothing_of_this_machine_goes_up(made: Made, online: hub_server.Hub) -> None:
+    assert str(made.root) in (made.run / "report.json").read_text()
+    assert main([str(made.run), *GOES_UP, "--figures", str(made.figures)]) == 0
+    texts = {n: c.decode() for n, c in online.repos[REPO].files.items() if not n.endswith((".png", ".safetensors"))}
+    for name, text in texts.items():
+        for private in (str(made.root), str(Path.home()), "secret customers", "runs"):
+            assert private not in text, f"{private} in {name}"
+    report = json.loads(texts["report.json"])
+    assert report["config"]["data"] == ["chats.jsonl"]
+    assert report["config"]["output"] == "out"
+    assert report["acceptance"] == json.loads((made.run / "report.json").read_text())["acceptance"]
+
+
+def test_a_config_without_paths_goes_up_byte_for_byte(online: hub_server.Hub, tmp_path: Path) -> None:
+    folder = head_folder(tmp_path / "head")
+    assert main([str(folder), "--repo", REPO, "--license", "mit", "--private"]) == 0
+    repo = online.repos[REPO]
+    assert repo.private
+    assert repo.files["config.json"] == (folder / "config.json").read_bytes()
+    assert repo.commits == ["Publish an EAGLE-3 head for owner/tiny"]
+
+
+def test_one_that_is_there_is_replaced_only_when_asked(
+    online: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(head_folder(tmp_path / "head"))
+    what = [folder, "--repo", REPO, "--license", "mit"]
+    assert main(what) == 0
+    assert "--overwrite" in refused(capsys, *what)
+    assert main([*what, "--overwrite"]) == 0
+    assert len(online.created()) == 1
+
+
+# What stands in the way
+
+
+@pytest.mark.parametrize(
+    ("token", "repo", "said"),
+    [
+        (None, REPO, "there is no token"),
+        ("hf_wrong", REPO, "does not know the token"),
+        (hub_server.READ, REPO, "no right to write"),
+        (hub_server.WRITE, "stranger/head", "no right to write"),
+        (hub_server.WRITE, "head", "write it as user/head"),
+        (hub_server.WRITE, "a/b/c", "no name of a repository"),
+    ],
+)
+def test_no_token_and_no_rights(
+    online: hub_server.Hub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    token: str | None,
+    repo: str,
+    said: str,
+) -> None:
+    hub_server.use(monkeypatch, online.base, tmp_path / "huggingface", token)
+    folder = str(head_folder(tmp_path / "head"))
+    assert said in refused(capsys, folder, "--repo", repo, "--license", "mit")
+    assert online.repos == {}
+
+
+def test_a_token_may_be_given(online: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub_server.use(monkeypatch, online.base, tmp_path / "huggingface", "hf_wrong")
+    folder = str(head_folder(tmp_path / "head"))
+    assert main([folder, "--repo", REPO, "--license", "mit", "--token", hub_server.WRITE]) == 0
+    assert REPO in online.repos
+
+
+def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    hub_server.use(monkeypatch, "http://127.0.0.1:9", tmp_path / "huggingface")
+    folder = str(head_folder(tmp_path / "head"))
+    assert "cannot be reached" in refused(capsys, folder, "--repo", REPO, "--license", "mit")
+
+
+def test_a_licence_that_the_hub_does_not_know(
+    online: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what = [str(head_folder(tmp_path / "head")), "--repo", REPO, "--license", "no-such-licence"]
+    assert "refuses the model card" in refused(capsys, *what)
+    assert online.repos == {}
+
+
+def without(name: str, folder: Path) -> None:
+    weights = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(weights, dict)
+    mx.save_safetensors(str(folder / "model.safetensors"), {k: v for k, v in weights.items() if k != name})
+
+
+def spoil(folder: Path) -> None:
+    weights = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(weights, dict)
+    weights["fc.weight"] = weights["fc.weight"] * float("nan")
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+
+
+def shorten(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-100])
+
+
+def strip(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    del config["num_attention_heads"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: without("midlayer.hidden_norm.weight", folder), "missing: midlayer.hidden_norm.weight"),
+        (spoil, "hold NaN or infinity: fc.weight"),
+        (shorten, "model.safetensors has"),
+        (strip, "num_attention_heads"),
+        (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "no .safetensors files"),
+        (lambda folder: (folder / "config.json").unlink(), "holds neither a head"),
+    ],
+)
+def test_a_damaged_head_is_refused_before_any_request(
+    online: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Any, said: str
+) -> None:
+    damage(head_folder(tmp_path / "head"))
+    assert said in refused(capsys, str(tmp_path / "head"), "--repo", REPO, "--license", "mit")
+    assert online.requests == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--license", "mit", "--base-model", "tiny"], "--base-model: 'tiny' is no name of a repository"),
+        ([], "name the one under which others may use the head with --license"),
+        (["--license", "other"], "--license-name and --license-link"),
+        (["--license", "mit", "--license-link", "https://x"], "go with --license other"),
+        (["--license", "mit", "--figures", "none.json"], "none.json cannot be read as figures"),
+    ],
+)
+def test_what_must_be_said_is_asked_for(
+    online: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
+    assert said in refused(capsys, str(head_folder(tmp_path / "head")), "--repo", REPO, *argv)
+    assert said not in refused(capsys, str(tmp_path / "nowhere"), "--repo", REPO, "--license", "mit")
+    assert online.requests == []
+
+
+def test_a_target_that_is_a_folder_of_this_machine_needs_a_name(
+    made: Made, online: hub_server.Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, str(made.run), "--repo", REPO, "--license", "mit")
+    assert "names its target 'tiny', which is no hub id" in said
+    assert "--base-model" in said
+    assert online.requests == []
+
+
+# The card
+
+
+def test_a_dry_run_asks_nobody_and_shows_everything(
+    made: Made, online: hub_server.Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    shown = dry(made.run, capsys, "--base-model", "owner/tiny", "--figures", str(made.figures))
+    assert online.requests == []
+    size = (made.run / "best" / "model.safetensors").stat().st_size
+    assert f"{size:,} bytes" in shown
+    assert not (made.run / "README.md").exists()
+    for name in ("model.safetensors", "config.json", "report.json", "README.md", "plots/loss.png", "# tiny-eagle3"):
+        assert name in shown
+
+
+def test_the_card_says_what_the_hub_and_people_want_to_know(made: Made, online: hub_server.Hub, tmp_path: Path) -> None:
+    assert main([str(made.run), *GOES_UP, "--figures", str(made.figures)]) == 0
+    (tmp_path / "README.md").write_bytes(online.repos[REPO].files["README.md"])
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.to_dict() == {
+        "base_model": "owner/tiny",
+        "library_name": "mlx",
+        "license": "mit",
+        "pipeline_tag": "text-generation",
+        "tags": ["eagle3", "speculative-decoding", "mlx", "sglang", "vllm"],
+    }
+    report = json.loads((made.run / "report.json").read_text())
+    found = report["acceptance"]["best"]
+    by_position = " ".join(f"{share:.2f}" for share in found["acceptance_by_position"])
+    held_out = f"| chats.jsonl, held out | {found['prompts']} | {found['left_out']} | 0 | 2 |"
+    assert f"{held_out} {found['acceptance_length']:.2f} | {by_position} |" in card.text
+    runs = {(run["mode"], run["depth"]): run for run in json.loads(made.figures.read_text())["runs"]}
+    for depth in (1, 2):
+        run = runs["eagle", depth]
+        shares = " ".join(f"{share:.2f}" for share in run["acceptance_by_position"])
+        assert f"| chats.jsonl | 2 | 0 | 0 | {depth} | {run['acceptance_length']:.2f} | {shares} |" in card.text
+        assert f"| eagle | 1 | {depth} | 0 | {run['tokens_per_second']:.1f} |" in card.text
+    assert f"eagle-bench --target owner/tiny --head {REPO} --depth 1 2 --modes plain eagle --limit 2" in card.text
+    assert "--json" not in card.text
+    assert json.loads(made.figures.read_text())["machine"]["cpu"] in card.text
+    for line in (
+        f"eagle-serve --target owner/tiny --head {REPO}",
+        f'head = em.load_head("{REPO}", target)',
+        f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {REPO}",
+        f'\'{{"method": "eagle3", "model": "{REPO}", "num_speculative_tokens": ',
+        f"| tokens trained on | {report['tokens']:,} |",
+        "| draft steps | 2",
+        "| draft vocabulary | 512 tokens",
+        "| reads the target's layers | 0, 2, 3 ",
+        "![Training loss](plots/loss.png)",
+    ):
+        assert line in card.text, line
+
+
+def test_a_head_without_figures_says_how_to_get_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = dry(head_folder(tmp_path / "head"), capsys)
+    assert f"eagle-bench --target owner/tiny --head {REPO} --depth 1 2 4 6" in shown
+    assert "| prompts |" not in shown
+    assert "How fast" not in shown
+    assert "How it was trained" not in shown
+
+
+def test_a_card_that_is_there_already_is_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (head_folder(tmp_path / "head") / "README.md").write_text("of someone else")
+    capsys.readouterr()
+    assert main([str(tmp_path / "head"), "--repo", REPO, "--license", "mit", "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert "README.md stays here; the card is made anew" in shown.err
+    assert "of someone else" not in shown.out
+    assert (tmp_path / "head" / "README.md").read_text() == "of someone else"
+
+
+def test_what_the_writer_noted_is_told_where_there_is_no_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = head_folder(tmp_path / "head", extra={"step": 1234, "tokens": 56789})
+    shown = dry(folder, capsys)
+    assert "| steps | 1,234 |" in shown
+    assert "| tokens | 56,789 |" in shown
+
+
+def test_the_last_head_of_a_run_tells_its_own_figures(made: Made) -> None:
+    source = read_source(made.run / "last")
+    assert source.which == "last"
+    assert source.report is not None
+    told = replace(source, report={**source.report, "acceptance": {"last": {**FOUND, "acceptance_length": 1.5}}})
+    figures = of_training(told, "owner/tiny")
+    assert figures is not None
+    assert (figures.taus[0].length, figures.taus[0].prompts, figures.taus[0].left_out) == (1.5, 7, 3)
+    assert of_training(replace(told, which="best"), "owner/tiny") is None
+
+
+FOUND = {"acceptance_length": 2.0, "acceptance_by_position": [0.5, 0.5], "depth": 2, "prompts": 7, "left_out": 3}
+
+
+def test_every_kind_is_called_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tiny_target()
+    heads = {kind: tmp_path / kind for kind in ("eagle", "mtp", "speculators")}
+    one, other = eagle(target), tiny_head(target, draft_vocab=48)
+    one.attach(target)
+    other.attach(target)
+    save_eagle(one, heads["eagle"], target_name="owner/tiny")
+    save_mtp(mtp(target), heads["mtp"], target_name="owner/tiny")
+    save_speculators(other, heads["speculators"], target_name="owner/tiny")
+    tags = {"eagle": ["eagle", "sglang"], "mtp": ["mtp"], "speculators": ["eagle3", "vllm"]}
+    for kind, (first, *engines) in tags.items():
+        card = ModelCard(dry(heads[kind], capsys).split("README.md:\n\n")[1])
+        assert card.data.tags == [first, "speculative-decoding", "mlx", *engines]
+        assert ("With SGLang" in card.text) == ("sglang" in engines)
+        assert ("With vLLM" in card.text) == ("vllm" in engines)
+        assert f"eagle-serve --target owner/tiny --head {REPO}" in card.text
+    assert "--speculative-algorithm EAGLE --spec" in dry(heads["eagle"], capsys)
+    assert "last hidden state" in dry(heads["mtp"], capsys)
+
+
+def test_a_head_for_a_conversion_points_other_servers_to_the_original(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "head"
+    save_eagle3(tiny_head(tiny_target()), folder, target_name="mlx-community/Tiny-4bit")
+    assert "do not read MLX's conversions: in place of `mlx-community/Tiny-4bit`" in dry(folder, capsys)
+    shown = dry(folder, capsys, "--base-model", "owner/Tiny")
+    assert "conversions" not in shown
+    assert "vllm serve owner/Tiny" in shown
+    assert "eagle-serve --target mlx-community/Tiny-4bit" in shown
+
+
+def test_another_licence_is_named_and_linked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head_folder(tmp_path / "head")
+    capsys.readouterr()
+    other = ["--license", "other", "--license-name", "house-rules", "--license-link", "https://example.org/rules"]
+    assert main([str(tmp_path / "head"), "--repo", REPO, "--dry-run", *other]) == 0
+    data = ModelCard(capsys.readouterr().out.split("README.md:\n\n")[1]).data
+    assert (data.license, data.license_name, data.license_link) == ("other", "house-rules", "https://example.org/rules")
+
+
+# Figures
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"head_sha256": "0" * 64}, "was measured with another head"),
+        ({"head": "random", "head_sha256": None}, "was measured with another head (random)"),
+        ({"runs": []}, "holds no figures of a head"),
+        ({"runs": "many"}, "it holds no runs"),
+        ({"runs": [{"mode": "eagle"}]}, "is no file of eagle-bench --json"),
+    ],
+)
+def test_figures_that_are_not_this_head_s_are_refused(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], said: str
+) -> None:
+    file = tmp_path / "figures.json"
+    file.write_text(json.dumps({**json.loads(made.figures.read_text()), **change}))
+    error = refused(capsys, str(made.run), *GOES_UP, "--dry-run", "--figures", str(file))
+    assert said in error
+    assert "figures.json" in error
+
+
+def test_several_sets_of_prompts_stand_side_by_side(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = json.loads(made.figures.read_text())
+    runs = written["runs"]
+    again = [{**run, "batch": 4} for run in runs] + runs + [{**run, "temperature": 0.7} for run in runs]
+    (tmp_path / "code.json").write_text(json.dumps({**written, "prompts": "/home/me/code.jsonl", "runs": again}))
+    files = ("--figures", str(made.figures), "--figures", str(tmp_path / "code.json"))
+    shown = dry(made.run, capsys, "--base-model", "owner/tiny", *files)
+    tau_rows = [line for line in shown.splitlines() if line.startswith(("| chats.jsonl |", "| code.jsonl |"))]
+    assert [row.split(" | ")[0].strip("| ") for row in tau_rows] == ["chats.jsonl"] * 2 + ["code.jsonl"] * 4
+    assert sum(line.startswith("| eagle | 4 |") for line in shown.splitlines()) == 2, "speed is told for every batch"
+
+
+def test_a_draft_length_that_adapts_is_no_depth(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = json.loads(made.figures.read_text())
+    runs = [{**run, "policy": "throughput"} for run in written["runs"]]
+    (tmp_path / "f.json").write_text(json.dumps({**written, "runs": runs}))
+    shown = dry(made.run, capsys, "--base-model", "owner/tiny", "--figures", str(tmp_path / "f.json"))
+    assert "| up to 2 |" in shown
+
+
+# Recipes and texts for others
+
+
+def test_the_command_of_a_run_makes_the_same_settings(made: Made) -> None:
+    config = json.loads((made.run / "report.json").read_text())["config"]
+    words = shlex.split(train_command(config, "owner/tiny"))
+    again = load_config(None, vars(train_parser().parse_args(words[1:])))
+    shown = {**config, "target": "owner/tiny", "data": ["chats.jsonl"], "output": TrainConfig().output}
+    found = json.loads(json.dumps({name: getattr(again, name) for name in config}))
+    assert {name for name in config if found[name] != shown[name]} == set()
+
+
+def test_data_sets_of_the_hub_are_named(made: Made) -> None:
+    source = read_source(made.run)
+    data = ["builtin:python", "HuggingFaceH4/ultrachat_200k:train_sft", "/home/me/chats.jsonl"]
+    told = replace(source, report={"config": {"data": data}})
+    assert data_sets(told) == ["HuggingFaceH4/ultrachat_200k"]
+    assert data_sets(replace(source, report={"config": {"data": data, "shards": "x"}})) == []
+
+
+names = st.from_regex(r"[A-Za-z0-9_][\w.-]{0,8}", fullmatch=True)
+
+
+@given(st.lists(names, min_size=2, max_size=5), st.sampled_from(["/", "~/", "./", "../", "C:\\"]))
+def test_of_a_path_only_the_last_name_stays(parts: list[str], begin: str) -> None:
+    path = begin + ("\\" if begin == "C:\\" else "/").join(parts)
+    last = parts[-1]
+    assert public(path) == last
+    assert public({"a": [path, 3, None]}) == {"a": [last, 3, None]}
+    assert public(f"shards {path} (of {path})") == f"shards {last} (of {last})"
+    shown = public_command(f"eagle-bench --prompts {shlex.quote(path)} --x={shlex.quote(path)}", {})
+    assert shlex.split(shown) == ["eagle-bench", "--prompts", last, f"--x={last}"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Qwen/Qwen3-4B",
+        "builtin:python",
+        "user/data:train",
+        "3,275 tokens/s",
+        "https://example.org/a/b",
+        "</s>",
+        "/",
+        "",
+    ],
+)
+def test_what_is_no_path_stays(text: str) -> None:
+    assert public(text) == text
+
+
+def test_a_command_is_shown_for_others() -> None:
+    command = "/usr/bin/eagle-bench --head out/x --depth 1 2 --json f.json --quiet --target=/m/t --batch 4"
+    shown = public_command(command, {"--target": "o/t", "--head": "u/h"}, ("--json", "--quiet"))
+    assert shown == "eagle-bench --target o/t --head u/h --depth 1 2 --batch 4"
+
+
+def test_a_folder_that_is_no_head_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no folder"):
+        read_source(tmp_path / "none")
+    with pytest.raises(ConfigError, match="holds neither a head"):
+        read_source(tmp_path)

@@ -1,0 +1,1 @@
+"""eagle-publish: a head with its card, for others."""

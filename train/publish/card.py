@@ -1,0 +1,209 @@
+"""The model card: what the hub reads, and what people read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from eagle_mlx.errors import ConfigError
+
+from . import usage
+from .figures import Figures, Speed, Tau, machine_line
+from .recipe import Rows, data_sets, train_command, training
+from .source import Source
+
+_PICTURES = {
+    "acceptance_by_position": "Acceptance by draft position",
+    "acceptance_length": "Acceptance length over the training",
+    "accuracy": "Accuracy by draft step over the training",
+    "loss": "Training loss",
+}
+
+
+@dataclass(frozen=True)
+class Licence:
+    name: str
+    """As the hub spells it; `other` with a title and a link."""
+    title: str | None = None
+    link: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.name == "other" and not (self.title and self.link):
+            raise ConfigError("--license other needs --license-name and --license-link")
+        if self.name != "other" and (self.title or self.link):
+            raise ConfigError("--license-name and --license-link go with --license other")
+
+
+def make_card(
+    source: Source, repo: str, base: str, licence: Licence, figures: Sequence[Figures], pictures: Sequence[str] = ()
+) -> ModelCard:
+    """The card of a head that is published as `repo` for the model `base`; `pictures` are paths in the repository."""
+    return ModelCard(f"---\n{_data(source, base, licence)}\n---\n\n{_body(source, repo, base, figures, pictures)}")
+
+
+def _data(source: Source, base: str, licence: Licence) -> ModelCardData:
+    return ModelCardData(
+        base_model=base,
+        datasets=data_sets(source) or None,
+        library_name="mlx",
+        license=licence.name,
+        license_name=licence.title,
+        license_link=licence.link,
+        pipeline_tag="text-generation",
+        tags=[source.layout.tag, "speculative-decoding", "mlx", *source.layout.engines],
+    )
+
+
+def _body(source: Source, repo: str, base: str, figures: Sequence[Figures], pictures: Sequence[str]) -> str:
+    target = source.trained_on or base
+    depth = next((found.depth for found in reversed(figures) if found.depth), usage.DEPTH)
+    parts = [
+        f"# {repo.split('/')[-1]}",
+        f"A draft head ({source.layout.title}) for [{base}](https://huggingface.co/{base}). With speculative decoding "
+        "it makes that model answer sooner: the head drafts some tokens, the model checks them in one forward, and "
+        "what comes out is the model's own text. Made with EAGLE-MLX.",
+        "## How well it drafts",
+        *_acceptance(figures, repo, target),
+        *_speed(figures),
+        "## How to use it",
+        usage.sections(source, repo, target, base, depth),
+        "## The head",
+        _pairs(_shape(source)),
+        *_training(source, target, [found.command for found in figures]),
+        *(f"![{_PICTURES.get(_stem(name), _stem(name))}]({name})" for name in pictures),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _acceptance(figures: Sequence[Figures], repo: str, target: str) -> list[str]:
+    if not figures:
+        return [
+            "Acceptance has not been published with this head. This measures it, on your own prompts with `--prompts`:",
+            _code(f"eagle-bench --target {target} --head {repo} --depth 1 2 4 6"),
+        ]
+    parts = [
+        "τ is the number of tokens emitted per forward of the target, bonus token included; depth is the number of "
+        "tokens drafted in a round, in a chain. Prompts whose continuation loops are left out, because loops flatter "
+        "every figure."
+    ]
+    for found in figures:
+        parts += [_tau_table(found.taus), found.how + " The command:", _code(found.command)]
+    return parts
+
+
+def _tau_table(taus: Sequence[Tau]) -> str:
+    head = ("prompts", "of them", "left out", "temperature", "depth", "τ", "accepted at position 1, 2, …")
+    return _table(
+        head,
+        [
+            (
+                tau.data,
+                str(tau.prompts),
+                str(tau.left_out),
+                f"{tau.temperature:g}",
+                tau.depth,
+                f"{tau.length:.2f}",
+                " ".join(f"{share:.2f}" for share in tau.by_position),
+            )
+            for tau in taus
+        ],
+    )
+
+
+def _speed(figures: Sequence[Figures]) -> list[str]:
+    timed = [found for found in figures if found.speeds]
+    if not timed:
+        return []
+    parts = [
+        "## How fast",
+        "Tokens per second over wall time, reading the prompt included. `plain` is EAGLE-MLX without drafts, `eagle` "
+        "with this head, `mlx-lm` that library's own decoding.",
+    ]
+    for found in timed:
+        prompts = f"{found.taus[0].prompts} prompts of {found.taus[0].data}"
+        parts += [_speed_table(found.speeds), f"{prompts}, with the command above; {found.machine}."]
+    return parts
+
+
+def _speed_table(speeds: Sequence[Speed]) -> str:
+    head = ("mode", "rows", "depth", "temperature", "tokens/s", "of mlx-lm", "of plain", "τ", "text identical")
+    return _table(
+        head,
+        [
+            (
+                speed.mode,
+                str(speed.rows),
+                speed.depth,
+                f"{speed.temperature:g}",
+                f"{speed.tokens_per_second:.1f}",
+                _ratio(speed.of_mlx_lm),
+                _ratio(speed.of_plain),
+                f"{speed.length:.2f}",
+                speed.identical,
+            )
+            for speed in speeds
+        ],
+    )
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _shape(source: Source) -> Rows:
+    head, config = source.head, source.config
+    ids, layers, count = head.token_ids, source.aux_layers, source.parameters
+    rows: Rows = [("kind", source.layout.title), ("layout", source.layout.written_as)]
+    if count is not None:
+        rows.append(("parameters", f"{count / 1e6:,.2f} M"))
+    if isinstance(config.get("torch_dtype") or config.get("dtype"), str):
+        rows.append(("type", str(config.get("torch_dtype") or config["dtype"])))
+    rows.append(("hidden size", f"{head.hidden_size:,}"))
+    if layers:
+        rows.append(("reads the target's layers", f"{', '.join(map(str, layers))} (their output, counted from 0)"))
+    else:
+        rows.append(("reads the target's", "last hidden state"))
+    rows.append(("vocabulary", f"{head.vocab_size:,} tokens"))
+    if ids is not None:
+        rows.append(("draft vocabulary", f"{ids.size:,} tokens"))
+    return rows
+
+
+def _training(source: Source, target: str, shown: Sequence[str]) -> list[str]:
+    """`shown` are the commands that the card has already."""
+    rows = training(source)
+    if not rows:
+        return []
+    report = source.report or {}
+    machine = machine_line(report.get("machine") or {})
+    rows += [("machine", machine)] if machine else []
+    parts = ["## How it was trained", _pairs(rows)]
+    command = train_command(report.get("config") or {}, target)
+    if command in shown:
+        parts.append("The command is above, with the figures that the training measured.")
+    elif report.get("config"):
+        parts += ["The settings that are not the defaults, as a command:", _code(command)]
+    return parts
+
+
+def _pairs(rows: Rows) -> str:
+    return _table(("", ""), rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split()) or " "
+
+
+def _code(text: str) -> str:
+    return f"```\n{text}\n```"
+
+
+def _stem(name: str) -> str:
+    return name.rsplit("/", 1)[-1].removesuffix(".png")

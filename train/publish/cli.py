@@ -1,0 +1,149 @@
+"""The command `eagle-publish`: a head of this machine, with its card, on the hub."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from eagle_mlx import hub
+from eagle_mlx.errors import ConfigError, EagleError
+
+from .bundle import CARD, bundle, listing, pictures
+from .card import Licence, make_card
+from .figures import Figures, of_bench, of_training
+from .source import Source, read_source
+
+_HELP = """\
+Publish a head with a model card that says what it is for, how well it drafts and how to use it.
+
+DIR is a head's folder (config.json and .safetensors), or the output folder of eagle-train, whose best head goes up
+with the report and the plots of the run.
+"""
+_EXAMPLES = """\
+examples:
+  eagle-publish out/head --repo you/qwen3-4b-eagle3 --license apache-2.0 --dry-run
+  eagle-bench --target Qwen3-4B-4bit --head out/head/best --depth 1 2 4 6 --prompts chats.jsonl --json chats.json
+  eagle-publish out/head --repo you/qwen3-4b-eagle3 --license apache-2.0 --base-model Qwen/Qwen3-4B --figures chats.json
+  eagle-publish out/head --repo you/qwen3-4b-eagle3 --license apache-2.0 --overwrite --message 'Trained for longer'
+
+--dry-run shows the files and the card, and asks nothing of the network.
+
+the token, which must be one that may write (https://huggingface.co/settings/tokens), is looked for in
+  1. --token
+  2. the environment variable HF_TOKEN
+  3. the login that `hf auth login` has kept
+HF_ENDPOINT names another hub than https://huggingface.co.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Publish and return the exit code: 0, 2 after an error that the user can mend, 130 when interrupted."""
+    args = _parser().parse_args(argv)
+    try:
+        run(args)
+    except EagleError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    """From the folder to the line that says where it is now."""
+    licence = _licence(args)
+    hub.check_full_id(args.repo)
+    source = read_source(args.folder)
+    base = _base_model(source, args.base_model)
+    figures = _figures(source, args.figures, args.repo, source.trained_on or base)
+    card = make_card(source, args.repo, base, licence, figures, pictures(source))
+    if (source.folder / CARD).exists():
+        print(f"note: {source.folder / CARD} stays here; the card is made anew", file=sys.stderr)
+    with bundle(source, card, base) as folder:
+        if args.dry_run:
+            print(f"would go to {args.repo}{', private' if args.private else ''}:\n{listing(folder)}\n")
+            print(f"{CARD}:\n\n{(folder / CARD).read_text(encoding='utf-8')}", end="")
+            return
+        print(f"to {args.repo}:\n{listing(folder)}", file=sys.stderr)
+        done = hub.publish_head(
+            folder,
+            args.repo,
+            token=args.token,
+            private=args.private,
+            overwrite=args.overwrite,
+            message=args.message or f"Publish an {source.layout.title} head for {base}",
+        )
+    print(f"published: {done.url} (commit {done.commit[:12]})")
+
+
+def _licence(args: argparse.Namespace) -> Licence:
+    if not args.license:
+        raise ConfigError(
+            "no licence: name the one under which others may use the head with --license (apache-2.0, mit, llama3.1, "
+            "...); without one nobody may. Look at that of the target and of the training data first"
+        )
+    return Licence(args.license, args.license_name, args.license_link)
+
+
+def _base_model(source: Source, given: str | None) -> str:
+    """Hub id of the model that the head is for."""
+    if given is not None:
+        try:
+            hub.check_full_id(given)
+        except EagleError as e:
+            raise ConfigError(f"--base-model: {e}; give the hub id of the model, such as Qwen/Qwen3-4B") from e
+        return given
+    if source.trained_on is None:
+        named = next(iter(source.target_names), None)
+        what = f"names its target {named!r}, which is no hub id" if named else "does not name its target"
+        raise ConfigError(f"the head's config {what}; name the model that the head is for with --base-model user/name")
+    return source.trained_on
+
+
+def _figures(source: Source, files: Sequence[Path], repo: str, target: str) -> list[Figures]:
+    measured = [of_bench(file, source, repo, target) for file in files]
+    held_out = of_training(source, target)
+    return [held_out, *measured] if held_out is not None else measured
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="eagle-publish",
+        description=_HELP,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the head's folder, or the output of eagle-train")
+    parser.add_argument("--repo", required=True, metavar="USER/NAME", help="the repository; made where there is none")
+    card = parser.add_argument_group("the card")
+    card.add_argument("--license", metavar="ID", help="as the hub spells it: apache-2.0, mit, llama3.1, ... (needed)")
+    card.add_argument("--license-name", metavar="NAME", help="with --license other: what it is called")
+    card.add_argument("--license-link", metavar="URL", help="with --license other: where it is")
+    card.add_argument(
+        "--base-model",
+        metavar="USER/NAME",
+        help="hub id of the model that the head is for (default: the target that the head's config names); give the "
+        "original where the head was trained on a conversion of it, so that other servers find it",
+    )
+    card.add_argument(
+        "--figures",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="figures of eagle-bench --json; may be given several times, once for each set of prompts",
+    )
+    up = parser.add_argument_group("going up")
+    up.add_argument("--dry-run", action="store_true", help="show the files and the card; no request is made")
+    up.add_argument("--private", action="store_true", help="make the repository private (default: public)")
+    up.add_argument("--overwrite", action="store_true", help="put this head in the place of one that is there already")
+    up.add_argument("--message", metavar="TEXT", help="of the commit")
+    up.add_argument("--token", help="token of the hub (default: HF_TOKEN, then the login of `hf auth login`)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""Figures for a card: those of the training run, and those that `eagle-bench --json` has written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle_mlx import hub
+from eagle_mlx.errors import ConfigError
+
+from ..loop import BEST
+from .public import last_name, public, public_command
+from .recipe import train_command
+from .source import Source
+
+_HEAD_MODES = ("eagle", "mtp")
+"""Modes of eagle-bench in which a head drafts."""
+_OWN_FLAGS = ("--json", "--plot", "--quiet", "--head", "--target")
+"""Flags of eagle-bench that say nothing of how a figure came about, or that the card gives anew."""
+
+
+@dataclass(frozen=True)
+class Tau:
+    """Acceptance over one set of prompts."""
+
+    data: str
+    depth: str
+    temperature: float
+    rows: int
+    prompts: int
+    left_out: int
+    """Prompts left out because their continuation loops."""
+    length: float
+    by_position: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Speed:
+    mode: str
+    rows: int
+    depth: str
+    temperature: float
+    tokens_per_second: float
+    of_mlx_lm: float | None
+    of_plain: float | None
+    length: float
+    identical: str
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one command has measured."""
+
+    command: str
+    how: str
+    machine: str
+    taus: tuple[Tau, ...]
+    speeds: tuple[Speed, ...] = ()
+    depth: int | None = None
+    """Draft tokens a round with which the head is best used, as far as this tells."""
+
+
+def of_training(source: Source, target: str) -> Figures | None:
+    """The held-out acceptance that the run's report gives for this head; None where it gives none.
+
+    `target` is the hub id that the command is shown with.
+    """
+    report = source.report or {}
+    found = (report.get("acceptance") or {}).get(source.which) or {}
+    config = report.get("config") or {}
+    if not found.get("prompts") or not found.get("acceptance_length"):
+        return None
+    data = config.get("eval_data") or next(iter(config.get("data") or ()), "") or "the training data"
+    tau = Tau(
+        data=f"{public(data)}, held out",
+        depth=str(found["depth"]),
+        temperature=0.0,
+        rows=int(config.get("eval_batch") or 1),
+        prompts=int(found["prompts"]),
+        left_out=int(found.get("left_out") or 0),
+        length=float(found["acceptance_length"]),
+        by_position=tuple(map(float, found.get("acceptance_by_position") or ())),
+    )
+    how = "Measured while training by decoding held-out prompts"
+    how += ", which chose this checkpoint" if source.which == BEST else ""
+    how += f"; greedy, up to {config['eval_tokens']} new tokens each." if config.get("eval_tokens") else "; greedy."
+    command, machine = train_command(config, target), machine_line(report.get("machine") or {})
+    return Figures(command, how, machine, (tau,), (), int(found["depth"]))
+
+
+def of_bench(file: Path, source: Source, repo: str, target: str) -> Figures:
+    """The figures of a file of `eagle-bench --json`.
+
+    `repo` and `target` are the hub ids that its command is shown with. Raises ConfigError for a file that is none, or
+    that was measured with another head.
+    """
+    written = _read(file)
+    _check_head(file, written, source)
+    try:
+        runs = [run for run in written["runs"] if run["prompts"]]
+        with_head = [run for run in runs if run["mode"] in _HEAD_MODES]
+        if not with_head:
+            raise ConfigError(f"{file} holds no figures of a head; run eagle-bench with --head, mode eagle included")
+        data = last_name(str(written.get("prompts") or "prompts"))
+        taus = _first_of_each([_tau(run, data) for run in with_head])
+        speeds = tuple(_speed(run) for run in runs)
+        best = max(with_head, key=lambda run: (run["batch"] == 1, run["tokens_per_second"]))
+        command = written.get("command") or "eagle-bench"
+        return Figures(
+            public_command(command, {"--target": target, "--head": repo}, _OWN_FLAGS),
+            _how(written),
+            machine_line({**(written.get("machine") or {}), "eagle_mlx": written.get("eagle_mlx")}),
+            taus,
+            speeds,
+            int(best["depth"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise ConfigError(f"{file} is no file of eagle-bench --json, or of another version ({e!r})") from e
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    try:
+        written = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{file} cannot be read as figures: {e}; give a file of eagle-bench --json") from e
+    if not isinstance(written, dict) or not isinstance(written.get("runs"), list):
+        raise ConfigError(f"{file} is no file of eagle-bench --json: it holds no runs")
+    return written
+
+
+def _check_head(file: Path, written: Mapping[str, Any], source: Source) -> None:
+    """A file without a digest is taken at its word, but for the useless head that eagle-bench makes itself."""
+    digest = written.get("head_sha256")
+    if written.get("head") == "random" or (digest and digest != hub.weights_digest(source.folder)):
+        raise ConfigError(
+            f"{file} was measured with another head ({last_name(str(written.get('head')))}), whose weights are not "
+            f"those in {source.folder}; measure this one"
+        )
+
+
+def _tau(run: Mapping[str, Any], data: str) -> Tau:
+    return Tau(
+        data=data,
+        depth=_depth(run),
+        temperature=float(run["temperature"]),
+        rows=int(run["batch"]),
+        prompts=int(run["prompts"]),
+        left_out=int(run["left_out_looping"]),
+        length=float(run["acceptance_length"]),
+        by_position=tuple(map(float, run["acceptance_by_position"])),
+    )
+
+
+def _first_of_each(taus: Sequence[Tau]) -> tuple[Tau, ...]:
+    """One row for each depth and temperature, that of the fewest rows: the others tell the same acceptance again."""
+    found: dict[tuple[str, float], Tau] = {}
+    for tau in sorted(taus, key=lambda tau: tau.rows):
+        found.setdefault((tau.depth, tau.temperature), tau)
+    return tuple(tau for tau in taus if tau in found.values())
+
+
+def _speed(run: Mapping[str, Any]) -> Speed:
+    count, of = run.get("identical_count"), run["prompts"] + run["left_out_looping"]
+    return Speed(
+        mode=str(run["mode"]),
+        rows=int(run["batch"]),
+        depth=_depth(run),
+        temperature=float(run["temperature"]),
+        tokens_per_second=float(run["tokens_per_second"]),
+        of_mlx_lm=run.get("ratio_to_mlx_lm"),
+        of_plain=run.get("ratio_to_plain"),
+        length=float(run["acceptance_length"]),
+        identical="" if count is None else f"{count} of {of}",
+    )
+
+
+def _depth(run: Mapping[str, Any]) -> str:
+    if not run["depth"]:
+        return ""
+    return str(run["depth"]) if run.get("policy", "fixed") == "fixed" else f"up to {run['depth']}"
+
+
+def _how(written: Mapping[str, Any]) -> str:
+    said = ["All modes decoded the same prompts in turns"]
+    if written.get("max_tokens"):
+        said.append(f"up to {written['max_tokens']} new tokens each")
+    if written.get("repeats"):
+        said.append(f"medians of {written['repeats']} repeats")
+    if written.get("acceptance") and any(run["temperature"] for run in written["runs"]):
+        said.append(f"{written['acceptance']} acceptance of sampled drafts")
+    return "; ".join(said) + "."
+
+
+def machine_line(machine: Mapping[str, Any]) -> str:
+    """A machine in one line, whichever of the two commands has described it."""
+    parts = [
+        str(machine.get("cpu") or ""),
+        f"{machine['cores']} cores" if machine.get("cores") else "",
+        f"{machine['memory_gb']} GB" if machine.get("memory_gb") else "",
+        str(machine.get("os") or machine.get("platform") or ""),
+        f"EAGLE-MLX {machine['eagle_mlx']}" if machine.get("eagle_mlx") else "",
+        f"MLX {machine['mlx']} on {_device(machine)}" if machine.get("mlx") else "",
+        f"mlx-lm {machine['mlx_lm']}" if machine.get("mlx_lm") else "",
+        f"BLAS: {public(machine['blas'])}" if machine.get("blas") else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _device(machine: Mapping[str, Any]) -> str:
+    """`cpu` of both `cpu` and MLX's own `Device(cpu, 0)`."""
+    return str(machine.get("device") or "its default device").removeprefix("Device(").split(",")[0]

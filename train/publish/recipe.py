@@ -1,0 +1,129 @@
+"""How a head was trained, in the words of a card."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import TrainConfig
+from .public import public
+from .source import Source
+
+_LEFT_OUT = ("target", "output", "overwrite", "wandb", "wandb_project")
+"""Settings that change nothing of a head, and the one that is given by its public name."""
+_DATA_SET = re.compile(r"([\w.-]+/[\w.-]+)(:[\w.-]+){0,2}")
+
+Rows = list[tuple[str, str]]
+
+
+def train_command(config: Mapping[str, Any], target: str) -> str:
+    """The command line of a run, from the settings in its report: the target's hub id, and what is no default."""
+    defaults = dataclasses.asdict(TrainConfig())
+    words = ["eagle-train", "--target", target]
+    for name, value in config.items():
+        default = defaults.get(name)
+        plain = list(default) if isinstance(default, tuple) else default
+        if name in _LEFT_OUT or value == plain or value in ("", None, []):
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        shown = public(value, name)
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        elif isinstance(value, list) and all(isinstance(item, str) for item in value):
+            words += [word for item in shown for word in (flag, item)]
+        else:
+            words += [flag, *map(_plain, shown if isinstance(value, list) else [shown])]
+    return shlex.join(words)
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def data_sets(source: Source) -> list[str]:
+    """Hub ids of the data sets that the head was trained on."""
+    config = (source.report or {}).get("config") or {}
+    if config.get("shards"):
+        return []
+    found = (_DATA_SET.fullmatch(name) for name in map(public, config.get("data") or ()))
+    return [match.group(1) for match in found if match]
+
+
+def training(source: Source) -> Rows:
+    """What is known of the training: a name and a text each, nothing where nothing is known."""
+    if source.report is None:
+        return _known([("steps", _number(source.noted.get("step"))), ("tokens", _number(source.noted.get("tokens")))])
+    report = source.report
+    config, data = report.get("config") or {}, report.get("data") or {}
+    sources = (
+        f"hidden states of {public(config['shards'], 'shards')}"
+        if config.get("shards")
+        else ", ".join(map(str, public(config.get("data") or [])))
+    )
+    amount = [
+        f"{_number(data[key])} {what}"
+        for key, what in (("conversations", "conversations"), ("tokens", "tokens"), ("loss_tokens", "with loss"))
+        if data.get(key) is not None
+    ]
+    chosen = report.get("best_step") if source.which == "best" else None
+    steps = _number(report.get("steps"))
+    return _known(
+        [
+            ("target", source.trained_on or ""),
+            ("started from", str(public(report.get("started_from") or ""))),
+            ("data", sources + (f": {', '.join(amount)}" if amount else "")),
+            ("tokens trained on", _number(report.get("tokens"))),
+            ("steps", steps and f"{steps}{f', this checkpoint after {_number(chosen)}' if chosen else ''}"),
+            ("time", _time(report)),
+            ("draft steps", _draft_steps(config)),
+            ("optimiser", _optimiser(config)),
+            ("batch", f"{config['rows']} rows of {config['length']} tokens" if config.get("rows") else ""),
+            ("draft vocabulary", _vocabulary(data)),
+            ("last loss", f"{report['loss']:.3f}" if report.get("loss") is not None else ""),
+            ("seed", str(config["seed"]) if "seed" in config else ""),
+        ]
+    )
+
+
+def _known(rows: Rows) -> Rows:
+    return [(name, text) for name, text in rows if text]
+
+
+def _number(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else ""
+
+
+def _time(report: Mapping[str, Any]) -> str:
+    seconds, rate = report.get("train_seconds"), report.get("tokens_per_second")
+    if not seconds:
+        return ""
+    return f"{seconds / 60:,.1f} minutes" + (f", {rate:,.0f} tokens/s" if rate else "")
+
+
+def _draft_steps(config: Mapping[str, Any]) -> str:
+    if not config.get("unroll"):
+        return ""
+    if config.get("step_weights"):
+        return f"{config['unroll']}, weighing {' '.join(f'{weight:g}' for weight in config['step_weights'])}"
+    return f"{config['unroll']}" + (
+        f", each weighing {config['decay']:g} of the one before" if config.get("decay") else ""
+    )
+
+
+def _optimiser(config: Mapping[str, Any]) -> str:
+    if not config.get("optimizer"):
+        return ""
+    rates = f"peak learning rate {config['lr']:g}" if config.get("lr") else ""
+    if config["optimizer"] == "muon" and config.get("muon_lr"):
+        rates += f", of Muon {config['muon_lr']:g}"
+    return ", ".join(
+        part for part in ({"adamw": "AdamW", "muon": "Muon and AdamW"}.get(config["optimizer"]), rates) if part
+    )
+
+
+def _vocabulary(data: Mapping[str, Any]) -> str:
+    size, share = data.get("draft_vocab"), data.get("draft_vocab_coverage")
+    return _number(size) + (f" tokens, {share:.1%} of those learnt" if size and share is not None else "")

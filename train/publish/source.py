@@ -1,0 +1,143 @@
+"""What is to be published: a head on disk, and what its training has left beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from eagle_mlx import hub
+from eagle_mlx.errors import CheckpointError, ConfigError, HeadError
+from eagle_mlx.formats import load_head
+from eagle_mlx.formats.fields import read_config
+from eagle_mlx.formats.load import kind_of
+from eagle_mlx.formats.tensors import read_tensors, weights_of
+from eagle_mlx.heads.base import DraftHead
+
+from ..loop import BEST, LAST, REPORT
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A kind of checkpoint, in the words of a card."""
+
+    title: str
+    tag: str
+    written_as: str
+    engines: tuple[str, ...]
+    """Other servers that load it as it is."""
+
+
+_LAYOUTS = {
+    "eagle3": Layout("EAGLE-3", "eagle3", "portable EAGLE-3, as SafeAILab and SpecForge write it", ("sglang", "vllm")),
+    "speculators": Layout("EAGLE-3", "eagle3", "speculators", ("vllm",)),
+    "eagle": Layout("EAGLE-1", "eagle", "EAGLE-1, as SafeAILab writes it", ("sglang",)),
+    "mtp": Layout("MTP", "mtp", "EAGLE-MLX", ()),
+}
+_MTP_OF_SPECULATORS = Layout("MTP", "mtp", "speculators", ("vllm",))
+
+
+@dataclass(frozen=True)
+class Source:
+    folder: Path
+    """Holds the head."""
+    config: Mapping[str, Any]
+    layout: Layout
+    head: DraftHead
+    report: Mapping[str, Any] | None
+    """Of the training run whose output this is."""
+    which: str
+    """`best` or `last`, where there is a report."""
+    plots: tuple[Path, ...]
+
+    @property
+    def noted(self) -> Mapping[str, Any]:
+        """What this project's writers note in the config."""
+        return fields_of(self.config, "eagle_mlx")
+
+    @property
+    def target_names(self) -> list[str]:
+        """What the config calls the head's target, hub id or not."""
+        verifier = fields_of(fields_of(self.config, "speculators_config"), "verifier")
+        names = (self.noted.get("target"), verifier.get("name_or_path"))
+        return [name for name in names if isinstance(name, str) and name]
+
+    @property
+    def trained_on(self) -> str | None:
+        """Hub id of the target, None where the config names none, or a folder."""
+        return next((name for name in self.target_names if hub.full_id(name)), None)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...] | None:
+        """Layers of the target that the head reads; None where it is the last one, whichever that is."""
+        try:
+            return self.head.aux_layers
+        except HeadError:
+            return None
+
+    @property
+    def parameters(self) -> int | None:
+        """How many there are; None where they are quantised."""
+        weights = _weights(self.head).values()
+        return None if any(value.dtype == mx.uint32 for value in weights) else sum(value.size for value in weights)
+
+
+def fields_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A nested object of a config; empty where there is none."""
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def read_source(folder: str | Path) -> Source:
+    """Read a head's folder, or the output of `eagle-train`, whose best head is taken.
+
+    Raises ConfigError for a folder that is neither, CheckpointError for a head that cannot be read or is damaged.
+    """
+    given = Path(folder).expanduser()
+    if not given.is_dir():
+        raise ConfigError(f"there is no folder {given}; give the head's, or the output folder of eagle-train")
+    run, which = _run_of(given)
+    place = given if (given / CONFIG).is_file() else given / BEST
+    if not (place / CONFIG).is_file():
+        raise ConfigError(f"{given} holds neither a head ({CONFIG} and weights) nor the output of eagle-train ({BEST})")
+    if not any(place.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{place} holds no .safetensors files; save the head as such first, since PyTorch's files can hold code"
+        )
+    config = read_config(place)
+    head = load_head(place)
+    kind = kind_of(place, config, read_tensors(place))
+    of_speculators = kind == "mtp" and "speculators_model_type" in config
+    layout = _MTP_OF_SPECULATORS if of_speculators else _LAYOUTS[kind]
+    report = _read_report(run / REPORT) if run is not None else None
+    plots = tuple(sorted(run.glob("*.png"))) if run is not None else ()
+    return Source(place, config, layout, head, report, which, plots)
+
+
+def _run_of(given: Path) -> tuple[Path | None, str]:
+    """The output folder of a training run, where `given` is one or a head in one; and which of its heads."""
+    if not (given / CONFIG).is_file():
+        return (given, BEST) if (given / REPORT).is_file() else (None, BEST)
+    name, run = given.resolve().name, given.resolve().parent
+    return (run, name) if name in (BEST, LAST) and (run / REPORT).is_file() else (None, BEST)
+
+
+def _read_report(file: Path) -> Mapping[str, Any]:
+    try:
+        report = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{file} cannot be read: {e}; it is what the card tells of the training") from e
+    if not isinstance(report, dict):
+        raise ConfigError(f"{file} is not a JSON object; it is what the card tells of the training")
+    return report
+
+
+def _weights(head: DraftHead) -> dict[str, mx.array]:
+    return weights_of(cast(nn.Module, head))

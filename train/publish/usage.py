@@ -1,0 +1,74 @@
+"""How others use a published head: exact commands."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+
+from .source import Source
+
+DEPTH = 4
+"""Draft tokens a round where nothing was measured: the default of eagle-serve."""
+_CONVERSIONS = "mlx-community/"
+
+
+def sections(source: Source, repo: str, target: str, base: str, depth: int) -> str:
+    """Markdown for EAGLE-MLX and every server that loads this layout.
+
+    `target` is what the head was trained on, for MLX; `base` is the model that other servers load.
+    """
+    parts = [_eagle_mlx(repo, target)]
+    if source.layout.engines and base.startswith(_CONVERSIONS):
+        parts.append(
+            f"The servers below do not read MLX's conversions: in place of `{base}` give them the model that it was "
+            "made of."
+        )
+    parts += [_ENGINES[engine](source, repo, base, depth) for engine in source.layout.engines]
+    return "\n\n".join(parts)
+
+
+def _eagle_mlx(repo: str, target: str) -> str:
+    return f"""\
+With EAGLE-MLX, as a server for any OpenAI client, or in Python:
+
+```
+eagle-serve --target {target} --head {repo}
+```
+
+```python
+import eagle_mlx as em
+
+target = em.load_target("{target}")
+head = em.load_head("{repo}", target)
+engine = em.Engine(target, proposer=em.HeadProposer(head))
+print(engine.generate(["Once upon a time"], em.SamplingParams(max_tokens=64))[0].text)
+```"""
+
+
+def _sglang(source: Source, repo: str, base: str, depth: int) -> str:
+    algorithm = "EAGLE3" if source.layout.tag == "eagle3" else "EAGLE"
+    return f"""\
+With SGLang:
+
+```
+python -m sglang.launch_server --model-path {base} \\
+  --speculative-algorithm {algorithm} --speculative-draft-model-path {repo} \\
+  --speculative-num-steps {depth} --speculative-eagle-topk 1 --speculative-num-draft-tokens {depth + 1}
+```"""
+
+
+def _vllm(source: Source, repo: str, base: str, depth: int) -> str:
+    if source.layout.tag == "mtp":
+        return f"With vLLM, which finds the target's name in the head's config:\n\n```\nvllm serve {repo}\n```"
+    config = json.dumps({"method": source.layout.tag, "model": repo, "num_speculative_tokens": depth})
+    return f"""\
+With vLLM:
+
+```
+vllm serve {base} \\
+  --speculative-config {shlex.quote(config)}
+```"""
+
+
+_ENGINES: dict[str, Callable[[Source, str, str, int], str]] = {"sglang": _sglang, "vllm": _vllm}
