@@ -197,16 +197,21 @@ def _told(repo: str, left: str) -> Iterator[None]:
     """Turn what goes wrong at the hub into one line that says what to do, and what is `left` there."""
     try:
         yield
-    except HfHubHTTPError as e:
-        raise OutputError(f"{_refusal(repo, e)}; {left}") from e
-    except OfflineModeIsEnabled as e:
-        raise OutputError(f"HF_HUB_OFFLINE forbids to ask {constants.ENDPOINT}; unset it to publish; {left}") from e
-    except ValueError as e:
-        raise OutputError(f"the hub refuses the model card: {_one_line(e)}; {left}") from e
-    except _TransportError as e:
-        raise OutputError(f"{constants.ENDPOINT} cannot be reached ({_one_line(e)}); {left}") from e
-    except (OSError, RuntimeError) as e:  # RuntimeError is how hf_xet, which sends large files, reports a failure
-        raise OutputError(f"{repo} could not be uploaded ({_one_line(e)}); {left}") from e
+    except (OSError, ValueError, RuntimeError, _TransportError) as e:
+        behind = isinstance(e, RuntimeError) and isinstance(e.__cause__, Exception)  # so a large file's failure comes
+        raise OutputError(f"{_explained(repo, e.__cause__ if behind else e)}; {left}") from e
+
+
+def _explained(repo: str, error: BaseException | None) -> str:
+    if isinstance(error, HfHubHTTPError):
+        return _refusal(repo, error)
+    if isinstance(error, OfflineModeIsEnabled):
+        return f"HF_HUB_OFFLINE forbids to ask {constants.ENDPOINT}; unset it to publish"
+    if isinstance(error, ValueError):
+        return f"the hub refuses the model card: {_one_line(error)}"
+    if isinstance(error, _TransportError):
+        return f"{constants.ENDPOINT} cannot be reached ({_one_line(error)})"
+    return f"{repo} could not be uploaded ({_one_line(error)})"
 
 
 def _refusal(repo: str, error: HfHubHTTPError) -> str:
@@ -223,6 +228,8 @@ def _refusal(repo: str, error: HfHubHTTPError) -> str:
         return f"{repo} exists already, and this token may not see it ({said}); name another repository"
     if status == 404:
         return f"{repo} cannot be found with this token ({said}); does {repo.split('/')[0]} exist?"
+    if status == 429 or status >= 500:
+        return f"the hub cannot take {repo} now (status {status}, {said}); try again later"
     return f"the hub refuses {repo} with status {status} ({said})"
 
 

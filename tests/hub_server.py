@@ -46,6 +46,9 @@ class Hub:
         self.large: dict[str, bytes] = {}
         self.requests: list[str] = []
         self.refuse_commits = False
+        self.refuse_large = False
+        self.keep_apart = True
+        """Whether large files are sent apart from the commit."""
         self.base = ""
 
     def put(self, repo: str, files: dict[str, bytes], **how: Any) -> None:
@@ -122,7 +125,11 @@ def _add_filling(app: FastAPI, hub: Hub) -> None:
             return refused
         paths = [file["path"] for file in (await request.json())["files"]]
         modes = [
-            {"path": path, "uploadMode": "lfs" if path.endswith(_LARGE) else "regular", "shouldIgnore": False}
+            {
+                "path": path,
+                "uploadMode": "lfs" if hub.keep_apart and path.endswith(_LARGE) else "regular",
+                "shouldIgnore": False,
+            }
             for path in paths
         ]
         return JSONResponse({"files": modes})
@@ -138,6 +145,8 @@ def _add_filling(app: FastAPI, hub: Hub) -> None:
     @app.put("/lfs/{oid}")
     async def store(oid: str, request: Request) -> Response:
         content = await request.body()
+        if hub.refuse_large:
+            return _refuse(403, "this account is over its quota")
         assert hashlib.sha256(content).hexdigest() == oid
         hub.large[oid] = content
         return Response()

@@ -92,7 +92,7 @@ def online(server: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     hub_server.use(monkeypatch, server.base, tmp_path / "huggingface")
     for held in (server.repos, server.large, server.requests):
         held.clear()
-    server.refuse_commits = False
+    server.refuse_commits, server.refuse_large, server.keep_apart = False, False, True
     return server
 
 
@@ -150,7 +150,13 @@ def test_a_repository_that_is_kept_from_its_reader(
 # Publishing
 
 
-def test_a_folder_goes_up_in_one_commit(online: hub_server.Hub, tmp_path: Path) -> None:
+@pytest.mark.parametrize("xet", [False, True])
+def test_a_folder_goes_up_in_one_commit(
+    online: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, xet: bool
+) -> None:
+    """With hf_xet huggingface_hub goes another way, on which it may commit several times."""
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", not xet)
+    online.keep_apart = not xet  # the stand-in has no store for xet's chunks
     folder = folder_of(tmp_path / "head", **{"model.safetensors": "weights"})
     done = hub.publish_head(folder, "user/head", message="First")
     repo = online.repos["user/head"]
@@ -233,13 +239,14 @@ def test_a_card_that_the_hub_refuses_makes_no_repository(online: hub_server.Hub,
     assert online.repos == {}
 
 
-def test_a_commit_that_fails_leaves_nothing_half_written(online: hub_server.Hub, tmp_path: Path) -> None:
-    online.refuse_commits = True
+@pytest.mark.parametrize("what", ["refuse_commits", "refuse_large"])
+def test_an_upload_that_fails_leaves_nothing_half_written(online: hub_server.Hub, tmp_path: Path, what: str) -> None:
+    setattr(online, what, True)
     folder = folder_of(tmp_path / "head", **{"model.safetensors": "weights"})
     with pytest.raises(OutputError, match="over its quota.*user/head was made but is empty: the same command fills it"):
         hub.publish_head(folder, "user/head")
     assert set(online.repos["user/head"].files) == {".gitattributes"}
-    online.refuse_commits = False
+    setattr(online, what, False)
     hub.publish_head(folder, "user/head")
     assert "model.safetensors" in online.repos["user/head"].files
 
