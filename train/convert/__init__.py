@@ -1,0 +1,1 @@
+"""Heads from one layout into another, and out of the models that they were published in."""

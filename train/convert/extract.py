@@ -1,0 +1,91 @@
+"""An MTP head out of a published model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from eagle_mlx import hub
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.folders import check_free
+from eagle_mlx.formats import mtp_of_model, save_mtp
+from eagle_mlx.formats.fields import read_config
+from eagle_mlx.formats.mtp import quantized
+from eagle_mlx.formats.tensors import DTYPE_NAMES, weights_of
+from eagle_mlx.heads.mtp import MTPHead
+
+from .fetch import mtp_folder
+
+Hidden = Literal["after", "before"]
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """What to take out of which model. Raises ConfigError."""
+
+    source: str
+    """Folder or hub id of the model as it was published."""
+    output: str | None = None
+    """Where the head goes; by default the model's name with `-mtp` behind it."""
+    index: int = 0
+    """Which MTP layer, of models with several."""
+    bits: int | None = None
+    group_size: int = 64
+    hidden: Hidden = "after"
+    """Whether the target's hidden state goes in after its final norm or before it."""
+    dtype: str | None = None
+    """By default the model's own."""
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.source:
+            raise ConfigError("no source: name the model's folder or hub id with --source")
+        if self.index < 0:
+            raise ConfigError(f"--index counts MTP layers from 0; got {self.index}")
+
+
+def extract(what: Extraction, say: Callable[[str], None]) -> str:
+    """Take the head out and write it; `say` is told what is decided. Returns a line on what there is now.
+
+    Raises an EagleError, and then leaves nothing behind.
+    """
+    output = what.output or f"{hub.public_name(what.source).rpartition('/')[2]}-mtp"
+    check_free(output, what.overwrite)
+    folder = mtp_folder(what.source, what.index)
+    say(f"reading MTP layer {what.index} of {what.source}")
+    head, notes = mtp_of_model(folder, what.index, target_norm=what.hidden == "after")
+    for line in [*notes, *_decided(head, any("norms" in note for note in notes))]:
+        say(line)
+    dtype = DTYPES[what.dtype] if what.dtype else _dtype_of(read_config(folder))
+    if what.bits is not None:
+        head = quantized(head, what.bits, what.group_size)
+    save_mtp(head, output, target_name=hub.public_name(what.source), dtype=dtype, overwrite=what.overwrite)
+    size = sum(value.nbytes for value in weights_of(head).values())
+    how = f"{what.bits} bits in groups of {what.group_size}" if what.bits else DTYPE_NAMES[dtype]
+    return (
+        f"{output}: an MTP head of {head.config.model_type} in {how}, {size / 1e6:,.1f} MB in memory. EAGLE-MLX loads "
+        f"it; to see whether it drafts better with the other hidden state, convert once more with --hidden "
+        f"{'before' if what.hidden == 'after' else 'after'} and compare with eagle-bench"
+    )
+
+
+def _decided(head: MTPHead, norms_told: bool) -> list[str]:
+    config = head.config
+    first, second = ("hidden state", "embedding") if config.hidden_first else ("embedding", "hidden state")
+    return [
+        *([] if norms_told else [f"norms: taken as they are; those of {config.model_type} multiply by their weights"]),
+        f"the projection reads the {first} in front of the {second}",
+        f"the target's hidden state goes in {'after' if config.target_norm else 'before'} its final norm",
+        f"the next step reads the output {'after' if config.norm_output else 'before'} the head's norm",
+    ]
+
+
+def _dtype_of(config: dict[str, Any]) -> mx.Dtype:
+    """The type of the model's plain weights, by its config."""
+    text = config.get("text_config") or {}
+    named = next((c[key] for c in (config, text) for key in ("torch_dtype", "dtype") if c.get(key)), None)
+    return DTYPES.get(str(named), mx.bfloat16)

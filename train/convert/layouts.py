@@ -1,0 +1,178 @@
+"""A head out of one layout into another: the same numbers under other names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from eagle_mlx import hub
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.folders import check_free
+from eagle_mlx.formats import (
+    load_head,
+    save_eagle,
+    save_eagle3,
+    save_mtp,
+    save_speculators,
+    save_speculators_mtp,
+)
+from eagle_mlx.formats.fields import read_config
+from eagle_mlx.formats.mtp_source import NOTED
+from eagle_mlx.formats.tensors import COPY, DTYPE_NAMES, read_tensors
+from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.eagle import EagleHead
+from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head
+from eagle_mlx.heads.mtp import MTPHead
+from eagle_mlx.sanity import doubt
+from eagle_mlx.target import Target, load_target
+
+from .extract import DTYPES
+
+Layout = Literal["eagle", "eagle3", "mtp", "speculators"]
+
+_KINDS: dict[type, str] = {EagleHead: "EAGLE-1", Eagle3Head: "EAGLE-3", MTPHead: "MTP"}
+_WRITERS: dict[tuple[type, Layout], Callable[..., None]] = {
+    (EagleHead, "eagle"): save_eagle,
+    (Eagle3Head, "eagle3"): save_eagle3,
+    (Eagle3Head, "speculators"): save_speculators,
+    (MTPHead, "mtp"): save_mtp,
+    (MTPHead, "speculators"): save_speculators_mtp,
+}
+_EMBEDDING = (save_eagle, save_speculators)
+"""Writers of layouts that hold an embedding."""
+_READERS: dict[Callable[..., None], str] = {
+    save_eagle: "EAGLE-MLX, SafeAILab and SGLang load it",
+    save_eagle3: "EAGLE-MLX, SGLang, vLLM and SpecForge load it",
+    save_speculators: "EAGLE-MLX, speculators and vLLM load it",
+    save_mtp: "EAGLE-MLX loads it",
+    save_speculators_mtp: "EAGLE-MLX and speculators load it; `speculators stitch-mtp` puts it into its model for vLLM",
+}
+_OURS = ("target", COPY, NOTED, "target_norm")
+"""What a writer itself notes under `eagle_mlx`."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What to write of which head. Raises ConfigError."""
+
+    source: str
+    to: Layout
+    output: str
+    target: str | None = None
+    dtype: str | None = None
+    """By default the smallest in which the source's numbers are the same."""
+    depth: int | None = None
+    """How many tokens a server should draft, where the layout says so; by default what the source says, or 3."""
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.depth is not None and self.depth < 1:
+            raise ConfigError(f"--depth must be at least 1; got {self.depth}")
+
+
+def convert(what: Conversion, say: Callable[[str], None]) -> str:
+    """Read the head and write it; returns a line on what there is now and who loads it.
+
+    Raises an EagleError, and then leaves nothing behind.
+    """
+    check_free(what.output, what.overwrite)
+    folder = hub.resolve(what.source)
+    target = load_target(what.target) if what.target is not None else None
+    head = load_head(folder, target)
+    kind = _KINDS[type(head)]
+    say(f"{what.source}: an {kind} head, {_type_name(folder)}")
+    write = _writer(head, what)
+    if write in _EMBEDDING and head.embedding_size is not None and target is None:
+        raise ConfigError(
+            f"the {what.to} layout holds an embedding, and this head drafts with its target's: name the target with "
+            "--target"
+        )
+    if target is not None and (said := doubt(head, target)) is not None:
+        say(f"warning: {said}")
+    dtype = DTYPES[what.dtype] if what.dtype else _exact_dtype(folder)
+    config = read_config(folder)
+    options: dict[str, Any] = {}
+    if what.to == "speculators":
+        options = {"depth": what.depth or _depth(config), "target_architectures": _architectures(what.target, config)}
+    write(
+        head,
+        what.output,
+        target_name=_target_name(what.target, config),
+        extra={name: value for name, value in (config.get("eagle_mlx") or {}).items() if name not in _OURS},
+        dtype=dtype,
+        overwrite=what.overwrite,
+        **options,
+    )
+    return _closing(what, head, write, dtype, target)
+
+
+def _writer(head: DraftHead, what: Conversion) -> Callable[..., None]:
+    """Raises ConfigError for a layout that has no place for heads of this kind."""
+    if (type(head), what.to) not in _WRITERS:
+        possible = [layout for kind, layout in _WRITERS if kind is type(head)]
+        raise ConfigError(
+            f"{what.source} is an {_KINDS[type(head)]} head, which cannot be written as {what.to}; "
+            f"--to can be {' or '.join(possible)}"
+        )
+    return _WRITERS[type(head), what.to]
+
+
+def _exact_dtype(folder: Path) -> mx.Dtype:
+    """The smallest type in which every number of a head stays what it is."""
+    found = {x.dtype for x in read_tensors(folder).values() if mx.issubdtype(x.dtype, mx.floating)}
+    return found.pop() if len(found) == 1 else mx.float32
+
+
+def _type_name(folder: Path) -> str:
+    names = {str(x.dtype).rpartition(".")[2] for x in read_tensors(folder).values()}
+    return f"its tensors of type {', '.join(sorted(names))}"
+
+
+def _verifier(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a speculators config says of its target."""
+    found = (config.get("speculators_config") or {}).get("verifier")
+    return found if isinstance(found, dict) else {}
+
+
+def _target_name(given: str | None, config: Mapping[str, Any]) -> str | None:
+    if given is not None:
+        return hub.public_name(given)
+    name = (config.get("eagle_mlx") or {}).get("target") or _verifier(config).get("name_or_path")
+    return str(name) if name else None
+
+
+def _architectures(target: str | None, config: Mapping[str, Any]) -> list[str]:
+    known = read_config(hub.resolve(target)) if target is not None else _verifier(config)
+    return [str(name) for name in known.get("architectures") or []]
+
+
+def _depth(config: Mapping[str, Any]) -> int:
+    methods = (config.get("speculators_config") or {}).get("proposal_methods")
+    depth = methods[0].get("speculative_tokens") if isinstance(methods, list) and methods else None
+    return depth if isinstance(depth, int) and depth > 0 else 3
+
+
+def _closing(
+    what: Conversion, head: DraftHead, write: Callable[..., None], dtype: mx.Dtype, target: Target | None
+) -> str:
+    tensors = read_tensors(Path(what.output))
+    size = sum(x.nbytes for x in tensors.values())
+    copied = ", with a copy of the target's embedding" if write in _EMBEDDING and head.embedding_size else ""
+    flags = _flags(head.config) if isinstance(head, Eagle3Head) else []
+    needs = f", if their version knows {', '.join(flags)}" if flags else ""
+    return (
+        f"{what.output}: an {_KINDS[type(head)]} head in the {what.to} layout, {len(tensors)} tensors in "
+        f"{DTYPE_NAMES[dtype]}, {size / 1e6:,.1f} MB{copied}. {_READERS[write]}{needs}"
+    )
+
+
+def _flags(config: Eagle3Config) -> list[str]:
+    """What is unusual in a head, so that not every loader can be expected to know it."""
+    plain = Eagle3Config(1, 1, 1, 1, 1, 1, 1, 1, (0,))
+    names = ("norm_before_fc", "fc_norm", "norm_output", "qk_norm", "qkv_bias", "attention_bias", "mlp_bias")
+    names += ("norm_logits", "input_layernorm", "hidden_norm", "use_aux_hidden_state", "num_hidden_layers", "windows")
+    return [name for name in names if getattr(config, name) != getattr(plain, name)]
