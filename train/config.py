@@ -78,7 +78,7 @@ class TrainConfig:
     loss_weights: tuple[float, ...] = ()
     """what the distance of the features and the cross entropy count for"""
     feature_noise: float = -1.0
-    """uniform noise of up to this size on the features that are read, times 512 / tokens of the conversation"""
+    """uniform noise of up to this size on the features that are read; less in conversations of more than 512 tokens"""
     rows: int = 4
     """rows of a batch"""
     length: int = 1024

@@ -42,7 +42,7 @@ def _loss(axes: Axes, rows: Sequence[Row]) -> None:
     values = [row["loss"] for row in rows]
     axes.plot(tokens, values, color="#bbbbbb", linewidth=0.8)
     axes.plot(tokens, smooth(values), color="#1f4e79")
-    axes.set(title="Training loss", xlabel="tokens", ylabel="soft cross-entropy (nats)")
+    axes.set(title="Training loss", xlabel="tokens", ylabel="weighted mean over the draft steps")
 
 
 def _accuracy(axes: Axes, rows: Sequence[Row]) -> None:

@@ -1,0 +1,193 @@
+"""Train the three kinds of heads on the same hidden states, for equal time and on equal tokens, and compare them.
+
+    python checkpoints/scripts/compare_kinds.py --minutes 5 --tokens 600000 --output out/kinds
+
+Writes comparison.json, comparison.md and the heads with their training reports. The recipes are demo.yaml,
+demo-eagle.yaml and demo-mtp.yaml beside this folder. Nothing is measured while a head trains, so that the time is its
+own, and nothing is chosen: the head at the end of its schedule is measured on the first prompts of prompts.jsonl,
+greedy, continuations that loop left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle_mlx import blas
+from eagle_mlx.errors import EagleError
+from eagle_mlx.folders import new_folder
+from eagle_mlx.formats import load_head
+from eagle_mlx.formats.tensors import weights_of
+from eagle_mlx.lanes import tune_process
+from eagle_mlx.serve.bench.machine import describe
+from eagle_mlx.serve.prompts import encode, read_prompts
+from eagle_mlx.shards import Sample
+from eagle_mlx.target import Target, load_target
+from eagle_mlx.train.batches import Batches
+from eagle_mlx.train.config import TrainConfig, load_config
+from eagle_mlx.train.data import TrainData, training_data
+from eagle_mlx.train.evaluate import Acceptance, Evaluator
+from eagle_mlx.train.kinds import settled
+from eagle_mlx.train.loop import LAST, train
+from eagle_mlx.train.samples import InMemory
+
+CHECKPOINTS = Path(__file__).resolve().parents[1]
+RECIPES = {"eagle3": "demo.yaml", "eagle": "demo-eagle.yaml", "mtp": "demo-mtp.yaml"}
+TITLES = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1", "mtp": "MTP"}
+BATCH = 8
+"""Prompts decoded side by side, on which acceptance does not depend."""
+NEVER = 1 << 60
+
+
+@dataclass(frozen=True)
+class Row:
+    """One head: how it was trained and what it came to."""
+
+    kind: str
+    budget: str
+    """`time` or `tokens`."""
+    tokens: int
+    steps: int
+    train_seconds: float
+    parameters: int
+    """Of the head's own."""
+    untrained: float
+    """τ before training, at the depth of the training's evaluations."""
+    by_depth: dict[int, Acceptance]
+
+
+def config_of(kind: str, args: argparse.Namespace, budget: str, output: Path, steps: int) -> TrainConfig:
+    """A kind's recipe with one of the two budgets."""
+    spans = {"time": {"minutes": args.minutes}, "tokens": {"minutes": 0.0, "max_steps": steps}}
+    common = {"target": str(args.target), "output": str(output), "seed": args.seed, "limit": args.conversations}
+    judged = {"eval_depth": args.depths[-1], "eval_tokens": args.max_tokens, "eval_steps": NEVER}
+    return settled(load_config(CHECKPOINTS / RECIPES[kind], {**common, **judged, **spans[budget], "head": kind}))
+
+
+def data_of(kind: str, captured: TrainData, target: Target) -> TrainData:
+    """The same conversations and states for every kind; only EAGLE-3 reads the aux layers and drafts some tokens."""
+    if kind == "eagle3":
+        return captured
+    samples = captured.samples
+    narrow: list[Sample] = []
+    for index in range(len(samples.lengths)):
+        sample = samples[index]
+        assert isinstance(sample, Sample)
+        narrow.append(dataclasses.replace(sample, aux=sample.aux[:, :0]))
+    report = {**captured.report, "draft_vocab": target.vocab_size, "draft_vocab_coverage": 1.0}
+    return TrainData(InMemory(narrow), (), None, report)
+
+
+def steps_for(tokens: int, captured: TrainData, config: TrainConfig) -> int:
+    """Optimizer steps that see about so many tokens: the batches are the same for every kind."""
+    per_epoch = Batches(captured.samples, config.rows, config.length, config.seed).steps_per_epoch()
+    return max(1, round(tokens * per_epoch / sum(captured.samples.lengths)))
+
+
+def run(args: argparse.Namespace, folder: Path) -> list[Row]:
+    """Capture once, then train and measure head after head."""
+    target = load_target(args.target)
+    prompts = [encode(prompt, target, args.max_tokens) for prompt in read_prompts(args.prompts, args.limit)]
+    first = config_of("eagle3", args, "time", folder / "none", 0)
+    captured = training_data(target, dataclasses.replace(first, cache_gb=1e3), progress=True)
+    steps = steps_for(args.tokens, captured, first)
+    rows = []
+    for budget, amount in (("time", args.minutes), ("tokens", args.tokens)):
+        for kind in args.kinds if amount else ():
+            output = folder / f"{kind}-{budget}"
+            print(f"\n== {TITLES[kind]}, equal {budget}", flush=True)
+            data, config = data_of(kind, captured, target), config_of(kind, args, budget, output, steps)
+            report = train(target, data, prompts, config)
+            head: Any = load_head(output / LAST, target)
+            found = {depth: measure(target, head, prompts, depth, args.max_tokens) for depth in args.depths}
+            size = sum(weight.size for weight in weights_of(head).values())
+            trained = report["tokens"], report["steps"], report["train_seconds"]
+            rows.append(Row(kind, budget, *trained, size, report["untrained_acceptance_length"], found))
+    return rows
+
+
+def measure(target: Target, head: Any, prompts: list[list[int]], depth: int, max_tokens: int) -> Acceptance:
+    found = Evaluator(target, prompts, depth, max_tokens, BATCH).measure(head)
+    print(f"depth {depth}: τ {found.acceptance_length:.3f}", flush=True)
+    return found
+
+
+def table(rows: Sequence[Row], depths: Sequence[int]) -> str:
+    """Markdown: a line for each head, τ by depth and acceptance by position at the largest depth."""
+    heads = ["kind", "equal", "tokens", "seconds", "parameters", *(f"τ at depth {d}" for d in depths)]
+    heads.append(f"accepted by position at depth {depths[-1]}")
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for row in rows:
+        by_position = " ".join(f"{a:.2f}" for a in row.by_depth[depths[-1]].acceptance_by_position)
+        cells = [TITLES[row.kind], row.budget, f"{row.tokens:,}", f"{row.train_seconds:.0f}"]
+        cells += [f"{row.parameters / 1e6:.2f} M", *(f"{row.by_depth[d].acceptance_length:.2f}" for d in depths)]
+        lines.append("| " + " | ".join([*cells, by_position]) + " |")
+    return "\n".join(lines)
+
+
+def write(rows: Sequence[Row], args: argparse.Namespace, folder: Path) -> str:
+    """comparison.json and comparison.md; returns the latter."""
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    recipes = {kind: (CHECKPOINTS / RECIPES[kind]).read_text(encoding="utf-8") for kind in args.kinds}
+    figures = {
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "settings": settings,
+        "recipes": recipes,
+        "machine": describe().to_json(),
+    }
+    (folder / "comparison.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    one = rows[0].by_depth[args.depths[0]]
+    text = table(rows, args.depths) + (
+        "\n\nτ: tokens emitted per target forward, bonus token included; greedy, "
+        f"{args.max_tokens} tokens behind each of {one.prompts} held-out prompts, {one.left_out} more left out because "
+        f"their continuation loops. Seed {args.seed}.\n"
+    )
+    (folder / "comparison.md").write_text(text, encoding="utf-8")
+    return text
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("out/kinds"), help="a new folder")
+    parser.add_argument("--overwrite", action="store_true", help="replace it where it exists")
+    parser.add_argument("--target", type=Path, default=CHECKPOINTS / "target")
+    parser.add_argument("--prompts", type=Path, default=CHECKPOINTS / "prompts.jsonl")
+    parser.add_argument("--kinds", nargs="+", choices=list(RECIPES), default=list(RECIPES))
+    parser.add_argument("--minutes", type=float, default=5.0, help="of training, for equal time; 0 for none (5)")
+    parser.add_argument("--tokens", type=int, default=600_000, help="for equal tokens; 0 for none (600000)")
+    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4], help="draft tokens a round (1 2 3 4)")
+    parser.add_argument("--conversations", type=int, default=6000, help="to learn from (6000)")
+    parser.add_argument("--limit", type=int, default=100, help="held-out prompts (100)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="decoded for each of them (128)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if not (args.minutes or args.tokens):
+        parser.error("give --minutes, --tokens or both")
+    return args
+
+
+def main() -> int:
+    args = parse_arguments()
+    print(f"blas: {blas.activate()}")
+    tune_process()
+    try:
+        with new_folder(args.output, args.overwrite) as folder:
+            text = write(run(args, folder), args, folder)
+    except EagleError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing was left behind", file=sys.stderr)
+        return 130
+    print(f"\n{text}\nwritten: {args.output}/comparison.json, comparison.md and the heads")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
