@@ -93,8 +93,8 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
         )
     if target is not None and (said := doubt(head, target)) is not None:
         say(f"warning: {said}")
-    dtype = DTYPES[what.dtype] if what.dtype else _exact_dtype(folder)
     config = read_config(folder)
+    dtype = DTYPES[what.dtype] if what.dtype else _exact_dtype(folder, config)
     options: dict[str, Any] = {}
     if what.to == "speculators":
         options = {"depth": what.depth or _depth(config), "target_architectures": _architectures(what.target, config)}
@@ -121,9 +121,14 @@ def _writer(head: DraftHead, what: Conversion) -> Callable[..., None]:
     return _WRITERS[type(head), what.to]
 
 
-def _exact_dtype(folder: Path) -> mx.Dtype:
-    """The smallest type in which every number of a head stays what it is."""
-    found = {x.dtype for x in read_tensors(folder).values() if mx.issubdtype(x.dtype, mx.floating)}
+def _exact_dtype(folder: Path, config: Mapping[str, Any]) -> mx.Dtype:
+    """The smallest type in which every number of a head stays what it is.
+
+    Zero-centred norms of ours may be of a wider type than the plain ones that they stand for.
+    """
+    least = 2 if (config.get("eagle_mlx") or {}).get(NOTED) else 0
+    held = [x for x in read_tensors(folder).values() if x.ndim >= least]
+    found = {x.dtype for x in held if mx.issubdtype(x.dtype, mx.floating)}
     return found.pop() if len(found) == 1 else mx.float32
 
 

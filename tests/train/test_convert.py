@@ -1,0 +1,298 @@
+"""eagle-convert: exact from layout to layout, MTP heads out of published models, and nothing left after a refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle_mlx.formats import load_head, save_eagle, save_eagle3, save_mtp
+from eagle_mlx.formats.tensors import read_tensors
+from eagle_mlx.target import Target, load_target
+from eagle_mlx.train.convert.cli import main
+from tests.eagle_mlx.heads import eagle, eagle3, mtp
+from tests.eagle_mlx.test_formats_torch import _Storage as Storage
+from tests.eagle_mlx.test_formats_torch import tensor, torch_file
+from tests.fakes import tiny_target, tiny_target_folder
+
+TARGET = tiny_target(vocab=64)
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+
+
+def same_files(a: Path, b: Path) -> bool:
+    """The same config, and the same tensors bit for bit."""
+    mine, theirs = read_tensors(a), read_tensors(b)
+    return (
+        json.loads((a / "config.json").read_text()) == json.loads((b / "config.json").read_text())
+        and mine.keys() == theirs.keys()
+        and all(x.dtype == theirs[name].dtype and bool(mx.array_equal(x, theirs[name])) for name, x in mine.items())
+    )
+
+
+def convert(source: Path, to: str, output: Path, *more: str) -> None:
+    assert main([str(source), "--to", to, "--output", str(output), *more]) == 0
+
+
+ROPES: list[dict[str, Any] | None] = [
+    None,
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+]
+
+
+@st.composite
+def flags(draw: st.DrawFn) -> dict[str, Any]:
+    """What a head can be and speculators can say."""
+    norm = draw(st.sampled_from(["norm_before_fc", "fc_norm", None]))
+    which = draw(st.sampled_from(["qk_norm", "mlp_bias", None]))
+    layers = draw(st.sampled_from([1, 2]))
+    return {
+        **({norm: True} if norm else {}),
+        **({which: True} if which else {}),
+        "norm_before_residual": draw(st.booleans()),
+        "norm_output": draw(st.booleans()),
+        "attention_bias": draw(st.booleans()),
+        "rope_scaling": draw(st.sampled_from(ROPES)),
+        "rope_theta": draw(st.sampled_from([1e4, 5e5])),
+        "aux_layers": tuple(draw(st.lists(st.integers(0, 3), min_size=1, max_size=5))),
+        "num_hidden_layers": layers,
+        "windows": draw(st.sampled_from([(), (6,) * layers])),
+        "own_embedding": True,
+        "draft_vocab": draw(st.sampled_from([None, 40])),
+    }
+
+
+@settings(max_examples=60)
+@given(fields=flags(), dtype=st.sampled_from(sorted(DTYPES)))
+def test_to_speculators_and_back_every_bit_is_the_same(
+    fields: dict[str, Any], dtype: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("flags")
+    head = eagle3(TARGET, **fields)
+    save_eagle3(head, folder / "a", target_name="org/model", extra={"step": 3}, dtype=DTYPES[dtype])
+    convert(folder / "a", "speculators", folder / "b")
+    convert(folder / "b", "eagle3", folder / "c")
+    convert(folder / "c", "speculators", folder / "d")
+    assert same_files(folder / "a", folder / "c")
+    assert same_files(folder / "b", folder / "d")
+    assert load_head(folder / "b").config == head.config
+
+
+CASES = [("qwen3", dtype) for dtype in DTYPES] + [
+    (model, dtype) for model in ("qwen3_next", "qwen3_5") for dtype in ("bfloat16", "float16")
+]
+
+
+@pytest.mark.parametrize(("model", "dtype"), CASES)
+def test_mtp_to_speculators_and_back_every_bit_is_the_same(model: str, dtype: str, tmp_path: Path) -> None:
+    head = mtp(TARGET, model_type=model, norm_output=True, target_norm=dtype == "float16")
+    kind = {"qwen3_5": "qwen3_5_text"}.get(model, model)
+    head._config = type(head.config)(**{**vars(head.config), "layer": {**head.config.layer, "model_type": kind}})
+    head.norm.weight = head.norm.weight * 5  # a mean by which norms of this layout would be taken for plain ones
+    head.enorm.weight = head.enorm.weight * mx.array([1e-3, 1.0] * 16)
+    save_mtp(head, tmp_path / "a", target_name="org/model", extra={"step": 3}, dtype=DTYPES[dtype])
+    convert(tmp_path / "a", "speculators", tmp_path / "b")
+    convert(tmp_path / "b", "mtp", tmp_path / "c")
+    assert same_files(tmp_path / "a", tmp_path / "c")
+    names = set(read_tensors(tmp_path / "b"))
+    assert {"mtp_layers.0.input_proj.weight", "mtp_layers.0.final_layernorm.weight"} <= names
+    assert all(name.startswith("mtp_layers.0.") for name in names)
+
+
+def test_zero_centred_norms_in_float32_lose_no_more_than_a_last_digit(tmp_path: Path) -> None:
+    head = mtp(TARGET, model_type="qwen3_next", norm_output=True)
+    save_mtp(head, tmp_path / "a", dtype=mx.float32)
+    convert(tmp_path / "a", "speculators", tmp_path / "b")
+    convert(tmp_path / "b", "mtp", tmp_path / "c")
+    one, other = read_tensors(tmp_path / "a"), read_tensors(tmp_path / "c")
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        error = float(mx.abs(value - other[name]).max().item())
+        assert error <= (1.2e-7 if "norm" in name else 0), name
+
+
+def test_a_head_that_borrows_its_targets_embedding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tiny_target_folder(tmp_path / "target")
+    target = load_target(folder)
+    save_eagle3(eagle3(target, draft_vocab=40), tmp_path / "a")
+    convert(tmp_path / "a", "speculators", tmp_path / "b", "--target", str(folder), "--depth", "5")
+    said = capsys.readouterr()
+    assert "with a copy of the target's embedding" in said.out
+    assert "EAGLE-MLX, speculators and vLLM load it" in said.out
+    assert "warning: in " in said.err, "its weights are random, and the target is at hand to see it"
+    held = read_tensors(tmp_path / "b")
+    assert mx.allclose(held["embed_tokens.weight"], target.embed(mx.arange(4096)), atol=1e-2)
+    proposal = json.loads((tmp_path / "b" / "config.json").read_text())["speculators_config"]
+    assert proposal["proposal_methods"][0]["speculative_tokens"] == 5
+    assert proposal["verifier"]["name_or_path"] == "target"
+    convert(tmp_path / "b", "eagle3", tmp_path / "c")
+    tensors = [read_tensors(tmp_path / name) for name in "ac"]
+    assert all(mx.array_equal(x, tensors[1][name]) for name, x in tensors[0].items())
+
+
+def test_an_eagle_1_head_of_pytorchs_becomes_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = eagle(TARGET, own_embedding=True)
+    save_eagle(head, tmp_path / "a", dtype=mx.float32)
+    what, storages = {}, {}
+    for key, (name, value) in enumerate(read_tensors(tmp_path / "a").items()):
+        strides = [1] * value.ndim
+        for axis in range(value.ndim - 2, -1, -1):
+            strides[axis] = strides[axis + 1] * value.shape[axis + 1]
+        what[f"model.{name}"] = tensor(Storage("FloatStorage", str(key), value.size), 0, value.shape, tuple(strides))
+        storages[f"s{key}"] = bytes(memoryview(value))
+    (tmp_path / "b").mkdir()
+    torch_file(tmp_path / "b" / "pytorch_model.bin", what, monkeypatch, **storages)
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    del config["eagle_fc_bias"], config["eagle_mlx"]
+    (tmp_path / "b" / "config.json").write_text(json.dumps(config))
+    convert(tmp_path / "b", "eagle", tmp_path / "c")
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["config.json", "model.safetensors"]
+    tensors = [read_tensors(tmp_path / name) for name in "ac"]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(mx.array_equal(x, tensors[1][name]) for name, x in tensors[0].items())
+
+
+def damaged(folder: Path, how: str) -> Path:
+    """A portable EAGLE-3 head with something wrong."""
+    save_eagle3(eagle3(TARGET, draft_vocab=40), folder)
+    weights = folder / "model.safetensors"
+    if how == "cut":
+        weights.write_bytes(weights.read_bytes()[:-9])
+        return folder
+    if how == "code":
+        weights.unlink()
+        with zipfile.ZipFile(folder / "pytorch_model.bin", "w") as archive:
+            archive.writestr("x/data.pkl", pickle.dumps(os.getcwd))
+        return folder
+    tensors = read_tensors(folder)
+    if how == "missing":
+        del tensors["fc.weight"]
+    elif how == "extra":
+        tensors["colour"] = mx.zeros(3)
+    elif how == "shape":
+        tensors["norm.weight"] = mx.ones(7)
+    elif how == "nan":
+        tensors["norm.weight"] = mx.full(32, float("nan"))
+    elif how == "d2t":
+        tensors["d2t"] = tensors["d2t"] + 99
+    mx.eval(tensors)
+    mx.save_safetensors(str(weights), tensors)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("cut", "model.safetensors has"),
+        ("code", "asks to run"),
+        ("missing", "missing: fc.weight"),
+        ("extra", "not known to this format: colour"),
+        ("shape", "norm.weight has shape (7,), expected (32,)"),
+        ("nan", "hold NaN or infinity: norm.weight"),
+        ("d2t", "d2t in"),
+    ],
+)
+def test_a_damaged_head_is_refused_and_nothing_written(
+    how: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = damaged(tmp_path / "h", how)
+    assert main(["--source", str(source), "--to", "eagle3", "--output", str(tmp_path / "out")]) == 2
+    refused(message, tmp_path, capsys)
+
+
+def refused(message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line that names what is wrong, and nothing new on the disk."""
+    said = capsys.readouterr()
+    errors = [line for line in said.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert said.out == ""
+    assert [path.name for path in folder.iterdir() if "out" in path.name] == []
+
+
+def head_of(target: Target, kind: str, folder: Path) -> Path:
+    save = {"eagle": save_eagle, "eagle3": save_eagle3, "mtp": save_mtp}[kind]
+    make: Any = {"eagle": eagle, "eagle3": eagle3, "mtp": mtp}[kind]
+    head = make(target)
+    head.attach(target)
+    save(head, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "message"),
+    [
+        (
+            "eagle",
+            ["--to", "speculators"],
+            "is an EAGLE-1 head, which cannot be written as speculators; --to can be ea",
+        ),
+        ("eagle3", ["--to", "mtp"], "--to can be eagle3 or speculators"),
+        ("eagle3", ["--to", "speculators"], "name the target with --target"),
+        ("eagle3", ["--to", "speculators", "--depth", "0"], "--depth must be at least 1"),
+        ("eagle3", ["--to", "eagle3", "--source", "x"], "name one head"),
+        ("mtp", ["--to", "speculators"], "speculators has no word for norm_output=False"),
+        ("eagle3", ["--to", "speculators", "--target", "TARGET"], "head expects a target of vocabulary 64 but"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(
+    kind: str, args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = head_of(TARGET, kind, tmp_path / "h")
+    if "TARGET" in args:
+        args = [*args[:-1], str(tiny_target_folder(tmp_path / "target"))]
+    assert main([str(source), *args, "--output", str(tmp_path / "out")]) == 2
+    refused(message, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("model", ["deepseek_v3", "glm4_moe", "mimo"])
+def test_mtp_layers_that_speculators_does_not_have(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_mtp(mtp(TARGET, model_type=model, norm_output=True), tmp_path / "h")
+    assert main([str(tmp_path / "h"), "--to", "speculators", "--output", str(tmp_path / "out")]) == 2
+    refused(f"speculators has no MTP layer of {model}", tmp_path, capsys)
+
+
+def test_a_folder_that_exists_is_kept_unless_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = head_of(TARGET, "eagle3", tmp_path / "h")
+    (tmp_path / "o").mkdir()
+    (tmp_path / "o" / "mine").write_text("precious")
+    args = [str(source), "--to", "eagle3", "--output", str(tmp_path / "o")]
+    assert main(args) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert (tmp_path / "o" / "mine").read_text() == "precious"
+    assert main([*args, "--overwrite"]) == 0
+    assert sorted(path.name for path in (tmp_path / "o").iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_a_full_disk_leaves_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = head_of(TARGET, kind, tmp_path / "h")
+    opened = Path.open
+
+    def on_full_disk(self: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        return opened(Path("/dev/full") if "w" in mode else self, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", on_full_disk)
+    assert main([str(source), "--to", kind, "--output", str(tmp_path / "out")]) == 2
+    refused("No space left", tmp_path, capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["h"]
