@@ -213,7 +213,7 @@ def _stacked(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
 def _without_copies(
     inner: dict[str, mx.array], tensors: Mapping[str, mx.array]
 ) -> tuple[dict[str, mx.array], list[str]]:
-    """Without an embedding or output projection that is the model's own over again, and a word on each that there is."""
+    """Without an embedding or output projection that is the model's own over again; and a word on each found."""
     notes = []
     for name, shared in zip(("embed_tokens.weight", "lm_head.weight"), SHARED, strict=True):
         mine, theirs = inner.get(name), tensors.get(shared)

@@ -187,9 +187,7 @@ def _layer_json(config: Eagle3Config) -> dict[str, Any]:
     return layer
 
 
-def proposal_json(
-    algorithm: str, target_name: str | None, architectures: Sequence[str], depth: int
-) -> dict[str, Any]:
+def proposal_json(algorithm: str, target_name: str | None, architectures: Sequence[str], depth: int) -> dict[str, Any]:
     """What a speculators config says of its target and of how deep to draft."""
     return {
         "algorithm": algorithm,

@@ -35,10 +35,10 @@ def save_speculators_mtp(
 ) -> None:
     """Write a head in this layout, as a folder that appears whole or not at all.
 
-    Norms that its makers publish zero-centred are written so; one that would lose a digit by it in `dtype` is written
-    in float32 (of a head in float32 the last digit may go). Which hidden state goes in the layout does not say: it is noted under `eagle_mlx`, with `extra`.
-    `depth` is how many tokens a server should draft. Raises ConfigError for a head that this layout has no words for,
-    OutputError for a place that cannot be written.
+    Norms that their makers publish zero-centred are written so; one that would lose a digit by it in `dtype` is written
+    in float32 (of a head in float32 the last digit may go). Which hidden state goes in the layout does not say: it is
+    noted under `eagle_mlx`, with `extra`. `depth` is how many tokens a server should draft. Raises ConfigError for a
+    head that this layout has no words for, OutputError for a place that cannot be written.
     """
     config = head.config
     _check_sayable(config)

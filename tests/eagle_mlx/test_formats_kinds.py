@@ -22,6 +22,7 @@ from eagle_mlx.formats import (
     save_eagle3,
     save_mtp,
     save_speculators,
+    save_speculators_mtp,
 )
 from eagle_mlx.formats.mtp import quantized
 from eagle_mlx.formats.tensors import read_tensors, weights_of
@@ -129,6 +130,27 @@ def test_speculators_own_package_reads_it(tmp_path: Path) -> None:
             again(torch.tensor(np.array(states)), tokens, torch.zeros_like(tokens), ttt_steps=1)
         h = head(head.embed(ids), head.features(mx.split(states, 3, axis=-1)), mask="causal")
         assert mx.allclose(head.logits(h), mx.array(logits[0].numpy()), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_next"])
+def test_speculators_own_package_reads_mtp_heads(model: str, tmp_path: Path) -> None:
+    speculators = pytest.importorskip("speculators.models.mtp")
+    torch = pytest.importorskip("torch")
+    head = mtp(TARGET, model_type=model, norm_output=True, target_norm=False)
+    head.attach(TARGET)
+    save_speculators_mtp(head, tmp_path / "s", dtype=mx.float32, depth=1)
+    config = speculators.MTPSpeculatorConfig(**json.loads((tmp_path / "s" / "config.json").read_text()))
+    config.transformer_layer_config._attn_implementation = "eager"
+    model_of_theirs = speculators.MTPDraftModel(config).float().eval()
+    del model_of_theirs.verifier_lm_head
+    tensors = read_tensors(tmp_path / "s")
+    ends = {"embed_tokens.weight": TARGET.embed(mx.arange(64)), "lm_head.weight": TARGET.lm_head(mx.eye(32)).T}
+    model_of_theirs.load_state_dict({name: torch.tensor(np.array(x)) for name, x in (tensors | ends).items()})
+    ids, states = mx.array([[5, 40, 9, 3, 57, 1, 7]]), mx.random.normal((1, 7, 32), key=mx.random.key(1))
+    with torch.no_grad():
+        [theirs], *_ = model_of_theirs(torch.tensor(np.array(ids)), torch.tensor(np.array(states)))
+    ours = head.logits(head(head.embed(ids[:, 1:]), states[:, :-1], mask="causal"))
+    assert mx.allclose(ours[:, : theirs.shape[1]], mx.array(theirs.numpy()), rtol=1e-3, atol=1e-3)
 
 
 def change(folder: Path, tensors: Callable[[dict[str, mx.array]], Any] | None = None, **config: Any) -> None:

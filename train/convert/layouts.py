@@ -51,6 +51,10 @@ _READERS: dict[Callable[..., None], str] = {
     save_mtp: "EAGLE-MLX loads it",
     save_speculators_mtp: "EAGLE-MLX and speculators load it; `speculators stitch-mtp` puts it into its model for vLLM",
 }
+_UNUSUAL = (
+    *("norm_before_fc", "fc_norm", "norm_output", "qk_norm", "qkv_bias", "attention_bias", "mlp_bias", "norm_logits"),
+    *("input_layernorm", "hidden_norm", "use_aux_hidden_state", "num_hidden_layers", "windows"),
+)
 _OURS = ("target", COPY, NOTED, "target_norm")
 """What a writer itself notes under `eagle_mlx`."""
 
@@ -178,6 +182,4 @@ def _closing(
 def _flags(config: Eagle3Config) -> list[str]:
     """What is unusual in a head, so that not every loader can be expected to know it."""
     plain = Eagle3Config(1, 1, 1, 1, 1, 1, 1, 1, (0,))
-    names = ("norm_before_fc", "fc_norm", "norm_output", "qk_norm", "qkv_bias", "attention_bias", "mlp_bias")
-    names += ("norm_logits", "input_layernorm", "hidden_norm", "use_aux_hidden_state", "num_hidden_layers", "windows")
-    return [name for name in names if getattr(config, name) != getattr(plain, name)]
+    return [name for name in _UNUSUAL if getattr(config, name) != getattr(plain, name)]
