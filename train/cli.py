@@ -25,9 +25,9 @@ _HELP = """\
 Train a head for a target, from nothing or from a head that exists.
 
 kinds of heads:
-  eagle3  reads three of the target's layers, has an output projection over the most frequent tokens; drafts best
-  eagle   EAGLE-1 and 2: reads the last hidden state and foretells the next one
-  mtp     a layer of the target's own architecture over its last hidden state, used again for every draft token
+  eagle3  reads three of the target's layers; an output projection of its own, over the most frequent tokens
+  eagle   EAGLE-1 and 2: reads the target's last hidden state and foretells the next one
+  mtp     a layer of the target's own architecture over the last hidden state, used again for every draft token
 
 examples:
   eagle-train --target checkpoints/target --minutes 6 --rows 4 --length 256 --unroll 3 --lr 2e-3 --output out/head

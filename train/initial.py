@@ -100,20 +100,6 @@ def final_norm(target: Target) -> mx.array:
     return target.norm(mx.ones((1, target.hidden_size), target.dtype))[0].astype(mx.float32)
 
 
-def plain_weights(module: nn.Module) -> dict[str, mx.array]:
-    """A module's parameters by name as float32, those that are quantised as what they stand for."""
-    plain: dict[str, mx.array] = {}
-    for path, part in module.named_modules():
-        own = {name: value for name, value in part.items() if isinstance(value, mx.array) and not name.startswith("_")}
-        if "scales" in own:
-            how = {"group_size": part.group_size, "bits": part.bits, "mode": getattr(part, "mode", "affine")}
-            own["weight"] = mx.dequantize(own["weight"], own.pop("scales"), own.pop("biases", None), **how)
-        for name, value in own.items():
-            full = f"{path}.{name}" if path else name
-            plain[full] = value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) else value
-    return plain
-
-
 def _projection(target: Target) -> mx.array:
     """The target's output projection as a matrix [V, H] float32, whether it is tied, quantised or neither."""
     eye = mx.eye(target.hidden_size, dtype=target.dtype)

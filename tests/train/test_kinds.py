@@ -22,7 +22,6 @@ from eagle_mlx.train.batches import Batches, Rows
 from eagle_mlx.train.capture import capture_rows
 from eagle_mlx.train.config import TrainConfig, from_mapping
 from eagle_mlx.train.evaluate import Evaluator
-from eagle_mlx.train.initial import plain_weights
 from eagle_mlx.train.kinds import KINDS, Head, kind_of, settled
 from eagle_mlx.train.losses import Objective, feature_losses
 from eagle_mlx.train.noise import noise_of
@@ -196,22 +195,26 @@ def test_noise_is_bounded_falls_with_length_and_changes_step_by_step() -> None:
     assert noise_of(rows, 0.0, 0, 0) is None
 
 
-def test_an_mtp_head_begins_as_the_target_s_last_layer(target: Target) -> None:
-    head = new(target, config_of("mtp"))
-    assert isinstance(head, MTPHead)
-    last = plain_weights(target.model.layers[-1])
-    for name, value in weights_of(head.block).items():
-        np.testing.assert_array_equal(value, last[name])
+@pytest.mark.parametrize("name", NEW)
+def test_a_new_head_begins_by_repeating_what_it_reads(target: Target, name: str) -> None:
+    head = new(target, config_of(name))
+    g = target.norm(mx.array(np.random.default_rng(0).normal(size=(1, 6, 32)), mx.float32))
+    out = head(mx.zeros((1, 6, 32)), g, None, "causal")
+    unit = g * mx.rsqrt(mx.mean(mx.square(g), axis=-1, keepdims=True))
+    np.testing.assert_allclose(out, unit if name == "mtp" else g, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "mimo", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5"])
-def test_mtp_heads_for_every_architecture_that_is_known(model_type: str) -> None:
+def test_mtp_heads_for_every_architecture_that_is_known(tmp_path: Path, model_type: str) -> None:
     target = Target(tiny_model(model_type), name=model_type)
-    head = new(target, config_of("mtp"))
+    head, results = trained(target, config_of("mtp"), 2)
     assert isinstance(head, MTPHead)
     assert head.config.model_type == model_type
-    _, results = trained(target, config_of("mtp"), 2)
     assert np.all(np.isfinite([result.loss for result in results]))
+    kind_of(head).save(head, tmp_path / "head", model_type, {})
+    loaded = load_head(tmp_path / "head", target)
+    assert isinstance(loaded, MTPHead)
+    assert loaded.config.layer == head.config.layer
 
 
 def test_an_architecture_without_mtp_is_refused_by_name() -> None:

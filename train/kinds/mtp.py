@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats import save_mtp
-from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads.mtp import MTPConfig, MTPHead
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
-from ..initial import final_norm, plain_weights, randomize
+from ..initial import final_norm, randomize
 from .base import Kind
 
 _OWN_LAYER = "its layer is shaped as the target's own"
@@ -51,14 +50,15 @@ class MTPKind(Kind[MTPHead]):
     def new(
         self, target: Target, config: TrainConfig, kept: NDArray[np.int64] | None, aux_layers: tuple[int, ...]
     ) -> MTPHead:
-        """It starts as the target's last layer over its last hidden state, and ends in the target's final norm."""
+        """It starts by repeating the hidden state that it reads, but for a little of the next token's embedding.
+
+        The final norm is the target's. The layer adds nothing at first: a copy of the target's last one in its place
+        gave τ 1.62 where this gave 1.73 (included target, depth 3, 150,000 tokens).
+        """
         head = MTPHead(mtp_config(target))
         randomize(head, config.seed)
         size = target.hidden_size
         head.eh_proj.weight = mx.concatenate([head.eh_proj.weight[:, :size], mx.eye(size)], axis=1)
-        layer = _last_like(target, head.block)
-        if layer is not None:
-            head.block.load_weights(list(layer.items()))
         head.norm.weight = final_norm(target)
         head.attach(target)
         mx.eval(head.parameters())
@@ -69,7 +69,7 @@ class MTPKind(Kind[MTPHead]):
         if head.config.quantization is None:
             return head
         plain = MTPHead(dataclasses.replace(head.config, quantization=None))
-        plain.load_weights(list(plain_weights(head).items()))
+        plain.load_weights(list(_plain_weights(head).items()))
         return plain
 
     def save(self, head: MTPHead, folder: Path, target_name: str, extra: Mapping[str, Any]) -> None:
@@ -88,11 +88,15 @@ def mtp_config(target: Target) -> MTPConfig:
         raise ConfigError(f"no MTP head can be made for {target.name or 'this target'}: {e}; try --head eagle3") from e
 
 
-def _last_like(target: Target, block: nn.Module) -> dict[str, mx.array] | None:
-    """The weights of the last of the target's layers that is made as the block is; None where there is none."""
-    wanted = {name: value.shape for name, value in weights_of(block).items()}
-    for layer in reversed(target.model.layers):
-        weights = plain_weights(layer)
-        if {name: value.shape for name, value in weights.items()} == wanted:
-            return weights
-    return None
+def _plain_weights(module: nn.Module) -> dict[str, mx.array]:
+    """A module's parameters by name as float32, those that are quantised as what they stand for."""
+    plain: dict[str, mx.array] = {}
+    for path, part in module.named_modules():
+        own = {name: value for name, value in part.items() if isinstance(value, mx.array) and not name.startswith("_")}
+        if "scales" in own:
+            how = {"group_size": part.group_size, "bits": part.bits, "mode": getattr(part, "mode", "affine")}
+            own["weight"] = mx.dequantize(own["weight"], own.pop("scales"), own.pop("biases", None), **how)
+        for name, value in own.items():
+            full = f"{path}.{name}" if path else name
+            plain[full] = value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) else value
+    return plain
