@@ -29,6 +29,7 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "partial_rotary_factor": (lambda v: v == 1, "RoPE turns whole heads"),
     "parallel_drafting": (lambda v: not v, "tokens are drafted one behind the other"),
     "parallel_draft_step": (lambda v: v == 1, "tokens are drafted one behind the other"),
+    "eagle_aux_injection_mode": (lambda v: v == "fused_fc", "the hidden states go through one projection"),
     "quantization_config": (lambda v: not v, "the weights must be plain numbers"),
     "compression_config": (lambda v: not v, "the weights must be plain numbers"),
 }

@@ -29,7 +29,7 @@ _OTHERS = {
 
 
 def load_head(name: str | Path, target: Target | None = None) -> DraftHead:
-    """Load a head from a folder or a hub id, and with a target see that it fits.
+    """Load a head from a folder or a hub id, and with a target see that it fits (`sanity.load_head` tries it as well).
 
     Raises CheckpointError for files that cannot be read, HeadError for a head of another target.
     """
@@ -67,8 +67,8 @@ def kind_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.ar
         return "mtp"
     if is_source(tensors):
         raise CheckpointError(
-            f"{folder} holds a whole model or its MTP layers as they were published; take the head out of it first, "
-            "with eagle_mlx.formats.mtp_of_model"
+            f"{folder} holds a whole model or its MTP layers as they were published; take the head out of it first: "
+            f"eagle-convert mtp --source {folder}"
         )
     names = {name.removeprefix("model.") for name in tensors}
     shapes = {name.removeprefix("model."): value.shape for name, value in tensors.items()}

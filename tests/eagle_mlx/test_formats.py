@@ -160,6 +160,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, change: Any, message:
         ({"eagle_config": {"use_colour": True}}, "eagle_config.use_colour to True, which is not known"),
         ({"hidden_act": "gelu"}, "sets hidden_act to 'gelu'"),
         ({"logit_scale": 0.5}, "sets logit_scale to 0.5"),
+        ({"eagle_aux_injection_mode": "banded_mix_fc"}, "sets eagle_aux_injection_mode to 'banded_mix_fc'"),
         ({"quantization_config": {"bits": 4}}, "sets quantization_config"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "type longrope is not known"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "attention_factor": 2}}, "yarn with attention_factor"),
