@@ -14,21 +14,21 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx import blas
 from eagle_mlx.engine import Engine
-from eagle_mlx.errors import ConfigError, DataError, EagleError, OutputError, TargetError
+from eagle_mlx.errors import ConfigError, DataError, EagleError, OutputError, ShardError, TargetError
 from eagle_mlx.folders import check_free
 from eagle_mlx.heads.eagle3 import default_aux_layers
 from eagle_mlx.lanes import tune_process
 from eagle_mlx.loops import LEAST_DISTINCT
 from eagle_mlx.params import SamplingParams
-from eagle_mlx.shards import MANIFEST, ShardReader, bytes_per_token
+from eagle_mlx.shards import BITS, MANIFEST, ShardReader, ShardRepair, bytes_per_token
 from eagle_mlx.target import Target, load_target
 
 from .builtin import Side
 from .chat import Rendered, render, render_all
-from .collect import capture_to_shards, shard_meta
 from .conversation import SHAPES, Conversation
 from .jsonl import check_new, write_jsonl
 from .regenerate import RegenerateReport, regenerate
+from .shard_capture import ShardCapture
 from .sources import SPECS, SPLITS, load_conversations
 
 _HELP = f"""\
@@ -49,6 +49,9 @@ examples:
   eagle-data regenerate --target checkpoints/target --data chats.jsonl --output answers.jsonl --max-tokens 256
   eagle-data collect --target checkpoints/target --data answers.jsonl --limit 1000 --output out/shards
   eagle-data inspect out/shards
+  eagle-data collect --repair out/shards
+
+A capture that was interrupted goes on when the same command is given again.
 """
 
 _SPLIT_HELP = (
@@ -59,7 +62,13 @@ _SPLIT_HELP = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 after an error that the user can mend, 130 when interrupted."""
-    args = _parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        given = _with_recorded(given)
+    except EagleError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    args = _parser().parse_args(given, argparse.Namespace(given=given))
     print(f"blas: {blas.activate()}", file=sys.stderr)
     try:
         command: Callable[[argparse.Namespace], None] = args.command
@@ -67,15 +76,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EagleError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+    except KeyboardInterrupt as e:
+        print(f"interrupted; {e or 'nothing was written'}", file=sys.stderr)
         return 130
     return 0
 
 
 def collect(args: argparse.Namespace) -> None:
-    """Render all conversations first, so that bad data shows at once, then capture."""
-    check_free(args.output, args.overwrite)
+    """Render all conversations first, so that bad data shows at once, then capture what is not there yet."""
+    if not args.resume:
+        check_free(args.output, args.overwrite)
     tune_process()
     target = load_target(args.target)
     aux_layers = _aux_layers(args.aux_layers, target)
@@ -88,10 +98,26 @@ def collect(args: argparse.Namespace) -> None:
     )
     if not samples:
         raise DataError(f"nothing to capture from {', '.join(args.data)}; try --split all or a larger --max-length")
-    need = report.tokens * bytes_per_token(shard_meta(target, aux_layers))
-    _check_space(args.output, need)
-    print(f"layers {aux_layers} and the last one of {target.num_layers}; {need / 1e6:,.1f} MB to {args.output}")
-    capture_to_shards(target, aux_layers, samples, args.output, args.batch_tokens, True, args.overwrite)
+    plan = ShardCapture(target, aux_layers, samples, args.bits, args.batch_tokens)
+    with plan.open(args.output, args.overwrite, args.resume, args.given) as shards:
+        missing = plan.missing(shards)
+        for fault in shards.aside if isinstance(shards, ShardRepair) else ():
+            print(f"{fault}; it is captured again")
+        if shards.files:
+            print(f"{len(shards.files):,} of {len(plan):,} shards are whole and stay as they are")
+        need = plan.tokens(missing) * bytes_per_token(plan.meta)
+        _check_space(args.output, need)
+        print(
+            f"layers {aux_layers} and the last one of {target.num_layers} in {args.bits} bits; "
+            f"{plan.tokens(missing):,} tokens, {need / 1e6:,.1f} MB to {args.output}"
+        )
+        try:
+            plan.run(shards, progress=True)
+        except KeyboardInterrupt:
+            if not shards.files:
+                raise
+            kept = f"{len(shards.files):,} of {len(plan):,} shards are kept, and the same command goes on with them"
+            raise KeyboardInterrupt(kept) from None
 
 
 def regenerate_file(args: argparse.Namespace) -> None:
@@ -168,6 +194,22 @@ def _aux_layers(wish: str | None, target: Target) -> tuple[int, ...]:
     return layers
 
 
+def _with_recorded(argv: list[str]) -> list[str]:
+    """`collect --repair DIR` as the command that made the folder, with `--resume`; anything else as it is.
+
+    What else was given comes last, and so prevails. Raises ShardError for a folder that names no command.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--repair", type=Path)
+    found, rest = parser.parse_known_args(argv)
+    if found.repair is None or rest[:1] != ["collect"]:
+        return argv
+    recorded = ShardReader(found.repair).manifest.command
+    if not recorded:
+        raise ShardError(f"{found.repair} does not say which command made it; give that command again with --resume")
+    return [*recorded, "--output", str(found.repair), "--resume", *rest[1:]]
+
+
 def _check_space(folder: Path, need: int) -> None:
     place = next(p for p in folder.absolute().parents if p.exists())
     free = shutil.disk_usage(place).free
@@ -196,6 +238,9 @@ def _parser() -> argparse.ArgumentParser:
     part.add_argument("--max-length", type=_positive, default=2048, metavar="N", help="tokens kept (%(default)s)")
     part.add_argument("--aux-layers", metavar="A,B,C", help="layers whose output the head reads (1, N/2-1, N-4 of N)")
     part.add_argument("--batch-tokens", type=_positive, default=2048, metavar="N", help="per forward (%(default)s)")
+    part.add_argument("--bits", type=int, choices=BITS, default=16, help="of a value on the disk (%(default)s)")
+    part.add_argument("--resume", action="store_true", help="repair a DIR that exists: capture anew what is damaged")
+    part.add_argument("--repair", metavar="DIR", help="the command that made DIR once more, with --resume")
 
     part = commands.add_parser("regenerate", description="Replace every assistant answer by the target's own.")
     part.set_defaults(command=regenerate_file)

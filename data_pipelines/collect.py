@@ -1,23 +1,23 @@
-"""Capture: the target's hidden states over rendered conversations, in memory or into shards."""
+"""Capture: the target's hidden states over rendered conversations, batch by batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
-from pathlib import Path
+from itertools import chain, islice
 
 import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
+from eagle_mlx.errors import TargetError
 from eagle_mlx.lanes import default_lanes, make_streams, one_blas_thread
-from eagle_mlx.shards import Sample, ShardMeta, ShardWriter
+from eagle_mlx.shards import Sample
 from eagle_mlx.target import Target
 
 TokensAndMask = tuple[Sequence[int], Sequence[int]]
 """Tokens and loss mask of one conversation."""
 
-_WINDOW = 512
+WINDOW = 512
 """Conversations sorted by length at a time."""
 
 
@@ -34,51 +34,41 @@ def capture(
     tokens at a time, so they do not come in the order in which they were given. The hidden states are copied out as
     float16, clipped to its range. Nothing is kept once it is yielded.
     """
-    layers = (*aux_layers, target.num_layers - 1)
-    lanes = default_lanes()
-    streams = make_streams(lanes)
     total = sum(len(tokens) for tokens, _ in samples) if isinstance(samples, Sequence) else None
     with tqdm(total=total, desc="capture", unit="token", unit_scale=True, disable=not progress) as bar:
-        for group in _groups(_batches(samples, batch_tokens), lanes):
-            for batch, hidden in zip(group, _hidden_states(target, layers, group, streams), strict=True):
-                split = target.hidden_size * len(aux_layers)
-                for (tokens, mask), states in zip(batch, hidden, strict=True):
-                    yield Sample(
-                        np.array(tokens, np.int32),
-                        np.array(mask, np.uint8),
-                        states[: len(tokens), :split].copy(),
-                        states[: len(tokens), split:].copy(),
-                    )
-                    bar.update(len(tokens))
+        for sample in capture_batches(target, aux_layers, make_batches(samples, batch_tokens)):
+            yield sample
+            bar.update(len(sample.tokens))
 
 
-def capture_to_shards(
-    target: Target,
-    aux_layers: Sequence[int],
-    samples: Iterable[TokensAndMask],
-    folder: str | Path,
-    batch_tokens: int = 2048,
-    progress: bool = False,
-    overwrite: bool = False,
-) -> None:
-    """`capture` into a new folder of shards, which appears when it is complete.
+def capture_batches(
+    target: Target, aux_layers: Sequence[int], batches: Iterable[list[TokensAndMask]]
+) -> Iterator[Sample]:
+    """`capture` of batches already made, in their order. A batch comes out the same whatever goes before and after it.
 
-    Raises OutputError where the folder exists or cannot be written; then nothing is left behind.
+    Raises TargetError where the target's hidden states are no numbers.
     """
-    with ShardWriter(folder, shard_meta(target, aux_layers), overwrite=overwrite) as writer:
-        for sample in capture(target, aux_layers, samples, batch_tokens, progress):
-            writer.add(sample)
+    layers = (*aux_layers, target.num_layers - 1)
+    split = target.hidden_size * len(aux_layers)
+    lanes = default_lanes()
+    streams = make_streams(lanes)
+    for group in _groups(iter(batches), lanes):
+        hidden = _hidden_states(target, layers, group, streams)
+        for (tokens, mask), states in zip(chain.from_iterable(group), chain.from_iterable(hidden), strict=True):
+            states = states[: len(tokens)]
+            if np.isnan(states).any():
+                raise TargetError(
+                    f"{target.name} gives hidden states that are no numbers, for a conversation of {len(tokens)} "
+                    "tokens; its weights are damaged, or its type is too narrow for it: load it in float32"
+                )
+            aux, last = states[:, :split].copy(), states[:, split:].copy()
+            yield Sample(np.array(tokens, np.int32), np.array(mask, np.uint8), aux, last)
 
 
-def shard_meta(target: Target, aux_layers: Sequence[int]) -> ShardMeta:
-    """What shards of this target's hidden states say about themselves."""
-    return ShardMeta(target.name, target.hidden_size, target.vocab_size, tuple(aux_layers))
-
-
-def _batches(samples: Iterable[TokensAndMask], batch_tokens: int) -> Iterator[list[TokensAndMask]]:
-    """Groups of like length, each of at most `batch_tokens` tokens with its padding, or of one conversation."""
+def make_batches(samples: Iterable[TokensAndMask], batch_tokens: int) -> Iterator[list[TokensAndMask]]:
+    """Batches of like length, each of at most `batch_tokens` tokens with its padding, or of one conversation."""
     remaining = iter(samples)
-    while window := sorted(islice(remaining, _WINDOW), key=lambda s: len(s[0])):
+    while window := sorted(islice(remaining, WINDOW), key=lambda s: len(s[0])):
         batch: list[TokensAndMask] = []
         for sample in window:
             if batch and (len(batch) + 1) * len(sample[0]) > batch_tokens:

@@ -65,7 +65,7 @@ def test_batches_stay_within_their_tokens(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_windows_bound_what_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collect, "_WINDOW", 4)
+    monkeypatch.setattr(collect, "WINDOW", 4)
     monkeypatch.setattr(collect, "default_lanes", lambda: 1)
     rows = iter(conversations(9))
     first = next(capture(tiny_target(), AUX, rows))

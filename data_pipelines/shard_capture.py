@@ -1,0 +1,180 @@
+"""Capture into shards that can be interrupted, gone on with and repaired, since lengths decide what each one holds."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Protocol, cast
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from tqdm import tqdm
+
+from eagle_mlx.shards import MANIFEST, Sample, ShardFile, ShardMeta, ShardRepair, ShardWriter
+from eagle_mlx.target import Target
+
+from .collect import WINDOW, TokensAndMask, capture_batches, make_batches
+
+_PROBES = 64
+"""Values of each weight that go into a target's fingerprint."""
+
+
+class Shards(Protocol):
+    """What ShardWriter and ShardRepair have in common."""
+
+    files: dict[int, ShardFile]
+
+    def write(self, index: int, samples: Sequence[Sample]) -> None: ...
+
+
+class ShardCapture:
+    """A capture into shards.
+
+    The order of the samples, and with it what each shard holds, follows from their lengths and the sizes given here.
+    So any shard can be captured by itself, and comes out the same, byte by byte, on the same machine.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        aux_layers: Sequence[int],
+        samples: Sequence[TokensAndMask],
+        bits: int = 16,
+        batch_tokens: int = 2048,
+        tokens_per_shard: int = 4096,
+    ):
+        self.target, self.aux_layers = target, tuple(aux_layers)
+        self.meta = shard_meta(target, aux_layers, bits)
+        self._batches = list(make_batches(samples, batch_tokens))
+        self._starts = [0, *accumulate(len(batch) for batch in self._batches)]
+        """Of each batch, the number of its first sample in the order of capture; and the number of all samples."""
+        lengths = [len(tokens) for batch in self._batches for tokens, _ in batch]
+        self._bounds = _bounds(lengths, tokens_per_shard)
+        self._tokens = [sum(lengths[start:stop]) for start, stop in self._bounds]
+        self.made_from: Mapping[str, str] = {
+            "target": _weights(target),
+            "conversations": _conversations(samples),
+            "layers": f"{', '.join(map(str, self.aux_layers))} and the last of {target.num_layers}",
+            "bits": str(bits),
+            "order": f"by length in windows of {WINDOW}, {batch_tokens} tokens a batch, {tokens_per_shard} a shard",
+        }
+
+    def open(
+        self, folder: str | Path, overwrite: bool = False, resume: bool = False, command: Sequence[str] = ()
+    ) -> ShardWriter | ShardRepair:
+        """Where the shards go, to be entered with `with`; it knows those that are whole already.
+
+        An unfinished capture made from the same goes on. With `resume` a finished folder is repaired: what is damaged
+        is set aside. `command` is kept in the manifest.
+        """
+        if resume and (Path(folder) / MANIFEST).exists():
+            return ShardRepair(folder, self.made_from)
+        return ShardWriter(folder, self.meta, overwrite=overwrite, made_from=self.made_from, command=command)
+
+    def __len__(self) -> int:
+        """Shards in all."""
+        return len(self._bounds)
+
+    def missing(self, shards: Shards) -> list[int]:
+        """The shards that are still to be captured."""
+        return [index for index in range(len(self)) if index not in shards.files]
+
+    def tokens(self, indexes: Collection[int] | None = None) -> int:
+        """Tokens of these shards, or of all."""
+        return sum(self._tokens) if indexes is None else sum(self._tokens[index] for index in indexes)
+
+    def run(self, shards: Shards, progress: bool = False) -> None:
+        """Capture what is missing. Raises OutputError where the disk refuses; what was written stays."""
+        missing, total = self.missing(shards), self.tokens()
+        done = total - self.tokens(missing)
+        with tqdm(
+            total=total, initial=done, desc="capture", unit="token", unit_scale=True, disable=not progress
+        ) as bar:
+            for first, last in _runs(missing):
+                samples = self._capture(self._bounds[first][0], self._bounds[last][1])
+                for index in range(first, last + 1):
+                    start, stop = self._bounds[index]
+                    gathered = []
+                    for sample in islice(samples, stop - start):
+                        gathered.append(sample)
+                        bar.update(len(sample.tokens))
+                    shards.write(index, gathered)
+
+    def _capture(self, start: int, stop: int) -> Iterator[Sample]:
+        """The samples from `start` on, in the order of capture, computed in the batches that they always come in."""
+        first, last = (bisect_right(self._starts, number) - 1 for number in (start, stop - 1))
+        samples = capture_batches(self.target, self.aux_layers, self._batches[first : last + 1])
+        return islice(samples, start - self._starts[first], None)
+
+
+def capture_to_shards(
+    target: Target,
+    aux_layers: Sequence[int],
+    samples: Sequence[TokensAndMask],
+    folder: str | Path,
+    batch_tokens: int = 2048,
+    progress: bool = False,
+    overwrite: bool = False,
+    bits: int = 16,
+    resume: bool = False,
+) -> None:
+    """Capture into a folder of shards, which appears when it is complete; an interrupted capture goes on.
+
+    Raises OutputError where the folder exists, or cannot be written; then the shards made so far are kept beside it
+    for the next call. With `resume` a folder that exists is repaired.
+    """
+    plan = ShardCapture(target, aux_layers, samples, bits, batch_tokens)
+    with plan.open(folder, overwrite, resume) as shards:
+        plan.run(shards, progress)
+
+
+def shard_meta(target: Target, aux_layers: Sequence[int], bits: int = 16) -> ShardMeta:
+    """What shards of this target's hidden states say about themselves."""
+    return ShardMeta(target.name, target.hidden_size, target.vocab_size, tuple(aux_layers), bits)
+
+
+def _bounds(lengths: Sequence[int], tokens_per_shard: int) -> list[tuple[int, int]]:
+    """First sample of each shard and the one after its last: a shard ends where enough tokens have gathered."""
+    bounds, start, gathered = [], 0, 0
+    for stop, length in enumerate(lengths, 1):
+        gathered += length
+        if gathered >= tokens_per_shard or stop == len(lengths):
+            bounds.append((start, stop))
+            start, gathered = stop, 0
+    return bounds
+
+
+def _runs(indexes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ascending numbers as runs of neighbours, (first, last)."""
+    edges = [i for i in range(1, len(indexes)) if indexes[i] != indexes[i - 1] + 1]
+    for start, stop in zip([0, *edges], [*edges, len(indexes)], strict=True):
+        if start < stop:
+            yield indexes[start], indexes[stop - 1]
+
+
+def _conversations(samples: Sequence[TokensAndMask]) -> str:
+    digest, count = hashlib.sha256(), 0
+    for tokens, mask in samples:
+        digest.update(np.array([len(tokens)], "<i8").tobytes())
+        digest.update(np.array(tokens, "<i4").tobytes() + np.array(mask, np.uint8).tobytes())
+        count += len(tokens)
+    return f"{len(samples):,} of {count:,} tokens ({digest.hexdigest()[:16]})"
+
+
+def _weights(target: Target) -> str:
+    """The target told by a few values of each weight, wherever its files stand."""
+    names, probes = [], []
+    parameters = cast(list[tuple[str, mx.array]], tree_flatten(target.model.parameters()))
+    for name, weight in sorted(parameters, key=lambda one: one[0]):
+        flat = weight.reshape(-1)
+        names.append(f"{name} {weight.shape}\n")
+        probes.append(flat[:: max(1, flat.size // _PROBES)][:_PROBES].astype(mx.float32))
+    mx.eval(probes)
+    digest = hashlib.sha256("".join(names).encode())
+    for probe in probes:
+        digest.update(np.array(probe).tobytes())
+    return f"{target.num_layers} layers of {target.hidden_size} ({digest.hexdigest()[:16]})"

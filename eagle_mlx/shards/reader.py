@@ -1,0 +1,101 @@
+"""Reading shards: samples by index, each shard's checksum seen to before it is trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from eagle_mlx.errors import ShardError
+
+from .files import fault
+from .format import Sample, decode
+from .manifest import MANIFEST, Manifest, from_json
+from .unfinished import unfinished_at
+
+
+class ShardReader:
+    """Reads a folder of shards. `reader[i]` is one sample, `for sample in reader` all of them in order.
+
+    States come as float16, whatever they are kept in. The manifest is checked at once, each shard's SHA-256 when it is
+    first touched; `verify()` checks them all. Raises ShardError naming the file that is missing, cut short or damaged,
+    and for a capture that has not been finished.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.manifest = read_manifest(self.folder)
+        self.meta, self.files = self.manifest.meta, list(self.manifest.files)
+        self._ends = np.cumsum([f.samples for f in self.files])
+        self._starts: dict[int, NDArray[np.int64]] = {}
+        """For each shard that has been checked, where its samples begin, and its number of tokens."""
+
+    def __len__(self) -> int:
+        return sum(f.samples for f in self.files)
+
+    @property
+    def tokens(self) -> int:
+        return sum(f.tokens for f in self.files)
+
+    @property
+    def loss_tokens(self) -> int:
+        return sum(f.loss_tokens for f in self.files)
+
+    def __getitem__(self, index: int) -> Sample:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        index %= len(self)
+        shard = int(np.searchsorted(self._ends, index, side="right"))
+        starts = self._check(shard)
+        row = index - (int(self._ends[shard - 1]) if shard else 0)
+        rows = slice(int(starts[row]), int(starts[row + 1]))
+        return decode(str(self.folder / self.files[shard].name), rows, self.meta)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[i] for i in range(len(self)))
+
+    def verify(self) -> None:
+        """Check the SHA-256 of every shard."""
+        for shard in range(len(self.files)):
+            self._check(shard)
+
+    def _check(self, shard: int) -> NDArray[np.int64]:
+        if shard not in self._starts:
+            entry = self.files[shard]
+            path = self.folder / entry.name
+            wrong = fault(path, entry)
+            if wrong is not None:
+                raise ShardError(f"{path} {wrong}; {self._remedy}")
+            try:
+                with safe_open(str(path), "numpy") as file:
+                    lengths = file.get_tensor("lengths")
+            except SafetensorError as e:
+                raise ShardError(f"{path} is not a shard: {e}; {self._remedy}") from e
+            self._starts[shard] = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        return self._starts[shard]
+
+    @property
+    def _remedy(self) -> str:
+        if self.manifest.made_from:
+            return f"`eagle-data collect --repair {self.folder}` captures it again and leaves the rest as it is"
+        return "copy the folder again, or remove it and capture again with `eagle-data collect`"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises ShardError for a folder that has none or a damaged one, and for an unfinished capture."""
+    path = folder / MANIFEST
+    try:
+        return from_json(path.read_bytes(), path)
+    except (FileNotFoundError, NotADirectoryError) as e:
+        part = unfinished_at(folder)
+        if part is None:
+            raise ShardError(f"{folder} is not a folder of shards: it has no {MANIFEST}") from e
+        raise ShardError(
+            f"{folder} is not finished: its capture was interrupted, or is still under way, in {part}; "
+            "give the same `eagle-data collect` command again, which goes on where it stopped"
+        ) from e
+    except OSError as e:
+        raise ShardError(f"{path} cannot be read: {e.strerror}") from e
