@@ -44,11 +44,13 @@ class EagleKind(Kind[EagleHead]):
     def new(
         self, target: Target, config: TrainConfig, kept: NDArray[np.int64] | None, aux_layers: tuple[int, ...]
     ) -> EagleHead:
-        """It starts by repeating the feature that it reads, but for a little of the next token's embedding."""
+        """The layer adds nothing at first, all else is random.
+
+        To begin with a copy of the feature was worse: after 150,000 tokens of the included target τ at depth 3 was
+        1.45, and 1.50 without it.
+        """
         head = EagleHead(EagleConfig(**layer_shape(target, config)))
         randomize(head, config.seed)
-        size = target.hidden_size
-        head.fc.weight = mx.concatenate([head.fc.weight[:, :size], mx.eye(size)], axis=1)
         head.attach(target)
         mx.eval(head.parameters())
         return head

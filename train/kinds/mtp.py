@@ -50,15 +50,13 @@ class MTPKind(Kind[MTPHead]):
     def new(
         self, target: Target, config: TrainConfig, kept: NDArray[np.int64] | None, aux_layers: tuple[int, ...]
     ) -> MTPHead:
-        """It starts by repeating the hidden state that it reads, but for a little of the next token's embedding.
+        """The final norm is the target's, the layer adds nothing at first, all else is random.
 
-        The final norm is the target's. The layer adds nothing at first: a copy of the target's last one in its place
-        gave τ 1.62 where this gave 1.73 (included target, depth 3, 150,000 tokens).
+        To begin with a copy of the hidden state was worse, and with the target's last layer as well worse still: after
+        150,000 tokens of the included target τ at depth 3 was 1.88, 1.73 and 1.62.
         """
         head = MTPHead(mtp_config(target))
         randomize(head, config.seed)
-        size = target.hidden_size
-        head.eh_proj.weight = mx.concatenate([head.eh_proj.weight[:, :size], mx.eye(size)], axis=1)
         head.norm.weight = final_norm(target)
         head.attach(target)
         mx.eval(head.parameters())
