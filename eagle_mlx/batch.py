@@ -13,11 +13,12 @@ from eagle_mlx.cache import RaggedCache, Saved, without_row
 from eagle_mlx.logprobs import Logprobs
 from eagle_mlx.prefix import Prefix
 from eagle_mlx.processors import Processors
-from eagle_mlx.proposers.base import Draft, Forkable, Observation, Proposer, ProposerState
+from eagle_mlx.proposers.base import Branching, Draft, Forkable, Observation, Proposer, ProposerState
 from eagle_mlx.row import Row
 from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Forward, Target
-from eagle_mlx.verify import Verdict, verify
+from eagle_mlx.tree import Tree, along
+from eagle_mlx.verify import Verdict, verify, verify_tree
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,11 @@ class Batch:
         self.processors = Processors.of(self.rows, self.target.vocab_size)
 
     @property
+    def may_branch(self) -> bool:
+        """Whether a tree can be judged: by the target's own draws, of its own logits."""
+        return self.processors is None and not self.sampling.any_rejection and not self.sampling.any_threshold
+
+    @property
     def may_run_ahead(self) -> bool:
         """Whether a plain round can be launched before the one in front of it is read."""
         return self.processors is None or not self.processors.on_host
@@ -130,32 +136,37 @@ class Batch:
         self.cache.settle([min(start + chunk, len(row.prompt) - 1) for row in self.rows])
         mx.eval(self.cache.state)
 
-    def launch(self, depth: int, timed: bool = False) -> Round:
-        """Start a round on the device, with at most `most_drafts` draft tokens.
+    def launch(self, depth: int, timed: bool = False, nodes: int = 0) -> Round:
+        """Start a round on the device, with at most `most_drafts` draft tokens; a tree of `nodes` where that is more.
 
         Nothing is waited for, but a draft that is to be timed.
         """
         before = _Before(self.cache.save(), self.last, self.processors.save() if self.processors else None)
         started = perf_counter()
-        draft = self.draft(depth)
+        draft = self.draft(depth, nodes)
         if timed:
             mx.eval(draft.tokens)
         draft_seconds = perf_counter() - started if timed else None
         out = self.read(draft)
         logits, verdict = self.judge(out, draft)
         self.commit(verdict)
-        logprobs = Logprobs.of(self.rows, out.logits, verdict.tokens)
+        said = (out.logits, *out.aux) if verdict.path is None else along((out.logits, *out.aux), verdict.path)
+        logprobs = Logprobs.of(self.rows, said[0], verdict.tokens)
         no_numbers = mx.isnan(logits.sum(axis=(1, 2)))
-        counts = mx.stack([no_numbers.astype(mx.int32), verdict.accepted, draft.lengths], axis=1)
+        drafted = draft.lengths if draft.tree is None else mx.minimum(draft.lengths, draft.tree.levels)
+        counts = mx.stack([no_numbers.astype(mx.int32), verdict.accepted, drafted], axis=1)
         answer = mx.concatenate([counts, verdict.tokens], axis=1)
-        mx.async_eval(answer, self.last, *out.aux, *(logprobs.arrays if logprobs else ()))
+        aux = said[1:]
+        mx.async_eval(answer, self.last, *aux, *(logprobs.arrays if logprobs else ()))
         mx.async_eval(self.cache.recurrent_state)  # after the answer, which does not wait for it
-        return Round(depth, answer, logprobs, out.aux, before, draft_seconds)
+        return Round(depth, answer, logprobs, aux, before, draft_seconds)
 
-    def draft(self, depth: int) -> Draft:
-        """A proposal of at most `depth` tokens, cut where a row has no use for so many."""
+    def draft(self, depth: int, nodes: int = 0) -> Draft:
+        """A proposal of at most `depth` tokens, cut where a row has no use for so many; or a tree of `nodes`."""
         if self.state is None or not depth:
             return Draft(mx.zeros((len(self.rows), 0), mx.int32), mx.zeros((len(self.rows),), mx.int32))
+        if nodes > depth and isinstance(self.state, Branching) and self.may_branch:
+            return self.state.propose_tree(depth, nodes, self.sampling, self._positions(1)[:, 0])
         draft = self.state.propose(depth, self.sampling, self._positions(1)[:, 0])
         room = [row.room for row in self.rows]
         if min(room) < depth:
@@ -165,18 +176,33 @@ class Batch:
     def read(self, draft: Draft) -> Forward:
         """The target's forward over each row's newest token and its draft."""
         tokens = mx.concatenate([self.last, draft.tokens], axis=1)
+        if draft.tree is not None:
+            self.cache.branch(draft.tree.branches())
         return self.target.forward(tokens, self.cache, self.proposer.aux_layers if self.proposer else ())
 
     def judge(self, out: Forward, draft: Draft) -> tuple[mx.array, Verdict]:
         """The logits as the rows want them, [B, k+1, V], and what stands of the draft by them."""
         logits = self.processors.apply(out.logits, draft) if self.processors else out.logits
+        if draft.tree is not None:
+            return logits, self._judge_tree(logits, draft, draft.tree)
         positions = self._positions(logits.shape[1])
         return logits, verify(logits, draft.tokens, draft.lengths, draft.probs, self.sampling, positions)
+
+    def _judge_tree(self, logits: mx.array, draft: Draft, tree: Tree) -> Verdict:
+        branches = self.cache.lengths.branches
+        assert branches is not None
+        count = draft.tokens.shape[1]
+        room = mx.array([[row.room] for row in self.rows], mx.int32)
+        valid = (mx.arange(count) < draft.lengths[:, None]) & (branches.depths[:, 1:] <= room)
+        positions = self.cache.lengths.places(count + 1) + 1
+        return verify_tree(logits, draft.tokens, valid, tree, branches, self.sampling, positions)
 
     def commit(self, verdict: Verdict) -> None:
         """Move each row on by what it keeps; the rest is rolled back by being behind its length."""
         width = verdict.tokens.shape[1]
         self.last = mx.take_along_axis(verdict.tokens, verdict.accepted[:, None], axis=1)
+        if verdict.path is not None:
+            self.cache.keep(verdict.path[:, 1:])
         if width == 1:
             self.cache.advance(1)
         else:

@@ -15,12 +15,13 @@ from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.intake import Prompt, make_row
 from eagle_mlx.output import Chunk, Output
 from eagle_mlx.params import SamplingParams
-from eagle_mlx.policy import Policy, ThroughputPolicy
+from eagle_mlx.policy import FixedPolicy, Policy, ThroughputPolicy
 from eagle_mlx.prefix import PrefixCache
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.row import Row
 from eagle_mlx.streaming import TextStream
 from eagle_mlx.target import Target
+from eagle_mlx.tree_support import why_no_trees
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class Engine:
         self.observer: Callable[[RoundReport], None] | None = None
         """Told of every round after it."""
         self.prefixes = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
+        self.chains_only = why_no_trees(target, kv_bits) if self._wants_trees else None
+        """Why no trees are drafted though the policy asks for them; None where they are, or nobody asks."""
         self._admission = Admission(target, proposer, prefill_chunk, self.prefixes, kv_bits)
         self._batch: Batch | None = None
         self._ahead: Round | None = None
@@ -218,12 +221,26 @@ class Engine:
         assert self._batch is not None
         depth = self._depth()
         self._drafting += depth > 0
-        return self._batch.launch(depth, timed=self.observer is not None and depth > 0 and self._drafting % _TIMED == 1)
+        return self._batch.launch(
+            depth,
+            nodes=self._nodes(depth),
+            timed=self.observer is not None and depth > 0 and self._drafting % _TIMED == 1,
+        )
 
     def _depth(self) -> int:
         if self._batch is None or self.proposer is None:
             return 0
         return min(self.policy.depth(len(self._batch.rows)), self._batch.most_drafts)
+
+    @property
+    def _wants_trees(self) -> bool:
+        return isinstance(self.policy, FixedPolicy) and self.policy.nodes > self.policy.k
+
+    def _nodes(self, depth: int) -> int:
+        """Tokens of a draft tree of that depth; 0 for chains."""
+        if not depth or self.chains_only or not isinstance(self.policy, FixedPolicy):
+            return 0
+        return self.policy.nodes
 
     def _may_run_ahead(self) -> bool:
         """Whether the next round is sure to be plain and wanted, so that it can start before this one is read."""

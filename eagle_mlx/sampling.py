@@ -11,6 +11,7 @@ from hashlib import blake2b
 import mlx.core as mx
 import numpy as np
 
+from eagle_mlx import fastmath
 from eagle_mlx.params import Rule, SamplingParams
 
 _OFF = 2**31 - 1
@@ -159,6 +160,22 @@ def draft_sample(
         spread[..., token_ids] = q
         q = spread
     return token_ids[tokens], q
+
+
+def draft_scores(
+    logits: mx.array, batch: SamplingBatch, positions: mx.array, vocab: int, token_ids: mx.array | None = None
+) -> mx.array:
+    """How likely each token is to be what the target draws, as logarithms of shares that add up to one.
+
+    Where the target's noise is known (coupled rows) it is taken into account. Arguments as of `draft_sample`. Returns
+    [B, n, Vd] float32, in the draft's ids.
+    """
+    scores = _filtered(logits, batch)
+    if not batch.all_greedy:
+        noise = gumbel(batch, positions, vocab, Stream.DRAFT)
+        noise = noise if token_ids is None else noise[..., token_ids]
+        scores = scores / _divisor(batch) + mx.where(batch.temperature[:, None, None] > 0, noise, 0.0)
+    return scores - fastmath.log_sum_exp(scores)
 
 
 def _one_hot_argmax(logits: mx.array) -> mx.array:

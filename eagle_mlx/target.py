@@ -16,6 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx import hub
 from eagle_mlx.errors import TargetError
+from eagle_mlx.rope import place_one_by_one
 
 # Where mlx-lm's architectures keep their parts, in the order in which they are looked for.
 _BACKBONES = ("model", "language_model.model", "model.language_model", "transformer", "backbone", "model.model")
@@ -106,6 +107,10 @@ class Target:
         aux = tuple(self._tape[layer] for layer in aux_layers)
         self._tape.clear()
         return Forward(logits, aux)
+
+    def place_one_by_one(self) -> None:
+        """Let the model read trees, whose positions do not follow one another; nothing else changes."""
+        place_one_by_one(self.model)
 
     def _watch(self, index: int) -> None:
         """Give one layer a subclass of its own class that records what the layer returns."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from eagle_mlx.sampling import SamplingBatch, distribution, gumbel, sample, uniform
+from eagle_mlx.tree import Branches, Tree, walk
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,8 @@ class Verdict:
 
     accepted: mx.array  # [B] int32, drafts accepted
     tokens: mx.array  # [B, n+1] int32: the accepted drafts, the target's own token, then anything
+    path: mx.array | None = None
+    """[B, levels + 1] int32, in a tree the nodes whose tokens' successors `tokens` are; None for chains."""
 
 
 def verify(
@@ -49,6 +52,25 @@ def verify(
         verdict = others if verdict is None else _chosen(batch.rejects, verdict, others)
     assert verdict is not None
     return verdict
+
+
+def verify_tree(
+    logits: mx.array,
+    drafts: mx.array,
+    valid: mx.array,
+    tree: Tree,
+    branches: Branches,
+    batch: SamplingBatch,
+    positions: mx.array,
+) -> Verdict:
+    """Greedy and coupled over trees: the target's own text, as far down as it was drafted.
+
+    logits: [B, n+1, V]; drafts: [B, n] int32; valid: [B, n] bool, the drafts that count; positions: [B, n+1] int32, of
+    the tokens being drawn. `tokens` of the verdict are [B, levels + 1].
+    """
+    samples = sample(logits, batch, positions)
+    path = walk(samples, drafts, valid, tree, branches)
+    return Verdict(path.accepted, mx.take_along_axis(samples, path.nodes, axis=1), path.nodes)
 
 
 def _chosen(rows: mx.array, these: Verdict, those: Verdict) -> Verdict:

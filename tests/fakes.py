@@ -20,6 +20,7 @@ from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
 from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Target
+from eagle_mlx.tree import Tree
 
 EMBEDDED_TARGET = Path(__file__).parent.parent / "checkpoints" / "target"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -139,6 +140,36 @@ class OracleState:
             tokens.append([int(rng.integers(vocab)) if rng.random() < self.oracle.wrong else t for t in row])
             lengths.append(int(rng.integers(depth + 1)))
         return Draft(mx.array(tokens, mx.int32), mx.array(lengths, mx.int32))
+
+    def propose_tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        """Random trees; some of them hold a part of the continuation, each branch in a place of its own."""
+        grown = [self._grown(text[at:], depth, nodes) for text, at in self.rows]
+        lengths = [int(self.oracle.rng.integers(nodes + 1)) for _ in grown]
+        tokens, parents = (mx.array([tree[part] for tree in grown], mx.int32) for part in (0, 1))
+        return Draft(tokens, mx.array(lengths, mx.int32), tree=Tree(parents, depth))
+
+    def _grown(self, text: list[int], depth: int, nodes: int) -> tuple[list[int], list[int]]:
+        assert self.oracle.target is not None
+        rng, vocab = self.oracle.rng, self.oracle.target.vocab_size
+        known, tip, levels = 0, 0, [0]
+        taken: dict[int, set[int]] = {}
+        tokens, parents = [], []
+        for node in range(1, nodes + 1):
+            above = int(rng.choice([n for n, level in enumerate(levels) if level < depth]))
+            follows = known < len(text) and levels[tip] < depth and rng.random() > self.oracle.wrong
+            above = tip if follows else above
+            used = taken.setdefault(above, set())
+            token = text[known] if follows else int(rng.choice([t for t in range(vocab) if t not in used]))
+            if follows and token in used:
+                known = len(text)  # a random node has taken its place
+                token = int(rng.choice([t for t in range(vocab) if t not in used]))
+            elif follows:
+                known, tip = known + 1, node
+            used.add(token)
+            tokens.append(token)
+            parents.append(above)
+            levels.append(levels[above] + 1)
+        return tokens, parents
 
     def observe(self, seen: Observation) -> None:
         assert all(x.shape[0] == len(self.rows) for x in seen.aux)

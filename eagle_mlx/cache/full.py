@@ -27,7 +27,9 @@ class RaggedKV:
 
     @property
     def offset(self) -> int | mx.array:
-        """Where the new entries stand, for RoPE: an int where all rows agree, else [B] int32."""
+        """Where the new entries stand, for RoPE: an int where all rows agree, else [B] int32; [B, L] in a tree."""
+        if self.lengths.branches is not None:
+            return self.lengths.places(self.lengths.branches.count)
         return self.lengths.upper if self.lengths.uniform else self.lengths.offset
 
     def make_mask(
@@ -36,7 +38,7 @@ class RaggedKV:
         """The attention mask of `count` new positions per row."""
         if window_size is not None and window_size < self.lengths.upper + count:
             return self.lengths.mask(count, window_size)
-        if self.lengths.uniform and not return_array:
+        if self.lengths.uniform and not return_array and self.lengths.branches is None:
             return None if count == 1 else "causal"
         return self.lengths.mask(count)
 
@@ -63,6 +65,22 @@ class RaggedKV:
         if rows == 1 and buffer.shape[0] == 1:
             return mx.slice_update(buffer, new, self.lengths.offset, axes=(2,))
         return scattered(buffer, new, self.lengths.positions(count))
+
+    def keep(self, path: mx.array) -> None:
+        """Move the entries of a path through a tree together, to where a chain's would lie.
+
+        path [B, D] int32: the nodes, counted from the newest token's, that become the D entries behind that one.
+        """
+        if self.keys is None or self.values is None:
+            return
+        new = self.lengths.positions(path.shape[1] + 1)[:, 1:]
+        old = self.lengths.offset[:, None] + path
+        self.keys, self.values = (self._moved(x, old, new) for x in (self.keys, self.values))
+
+    def _moved(self, buffer: mx.array, old: mx.array, new: mx.array) -> mx.array:
+        """buffer [R, heads, capacity, D] with what lies in the rows' slots old [B, D] copied to new [B, D]."""
+        moving = mx.take_along_axis(buffer[: old.shape[0]], old[:, None, :, None], axis=2)
+        return scattered(buffer, moving, new)
 
     def append(self, other: RaggedKV) -> None:
         """Take over the other's rows; call before the lengths are joined."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from eagle_mlx.tree import Branches
+
 
 class RowLengths:
     """The lengths of a batch's rows, shared by the caches of all layers.
@@ -20,6 +22,8 @@ class RowLengths:
         self.uniform = True
         self.valid: mx.array | None = None
         """[B] int32, how many of the next forward's entries count, where that is known before it and differs."""
+        self.branches: Branches | None = None
+        """How the next forward's positions hang together, where they are no chain."""
         self._offset: mx.array | None = None
         self._memo: dict[tuple[str | int, ...], mx.array] = {}
 
@@ -35,10 +39,15 @@ class RowLengths:
         self._memo.clear()
         self.valid = valid
 
+    def branch(self, branches: Branches) -> None:
+        """The next forward's positions are those of a tree."""
+        self._memo.clear()
+        self.branches = branches
+
     def advance(self, count: int | mx.array, at_most: int | None = None) -> None:
         """Accept `count` new entries: the same in every row, or [B] int32 of which `at_most` is a bound."""
         self._memo.clear()
-        self.valid = None
+        self.valid = self.branches = None
         if isinstance(count, int):
             self._offset = None if self.uniform else self.offset + count
             self.upper += count
@@ -62,6 +71,7 @@ class RowLengths:
     def restore(self, state: tuple[int, bool, mx.array | None]) -> None:
         """Back to a saved state: what was written since is masked now and overwritten later."""
         self._memo.clear()
+        self.branches = None
         self.upper, self.uniform, self._offset = state
 
     def append(self, other: RowLengths) -> None:
@@ -78,8 +88,14 @@ class RowLengths:
         self.rows -= 1
         self._offset = offset
 
+    def places(self, count: int) -> mx.array:
+        """[B, count] int32: where the next `count` positions stand in each row's sequence."""
+        if self.branches is None:
+            return self.positions(count)
+        return (self.offset - self.branches.before)[:, None] + self.branches.asking
+
     def positions(self, count: int) -> mx.array:
-        """[B, count] int32: the positions of the next `count` entries of each row."""
+        """[B, count] int32: the positions of the next `count` entries of each row, as if they were a chain."""
         key = ("positions", count)
         if key not in self._memo:
             self._memo[key] = self.offset[:, None] + mx.arange(count)
@@ -96,15 +112,22 @@ class RowLengths:
         """[B, 1, count, upper + count] bool: which entries each new position sees, at most the last `window`."""
         key = ("mask", count, window or 0)
         if key not in self._memo:
-            self._memo[key] = self._seen(mx.arange(self.upper + count), self.positions(count)[..., None], window)
+            held, asking = mx.arange(self.upper + count), self.places(count)[..., None]
+            if self.branches is None:
+                self._memo[key] = self._seen(held, asking, window)
+            else:
+                self._memo[key] = self._grown(held[None], asking, window, self.branches, self.upper + count)
         return self._memo[key]
 
     def ring_mask(self, count: int, window: int, size: int) -> mx.array:
         """[B, 1, count, size] bool: the same where the entry of position p lies in slot p mod size."""
         key = ("ring", count, window, size)
         if key not in self._memo:
-            held = ring_positions(self.offset + (count - 1), size)[:, None]
-            self._memo[key] = self._seen(held, self.positions(count)[..., None], window) & (held >= 0)[:, None]
+            held, asking = ring_positions(self.offset + (count - 1), size), self.places(count)[..., None]
+            if self.branches is None:
+                self._memo[key] = self._seen(held[:, None], asking, window) & (held >= 0)[:, None, None]
+            else:
+                self._memo[key] = self._grown(held, asking, window, self.branches, size)
         return self._memo[key]
 
     @staticmethod
@@ -114,6 +137,21 @@ class RowLengths:
         if window is not None:
             seen = seen & (held > asking - window)
         return seen[:, None]
+
+    def _grown(self, held: mx.array, asking: mx.array, window: int | None, tree: Branches, size: int) -> mx.array:
+        """What the positions of a tree see of the entries held [B or 1, S], which lie in a ring of `size` slots.
+
+        asking: [B, L, 1] int32. Returns [B, 1, L, S] bool.
+        """
+        start = self.offset - tree.before
+        text = (held >= 0) & (held < start[:, None])
+        seen = mx.broadcast_to(text[:, None], (self.rows, tree.count, held.shape[-1]))
+        own = tree.seen
+        if window is not None:
+            seen = seen & (held[:, None] > asking - window)
+            own = own & (tree.asking[..., None] - tree.depths[:, None] < window)
+        slots = (start[:, None] + mx.arange(own.shape[-1])) % size
+        return mx.put_along_axis(seen, mx.broadcast_to(slots[:, None], own.shape), own, axis=-1)[:, None]
 
     def valid_mask(self, count: int) -> mx.array | None:
         """[B, count] bool: which of the next forward's entries count; None where all of them do for certain."""

@@ -43,6 +43,10 @@ class RaggedQuantized:
         shown = [part.update_and_fetch(k, v) for part, k, v in zip(self.parts, *quantized, strict=True)]
         return tuple(k for k, _ in shown), tuple(v for _, v in shown)
 
+    def keep(self, path: mx.array) -> None:
+        for part in self.parts:
+            part.keep(path)
+
     def append(self, other: RaggedQuantized) -> None:
         self.group_size = self.group_size or other.group_size
         for mine, theirs in zip(self.parts, other.parts, strict=True):

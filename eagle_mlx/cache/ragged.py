@@ -9,11 +9,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from eagle_mlx.cache.chunked import RaggedChunked
 from eagle_mlx.cache.full import RaggedKV
 from eagle_mlx.cache.kinds import ragged
 from eagle_mlx.cache.lengths import RowLengths
+from eagle_mlx.cache.quantized import RaggedQuantized
 from eagle_mlx.cache.recurrent import RaggedList, RecurrentState, note_calls
 from eagle_mlx.cache.window import RaggedWindow
+from eagle_mlx.tree import Branches
 
 Saved = tuple[tuple[int, bool, mx.array | None], list[list[mx.array | None]]]
 """The lengths, and the arrays of every recurrent state."""
@@ -63,6 +66,23 @@ class RaggedCache(Sequence[Any]):
         for state in self.recurrent:
             state.commit(count)
         self.lengths.advance(count, at_most)
+
+    def branch(self, branches: Branches) -> None:
+        """Before a forward: its positions are those of a tree."""
+        self.lengths.branch(branches)
+
+    def keep(self, path: mx.array) -> None:
+        """After a tree's verify, before `advance`: only the entries of a path [B, D] behind the newest token stay."""
+        for layer in self.layers:
+            layer.keep(path)
+
+    @property
+    def may_branch(self) -> bool:
+        """Whether trees can be read: every layer keeps keys and values, whatever their place."""
+        parts = [
+            part for layer in self.layers for part in (layer.caches if isinstance(layer, RaggedList) else (layer,))
+        ]
+        return all(isinstance(x, RaggedKV | RaggedQuantized) and not isinstance(x, RaggedChunked) for x in parts)
 
     def settle(self, lengths: Sequence[int]) -> None:
         """The host has read the rows' real lengths."""

@@ -174,6 +174,10 @@ class RaggedList:
         for mine, theirs in zip(self.caches, other.caches, strict=True):
             mine.append(theirs)
 
+    def keep(self, path: mx.array) -> None:
+        for cache in self.caches:
+            cache.keep(path)
+
     def remove(self, row: int, last: RaggedList | None) -> None:
         for index, cache in enumerate(self.caches):
             cache.remove(row, None if last is None else last.caches[index])

@@ -49,6 +49,9 @@ class RaggedWindow(RaggedKV):
         self._shown = rows, self.ring
         return self.keys_and_values()
 
+    def _moved(self, buffer: mx.array, old: mx.array, new: mx.array) -> mx.array:
+        return super()._moved(buffer, old % self.ring, new % self.ring)
+
     def _ring_for(self, count: int) -> int:
         return max(self.ring, self.window + count - 1)
 

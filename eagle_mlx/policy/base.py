@@ -34,9 +34,12 @@ class FixedPolicy:
     """Always k draft tokens. Raises ConfigError where k is not a whole number of at least 0."""
 
     k: int
+    nodes: int = 0
+    """Where it is more than k: tokens of a tree that is at most k deep, in place of a chain."""
 
     def __post_init__(self) -> None:
         check_depth("k", self.k)
+        check_depth("nodes", self.nodes)
 
     def depth(self, rows: int) -> int:
         return self.k

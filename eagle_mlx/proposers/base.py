@@ -15,11 +15,12 @@ import mlx.core as mx
 
 from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Target
+from eagle_mlx.tree import Tree
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Draft tokens of a batch, one chain per row."""
+    """Draft tokens of a batch, a chain or a tree per row."""
 
     tokens: mx.array
     """[B, k] int32 target ids; k may be less than was asked for, and 0."""
@@ -27,6 +28,8 @@ class Draft:
     """[B] int32, how many of a row's tokens count; 0 is allowed."""
     probs: mx.array | None = None
     """[B, k, V] float32, the distributions that the tokens were drawn from; None where they were not drawn."""
+    tree: Tree | None = None
+    """How the tokens hang together, the likeliest first; None for chains."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,15 @@ class ProposerState(Protocol):
 
     def remove(self, row: int) -> None:
         """A row leaves; the last one takes its place."""
+
+
+@runtime_checkable
+class Branching(Protocol):
+    """What a state must have that can draft trees."""
+
+    def propose_tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        """Draft `nodes` tokens behind each row, in a tree at most `depth` deep; else as `propose`."""
+        ...
 
 
 @runtime_checkable

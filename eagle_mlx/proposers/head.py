@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from eagle_mlx.cache import RaggedCache, without_row
 from eagle_mlx.errors import HeadError
@@ -13,7 +14,9 @@ from eagle_mlx.formats import check_fit
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
-from eagle_mlx.sampling import SamplingBatch, draft_sample
+from eagle_mlx.proposers.growth import grow, width_for
+from eagle_mlx.rope import place_one_by_one
+from eagle_mlx.sampling import SamplingBatch, draft_sample, draft_scores
 from eagle_mlx.target import Target
 
 
@@ -41,6 +44,8 @@ class HeadProposer:
     def bind(self, target: Target) -> None:
         check_fit(self.head, target)
         self.head.attach(target)
+        if isinstance(self.head, nn.Module):
+            place_one_by_one(self.head)
         self._target = target
 
     def open(self, prompts: Sequence[Sequence[int]]) -> HeadState:
@@ -160,6 +165,19 @@ class HeadState:
         self.cache.lengths.restore(committed)
         lengths = mx.array([depth if length else 0 for length in self._lengths], mx.int32)  # nothing read, no draft
         return Draft(mx.concatenate(tokens, axis=1), lengths, mx.concatenate(probs, axis=1) if probs else None)
+
+    def propose_tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        self._read_pending()
+        committed = self.cache.lengths.save()
+
+        def scores(hidden: mx.array, level: int) -> mx.array:
+            at = mx.broadcast_to(positions[:, None] + level, hidden.shape[:2])
+            return draft_scores(self.head.logits(hidden), sampling, at, self.target.vocab_size, self.head.token_ids)
+
+        tokens, tree = grow(self.head, self.cache, self._hidden, scores, depth, width_for(nodes, depth), nodes)
+        self.cache.lengths.restore(committed)
+        lengths = mx.array([nodes if length else 0 for length in self._lengths], mx.int32)
+        return Draft(tokens, lengths, tree=tree)
 
     def append(self, other: ProposerState) -> None:
         assert isinstance(other, HeadState)

@@ -15,6 +15,7 @@ from mlx_lm.generate import generate_step
 import eagle_mlx as em
 from eagle_mlx.cache.kinds import ONE_ROW, REFUSED, may_pad
 from eagle_mlx.sampling import SamplingBatch, gumbel, sample
+from eagle_mlx.tree_support import why_no_trees
 from tests.architectures import CONFIGS, VOCAB, tiny_model
 from tests.fakes import Oracle, randomize, tiny_head
 
@@ -80,6 +81,23 @@ def test_text_is_mlx_lms_own(name: str) -> None:
     assert len(said) > 5  # texts that could go wrong
 
 
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_trees_say_what_mlx_lm_says(name: str) -> None:
+    reason = why_no_trees(target(name))
+    assert (reason is None) == (name.split(":")[0] not in chains_only())
+    if reason is not None:
+        assert any(word in reason for word in ("state", "cannot read", "otherwise"))
+        return
+    for params, rows, depth, chunk in decodings(name):
+        plains = [plain(name, prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
+        oracle = Oracle({tuple(p): text for p, (text, _) in zip(PROMPTS, plains, strict=True)}, wrong=0.5)
+        policy = em.FixedPolicy(depth, nodes=9)
+        engine = em.Engine(target(name), oracle, policy, max_batch=rows, prefill_chunk=chunk)
+        outputs = engine.generate(PROMPTS, params)
+        assert [first_difference(o.tokens, *p) for o, p in zip(outputs, plains, strict=True)] == [None] * len(PROMPTS)
+        assert sum(output.accepted for output in outputs) > 10
+
+
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
 def test_a_head_drafts_for_windows_and_states(name: str) -> None:
     plains = [plain(name, prompt, p) for prompt, p in zip(PROMPTS, GREEDY, strict=True)]
@@ -95,6 +113,14 @@ def test_plain_rounds_ahead_of_a_finished_row_are_forgotten(name: str) -> None:
     outputs = em.Engine(target(name), max_batch=5).generate(PROMPTS, params)
     for output, (text, margins) in zip(outputs, plains, strict=True):
         assert first_difference(output.tokens, text[: len(output.tokens)], margins) is None
+
+
+def chains_only() -> set[str]:
+    """The files that the documentation says cannot read trees: some by name, and all that keep a state."""
+    text = (Path(__file__).parents[2] / "docs" / "architectures.md").read_text(encoding="utf-8")
+    [named] = re.findall(r"^Chains only: (.*)\.$", text, re.MULTILINE)
+    states = re.findall(r"^\| state, [^|]*\| (.*) \|$", text, re.MULTILINE)
+    return {file for files in (named, *states) for file in files.replace(",", " ").split()}
 
 
 def test_the_table_of_architectures_is_true() -> None:

@@ -1,0 +1,41 @@
+"""Rotary positions one by one: a tree's nodes stand at their depths, not one behind the other."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+def place_one_by_one(model: nn.Module) -> None:
+    """Let a model's rotary embeddings also take an offset [B, L], a position for each of L inputs.
+
+    Each such module gets a subclass of its own class; with any other offset it does what it did.
+    """
+    for module in model.modules():
+        if _is_rotary(module) and not isinstance(module, _OneByOne):
+            module.__class__ = type(type(module).__name__, (_OneByOne, type(module)), {})
+
+
+class _OneByOne:
+    """Sees [B, ..., L, D] with offsets [B, L] as B * L inputs of one position each, which every rotary takes."""
+
+    def __call__(self, x: mx.array, offset: Any = 0, *args: Any, **kwargs: Any) -> mx.array:
+        plain: Any = super().__call__  # type: ignore[misc]
+        if not isinstance(offset, mx.array) or offset.ndim < 2:
+            out: mx.array = plain(x, offset, *args, **kwargs)
+            return out
+        rows, count = offset.shape
+        apart = mx.moveaxis(x, -2, 1)
+        shape = apart.shape
+        each = apart.reshape(rows * count, *shape[2:-1], 1, shape[-1])
+        turned: mx.array = plain(each, offset.reshape(-1), *args, **kwargs)
+        return mx.moveaxis(turned.reshape(*shape[:-1], turned.shape[-1]), 1, -2)
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    """By what it is called and by what it takes: mlx-lm has some kinds, and models have their own."""
+    name = type(module).__name__.lower()
+    return ("rope" in name or "rotary" in name) and "offset" in inspect.signature(type(module).__call__).parameters

@@ -1,0 +1,131 @@
+"""A tree grown with a head: every node is what the head says of its branch, and the likeliest nodes are chosen."""
+
+import itertools
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import eagle_mlx as em
+from eagle_mlx.params import SamplingParams
+from eagle_mlx.proposers.base import Observation
+from eagle_mlx.proposers.growth import width_for
+from eagle_mlx.proposers.head import HeadProposer, HeadState
+from eagle_mlx.sampling import SamplingBatch, draft_scores
+from tests.fakes import tiny_head, tiny_target
+
+TARGET = tiny_target()
+HEAD = tiny_head(TARGET)
+TEXTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13]]
+
+
+def opened() -> HeadState:
+    proposer = HeadProposer(HEAD)
+    proposer.bind(TARGET)
+    state = proposer.open(TEXTS)
+    width = max(map(len, TEXTS)) - 1
+    aux = TARGET.forward(
+        mx.array([text[:-1] + [0] * (width + 1 - len(text)) for text in TEXTS]), aux_layers=HEAD.aux_layers
+    ).aux
+    state.prefill(Observation([text[1:] for text in TEXTS], aux))
+    return state
+
+
+def shares(text: list[int], drafted: list[int], params: SamplingParams) -> dict[int, float]:
+    """What the head says of the token behind a branch, from the whole text anew: target ids -> log shares."""
+    batch = SamplingBatch.of([params], [params.seed or 0])
+    tokens = [*text, *drafted]
+    g = HEAD.features(TARGET.forward(mx.array([text[:-1]]), aux_layers=HEAD.aux_layers).aux)
+    for step in range(len(drafted) + 1):
+        h = HEAD(TARGET.embed(mx.array([tokens[1 : len(text) + step]])), g, mask="causal")
+        g = mx.concatenate([g, h[:, -1:]], axis=1)
+    at = mx.array([[len(tokens)]])
+    scores = draft_scores(HEAD.logits(h[:, -1:]), batch, at, TARGET.vocab_size, HEAD.token_ids)[0, 0]
+    ids = range(scores.size) if HEAD.token_ids is None else HEAD.token_ids.tolist()
+    return {int(token): score for token, score in zip(ids, scores.tolist(), strict=True)}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.9, seed=4, top_k=50)])
+def test_the_likeliest_branches_are_drafted(params: SamplingParams) -> None:
+    state, depth, nodes = opened(), 3, 12
+    batch = SamplingBatch.of([params] * 2, [params.seed or 0] * 2)
+    draft = state.propose_tree(depth, nodes, batch, mx.array([len(text) for text in TEXTS]))
+    assert draft.tree is not None
+    tokens, parents = np.array(draft.tokens), np.array(draft.tree.parents)
+    assert draft.lengths.tolist() == [nodes, nodes]
+    for row, text in enumerate(TEXTS):
+        joint, branches = [0.0], [[]]  # type: ignore[var-annotated]
+        for node in range(nodes):
+            above = int(parents[row, node])
+            assert above <= node
+            known = shares(text, branches[above], params)
+            branches.append([*branches[above], int(tokens[row, node])])
+            joint.append(joint[above] + known[int(tokens[row, node])])
+            assert len(branches[-1]) <= depth
+        assert len({tuple(branch) for branch in branches}) == nodes + 1
+        assert all(a >= b - 0.05 for a, b in itertools.pairwise(joint))  # likeliest first
+        first = shares(text, [], params)
+        below = [tokens for tokens in branches if len(tokens) == 1]
+        likeliest = sorted(first, key=lambda token: -first[token])[: len(below)]
+        assert sorted(token for [token] in below) == sorted(likeliest)
+        assert branches[1] == likeliest[:1]
+
+
+def test_drafting_leaves_no_trace_in_the_heads_cache() -> None:
+    batch = SamplingBatch.of([SamplingParams()] * 2, [0, 0])
+    at = mx.array([len(text) for text in TEXTS])
+    chain = opened().propose(3, batch, at).tokens.tolist()
+    state = opened()
+    state.propose_tree(4, 14, batch, at)
+    assert state.propose(3, batch, at).tokens.tolist() == chain
+    again = state.propose_tree(4, 14, batch, at)
+    fresh = opened().propose_tree(4, 14, batch, at)
+    assert again.tokens.tolist() == fresh.tokens.tolist()
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 8, 16, 60])
+@pytest.mark.parametrize("levels", [1, 2, 6])
+def test_there_are_candidates_for_every_node(nodes: int, levels: int) -> None:
+    width = width_for(nodes, levels)
+    assert width + (levels - 1) * width**2 >= nodes
+    assert width <= max(nodes, 2)
+    assert width >= math.isqrt(nodes)
+
+
+def test_a_tree_accepts_more_than_a_chain_and_says_the_same() -> None:
+    target = em.load_target("checkpoints/target")
+    proposer = em.HeadProposer(em.load_head("checkpoints/head", target))
+    prompts = ["def mean(values):", "class Stack:\n    def push(self, item):", "import os\n\ndef size(path):"]
+    params = SamplingParams(max_tokens=40)
+    plain, chain, tree = (
+        em.Engine(target, proposer, policy, max_batch=2).generate(prompts, params)
+        for policy in (em.FixedPolicy(0), em.FixedPolicy(4), em.FixedPolicy(6, nodes=16))
+    )
+    assert [o.tokens for o in plain] == [o.tokens for o in chain] == [o.tokens for o in tree]
+    assert sum(o.rounds for o in tree) < 0.9 * sum(o.rounds for o in chain)
+
+
+def test_a_batch_of_every_kind_of_row_says_what_it_says_alone() -> None:
+    """Trees where all rows can have them, chains where one cannot; log probabilities along the branch that is kept."""
+    kinds = [
+        SamplingParams(max_tokens=20, logprobs=True, top_logprobs=2),
+        SamplingParams(max_tokens=24, temperature=0.8, seed=3, num_speculative_tokens=2),
+        SamplingParams(max_tokens=9, temperature=0.8, seed=4, num_speculative_tokens=0, logprobs=True),
+        SamplingParams(max_tokens=14, frequency_penalty=1.5, stop_token_ids=(1,)),
+    ]
+    prompts = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13], [5]]
+    plain = em.Engine(TARGET, None, max_batch=4).generate(prompts, kinds)
+    for rows in (kinds[:3], kinds):
+        engine = em.Engine(TARGET, HeadProposer(HEAD), em.FixedPolicy(3, nodes=7), max_batch=4)
+        assert engine.chains_only is None
+        for output, alone in zip(engine.generate(prompts[: len(rows)], rows), plain, strict=False):
+            assert output.tokens == alone.tokens
+            assert output.finish_reason == alone.finish_reason
+            if alone.logprobs is not None:
+                assert output.logprobs is not None
+                assert [x.token for x in output.logprobs] == output.tokens
+                np.testing.assert_allclose(
+                    [x.logprob for x in output.logprobs], [x.logprob for x in alone.logprobs], atol=1e-4
+                )
+    assert plain[1].tokens != plain[0].tokens

@@ -1,0 +1,90 @@
+"""Draft trees: masks and depths follow from the parents, and of a tree one branch at most is kept, the target's own."""
+
+import mlx.core as mx
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle_mlx.tree import Tree, along, walk
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[list[list[int]], int]:
+    """Parents of some rows' nodes, as many in each row, and how deep they may lie."""
+    levels, count = draw(st.integers(1, 5)), draw(st.integers(1, 12))
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        depths, parents = [0], []
+        for _ in range(count):
+            parents.append(draw(st.sampled_from([n for n, depth in enumerate(depths) if depth < levels])))
+            depths.append(depths[parents[-1]] + 1)
+        rows.append(parents)
+    return rows, levels
+
+
+def branch(parents: list[int], node: int) -> list[int]:
+    """From the newest token down to a node."""
+    return [*branch(parents, parents[node - 1]), node] if node else [0]
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees())
+def test_a_node_sees_its_branch_and_stands_at_its_depth(grown: tuple[list[list[int]], int]) -> None:
+    rows, levels = grown
+    branches = Tree(mx.array(rows, mx.int32), levels).branches()
+    seen, depths = np.array(branches.seen), np.array(branches.depths)
+    for row, parents in enumerate(rows):
+        for node in range(len(parents) + 1):
+            assert sorted(np.flatnonzero(seen[row, node]).tolist()) == branch(parents, node)
+            assert depths[row, node] == len(branch(parents, node)) - 1
+    assert (branches.count, branches.before) == (len(rows[0]) + 1, 0)
+    assert depths.dtype == np.int32
+
+
+@settings(max_examples=200, deadline=None)
+@given(trees(), st.integers(0, 2**32 - 1))
+def test_the_branch_that_the_target_draws_is_kept(grown: tuple[list[list[int]], int], seed: int) -> None:
+    rows, levels = grown
+    rng, tree = np.random.default_rng(seed), Tree(mx.array(rows, mx.int32), levels)
+    count = len(rows[0])
+    samples = rng.integers(0, 4, (len(rows), count + 1))
+    drafts = np.zeros((len(rows), count), np.int64)
+    for row, parents in enumerate(rows):
+        for node in range(count):  # siblings are never the same token
+            taken = {int(drafts[row, other]) for other in range(node) if parents[other] == parents[node]}
+            drafts[row, node] = rng.choice([token for token in range(20) if token not in taken][:5])
+    valid = rng.random((len(rows), count)) < 0.9
+    arrays = (mx.array(x, mx.int32) for x in (samples, drafts))
+    path = walk(*arrays, mx.array(valid), tree, tree.branches())
+    for row, parents in enumerate(rows):
+        at, expected = 0, [0]
+        while True:
+            below = [
+                node + 1
+                for node in range(count)
+                if parents[node] == at and valid[row, node] and drafts[row, node] == samples[row, at]
+            ]
+            if not below:
+                break
+            at = below[0]
+            expected.append(at)
+        accepted = int(path.accepted[row].item())
+        assert np.array(path.nodes)[row, : accepted + 1].tolist() == expected
+    assert path.nodes.shape == (len(rows), levels + 1)
+
+
+def test_a_chain_is_the_tree_in_which_each_node_hangs_below_the_last() -> None:
+    tree = Tree.chain(2, 3)
+    assert np.array(tree.branches().seen).tolist() == [np.tri(4, dtype=bool).tolist()] * 2
+    samples = mx.array([[5, 6, 7, 8], [5, 6, 7, 8]])
+    path = walk(samples, mx.array([[5, 6, 0], [5, 6, 7]]), mx.ones((2, 3), mx.bool_), tree, tree.branches())
+    assert path.accepted.tolist() == [2, 3]
+
+
+def test_states_are_taken_along_a_path() -> None:
+    states = mx.arange(2 * 4 * 3).reshape(2, 4, 3)
+    [taken] = along([states], mx.array([[0, 2], [0, 3]]))
+    assert taken.tolist() == [
+        [states[0, 0].tolist(), states[0, 2].tolist()],
+        [states[1, 0].tolist(), states[1, 3].tolist()],
+    ]
