@@ -15,6 +15,7 @@ from eagle_mlx import blas, hub
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.formats import load_head
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.sanity import doubt
 from eagle_mlx.target import Target, load_target
 
 from ..defaults import embedded
@@ -177,7 +178,12 @@ def _bench(args: argparse.Namespace, command: str) -> int:
 def _head(name: str | Path | None, target: Target) -> DraftHead | None:
     if name is None:
         return None
-    return random_head(target) if name == "random" else load_head(name, target)
+    if name == "random":
+        return random_head(target)
+    head = load_head(name, target)
+    if said := doubt(head, target):
+        print(f"warning: {said}", file=sys.stderr)
+    return head
 
 
 def _digest(name: str | Path | None) -> str | None:
