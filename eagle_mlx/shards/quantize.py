@@ -36,7 +36,7 @@ def quantize(states: NDArray[np.floating[Any]], hidden_size: int) -> tuple[NDArr
     scales = np.where(scales < exact, np.nextafter(scales, np.float16(np.inf)), scales)
     divisors = np.where(scales == 0, np.float16(1), scales).astype(np.float32)
     integers = np.rint(parts / divisors[..., None]).astype(np.int8)
-    return _join(integers, states.shape, hidden_size), scales.reshape(len(states), -1)
+    return _join(integers, states.shape, hidden_size), scales.reshape(len(scales), scales.shape[1] * scales.shape[2])
 
 
 def dequantize(integers: NDArray[np.int8], scales: NDArray[np.float16], hidden_size: int) -> NDArray[np.float16]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +16,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.errors import OutputError, ShardError
-from eagle_mlx.shards import MANIFEST, Sample, ShardMeta, ShardReader, ShardWriter, bytes_per_token
+from eagle_mlx.errors import ConfigError, OutputError, ShardError
+from eagle_mlx.shards import (
+    MANIFEST,
+    Sample,
+    ShardMeta,
+    ShardReader,
+    ShardWriter,
+    bytes_per_token,
+    choose_cache,
+    states_bytes,
+)
+from eagle_mlx.shards.quantize import BLOCK, blocks, dequantize, quantize
 
 META = ShardMeta("tiny", hidden_size=4, vocab_size=50, aux_layers=(1, 3))
 
@@ -66,6 +78,93 @@ def test_what_is_written_is_read(
         assert same(reader[index], samples[index])
     with pytest.raises(IndexError):
         reader[len(samples)]
+
+
+def states(rows: int, layers: int, hidden: int, seed: int, spread: float) -> np.ndarray:
+    """Values of all magnitudes, zeros and a few outliers among them."""
+    rng = np.random.default_rng(seed)
+    values = rng.normal(size=(rows, layers * hidden)) * 10 ** rng.uniform(-spread, spread, (rows, layers * hidden))
+    values[rng.random(values.shape) < 0.1] = 0
+    return np.clip(values, -65504, 65504).astype(np.float16)
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 6), st.integers(0, 3), st.integers(1, 200), st.integers(0, 999), st.floats(0, 6))
+def test_8_bits_are_off_by_half_a_step_at_most(rows: int, layers: int, hidden: int, seed: int, spread: float) -> None:
+    exact = states(rows, layers, hidden, seed, spread)
+    integers, scales = quantize(exact, hidden)
+    assert (integers.dtype, integers.shape) == (np.int8, exact.shape)
+    assert (scales.dtype, scales.shape) == (np.float16, (rows, layers * blocks(hidden)))
+    back = dequantize(integers, scales, hidden)
+    assert (back.dtype, back.shape) == (np.float16, exact.shape)
+    assert np.isfinite(back).all()
+    for layer in range(layers):
+        for start in range(0, hidden, BLOCK):
+            at = slice(layer * hidden + start, layer * hidden + min(start + BLOCK, hidden))
+            block, found = exact[:, at].astype(np.float64), back[:, at].astype(np.float64)
+            largest = np.abs(block).max(1, keepdims=True)
+            step = largest / 127 * (1 + 2**-10) + 2**-24
+            assert (np.abs(found - block) <= step / 2 + np.abs(block) * 2**-10 + 2**-24).all()
+            assert (found[(block == 0)] == 0).all()
+
+
+def test_8_bits_of_the_largest_values_stay_finite() -> None:
+    exact = np.full((1, 64), 65504, np.float16)
+    exact[0, ::2] = -65504
+    assert np.array_equal(dequantize(*quantize(exact, 64), 64), exact)
+
+
+def test_an_outlier_costs_its_own_block_alone() -> None:
+    exact = states(1, 1, 128, 0, 0)
+    loud = exact.copy()
+    loud[0, 3] = 3000
+    calm, shaken = (dequantize(*quantize(x, 128), 128)[0, 64:] for x in (exact, loud))
+    assert np.array_equal(calm, shaken)
+
+
+@pytest.mark.parametrize("hidden", [4, 64, 100])
+def test_8_bits_come_back_as_float16_from_smaller_files(tmp_path: Path, hidden: int) -> None:
+    meta = ShardMeta("tiny", hidden, 50, (1, 3), bits=8)
+    samples = [
+        Sample(sample(n).tokens, sample(n).loss_mask, states(n, 2, hidden, n, 1), states(n, 1, hidden, n, 1))
+        for n in (5, 17, 9, 30)
+    ]
+    with ShardWriter(tmp_path / "s", meta, 20) as writer:
+        for one in samples:
+            writer.add(one)
+    reader = ShardReader(tmp_path / "s")
+    assert reader.meta.bits == 8
+    for found, one in zip(reader, samples, strict=True):
+        aux, last = (dequantize(*quantize(x, hidden), hidden) for x in (one.aux, one.last))
+        assert same(found, replace(one, aux=aux, last=last))
+    payload = bytes_per_token(meta) * reader.tokens
+    assert payload < sum(f.size for f in reader.files) < payload + 2000
+    assert (bytes_per_token(meta) < 0.55 * bytes_per_token(replace(meta, bits=16))) == (hidden > 4)
+
+
+def test_other_numbers_of_bits_are_refused() -> None:
+    with pytest.raises(ConfigError, match="in 16 or in 8 bits, not in 4"):
+        ShardMeta("tiny", 4, 50, (1,), bits=4)
+
+
+@pytest.mark.parametrize(
+    ("cache", "memory", "disk", "place", "said"),
+    [
+        (1e9, 1e9, 1e9, "memory", "0.2 GB in 16 bits, captured once, kept in memory"),
+        (1e9, 1e8, 1e9, "disk", "81.4 MB in 8 bits, captured once, kept on the disk"),
+        (9e7, 1e9, 1e9, "disk", "kept on the disk"),
+        (8e7, 1e9, 1e9, "online", "more than the cache of 80.0 MB, so captured anew for each batch"),
+        (1e9, 1e8, 8e7, "online", "more than the 80.0 MB that are free on the disk"),
+    ],
+)
+def test_where_states_go(cache: float, memory: float, disk: float, place: str, said: str) -> None:
+    meta = ShardMeta("t", 200, 50, (1, 2, 3), bits=8)
+    choice = choose_cache(97_200, meta, cache, memory, disk)
+    assert choice.place == place
+    assert choice.text.startswith("hidden states of 97,200 tokens, 4 layers of 200 values: ")
+    assert said in choice.text
+    in_16 = states_bytes(97_200, replace(meta, bits=16))
+    assert choice.size == (in_16 if place == "memory" else states_bytes(97_200, meta))
 
 
 def test_shards_are_cut_where_enough_tokens_have_gathered(shards: Path) -> None:
@@ -136,16 +235,15 @@ def test_an_existing_folder_is_kept(shards: Path) -> None:
 
 @pytest.mark.parametrize("failing", ["shard-00001.safetensors", MANIFEST])
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    whole = Path.write_bytes
+    replacing = Path.replace
 
-    def full(path: Path, data: bytes) -> int:
-        if path.name == failing:
-            whole(path, data[: len(data) // 2])
+    def full(path: Path, name: Path) -> Path:
+        if name.name == failing:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return whole(path, data)
+        return replacing(path, name)
 
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OutputError, match=r"s could not be written: No space left on device"):
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OutputError, match=r"s could not be written: No space left on device; nothing was left"):
         write(tmp_path / "s", [5, 17, 9, 30])
     assert list(tmp_path.iterdir()) == []
 
@@ -177,6 +275,19 @@ def test_a_sample_of_another_shape_is_refused(tmp_path: Path) -> None:
         writer.add(Sample(wrong.tokens, wrong.loss_mask, wrong.last, wrong.last))
     with pytest.raises(ValueError, match="a sample of 0 tokens"), ShardWriter(tmp_path / "s", META) as writer:
         writer.add(sample(0))
+
+
+def test_the_first_version_is_still_read(shards: Path) -> None:
+    path = shards / MANIFEST
+    content = json.loads(path.read_text())
+    content = {"format": content["format"], "version": 1, "meta": content["meta"], "files": content["files"]}
+    del content["meta"]["bits"]
+    content["meta"]["dtype"] = "float16"
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({**content, "sha256": digest}))
+    reader = ShardReader(shards)
+    reader.verify()
+    assert (reader.meta, len(reader), reader.manifest.made_from) == (META, 4, {})
 
 
 def test_a_moved_folder_still_reads(shards: Path, tmp_path: Path) -> None:

@@ -1,0 +1,199 @@
+"""Capture into shards: interrupted and gone on with, damaged and repaired, the same bytes in the end."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle_mlx.data_pipelines import ShardCapture, capture, capture_to_shards, shard_capture
+from eagle_mlx.errors import OutputError, ShardError, TargetError
+from eagle_mlx.shards import Sample, ShardReader, unfinished_folder
+from tests.data_pipelines.test_collect import AUX, conversations
+from tests.fakes import tiny_target
+
+ROOT = Path(__file__).parent.parent.parent
+TARGET = tiny_target()
+SHARDS = 11
+
+
+def plan(bits: int = 16, batch_tokens: int = 64, count: int = 60) -> ShardCapture:
+    return ShardCapture(TARGET, AUX, conversations(count), bits, batch_tokens, tokens_per_shard=100)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("whole") / "s"
+    with plan().open(folder) as shards:
+        plan().run(shards)
+    return content(folder)
+
+
+def test_the_order_is_that_of_capture(tmp_path: Path) -> None:
+    with plan().open(tmp_path / "s") as shards:
+        plan().run(shards)
+    expected = list(capture(TARGET, AUX, conversations(60), 64))
+    for found, sample in zip(ShardReader(tmp_path / "s"), expected, strict=True):
+        assert found.tokens.tolist() == sample.tokens.tolist()
+        assert (found.aux == sample.aux).all()
+        assert (found.last == sample.last).all()
+
+
+class InMemory:
+    """Shards that are not written anywhere."""
+
+    def __init__(self, files: dict[int, object]):
+        self.files, self.written = files, dict[int, list[Sample]]()
+
+    def write(self, index: int, samples: list[Sample]) -> None:
+        self.written[index] = samples
+
+
+@settings(max_examples=15)
+@given(st.sets(st.integers(0, SHARDS - 1)), st.sampled_from([1, 64, 4096]))
+def test_any_shard_comes_out_the_same_by_itself(there: set[int], batch_tokens: int) -> None:
+    captured = plan(batch_tokens=batch_tokens)
+    assert len(captured) == SHARDS
+    every, some = InMemory({}), InMemory(dict.fromkeys(there))
+    captured.run(every)  # type: ignore[arg-type]
+    captured.run(some)  # type: ignore[arg-type]
+    assert sorted(some.written) == captured.missing(some) == sorted(set(range(SHARDS)) - there)  # type: ignore[arg-type]
+    assert captured.tokens(some.written) == sum(len(s.tokens) for shard in some.written.values() for s in shard)
+    for index, samples in some.written.items():
+        for found, expected in zip(samples, every.written[index], strict=True):
+            assert found.tokens.tobytes() == expected.tokens.tobytes()
+            assert found.aux.tobytes() + found.last.tobytes() == expected.aux.tobytes() + expected.last.tobytes()
+
+
+def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    captured = ShardCapture(TARGET, AUX, conversations(200), 8, batch_tokens=64, tokens_per_shard=30)
+    with captured.open(tmp_path / "whole") as shards:
+        captured.run(shards)
+    draw, folder, kept, kills = random.Random(0), tmp_path / "s", 0, 0
+    command = [sys.executable, "-m", "tests.data_pipelines.capture_until_killed", str(folder)]
+    for number in range(5):
+        seconds = draw.uniform(0.01, 0.2) if number < 4 else 60
+        ended = subprocess.run([*command, str(seconds)], cwd=ROOT, env=dict(os.environ), timeout=120, check=False)
+        kills += ended.returncode == -signal.SIGKILL
+        if ended.returncode == 0:
+            break
+        with pytest.raises(ShardError, match="not finished|not a folder of shards"):
+            ShardReader(folder)
+        found = sorted(unfinished_folder(folder).glob("*.safetensors"))
+        assert len(found) >= kept
+        kept = len(found)
+    assert kills > 1
+    assert kept > 0
+    assert content(folder) == content(tmp_path / "whole")
+
+
+def other_target() -> object:
+    target = tiny_target()
+    norm = target.model.model.layers[2].input_layernorm
+    norm.weight = norm.weight + 0.25
+    return target
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"target": other_target()}, r"target: 4 layers of 32 \(\w{16}\) there, 4 layers of 32 \(\w{16}\) now"),
+        ({"aux_layers": (0, 2)}, "layers: 0, 1 and the last of 4 there, 0, 2 and the last of 4 now"),
+        ({"samples": conversations(61)}, r"conversations: 60 of 1,\d+ tokens \(\w+\) there, 61 of"),
+        ({"samples": [(t, [1] * len(m)) for t, m in conversations(60)]}, r"conversations: 60 of"),
+        ({"bits": 8}, "bits: 16 there, 8 now"),
+        ({"batch_tokens": 65}, "order: by length in windows of 512, 64 tokens a batch, 100 a shard there"),
+        ({"tokens_per_shard": 101}, "order: .* 101 a shard now"),
+    ],
+)
+def test_what_differs_is_said(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    same: dict[str, Any] = {"target": TARGET, "aux_layers": AUX, "samples": conversations(60), "batch_tokens": 64}
+    other = ShardCapture(**{**same, "tokens_per_shard": 100, **change})
+    interrupt(plan(), tmp_path / "s")
+    with pytest.raises(OutputError, match=rf"something else \({said}"):
+        other.open(tmp_path / "s").__enter__()
+    with plan().open(tmp_path / "s") as shards:
+        plan().run(shards)
+    with pytest.raises(ShardError, match=rf"something else \({said}"):
+        other.open(tmp_path / "s", resume=True).__enter__()
+
+
+def interrupt(captured: ShardCapture, folder: Path, after: int = 2) -> None:
+    """Capture some shards, then stop as Ctrl-C does."""
+    with pytest.raises(KeyboardInterrupt), captured.open(folder) as shards:
+        captured.run(Stopping(shards, after))
+
+
+class Stopping:
+    """Shards that take so many and are then interrupted."""
+
+    def __init__(self, shards: shard_capture.Shards, after: int):
+        self.shards, self.files, self.left = shards, shards.files, after
+
+    def write(self, index: int, samples: Sequence[Sample]) -> None:
+        if self.left == 0:
+            raise KeyboardInterrupt
+        self.shards.write(index, samples)
+        self.left -= 1
+
+
+def test_an_interrupted_capture_goes_on(tmp_path: Path, whole: dict[str, bytes]) -> None:
+    interrupt(plan(), tmp_path / "s", 5)
+    with plan().open(tmp_path / "s") as shards:
+        assert plan().missing(shards) == list(range(5, SHARDS))
+        plan().run(shards)
+    assert content(tmp_path / "s") == whole
+
+
+def test_the_same_target_elsewhere_is_the_same(tmp_path: Path) -> None:
+    interrupt(plan(), tmp_path / "s")
+    target = tiny_target()
+    target.name = "/another/place"
+    elsewhere = ShardCapture(target, AUX, conversations(60), 16, 64, 100)
+    with elsewhere.open(tmp_path / "s") as shards:
+        assert len(shards.files) == 2
+        elsewhere.run(shards)
+
+
+@pytest.mark.parametrize("index", [0, 5, SHARDS - 1])
+def test_a_damaged_shard_is_captured_again(tmp_path: Path, whole: dict[str, bytes], index: int) -> None:
+    folder = tmp_path / "s"
+    with plan().open(folder) as shards:
+        plan().run(shards)
+    name = f"shard-{index:05d}.safetensors"
+    (folder / name).write_bytes(whole[name][:-9])
+    with pytest.raises(ShardError, match=f"{name} is cut short.*eagle-data collect --repair"):
+        ShardReader(folder).verify()
+    with pytest.raises(OutputError, match="exists already"):
+        plan().open(folder).__enter__()
+    with plan().open(folder, resume=True) as shards:
+        assert plan().missing(shards) == [index]
+        plan().run(shards)
+    assert content(folder) == {**whole, f"{name}.damaged": whole[name][:-9]}
+
+
+def test_no_conversations_make_no_shards(tmp_path: Path) -> None:
+    capture_to_shards(TARGET, AUX, [], tmp_path / "s", bits=8)
+    assert len(ShardReader(tmp_path / "s")) == 0
+
+
+def test_a_target_without_numbers_is_refused() -> None:
+    target = tiny_target()
+    embedding = target.model.model.embed_tokens
+    embedding.weight = embedding.weight * mx.array(float("nan"))
+    with pytest.raises(TargetError, match="tiny gives hidden states that are no numbers, for a conversation of 34"):
+        list(capture(target, AUX, conversations(1)))
