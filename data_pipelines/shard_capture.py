@@ -58,7 +58,7 @@ class ShardCapture:
         self.made_from: Mapping[str, str] = {
             "target": _weights(target),
             "conversations": _conversations(samples),
-            "layers": f"{', '.join(map(str, self.aux_layers))} and the last of {target.num_layers}",
+            "layers": ", ".join(map(str, (*self.aux_layers, f"the last of {target.num_layers}"))),
             "bits": str(bits),
             "order": f"by length in windows of {WINDOW}, {batch_tokens} tokens a batch, {tokens_per_shard} a shard",
         }

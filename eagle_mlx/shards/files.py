@@ -40,7 +40,7 @@ def write_whole(path: Path, data: bytes) -> None:
             file.write(data)
             sync(file.fileno())
         part.replace(path)
-    except OSError:
+    except BaseException:
         part.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)

@@ -112,7 +112,7 @@ def other_target() -> object:
     ("change", "said"),
     [
         ({"target": other_target()}, r"target: 4 layers of 32 \(\w{16}\) there, 4 layers of 32 \(\w{16}\) now"),
-        ({"aux_layers": (0, 2)}, "layers: 0, 1 and the last of 4 there, 0, 2 and the last of 4 now"),
+        ({"aux_layers": (0, 2)}, "layers: 0, 1, the last of 4 there, 0, 2, the last of 4 now"),
         ({"samples": conversations(61)}, r"conversations: 60 of 1,\d+ tokens \(\w+\) there, 61 of"),
         ({"samples": [(t, [1] * len(m)) for t, m in conversations(60)]}, r"conversations: 60 of"),
         ({"bits": 8}, "bits: 16 there, 8 now"),
@@ -184,6 +184,12 @@ def test_a_damaged_shard_is_captured_again(tmp_path: Path, whole: dict[str, byte
         assert plan().missing(shards) == [index]
         plan().run(shards)
     assert content(folder) == {**whole, f"{name}.damaged": whole[name][:-9]}
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_the_last_layer_alone(tmp_path: Path, bits: int) -> None:
+    capture_to_shards(TARGET, (), conversations(9), tmp_path / "s", bits=bits)
+    assert {(s.aux.shape[1], s.last.shape[1]) for s in ShardReader(tmp_path / "s")} == {(0, 32)}
 
 
 def test_no_conversations_make_no_shards(tmp_path: Path) -> None:
