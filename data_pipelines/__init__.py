@@ -1,12 +1,15 @@
 """Data for training draft heads: conversations, the chat template and loss mask, regenerated answers, capture."""
 
-from .chat import Rendered, RenderReport, render, render_all
+from .answers import regenerate_to_file
+from .chat import Rendered, RenderReport, all_tokens, prompt_tokens, render, render_all
 from .collect import capture
 from .conversation import Conversation, Message, parse_row
+from .filters import ReadReport
 from .jsonl import write_jsonl
-from .regenerate import RegenerateReport, regenerate
+from .mapping import FieldMap
+from .regenerate import RegenerateConfig, RegenerateReport, regenerate
 from .shard_capture import ShardCapture, capture_to_shards, shard_meta
-from .sources import load_conversations
+from .sources import DataConfig, load_conversations, read_conversations
 from .vocab import (
     choose_draft_vocab,
     count_tokens,
@@ -18,11 +21,16 @@ from .vocab import (
 
 __all__ = [
     "Conversation",
+    "DataConfig",
+    "FieldMap",
     "Message",
+    "ReadReport",
+    "RegenerateConfig",
     "RegenerateReport",
     "RenderReport",
     "Rendered",
     "ShardCapture",
+    "all_tokens",
     "capture",
     "capture_to_shards",
     "choose_draft_vocab",
@@ -31,7 +39,10 @@ __all__ = [
     "draft_to_target",
     "load_conversations",
     "parse_row",
+    "prompt_tokens",
+    "read_conversations",
     "regenerate",
+    "regenerate_to_file",
     "render",
     "render_all",
     "shard_meta",

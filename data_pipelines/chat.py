@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.errors import DataError
 
-from .conversation import Conversation
+from .conversation import Conversation, Message
 
 Messages = list[dict[str, Any]]
 Span = tuple[int, int]
@@ -37,16 +37,47 @@ class RenderReport:
     """Conversations of which `max_length` cut something away."""
     dropped: int
     """Conversations left out, since `max_length` cut all of the assistant's tokens away."""
+    unusable: int = 0
+    """Conversations left out, since they have no answer or the chat template does not take them."""
+
+
+class _Template(NamedTuple):
+    """A chat template with the tools of one conversation."""
+
+    tokenizer: TokenizerWrapper
+    tools: list[dict[str, Any]]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"tools": self.tools} if self.tools else {}
+
+    def text(self, messages: Messages, add_generation_prompt: bool = False) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self.options
+        )
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
 def render_all(
-    tokenizer: TokenizerWrapper, conversations: Iterable[Conversation], max_length: int
+    tokenizer: TokenizerWrapper, conversations: Iterable[Conversation], max_length: int, skip_bad: bool = False
 ) -> tuple[list[Rendered], RenderReport]:
-    """Render conversations, leaving out those of whose answers nothing fits into `max_length` tokens."""
+    """Render conversations, leaving out those of whose answers nothing fits into `max_length` tokens.
+
+    With `skip_bad` those that `render` refuses are left out as well, and counted.
+    """
     kept: list[Rendered] = []
-    cut = dropped = 0
+    cut = dropped = unusable = 0
     for conversation in conversations:
-        whole = render(tokenizer, conversation)
+        try:
+            whole = render(tokenizer, conversation)
+        except DataError:
+            if not skip_bad:
+                raise
+            unusable += 1
+            continue
         rendered = Rendered(whole.tokens[:max_length], whole.loss_mask[:max_length])
         cut += len(whole.tokens) > max_length
         if any(rendered.loss_mask):
@@ -54,7 +85,7 @@ def render_all(
         else:
             dropped += 1
     tokens, learnt = sum(len(r.tokens) for r in kept), sum(sum(r.loss_mask) for r in kept)
-    return kept, RenderReport(len(kept), tokens, learnt, cut, dropped)
+    return kept, RenderReport(len(kept), tokens, learnt, cut, dropped, unusable)
 
 
 def render(tokenizer: TokenizerWrapper, conversation: Conversation, max_length: int | None = None) -> Rendered:
@@ -73,19 +104,55 @@ def render(tokenizer: TokenizerWrapper, conversation: Conversation, max_length: 
             f"{conversation.origin}: no assistant turn, so there is nothing to learn from; remove the row, or have "
             "the target answer it with `eagle-data regenerate`"
         )
-    if not tokenizer.has_chat_template:
-        raise DataError(f"{conversation.origin}: the target has no chat template; use rows of the shape `text`")
+    template = _template(tokenizer, conversation)
     messages = [m.as_dict() for m in conversation.messages]
-    try:
-        text = _text(tokenizer, messages)
-    except Exception as e:  # whatever a template raises
-        raise DataError(f"{conversation.origin}: the chat template refuses this conversation: {e}") from e
-    tokens = _encode(tokenizer, text)
-    spans = _tagged_spans(tokenizer, messages, text, tokens)
+    text = _whole(template, messages, conversation.origin)
+    tokens = template.encode(text)
+    spans = _tagged_spans(template, messages, text, tokens)
     if spans is None:
-        spans = _found_spans(tokenizer, messages, text, tokens, conversation.origin)
+        spans = _found_spans(template, messages, text, tokens, conversation.origin)
     mask = _mask(tokens, spans, frozenset(tokenizer.eos_token_ids))
     return Rendered(tokens[:max_length], mask[:max_length])
+
+
+def all_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[int]:
+    """The tokens of a conversation, with or without an answer in it. Raises DataError as `render` does."""
+    if conversation.text is not None:
+        return list(tokenizer.encode(conversation.text))
+    template = _template(tokenizer, conversation)
+    return template.encode(_whole(template, [m.as_dict() for m in conversation.messages], conversation.origin))
+
+
+def prompt_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[int]:
+    """The tokens of a conversation up to where the assistant is to answer: what it says at the end is left out.
+
+    Raises DataError where there is no template, or it refuses the conversation.
+    """
+    template = _template(tokenizer, conversation)
+    messages: list[Message] = list(conversation.messages)
+    while messages and messages[-1].role == "assistant":
+        messages.pop()
+    try:
+        return list(
+            tokenizer.apply_chat_template(
+                [m.as_dict() for m in messages], add_generation_prompt=True, tokenize=True, **template.options
+            )
+        )
+    except Exception as e:  # whatever a template raises
+        raise DataError(f"{conversation.origin}: the chat template refuses this conversation: {e}") from e
+
+
+def _template(tokenizer: TokenizerWrapper, conversation: Conversation) -> _Template:
+    if not tokenizer.has_chat_template:
+        raise DataError(f"{conversation.origin}: the target has no chat template; use rows of the shape `text`")
+    return _Template(tokenizer, [dict(tool) for tool in conversation.tools])
+
+
+def _whole(template: _Template, messages: Messages, origin: str) -> str:
+    try:
+        return template.text(messages)
+    except Exception as e:  # whatever a template raises
+        raise DataError(f"{origin}: the chat template refuses this conversation: {e}") from e
 
 
 def _mask(tokens: Sequence[int], spans: Iterable[Span], ends: frozenset[int]) -> list[int]:
@@ -97,10 +164,11 @@ def _mask(tokens: Sequence[int], spans: Iterable[Span], ends: frozenset[int]) ->
     return mask
 
 
-def _tagged_spans(tokenizer: TokenizerWrapper, messages: Messages, text: str, tokens: list[int]) -> list[Span] | None:
+def _tagged_spans(template: _Template, messages: Messages, text: str, tokens: list[int]) -> list[Span] | None:
     """Token spans by the template's `{% generation %}` tags, or None where it has none or they mark nothing."""
-    template = tokenizer.chat_template
-    if not isinstance(template, str) or not _GENERATION_TAG.search(template) or not tokenizer.is_fast:
+    tokenizer = template.tokenizer
+    source = tokenizer.chat_template
+    if not isinstance(source, str) or not _GENERATION_TAG.search(source) or not tokenizer.is_fast:
         return None
     # mlx-lm's wrapper forces return_dict=False, with which transformers gives no mask.
     encoded = tokenizer._tokenizer.apply_chat_template(
@@ -109,6 +177,7 @@ def _tagged_spans(tokenizer: TokenizerWrapper, messages: Messages, text: str, to
         return_assistant_tokens_mask=True,
         tokenizer_kwargs={"return_offsets_mapping": True},
         enable_thinking=tokenizer.has_thinking,
+        **template.options,
     )
     if encoded["input_ids"] != tokens or not any(encoded["assistant_masks"]):
         return None
@@ -125,31 +194,29 @@ def _whole_characters(offsets: Sequence[Span], end: int) -> int:
     return end
 
 
-def _found_spans(
-    tokenizer: TokenizerWrapper, messages: Messages, text: str, tokens: list[int], origin: str
-) -> list[Span]:
+def _found_spans(template: _Template, messages: Messages, text: str, tokens: list[int], origin: str) -> list[Span]:
     spans = []
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        span = _by_prefix(tokenizer, messages, turn, text) or _by_substitution(tokenizer, messages, turn, text)
+        span = _by_prefix(template, messages, turn, text) or _by_substitution(template, messages, turn, text)
         if span is None:
             raise DataError(
                 f"{origin}: message {turn + 1} cannot be found in what the chat template makes of the conversation, "
                 "so no loss mask can be made; use a template with {% generation %} tags, or split the conversation "
                 "so that each ends with one answer"
             )
-        start, _ = _common(_encode(tokenizer, text[: span[0]]), tokens)
-        end, within = _common(_encode(tokenizer, text[: span[1]]), tokens)
+        start, _ = _common(template.encode(text[: span[0]]), tokens)
+        end, within = _common(template.encode(text[: span[1]]), tokens)
         spans.append((start, end + within))
     return spans
 
 
-def _by_prefix(tokenizer: TokenizerWrapper, messages: Messages, turn: int, text: str) -> Span | None:
+def _by_prefix(template: _Template, messages: Messages, turn: int, text: str) -> Span | None:
     """The answer's characters: what the text up to it has beyond the prompt; None where they are no prefixes."""
     try:
-        prompt = _text(tokenizer, messages[:turn], add_generation_prompt=True)
-        through = _text(tokenizer, messages[: turn + 1])
+        prompt = template.text(messages[:turn], add_generation_prompt=True)
+        through = template.text(messages[: turn + 1])
     except Exception:  # many templates refuse a conversation that is cut off
         return None
     start, end = len(prompt), len(through.rstrip())
@@ -158,32 +225,28 @@ def _by_prefix(tokenizer: TokenizerWrapper, messages: Messages, turn: int, text:
     return (start, end) if found else None
 
 
-def _by_substitution(tokenizer: TokenizerWrapper, messages: Messages, turn: int, text: str) -> Span | None:
+def _by_substitution(template: _Template, messages: Messages, turn: int, text: str) -> Span | None:
     """The answer's characters, found by rendering the conversation with a mark in place of the answer.
 
     For templates that render an earlier turn differently once later ones follow (dropped thinking, a system prompt
-    that moves to the last user message).
+    that moves to the last user message). Thoughts and calls of tools belong to the answer, so the mark stands for them
+    too, where the template then still agrees with itself around it.
     """
-    marked = [*messages[:turn], {**messages[turn], "content": _MARK}, *messages[turn + 1 :]]
-    try:
-        before, mark, after = _text(tokenizer, marked).partition(_MARK)
-    except Exception:  # whatever a template raises
-        return None
-    end = len(text) - len(after)
-    found = mark and len(before) < end and text.startswith(before) and text.endswith(after)
-    return (len(before), end) if found else None
+    message = messages[turn]
+    bare = {key: value for key, value in message.items() if key in ("role", "name")}
+    for kept in (bare, message):
+        marked = [*messages[:turn], {**kept, "content": _MARK}, *messages[turn + 1 :]]
+        try:
+            before, mark, after = template.text(marked).partition(_MARK)
+        except Exception:  # whatever a template raises
+            continue
+        end = len(text) - len(after)
+        if mark and len(before) < end and text.startswith(before) and text.endswith(after):
+            return len(before), end
+    return None
 
 
 def _common(prefix: list[int], tokens: list[int]) -> tuple[int, bool]:
     """How many tokens the two begin with in common, and whether the prefix ends within the token after those."""
     same = next((i for i, (a, b) in enumerate(zip(prefix, tokens, strict=False)) if a != b), len(prefix))
     return same, same < len(prefix)
-
-
-def _text(tokenizer: TokenizerWrapper, messages: Messages, add_generation_prompt: bool = False) -> str:
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    return text
-
-
-def _encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:
-    return list(tokenizer.encode(text, add_special_tokens=False))

@@ -23,20 +23,34 @@ def check_new(path: str | Path, overwrite: bool = False) -> Path:
     return path
 
 
+def as_line(conversation: Conversation) -> bytes:
+    """A conversation as a line of JSON with its line end; what UTF-8 cannot hold (half a surrogate pair) is escaped."""
+    row = conversation.as_row()
+    try:
+        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(row).encode() + b"\n"
+
+
 def write_jsonl(path: str | Path, conversations: Iterable[Conversation], overwrite: bool = False) -> int:
     """Write one row per conversation and return their number; the file appears when the last one is on the disk.
 
     Raises OutputError where the file exists or cannot be written; then nothing is left behind.
     """
+    return write_lines(path, map(as_line, conversations), overwrite)
+
+
+def write_lines(path: str | Path, lines: Iterable[bytes], overwrite: bool = False) -> int:
+    """`write_jsonl` of rows that are bytes already."""
     path = check_new(path, overwrite)
     count, part = 0, None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         part = Path(name)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            for count, conversation in enumerate(conversations, 1):  # noqa: B007  (count is returned)
-                file.write(json.dumps(conversation.as_row(), ensure_ascii=False) + "\n")
+        with os.fdopen(handle, "wb") as file:
+            for count, line in enumerate(lines, 1):  # noqa: B007  (count is returned)
+                file.write(line)
             file.flush()
             os.fsync(file.fileno())
         part.chmod(0o644)

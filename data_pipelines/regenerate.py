@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import NoReturn
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from time import monotonic
+from typing import NamedTuple, NoReturn
 
 from tqdm import tqdm
 
@@ -13,8 +15,13 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError
 from eagle_mlx.loops import is_loop
 from eagle_mlx.params import SamplingParams
+from eagle_mlx.row import Row
 
+from .chat import prompt_tokens
 from .conversation import Conversation, Message
+
+_SHOW_SECONDS = 0.5
+"""Between two looks at the speed."""
 
 
 @dataclass
@@ -32,36 +39,44 @@ class RegenerateReport:
     dropped: int = 0
     """Conversations of which nothing was left."""
 
+    def add(self, counts: Sequence[int]) -> None:
+        """Add the fields of another report, in their order."""
+        for own, count in zip(fields(self), counts, strict=True):
+            setattr(self, own.name, getattr(self, own.name) + count)
 
-@dataclass
-class _Draft:
-    """A conversation on its way: what has been said so far, and what of the original is still to come."""
+    def counts(self) -> tuple[int, ...]:
+        return tuple(getattr(self, own.name) for own in fields(self))
 
-    origin: str
-    rest: list[Message]
-    said: list[Message] = field(default_factory=list)
-    answered: bool = False
 
-    def advance(self) -> bool:
-        """Move the original's messages over up to the next answer to make; False where there is none."""
-        while self.rest:
-            message = self.rest[0]
-            if message.role == "assistant" and self._asked and "tool_calls" not in message.extra:
-                self.rest.pop(0)
-                return True
-            self.said.append(self.rest.pop(0))
-        return self._asked and self.said[-1].role != "assistant"
+@dataclass(frozen=True)
+class RegenerateConfig:
+    """How answers are made. With a seed the answers are a function of it and of the conversation alone."""
 
-    @property
-    def _asked(self) -> bool:
-        """Whether anyone but the system has spoken: a greeting of the assistant's is no answer."""
-        return any(m.role not in ("system", "developer", "assistant") for m in self.said)
+    params: SamplingParams = field(default_factory=SamplingParams)
+    """A seed is mixed with each conversation and turn; without one, sampled answers differ from run to run."""
+    systems: tuple[str, ...] = ()
+    """System prompts, one of which, drawn by the seed, takes the place of a conversation's own; empty text for none."""
+    least_distinct: float = 0.0
+    """Answers whose share of distinct 4-grams is less are left out."""
 
-    def result(self) -> Conversation | None:
-        """What was said up to the last answer; None where none was made."""
-        while self.said and self.said[-1].role != "assistant":
-            self.said.pop()
-        return Conversation(tuple(self.said), origin=self.origin) if self.answered else None
+
+class Numbered(NamedTuple):
+    """A conversation with its place among those to be answered."""
+
+    place: int
+    conversation: Conversation
+    repeat: int = 0
+    """Conversations with the same prompt before it."""
+
+
+class Answered(NamedTuple):
+    """What has become of a conversation."""
+
+    place: int
+    conversation: Conversation | None
+    """None where nothing was left."""
+    report: RegenerateReport
+    """Of this conversation alone."""
 
 
 def regenerate(
@@ -71,67 +86,192 @@ def regenerate(
     progress: bool = False,
     report: RegenerateReport | None = None,
     least_distinct: float = 0.0,
+    systems: Sequence[str] = (),
 ) -> Iterator[Conversation]:
     """Yield the conversations, in order, with every assistant answer replaced by the target's own.
 
+    `answer_all` in the order of the conversations; `report` counts what it says of each.
+    """
+    config = RegenerateConfig(params or SamplingParams(), tuple(systems), least_distinct)
+    report = report if report is not None else RegenerateReport()
+    total = len(conversations) if isinstance(conversations, (list, tuple)) else None
+    waiting: dict[int, Answered] = {}
+    with bar(total, disable=not progress) as shown:
+        following = 0
+        for answered in answer_all(engine, number(conversations), config, shown):
+            shown.update()
+            waiting[answered.place] = answered
+            while (ready := waiting.pop(following, None)) is not None:
+                following += 1
+                report.add(ready.report.counts())
+                if ready.conversation is not None:
+                    yield ready.conversation
+
+
+def number(conversations: Iterable[Conversation]) -> Iterator[Numbered]:
+    """The conversations with their places; those with the same prompt are told apart, so that answers differ."""
+    seen: Counter[int] = Counter()
+    for place, conversation in enumerate(conversations):
+        key = conversation.prompt_key()
+        yield Numbered(place, conversation, seen[key])
+        seen[key] += 1
+
+
+def answer_all(
+    engine: Engine,
+    conversations: Iterable[Numbered],
+    config: RegenerateConfig,
+    shown: tqdm[NoReturn] | None = None,
+) -> Iterator[Answered]:
+    """Yield every conversation with the target's own answers, as soon as its last one is made.
+
     The answers of a conversation are made one after the other, each on top of the new answers before it; a
     conversation that ends without an answer gets one. An answer that calls tools stays as it is, since the replies
-    depend on it; so does plain text. A conversation ends with an answer that `params.max_tokens` cut, before one whose
-    share of distinct 4-grams is less than `least_distinct`, and before a prompt that leaves no room in the context;
-    what is left without any answer is dropped. `report` counts all that.
-    Raises DataError for a target without a chat template.
+    depend on it; so does plain text. A conversation ends with an answer that `max_tokens` cut, before one that loops,
+    and before a prompt that leaves no room in the context; what is left without any answer is dropped. The batch is
+    kept full across conversations and turns. Raises DataError for a target without a chat template.
     """
-    params, report = params or SamplingParams(), report or RegenerateReport()
     remaining = iter(conversations)
-    total = len(conversations) if isinstance(conversations, (list, tuple)) else None
-    with tqdm(total=total, desc="regenerate", unit="conversation", disable=not progress) as bar:
-        while window := list(islice(remaining, 8 * engine.max_batch)):
-            drafts = [_Draft(c.origin, list(c.messages)) for c in window]
-            _answer(engine, drafts, params, least_distinct, report, bar)
-            for conversation, draft in zip(window, drafts, strict=True):
-                bar.update()
-                if conversation.text is not None:
-                    yield conversation
-                elif (result := draft.result()) is not None:
-                    yield result
-                else:
-                    report.dropped += 1
+    running: dict[int, tuple[_Draft, Row]] = {}
+    speed = _Speed(shown)
+    try:
+        while True:
+            while len(running) < 2 * engine.max_batch and (following := next(remaining, None)) is not None:
+                draft = _Draft.of(following, config)
+                if not _submit(engine, draft, config, running):
+                    yield draft.result()
+            if not running:
+                return
+            engine.step()
+            for place, (draft, row) in list(running.items()):
+                if row.finish_reason is None:
+                    continue
+                del running[place]
+                speed.finished += len(row.tokens)
+                _take(engine, draft, row, config)
+                if not _submit(engine, draft, config, running):
+                    yield draft.result()
+            speed.show(row for _, row in running.values())
+    finally:
+        for _, row in running.values():
+            engine.cancel(row)
 
 
-def _answer(
-    engine: Engine,
-    drafts: list[_Draft],
-    params: SamplingParams,
-    least_distinct: float,
-    report: RegenerateReport,
-    bar: tqdm[NoReturn],
-) -> None:
-    """Make the answers of all drafts, turn by turn, each turn of all of them as one batch of requests."""
-    while drafts := [d for d in drafts if d.advance()]:
-        prompts = [(draft, _prompt(engine, draft)) for draft in drafts]
-        fitting = [(draft, tokens) for draft, tokens in prompts if len(tokens) < engine.target.context_length]
-        report.too_long += len(prompts) - len(fitting)
-        drafts = []
-        for (draft, _), output in zip(fitting, engine.generate([tokens for _, tokens in fitting], params), strict=True):
-            if is_loop(output.tokens, least_distinct):
-                report.looping += 1
-                continue
-            drafts.append(draft)
-            draft.said.append(Message("assistant", output.text))
-            draft.answered = True
-            report.answers, report.tokens = report.answers + 1, report.tokens + len(output.tokens)
-            if output.finish_reason == "length":
-                report.cut += 1
-                draft.rest.clear()
-        bar.set_postfix_str(f"{report.tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s")
+def seed_of(seed: int, *parts: int | str) -> int:
+    """63 bits made from a seed and what it is for, which no order of work changes."""
+    text = "/".join(map(str, (seed, *parts)))
+    return int.from_bytes(hashlib.blake2s(text.encode()).digest()[:8], "big") >> 1
 
 
-def _prompt(engine: Engine, draft: _Draft) -> list[int]:
+def bar(total: int | None, done: int = 0, disable: bool = False) -> tqdm[NoReturn]:
+    """The progress of a regeneration, of which some may have been done before."""
+    return tqdm(total=total, initial=done, desc="regenerate", unit="conversation", disable=disable, smoothing=0.02)
+
+
+@dataclass
+class _Draft:
+    """A conversation on its way: what has been said so far, and what of the original is still to come."""
+
+    source: Numbered
+    rest: list[Message]
+    said: list[Message] = field(default_factory=list)
+    answered: bool = False
+    over: bool = False
+    """Whether no further answer is to be made."""
+    report: RegenerateReport = field(default_factory=RegenerateReport)
+
+    @classmethod
+    def of(cls, source: Numbered, config: RegenerateConfig) -> _Draft:
+        messages = list(source.conversation.messages)
+        if messages and config.systems:
+            key = source.conversation.prompt_key()
+            system = config.systems[
+                seed_of(config.params.seed or 0, key, source.repeat, "system") % len(config.systems)
+            ]
+            messages = [m for m in messages if m.role not in ("system", "developer")]
+            messages = [Message("system", system), *messages] if system else messages
+        return cls(source, messages)
+
+    def advance(self) -> bool:
+        """Move the original's messages over up to the next answer to make; False where there is none."""
+        while self.rest and not self.over:
+            message = self.rest[0]
+            if message.role == "assistant" and self._asked and "tool_calls" not in message.extra:
+                self.rest.pop(0)
+                return True
+            self.said.append(self.rest.pop(0))
+        return not self.over and self._asked and self.said[-1].role != "assistant"
+
+    @property
+    def _asked(self) -> bool:
+        """Whether anyone but the system has spoken: a greeting of the assistant's is no answer."""
+        return any(m.role not in ("system", "developer", "assistant") for m in self.said)
+
+    @property
+    def so_far(self) -> Conversation:
+        return replace(self.source.conversation, messages=tuple(self.said))
+
+    def result(self) -> Answered:
+        """What was said up to the last answer; nothing where none was made."""
+        if self.source.conversation.text is not None:
+            return Answered(self.source.place, self.source.conversation, self.report)
+        while self.said and self.said[-1].role != "assistant":
+            self.said.pop()
+        self.report.dropped = int(not self.answered)
+        return Answered(self.source.place, self.so_far if self.answered else None, self.report)
+
+
+def _submit(engine: Engine, draft: _Draft, config: RegenerateConfig, running: dict[int, tuple[_Draft, Row]]) -> bool:
+    """Have the draft's next answer made; False where there is none to make."""
+    if not draft.advance():
+        return False
     tokenizer = engine.target.tokenizer
     if tokenizer is None or not tokenizer.has_chat_template:
         raise DataError("the target has no chat template, so it cannot answer conversations")
-    try:
-        messages = [m.as_dict() for m in draft.said]
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True))
-    except Exception as e:  # whatever a template raises
-        raise DataError(f"{draft.origin}: the chat template refuses this conversation: {e}") from e
+    prompt = prompt_tokens(tokenizer, draft.so_far)
+    if len(prompt) >= engine.target.context_length:
+        draft.report.too_long += 1
+        return False
+    params = config.params
+    if params.seed is not None:
+        key = draft.source.conversation.prompt_key()
+        params = replace(params, seed=seed_of(params.seed, key, draft.source.repeat, draft.report.answers))
+    row = engine.prepare(prompt, params)
+    engine.submit(row)
+    running[draft.source.place] = draft, row
+    return True
+
+
+def _take(engine: Engine, draft: _Draft, row: Row, config: RegenerateConfig) -> None:
+    """Put an answer that has been made into its conversation, which it may end."""
+    output = engine.output(row)
+    if output.finish_reason == "error":
+        raise DataError(f"{draft.source.conversation.origin}: no answer could be made: {output.error}")
+    if is_loop(output.tokens, config.least_distinct):
+        draft.report.looping += 1
+        draft.over = True
+        return
+    draft.said.append(Message("assistant", output.text))
+    draft.answered = True
+    draft.report.answers += 1
+    draft.report.tokens += len(output.tokens)
+    if output.finish_reason == "length":
+        draft.report.cut += 1
+        draft.over = True
+
+
+class _Speed:
+    """Shows tokens per second beside a progress bar, answers on their way included."""
+
+    def __init__(self, shown: tqdm[NoReturn] | None):
+        self.shown = shown
+        self.finished = 0
+        self._started = self._last = monotonic()
+
+    def show(self, running: Iterable[Row]) -> None:
+        now = monotonic()
+        if self.shown is None or self.shown.disable or now - self._last < _SHOW_SECONDS:
+            return
+        self._last = now
+        tokens = self.finished + sum(len(row.tokens) for row in running)
+        self.shown.set_postfix_str(f"{tokens / (now - self._started):,.0f} tokens/s")

@@ -1,61 +1,199 @@
-"""Where conversations come from: the standard library, local files, data sets of the hub."""
+"""Where conversations come from, several sources mixed by weight, and what of them is kept."""
 
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Iterator
-from itertools import islice
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from itertools import chain, islice
+from typing import get_args
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.errors import ConfigError, DataError
 
 from . import builtin, tables
+from .chat import all_tokens
 from .conversation import Conversation, parse_row
+from .filters import Dedupe, Filter, Range, ReadReport
+from .mapping import choose, place_of
+from .spec import Source, parse
 from .stdlib_source import HELDOUT_ONE_IN
+from .stream import shuffled
 
 SPLITS = ("train", "heldout", "all")
 
-SPECS = """\
-  builtin:python             functions of the running Python's standard library as conversations, some plain files
-  builtin:python-chat        the conversations alone
-  builtin:python-docstrings  the conversations whose function has a docstring
-  builtin:python-files       plain files alone, in pieces
-  chats.jsonl, .json, .parquet    a local file
-  user/name, user/name:split, user/name:config:split    a data set of the hub"""
 
-_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){0,2}")
+@dataclass(frozen=True)
+class DataConfig:
+    """What to read and what of it to keep. Raises ConfigError or DataError, when it is made, for what cannot be.
+
+    With weights the sources are mixed so that at any place each has its share of what came before, and the mix ends
+    when a source has run out; without, they come one after the other, whole.
+    """
+
+    sources: tuple[str, ...]
+    """As in `spec.SPECS`, with weights for all of them or for none."""
+    map: tuple[str, ...] = ()
+    """Names of fields: `role=from,content=value` for all sources, `SOURCE:prompt=question` for one."""
+    limit: int = 0
+    """Conversations at most, all sources together; 0 for all."""
+    seed: int | None = 0
+    """Of the order; None keeps the sources' own."""
+    stream: bool = False
+    """Read rows as they come and store none, for sets that are larger than the disk."""
+    skip_bad: bool = False
+    """Leave rows out that cannot be used, and count them, in place of ending with an error."""
+    keep_turns: str = ""
+    """MIN:MAX turns of the user; either may be left out."""
+    keep_tokens: str = ""
+    """MIN:MAX tokens of the whole conversation, template included."""
+    dedupe: Dedupe = "none"
+    """Keep the first of several with the same prompt, or of the same whole; case and spaces do not count."""
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ConfigError("no source of conversations; name one with --data")
+        if self.dedupe not in get_args(Dedupe):
+            raise ConfigError(f"--dedupe {self.dedupe}: it must be one of {', '.join(get_args(Dedupe))}")
+        if self.limit < 0:
+            raise ConfigError(f"--limit {self.limit}: it must not be negative")
+        Range.parse(self.keep_turns, "--keep-turns")
+        Range.parse(self.keep_tokens, "--keep-tokens")
+        self.parsed()
+
+    def parsed(self) -> list[Source]:
+        """The sources, each with its map. Raises ConfigError for maps and weights that do not fit them."""
+        found = [parse(text) for text in self.sources]
+        weighted = [source.weight is not None for source in found]
+        if any(weighted) and not all(weighted):
+            bare = self.sources[weighted.index(False)]
+            raise ConfigError(f"{bare} has no weight, but others have; give each one, such as {bare}=0.5, or none")
+        for text in self.map:
+            place = place_of(text)
+            if place and place not in [source.spec for source in found]:
+                raise ConfigError(f"--map {text}: {place} is none of the sources, {', '.join(self.sources)}")
+        return [_mapped(source, self.map) for source in found]
+
+
+def read_conversations(
+    config: DataConfig,
+    split: builtin.Side | None = None,
+    tokenizer: TokenizerWrapper | None = None,
+    report: ReadReport | None = None,
+) -> Iterator[Conversation]:
+    """Yield the conversations of all sources, in an order that the seed fixes; counts go to `report`.
+
+    One in 25 is held out: by file for the built-in sources, elsewhere by a hash of the prompt, so that a prompt is
+    never on both sides, and regenerated answers stay on theirs. A split of None is `train` of built-in sources and all
+    of others. Raises DataError, with file and line where there are any, for a source or a row that cannot be used
+    (JSON files are checked from end to end before the first conversation is yielded, unless they are streamed or rows
+    may be left out), ConfigError for a filter by tokens without a tokenizer.
+    """
+    if split not in (None, *SPLITS):
+        raise ConfigError(f"split {split!r}: it must be train, heldout or all")
+    report = report if report is not None else ReadReport()
+    tokens = Range.parse(config.keep_tokens, "--keep-tokens")
+    if tokens is not None and tokenizer is None:
+        raise ConfigError("--keep-tokens needs a model that says what a token is; give --target")
+    count = None if tokenizer is None else partial(_count_tokens, tokenizer)
+    turns = Range.parse(config.keep_turns, "--keep-turns")
+    kept = Filter(turns, tokens, count, config.dedupe, report)
+    sources = config.parsed()
+    streams = [_filtered(_read(source, config, split, report), kept, config, source) for source in sources]
+    found: Iterator[Conversation] = chain.from_iterable(streams)
+    if sources[0].weight is not None and len(sources) > 1:
+        found = mix(streams, [source.weight or 0.0 for source in sources])
+    for conversation in islice(found, config.limit or None):
+        report.kept += 1
+        yield conversation
 
 
 def load_conversations(
     spec: str, split: builtin.Side = "train", limit: int | None = None, seed: int | None = 0
 ) -> Iterator[Conversation]:
-    """Yield the conversations that `spec` names (see `SPECS`), at most `limit`.
-
-    One in 25 is held out: by file for the built-in source, elsewhere by a hash of the prompt, so that the same prompt
-    is never on both sides and regenerated answers stay on their side. `seed` fixes the order; None keeps the source's
-    own. Raises DataError, with file and line where there are any, for a source or a row that cannot be used; JSON
-    files are checked from end to end before the first conversation is yielded.
-    """
+    """`read_conversations` of one source, all of it."""
     if split not in SPLITS:
         raise ConfigError(f"split {split!r}: it must be train, heldout or all")
-    if spec.startswith("builtin:"):
-        found = builtin.iter_conversations(spec, split, seed)
-    elif Path(spec).suffix in tables.SUFFIXES:
-        found = _rows(tables.open_file(Path(spec)), spec, split, seed)
-    elif not Path(spec).exists() and _HUB.fullmatch(spec):
-        found = _rows(tables.open_hub(spec), spec, split, seed)
-    else:
-        raise DataError(f"{spec} is no source of conversations; these are:\n{SPECS}")
-    return islice(found, limit)
+    return read_conversations(DataConfig((spec,), limit=limit or 0, seed=seed), split)
 
 
-def _rows(data: tables.Rows, spec: str, split: builtin.Side, seed: int | None) -> Iterator[Conversation]:
-    order = list(range(len(data)))
-    if seed is not None:
-        random.Random(seed).shuffle(order)
-    for index in order:
-        conversation = parse_row(data[index], f"{spec}:{index + 1}")
+def mix(streams: Sequence[Iterator[Conversation]], weights: Sequence[float]) -> Iterator[Conversation]:
+    """Take from the stream that is furthest behind its share, the first of equals, until that one has run out."""
+    exact = [Fraction(str(weight)) for weight in weights]  # so that 7 and 3 are the same as 0.7 and 0.3
+    shares = [weight / sum(exact) for weight in exact]
+    taken = [0] * len(streams)
+    while True:
+        place = sum(taken) + 1
+        behind = [place * share - count for share, count in zip(shares, taken, strict=True)]
+        number = behind.index(max(behind))
+        conversation = next(streams[number], None)
+        if conversation is None:
+            return
+        taken[number] += 1
+        yield conversation
+
+
+def _mapped(source: Source, maps: tuple[str, ...]) -> Source:
+    fields = choose(maps, source.spec)
+    if fields is None or source.kind == "builtin":
+        return source
+    return replace(source, fields=fields)
+
+
+def _read(source: Source, config: DataConfig, split: builtin.Side | None, report: ReadReport) -> Iterator[Conversation]:
+    """One side of one source, rows that cannot be used counted where they may be left out."""
+    if source.kind == "builtin":
+        yield from builtin.iter_conversations(source.name, split or "train", config.seed)
+        return
+    for origin, row in _rows(source, config):
+        try:
+            conversation = parse_row(row(), origin, source.fields)
+        except DataError as e:
+            if not (config.skip_bad or source.uneven):
+                raise
+            _note(report, e)
+            continue
         held_out = conversation.prompt_key() % HELDOUT_ONE_IN == 0
-        if split == "all" or held_out == (split == "heldout"):
+        if split in (None, "all") or held_out == (split == "heldout"):
             yield conversation
+
+
+def _rows(source: Source, config: DataConfig) -> Iterator[tuple[str, Callable[[], tables.Row]]]:
+    """Each row's origin, and what reads it: only then is a line decoded."""
+    if config.stream:
+        for origin, row in shuffled(tables.stream_rows(source), config.seed):
+            yield origin, partial(tables.decoded, row, origin)
+        return
+    lenient = config.skip_bad or source.uneven
+    data = tables.open_rows(source, None if lenient else partial(parse_row, fields=source.fields))
+    order = list(range(len(data)))
+    if config.seed is not None:
+        random.Random(config.seed).shuffle(order)
+    for index in order:
+        yield f"{source.spec}:{index + 1}", partial(data.__getitem__, index)
+
+
+def _filtered(
+    conversations: Iterator[Conversation], kept: Filter, config: DataConfig, source: Source
+) -> Iterator[Conversation]:
+    """Those that the filter keeps; one that it cannot judge, because no template takes it, is unusable as well."""
+    for conversation in conversations:
+        try:
+            if kept.keeps(conversation):
+                yield conversation
+        except DataError as e:
+            if not (config.skip_bad or source.uneven):
+                raise
+            _note(kept.report, e)
+
+
+def _note(report: ReadReport, error: DataError) -> None:
+    report.unusable += 1
+    report.first_unusable = report.first_unusable or str(error).splitlines()[0]
+
+
+def _count_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> int:
+    return len(all_tokens(tokenizer, conversation))

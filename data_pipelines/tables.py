@@ -1,78 +1,191 @@
-"""Rows of local files and of the hub's data sets, read through `datasets`."""
+"""Rows of local files, of folders and of the hub's data sets, read through `datasets`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from eagle_mlx.errors import DataError
 
-from .conversation import SHAPES, parse_row
+from .conversation import SHAPES
+from .spec import Source
 
-SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-"""The reader of `datasets` for each kind of file."""
+Row = dict[str, Any]
+Check = Callable[[Row, str], object]
+"""Raises DataError for a row, with its origin, that cannot be used."""
 
 
 class Rows(Protocol):
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    def __getitem__(self, index: int) -> Row: ...
 
 
-def open_file(path: Path) -> Rows:
-    """The rows of a .jsonl, .json or .parquet file.
+def open_rows(source: Source, check: Check | None) -> Rows:
+    """The rows of a file, a folder or a data set of the hub, each to be had by its number.
 
-    Raises DataError for a file that is missing, empty or not of its kind; for jsonl with the line, and there the rows'
-    shapes are checked too, so that nothing is found wrong hours later.
+    With a check the rows of JSON files are all read and checked first, so that nothing is found wrong hours later.
+    Raises DataError, for JSON lines with the line's number, for what is missing, empty or not of its kind.
     """
+    if source.kind != "file":
+        return _Table(_load_set(source))
+    path = _existing(Path(source.name))
+    if check is not None and path.suffix != ".parquet":
+        _check_json(path, check)
+    if _is_list(path):
+        return _listed(path.read_bytes(), path)
+    options: dict[str, Any] = {"data_files": str(path), "split": "train"}
+    if path.suffix == ".parquet":
+        return _Table(_load(source, options, "parquet"))
+    # Latin-1 keeps every byte, so that a line that is no UTF-8 is found by its number.
+    return _Lines(_load(source, {**options, "encoding": "latin-1"}, "text"), path)
+
+
+def stream_rows(source: Source) -> list[Callable[[], Iterator[tuple[str, Row]]]]:
+    """The parts that a source is made of, each of which can be begun: (origin, row) in order, nothing stored.
+
+    Raises DataError for a source that there is not.
+    """
+    if source.kind != "file":
+        return _parts(source, _load_set(source, streaming=True))
+    path = _existing(Path(source.name))
+    if _is_list(path):
+        raise DataError(f"{path} holds one list, which can only be read whole: leave --stream out, or write jsonl")
+    if path.suffix == ".parquet":
+        found = _load(source, {"data_files": str(path), "split": "train", "streaming": True}, "parquet")
+        return _parts(source, found)
+
+    def lines() -> Iterator[tuple[str, Row]]:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                yield f"{path}:{number}", {_LINE: line}
+
+    return [lines]
+
+
+_LINE = "\0line"
+"""A row that is still to be decoded, under this key."""
+
+
+def decoded(row: Row, origin: str) -> Row:
+    """A streamed row; DataError, naming its line, for one that is no JSON object."""
+    return _object(row[_LINE], origin) if _LINE in row else _without_nulls(row)
+
+
+class _Table:
+    """Rows of Arrow tables, which fill in every key that any row has: without these nulls."""
+
+    def __init__(self, rows: Rows):
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        row: Row = _without_nulls(self._rows[index])
+        return row
+
+
+class _Lines:
+    """Lines of JSON. They are kept as text, since tables of nested rows would mix the rows' keys."""
+
+    def __init__(self, rows: Rows, path: Path):
+        self._rows, self._path = rows, path
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return _object(self._rows[index]["text"].encode("latin-1"), f"{self._path}:{index + 1}")
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _parts(source: Source, found: Any) -> list[Callable[[], Iterator[tuple[str, Row]]]]:
+    """One part for each file behind a streamed data set."""
+    count = found.num_shards
+
+    def part(number: int) -> Callable[[], Iterator[tuple[str, Row]]]:
+        def rows() -> Iterator[tuple[str, Row]]:
+            place = f"{source.spec}:part {number + 1}:" if count > 1 else f"{source.spec}:"
+            try:
+                for index, row in enumerate(found.shard(num_shards=count, index=number), 1):
+                    yield f"{place}{index}", row
+            except DataError:
+                raise
+            except Exception as e:  # the network's and every reader's
+                raise DataError(f"{source.spec}: the stream broke off: {_cause(e)}; start again") from e
+
+        return rows
+
+    return [part(number) for number in range(count)]
+
+
+def _existing(path: Path) -> Path:
     if path.is_dir():
         raise DataError(f"{path} is a folder; name the files in it")
     if not path.exists():
         raise DataError(f"there is no file {path}")
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty; a row is one of\n{SHAPES}")
-    if path.suffix != ".parquet":
-        _check_json(path)
+    return path
+
+
+def _load_set(source: Source, streaming: bool = False) -> Any:
+    options: dict[str, Any] = {"name": source.config, "split": source.split, "streaming": streaming}
+    if source.files is not None and source.kind == "hub":
+        options["data_files"] = source.files
+    return _load(source, options, source.name)
+
+
+def _load(source: Source, options: dict[str, Any], reader: str) -> Any:
     with _quiet() as library:
         try:
-            rows: Rows = library.load_dataset(SUFFIXES[path.suffix], data_files=str(path), split="train")
-            return rows
-        except Exception as e:  # `datasets` lets the errors of every reader below it through
-            raise DataError(f"{path} cannot be read as {path.suffix[1:]}: {_cause(e)}") from e
+            return library.load_dataset(reader, **options)
+        except Exception as e:  # the network's, the hub's and every reader's below `datasets`
+            raise DataError(_failure(source, _cause(e))) from e
 
 
-def open_hub(spec: str) -> Rows:
-    """The rows of a data set of the hub, `id`, `id:split` or `id:config:split`; DataError where there is none."""
-    name, *rest = spec.split(":")
-    split = rest[-1] if rest else "train"
-    with _quiet() as library:
-        try:
-            rows: Rows = library.load_dataset(name, rest[0] if len(rest) == 2 else None, split=split)
-            return rows
-        except Exception as e:  # the network's, the hub's and every reader's
-            raise DataError(
-                f"{spec}: there is no such file, and {split!r} of the data set {name} cannot be had from the hub: "
-                f"{_cause(e)}"
-            ) from e
+def _failure(source: Source, cause: str) -> str:
+    if source.kind == "file":
+        return f"{source.name} cannot be read as {Path(source.name).suffix[1:]}: {cause}"
+    if source.kind == "folder":
+        return f"{source.spec}: {source.split!r} of the folder {source.name} cannot be read: {cause}"
+    missing = "" if source.spec.startswith("preset:") else "there is no such file, and "
+    advice = f"; with a copy on this machine, give {source.spec}@PLACE" if source.spec.startswith("preset:") else ""
+    return (
+        f"{source.spec}: {missing}{source.split!r} of the data set {source.name} cannot be had from the hub: "
+        f"{cause}{advice}"
+    )
 
 
-def _check_json(path: Path) -> None:
-    """Read a JSON file with one row a line, or (`.json` only) one list of rows, for the sake of the messages."""
+def _is_list(path: Path) -> bool:
+    """Whether a file holds one list of rows in place of one row a line; only a .json may."""
+    if path.suffix != ".json":
+        return False
     with path.open("rb") as file:
-        if path.suffix == ".json" and file.read(1024).lstrip()[:1] == b"[":
-            file.seek(0)
-            _check_list(file.read(), path)
-            return
-        file.seek(0)
+        return file.read(1024).lstrip()[:1] == b"["
+
+
+def _check_json(path: Path, check: Check) -> None:
+    if _is_list(path):
+        for number, row in enumerate(_listed(path.read_bytes(), path), 1):
+            check(row, f"{path}:{number}")
+        return
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            parse_row(_object(line, f"{path}:{number}"), f"{path}:{number}")
+            check(_object(line, f"{path}:{number}"), f"{path}:{number}")
 
 
-def _check_list(data: bytes, path: Path) -> None:
+def _listed(data: bytes, path: Path) -> Sequence[Row]:
     try:
-        rows = json.loads(data)
+        rows: list[Any] = json.loads(data)
     except ValueError as e:
         raise DataError(f"{path} is not valid JSON: {e}") from e
     if not rows:
@@ -80,14 +193,17 @@ def _check_list(data: bytes, path: Path) -> None:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise DataError(f"{path}:{number}: a row must be an object, not {type(row).__name__}")
-        parse_row(row, f"{path}:{number}")
+    return rows
 
 
-def _object(line: bytes, origin: str) -> dict[str, Any]:
-    if not line.strip():
+def _object(line: bytes, origin: str) -> Row:
+    text = line.strip()
+    if not text:
         raise DataError(f"{origin}: an empty line; every line must hold one row, so remove it")
+    if b"\r" in text:
+        raise DataError(f"{origin}: a carriage return within the line; write it as \\r, or remove it")
     try:
-        row = json.loads(line)
+        row = json.loads(text)
     except json.JSONDecodeError as e:
         raise DataError(f"{origin}: not valid JSON: {e.msg} at column {e.colno}") from e
     except UnicodeDecodeError as e:

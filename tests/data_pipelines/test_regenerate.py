@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 
-from eagle_mlx.data_pipelines import Conversation, Message, RegenerateReport, regenerate
+from eagle_mlx.data_pipelines import Conversation, Message, RegenerateReport, parse_row, regenerate
+from eagle_mlx.data_pipelines.regenerate import seed_of
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError
 from eagle_mlx.loops import distinct_ratio
 from eagle_mlx.params import SamplingParams
+from eagle_mlx.policy import FixedPolicy
+from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.target import Target
-from tests.fakes import tiny_target
+from tests.fakes import tiny_head, tiny_target
 
 U, A, S = "user", "assistant", "system"
 
@@ -30,18 +36,23 @@ def chat(*turns: tuple[str, str]) -> Conversation:
     return Conversation(tuple(Message(role, content) for role, content in turns), origin="x:1")
 
 
-def answer(target: Target, messages: list[Message], params: SamplingParams) -> str:
+def answer(target: Target, messages: Sequence[Message], params: SamplingParams) -> str:
     return Engine(target).generate([[m.as_dict() for m in messages]], params)[0].text
 
 
-def test_each_answer_stands_on_the_new_ones_before_it(target: Target) -> None:
-    params = SamplingParams(max_tokens=6, temperature=0.8, seed=3, stop_token_ids=tuple(range(3, 4096)))
+STOPS = tuple(range(3, 4096, 7))
+"""Stop tokens that come up within a few tokens, so that answers have several lengths and are not cut."""
+
+
+def test_each_answer_stands_on_the_new_ones_before_it_and_has_a_seed_of_its_own(target: Target) -> None:
+    params = SamplingParams(max_tokens=100, temperature=0.8, seed=3, stop_token_ids=STOPS)
     report = RegenerateReport()
     asked = chat((S, "brief"), (U, "a"), (A, "old"), (U, "b"), (A, "old"))
     [made] = regenerate(Engine(target), [asked], params, report=report)
     assert [m.role for m in made.messages] == [S, U, A, U, A]
-    for turn in (2, 4):
-        assert made.messages[turn].content == answer(target, list(made.messages[:turn]), params)
+    for number, turn in enumerate((2, 4)):
+        own = replace(params, seed=seed_of(3, asked.prompt_key(), 0, number))
+        assert made.messages[turn].content == answer(target, made.messages[:turn], own)
     assert made.messages[:2] == asked.messages[:2]
     assert made.messages[3] == asked.messages[3]
     assert (report.answers, report.cut, made.origin) == (2, 0, "x:1")
@@ -77,15 +88,58 @@ def test_many_conversations_keep_their_order_and_do_not_touch_each_other(target:
     assert [c.messages[0] for c in made[:-1]] == [c.messages[0] for c in asked[:-1]]
     assert made[-1] == asked[-1]
     for conversation in made[:-1:7]:
-        assert conversation.messages[1].content == answer(target, list(conversation.messages[:1]), params)
+        assert conversation.messages[1].content == answer(target, conversation.messages[:1], params)
+
+
+def questions(count: int) -> list[Conversation]:
+    """Conversations of one to three turns, all asked of the same kind."""
+    return [chat(*[(U, f"{n} and {turn}") for turn in range(1 + n % 3)]) for n in range(count)]
+
+
+def test_order_company_and_drafts_change_nothing(target: Target) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0, top_k=50, top_p=0.9, seed=1, stop_token_ids=STOPS[::9])
+    asked = [c for n in range(9) for c in (chat((U, f"{n}")), chat((U, f"{n}?"), (A, "x"), (U, "and then?"), (A, "y")))]
+    alone = list(regenerate(Engine(target, max_batch=1), asked, params))
+    assert len({c.messages for c in alone}) == len(asked)
+    head = HeadProposer(tiny_head(target))
+    for engine in (Engine(target, max_batch=5), Engine(target, head, FixedPolicy(3), max_batch=4)):
+        assert list(regenerate(engine, asked, params)) == alone
+    backwards = list(regenerate(Engine(target, max_batch=3), asked[::-1], params))
+    assert backwards[::-1] == alone
+    assert list(regenerate(Engine(target), asked, replace(params, seed=2))) != alone
+
+
+def test_the_same_prompt_again_gets_another_answer(target: Target) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=1)
+    made = list(regenerate(Engine(target), [chat((U, "a"))] * 4, params))
+    assert len({c.messages[1].content for c in made}) == 4
+    assert made == list(regenerate(Engine(target, max_batch=2), [chat((U, "a"))] * 4, params))
+
+
+def test_system_prompts_are_set_and_drawn_by_the_seed(target: Target) -> None:
+    params = SamplingParams(max_tokens=2, seed=0)
+    asked = [chat((S, "old"), (U, f"{n}"), (A, "b")) for n in range(24)]
+    [one] = regenerate(Engine(target), asked[:1], params, systems=["Be brief"])
+    assert [(m.role, m.content) for m in one.messages[:2]] == [(S, "Be brief"), (U, "0")]
+    assert one.messages[2].content == answer(target, one.messages[:2], params)
+    made = list(regenerate(Engine(target), asked, params, systems=["Be brief", ""]))
+    brief = [c.messages[0] == Message(S, "Be brief") for c in made]
+    assert 5 <= sum(brief) <= 19
+    assert all(c.messages[0].role == U for c, is_brief in zip(made, brief, strict=True) if not is_brief)
+    again = regenerate(Engine(target), asked[::-1], params, systems=["Be brief", ""])
+    assert [c.messages[0] for c in again][::-1] == [c.messages[0] for c in made]
+    other = regenerate(Engine(target), asked, replace(params, seed=1), systems=["Be brief", ""])
+    assert [c.messages[0] for c in other] != [c.messages[0] for c in made]
 
 
 def test_an_answer_that_calls_tools_and_a_greeting_stay(target: Target) -> None:
-    call = Message(A, "", {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]})
-    asked = Conversation((Message(A, "Hello!"), Message(U, "a"), call, Message("tool", "7"), Message(A, "old")))
+    call = {"role": A, "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    turns = [{"role": A, "content": "Hello!"}, {"role": U, "content": "a"}, call, {"role": "tool", "content": "7"}]
+    asked = parse_row({"messages": [*turns, {"role": A, "content": "old"}], "tools": [{"name": "f"}]}, "x:1")
     [made] = regenerate(Engine(target), [asked], SamplingParams(max_tokens=2))
     assert made.messages[:4] == asked.messages[:4]
     assert made.messages[4].content != "old"
+    assert made.tools == asked.tools
 
 
 def test_what_does_not_fit_the_context_is_counted(target: Target) -> None:
@@ -101,3 +155,11 @@ def test_what_does_not_fit_the_context_is_counted(target: Target) -> None:
 def test_a_target_without_a_tokenizer_is_refused() -> None:
     with pytest.raises(DataError, match="no chat template"):
         list(regenerate(Engine(tiny_target()), [chat((U, "a"))]))
+
+
+def test_whoever_stops_listening_frees_the_engine(target: Target) -> None:
+    engine = Engine(target, max_batch=2)
+    stream = regenerate(engine, questions(9), SamplingParams(max_tokens=5))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert engine.idle

@@ -1,0 +1,94 @@
+"""Flags that the commands of `eagle-data` share: what is read, and what of it is kept."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import get_args
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from eagle_mlx.errors import TargetError
+from eagle_mlx.target import Target
+
+from .conversation import Conversation
+from .filters import Dedupe, ReadReport
+from .sources import SPLITS, DataConfig, read_conversations
+
+_SPLIT_HELP = (
+    "train leaves out one conversation in 25, chosen by a hash of its prompt (of its file for builtin:), heldout is "
+    "those alone"
+)
+
+
+def add_data(parser: argparse.ArgumentParser, split: str | None) -> None:
+    """`--target`, `--data` and all that goes with them."""
+    parser.add_argument("--target", required=True, help="the model: a folder or a hub id")
+    parser.add_argument(
+        "--data", required=True, nargs="+", action="extend", metavar="SPEC[=WEIGHT]", help="what to read; repeatable"
+    )
+    parser.add_argument("--limit", type=positive, metavar="N", help="conversations at most, all sources together")
+    parser.add_argument("--overwrite", action="store_true", help="replace an output that exists")
+    add_choice(parser, split)
+
+
+def add_choice(parser: argparse.ArgumentParser, split: str | None) -> None:
+    """The flags that say which conversations of a source are wanted, and in which order."""
+    default = DataConfig(("builtin:python",))
+    shown = split or "train of builtin:, all of anything else"
+    parser.add_argument("--split", choices=SPLITS, default=split, help=f"{_SPLIT_HELP} ({shown})")
+    parser.add_argument("--seed", type=int, default=default.seed, help="of the order, and of sampling (%(default)s)")
+    parser.add_argument(
+        "--map",
+        action="append",
+        default=[],
+        metavar="[SPEC:]FIELD=NAME,…",
+        help="what the rows call their fields: role=from,content=value or prompt=question,completion=answer; "
+        "repeatable, one for each SPEC",
+    )
+    parser.add_argument("--stream", action="store_true", help="read rows as they come and store none: for huge sets")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out and count rows that cannot be used")
+    parser.add_argument("--keep-turns", default="", metavar="MIN:MAX", help="keep conversations of so many user turns")
+    parser.add_argument("--keep-tokens", default="", metavar="MIN:MAX", help="keep conversations of so many tokens")
+    parser.add_argument(
+        "--dedupe",
+        choices=get_args(Dedupe),
+        default=default.dedupe,
+        help="keep the first of those with the same prompt, or of the same whole (%(default)s)",
+    )
+
+
+def data_config(args: argparse.Namespace, limit: int | None = None) -> DataConfig:
+    """What the flags say. Raises ConfigError or DataError for what cannot be."""
+    return DataConfig(
+        sources=tuple(args.data),
+        map=tuple(args.map),
+        limit=limit or 0,
+        seed=args.seed,
+        stream=args.stream,
+        skip_bad=args.skip_bad,
+        keep_turns=args.keep_turns,
+        keep_tokens=args.keep_tokens,
+        dedupe=args.dedupe,
+    )
+
+
+def conversations(
+    args: argparse.Namespace, tokenizer: TokenizerWrapper | None, report: ReadReport
+) -> Iterator[Conversation]:
+    """The conversations that the flags ask for."""
+    return read_conversations(data_config(args, args.limit), args.split, tokenizer, report)
+
+
+def tokenizer_of(target: Target) -> TokenizerWrapper:
+    if target.tokenizer is None:
+        raise TargetError(f"{target.name} has no tokenizer")
+    return target.tokenizer
+
+
+def positive(text: str) -> int:
+    """A number for argparse, of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value

@@ -1,0 +1,117 @@
+"""`eagle-data regenerate`: answers of the target's own, into a file that can be gone on with."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from eagle_mlx.engine import Engine
+from eagle_mlx.errors import ConfigError, DataError
+from eagle_mlx.formats import load_head
+from eagle_mlx.loops import LEAST_DISTINCT
+from eagle_mlx.params import SamplingParams
+from eagle_mlx.policy import ThroughputPolicy
+from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.sanity import doubt
+from eagle_mlx.target import Target, load_target
+
+from .answers import regenerate_to_file
+from .filters import ReadReport
+from .jsonl import check_new
+from .options import add_data, conversations, data_config, positive, tokenizer_of
+from .partial import partial_path
+from .regenerate import RegenerateConfig
+
+HELP = """\
+Replace every assistant answer by the target's own, which is what a draft head has to predict.
+
+What is done lies in FILE.jsonl.partial until FILE.jsonl is whole. Ctrl-C, a SIGTERM, a crash or a power cut lose no
+row that was made: the same command goes on with that file by itself, and the result is the same to the byte as if
+nothing had happened. --batch, --head and --num-speculative-tokens may differ; anything else that changes the answers
+is refused. To begin anew, delete the .partial file.
+
+examples:
+  eagle-data regenerate --target Qwen3-4B --data chats.jsonl --output answers.jsonl --temperature 0.7
+  eagle-data regenerate --target Qwen3-4B --head out/head --data preset:ultrachat --limit 20000 --dedupe prompt \\
+      --system 'You are a helpful assistant.' --system '' --output answers.jsonl
+"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The command with its flags."""
+    part = commands.add_parser("regenerate", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    part.set_defaults(command=run)
+    add_data(part, None)
+    part.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl", help="file to make")
+    defaults = SamplingParams()
+    part.add_argument("--temperature", type=float, default=defaults.temperature, help="%(default)s; 0 is greedy")
+    part.add_argument("--top-k", type=int, default=defaults.top_k, help="%(default)s; 0 keeps all")
+    part.add_argument("--top-p", type=float, default=defaults.top_p, help="%(default)s; 1 keeps all")
+    part.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of one answer (%(default)s)")
+    part.add_argument("--batch", type=positive, default=8, metavar="N", help="answers made at once (%(default)s)")
+    part.add_argument("--head", metavar="DIR_OR_ID", help="a draft head of the target: the same answers, sooner")
+    part.add_argument(
+        "--num-speculative-tokens", type=int, default=4, metavar="K", help="drafted a round at most (%(default)s)"
+    )
+    part.add_argument(
+        "--system",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="system prompt in place of a conversation's own, '' for none; of several each row gets one by the seed",
+    )
+    part.add_argument(
+        "--least-distinct",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help=f"leave out answers with a smaller share of distinct 4-grams; {LEAST_DISTINCT} drops loops (%(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Read the conversations first, so that bad data shows at once, then answer them."""
+    check_new(args.output, args.overwrite)
+    params = SamplingParams(
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed, max_tokens=args.max_tokens
+    )
+    config = RegenerateConfig(params, tuple(args.system), args.least_distinct)
+    settings = {**asdict(data_config(args, args.limit)), "split": args.split}
+    target = load_target(args.target)
+    report = ReadReport()
+    found = conversations(args, tokenizer_of(target), report)
+    asked = found if args.stream else list(found)
+    if not args.stream:
+        if report.left_out:
+            print(report)
+        if not asked:
+            raise DataError(f"nothing to answer in {', '.join(args.data)}; try --split all")
+    engine = _engine(args, target)
+    try:
+        count, done = regenerate_to_file(engine, asked, config, args.output, settings, args.overwrite, True, args.limit)
+    except KeyboardInterrupt as e:
+        part = partial_path(args.output)
+        if not part.exists():
+            raise
+        raise type(e)(f"what is done is in {part}, and the same command goes on with it") from None
+    if args.stream and report.left_out:
+        print(report)
+    print(
+        f"{count:,} conversations with {done.answers:,} answers of {done.tokens:,} tokens to {args.output}; "
+        f"{done.cut:,} answers cut at {args.max_tokens} tokens, {done.looping:,} left out as loops, "
+        f"{done.too_long:,} prompts too long for the context, {done.dropped:,} conversations dropped"
+    )
+
+
+def _engine(args: argparse.Namespace, target: Target) -> Engine:
+    if args.num_speculative_tokens < 0:
+        raise ConfigError(f"--num-speculative-tokens must be at least 0; got {args.num_speculative_tokens}")
+    if args.head is None or args.num_speculative_tokens == 0:
+        return Engine(target, max_batch=args.batch)
+    head = load_head(args.head, target)
+    said = doubt(head, target)
+    if said is not None:
+        print(f"warning: {said}", file=sys.stderr)
+    return Engine(target, HeadProposer(head), ThroughputPolicy(args.num_speculative_tokens), max_batch=args.batch)

@@ -1,0 +1,140 @@
+"""Calls of tools and thoughts: they reach the template, and are learnt with the answer they belong to."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+
+from eagle_mlx.data_pipelines import (
+    Conversation,
+    load_conversations,
+    parse_row,
+    prompt_tokens,
+    render,
+    render_all,
+    write_jsonl,
+)
+from eagle_mlx.errors import DataError
+from tests.fakes import EMBEDDED_TARGET
+
+TOOLED = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t['function']['name'] }};{% endfor %}<|im_end|>\n"
+    "{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m.get('reasoning_content') and KEEP %}<think>{{ m['reasoning_content'] }}</think>{% endif %}"
+    "{{ m['content'] }}"
+    "{% for c in m.get('tool_calls') or [] %}<call>{{ c['function']['name'] }}"
+    "{% for k, v in c['function']['arguments'].items() %} {{ k }}={{ v }}{% endfor %}</call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""In the manner of published templates: arguments are objects, thoughts stand before the answer."""
+
+ALL = TOOLED.replace("KEEP", "true")
+LAST = TOOLED.replace("KEEP", "loop.last")
+"""Thoughts of earlier turns are left out."""
+MOVED = ALL.replace("<|im_start|>{{ m['role'] }}\n", "<|im_start|>{{ m['role'] }} of {{ messages | length }}\n")
+"""A conversation that is cut off is no prefix of the whole, so answers are found by what stands around them."""
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris", "days": 2}'}}
+ROW: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": "Warm?"},
+        {"role": "assistant", "content": None, "reasoning_content": "Look", "tool_calls": [CALL]},
+        {"role": "tool", "content": "21"},
+        {"role": "assistant", "content": "Yes", "reasoning_content": "Warm enough"},
+    ],
+    "tools": TOOLS,
+}
+
+
+def tokenizer(template: str) -> TokenizerWrapper:
+    inner = copy.copy(load_tokenizer(EMBEDDED_TARGET)._tokenizer)
+    inner.chat_template = template
+    return TokenizerWrapper(inner)
+
+
+def shown(template: str, row: dict[str, Any]) -> str:
+    t = tokenizer(template)
+    tokens, mask = render(t, parse_row(row, "x:1"))
+    out, inside = "", 0
+    for token, learnt in zip([*tokens, None], [*mask, 0], strict=True):
+        if learnt != inside:
+            out, inside = out + ("⟦" if learnt else "⟧"), learnt
+        out += t.decode([token]) if token is not None else ""
+    return out
+
+
+def expected(first: str, of: str = "") -> str:
+    return (
+        "<|im_start|>system\nweather;<|im_end|>\n"
+        f"<|im_start|>user{of}\nWarm?<|im_end|>\n<|im_start|>assistant{of}\n⟦{first}<|im_end|>⟧\n"
+        f"<|im_start|>tool{of}\n21<|im_end|>\n"
+        f"<|im_start|>assistant{of}\n⟦<think>Warm enough</think>Yes<|im_end|>⟧\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (ALL, expected("<think>Look</think><call>weather city=Paris days=2</call>")),
+        (LAST, expected("<call>weather city=Paris days=2</call>")),
+        (MOVED, expected("<think>Look</think><call>weather city=Paris days=2</call>", " of 4")),
+    ],
+    ids=["all thoughts", "the last thoughts", "no prefixes"],
+)
+def test_calls_and_thoughts_are_rendered_and_learnt(template: str, text: str) -> None:
+    assert shown(template, ROW) == text
+
+
+def test_they_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:
+    conversation = parse_row(ROW, "x:1")
+    arguments = conversation.messages[1].extra["tool_calls"][0]["function"]["arguments"]
+    assert arguments == {"city": "Paris", "days": 2}
+    path = tmp_path / "x.jsonl"
+    other = parse_row({**ROW, "messages": ROW["messages"][:1], "tools": json.dumps(TOOLS)}, "x:2")
+    write_jsonl(path, [conversation, other])
+    assert list(load_conversations(str(path), "all", seed=None)) == [conversation, other]
+    assert other.tools == conversation.tools
+
+
+def test_a_prompt_ends_where_the_assistant_is_to_answer() -> None:
+    t = tokenizer(ALL)
+    text = t.decode(prompt_tokens(t, parse_row(ROW, "x:1")))
+    assert text.endswith("<|im_start|>tool\n21<|im_end|>\n<|im_start|>assistant\n")
+    assert text.startswith("<|im_start|>system\nweather;")
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": "f()"}]},
+            "message 1: `tool_calls` must be a l",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": ["f"]}]},
+            "`tool_calls` must be a list of obj",
+        ),
+        ({"prompt": "a", "tools": "none"}, "x:1: `tools` must be a list of objects, or its JSON"),
+    ],
+)
+def test_calls_and_tools_that_cannot_be_are_refused(row: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        parse_row(row, "x:1")
+
+
+def test_conversations_that_a_template_refuses_may_be_left_out() -> None:
+    t = tokenizer("{% if messages[0]['role'] != 'user' %}{{ raise_exception('who asks?') }}{% endif %}" + ALL)
+    good = parse_row({"prompt": "a", "completion": "b"}, "x:1")
+    greeting = parse_row({"messages": [{"role": "assistant", "content": "Hello"}]}, "x:2")
+    with pytest.raises(DataError, match=r"x:2: the chat template refuses this conversation: who asks\?"):
+        render_all(t, [good, greeting], 100)
+    kept, report = render_all(t, [good, greeting, Conversation(good.messages[:1])], 100, skip_bad=True)
+    assert (len(kept), report.conversations, report.unusable) == (1, 1, 2)

@@ -1,0 +1,100 @@
+"""What `eagle-data inspect` shows: colours where they can be seen, marks elsewhere, lengths."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from eagle_mlx.data_pipelines import Rendered, cli
+from eagle_mlx.data_pipelines.preview import harmless, histogram, marked, wants_colour
+from tests.fakes import tiny_target_folder
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colour_is_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert wants_colour(Terminal())
+    assert not wants_colour(io.StringIO())
+    monkeypatch.setenv("TERM", "dumb")
+    assert not wants_colour(Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not wants_colour(Terminal())
+    monkeypatch.setenv("NO_COLOR", "")
+    assert wants_colour(Terminal())
+
+
+def test_what_is_learnt_is_green_or_between_marks() -> None:
+    rendered = Rendered([1, 2, 3, 4], [0, 1, 1, 0])
+
+    def decode(tokens: list[int]) -> str:
+        return "".join(map(str, tokens))
+
+    assert marked(rendered, decode, colour=False) == "1⟦23⟧4"
+    assert marked(rendered, decode, colour=True) == "\x1b[2m1\x1b[0m\x1b[32m23\x1b[0m\x1b[2m4\x1b[0m"
+
+
+def test_data_cannot_command_the_terminal() -> None:
+    assert harmless("a\x1b[2J\tb\nc\x07\x9bd") == "a\\x1b[2J\tb\nc\\x07\\x9bd"
+
+
+def test_the_histogram_counts_every_length_once() -> None:
+    text = histogram([1, 16, 17, 200, 5000], "tokens")
+    lines = text.splitlines()
+    assert lines[0] == "5 conversations, lengths in tokens:"
+    counts = {line.split()[2]: int(line.split()[-1]) for line in lines if line.startswith("  up to")}
+    assert counts == {"16": 2, "32": 1, "64": 0, "128": 0, "256": 1, "512": 0, "1,024": 0, "2,048": 0, "4,096": 0,
+                      "8,192": 1}  # fmt: skip
+    assert lines[-1] == "shortest 1, median 17, mean 1,047, 90 % below 5,000, 99 % below 5,000, longest 5,000"
+    assert "█" in lines[1]
+    assert histogram([], "tokens").startswith("no conversations")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_target_folder(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+def test_inspect_shows_some_and_measures_more(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.jsonl"
+    rows = [{"q": f"say {n}", "a": f"it is {n}"} for n in range(8)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
+    argv = ["inspect", str(path), "--map", "prompt=q,completion=a", "--dedupe", "prompt", "--limit", "2"]
+    assert cli.main([*argv, "--target", target]) == 0
+    said = capsys.readouterr().out
+    assert said.count("⟦it is") == 2
+    assert "8 conversations read; left out: 1 as duplicates" in said
+    assert "8 conversations, lengths in tokens:" in said
+    assert "tokens to learn (" in said
+
+    assert cli.main([*argv, "--histogram", "0"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("[assistant] it is") == 2
+    assert "lengths" not in said
+
+    monkeypatch.setattr("eagle_mlx.data_pipelines.inspect_command.wants_colour", lambda _: True)
+    assert cli.main([*argv, "--target", target]) == 0
+    said = capsys.readouterr().out
+    assert "\x1b[32mit is" in said
+    assert "⟦" not in said
+
+
+def test_prompts_alone_and_tools_can_be_looked_at(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"prompt": "say a\x1b[2J", "tools": [{"name": "f"}]}) + "\n")
+    assert cli.main(["inspect", str(path), "--target", target]) == 0
+    assert "0 to learn" in capsys.readouterr().out
+    assert cli.main(["inspect", str(path)]) == 0
+    assert '[tools] [{"name": "f"}]\n[user] say a\\x1b[2J' in capsys.readouterr().out
