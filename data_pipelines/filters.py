@@ -98,7 +98,7 @@ class Filter:
         return False
 
     def _known(self, conversation: Conversation) -> bool:
-        """Whether the like has been met; 64 bits a conversation are remembered, about 70 bytes with the set."""
+        """Whether the like has been met; 64 bits a conversation are remembered, in up to 100 bytes of a set."""
         if self.dedupe == "none":
             return False
         key = conversation.prompt_key() if self.dedupe == "prompt" else conversation.whole_key()

@@ -27,10 +27,10 @@ from .regenerate import RegenerateConfig
 HELP = """\
 Replace every assistant answer by the target's own, which is what a draft head has to predict.
 
-What is done lies in FILE.jsonl.partial until FILE.jsonl is whole. Ctrl-C, a SIGTERM, a crash or a power cut lose no
-row that was made: the same command goes on with that file by itself, and the result is the same to the byte as if
-nothing had happened. --batch, --head and --num-speculative-tokens may differ; anything else that changes the answers
-is refused. To begin anew, delete the .partial file.
+What is done lies in FILE.jsonl.partial until FILE.jsonl is whole. Ctrl-C, a SIGTERM or a crash lose no row that was
+made (a power cut those of its last seconds): the same command goes on with that file by itself, and the result is the
+same to the byte as if nothing had happened. --batch, --head and --num-speculative-tokens may differ; anything else
+that changes the answers is refused. To begin anew, delete the .partial file.
 
 examples:
   eagle-data regenerate --target Qwen3-4B --data chats.jsonl --output answers.jsonl --temperature 0.7

@@ -157,6 +157,8 @@ def _failure(source: Source, cause: str) -> str:
         return f"{source.name} cannot be read as {Path(source.name).suffix[1:]}: {cause}"
     if source.kind == "folder":
         return f"{source.spec}: {source.split!r} of the folder {source.name} cannot be read: {cause}"
+    if "disk space" in cause:
+        return f"{source.spec}: {cause}; --stream reads it without storing it"
     missing = "" if source.spec.startswith("preset:") else "there is no such file, and "
     advice = f"; with a copy on this machine, give {source.spec}@PLACE" if source.spec.startswith("preset:") else ""
     return (

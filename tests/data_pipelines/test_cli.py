@@ -142,3 +142,48 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(
         word in said for word in ("examples:", "builtin:python", '"messages"', "regenerate", "collect", "inspect")
     )
+
+
+def test_collect_reads_a_mix_with_mapped_fields_and_leaves_out_what_cannot_be_used(
+    target: str, chats: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.jsonl"
+    rows = [{"q": f"ask {n}", "a": f"so {n}"} for n in range(4)]
+    other.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"x": 1}]))
+    argv = ["collect", "--target", target, "--output", str(tmp_path / "s"), "--split", "all", "--max-length", "64"]
+    argv += ["--data", f"{chats}=0.5", f"{other}=0.5", "--map", f"{other}:prompt=q,completion=a"]
+    assert cli.main(argv) == 2
+    assert "other.jsonl:5: no field `q`" in capsys.readouterr().err
+    assert cli.main([*argv, "--skip-bad", "--limit", "6", "--keep-turns", "1:1", "--keep-tokens", ":64"]) == 0
+    assert "6 conversations, " in capsys.readouterr().out
+    assert len(ShardReader(tmp_path / "s")) == 6
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--num-speculative-tokens", "-1"], "--num-speculative-tokens must be at least 0; got -1"),
+        (["--head", "/nowhere/head"], "there is no folder /nowhere/head"),
+        (["--temperature", "-1"], "temperature must be"),
+        (["--split", "heldout"], "nothing to answer in"),
+        (["--dedupe", "prompt", "--keep-turns", "4:2"], "--keep-turns 4:2: the largest number is smaller"),
+    ],
+)
+def test_what_regenerate_cannot_do_is_said_before_it_begins(
+    target: str, chats: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    command = ["regenerate", "--target", target, "--data", chats, "--output", str(tmp_path / "a.jsonl")]
+    assert cli.main([*command, *argv]) == 2
+    assert message in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["chats.jsonl"]
+
+
+def test_a_streamed_regeneration_says_what_it_left_out(
+    target: str, chats: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["regenerate", "--target", target, "--data", chats, chats, "--dedupe", "prompt", "--max-tokens", "3"]
+    assert cli.main([*argv, "--stream", "--output", str(tmp_path / "a.jsonl")]) == 0
+    assert "6 conversations read; left out: 6 as duplicates" in capsys.readouterr().out
+    assert cli.main([*argv, "--output", str(tmp_path / "b.jsonl")]) == 0
+    streamed, stored = ((tmp_path / name).read_text().splitlines() for name in ("a.jsonl", "b.jsonl"))
+    assert sorted(streamed) == sorted(stored)

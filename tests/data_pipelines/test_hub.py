@@ -1,0 +1,93 @@
+"""What is asked of `datasets` for sets of the hub, and what comes of its answers."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import datasets
+import pytest
+
+from eagle_mlx.data_pipelines import Conversation, DataConfig, Message, read_conversations
+from eagle_mlx.errors import DataError
+
+ROWS = [{"question": f"{n}", "answer": f"it is {n}"} for n in range(12)]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """The calls, answered with a data set in memory as the library would with one of the hub."""
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    signature = inspect.signature(datasets.load_dataset)
+
+    def load(path: str, /, **options: Any) -> Any:
+        signature.bind(path, **options)
+        calls.append((path, options))
+        rows = datasets.Dataset.from_list(ROWS)
+        return rows.to_iterable_dataset(num_shards=3) if options["streaming"] else rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return calls
+
+
+def read(*sources: str, **options: Any) -> list[Conversation]:
+    return list(read_conversations(DataConfig(sources, **options), "all"))
+
+
+def test_a_set_is_named_with_config_and_split(asked: list[tuple[str, dict[str, Any]]]) -> None:
+    found = read("you/set:main:train[:50%]", map=("prompt=question,completion=answer",), seed=None)
+    assert asked == [("you/set", {"name": "main", "split": "train[:50%]", "streaming": False})]
+    assert found[0] == Conversation((Message("user", "0"), Message("assistant", "it is 0")))
+    assert found[4].origin == "you/set:main:train[:50%]:5"
+    assert len(found) == 12
+
+
+def test_presets_name_their_files(asked: list[tuple[str, dict[str, Any]]]) -> None:
+    assert read("preset:sharegpt") == [], "none of these rows is a conversation of ShareGPT"
+    [(name, options)] = asked
+    assert name == "Aeala/ShareGPT_Vicuna_unfiltered"
+    assert options["data_files"] == "ShareGPT_V4.3_unfiltered_cleaned_split.json"
+    read("preset:gsm8k@you/copy")
+    assert asked[1] == ("you/copy", {"name": None, "split": "train", "streaming": False})
+
+
+def test_a_streamed_set_is_read_part_by_part_and_loses_nothing(asked: list[tuple[str, dict[str, Any]]]) -> None:
+    found = read("preset:gsm8k", stream=True, seed=3)
+    assert asked[0][1]["streaming"] is True
+    assert sorted(int(c.messages[0].content) for c in found) == list(range(12))
+    assert read("preset:gsm8k", stream=True, seed=3) == found != read("preset:gsm8k", stream=True, seed=4)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            OSError("Not enough disk space. Needed: 3 TB"),
+            "you/set: OSError: Not enough disk space.*; --stream reads it",
+        ),
+        (ConnectionError("no route"), "'train' of the data set you/set cannot be had from the hub: ConnectionError"),
+    ],
+)
+def test_what_the_library_cannot_do_is_said_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    def load(path: str, /, **options: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(DataError, match=said):
+        read("you/set")
+
+
+def test_a_stream_that_breaks_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(shards: list[int]) -> Any:
+        yield ROWS[0]
+        raise ConnectionError("reset by peer")
+
+    def load(path: str, /, **options: Any) -> Any:
+        return datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": [0, 1]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(DataError, match="preset:gsm8k: the stream broke off: ConnectionError: reset by peer"):
+        read("preset:gsm8k", stream=True, seed=None)
