@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, Saved, without_row
 from eagle_mlx.logprobs import Logprobs
+from eagle_mlx.policy.base import Shape
 from eagle_mlx.prefix import Prefix
 from eagle_mlx.processors import Processors
 from eagle_mlx.proposers.base import Branching, Draft, Forkable, Observation, Proposer, ProposerState
@@ -25,21 +26,18 @@ from eagle_mlx.verify import Verdict, verify, verify_tree
 class Round:
     """A round that the device may still be working on."""
 
-    depth: int
-    """Draft tokens that were asked for each row."""
+    shape: Shape
+    """What was asked for each row."""
+    width: int
+    """Tokens of the verdict: one more than the draft is deep."""
     answer: mx.array
-    """[B, k + 4] int32: whether the logits are no numbers, the accepted count, the draft's length, and the k + 1 tokens
-    of the verdict."""
+    """[B, width + 3] int32: whether the logits are no numbers, the accepted count, the draft's length, and the tokens
+    of the verdict; behind them, for trees, the nodes of the path, [B, width]."""
     logprobs: Logprobs | None
     aux: tuple[mx.array, ...]
     before: _Before
     draft_seconds: float | None = None
     """What drafting took, where that was measured."""
-
-    @property
-    def width(self) -> int:
-        """Positions that the target read in each row."""
-        return self.answer.shape[1] - 3
 
 
 @dataclass(frozen=True)
@@ -51,14 +49,17 @@ class Landing:
     """Draft tokens that the verify kept."""
     taken: list[int]
     """Tokens that the row took: fewer than the verify gave where it ended."""
+    kept: list[list[int]]
+    """Of a tree, the numbers from 0 on of the draft tokens that the verify kept."""
 
 
 class _Answer:
     """One row of `Round.answer`."""
 
-    def __init__(self, no_numbers: int, accepted: int, drafted: int, *tokens: int):
+    def __init__(self, width: int, no_numbers: int, accepted: int, drafted: int, *rest: int):
         self.no_numbers, self.accepted, self.drafted = bool(no_numbers), accepted, drafted
-        self.emitted = tokens[: accepted + 1]
+        self.emitted = rest[: accepted + 1]
+        self.kept = [node - 1 for node in rest[width + 1 : width + accepted + 1]]
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,9 @@ class Batch:
     @property
     def may_branch(self) -> bool:
         """Whether a tree can be judged: by the target's own draws, of its own logits."""
-        return self.processors is None and not self.sampling.any_rejection and not self.sampling.any_threshold
+        if not isinstance(self.state, Branching) or self.processors is not None:
+            return False
+        return not (self.sampling.any_rejection or self.sampling.any_threshold)
 
     @property
     def may_run_ahead(self) -> bool:
@@ -136,14 +139,14 @@ class Batch:
         self.cache.settle([min(start + chunk, len(row.prompt) - 1) for row in self.rows])
         mx.eval(self.cache.state)
 
-    def launch(self, depth: int, timed: bool = False, nodes: int = 0) -> Round:
-        """Start a round on the device, with at most `most_drafts` draft tokens; a tree of `nodes` where that is more.
+    def launch(self, shape: Shape, timed: bool = False) -> Round:
+        """Start a round on the device, at most `most_drafts` deep.
 
         Nothing is waited for, but a draft that is to be timed.
         """
         before = _Before(self.cache.save(), self.last, self.processors.save() if self.processors else None)
         started = perf_counter()
-        draft = self.draft(depth, nodes)
+        draft = self.draft(shape)
         if timed:
             mx.eval(draft.tokens)
         draft_seconds = perf_counter() - started if timed else None
@@ -155,18 +158,22 @@ class Batch:
         no_numbers = mx.isnan(logits.sum(axis=(1, 2)))
         drafted = draft.lengths if draft.tree is None else mx.minimum(draft.lengths, draft.tree.levels)
         counts = mx.stack([no_numbers.astype(mx.int32), verdict.accepted, drafted], axis=1)
-        answer = mx.concatenate([counts, verdict.tokens], axis=1)
+        answer = mx.concatenate(
+            [counts, verdict.tokens] if verdict.path is None else [counts, verdict.tokens, verdict.path], axis=1
+        )
         aux = said[1:]
         mx.async_eval(answer, self.last, *aux, *(logprobs.arrays if logprobs else ()))
         mx.async_eval(self.cache.recurrent_state)  # after the answer, which does not wait for it
-        return Round(depth, answer, logprobs, aux, before, draft_seconds)
+        return Round(shape, verdict.tokens.shape[1], answer, logprobs, aux, before, draft_seconds)
 
-    def draft(self, depth: int, nodes: int = 0) -> Draft:
-        """A proposal of at most `depth` tokens, cut where a row has no use for so many; or a tree of `nodes`."""
+    def draft(self, shape: Shape) -> Draft:
+        """A proposal of at most this shape, cut where a row has no use for so much."""
+        depth = shape.depth
         if self.state is None or not depth:
             return Draft(mx.zeros((len(self.rows), 0), mx.int32), mx.zeros((len(self.rows),), mx.int32))
-        if nodes > depth and isinstance(self.state, Branching) and self.may_branch:
-            return self.state.propose_tree(depth, nodes, self.sampling, self._positions(1)[:, 0])
+        if shape.is_tree:
+            assert isinstance(self.state, Branching)
+            return self.state.propose_tree(depth, shape.nodes, self.sampling, self._positions(1)[:, 0])
         draft = self.state.propose(depth, self.sampling, self._positions(1)[:, 0])
         room = [row.room for row in self.rows]
         if min(room) < depth:
@@ -221,7 +228,7 @@ class Batch:
 
     def land(self, landed: Round) -> Landing:
         """Wait for a round and give every row its tokens: the one place where the host reads the device."""
-        answers = [_Answer(*answer) for answer in cast(list[list[int]], landed.answer.tolist())]
+        answers = [_Answer(landed.width, *answer) for answer in cast(list[list[int]], landed.answer.tolist())]
         emitted = [answer.emitted for answer in answers]
         logprobs = landed.logprobs.read(emitted) if landed.logprobs else {}
         taken = []
@@ -234,7 +241,7 @@ class Batch:
             self.cache.settle([row.length for row in self.rows])
         if self.state is not None:
             self.state.observe(Observation(emitted, landed.aux))
-        return Landing([a.drafted for a in answers], [a.accepted for a in answers], taken)
+        return Landing([a.drafted for a in answers], [a.accepted for a in answers], taken, [a.kept for a in answers])
 
     def cancel(self, launched: Round) -> None:
         """Forget a round that was launched and is not wanted."""

@@ -15,7 +15,7 @@ from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.intake import Prompt, make_row
 from eagle_mlx.output import Chunk, Output
 from eagle_mlx.params import SamplingParams
-from eagle_mlx.policy import FixedPolicy, Policy, ThroughputPolicy
+from eagle_mlx.policy import Policy, Shape, ThroughputPolicy, TreePolicy
 from eagle_mlx.prefix import PrefixCache
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.row import Row
@@ -42,6 +42,10 @@ class RoundReport:
 
 _TIMED = 32
 """Of so many drafting rounds one waits for its draft, so that it is known what drafting takes."""
+
+
+_NONE = Shape.chain(0)
+"""A plain round."""
 
 
 class Engine:
@@ -85,7 +89,7 @@ class Engine:
         self.observer: Callable[[RoundReport], None] | None = None
         """Told of every round after it."""
         self.prefixes = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
-        self.chains_only = why_no_trees(target, kv_bits) if self._wants_trees else None
+        self.chains_only = self._why_chains(kv_bits)
         """Why no trees are drafted though the policy asks for them; None where they are, or nobody asks."""
         self._admission = Admission(target, proposer, prefill_chunk, self.prefixes, kv_bits)
         self._batch: Batch | None = None
@@ -93,6 +97,11 @@ class Engine:
         self._landed_at = 0.0
         self._drafting = 0
         self._draft_share = 0.0
+
+    def _why_chains(self, kv_bits: int | None) -> str | None:
+        if not isinstance(self.policy, TreePolicy) or not self.policy.wants_trees:
+            return None
+        return why_no_trees(self.target, kv_bits)
 
     @property
     def active(self) -> int:
@@ -195,7 +204,7 @@ class Engine:
         # A round that was launched ahead has run since the one before it landed.
         started = perf_counter() if self._ahead is None else self._landed_at
         current = self._ahead or self._launch()
-        self._ahead = self._batch.launch(0) if current.depth == 0 and self._may_run_ahead() else None
+        self._ahead = self._batch.launch(_NONE) if current.shape == _NONE and self._may_run_ahead() else None
         landing = self._batch.land(current)
         self._landed_at = perf_counter()
         self._tell(current, landing, self._landed_at - started)
@@ -219,34 +228,28 @@ class Engine:
 
     def _launch(self) -> Round:
         assert self._batch is not None
-        depth = self._depth()
-        self._drafting += depth > 0
-        return self._batch.launch(
-            depth,
-            nodes=self._nodes(depth),
-            timed=self.observer is not None and depth > 0 and self._drafting % _TIMED == 1,
-        )
+        shape = self._shape()
+        self._drafting += shape.depth > 0
+        timed = self.observer is not None and shape.depth > 0 and self._drafting % _TIMED == 1
+        return self._batch.launch(shape, timed=timed)
 
-    def _depth(self) -> int:
+    def _shape(self) -> Shape:
+        """What the next round is to draft."""
         if self._batch is None or self.proposer is None:
-            return 0
-        return min(self.policy.depth(len(self._batch.rows)), self._batch.most_drafts)
-
-    @property
-    def _wants_trees(self) -> bool:
-        return isinstance(self.policy, FixedPolicy) and self.policy.nodes > self.policy.k
-
-    def _nodes(self, depth: int) -> int:
-        """Tokens of a draft tree of that depth; 0 for chains."""
-        if not depth or self.chains_only or not isinstance(self.policy, FixedPolicy):
-            return 0
-        return self.policy.nodes
+            return _NONE
+        rows = len(self._batch.rows)
+        if isinstance(self.policy, TreePolicy):
+            trees = self.policy.wants_trees and self.chains_only is None and self._batch.may_branch
+            wanted = self.policy.shape(rows, trees)
+        else:
+            wanted = Shape.chain(self.policy.depth(rows))
+        return wanted.cut(self._batch.most_drafts)
 
     def _may_run_ahead(self) -> bool:
         """Whether the next round is sure to be plain and wanted, so that it can start before this one is read."""
         if self._batch is None or self._admission.wants_in(self._places):
             return False
-        if not self._batch.may_run_ahead or self._depth() > 0:
+        if not self._batch.may_run_ahead or self._shape() != _NONE:
             return False
         return all(row.finish_reason is None and len(row.tokens) + 1 < row.limit for row in self._batch.rows)
 
@@ -263,18 +266,22 @@ class Engine:
 
     def _tell(self, done: Round, landing: Landing, seconds: float) -> None:
         if self.proposer is not None:
-            self.policy.observe(done.depth, landing.drafted, landing.accepted, seconds)
+            self._teach(done.shape, landing, seconds)
         if self.observer is None:
             return
         if done.draft_seconds is not None:
             self._draft_share = done.draft_seconds / seconds
-        drafting = self._draft_share * seconds if done.depth else 0.0
+        drafting = self._draft_share * seconds if done.shape.depth else 0.0
         kept = [min(a, taken) for a, taken in zip(landing.accepted, landing.taken, strict=True)]
-        self.observer(
-            RoundReport(
-                sum(map(bool, landing.taken)), done.depth, landing.drafted, kept, sum(landing.taken), seconds, drafting
-            )
-        )
+        rows, emitted = sum(map(bool, landing.taken)), sum(landing.taken)
+        self.observer(RoundReport(rows, done.shape.depth, landing.drafted, kept, emitted, seconds, drafting))
+
+    def _teach(self, shape: Shape, landing: Landing, seconds: float) -> None:
+        """Tell the policy what became of a round."""
+        if shape.is_tree and isinstance(self.policy, TreePolicy):
+            self.policy.observe_tree(shape, landing.kept, seconds)
+        else:
+            self.policy.observe(shape.depth, landing.drafted, landing.accepted, seconds)
 
     def _may_release(self) -> bool:
         """Whether rows that have ended can leave now. While the others wait for a round that was launched ahead, they

@@ -12,9 +12,11 @@ from typing import Any, Literal, get_args
 import mlx.core as mx
 import mlx.nn as nn
 
+from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats import load_head
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
+from eagle_mlx.policy.throughput import levels_for
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
@@ -54,6 +56,8 @@ class Speculation:
     ngram_max: int = 3
     ngram_min: int = 1
     prompt_lookup: bool = True
+    tree_nodes: int = 0
+    """Tokens of a draft tree, the most where the policy adapts; 0 for chains."""
     policy: PolicyName = "throughput"
     disable_at_rows: int | None = None
     threshold: float = 0.3
@@ -63,6 +67,10 @@ class Speculation:
     def __post_init__(self) -> None:
         if self.num_tokens < 0:
             raise ConfigError(f"--num-speculative-tokens must be at least 0; got {self.num_tokens}")
+        if self.tree_nodes < 0:
+            raise ConfigError(f"--draft-tree-nodes must be at least 0; got {self.tree_nodes}")
+        if self.tree_nodes and self.policy == "acceptance-ema":
+            raise ConfigError("--draft-tree-nodes needs --spec-policy throughput or fixed: acceptance-ema sizes chains")
         if self.mode == "draft" and self.draft_model is None:
             raise ConfigError("--spec-decode draft needs a model that drafts: give --draft-model")
         if self.head is not None and self.draft_model is not None:
@@ -80,6 +88,12 @@ class Speculation:
         if self.mode is not None:
             return self.mode
         return "eagle" if self.head is not None else "draft" if self.draft_model is not None else "none"
+
+    @property
+    def deepest(self) -> int:
+        """The most draft tokens below one another."""
+        grown = levels_for(self.tree_nodes) if self.policy == "throughput" else 0
+        return max(self.num_tokens, grown)
 
     def proposer(self, target: Target) -> Proposer | None:
         """Load what drafts; None for plain decoding. A head that hardly drafts is worth a line on standard error.
@@ -110,17 +124,22 @@ class Speculation:
     def make_policy(self) -> Policy:
         """A new policy, as an engine needs one of its own."""
         if self.policy == "fixed":
-            return FixedPolicy(self.num_tokens)
+            return FixedPolicy(self.num_tokens, self.tree_nodes)
         if self.policy == "throughput":
-            return ThroughputPolicy(self.num_tokens)
+            return ThroughputPolicy(self.num_tokens, max_nodes=self.tree_nodes)
         return AcceptancePolicy(self.num_tokens, self.alpha, self.threshold, self.disable_at_rows, self.adaptive)
+
+    def why_chains(self, engine: Engine) -> list[str]:
+        """A line on why there will be no trees, where some were asked for."""
+        return [f"no draft trees for this target: {engine.chains_only}; it gets chains"] if engine.chains_only else []
 
     def __str__(self) -> str:
         mode = self.chosen()
         source = f" head {self.head}" if mode in _HEADS else f" model {self.draft_model}" if mode == "draft" else ""
         if mode == "none":
             return "none, plain decoding"
-        return f"{mode}{source}, up to {self.num_tokens} tokens a round, policy {self.policy}"
+        trees = f", or trees of up to {self.tree_nodes}" if self.tree_nodes else ""
+        return f"{mode}{source}, up to {self.num_tokens} tokens a round{trees}, policy {self.policy}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -138,6 +157,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="K",
         help=f"draft tokens a round, the most where the policy adapts; 0 is off (default {default.num_tokens})",
+    )
+    what.add_argument(
+        "--draft-tree-nodes",
+        type=int,
+        metavar="N",
+        help="draft trees of up to N tokens where they pay; the target must be able to read them (default: chains)",
     )
     what.add_argument("--draft-model", metavar="MODEL", help="folder or hub id of a small model of the same tokenizer")
     what.add_argument("--draft-model-quantize", choices=get_args(Bits), help="quantise the draft model on load")
@@ -168,6 +193,7 @@ def from_arguments(args: argparse.Namespace) -> tuple[str | Path, Speculation]:
         "mode": args.spec_decode,
         "head": args.head,
         "num_tokens": args.num_speculative_tokens,
+        "tree_nodes": args.draft_tree_nodes,
         "draft_model": args.draft_model,
         "draft_bits": args.draft_model_quantize,
         "ngram_max": args.ngram_max,

@@ -1,12 +1,32 @@
-"""The protocol between a policy and the engine, and the simplest policy."""
+"""The protocol between a policy and the engine, what it may ask for, and the simplest policy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from eagle_mlx.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What to draft for each row: a chain of `depth` tokens, or a tree of more than that, at most so deep."""
+
+    depth: int
+    nodes: int
+
+    @classmethod
+    def chain(cls, depth: int) -> Shape:
+        return cls(depth, depth)
+
+    @property
+    def is_tree(self) -> bool:
+        return self.nodes > self.depth
+
+    def cut(self, most: int) -> Shape:
+        """The same where no row has a use for more than `most` tokens below one another."""
+        return Shape(min(self.depth, most), self.nodes if self.is_tree and most else min(self.nodes, most))
 
 
 class Policy(Protocol):
@@ -29,6 +49,24 @@ class Policy(Protocol):
         ...
 
 
+@runtime_checkable
+class TreePolicy(Policy, Protocol):
+    """A policy that may ask for trees."""
+
+    @property
+    def wants_trees(self) -> bool: ...
+
+    def shape(self, rows: int, trees: bool) -> Shape:
+        """As `depth`; a tree only where `trees` says that it can be had."""
+        ...
+
+    def observe_tree(self, shape: Shape, kept: Sequence[Sequence[int]], seconds: float) -> None:
+        """As `observe`, of a round with trees. kept: row by row, the draft tokens that were kept, by their numbers from
+        0 on, the likeliest first.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class FixedPolicy:
     """Always k draft tokens. Raises ConfigError where k is not a whole number of at least 0."""
@@ -44,7 +82,17 @@ class FixedPolicy:
     def depth(self, rows: int) -> int:
         return self.k
 
+    @property
+    def wants_trees(self) -> bool:
+        return self.nodes > self.k > 0
+
+    def shape(self, rows: int, trees: bool) -> Shape:
+        return Shape(self.k, self.nodes) if trees and self.wants_trees else Shape.chain(self.k)
+
     def observe(self, depth: int, drafted: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
+        """Nothing to learn."""
+
+    def observe_tree(self, shape: Shape, kept: Sequence[Sequence[int]], seconds: float) -> None:
         """Nothing to learn."""
 
 

@@ -3,174 +3,144 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter
 from collections.abc import Sequence
 
-from eagle_mlx.policy.base import check_depth, check_share
+from eagle_mlx.policy.base import Shape, check_depth, check_share
+from eagle_mlx.policy.costs import Costs
+from eagle_mlx.policy.yields import AcceptanceByPosition, AcceptanceByRank
 
-_FIRST_DEPTH = 3
+_FIRST_DEPTH, _FIRST_NODES = 3, 12
 _FIRST_SAMPLES = 3
-"""Rounds at depth 0 and at `_FIRST_DEPTH` each before the policy chooses: the first ones may compile kernels."""
+"""Rounds of depth 0, `_FIRST_DEPTH` and `_FIRST_NODES` before the policy chooses: the first may compile kernels."""
 _MARGIN = 0.02
-"""Of depths whose speeds are this close the shallowest is taken: a guess may be wrong, a token not drafted is free."""
+"""Of shapes whose speeds are this close the smallest is taken: a guess may be wrong, a token not drafted is free."""
 _PROBE_EVERY = 32
-"""Rounds from one look at another depth to the next, at least."""
+"""Rounds from one look at another shape to the next, at least."""
+_SIZES = (8, 12, 16, 24, 32, 48, 64)
+"""Draft tokens of the trees that are looked at."""
+
+
+def levels_for(nodes: int) -> int:
+    """How deep a tree of so many tokens may be: deeper than pays for a chain, as far as there are tokens for it."""
+    return min(3 + nodes // 5, 8, nodes)
 
 
 class ThroughputPolicy:
-    """Chooses the depth with the most expected tokens per second, 0 included.
+    """Chooses what to draft by the most expected tokens per second, nothing included.
 
-    Expected tokens come from the acceptance by draft position, seconds from the rounds' own durations by (rows, depth).
-    Every 32nd round may look at a depth beside the best, or at none. Where drafting has lost time against plain
-    decoding, those looks wait until the loss is less than `explore` of all the time: a useless proposer costs that
-    share and the first few rounds. Raises ConfigError for values out of range.
+    Expected tokens come from the acceptance by draft position, or in trees by rank; seconds from the rounds' own
+    durations by rows and shape. Every 32nd round may look at a shape beside the best, or at none. Where drafting has
+    lost time against plain decoding, those looks wait until the loss is less than `explore` of all the time: a useless
+    proposer costs that share and the first few rounds. Raises ConfigError for values out of range.
     """
 
-    def __init__(self, max_depth: int = 5, explore: float = 0.02):
+    def __init__(self, max_depth: int = 5, explore: float = 0.02, max_nodes: int = 0):
+        """`max_nodes`: the most tokens of a draft tree; 0 for chains alone, which are at most `max_depth` long."""
         check_depth("max_depth", max_depth)
+        check_depth("max_nodes", max_nodes)
         check_share("explore", explore)
-        self.max_depth, self.explore = max_depth, explore
-        self.costs = Costs()
-        self.acceptance = AcceptanceByPosition()
+        self.max_depth, self.max_nodes, self.explore = max_depth, max_nodes, explore
+        self.costs, self.tree_costs = Costs(), Costs()
+        self.acceptance, self.ranks = AcceptanceByPosition(), AcceptanceByRank()
+        self._chains = [Shape.chain(depth) for depth in range(max_depth + 1)]
+        sizes = sorted({size for size in _SIZES if size < max_nodes} | ({max_nodes} if max_nodes else set()))
+        grown = [Shape(levels_for(size), size) for size in sizes]
+        self._trees = [shape for shape in grown if shape.is_tree]
         self._round = self._last_probe = 0
-        self._last_seen = dict.fromkeys(range(max_depth + 1), 0)
-        self._samples = dict.fromkeys(range(max_depth + 1), 0)
+        self._last_seen: Counter[Shape] = Counter()
+        self._samples: Counter[Shape] = Counter()
         self._elapsed = self._lost = 0.0
 
+    @property
+    def wants_trees(self) -> bool:
+        return bool(self._trees)
+
     def depth(self, rows: int) -> int:
-        first = min((0, min(_FIRST_DEPTH, self.max_depth)), key=lambda depth: self._samples[depth])
+        return self.shape(rows, trees=False).depth
+
+    def shape(self, rows: int, trees: bool) -> Shape:
+        first = min(self._first(trees), key=lambda shape: self._samples[shape])
         if self._samples[first] < _FIRST_SAMPLES:
             return first
-        best = self._best(rows)
+        best = self._best(rows, trees)
         waits = self._round - self._last_probe < _PROBE_EVERY or self._lost > self.explore * self._elapsed
-        return best if waits else self._probe(rows, best)
+        return best if waits else self._probe(rows, trees, best)
 
-    def _best(self, rows: int, least: int = 0) -> int:
-        """The shallowest depth, from `least` on, that is as fast as the fastest to within the margin."""
-        speeds = self._speeds(rows)
-        depths = range(min(least, self.max_depth), self.max_depth + 1)
-        fastest = max(speeds[depth] for depth in depths)
-        return next(depth for depth in depths if speeds[depth] >= (1 - _MARGIN) * fastest)
+    def _first(self, trees: bool) -> list[Shape]:
+        """The shapes that are tried before there is a choice."""
+        shapes = [self._chains[0], self._chains[min(_FIRST_DEPTH, self.max_depth)]]
+        if trees and self._trees:
+            shapes.append(min(self._trees, key=lambda shape: abs(shape.nodes - _FIRST_NODES)))
+        return shapes
 
-    def _speeds(self, rows: int) -> list[float]:
-        """Expected tokens per second and row, by depth."""
-        seconds, speeds = math.inf, []
-        for depth in range(self.max_depth, -1, -1):
-            # A round costs no more than a deeper one: where it seems to, the machine was busy when it was measured.
-            seconds = min(seconds, self.costs.estimate(rows, depth) or math.inf)
-            speeds.append(self.acceptance.expected_tokens(depth) / seconds)
-        return speeds[::-1]
+    def _best(self, rows: int, trees: bool, drafting: bool = False) -> Shape:
+        """The first shape that is as fast as the fastest to within the margin; of those that draft, where asked for."""
+        speeds = self._speeds(rows, self._chains) | (self._speeds(rows, self._trees) if trees else {})
+        if drafting and len(speeds) > 1:
+            del speeds[self._chains[0]]
+        fastest = max(speeds.values())
+        return next(shape for shape, speed in speeds.items() if speed >= (1 - _MARGIN) * fastest)
 
-    def _probe(self, rows: int, best: int) -> int:
-        """While drafting, no draft or a neighbour, which was tried the longest ago; else the best way to draft."""
-        if best == 0:
-            return self._best(rows, least=1)
-        others = {0, best - 1, min(best + 1, self.max_depth)} - {best}
-        return min(others, key=lambda depth: (self._last_seen[depth], depth))
+    def _speeds(self, rows: int, shapes: Sequence[Shape]) -> dict[Shape, float]:
+        """Expected tokens per second and row, from the smallest shape to the largest."""
+        seconds, speeds = math.inf, {}
+        for shape in reversed(shapes):
+            # A round costs no more than a larger one: where it seems to, the machine was busy when it was measured.
+            seconds = min(seconds, self._seconds(rows, shape) or math.inf)
+            speeds[shape] = self._expected_tokens(shape) / seconds
+        return dict(reversed(speeds.items()))
+
+    def _seconds(self, rows: int, shape: Shape) -> float | None:
+        return (self.tree_costs if shape.is_tree else self.costs).estimate(rows, shape.nodes)
+
+    def _expected_tokens(self, shape: Shape) -> float:
+        if shape.is_tree:
+            return self.ranks.expected_tokens(shape.nodes)
+        return self.acceptance.expected_tokens(shape.depth)
+
+    def _probe(self, rows: int, trees: bool, best: Shape) -> Shape:
+        """While drafting, no draft, a neighbour, or the best of the other kind, whichever was tried the longest ago;
+        else the best way to draft.
+        """
+        if best == self._chains[0]:
+            return self._best(rows, trees, drafting=True)
+        own, other = (self._trees, self._chains) if best.is_tree else (self._chains, self._trees if trees else [])
+        at = own.index(best)
+        others = {self._chains[0], *own[max(at - 1, 0) : at + 2]} - {best}
+        if other:
+            speeds = self._speeds(rows, other)
+            others.add(max(speeds, key=lambda shape: speeds[shape]))
+        return min(others, key=lambda shape: (self._last_seen[shape], shape.nodes))
 
     def observe(self, depth: int, drafted: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
         if depth > self.max_depth:
             return
-        rows = len(accepted)
-        self._round += 1
-        self._samples[depth] += 1
-        self._last_seen[depth] = self._round
-        self.costs.add(rows, depth, seconds)
+        self.costs.add(len(accepted), depth, seconds)
         self.acceptance.add(depth, accepted)
-        if depth != self._best(rows):
-            self._last_probe = self._round
-        self._account(rows, depth, rows + sum(accepted))
+        self._count(len(accepted), self._chains[depth], sum(accepted))
 
-    def _account(self, rows: int, depth: int, tokens: int) -> None:
+    def observe_tree(self, shape: Shape, kept: Sequence[Sequence[int]], seconds: float) -> None:
+        self.tree_costs.add(len(kept), shape.nodes, seconds)
+        self.ranks.add(shape.nodes, kept)
+        self._count(len(kept), shape, sum(map(len, kept)))
+
+    def _count(self, rows: int, shape: Shape, accepted: int) -> None:
+        self._round += 1
+        self._samples[shape] += 1
+        self._last_seen[shape] = self._round
+        if shape != self._best(rows, trees=self._tried_trees):
+            self._last_probe = self._round
+        self._account(rows, shape, rows + accepted)
+
+    @property
+    def _tried_trees(self) -> bool:
+        return any(self._samples[shape] for shape in self._trees)
+
+    def _account(self, rows: int, shape: Shape, tokens: int) -> None:
         """What drafting has lost against plain decoding; gains pay losses back, but are no licence for new ones."""
-        plain, seconds = self.costs.estimate(rows, 0), self.costs.estimate(rows, depth)
-        assert plain is not None
+        plain, seconds = self._seconds(rows, self._chains[0]), self._seconds(rows, shape)
         assert seconds is not None
         self._elapsed += seconds
-        if depth:
+        if shape.depth and plain is not None:
             self._lost = max(0.0, self._lost + seconds - tokens / rows * min(plain, seconds))
-
-
-class AcceptanceByPosition:
-    """The chance that the draft token at each position is kept, given that those before it were.
-
-    Rates of older tries fade by 2 % with each new one. A position that no draft has reached yet has a guess.
-    """
-
-    _GUESS, _WEIGHT, _FADE = 0.7, 2.0, 0.98
-
-    def __init__(self) -> None:
-        self._tries: list[float] = []
-        self._hits: list[float] = []
-
-    def add(self, depth: int, accepted: Sequence[int]) -> None:
-        """A round of `depth` draft tokens kept accepted[i] of them in row i; a row without drafts counts as refused."""
-        new = max(0, depth - len(self._tries))
-        self._tries += [self._WEIGHT] * new
-        self._hits += [self._WEIGHT * self._GUESS] * new
-        for position in range(depth):
-            tries = sum(kept >= position for kept in accepted)
-            hits = sum(kept > position for kept in accepted)
-            fade = self._FADE**tries
-            self._tries[position] = self._tries[position] * fade + tries
-            self._hits[position] = self._hits[position] * fade + hits
-
-    def rate(self, position: int) -> float:
-        return self._hits[position] / self._tries[position] if position < len(self._tries) else self._GUESS
-
-    def expected_tokens(self, depth: int) -> float:
-        """Tokens that a row emits in a round of this depth, the target's own included."""
-        reached, tokens = 1.0, 1.0
-        for position in range(depth):
-            reached *= self.rate(position)
-            tokens += reached
-        return tokens
-
-
-class Costs:
-    """Seconds of a round by (rows, depth): the median of the latest ones, or an estimate from those of its like."""
-
-    _LATEST = 7
-
-    def __init__(self) -> None:
-        self._samples: dict[tuple[int, int], deque[float]] = {}
-        self._curves: dict[int, dict[int, float]] = {}
-        """By rows, then by depth."""
-
-    def add(self, rows: int, depth: int, seconds: float) -> None:
-        samples = self._samples.setdefault((rows, depth), deque(maxlen=self._LATEST))
-        samples.append(seconds)
-        self._curves.setdefault(rows, {})[depth] = sorted(samples)[(len(samples) - 1) // 2]
-
-    def estimate(self, rows: int, depth: int) -> float | None:
-        """Seconds; None before the first round.
-
-        What was not measured has the shape of the nearest number of rows that was measured on both sides of this depth,
-        or else at the most depths, and the level of a depth that both were measured at.
-        """
-        own = self._curves.get(rows, {})
-        if depth in own or not self._curves:
-            return own.get(depth)
-
-        def unlike(other: int) -> tuple[float, float, int]:
-            curve = self._curves[other]
-            return (0 if min(curve) <= depth <= max(curve) else 1 / len(curve), abs(other - rows), other)
-
-        like = self._curves[min(self._curves, key=unlike)]
-        shared = min(own.keys() & like.keys(), key=lambda other: abs(other - depth), default=None)
-        level = 1.0 if shared is None else own[shared] / like[shared]
-        return level * _interpolated(like, depth)
-
-
-def _interpolated(curve: dict[int, float], depth: int) -> float:
-    """The cost at a depth from those measured: on a line between its neighbours, beyond them as from end to end."""
-    first, last = min(curve), max(curve)
-    if first == last:
-        return curve[first]
-    if first <= depth <= last:
-        left, right = max(d for d in curve if d <= depth), min(d for d in curve if d >= depth)
-        share = (depth - left) / (right - left) if right > left else 0.0
-        return curve[left] + share * (curve[right] - curve[left])
-    slope = max(curve[last] - curve[first], 0.0) / (last - first)
-    end = first if depth < first else last
-    return max(curve[end] + slope * (depth - end), curve[end] / 2)

@@ -1,9 +1,11 @@
-"""N-gram drafting: what followed the last tokens when they last occurred in this very text."""
+"""N-gram drafting: what followed the last tokens where they occurred before in this very text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import mlx.core as mx
 
@@ -11,11 +13,19 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
 from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Target
+from eagle_mlx.tree import Tree
+
+_PLACES = 4
+"""Latest places that are kept of each n-gram."""
+_BRANCHES = 8
+"""Places that a tree is made of."""
+_NEXT_BRANCH, _NEXT_TOKEN = 0.5, 0.8
+"""What a branch is worth beside the one before it, and a token beside the one above it."""
 
 
 @dataclass
 class NgramIndex:
-    """The text of one row, with the latest place at which each of its n-grams ended.
+    """The text of one row, with the latest places at which each of its n-grams ended.
 
     Updated in place, a constant amount of work per token and per lookup whatever the length of the text.
     """
@@ -23,22 +33,25 @@ class NgramIndex:
     max_ngram: int
     min_ngram: int
     tokens: list[int] = field(default_factory=list)
-    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+    ends: dict[tuple[int, ...], deque[int]] = field(default_factory=dict)
 
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             # An n-gram is entered when the token after it arrives, so that a lookup never finds itself.
             for n in range(self.min_ngram, min(self.max_ngram, len(self.tokens)) + 1):
-                self.ends[tuple(self.tokens[-n:])] = len(self.tokens)
+                places = self.ends.setdefault(tuple(self.tokens[-n:]), deque(maxlen=_PLACES))
+                places.append(len(self.tokens))
             self.tokens.append(token)
 
     def lookup(self, count: int) -> list[int]:
         """Up to `count` tokens that followed the longest match, its latest occurrence; empty without a match."""
+        return next(self.matches(count), [])
+
+    def matches(self, count: int) -> Iterator[list[int]]:
+        """Up to `count` tokens behind each place that is known: the longest matches first, the latest of them first."""
         for n in range(min(self.max_ngram, len(self.tokens)), self.min_ngram - 1, -1):
-            end = self.ends.get(tuple(self.tokens[-n:]))
-            if end is not None:
-                return self.tokens[end : end + count]
-        return []
+            for end in reversed(self.ends.get(tuple(self.tokens[-n:]), ())):
+                yield self.tokens[end : end + count]
 
 
 class NgramProposer:
@@ -62,6 +75,21 @@ class NgramProposer:
         return NgramState(rows)
 
 
+def merged(branches: Iterable[Sequence[int]], nodes: int) -> tuple[list[int], list[int]]:
+    """Branches laid upon each other as a tree: the tokens of at most `nodes` nodes, and their parents' numbers.
+
+    What a node is worth falls with its depth and with the place of the first branch that it is on; the worthiest come
+    first, and so a parent before its children. Numbers count from 1, 0 is the text.
+    """
+    worth: dict[tuple[int, ...], float] = {}
+    for place, branch in enumerate(branches):
+        for length in range(1, len(branch) + 1):
+            worth.setdefault(tuple(branch[:length]), _NEXT_BRANCH**place * _NEXT_TOKEN**length)
+    chosen = sorted(worth, key=lambda node: -worth[node])[:nodes]
+    numbers: dict[tuple[int, ...], int] = {(): 0} | {node: number for number, node in enumerate(chosen, 1)}
+    return [node[-1] for node in chosen], [numbers[node[:-1]] for node in chosen]
+
+
 class NgramState:
     def __init__(self, rows: list[NgramIndex]):
         self.rows = rows
@@ -71,6 +99,17 @@ class NgramState:
         width = max(map(len, found))  # the target need not read more
         padded = mx.array([tokens + [0] * (width - len(tokens)) for tokens in found], mx.int32)
         return Draft(padded.reshape(len(found), width), mx.array([len(tokens) for tokens in found], mx.int32))
+
+    def propose_tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        grown = [merged(islice(row.matches(depth), _BRANCHES), nodes) for row in self.rows]
+        width = max(len(tokens) for tokens, _ in grown)
+        if not width:
+            return self.propose(depth, sampling, positions)
+        tokens, parents = (
+            mx.array([tree[part] + [0] * (width - len(tree[part])) for tree in grown], mx.int32) for part in (0, 1)
+        )
+        lengths = mx.array([len(tokens) for tokens, _ in grown], mx.int32)
+        return Draft(tokens, lengths, tree=Tree(parents, depth))
 
     def prefill(self, seen: Observation) -> None:
         """The prompts were indexed when the state was opened."""

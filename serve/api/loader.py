@@ -67,7 +67,7 @@ def load(plan: Plan, say: Callable[[str], None]) -> Loaded:
         prefix_cache_bytes=plan.prefix_cache_bytes,
         kv_bits=plan.kv_bits,
     )
-    drafts = plan.speculation.num_tokens if proposer is not None else 0
+    drafts = plan.speculation.deepest if proposer is not None else 0
     loaded = Loaded(engine, proposer.name if proposer is not None else "none", drafts, sampling_defaults(plan.target))
     for line in _description(plan, loaded):
         say(line)
@@ -95,6 +95,7 @@ def _description(plan: Plan, loaded: Loaded) -> list[str]:
     return [
         f"target: {target.name}, {target.num_layers} layers, {str(target.dtype).rpartition('.')[2]}",
         f"speculation: {plan.speculation}",
+        *plan.speculation.why_chains(loaded.engine),
         f"chat: {', '.join(chats)}",
         f"sampling: temperature {loaded.defaults.get('temperature', 1.0):g} unless a request says otherwise",
         f"context: {target.context_length} tokens, {plan.max_batch} rows at once",

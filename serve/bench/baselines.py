@@ -22,6 +22,7 @@ class MlxLmMode:
     name: Literal["mlx-lm", "mlx-lm-draft"] = "mlx-lm"
     batch = 1
     depth = 0
+    nodes = 0
     policy: PolicyName = "fixed"
 
     def __init__(self, target: Target):
@@ -74,6 +75,7 @@ class MlxLmBatchMode:
 
     name: Literal["mlx-lm-batch"] = "mlx-lm-batch"
     depth = 0
+    nodes = 0
     policy: PolicyName = "fixed"
 
     def __init__(self, target: Target, batch: int):

@@ -86,6 +86,14 @@ def _add_what(what: argparse._ArgumentGroup, plan: Plan) -> None:
         "--depth", type=_positive, nargs="+", default=[4], metavar="K", help="draft tokens a round (default 4)"
     )
     what.add_argument(
+        "--nodes",
+        type=int,
+        nargs="+",
+        default=[0],
+        metavar="N",
+        help="tokens of a draft tree that is at most K deep; 0 for chains (default 0); --nodes 0 16 compares both",
+    )
+    what.add_argument(
         "--policy",
         nargs="+",
         choices=get_args(PolicyName),
@@ -151,7 +159,7 @@ def _bench(args: argparse.Namespace, command: str) -> int:
         print(f"draft model: {draft.name}")
     runs: list[Run] = []
     for plan in plans:
-        ways = build_modes(Models(target, head, draft), modes, args.batch, args.depth, args.policy)
+        ways = build_modes(Models(target, head, draft), modes, args.batch, args.depth, args.policy, args.nodes)
         runs += measure(target, ways, prompts, plan, progress=not args.quiet)
     tolerance = tolerance_for(target) if args.tolerance is None else args.tolerance
     print(f"\n{report.table(runs)}\n\n{report.footnote(runs, args.max_tokens, tolerance)}")

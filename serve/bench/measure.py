@@ -63,6 +63,8 @@ class Run:
     mode: str
     batch: int
     depth: int
+    nodes: int
+    """Tokens of a draft tree; 0 for chains."""
     policy: str
     """How many of `depth` tokens are drafted: `fixed` for all."""
     temperature: float
@@ -245,6 +247,7 @@ def _figures(
         mode=tally.mode.name,
         batch=tally.mode.batch,
         depth=tally.mode.depth,
+        nodes=tally.mode.nodes,
         policy=tally.mode.policy,
         temperature=plan.temperature,
         tokens_per_second=median(rates),

@@ -42,6 +42,11 @@ class Mode(Protocol):
     def depth(self) -> int: ...
 
     @property
+    def nodes(self) -> int:
+        """Tokens of a draft tree; 0 for chains."""
+        ...
+
+    @property
     def policy(self) -> PolicyName: ...
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Continuation]:
@@ -62,10 +67,15 @@ class EngineMode:
         depth: int = 0,
         proposer: Proposer | None = None,
         policy: PolicyName = "fixed",
+        nodes: int = 0,
     ):
-        self.name, self.batch, self.depth, self.policy = name, batch, depth, policy
-        rule = Speculation(num_tokens=depth, policy=policy).make_policy()
+        self.name, self.batch, self.depth, self.nodes, self.policy = name, batch, depth, nodes, policy
+        rule = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy).make_policy()
         self._engine = Engine(target, proposer, rule, max_batch=batch)
+        if self._engine.chains_only is not None:
+            raise ConfigError(
+                f"no trees can be drafted for {target.name}: {self._engine.chains_only}; leave --nodes out"
+            )
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Continuation]:
         return [
@@ -129,8 +139,10 @@ def build_modes(
     batches: Sequence[int],
     depths: Sequence[int],
     policies: Sequence[PolicyName] = ("fixed",),
+    nodes: Sequence[int] = (0,),
 ) -> list[Mode]:
-    """Every mode asked for, at every batch size and, where the engine drafts, at every depth and by every policy.
+    """Every mode asked for, at every batch size and, where the engine drafts, at every depth and by every policy, with
+    chains (0 nodes) and with trees of so many nodes.
 
     mlx-lm and mlx-lm-draft decode one prompt at a time whatever the batch. Raises ConfigError for a mode whose model is
     missing, HeadError or TargetError where it does not fit the target.
@@ -148,8 +160,10 @@ def build_modes(
         if "plain" in names:
             modes.append(EngineMode("plain", target, batch))
         modes += [
-            EngineMode(name, target, batch, depth, models.proposer(name), policy)
+            EngineMode(name, target, batch, depth, models.proposer(name), policy, size)
             for depth in depths
+            for size in nodes
+            if size == 0 or size > depth
             for name in DRAFTING
             if name in names
             for policy in policies

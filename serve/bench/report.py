@@ -131,7 +131,7 @@ def _cells(run: Run) -> tuple[str, ...]:
     return (
         run.mode,
         str(run.batch),
-        str(run.depth) if run.depth else "-",
+        _size(run),
         run.policy if run.depth else "-",
         f"{run.temperature:g}",
         f"{run.tokens_per_second:.1f}",
@@ -144,6 +144,11 @@ def _cells(run: Run) -> tuple[str, ...]:
         " ".join(f"{share:.2f}" for share in run.acceptance_by_position) or "-",
         _identity(run),
     )
+
+
+def _size(run: Run) -> str:
+    """The depth of a chain, depth/tokens of a tree."""
+    return f"{run.depth}/{run.nodes}" if run.nodes else str(run.depth) if run.depth else "-"
 
 
 def _ratio(ratio: float | None) -> str:
@@ -165,7 +170,7 @@ def _align(cell: str, widths: Sequence[int], column: int) -> str:
 def _label(run: Run) -> str:
     parts = [run.mode]
     if run.depth:
-        parts.append(f"depth {run.depth}")
+        parts.append(f"depth {_size(run)}")
     if run.policy != "fixed":
         parts.append(run.policy)
     if run.batch > 1:

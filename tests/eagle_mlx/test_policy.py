@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
+from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, Shape, ThroughputPolicy, TreePolicy
+from eagle_mlx.policy.throughput import levels_for
 
 Cost = Callable[[int, int], float]
 
@@ -173,6 +174,76 @@ def test_another_number_of_rows_starts_from_what_is_known() -> None:
     world.run(policy, 400, rows=8)
     assert policy.depth(8) == 0
     assert policy.depth(2) >= 4
+
+
+@dataclass
+class Forest(World):
+    """The same where a tree of n tokens adds, with its i-th, the chance `gain / (i + 1)` of one more."""
+
+    gain: float = 0.5
+
+    def expected(self, shape: Shape) -> float:
+        if not shape.is_tree:
+            return sum(self.chance**i for i in range(shape.depth + 1))
+        return 1 + sum(self.gain / (i + 1) for i in range(shape.nodes))
+
+    def grow(
+        self, policy: ThroughputPolicy, rounds: int, rows: int = 1, trees: bool = True
+    ) -> tuple[list[Shape], float]:
+        """The shapes chosen, and the tokens per second."""
+        shapes, clock, tokens = [], 0.0, 0.0
+        for _ in range(rounds):
+            shape = policy.shape(rows, trees)
+            assert policy.shape(rows, trees) == shape  # asking changes nothing
+            seconds = self.cost(rows, shape.nodes)
+            measured = seconds * max(0.2, self.rng.normal(1, self.noise))
+            if shape.is_tree:
+                kept = [[i for i in range(shape.nodes) if self.rng.random() < self.gain / (i + 1)] for _ in range(rows)]
+                policy.observe_tree(shape, kept, measured)
+            else:
+                depth = shape.depth
+                accepted = [int(np.cumprod(self.rng.random(depth) < self.chance).sum()) for _ in range(rows)]
+                policy.observe(depth, [depth] * rows, accepted, measured)
+            shapes.append(shape)
+            clock, tokens = clock + seconds, tokens + rows * self.expected(shape)
+        return shapes, tokens / clock
+
+
+SHAPES = [*map(Shape.chain, range(6)), *(Shape(levels_for(nodes), nodes) for nodes in (8, 12, 16, 24, 32))]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("chance", "gain"), [(0.6, 0.9), (0.9, 0.3), (0.0, 0.0), (0.5, 0.7)])
+@pytest.mark.parametrize("slope", [0.01, 0.05, 0.3])
+def test_throughput_policy_sizes_trees_by_what_pays(slope: float, chance: float, gain: float, rows: int) -> None:
+    forest = Forest(chance, lambda rows, nodes: 1 + slope * rows * nodes, gain=gain)
+    policy = ThroughputPolicy(max_nodes=32)
+    assert policy.wants_trees
+    forest.grow(policy, 600, rows)
+    _, speed = forest.grow(policy, 2000, rows)
+    best = max(rows * forest.expected(shape) / forest.cost(rows, shape.nodes) for shape in SHAPES)
+    assert speed > 0.93 * best
+    assert speed > 0.97 * rows / forest.cost(rows, 0)
+
+
+def test_trees_are_left_out_where_they_cannot_be_had() -> None:
+    forest, policy = Forest(0.3, lambda rows, nodes: 1 + 0.01 * nodes, gain=0.9), ThroughputPolicy(max_nodes=16)
+    with_trees, _ = forest.grow(policy, 300)
+    assert with_trees[-1].is_tree
+    without, _ = forest.grow(policy, 300, trees=False)
+    assert not any(shape.is_tree for shape in without)
+    assert not ThroughputPolicy().wants_trees
+    assert not ThroughputPolicy(max_nodes=1).wants_trees
+
+
+def test_fixed_policy_draws_the_tree_that_it_was_given() -> None:
+    policy = FixedPolicy(4, nodes=12)
+    assert isinstance(policy, TreePolicy)
+    assert policy.shape(3, trees=True) == Shape(4, 12)
+    assert policy.shape(3, trees=False) == Shape(4, 4) == FixedPolicy(4).shape(3, trees=True)
+    assert (Shape(4, 12).cut(2), Shape(4, 12).cut(0), Shape.chain(4).cut(3)) == (Shape(2, 12), Shape(0, 0), Shape(3, 3))
+    with pytest.raises(ConfigError, match="^nodes, the number of draft tokens"):
+        FixedPolicy(4, nodes=-1)
 
 
 def test_costs_of_depths_not_tried_lie_on_a_line_and_outliers_are_ignored() -> None:

@@ -18,6 +18,7 @@ import eagle_mlx as em
 from eagle_mlx.batch import Batch
 from eagle_mlx.errors import PromptError
 from eagle_mlx.params import SamplingParams
+from eagle_mlx.policy import Shape
 from eagle_mlx.processors import Penalties, Processors, walk
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
 from eagle_mlx.row import Row, StopStrings
@@ -447,7 +448,7 @@ def test_a_round_that_is_cancelled_was_never_counted() -> None:
     batch = Batch(TARGET, None, [Row(PROMPTS[0], params, 0, LENGTH, frozenset())])
     assert batch.read_prompts(512)
     while not batch.rows[0].finish_reason:
-        current, unwanted = batch.launch(0), batch.launch(0)
+        current, unwanted = batch.launch(Shape.chain(0)), batch.launch(Shape.chain(0))
         batch.cancel(unwanted)
         batch.land(current)
     assert batch.rows[0].tokens == plain_text(PROMPTS[0], params)

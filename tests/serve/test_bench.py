@@ -184,7 +184,7 @@ def test_eagle_needs_a_head() -> None:
 # Reports
 
 
-RUN = Run("eagle", 2, 4, "fixed", 0.7, 151.26, 170.0, 1.624, 1.2, 1.5, 2.75, [0.8, 0.5], True, 9, 1, 8, 2, 800, 5.3)
+RUN = Run("eagle", 2, 4, 0, "fixed", 0.7, 151.26, 170.0, 1.624, 1.2, 1.5, 2.75, [0.8, 0.5], True, 9, 1, 8, 2, 800, 5.3)
 
 
 def test_table_shows_every_figure() -> None:
@@ -379,3 +379,14 @@ def test_head_of_another_target_is_refused(
     save_eagle3(other, tmp_path / "head", target_name="other")
     assert main(["--target", folders[0], "--head", str(tmp_path / "head"), *QUICK]) == 2
     assert "was it trained for another model?" in capsys.readouterr().err
+
+
+def test_trees_are_measured_beside_chains(folders: tuple[str, str], tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    what = ("--modes", "plain", "ngram", "eagle", "--depth", "3", "--nodes", "0", "8")
+    assert main(["--target", folders[0], "--head", folders[1], *what, "--json", str(figures), *QUICK]) == 0
+    runs = json.loads(figures.read_text())["runs"]
+    assert [(run["mode"], run["nodes"]) for run in runs] == [
+        ("plain", 0), ("ngram", 0), ("eagle", 0), ("ngram", 8), ("eagle", 8)
+    ]  # fmt: skip
+    assert all(run["identical"] for run in runs)

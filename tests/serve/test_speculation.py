@@ -81,6 +81,8 @@ def test_the_one_flag_form_says_the_same(config: dict[str, object], flags: str) 
         ),
         ("--no-adaptive-k", "--spec-policy acceptance-ema"),
         ("--spec-policy fixed --acceptance-rate-threshold 0.2", "--spec-policy acceptance-ema"),
+        ("--draft-tree-nodes -1", "--draft-tree-nodes must be at least 0"),
+        ("--draft-tree-nodes 8 --spec-policy acceptance-ema", "sizes chains"),
     ],
 )
 def test_flags_that_cannot_be_meant_are_refused(line: str, said: str) -> None:
@@ -90,6 +92,12 @@ def test_flags_that_cannot_be_meant_are_refused(line: str, said: str) -> None:
 
 def test_policies() -> None:
     assert isinstance(parse("").make_policy(), ThroughputPolicy)
+    trees = parse("--spec-decode ngram --draft-tree-nodes 16")
+    assert trees.make_policy().wants_trees  # type: ignore[attr-defined]
+    assert trees.deepest == 6
+    assert "trees of up to 16" in str(trees)
+    fixed = parse("--draft-tree-nodes 16 --spec-policy fixed --num-speculative-tokens 5")
+    assert (fixed.make_policy(), fixed.deepest) == (FixedPolicy(5, 16), 5)
     assert parse("--spec-policy fixed --num-draft-tokens 3").make_policy() == FixedPolicy(3)
     policy = parse(
         "--spec-policy acceptance-ema --no-adaptive-k --no-dynamic-spec-decode --disable-by-batch-size 8 "

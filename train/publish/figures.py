@@ -180,7 +180,8 @@ def _speed(run: Mapping[str, Any]) -> Speed:
 def _depth(run: Mapping[str, Any]) -> str:
     if not run["depth"]:
         return ""
-    return str(run["depth"]) if run.get("policy", "fixed") == "fixed" else f"up to {run['depth']}"
+    size = f"{run['depth']}, tree of {run['nodes']}" if run.get("nodes") else str(run["depth"])
+    return size if run.get("policy", "fixed") == "fixed" else f"up to {size}"
 
 
 def _how(written: Mapping[str, Any]) -> str:

@@ -1,0 +1,54 @@
+"""What rounds cost here and now, by rows and by how much was drafted."""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class Costs:
+    """Seconds of a round by (rows, draft tokens): the median of the latest, or an estimate from those of its like."""
+
+    _LATEST = 7
+
+    def __init__(self) -> None:
+        self._samples: dict[tuple[int, int], deque[float]] = {}
+        self._curves: dict[int, dict[int, float]] = {}
+        """By rows, then by size."""
+
+    def add(self, rows: int, size: int, seconds: float) -> None:
+        samples = self._samples.setdefault((rows, size), deque(maxlen=self._LATEST))
+        samples.append(seconds)
+        self._curves.setdefault(rows, {})[size] = sorted(samples)[(len(samples) - 1) // 2]
+
+    def estimate(self, rows: int, size: int) -> float | None:
+        """Seconds; None before the first round.
+
+        What was not measured has the shape of the nearest number of rows that was measured on both sides of this size,
+        or else at the most sizes, and the level of a size that both were measured at.
+        """
+        own = self._curves.get(rows, {})
+        if size in own or not self._curves:
+            return own.get(size)
+
+        def unlike(other: int) -> tuple[float, float, int]:
+            curve = self._curves[other]
+            return (0 if min(curve) <= size <= max(curve) else 1 / len(curve), abs(other - rows), other)
+
+        like = self._curves[min(self._curves, key=unlike)]
+        shared = min(own.keys() & like.keys(), key=lambda other: abs(other - size), default=None)
+        level = 1.0 if shared is None else own[shared] / like[shared]
+        return level * _interpolated(like, size)
+
+
+def _interpolated(curve: dict[int, float], size: int) -> float:
+    """The cost at a size from those measured: on a line between its neighbours, beyond them as from end to end."""
+    first, last = min(curve), max(curve)
+    if first == last:
+        return curve[first]
+    if first <= size <= last:
+        left, right = max(d for d in curve if d <= size), min(d for d in curve if d >= size)
+        share = (size - left) / (right - left) if right > left else 0.0
+        return curve[left] + share * (curve[right] - curve[left])
+    slope = max(curve[last] - curve[first], 0.0) / (last - first)
+    end = first if size < first else last
+    return max(curve[end] + slope * (size - end), curve[end] / 2)
