@@ -7,20 +7,16 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
-import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 from tqdm import tqdm
 
 from eagle_mlx.shards import MANIFEST, Sample, ShardFile, ShardMeta, ShardRepair, ShardWriter
 from eagle_mlx.target import Target
 
 from .collect import WINDOW, TokensAndMask, capture_batches, make_batches
-
-_PROBES = 64
-"""Values of each weight that go into a target's fingerprint."""
+from .fingerprint import fingerprint
 
 
 class Shards(Protocol):
@@ -56,7 +52,7 @@ class ShardCapture:
         self._bounds = _bounds(lengths, tokens_per_shard)
         self._tokens = [sum(lengths[start:stop]) for start, stop in self._bounds]
         self.made_from: Mapping[str, str] = {
-            "target": _weights(target),
+            "target": f"{target.num_layers} layers of {target.hidden_size} ({fingerprint(target)})",
             "conversations": _conversations(samples),
             "layers": ", ".join(map(str, (*self.aux_layers, f"the last of {target.num_layers}"))),
             "bits": str(bits),
@@ -163,18 +159,3 @@ def _conversations(samples: Sequence[TokensAndMask]) -> str:
         digest.update(np.array(tokens, "<i4").tobytes() + np.array(mask, np.uint8).tobytes())
         count += len(tokens)
     return f"{len(samples):,} of {count:,} tokens ({digest.hexdigest()[:16]})"
-
-
-def _weights(target: Target) -> str:
-    """The target told by a few values of each weight, wherever its files stand."""
-    names, probes = [], []
-    parameters = cast(list[tuple[str, mx.array]], tree_flatten(target.model.parameters()))
-    for name, weight in sorted(parameters, key=lambda one: one[0]):
-        flat = weight.reshape(-1)
-        names.append(f"{name} {weight.shape}\n")
-        probes.append(flat[:: max(1, flat.size // _PROBES)][:_PROBES].astype(mx.float32))
-    mx.eval(probes)
-    digest = hashlib.sha256("".join(names).encode())
-    for probe in probes:
-        digest.update(np.array(probe).tobytes())
-    return f"{target.num_layers} layers of {target.hidden_size} ({digest.hexdigest()[:16]})"
