@@ -11,7 +11,8 @@ import mlx.core as mx
 from eagle_mlx.cache import RaggedCache, check_cacheable
 from eagle_mlx.errors import TargetError
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
-from eagle_mlx.sampling import SamplingBatch, draft_sample
+from eagle_mlx.proposers.growth import Nodes, best_of, children_of
+from eagle_mlx.sampling import SamplingBatch, draft_sample, draft_scores
 from eagle_mlx.target import Target
 
 _CHUNK = 512
@@ -96,6 +97,24 @@ class DraftModelState:
             text.guessed = depth - 1
         lengths = mx.full((len(self.texts),), depth, mx.int32)
         return Draft(mx.concatenate(tokens, axis=1), lengths, mx.concatenate(probs, axis=1) if probs else None)
+
+    def propose_tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        """A chain of the likeliest tokens, and beside each of them the likeliest others."""
+        logits = self._read([list(text.unread) for text in self.texts])
+        committed = self.cache.save()
+        tip, pool, width = Nodes.text(len(self.texts)), list[Nodes](), max(2, -(-nodes // depth))
+        for level in range(depth):
+            if level:
+                logits = self.proposer.draft.forward(tip.tokens, self.cache).logits
+                self.cache.advance(1)
+            logits = _fitted(logits, self.proposer.vocab_size)
+            shares = draft_scores(logits, sampling, positions[:, None] + level, self.proposer.vocab_size)
+            pool.append(children_of(tip, shares, width, None, level * width))
+            tip = pool[-1].at(mx.argmax(pool[-1].scores, axis=1, keepdims=True))
+            mx.async_eval(tip.tokens)
+        self.cache.restore(committed)  # what is kept may have left the chain that was read, so it is read again
+        tokens, tree = best_of(pool, nodes, depth)
+        return Draft(tokens, mx.full((len(self.texts),), nodes, mx.int32), tree=tree)
 
     def _read(self, pieces: list[list[int]]) -> mx.array:
         """Read some unread tokens of each row; the logits [B, 1, V] after the last of each, where it has any."""

@@ -1,4 +1,4 @@
-"""Growing a draft tree with a head: level by level, always below the nodes that are likeliest to be reached.
+"""Growing a draft tree: level by level, always below the nodes that are likeliest to be reached.
 
 Source: Li et al. 2024, EAGLE-2, section 4: expansion by joint probability, then the best nodes of the whole tree.
 """
@@ -25,7 +25,7 @@ Scores = Callable[[mx.array, int], mx.array]
 
 
 @dataclass(frozen=True)
-class _Nodes:
+class Nodes:
     """Candidates of one level, all arrays [B, n]."""
 
     tokens: mx.array
@@ -37,9 +37,15 @@ class _Nodes:
     places: mx.array
     """int32, their own."""
 
-    def at(self, picked: mx.array) -> _Nodes:
+    @classmethod
+    def text(cls, rows: int) -> Nodes:
+        """What the first tokens hang below."""
+        none = mx.full((rows, 1), -1, mx.int32)
+        return cls(none, mx.zeros((rows, 1)), none, none)
+
+    def at(self, picked: mx.array) -> Nodes:
         """Those at the places [B, m] of this level."""
-        return _Nodes(*(mx.take_along_axis(x, picked, axis=1) for x in vars(self).values()))
+        return Nodes(*(mx.take_along_axis(x, picked, axis=1) for x in vars(self).values()))
 
 
 def grow(
@@ -53,9 +59,7 @@ def grow(
     """
     rows = hidden.shape[0]
     eye = mx.broadcast_to(mx.eye(width, dtype=mx.bool_), (rows, width, width))
-    none = mx.full((rows, 1), -1, mx.int32)
-    text = _Nodes(none, mx.zeros((rows, 1)), none, none)
-    frontier = _children(text, scores(hidden, 0), width, head.token_ids, 0)
+    frontier = children_of(Nodes.text(rows), scores(hidden, 0), width, head.token_ids, 0)
     pool, seen = [frontier], eye
     g = mx.broadcast_to(hidden, (rows, width, hidden.shape[-1]))
     for level in range(1, levels):
@@ -64,13 +68,13 @@ def grow(
         h = head(head.embed(frontier.tokens), g, cache)
         cache.advance(width)
         first = sum(level.tokens.shape[1] for level in pool)
-        pool.append(_children(frontier, scores(h, level), width, head.token_ids, first))
+        pool.append(children_of(frontier, scores(h, level), width, head.token_ids, first))
         mx.async_eval(pool[-1].scores)  # the device drafts while the host builds the next level
         picked = _top(pool[-1].scores, width)
         frontier, below = pool[-1].at(picked), picked // width
         g = mx.take_along_axis(h, below[..., None], axis=1)
         seen = mx.concatenate([mx.take_along_axis(seen, below[..., None], axis=1), eye], axis=-1)
-    return _best(pool, nodes, levels)
+    return best_of(pool, nodes, levels)
 
 
 def width_for(nodes: int, levels: int) -> int:
@@ -81,13 +85,13 @@ def width_for(nodes: int, levels: int) -> int:
     return width
 
 
-def _children(parents: _Nodes, shares: mx.array, width: int, token_ids: mx.array | None, first: int) -> _Nodes:
+def children_of(parents: Nodes, shares: mx.array, width: int, token_ids: mx.array | None, first: int) -> Nodes:
     """The `width` likeliest tokens below each of n nodes, by log shares [B, n, Vd], in the pool from `first` on."""
     rows, count, _ = shares.shape
     ids = _top(shares, width)
     step = mx.clip(mx.take_along_axis(shares, ids, axis=-1), _LEAST, 0.0) - _STEP
     places = mx.broadcast_to(mx.arange(first, first + count * width, dtype=mx.int32), (rows, count * width))
-    return _Nodes(
+    return Nodes(
         (ids if token_ids is None else token_ids[ids]).astype(mx.int32).reshape(rows, -1),
         (parents.scores[..., None] + step).reshape(rows, -1),
         mx.repeat(parents.places, width, axis=1),
@@ -95,7 +99,7 @@ def _children(parents: _Nodes, shares: mx.array, width: int, token_ids: mx.array
     )
 
 
-def _best(pool: Sequence[_Nodes], nodes: int, levels: int) -> tuple[mx.array, Tree]:
+def best_of(pool: Sequence[Nodes], nodes: int, levels: int) -> tuple[mx.array, Tree]:
     """The likeliest nodes of all levels: a tree, since no node is likelier than its parent."""
     tokens, scores, parents = (
         mx.concatenate([getattr(level, name) for level in pool], axis=1) for name in ("tokens", "scores", "parents")

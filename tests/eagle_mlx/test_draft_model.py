@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mlx.utils import tree_map
 
 import eagle_mlx as em
 from eagle_mlx.errors import TargetError
@@ -118,3 +119,22 @@ def test_other_tokenizers_and_ends_of_turn_are_refused() -> None:
 def test_a_draft_model_with_recurrent_state_is_refused() -> None:
     with pytest.raises(TargetError, match="recurrent state"):
         em.DraftModelProposer(em.Target(tiny_model("mamba2")))
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=0.8, seed=2)]
+)
+def test_trees_of_a_draft_model_change_nothing_and_accept_more(params: SamplingParams) -> None:
+    """The draft model is the target with noise on it, so that its second choice is often the right one."""
+    draft = tiny_target()
+    noise = np.random.default_rng(0)
+    draft.model.update(
+        tree_map(lambda w: w + mx.array(noise.normal(0, 0.03, w.shape), w.dtype), draft.model.parameters())
+    )
+    plain = em.Engine(TARGET).generate(PROMPTS, params)
+    rounds = []
+    for policy in (em.FixedPolicy(3), em.FixedPolicy(3, nodes=12)):
+        outputs = em.Engine(TARGET, em.DraftModelProposer(draft), policy, max_batch=3).generate(PROMPTS, params)
+        assert [o.tokens for o in outputs] == [o.tokens for o in plain]
+        rounds.append(sum(o.rounds for o in outputs))
+    assert rounds[1] < rounds[0]
