@@ -135,9 +135,10 @@ def test_what_was_torn_or_damaged_is_made_again(
         made[: len(lines[0]) // 2],  # torn within the settings
         b"",
         made + bytes(64),  # blocks that were never written
-        b"".join([*lines[:3], lines[3].replace(b"o", b"0", 1), *lines[4:]]),  # a byte that is another
-        b"".join([*lines[:3], lines[3][:-1] + b"\n", lines[3], *lines[4:]]),  # a row that is there twice
+        b"".join([lines[0], lines[1].replace(b"role", b"r0le", 1), *lines[2:]]),  # a byte that is another
+        b"".join([*lines[:2], lines[1], *lines[2:]]),  # a row that is there twice
     ]
+    assert b"r0le" in damaged[-2]
     for content in damaged:
         part.write_bytes(content)
         regenerate_to_file(Engine(target, max_batch=2), asked(), CONFIG, path)
