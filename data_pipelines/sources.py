@@ -77,6 +77,12 @@ class DataConfig:
                 raise ConfigError(f"--map {text}: {place} is none of the sources, {', '.join(self.sources)}")
         return [_mapped(source, self.map) for source in found]
 
+    def alone(self, source: str) -> DataConfig:
+        """The same reading of one source by itself, with the maps that are meant for it, whole."""
+        spec = parse(source).spec
+        maps = tuple(text for text in self.map if place_of(text) in ("", spec))
+        return replace(self, sources=(spec,), map=maps, limit=0)
+
 
 def read_conversations(
     config: DataConfig,

@@ -109,7 +109,7 @@ def _argument(type_: Any) -> dict[str, Any]:
     if typing.get_origin(type_) is typing.Literal:
         return {"choices": typing.get_args(type_)}
     if type_ == tuple[str, ...]:
-        return {"action": "append", "metavar": "SOURCE"}
+        return {"nargs": "+", "action": "extend", "metavar": "TEXT"}
     if typing.get_origin(type_) is tuple:
         item = typing.get_args(type_)[0]
         return {"nargs": "+", "type": item, "metavar": {int: "N", float: "X"}[item]}

@@ -39,7 +39,19 @@ class TrainConfig:
     init_from: str = ""
     """folder or hub id of a head of that kind to go on from; it gives the shape and the draft vocabulary"""
     data: tuple[str, ...] = ("builtin:python",)
-    """source of conversations; may be given several times"""
+    """sources of conversations, files, hub ids or presets; SOURCE=WEIGHT for each makes a mix of them (docs/data.md)"""
+    map: tuple[str, ...] = ()
+    """what the rows call their fields, such as role=from,content=value or SOURCE:prompt=question"""
+    stream: bool = False
+    """read rows as they come and store none, for sets that are larger than the disk"""
+    skip_bad: bool = False
+    """leave out and count rows that cannot be used, in place of ending with an error"""
+    keep_turns: str = ""
+    """keep conversations of MIN:MAX turns of the user; either may be left out"""
+    keep_tokens: str = ""
+    """keep conversations of MIN:MAX tokens"""
+    dedupe: Literal["none", "prompt", "conversation"] = "none"
+    """keep the first of conversations with the same prompt, or of the same whole"""
     shards: str = ""
     """folder of hidden states made by `eagle-data collect`, in place of --data"""
     output: str = "out/head"
@@ -48,7 +60,7 @@ class TrainConfig:
     """replace an output folder that exists, once the new one is complete"""
 
     limit: int = 0
-    """use at most this many conversations of each source; 0 for all"""
+    """use at most this many conversations, all sources together; 0 for all"""
     max_length: int = 2048
     """cut conversations after this many tokens"""
     cache_gb: float = 4.0

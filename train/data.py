@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,12 +10,15 @@ from numpy.typing import NDArray
 
 from eagle_mlx.data_pipelines import (
     Conversation,
+    DataConfig,
+    ReadReport,
     Rendered,
     capture,
     choose_draft_vocab,
     count_tokens,
     coverage,
-    load_conversations,
+    prompt_tokens,
+    read_conversations,
     render_all,
     special_token_ids,
 )
@@ -55,7 +57,7 @@ def training_data(
     config = settled(config)
     if config.shards:
         return _from_shards(target, config, head)
-    rendered = _render(target, config)
+    rendered, read = _render(target, config)
     aux_layers = KINDS[config.head].aux_layers(target, config) if head is None else kind_of(head).aux_layers_of(head)
     kept, share = _draft_vocabulary(target, config, count_tokens(rendered, target.vocab_size), head)
     tokens = sum(len(one.tokens) for one in rendered)
@@ -68,6 +70,7 @@ def training_data(
     )
     report = {
         "conversations": len(rendered),
+        **read,
         "tokens": tokens,
         "loss_tokens": sum(sum(one.loss_mask) for one in rendered),
         "states": "captured once, in memory" if cached else "captured anew for each batch",
@@ -83,9 +86,12 @@ def heldout_prompts(target: Target, config: TrainConfig) -> list[list[int]]:
     A source given as `eval_data` that is not trained on is taken whole. Raises DataError where there are none.
     """
     source = config.eval_data or config.data[0]
-    split: Literal["heldout", "all"] = "heldout" if source in config.data or source.startswith("builtin:") else "all"
+    wanted = _data_config(config).alone(source)
+    learnt = [spec for one in config.data for spec in _data_config(config).alone(one).sources]
+    [spec] = wanted.sources
+    split: Literal["heldout", "all"] = "heldout" if spec in learnt or spec.startswith("builtin:") else "all"
     prompts: list[list[int]] = []
-    for conversation in load_conversations(source, split):
+    for conversation in read_conversations(wanted, split, target.tokenizer):
         prompt = _prompt(target, conversation, config.eval_tokens)
         if prompt is not None:
             prompts.append(prompt)
@@ -99,19 +105,32 @@ def heldout_prompts(target: Target, config: TrainConfig) -> list[list[int]]:
     return prompts
 
 
-def _render(target: Target, config: TrainConfig) -> list[Rendered]:
+def _render(target: Target, config: TrainConfig) -> tuple[list[Rendered], dict[str, int]]:
+    """The conversations, and what was left out of them."""
     if target.tokenizer is None:
         raise TargetError("the target has no tokenizer, which conversations need; train from shards instead")
     length = min(config.max_length, target.context_length)
-    rendered, _ = render_all(target.tokenizer, _conversations(config), length)
+    left_out = ReadReport()
+    found = read_conversations(_data_config(config), "train", target.tokenizer, left_out)
+    rendered, _ = render_all(target.tokenizer, found, length, config.skip_bad)
     if not rendered:
         raise DataError(f"nothing to learn from in {', '.join(config.data)}; check the source, or raise --max-length")
-    return rendered
+    return rendered, {"left_out": left_out.left_out}
 
 
-def _conversations(config: TrainConfig) -> Iterator[Conversation]:
-    for source in config.data:
-        yield from load_conversations(source, "train", config.limit or None, config.seed)
+def _data_config(config: TrainConfig) -> DataConfig:
+    """What to read, and what of it to keep."""
+    return DataConfig(
+        config.data,
+        config.map,
+        config.limit,
+        config.seed,
+        config.stream,
+        config.skip_bad,
+        config.keep_turns,
+        config.keep_tokens,
+        config.dedupe,
+    )
 
 
 def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) -> TrainData:
@@ -182,8 +201,6 @@ def _prompt(target: Target, conversation: Conversation, room: int) -> list[int] 
         tokens = list(tokenizer.encode(conversation.text))
         tokens = tokens[: min(_TEXT_PROMPT, len(tokens) // 2)]
     else:
-        turns = [message.as_dict() for message in conversation.messages]
-        while turns and turns[-1]["role"] == "assistant":
-            turns.pop()
-        tokens = list(tokenizer.apply_chat_template(turns, add_generation_prompt=True)) if turns else []
+        asked = any(message.role != "assistant" for message in conversation.messages)
+        tokens = prompt_tokens(tokenizer, conversation) if asked else []
     return tokens if tokens and len(tokens) + room <= target.context_length else None
