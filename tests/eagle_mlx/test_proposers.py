@@ -12,6 +12,7 @@ import eagle_mlx as em
 from eagle_mlx.errors import ConfigError, HeadError
 from eagle_mlx.params import SamplingParams
 from eagle_mlx.proposers.base import Observation
+from eagle_mlx.proposers.head import HeadState
 from eagle_mlx.proposers.ngram import NgramIndex, merged
 from eagle_mlx.sampling import SamplingBatch, draft_sample
 from tests.fakes import tiny_head, tiny_target
@@ -104,25 +105,47 @@ def test_a_row_whose_prompt_is_one_token_waits_a_round() -> None:
     assert draft.lengths.tolist() == [0, 0]
 
 
-def test_a_head_that_is_not_asked_reads_seldom_and_drafts_the_same_when_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding plainly for long must cost little, and nothing unread may pile up."""
-    head, batch = HEADS["all"], SamplingBatch.of([SamplingParams()], [0])
-    text = [int(t) for t in np.random.default_rng(2).integers(0, 128, 210)]
-    proposer = em.HeadProposer(head)
+def told(text: list[int], start: int, stop: int, at_once: int) -> HeadState:
+    """A state that was given the first three positions as a prompt, and start..stop-1 as they were decoded."""
+    proposer = em.HeadProposer(HEADS["all"])
     proposer.bind(TARGET)
     state = proposer.open([text[:4]])
     following, aux = observation("all", text, 0, 3)
     state.prefill(Observation([following], aux))
-    reads = []
-    forward = state._forward
-    monkeypatch.setattr(state, "_forward", lambda tokens, h: reads.append(tokens.shape[1]) or forward(tokens, h))
-    following, aux = observation("all", text, 3, 205)
-    for at, token in enumerate(following):
-        state.observe(Observation([[token]], tuple(x[:, at : at + 1] for x in aux)))
-    assert reads == [64, 64, 64]
-    assert state.propose(3, batch, mx.array([206])).tokens[0].tolist() == slow_draft(
-        "all", text[:206], 3, SamplingParams(), 0
-    )
+    following, aux = observation("all", text, start, stop)
+    for at in range(0, len(following), at_once):
+        state.observe(Observation([following[at : at + at_once]], tuple(x[:, at : at + at_once] for x in aux)))
+    return state
+
+
+def test_a_head_that_is_not_asked_reads_nothing_and_then_only_what_is_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding plainly for long must cost nothing, and nothing unread may pile up."""
+    batch, at = SamplingBatch.of([SamplingParams()], [0]), mx.array([206])
+    text = [int(t) for t in np.random.default_rng(2).integers(0, 128, 210)]
+    reads: list[int] = []
+    forward = HeadState._forward
+    monkeypatch.setattr(HeadState, "_forward", lambda s, t, h: reads.append(t.shape[1]) or forward(s, t, h))
+    state = told(text, 3, 205, at_once=1)
+    assert reads == [3]
+    drafted = state.propose(3, batch, at).tokens.tolist()
+    newest = reads[1]
+    assert newest <= 32
+    assert drafted == told(text, 205 - newest, 205, at_once=newest).propose(3, batch, at).tokens.tolist()
+    assert drafted != told(text, 205 - 1, 205, at_once=1).propose(3, batch, at).tokens.tolist()
+
+
+@pytest.mark.parametrize("length", [2, 3, 60, 204, 205])
+def test_a_past_with_positions_left_out_can_be_taken_over(length: int) -> None:
+    text = [int(t) for t in np.random.default_rng(2).integers(0, 128, 210)]
+    state = told(text, 3, 205, at_once=1)
+    assert state.length(0) == 205
+    other = state.fork(0, length)
+    assert other.length(0) == length
+    following, aux = observation("all", text, length, 207)
+    other.observe(Observation([following], aux))
+    batch = SamplingBatch.of([SamplingParams()], [0])
+    assert other.propose(3, batch, mx.array([208])).tokens.shape == (1, 3)
+    assert other.length(0) == 207
 
 
 def test_a_head_of_another_target_is_refused_when_the_engine_is_built() -> None:
