@@ -35,7 +35,7 @@ class ThroughputPolicy:
     proposer costs that share and the first few rounds. Raises ConfigError for values out of range.
     """
 
-    def __init__(self, max_depth: int = 5, explore: float = 0.02, max_nodes: int = 0):
+    def __init__(self, max_depth: int = 5, explore: float = 0.01, max_nodes: int = 0):
         """`max_nodes`: the most tokens of a draft tree; 0 for chains alone, which are at most `max_depth` long."""
         check_depth("max_depth", max_depth)
         check_depth("max_nodes", max_nodes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,7 +15,7 @@ from eagle_mlx.target import Target
 from eagle_mlx.tree import Tree
 
 _PLACES = 4
-"""Latest places that are kept of each n-gram."""
+"""Latest places of each n-gram that a tree may be made of."""
 _BRANCHES = 8
 """Places that a tree is made of."""
 _NEXT_BRANCH, _NEXT_TOKEN = 0.5, 0.8
@@ -25,7 +24,7 @@ _NEXT_BRANCH, _NEXT_TOKEN = 0.5, 0.8
 
 @dataclass
 class NgramIndex:
-    """The text of one row, with the latest places at which each of its n-grams ended.
+    """The text of one row, with the places at which each of its n-grams ended, from the latest back.
 
     Updated in place, a constant amount of work per token and per lookup whatever the length of the text.
     """
@@ -33,14 +32,25 @@ class NgramIndex:
     max_ngram: int
     min_ngram: int
     tokens: list[int] = field(default_factory=list)
-    ends: dict[tuple[int, ...], deque[int]] = field(default_factory=dict)
+    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """Where each n-gram ended last."""
+    earlier: list[list[int]] = field(default_factory=list)
+    """By length from `min_ngram` on, where the n-gram that ends at each place ended before; 0 for nowhere."""
+
+    def __post_init__(self) -> None:
+        self.earlier = [[] for _ in range(self.min_ngram, self.max_ngram + 1)]
 
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             # An n-gram is entered when the token after it arrives, so that a lookup never finds itself.
-            for n in range(self.min_ngram, min(self.max_ngram, len(self.tokens)) + 1):
-                places = self.ends.setdefault(tuple(self.tokens[-n:]), deque(maxlen=_PLACES))
-                places.append(len(self.tokens))
+            place = len(self.tokens)
+            for n, earlier in enumerate(self.earlier, self.min_ngram):
+                last = 0
+                if n <= place:
+                    gram = tuple(self.tokens[-n:])
+                    last = self.ends.get(gram, 0)
+                    self.ends[gram] = place
+                earlier.append(last)
             self.tokens.append(token)
 
     def lookup(self, count: int) -> list[int]:
@@ -50,8 +60,10 @@ class NgramIndex:
     def matches(self, count: int) -> Iterator[list[int]]:
         """Up to `count` tokens behind each place that is known: the longest matches first, the latest of them first."""
         for n in range(min(self.max_ngram, len(self.tokens)), self.min_ngram - 1, -1):
-            for end in reversed(self.ends.get(tuple(self.tokens[-n:]), ())):
+            end, seen = self.ends.get(tuple(self.tokens[-n:]), 0), 0
+            while end and seen < _PLACES:
                 yield self.tokens[end : end + count]
+                end, seen = self.earlier[n - self.min_ngram][end], seen + 1
 
 
 class NgramProposer:
