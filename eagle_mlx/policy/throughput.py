@@ -10,8 +10,8 @@ from eagle_mlx.policy.base import Shape, check_depth, check_share
 from eagle_mlx.policy.costs import Costs
 from eagle_mlx.policy.yields import AcceptanceByPosition, AcceptanceByRank
 
-_FIRST_DEPTH, _FIRST_NODES = 3, 12
-_FIRST_SAMPLES = 3
+_FIRST_DEPTH, _FIRST_NODES = 2, 12
+_FIRST_SAMPLES = 2
 """Rounds of depth 0, `_FIRST_DEPTH` and `_FIRST_NODES` before the policy chooses: the first may compile kernels."""
 _MARGIN = 0.02
 """Of shapes whose speeds are this close the smallest is taken: a guess may be wrong, a token not drafted is free."""
@@ -35,7 +35,7 @@ class ThroughputPolicy:
     proposer costs that share and the first few rounds. Raises ConfigError for values out of range.
     """
 
-    def __init__(self, max_depth: int = 5, explore: float = 0.01, max_nodes: int = 0):
+    def __init__(self, max_depth: int = 5, explore: float = 0.005, max_nodes: int = 0):
         """`max_nodes`: the most tokens of a draft tree; 0 for chains alone, which are at most `max_depth` long."""
         check_depth("max_depth", max_depth)
         check_depth("max_nodes", max_nodes)
