@@ -77,6 +77,11 @@ class DataConfig:
                 raise ConfigError(f"--map {text}: {place} is none of the sources, {', '.join(self.sources)}")
         return [_mapped(source, self.map) for source in found]
 
+    @property
+    def specs(self) -> tuple[str, ...]:
+        """The sources without their weights."""
+        return tuple(source.spec for source in self.parsed())
+
     def alone(self, source: str) -> DataConfig:
         """The same reading of one source by itself, with the maps that are meant for it, whole."""
         spec = parse(source).spec

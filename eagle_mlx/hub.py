@@ -12,6 +12,7 @@ from typing import cast
 import huggingface_hub
 from huggingface_hub import constants
 from huggingface_hub.errors import (
+    EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
@@ -48,8 +49,31 @@ def resolve(name: str | Path) -> Path:
     repo = hub_id(name)
     if repo is None:
         raise EagleError(f"there is no folder {folder}")
-    try:
+    with _asking(repo, str(name), f"{name} is no folder here, {repo}"):
         return _fetch(repo)
+
+
+def fetch_file(repo: str, file: str, commit: str | None = None, required: bool = True) -> Path | None:
+    """One file of a repository, through the hub's cache; None where it has no such file and need not.
+
+    Without a network nobody knows whether there is one. Raises EagleError as `resolve` does.
+    """
+    with _asking(repo, repo, f"{file} of {repo}"):
+        try:
+            return Path(huggingface_hub.hf_hub_download(repo, file, revision=commit))
+        except EntryNotFoundError as e:  # of which LocalEntryNotFoundError is one
+            if not required:
+                return None
+            if isinstance(e, LocalEntryNotFoundError):
+                raise
+            raise EagleError(f"{repo} has no {file}; take the repository in which the model was published") from e
+
+
+@contextmanager
+def _asking(repo: str, name: str, missing: str) -> Iterator[None]:
+    """Turn what goes wrong while something is fetched into one line; `missing` is what a cache does not hold then."""
+    try:
+        yield
     except GatedRepoError as e:
         raise EagleError(
             f"{repo} is gated: ask for access at {constants.ENDPOINT}/{repo}, then {LOGIN} of the account that has it"
@@ -62,7 +86,7 @@ def resolve(name: str | Path) -> Path:
         if isinstance(e.__cause__, HfHubHTTPError):
             raise EagleError(f"{repo} cannot be fetched from the hub: {_said(e.__cause__)}") from e
         raise EagleError(
-            f"{name} is no folder here, {repo} is not in the hub's cache, and the hub cannot be reached; "
+            f"{missing} is not in the hub's cache, and the hub cannot be reached; "
             "check the path, or fetch the model while there is a network"
         ) from e
     except HfHubHTTPError as e:

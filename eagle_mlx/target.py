@@ -6,12 +6,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx import hub
@@ -155,11 +154,6 @@ def load_target(name: str | Path, dtype: mx.Dtype | None = None) -> Target:
 def compute_dtype() -> mx.Dtype | None:
     """The type to compute in where the file's own would be slow, else None."""
     return mx.float32 if sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu) else None
-
-
-def parameter_bytes(module: nn.Module) -> int:
-    """Bytes of a module's parameters in memory."""
-    return sum(leaf[1].nbytes for leaf in cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
 
 
 def _find(root: Any, paths: Sequence[str]) -> Any | None:

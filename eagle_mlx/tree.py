@@ -59,11 +59,6 @@ class Tree:
             seen = seen | (at[..., None] == nodes)
         return Branches(seen, seen.sum(axis=-1).astype(mx.int32) - 1)
 
-    @classmethod
-    def chain(cls, rows: int, count: int) -> Tree:
-        """Every node below the one before it."""
-        return cls(mx.broadcast_to(mx.arange(count, dtype=mx.int32), (rows, count)), count)
-
 
 @dataclass(frozen=True)
 class Path:

@@ -24,7 +24,7 @@ _SHARE = 0.1
 def why_no_trees(target: Target, kv_bits: int | None = None) -> str | None:
     """None where trees give this target's own logits, else the reason why not.
 
-    Costs six forwards of a few tokens. Prepares the target's rotary embeddings for trees, which changes nothing else.
+    Costs nine forwards of a few tokens. Prepares the target's rotary embeddings for trees, which changes nothing else.
     """
     if not RaggedCache.of(target.model, 1, kv_bits).may_branch:
         return "it keeps a state or chunks, which cannot be rolled back to a branch"
@@ -42,8 +42,8 @@ def why_no_trees(target: Target, kv_bits: int | None = None) -> str | None:
 def _readings(target: Target, kv_bits: int | None) -> tuple[mx.array, mx.array, mx.array]:
     """Logits of the two branches and of a token behind the second: as chains, as one chain of all, as a tree."""
     tokens = [t % target.vocab_size for t in _NODES]
-    chains = [_chain(target, kv_bits, [tokens[node] for node in branch]) for branch in _BRANCHES]
-    more = _chain(target, kv_bits, [*(tokens[node] for node in _BRANCHES[1]), _NEXT])[:, -1:]
+    first, second = ([tokens[node] for node in branch] for branch in _BRANCHES)
+    right = mx.concatenate([_chain(target, kv_bits, first), _chain(target, kv_bits, [*second, _NEXT])], axis=1)
     straight = _chain(target, kv_bits, [*tokens, _NEXT])
     wrong = [straight[:, list(branch)] for branch in _BRANCHES]
     cache = _begun(target, kv_bits)
@@ -53,11 +53,7 @@ def _readings(target: Target, kv_bits: int | None) -> tuple[mx.array, mx.array, 
     cache.advance(len(_BRANCHES[1]))
     behind = target.forward(mx.array([[_NEXT]], mx.int32), cache).logits
     tree = [grown[:, list(branch)] for branch in _BRANCHES]
-    return (
-        mx.concatenate([*chains, more], axis=1),
-        mx.concatenate([*wrong, straight[:, -1:]], axis=1),
-        mx.concatenate([*tree, behind], axis=1),
-    )
+    return right, mx.concatenate([*wrong, straight[:, -1:]], axis=1), mx.concatenate([*tree, behind], axis=1)
 
 
 def _begun(target: Target, kv_bits: int | None) -> RaggedCache:

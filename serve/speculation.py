@@ -15,6 +15,7 @@ import mlx.nn as nn
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats import load_head
+from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
 from eagle_mlx.policy.throughput import levels_for
 from eagle_mlx.proposers.base import Proposer
@@ -109,9 +110,7 @@ class Speculation:
             proposer = HeadProposer(load_head(self.head, target))
             if self.mode is not None and proposer.name != self.mode:
                 raise ConfigError(f"--spec-decode {mode}: {self.head} is an {proposer.name} head; leave the flag out")
-            said = doubt(proposer.head, target)
-            if said is not None:
-                print(f"warning: {said}", file=sys.stderr)
+            tell_doubt(proposer.head, target)
             return proposer
         if mode == "draft":
             assert self.draft_model is not None
@@ -140,6 +139,12 @@ class Speculation:
             return "none, plain decoding"
         trees = f", or trees of up to {self.tree_nodes}" if self.tree_nodes else ""
         return f"{mode}{source}, up to {self.num_tokens} tokens a round{trees}, policy {self.policy}"
+
+
+def tell_doubt(head: DraftHead, target: Target) -> None:
+    """Try a head on its target, and say on standard error what speaks against it, if anything does."""
+    if (said := doubt(head, target)) is not None:
+        print(f"warning: {said}", file=sys.stderr)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

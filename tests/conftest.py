@@ -16,11 +16,37 @@ os.environ.update(
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
 from hypothesis import settings
 
 import eagle_mlx  # noqa: F401
+
+if TYPE_CHECKING:
+    from tests.hub_server import Hub
 
 # The same code is judged by the same examples; `--hypothesis-profile=search` looks for new ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="module")
+def hub_running() -> Iterator[Hub]:
+    from tests import hub_server
+
+    with hub_server.serving() as running:
+        yield running
+
+
+@pytest.fixture
+def online(hub_running: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """A stand-in of the hub, empty and well."""
+    from tests import hub_server
+
+    hub_server.use(monkeypatch, hub_running.base, tmp_path / "huggingface")
+    hub_running.clear()
+    return hub_running

@@ -51,6 +51,12 @@ class Hub:
         """Whether large files are sent apart from the commit."""
         self.base = ""
 
+    def clear(self) -> None:
+        """Forget all that was sent, and refuse nothing."""
+        for held in (self.repos, self.large, self.requests):
+            held.clear()
+        self.refuse_commits, self.refuse_large, self.keep_apart = False, False, True
+
     def put(self, repo: str, files: dict[str, bytes], **how: Any) -> None:
         self.repos[repo] = Repo(files=files, commits=["first"], **how)
 

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from eagle_mlx import blas
-from eagle_mlx.errors import ConfigError, EagleError
+from eagle_mlx.errors import ConfigError
 from eagle_mlx.folders import check_free
 from eagle_mlx.lanes import tune_process
 from eagle_mlx.target import load_target
 
+from .command import exit_code
 from .config import TrainConfig, field_help, load_config
 from .data import heldout_prompts, training_data
 from .kinds import KINDS, settled
@@ -46,15 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train and return the exit code: 0, 2 after an error that the user can mend, 130 when interrupted."""
     args = vars(_parser().parse_args(argv))
     print(f"blas: {blas.activate()}", file=sys.stderr)
-    try:
-        run(load_config(args.pop("config_file", None), args))
-    except EagleError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code(lambda: run(load_config(args.pop("config_file", None), args)))
 
 
 def run(config: TrainConfig) -> None:

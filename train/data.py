@@ -86,10 +86,10 @@ def heldout_prompts(target: Target, config: TrainConfig) -> list[list[int]]:
     A source given as `eval_data` that is not trained on is taken whole. Raises DataError where there are none.
     """
     source = config.eval_data or config.data[0]
-    wanted = _data_config(config).alone(source)
-    learnt = [spec for one in config.data for spec in _data_config(config).alone(one).sources]
+    learnt = _data_config(config)
+    wanted = learnt.alone(source)
     [spec] = wanted.sources
-    split: Literal["heldout", "all"] = "heldout" if spec in learnt or spec.startswith("builtin:") else "all"
+    split: Literal["heldout", "all"] = "heldout" if spec in learnt.specs or spec.startswith("builtin:") else "all"
     prompts: list[list[int]] = []
     for conversation in read_conversations(wanted, split, target.tokenizer):
         prompt = _prompt(target, conversation, config.eval_tokens)

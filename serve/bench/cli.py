@@ -15,12 +15,11 @@ from eagle_mlx import blas, hub
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.formats import load_head
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.sanity import doubt
 from eagle_mlx.target import Target, load_target
 
 from ..defaults import embedded
 from ..prompts import encode, read_prompts
-from ..speculation import PolicyName
+from ..speculation import PolicyName, tell_doubt
 from . import report
 from .breakdown import measure_breakdown
 from .costs import measure_costs
@@ -189,8 +188,7 @@ def _head(name: str | Path | None, target: Target) -> DraftHead | None:
     if name == "random":
         return random_head(target)
     head = load_head(name, target)
-    if said := doubt(head, target):
-        print(f"warning: {said}", file=sys.stderr)
+    tell_doubt(head, target)
     return head
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
@@ -78,22 +77,6 @@ def test_names_for_others_hold_no_paths(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 # From a hub
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[hub_server.Hub]:
-    with hub_server.serving() as running:
-        yield running
-
-
-@pytest.fixture
-def online(server: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> hub_server.Hub:
-    """The hub, empty again."""
-    hub_server.use(monkeypatch, server.base, tmp_path / "huggingface")
-    for held in (server.repos, server.large, server.requests):
-        held.clear()
-    server.refuse_commits, server.refuse_large, server.keep_apart = False, False, True
-    return server
 
 
 def folder_of(path: Path, **files: str) -> Path:

@@ -74,7 +74,7 @@ def test_the_branch_that_the_target_draws_is_kept(grown: tuple[list[list[int]], 
 
 
 def test_a_chain_is_the_tree_in_which_each_node_hangs_below_the_last() -> None:
-    tree = Tree.chain(2, 3)
+    tree = Tree(mx.array([[0, 1, 2]] * 2), 3)
     assert np.array(tree.branches().seen).tolist() == [np.tri(4, dtype=bool).tolist()] * 2
     samples = mx.array([[5, 6, 7, 8], [5, 6, 7, 8]])
     path = walk(samples, mx.array([[5, 6, 0], [5, 6, 7]]), mx.ones((2, 3), mx.bool_), tree, tree.branches())

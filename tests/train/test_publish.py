@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,21 +63,6 @@ class Made:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("private"))
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[hub_server.Hub]:
-    with hub_server.serving() as running:
-        yield running
-
-
-@pytest.fixture
-def online(server: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> hub_server.Hub:
-    """The hub, empty again."""
-    hub_server.use(monkeypatch, server.base, tmp_path / "huggingface")
-    for held in (server.repos, server.large, server.requests):
-        held.clear()
-    return server
 
 
 def head_folder(folder: Path, **how: Any) -> Path:

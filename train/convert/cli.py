@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import get_args
 
 from eagle_mlx import blas
-from eagle_mlx.errors import ConfigError, EagleError
+from eagle_mlx.errors import ConfigError
 
+from ..command import exit_code
 from .extract import DTYPES, Extraction, Hidden, extract
 from .layouts import Conversion, Layout, convert
 
@@ -53,18 +54,15 @@ eagle-bench decide.
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert and return the exit code: 0, 2 after an error that the user can mend, 130 when interrupted."""
     given = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if given[:1] == ["mtp"]:
-            print(extract(_extraction(given[1:]), _say))
-        else:
-            print(convert(_conversion(given), _say))
-    except EagleError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code(lambda: run(given))
+
+
+def run(given: Sequence[str]) -> None:
+    """From the arguments to the line that says what there is now."""
+    if given[:1] == ["mtp"]:
+        print(extract(_extraction(given[1:]), _say))
+    else:
+        print(convert(_conversion(given), _say))
 
 
 def _say(text: str) -> None:

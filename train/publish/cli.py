@@ -10,6 +10,7 @@ from pathlib import Path
 from eagle_mlx import hub
 from eagle_mlx.errors import ConfigError, EagleError
 
+from ..command import exit_code
 from .bundle import CARD, bundle, listing, pictures
 from .card import Licence, make_card
 from .figures import Figures, of_bench, of_training
@@ -41,15 +42,7 @@ HF_ENDPOINT names another hub than https://huggingface.co.
 def main(argv: Sequence[str] | None = None) -> int:
     """Publish and return the exit code: 0, 2 after an error that the user can mend, 130 when interrupted."""
     args = _parser().parse_args(argv)
-    try:
-        run(args)
-    except EagleError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code(lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> None:
