@@ -41,7 +41,7 @@ _LAYOUTS = {
     "eagle": Layout("EAGLE-1", "eagle", "EAGLE-1, as SafeAILab writes it", ("sglang",)),
     "mtp": Layout("MTP", "mtp", "EAGLE-MLX", ()),
 }
-_MTP_OF_SPECULATORS = Layout("MTP", "mtp", "speculators", ("vllm",))
+_MTP_OF_SPECULATORS = Layout("MTP", "mtp", "speculators", ())
 
 
 @dataclass(frozen=True)

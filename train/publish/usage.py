@@ -59,8 +59,6 @@ python -m sglang.launch_server --model-path {base} \\
 
 
 def _vllm(source: Source, repo: str, base: str, depth: int) -> str:
-    if source.layout.tag == "mtp":
-        return f"With vLLM, which finds the target's name in the head's config:\n\n```\nvllm serve {repo}\n```"
     config = json.dumps({"method": source.layout.tag, "model": repo, "num_speculative_tokens": depth})
     return f"""\
 With vLLM:
