@@ -43,9 +43,13 @@ class RaggedCache(Sequence[Any]):
 
     def _hold(self, lengths: RowLengths, layers: list[Any]) -> None:
         self.lengths, self.layers = lengths, layers
-        parts = [part for layer in layers for part in (layer.caches if isinstance(layer, RaggedList) else (layer,))]
+        parts = self._parts()
         self.recurrent = [part for part in parts if isinstance(part, RecurrentState)]
         self.windows = [part for part in parts if isinstance(part, RaggedWindow)]
+
+    def _parts(self) -> list[Any]:
+        """The caches of all layers, those of lists one by one."""
+        return [part for layer in self.layers for part in (layer.caches if isinstance(layer, RaggedList) else (layer,))]
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -79,10 +83,8 @@ class RaggedCache(Sequence[Any]):
     @property
     def may_branch(self) -> bool:
         """Whether trees can be read: every layer keeps keys and values, whatever their place."""
-        parts = [
-            part for layer in self.layers for part in (layer.caches if isinstance(layer, RaggedList) else (layer,))
-        ]
-        return all(isinstance(x, RaggedKV | RaggedQuantized) and not isinstance(x, RaggedChunked) for x in parts)
+        kinds = (RaggedKV, RaggedQuantized)
+        return all(isinstance(part, kinds) and not isinstance(part, RaggedChunked) for part in self._parts())
 
     def settle(self, lengths: Sequence[int]) -> None:
         """The host has read the rows' real lengths."""
