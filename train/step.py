@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,6 +13,7 @@ import numpy as np
 from mlx.utils import tree_map
 from numpy.typing import NDArray
 
+from eagle_mlx.errors import CheckpointError
 from eagle_mlx.fastmath import on_cpu
 from eagle_mlx.lanes import default_lanes, make_streams, one_blas_thread
 from eagle_mlx.target import Target
@@ -24,11 +24,13 @@ from .config import TrainConfig
 from .kinds import Head, kind_of, settled
 from .losses import CROSS_ENTROPY, Objective, feature_losses, soft_labels, step_weights, unrolled_loss
 from .noise import Noise, add_noise, noise_of
+from .optimizers import Optimizers
 from .plan import Plan, make_plan
 
-BETAS = [0.9, 0.95]
 _COMPILED_MULTIPLE = 256
 """Positions are padded to multiples of this where steps are compiled."""
+
+_STEP, _OPTIMIZER = "step", "optimizer."
 
 Arrays = dict[str, mx.array]
 
@@ -56,13 +58,11 @@ class Stepper:
     def __init__(self, head: Head, target: Target, config: TrainConfig):
         config = settled(config)
         head.attach(target)
-        self._head, self._target, self._config = head, target, config
+        self.head, self._target, self._config = head, target, config
         self._weights = weights_of_steps(config)
         self._objective = objective_of(config)
         self._steps = 0
-        self._optimizers = make_optimizers(config)
-        self._optimizer = optim.MultiOptimizer(list(self._optimizers), [is_inner_matrix])
-        self._optimizer.init(head.trainable_parameters())
+        self._optimizers = Optimizers(config, head.trainable_parameters())
         self._lanes = config.lanes or min(default_lanes(), config.rows)
         self._streams = make_streams(self._lanes)
         self._step: Callable[[list[Arrays]], list[mx.array]] = self._plain_step
@@ -71,7 +71,7 @@ class Stepper:
 
     def compile(self) -> None:
         """Let MLX fuse the step's operations; a new shape of batch is compiled anew."""
-        state = [self._head.state, self._optimizer.state]
+        state = [self.head.state, self._optimizers.together.state]
         self._step = partial(mx.compile, inputs=state, outputs=state)(self._plain_step)
 
     def __call__(self, rows: Rows, factor: float) -> StepResult | None:
@@ -89,12 +89,11 @@ class Stepper:
         lanes = []
         for part, plan, noise, stream in zip(parts, plans, noises, self._streams, strict=False):
             with mx.stream(stream):
-                lanes.append(lane_arrays(self._head, self._target, part, plan, scale, noise))
-        for optimizer, peak in self._optimizers.items():
-            optimizer.learning_rate = mx.array(peak * factor)
+                lanes.append(lane_arrays(self.head, self._target, part, plan, scale, noise))
+        self._optimizers.set_rates(factor)
         with one_blas_thread(self._lanes > 1):
             out = self._step(lanes)
-            mx.eval(out, self._head.parameters(), self._optimizer.state)
+            mx.eval(out, self.head.parameters(), self._optimizers.together.state)
         norm, loss, by_step, hits, *features = out
         return StepResult(
             float(np.array(loss)),
@@ -106,11 +105,28 @@ class Stepper:
             (np.array(features[0]) / self._weights).tolist() if features else None,
         )
 
+    def state(self) -> dict[str, mx.array]:
+        """All that the next step depends on besides the head's weights and the batch, by name.
+
+        `step` counts the updates; the rest is the optimizers'. A new Stepper that gets this back over a head with the
+        same weights goes on bit by bit as this one would.
+        """
+        own = {_STEP: mx.array(self._steps, mx.int64)}
+        return own | {f"{_OPTIMIZER}{name}": value for name, value in self._optimizers.arrays().items()}
+
+    def restore(self, state: Mapping[str, mx.array]) -> None:
+        """Go on from what `state` gave. Raises CheckpointError where it is of another head or optimizer."""
+        if _STEP not in state:
+            raise CheckpointError(f"the trainer's state has no {_STEP!r}; was it written by eagle-train?")
+        others = {name.removeprefix(_OPTIMIZER): value for name, value in state.items() if name != _STEP}
+        self._optimizers.restore(others)
+        self._steps = int(state[_STEP].item())
+
     def _lane_loss(self, arrays: Arrays) -> tuple[mx.array, ...]:
-        return lane_loss(self._head, self._target, arrays, self._objective)
+        return lane_loss(self.head, self._target, arrays, self._objective)
 
     def _plain_step(self, lanes: list[Arrays]) -> list[mx.array]:
-        loss_and_grad = nn.value_and_grad(self._head, self._lane_loss)
+        loss_and_grad = nn.value_and_grad(self.head, self._lane_loss)
         results, gradients = [], []
         for arrays, stream in zip(lanes, self._streams, strict=False):
             with mx.stream(stream):
@@ -121,7 +137,7 @@ class Stepper:
         for gradient in gradients[1:]:
             total = tree_map(mx.add, total, gradient)
         clipped, norm = optim.clip_grad_norm(total, self._config.clip)
-        self._optimizer.update(self._head, clipped)
+        self._optimizers.together.update(self.head, clipped)
         return [norm, *(sum(parts[1:], start=parts[0]) for parts in zip(*results, strict=True))]
 
 
@@ -175,19 +191,3 @@ def weights_of_steps(config: TrainConfig) -> NDArray[np.float32]:
 def objective_of(config: TrainConfig) -> Objective:
     feature, token = config.loss_weights or (0.0, 1.0)
     return Objective(config.loss == "hard", token, feature)
-
-
-def make_optimizers(config: TrainConfig) -> dict[optim.Optimizer, float]:
-    """The optimizer of the head's inner matrices and that of all else, with their peak learning rates."""
-
-    def adamw() -> optim.Optimizer:
-        return optim.AdamW(config.lr, betas=BETAS, weight_decay=config.weight_decay, bias_correction=True)
-
-    if config.optimizer == "adamw":
-        return {adamw(): config.lr, adamw(): config.lr}
-    return {optim.Muon(config.muon_lr, weight_decay=0.0): config.muon_lr, adamw(): config.lr}
-
-
-def is_inner_matrix(path: str, weight: Any) -> bool:
-    """Whether a weight is a matrix between hidden states, which is what Muon is for."""
-    return bool(weight.ndim == 2) and not path.startswith(("lm_head", "embed_tokens"))

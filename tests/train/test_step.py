@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -9,14 +10,16 @@ import pytest
 from mlx.utils import tree_flatten
 
 from eagle_mlx.data_pipelines import capture
+from eagle_mlx.errors import CheckpointError
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.target import Target
 from eagle_mlx.train.batches import Batches, Rows
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.initial import check_shape, head_config, new_head
+from eagle_mlx.train.optimizers import is_inner_matrix
 from eagle_mlx.train.plan import make_plan
 from eagle_mlx.train.samples import InMemory, Tokens
-from eagle_mlx.train.step import Stepper, is_inner_matrix, lane_arrays, lane_loss
+from eagle_mlx.train.step import Stepper, lane_arrays, lane_loss
 from tests.fakes import tiny_head, tiny_target
 
 CONFIG = TrainConfig(target="tiny", rows=4, length=32, unroll=3, lr=3e-3, lanes=1)
@@ -156,3 +159,43 @@ def test_muon_is_for_the_inner_matrices(target: Target) -> None:
 def test_layers_that_the_target_lacks(target: Target) -> None:
     with pytest.raises(Exception, match="the target has layers 0 to 3"):
         check_shape(target, TrainConfig(aux_layers=(0, 4)))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_restored_stepper_goes_on_bit_by_bit(target: Target, tmp_path: Path, optimizer: str, compiled: bool) -> None:
+    config = TrainConfig(**{**vars(CONFIG), "optimizer": optimizer, "feature_noise": 0.1, "weight_decay": 0.01})
+    rows = batch(target)
+
+    def begun(seed: int) -> Stepper:
+        stepper = Stepper(new_head(target, head_config(target, config, target.vocab_size), None, seed), target, config)
+        if compiled:
+            stepper.compile()
+        return stepper
+
+    whole, files = begun(0), [str(tmp_path / name) for name in ("head.safetensors", "state.safetensors")]
+    for step in range(3):
+        whole(rows, 1 - 0.1 * step)
+    mx.save_safetensors(files[0], weights_of(whole.head))
+    mx.save_safetensors(files[1], whole.state())
+    resumed = begun(1)
+    resumed(rows, 0.5)  # what it had done before must not show
+    resumed.head.load_weights(files[0])
+    resumed.restore(mx.load(files[1]))
+    for _ in range(2):
+        assert whole(rows, 0.6) == resumed(rows, 0.6)
+    assert all(mx.array_equal(value, weights_of(resumed.head)[name]) for name, value in weights_of(whole.head).items())
+    assert all(mx.array_equal(value, resumed.state()[name]) for name, value in whole.state().items())
+
+
+def test_a_state_of_another_optimizer_or_head_is_refused(target: Target) -> None:
+    def stepper(optimizer: str, vocab: int) -> Stepper:
+        config = TrainConfig(**{**vars(CONFIG), "optimizer": optimizer})
+        return Stepper(tiny_head(target, draft_vocab=vocab), target, config)
+
+    with pytest.raises(CheckpointError, match="another head or optimizer"):
+        stepper("muon", 128).restore(stepper("adamw", 128).state())
+    with pytest.raises(CheckpointError, match=r"lm_head.weight.* has the shape \(64, 32\) and not \(48, 32\)"):
+        stepper("adamw", 48).restore(stepper("adamw", 64).state())
+    with pytest.raises(CheckpointError, match="no 'step'"):
+        stepper("adamw", 48).restore({})
