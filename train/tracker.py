@@ -10,18 +10,24 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from .config import TrainConfig
+from .metrics import METRICS, Row, cut_back
 
-METRICS = "metrics.jsonl"
 Kind = Literal["train", "eval"]
 
 
 class Tracker:
-    """Writes lines of metrics; use it in a `with` statement."""
+    """Writes lines of metrics; use it in a `with` statement.
 
-    def __init__(self, folder: Path, config: TrainConfig):
-        self.rows: list[dict[str, Any]] = []
-        """All lines so far."""
-        self._file = (folder / METRICS).open("w", encoding="utf-8")
+    With `resume_step` the folder is that of a run which goes on after that step: lines of later steps are dropped, and
+    each step is written once however often it is logged. Raises DataError where the lines that are there are damaged.
+    """
+
+    def __init__(self, folder: Path, config: TrainConfig, resume_step: int | None = None):
+        file = folder / METRICS
+        self.rows: list[Row] = [] if resume_step is None else cut_back(file, resume_step)
+        """All lines so far, those of before an interruption included."""
+        self._known = {(row["kind"], row["step"]) for row in self.rows}
+        self._file = file.open("w" if resume_step is None else "a", encoding="utf-8")
         self._wandb: Any = None
         if config.wandb:
             import wandb
@@ -30,6 +36,8 @@ class Tracker:
 
     def log(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
         """Add a line: its kind, the step after which it was taken, and the values."""
+        if (kind, step) in self._known:
+            return
         row = {"kind": kind, "step": step, **values}
         self.rows.append(row)
         self._file.write(json.dumps(row) + "\n")
