@@ -134,6 +134,11 @@ class TrainConfig:
     eval_minutes: float = 0.0
     """the same every so many minutes; with neither, ten times in the run"""
 
+    checkpoints: int = 2
+    """states kept to resume from, the newest; each takes about three times the memory of the head's weights"""
+    checkpoint_minutes: float = 10.0
+    """save a state every so many minutes, besides after each measurement of acceptance; 0 for after those alone"""
+
     log_steps: int = 10
     """steps between lines of metrics.jsonl"""
     wandb: bool = False
@@ -148,7 +153,7 @@ class TrainConfig:
             value = getattr(self, name)
             if not _fits(value, type_):
                 raise ConfigError(f"{name} must be {_describe(type_)}, not {value!r}")
-        for name in ("max_length", "rows", "length", "epochs", "eval_prompts", "eval_tokens", "log_steps"):
+        for name in ("max_length", "rows", "length", "epochs", "eval_prompts", "eval_tokens", "checkpoints", "log_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("eval_depth", "eval_batch", "lr", "muon_lr", "clip"):
@@ -163,6 +168,7 @@ class TrainConfig:
             "cache_gb",
             "eval_steps",
             "eval_minutes",
+            "checkpoint_minutes",
             "lanes",
             "weight_decay",
         ):

@@ -15,6 +15,8 @@ class Progress:
     step: int = 0
     tokens: int = 0
     epoch: int = 0
+    batch: int = 0
+    """Batches of the epoch that were learnt from."""
     train_seconds: float = 0.0
     """Seconds spent in steps, measuring acceptance left out."""
 
