@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from eagle_mlx.engine import Engine
+from eagle_mlx.fingerprint import fingerprint
 
 from .conversation import Conversation
-from .fingerprint import fingerprint
 from .jsonl import as_line
 from .partial import PartialFile, open_partial
 from .regenerate import Numbered, RegenerateConfig, RegenerateReport, answer_all, bar, number

@@ -12,11 +12,11 @@ from typing import Protocol
 import numpy as np
 from tqdm import tqdm
 
+from eagle_mlx.fingerprint import fingerprint
 from eagle_mlx.shards import MANIFEST, Sample, ShardFile, ShardMeta, ShardRepair, ShardWriter
 from eagle_mlx.target import Target
 
 from .collect import WINDOW, TokensAndMask, capture_batches, make_batches
-from .fingerprint import fingerprint
 
 
 class Shards(Protocol):
