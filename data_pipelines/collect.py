@@ -7,8 +7,8 @@ from itertools import chain, islice
 
 import mlx.core as mx
 import numpy as np
-from tqdm import tqdm
 
+from eagle_mlx.bars import progress_bar
 from eagle_mlx.errors import TargetError
 from eagle_mlx.lanes import default_lanes, make_streams, one_blas_thread
 from eagle_mlx.shards import Sample
@@ -35,7 +35,7 @@ def capture(
     float16, clipped to its range. Nothing is kept once it is yielded.
     """
     total = sum(len(tokens) for tokens, _ in samples) if isinstance(samples, Sequence) else None
-    with tqdm(total=total, desc="capture", unit="token", unit_scale=True, disable=not progress) as bar:
+    with progress_bar(total=total, desc="capture", unit="token", unit_scale=True, disable=not progress) as bar:
         for sample in capture_batches(target, aux_layers, make_batches(samples, batch_tokens)):
             yield sample
             bar.update(len(sample.tokens))

@@ -11,6 +11,7 @@ from typing import NamedTuple, NoReturn
 
 from tqdm import tqdm
 
+from eagle_mlx.bars import progress_bar
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError
 from eagle_mlx.loops import is_loop
@@ -165,7 +166,9 @@ def seed_of(seed: int, *parts: int | str) -> int:
 
 def bar(total: int | None, done: int = 0, disable: bool = False) -> tqdm[NoReturn]:
     """The progress of a regeneration, of which some may have been done before."""
-    return tqdm(total=total, initial=done, desc="regenerate", unit="conversation", disable=disable, smoothing=0.02)
+    return progress_bar(
+        total=total, initial=done, desc="regenerate", unit="conversation", disable=disable, smoothing=0.02
+    )
 
 
 @dataclass

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from tqdm import tqdm
 
+from eagle_mlx.bars import progress_bar
 from eagle_mlx.fingerprint import fingerprint
 from eagle_mlx.shards import MANIFEST, Sample, ShardFile, ShardMeta, ShardRepair, ShardWriter
 from eagle_mlx.target import Target
@@ -87,7 +87,7 @@ class ShardCapture:
         """Capture what is missing. Raises OutputError where the disk refuses; what was written stays."""
         missing, total = self.missing(shards), self.tokens()
         done = total - self.tokens(missing)
-        with tqdm(
+        with progress_bar(
             total=total, initial=done, desc="capture", unit="token", unit_scale=True, disable=not progress
         ) as bar:
             for first, last in _runs(missing):

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from tqdm import tqdm
-
 from eagle_mlx.admission import Admission
+from eagle_mlx.bars import progress_bar
 from eagle_mlx.batch import Batch, Landing, Round
 from eagle_mlx.cache import check_cacheable
 from eagle_mlx.errors import ConfigError, PromptError
@@ -135,7 +134,7 @@ class Engine:
         for row in rows:
             self.submit(row)
         try:
-            with tqdm(total=len(rows), desc="generate", unit="prompt", disable=not progress) as bar:
+            with progress_bar(total=len(rows), desc="generate", unit="prompt", disable=not progress) as bar:
                 while not all(row.finish_reason for row in rows):
                     self.step()
                     bar.update(sum(row.finish_reason is not None for row in rows) - bar.n)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tqdm import tqdm
+from eagle_mlx.bars import progress_bar
 
 from .schedule import Span
 from .step import StepResult
@@ -26,13 +26,17 @@ class Progress:
 
 
 class Bar:
-    """The progress bar: steps of a known number, or seconds of a budget."""
+    """The progress bar: steps of a known number, or seconds of a budget, with the time that is left.
 
-    def __init__(self, span: Span):
+    `done` is what a run that goes on has behind it, in steps or seconds; the time left is judged by what follows.
+    """
+
+    def __init__(self, span: Span, done: float = 0):
         self._span = span
         total = span.seconds or span.steps
-        form = "{l_bar}{bar}| {n:.0f}/{total:.0f} {unit} [{elapsed}{postfix}]"
-        self._bar = tqdm(total=total, desc="train", unit="s" if span.seconds else "steps", bar_format=form)
+        form = "{l_bar}{bar}| {n:.0f}/{total:.0f} {unit} [{elapsed}<{remaining}{postfix}]"
+        unit = "s" if span.seconds else "steps"
+        self._bar = progress_bar(total=total, initial=done, desc="train", unit=unit, bar_format=form)
 
     def __enter__(self) -> Bar:
         return self

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from time import perf_counter
 
-from tqdm import tqdm
-
+from eagle_mlx.bars import progress_bar
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.loops import LEAST_DISTINCT, is_loop
 from eagle_mlx.params import Acceptance, SamplingParams
@@ -198,7 +197,7 @@ def _reference(target: Target, tallies: Sequence[_Tally], work: _Work, plan: Pla
     if found is not None and all(tally.mode.batch == 1 for tally in tallies):
         return found
     tally = _Tally(EngineMode("plain", target, batch=1) if name == "plain" else MlxLmMode(target))
-    for index in tqdm(range(len(work.prompts)), desc="reference", unit="prompt", disable=not progress):
+    for index in progress_bar(range(len(work.prompts)), desc="reference", unit="prompt", disable=not progress):
         tally.continuations[index] = work.run(tally.mode, [index])[1][0]
     return tally
 
@@ -227,7 +226,7 @@ def _repeat(
     """One pass over the groups; within a group the modes take turns, so that all meet the same moments."""
     for tally in tallies:
         tally.repeats.append([])
-    with tqdm(total=sum(map(len, groups)), desc=title, unit="prompt", disable=not progress) as bar:
+    with progress_bar(total=sum(map(len, groups)), desc=title, unit="prompt", disable=not progress) as bar:
         for number, group in enumerate(groups):
             turn = number % len(tallies)
             for tally in [*tallies[turn:], *tallies[:turn]]:

@@ -27,8 +27,8 @@ from statistics import median
 from typing import Any
 
 import httpx
-from tqdm import tqdm
 
+from eagle_mlx.bars import progress_bar
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.loops import LEAST_DISTINCT, is_loop
@@ -201,7 +201,7 @@ def compare(args: argparse.Namespace) -> list[Comparison]:
             body = {"temperature": temperature, "max_tokens": args.max_tokens}
             params = SamplingParams(temperature, max_tokens=args.max_tokens)
             turns: list[tuple[Turn, Turn, Turn]] = []
-            for repeat in tqdm(range(args.repeats + 1), desc=f"{clients} clients, temperature {temperature:g}"):
+            for repeat in progress_bar(range(args.repeats + 1), desc=f"{clients} clients, temperature {temperature:g}"):
                 ways = [
                     partial(ours.turn, chats, clients, {**body, "model": Path(args.target).resolve().name}),
                     partial(theirs.turn, chats, clients, body),

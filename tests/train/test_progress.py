@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from eagle_mlx.train.progress import Bar, Progress
+from eagle_mlx.train.schedule import Span
+from eagle_mlx.train.step import StepResult
+
+RESULT = StepResult(
+    loss=2.5, loss_by_step=[2.5], accuracy_by_step=[0.5, 0.25], grad_norm=1.0, tokens=100, loss_tokens=50
+)
+
+
+def test_the_bar_tells_how_long_a_run_will_take(capsys: Any) -> None:
+    with Bar(Span(steps=40)) as bar:
+        bar.show(Progress(step=30, tokens=3000, train_seconds=3.0), 3.0, RESULT, [])
+    shown = capsys.readouterr().err
+    assert "30/40 steps" in shown
+    assert re.search(r"\[\d\d:\d\d<\d\d:\d\d", shown), "elapsed and left"
+    assert "loss 2.500, accuracy 0.50 0.25, 1,000 tokens/s" in shown
+
+
+@pytest.mark.parametrize("span", [Span(steps=1000), Span(seconds=1000.0)])
+def test_a_run_that_goes_on_does_not_count_what_it_did_before_as_done_now(span: Span, capsys: Any) -> None:
+    with Bar(span, done=500) as bar:
+        bar._bar.start_t -= 100  # 100 steps or seconds have taken 100 seconds since
+        bar.show(Progress(step=600), 600.0, RESULT, [])
+    assert "600/1000" in (shown := capsys.readouterr().err)
+    assert "<06:4" in shown or "<06:3" in shown, "400 more at the same rate"
+
+
+def test_seconds_do_not_go_beyond_the_budget(capsys: Any) -> None:
+    with Bar(Span(seconds=60.0)) as bar:
+        bar.show(Progress(step=1), 75.0, None, [])
+    assert "60/60 s" in capsys.readouterr().err
