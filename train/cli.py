@@ -7,6 +7,7 @@ import dataclasses
 import sys
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from eagle_mlx import blas
@@ -18,9 +19,11 @@ from eagle_mlx.target import load_target
 from .command import exit_code
 from .config import TrainConfig, field_help, load_config
 from .data import heldout_prompts, training_data
+from .identity import resumed_config
 from .kinds import KINDS, settled
 from .loop import BEST, train
 from .start import existing_head
+from .stop import Stop
 
 _HELP = """\
 Train a head for a target, from nothing or from a head that exists.
@@ -37,25 +40,41 @@ examples:
   eagle-train --target Qwen3-4B-4bit --head mtp --step-weights .51 .31 .18 --output out/qwen3-4b-mtp
   eagle-train --target Qwen3-4B-4bit --init-from user/qwen3-4b-eagle3 --data mine.jsonl --output out/mine
   eagle-train -c recipe.yaml --seed 1
+  eagle-train --resume out/head
 
 Settings come from their defaults, then the YAML file, then the flags. A bare model name such as Qwen3-4B-4bit means
 mlx-community/Qwen3-4B-4bit.
+
+Ctrl-C (or SIGTERM) saves the run's state and stops; --resume goes on from it as if nothing had happened, after a crash
+from the last state that was saved. A second Ctrl-C stops at once.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train and return the exit code: 0, 2 after an error that the user can mend, 130 when interrupted."""
+    """Train and return the exit code: 0, 2 after an error that the user can mend, 130 or 143 when interrupted."""
     args = vars(_parser().parse_args(argv))
     print(f"blas: {blas.activate()}", file=sys.stderr)
-    return exit_code(lambda: run(load_config(args.pop("config_file", None), args)))
+    return exit_code(lambda: _main(args.pop("resume", None), args.pop("config_file", None), args))
 
 
-def run(config: TrainConfig) -> None:
+def _main(resume: Path | None, config_file: str | None, flags: dict[str, Any]) -> None:
+    stop = Stop()
+    with stop.listening():
+        if resume is None:
+            run(load_config(config_file, flags), stop)
+        elif config_file is not None:
+            raise ConfigError("a run goes on with its own settings: leave -c out beside --resume")
+        else:
+            run(resumed_config(resume, flags), stop, resume)
+
+
+def run(config: TrainConfig, stop: Stop, resume: Path | None = None) -> None:
     """One run, from the target's name to the line that says where the head is."""
     if not config.target:
         raise ConfigError("no target: name the model that the head is for with --target")
     config = settled(config)
-    check_free(config.output, config.overwrite)
+    if resume is None:
+        check_free(config.output, config.overwrite)
     tune_process()
     target = load_target(config.target)
     head = existing_head(target, config)
@@ -64,12 +83,13 @@ def run(config: TrainConfig) -> None:
     prompts = heldout_prompts(target, config)
     data = training_data(target, config, progress=True, head=head)
     print("data: " + ", ".join(f"{key} {_show(value)}" for key, value in data.report.items()), file=sys.stderr)
-    report = train(target, data, prompts, config, head)
+    report = train(target, data, prompts, config, head, resume, stop)
+    folder = resume if resume and resume.exists() else config.output
     before = "untrained" if head is None else f"{config.init_from} before it"
     print(
         f"τ {report['acceptance_length']:.2f} at depth {config.eval_depth}, {before} "
         f"{report['untrained_acceptance_length']:.2f}, after {report['tokens']:,} tokens in "
-        f"{report['train_seconds']:.0f} s; the head is in {config.output}/{BEST}"
+        f"{report['train_seconds']:.0f} s; the head is in {folder}/{BEST}"
     )
 
 
@@ -80,6 +100,9 @@ def _parser() -> argparse.ArgumentParser:
         description=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "--resume", type=Path, metavar="DIR", help="go on with the run in this folder, with the settings it began with"
     )
     parser.add_argument("-c", "--config", dest="config_file", metavar="FILE", help="YAML file with settings")
     helps, hints = field_help(), typing.get_type_hints(TrainConfig)

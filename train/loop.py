@@ -1,36 +1,37 @@
-"""A whole run: batches, steps, acceptance at intervals, checkpoints, report and plots."""
+"""A whole run: batches, steps, acceptance at intervals, states to resume from, report and plots."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import math
-import platform
 import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from tqdm import tqdm
 
-from eagle_mlx import blas
-from eagle_mlx.errors import DataError, EagleError
+from eagle_mlx.errors import CheckpointError, DataError, EagleError
+from eagle_mlx.fingerprint import fingerprint
 from eagle_mlx.hub import public_name
 from eagle_mlx.target import Target
 
+from . import identity, state
 from .batches import Batches, Rows
 from .config import TrainConfig
 from .data import TrainData
 from .evaluate import Acceptance, Evaluator
 from .kinds import KINDS, Head, kind_of, settled
+from .outcome import outcome
 from .output import run_folder
 from .plots import write_plots
 from .progress import Bar, Progress, mean, means
 from .schedule import Span, learning_rate_factor, span_of
+from .state import Checkpoint, RunState
 from .step import Stepper, StepResult
+from .stop import Stop, Stopped
 from .tracker import Tracker
 
 BEST, LAST, REPORT = "best", "last", "report.json"
@@ -39,19 +40,39 @@ _EVALS = 10
 
 
 def train(
-    target: Target, data: TrainData, prompts: list[list[int]], config: TrainConfig, head: Head | None = None
+    target: Target,
+    data: TrainData,
+    prompts: list[list[int]],
+    config: TrainConfig,
+    head: Head | None = None,
+    resume: Path | None = None,
+    stop: Stop | None = None,
 ) -> dict[str, Any]:
     """Train a head, a new one unless one is given, into `config.output`; returns the report that is written there.
 
     The folder gets `best` (highest τ) and `last`, both checkpoints in the layout of their kind, metrics.jsonl,
-    report.json and plots. Raises OutputError where it exists already or cannot be written, EagleError where the loss
-    is not finite.
+    report.json and plots. With `resume`, the folder of a run that was cut short, that run goes on where its newest
+    whole state was saved, as if it had never stopped. Ctrl-C and SIGTERM save the state and raise Stopped.
+
+    Raises OutputError where the folder exists already or cannot be written, ConfigError where target or data are not
+    those that the run to resume began with, CheckpointError where it is complete, and EagleError where the loss is not
+    finite.
     """
-    config = settled(config)
+    config, stop = settled(config), stop or Stop()
     head = head or KINDS[config.head].new(target, config, data.kept, data.aux_layers)
-    output = run_folder(config.output, config.overwrite, unless=LAST)
-    with output as folder, Tracker(folder, config) as tracker:
-        return Run(target, data, prompts, config, head, folder, tracker).run()
+    if resume and (resume / REPORT).exists():
+        raise CheckpointError(
+            f"the run in {resume} is complete; to train its head further, begin another run with --init-from "
+            f"{resume}/{BEST}"
+        )
+    with stop.listening(), run_folder(config.output, config.overwrite, state.exists, resume) as folder:
+        who = identity.Identity(config, fingerprint(target), identity.fingerprint_of(data.samples))
+        if resume:
+            identity.check_same(folder, who)
+        identity.write(folder, who)
+        saved = state.newest(folder, tqdm.write) if resume else None
+        with Tracker(folder, config, saved.state.progress.step if saved else None) as tracker:
+            return Run(target, data, prompts, config, head, folder, tracker, stop).run(saved)
 
 
 class Run:
@@ -66,59 +87,79 @@ class Run:
         head: Head,
         folder: Path,
         tracker: Tracker,
+        stop: Stop,
     ):
         self.target, self.data, self.config, self.folder, self.tracker = target, data, config, folder, tracker
-        self.head = head
+        self.head, self.stop = head, stop
         self.batches = Batches(data.samples, config.rows, config.length, config.seed)
         steps = self.batches.steps_per_epoch()
         if not steps:
             raise DataError("no conversation is long enough to learn from; check the data")
         self.span: Span = span_of(config, steps)
         self.evaluator = Evaluator(target, prompts, config.eval_depth, config.eval_tokens, config.eval_batch)
+        self.stepper = Stepper(head, target, config)
         self.progress = Progress()
         self.untrained: Acceptance | None = None
         self.best: tuple[int, Acceptance] | None = None
         self._recent: list[StepResult] = []
         self._next_eval = 0.0
-        self._factor = 0.0
+        self._next_save = math.inf
+        self._begin = time.monotonic()
 
-    def run(self) -> dict[str, Any]:
-        """From the head as it begins to the report."""
-        self.untrained = self._measure()
-        stepper = Stepper(self.head, self.target, self.config)
-        begin = time.monotonic()
-        self._plan_next_eval(0.0)
-        with Bar(self.span) as bar, self._kept_when_interrupted(), contextlib.closing(self._all_batches()) as stream:
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the run so far, those before an interruption included."""
+        return time.monotonic() - self._begin
+
+    def run(self, saved: Checkpoint | None = None) -> dict[str, Any]:
+        """From the head as it begins, or as it was saved, to the report."""
+        if saved:
+            self._restore(saved)
+        else:
+            self.untrained = self._measure()
+            self._begin = time.monotonic()
+            self._plan_next_eval()
+        self._plan_next_save()
+        with self.stop.deferred():
+            try:
+                self._train()
+                last = self._evaluate()
+            except Stopped:
+                self._keep()
+                raise
+            return self._finish(last)
+
+    def _train(self) -> None:
+        with Bar(self.span) as bar, contextlib.closing(self._all_batches()) as stream:
             for rows in stream:
-                elapsed = time.monotonic() - begin
-                if self.span.is_over(self.progress.step, elapsed):
+                if self.span.is_over(self.progress.step, self.elapsed):
                     break
-                result = self._step(stepper, rows, self.span.progress(self.progress.step, elapsed))
-                elapsed = time.monotonic() - begin
-                bar.show(self.progress, elapsed, result, self._recent)
-                if self._eval_is_due(elapsed):
+                self.stop.check()
+                if self._eval_is_due():
                     self._evaluate()
-                    self._plan_next_eval(time.monotonic() - begin)
+                    self._plan_next_eval()
+                    self._save_state()
+                elif self.elapsed >= self._next_save:
+                    self._save_state()
+                result = self._step(rows)
+                bar.show(self.progress, self.elapsed, result, self._recent)
         self._log_recent()
-        last = self._evaluate()
-        report = self._report(last)
-        (self.folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
-        write_plots(self.tracker.rows, self.folder)
-        self.tracker.summarize({k: v for k, v in report.items() if isinstance(v, (int, float))})
-        return report
 
     def _all_batches(self) -> Generator[Rows, None, None]:
         """Batch after batch, epoch after epoch, without end."""
         while True:
-            with contextlib.closing(self.batches.epoch(self.progress.epoch)) as stream:
+            with contextlib.closing(self.batches.epoch(self.progress.epoch, self.progress.batch)) as stream:
                 yield from stream
             self.progress.epoch += 1
+            self.progress.batch = 0
 
-    def _step(self, stepper: Stepper, rows: Rows, progress: float) -> StepResult | None:
+    def _step(self, rows: Rows) -> StepResult | None:
         begin = time.monotonic()
-        self._factor = learning_rate_factor(progress, self.config.warmup, self.config.final_lr)
-        result = stepper(rows, self._factor)
+        progress = self.span.progress(self.progress.step, self.elapsed)
+        factor = learning_rate_factor(progress, self.config.warmup, self.config.final_lr)
+        result = self.stepper(rows, factor)
         self.progress.step += 1
+        self.progress.batch += 1
         self.progress.train_seconds += time.monotonic() - begin
         if result is None:
             return None
@@ -138,12 +179,13 @@ class Run:
     def _log_recent(self) -> None:
         if not self._recent:
             return
+        progress = self.span.progress(self.progress.step - 1, self.elapsed)
         values = {
             **self._place(),
             "loss": mean([r.loss for r in self._recent]),
             "loss_by_step": means([r.loss_by_step for r in self._recent]),
             "accuracy_by_step": means([r.accuracy_by_step for r in self._recent]),
-            "learning_rate_factor": self._factor,
+            "learning_rate_factor": learning_rate_factor(progress, self.config.warmup, self.config.final_lr),
             "grad_norm": mean([r.grad_norm for r in self._recent]),
             "tokens_per_second": self.progress.tokens_per_second,
         }
@@ -161,7 +203,8 @@ class Run:
         }
 
     def _measure(self) -> Acceptance:
-        found = self.evaluator.measure(self.head)
+        with self.stop.immediate():
+            found = self.evaluator.measure(self.head)
         self.tracker.log("eval", self.progress.step, {**self._place(), **dataclasses.asdict(found)})
         tqdm.write(
             f"step {self.progress.step}: τ {found.acceptance_length:.3f} at depth {found.depth}, by position "
@@ -173,78 +216,81 @@ class Run:
     def _evaluate(self) -> Acceptance:
         """Measure acceptance, keep the head as `last`, and as `best` where no earlier one was better."""
         found = self._measure()
-        self._save(LAST, found)
+        self._save_head(LAST, found)
         if self.best is None or found.acceptance_length > self.best[1].acceptance_length:
             self.best = (self.progress.step, found)
-            self._save(BEST, found)
+            self._save_head(BEST, found)
         return found
 
-    def _save(self, name: str, found: Acceptance | None = None) -> None:
+    def _save_head(self, name: str, found: Acceptance | None = None) -> None:
         extra: dict[str, Any] = {"step": self.progress.step, "tokens": self.progress.tokens}
         if found is not None:
             extra |= {"acceptance_length": found.acceptance_length, "depth": found.depth}
         called = public_name(self.target.name)
         kind_of(self.head).save(self.head, self.folder / name, called, extra)
 
-    @contextlib.contextmanager
-    def _kept_when_interrupted(self) -> Generator[None, None, None]:
-        try:
-            yield
-        except KeyboardInterrupt:
-            if self.progress.step:
-                self._save(LAST)
-                tqdm.write(f"interrupted after {self.progress.step} steps; the head so far is in {self.folder / LAST}")
-            raise
+    def _save_state(self) -> None:
+        assert self.untrained is not None
+        best_step, best = self.best or (None, None)
+        now = RunState(self.progress, self.elapsed, self._next_eval, self.untrained, best_step, best, self._recent)
+        saved = Checkpoint(now, state.weights_of(self.head), self.stepper.state())
+        state.save(self.folder, saved, self.config.checkpoints)
+        self._plan_next_save()
 
-    def _plan_next_eval(self, elapsed: float) -> None:
-        config = self.config
-        if config.eval_steps:
-            self._next_eval = self.progress.step + config.eval_steps
-        elif config.eval_minutes:
-            self._next_eval = elapsed + 60 * config.eval_minutes
-        else:
-            self._next_eval = self.span.progress(self.progress.step, elapsed) + 1 / _EVALS
+    def _restore(self, saved: Checkpoint) -> None:
+        state.put_back(self.head, saved.head)
+        self.stepper.restore(saved.stepper)
+        now = saved.state
+        self.progress, self.untrained, self._recent = now.progress, now.untrained, now.recent
+        self.best = (now.best_step, now.best) if now.best_step is not None and now.best else None
+        self._next_eval = now.next_eval
+        self._begin = time.monotonic() - now.elapsed
+        tqdm.write(f"going on after step {self.progress.step}")
 
-    def _eval_is_due(self, elapsed: float) -> bool:
-        if self.span.is_over(self.progress.step, elapsed):
-            return False  # the run's end measures it anyway
-        now = self.span.progress(self.progress.step, elapsed)
+    def _keep(self) -> None:
+        """Save what an interrupted run has come to, and say how it goes on."""
+        if self.progress.step:
+            self._save_head(LAST)
+            self._save_state()
+            tqdm.write(f"stopped after {self.progress.step} steps; go on with: eagle-train --resume {self.folder}")
+
+    def _plan_next_eval(self) -> None:
         if self.config.eval_steps:
-            now = self.progress.step
+            self._next_eval = self.progress.step + self.config.eval_steps
         elif self.config.eval_minutes:
-            now = elapsed
-        return now >= self._next_eval
+            self._next_eval = self.elapsed + 60 * self.config.eval_minutes
+        else:
+            self._next_eval = self.span.progress(self.progress.step, self.elapsed) + 1 / _EVALS
 
-    def _report(self, last: Acceptance) -> dict[str, Any]:
+    def _eval_is_due(self) -> bool:
+        if self.config.eval_steps:
+            return self.progress.step >= self._next_eval
+        if self.config.eval_minutes:
+            return self.elapsed >= self._next_eval
+        return self.span.progress(self.progress.step, self.elapsed) >= self._next_eval
+
+    def _plan_next_save(self) -> None:
+        minutes = self.config.checkpoint_minutes
+        self._next_save = self.elapsed + 60 * minutes if minutes else math.inf
+
+    def _finish(self, last: Acceptance) -> dict[str, Any]:
+        """Write the report and the plots; the states go, since a finished run is not resumed."""
         assert self.best is not None
         assert self.untrained is not None
         best_step, best = self.best
-        logged = [row for row in self.tracker.rows if row["kind"] == "train"]
-        return {
-            "target": self.target.name,
-            "kind": kind_of(self.head).name,
-            "started_from": self.config.init_from or None,
-            "acceptance_length": best.acceptance_length,
-            "acceptance_by_position": best.acceptance_by_position,
-            "untrained_acceptance_length": self.untrained.acceptance_length,
-            "best_step": best_step,
-            "acceptance": {
-                name: dataclasses.asdict(found)
-                for name, found in (("untrained", self.untrained), ("best", best), ("last", last))
-            },
-            "loss": logged[-1]["loss"] if logged else None,
-            "accuracy_by_step": logged[-1]["accuracy_by_step"] if logged else None,
-            "steps": self.progress.step,
-            "tokens": self.progress.tokens,
-            "train_seconds": self.progress.train_seconds,
-            "tokens_per_second": self.progress.tokens_per_second,
-            "data": self.data.report,
-            "head": dataclasses.asdict(self.head.config),
-            "config": dataclasses.asdict(self.config),
-            "machine": {
-                "platform": platform.platform(),
-                "device": str(mx.default_device()),
-                "blas": str(blas.activate()),
-                "mlx": importlib.metadata.version("mlx"),
-            },
-        }
+        acceptance = {"untrained": self.untrained, "best": best, "last": last}
+        report = outcome(
+            self.target.name,
+            self.head,
+            self.config,
+            self.progress,
+            acceptance,
+            best_step,
+            self.tracker.rows,
+            self.data.report,
+        )
+        write_plots(self.tracker.rows, self.folder)
+        (self.folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+        state.remove(self.folder)
+        self.tracker.summarize({k: v for k, v in report.items() if isinstance(v, (int, float))})
+        return report

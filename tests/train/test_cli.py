@@ -11,7 +11,6 @@ import pytest
 from eagle_mlx.data_pipelines import capture_to_shards
 from eagle_mlx.formats import load_head
 from eagle_mlx.target import load_target
-from eagle_mlx.train import loop
 from eagle_mlx.train.cli import main
 from tests.fakes import tiny_target_folder
 
@@ -42,7 +41,7 @@ def test_what_a_run_leaves(target: Path, chats: Path, tmp_path: Path, capsys: An
     out = tmp_path / "out"
     assert run(target, chats, out, "--max-steps", "5", "--eval-steps", "2") == 0
     assert {p.name for p in out.iterdir()} == {
-        *("best", "last", "metrics.jsonl", "report.json"),
+        *("best", "last", "metrics.jsonl", "report.json", "run.json"),
         *("loss.png", "accuracy.png", "acceptance_by_position.png", "acceptance_length.png"),
     }
     for name in ("best", "last"):
@@ -128,26 +127,6 @@ def test_a_loss_that_is_not_finite_names_the_step(target: Path, chats: Path, tmp
     assert run(target, chats, tmp_path / "out", *wild, "--eval-steps", "40") == 2
     assert "at step" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [], "there was no good head yet"
-
-
-def test_an_interrupted_run_keeps_its_head(
-    target: Path, chats: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = loop.Run._step
-
-    def interrupt(self: loop.Run, *args: Any) -> Any:
-        if self.progress.step == stop_at:
-            raise KeyboardInterrupt
-        return step(self, *args)
-
-    monkeypatch.setattr(loop.Run, "_step", interrupt)
-    stop_at = 0
-    assert run(target, chats, tmp_path / "out", "--max-steps", "3") == 130
-    assert list(tmp_path.iterdir()) == []
-    stop_at = 2
-    assert run(target, chats, tmp_path / "out", "--max-steps", "30") == 130
-    assert load_head(tmp_path / "out" / "last") is not None
-    assert "interrupted after 2 steps" in capsys.readouterr().out
 
 
 def test_help_shows_every_setting(capsys: Any) -> None:

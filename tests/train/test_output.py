@@ -14,8 +14,12 @@ from eagle_mlx.train.plots import smooth, write_plots
 from eagle_mlx.train.tracker import METRICS, Tracker, flatten
 
 
+def worth_keeping(folder: Path) -> bool:
+    return (folder / "last").exists()
+
+
 def fail(output: Path, error: BaseException, checkpoint: bool, overwrite: bool = False) -> None:
-    with run_folder(output, overwrite, unless="last") as folder:
+    with run_folder(output, overwrite, worth_keeping) as folder:
         (folder / "metrics").write_text("")
         if checkpoint:
             (folder / "last").mkdir()
@@ -35,12 +39,12 @@ def test_an_output_that_exists(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "old").write_text("")
-    with pytest.raises(OutputError, match="exists already"), run_folder(out, False, unless="last"):
+    with pytest.raises(OutputError, match="exists already"), run_folder(out, False, worth_keeping):
         pass
     with pytest.raises(ValueError, match="boom"):
         fail(out, ValueError("boom"), checkpoint=False, overwrite=True)
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "old"]
-    with run_folder(out, True, unless="last") as folder:
+    with run_folder(out, True, worth_keeping) as folder:
         (folder / "new").write_text("")
         assert (out / "old").exists()
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "new"]

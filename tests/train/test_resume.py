@@ -1,0 +1,267 @@
+"""A run that was cut short goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from eagle_mlx.errors import CheckpointError
+from eagle_mlx.formats import load_head
+from eagle_mlx.train import state
+from eagle_mlx.train.cli import main
+from eagle_mlx.train.stop import Stop, Stopped
+from tests.fakes import tiny_target_folder
+
+SMALL = [
+    *("--length", "64", "--max-length", "64", "--rows", "2", "--unroll", "2", "--draft-vocab", "256"),
+    *("--eval-prompts", "2", "--eval-tokens", "6", "--eval-depth", "2", "--log-steps", "2", "--lr", "1e-3"),
+]
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target_folder(tmp_path_factory.mktemp("target") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    rows = [{"prompt": f"add {i}", "completion": f"def add(x):\n    return x + {i}"} for i in range(40)]
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return file
+
+
+def flags(target: Path, chats: Path, output: Path, *more: str) -> list[str]:
+    return ["--target", str(target), "--data", str(chats), "--output", str(output), *SMALL, *more]
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+    """Let the so-manieth look for a signal find one. A run looks before each step and before each measurement."""
+    looked = 0
+
+    def check(self: Stop) -> None:
+        nonlocal looked
+        looked += 1
+        if looked == calls:
+            raise Stopped(signal.SIGTERM)
+
+    monkeypatch.setattr(Stop, "check", check)
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """The metrics without what depends on the clock or the machine."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    told = {"kind", "step", "epoch", "tokens", "loss", "loss_by_step", "accuracy_by_step", "grad_norm", "rounds"}
+    return [{key: value for key, value in row.items() if key in told} for row in rows]
+
+
+def weights(run: Path) -> dict[str, Any]:
+    arrays: Any = mx.load(str(run / "last" / "model.safetensors"))
+    return {name: array.astype(mx.float32).tolist() for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp"])
+def test_a_resumed_run_is_the_run_that_was_never_stopped(
+    kind: str, target: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"eagle3": ("--optimizer", "muon"), "eagle": ("--draft-vocab", "0"), "mtp": ("--draft-vocab", "0")}[kind]
+    more = ("--head", kind, *own, "--max-steps", str(STEPS), "--eval-steps", "4", "--checkpoints", "1")
+    arrays: list[state.Arrays] = []
+    remove = state.remove
+    monkeypatch.setattr(state, "remove", lambda run: arrays.append(final(run)) or remove(run))
+
+    def final(run: Path) -> state.Arrays:
+        found = state.newest(run, print)
+        assert found is not None
+        return found.head | found.stepper
+
+    with monkeypatch.context() as patch:
+        save_at_the_end(patch)
+        assert main(flags(target, chats, tmp_path / "whole", *more)) == 0
+        looks = 2 + STEPS  # before the first measurement, the steps, the one after four
+        for at in range(3, looks + 2):
+            out = tmp_path / f"stopped-{at}"
+            with monkeypatch.context() as inner:
+                stop_at(inner, at)
+                assert main(flags(target, chats, out, *more)) == 143
+            assert not (out / "report.json").exists()
+            assert main(["--resume", str(out)]) == 0
+            assert lines(out) == lines(tmp_path / "whole")
+            assert weights(out) == weights(tmp_path / "whole")
+    first, *others = arrays
+    assert len(others) == looks - 1
+    for other in others:
+        assert other.keys() == first.keys()
+        assert all(mx.array_equal(other[name], first[name]) for name in first)
+
+
+def save_at_the_end(patch: pytest.MonkeyPatch) -> None:
+    """Save the state once more before a run is finished, for the tests to look at."""
+    from eagle_mlx.train.loop import Run
+
+    finish = Run._finish
+    patch.setattr(Run, "_finish", lambda self, last: self._save_state() or finish(self, last))
+
+
+def test_what_may_change_and_what_may_not(
+    target: Path, chats: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        stop_at(patch, 4)
+        assert main(flags(target, chats, out, "--max-steps", "4")) == 143
+    assert f"go on with: eagle-train --resume {out}" in capsys.readouterr().out
+    assert load_head(out / "last") is not None
+    assert main(["--resume", str(out), "--lr", "1e-2"]) == 2
+    assert "began with 0.001; leave --lr out" in capsys.readouterr().err
+    assert main(["--resume", str(tmp_path / "nothing")]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    assert main(["--resume", str(out), "-c", "some.yaml"]) == 2
+    assert "leave -c out" in capsys.readouterr().err
+    before = chats.read_text()
+    chats.write_text(before.replace("def", "DEF"))
+    assert main(["--resume", str(out)]) == 2
+    assert "are not those that the run" in capsys.readouterr().err
+    chats.write_text(before)
+    assert main(["--resume", str(out), "--log-steps", "1"]) == 0
+    assert not (out / "checkpoints").exists(), "a finished run is not resumed"
+    assert main(["--resume", str(out)]) == 2
+    assert f"--init-from {out}/best" in capsys.readouterr().err
+
+
+def test_an_overwriting_run_takes_its_place_when_it_is_complete(
+    target: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    assert main(flags(target, chats, out, "--max-steps", "1")) == 0
+    before = (out / "report.json").read_text()
+    with monkeypatch.context() as patch:
+        stop_at(patch, 4)
+        assert main(flags(target, chats, out, "--max-steps", "3", "--overwrite")) == 143
+    assert (out / "report.json").read_text() == before
+    [unfinished] = [path for path in tmp_path.iterdir() if path != out]
+    assert main(["--resume", str(unfinished)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert json.loads((out / "report.json").read_text())["steps"] == 3
+
+
+def test_the_newest_whole_state_is_taken(
+    target: Path, chats: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    more = ("--max-steps", "6", "--eval-steps", "1", "--checkpoints", "3")
+    with monkeypatch.context() as patch:
+        stop_at(patch, 10)
+        assert main(flags(target, chats, out, *more)) == 143
+    folders = sorted((out / "checkpoints").iterdir())
+    assert len(folders) == 3, "the newest are kept"
+    data = (folders[-1] / "optimizer.safetensors").read_bytes()
+    (folders[-1] / "optimizer.safetensors").write_bytes(data[:-3] + bytes(3))
+    (folders[-2] / "state.json").write_text("{")
+    (out / "checkpoints" / ".step-99.abc").mkdir()
+    with pytest.raises(CheckpointError, match="optimizer.safetensors is damaged"):
+        state.load(folders[-1])
+    capsys.readouterr()
+    assert main(["--resume", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "optimizer.safetensors is damaged" in shown
+    assert f"going on after step {int(folders[0].name.split('-')[1])}" in shown
+    assert [line["step"] for line in lines(out) if line["kind"] == "eval"] == list(range(7))
+
+
+def test_a_full_disk_leaves_the_state_before(
+    target: Path, chats: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, checked = tmp_path / "out", 0
+
+    def full(run: Path) -> Any:
+        nonlocal checked
+        checked += 1
+        return usage(run)._replace(free=0) if checked == 2 else usage(run)
+
+    usage = state.shutil.disk_usage
+    monkeypatch.setattr(state.shutil, "disk_usage", full)
+    assert main(flags(target, chats, out, "--max-steps", "3", "--eval-steps", "1")) == 2
+    assert "0 MB free, and the state after step 2 takes" in capsys.readouterr().err
+    assert main(["--resume", str(out)]) == 0
+
+
+class Process:
+    """eagle-train in a process of its own."""
+
+    def __init__(self, *args: str):
+        command = [sys.executable, "-m", "eagle_mlx.train.cli", *args]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def wait_for(self, there: Any, seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while not there():
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    def end(self, seconds: float = 10) -> tuple[int, str]:
+        out, _ = self.process.communicate(timeout=seconds)
+        return self.process.returncode, out
+
+
+ENDLESS = ("--max-steps", "100000", "--eval-steps", "3", "--checkpoint-minutes", "0.001")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_stops(number: signal.Signals, target: Path, chats: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = Process(*flags(target, chats, out, *ENDLESS))
+    process.wait_for(lambda: state.exists(out))
+    process.process.send_signal(number)
+    code, shown = process.end()
+    assert code == 128 + number, shown
+    assert "go on with" in shown
+    found = state.newest(out, print)
+    assert found is not None
+    assert f"stopped after {found.state.progress.step} steps" in shown, "what was saved is where it stopped"
+
+
+def test_a_second_signal_stops_at_once(target: Path, chats: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = Process(*flags(target, chats, out, *ENDLESS))
+    process.wait_for(lambda: state.exists(out))
+    for _ in range(20):
+        process.process.send_signal(signal.SIGTERM)
+    code, _ = process.end()
+    assert code == -signal.SIGTERM
+
+
+def test_killed_at_random_moments(target: Path, chats: Path, tmp_path: Path) -> None:
+    out, rng = tmp_path / "out", random.Random(0)
+    kills = int(os.environ.get("KILLS", "3"))
+    process, last = Process(*flags(target, chats, out, *ENDLESS)), 0
+    for _ in range(kills):
+        at = last
+        process.wait_for(lambda at=at: newest_step(out) > at)
+        time.sleep(rng.uniform(0, 0.3))
+        process.process.kill()
+        process.end()
+        found = state.newest(out, print)
+        assert found is not None
+        assert found.state.progress.step > last
+        last = found.state.progress.step
+        process = Process("--resume", str(out))
+    process.wait_for(lambda: newest_step(out) > last)
+    process.process.send_signal(signal.SIGINT)
+    assert process.end()[0] == 130
+
+
+def newest_step(run: Path) -> int:
+    return max((int(path.name.split("-")[1]) for path in (run / "checkpoints").glob("step-*")), default=0)
