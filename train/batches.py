@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from eagle_mlx.shards import Sample
 
-from .packing import Piece, order_of, pack
+from .packing import Batch, Row, batches_of, padding_of
 from .samples import Samples
 
 _AHEAD = 4
@@ -47,27 +46,30 @@ class Batches:
 
     def __init__(self, samples: Samples, rows: int, length: int, seed: int):
         self._samples, self._rows, self._length, self._seed = samples, rows, length, seed
+        self._laid_out: tuple[int, list[Batch]] | None = None
 
     def steps_per_epoch(self) -> int:
-        return math.ceil(len(self._pack(0)) / self._rows)
+        return len(self._batches(0))
+
+    @property
+    def padding(self) -> float:
+        """The share of the first epoch's places that hold no token, 0 to 1."""
+        return padding_of(self._batches(0))
 
     def epoch(self, epoch: int, skip: int = 0) -> Generator[Rows, None, None]:
         """Yield the epoch's batches from the `skip`-th on. Close the generator when leaving early: it stops threads.
 
         Raises whatever reading a sample raises, such as ShardError.
         """
-        packed = self._pack(epoch)
-        order = order_of(self._seed + 1, epoch, len(packed))[skip * self._rows :]
-        if not len(order):
+        rows = [(row, batch.width) for batch in self._batches(epoch)[skip:] for row in batch.rows]
+        if not rows:
             return
         stream = (
-            dx.buffer_from_vector([{"row": i} for i in range(len(packed))])
-            .perm(order.tolist())
-            .sample_transform(lambda sample: self._read(packed[int(sample["row"])]))
+            dx.buffer_from_vector([{"row": i} for i in range(len(rows))])
+            .sample_transform(lambda sample: self._read(*rows[int(sample["row"])]))
+            .batch(self._rows)
+            .ordered_prefetch(_AHEAD, _THREADS)
         )
-        for key in self._keys():
-            stream = stream.pad_to_size(key, 0, self._length, 0)
-        stream = stream.batch(self._rows).ordered_prefetch(_AHEAD, _THREADS)
         try:
             for batch in stream:
                 states = batch["states"].view(np.float16) if self._samples.has_states else None
@@ -75,23 +77,31 @@ class Batches:
         finally:
             del stream  # joins the threads, which must not outlive the interpreter
 
-    def _pack(self, epoch: int) -> list[tuple[Piece, ...]]:
-        lengths = self._samples.lengths
-        return pack(lengths, order_of(self._seed, epoch, len(lengths)), self._length)
+    def _batches(self, epoch: int) -> list[Batch]:
+        """The epoch's batches; the last epoch that was asked for is kept."""
+        if self._laid_out is None or self._laid_out[0] != epoch:
+            batches = batches_of(self._samples.lengths, self._rows, self._length, self._seed, epoch)
+            self._laid_out = epoch, batches
+        return self._laid_out[1]
 
-    def _keys(self) -> Sequence[str]:
-        return ("tokens", "loss_mask", "segments", *(("states",) if self._samples.has_states else ()))
-
-    def _read(self, pieces: tuple[Piece, ...]) -> dict[str, NDArray[Any]]:
+    def _read(self, pieces: Row, width: int) -> dict[str, NDArray[Any]]:
         """One row, as mlx-data takes it: it knows no float16, so the states travel as bytes."""
         samples = [(self._samples[piece.sample], slice(piece.start, piece.stop)) for piece in pieces]
         row: dict[str, NDArray[Any]] = {
-            "tokens": np.concatenate([sample.tokens[at] for sample, at in samples]),
-            "loss_mask": np.concatenate([sample.loss_mask[at] for sample, at in samples]),
-            "segments": np.repeat(np.arange(1, len(pieces) + 1, dtype=np.int32), [len(piece) for piece in pieces]),
+            "tokens": _joined([sample.tokens[at] for sample, at in samples], width),
+            "loss_mask": _joined([sample.loss_mask[at] for sample, at in samples], width),
+            "segments": _joined([np.full(len(p), i, np.int32) for i, p in enumerate(pieces, 1)], width),
         }
         if self._samples.has_states:
             parts = [(s.aux[at], s.last[at]) for s, at in samples if isinstance(s, Sample)]
-            states = np.concatenate([np.concatenate(part, axis=1) for part in parts])
-            row["states"] = np.ascontiguousarray(states, np.float16).view(np.uint8)
+            row["states"] = _joined([np.concatenate(part, axis=1, dtype=np.float16) for part in parts], width).view(
+                np.uint8
+            )
         return row
+
+
+def _joined(parts: Sequence[NDArray[Any]], width: int) -> NDArray[Any]:
+    """Arrays [T, ...] one after the other, and zeros up to `width`."""
+    joined = np.zeros((width, *parts[0].shape[1:]), parts[0].dtype)
+    np.concatenate(parts, out=joined[: sum(map(len, parts))])
+    return joined

@@ -1,4 +1,4 @@
-"""Rows of a fixed length, each filled with several short conversations."""
+"""Rows of several short conversations, and batches of rows that are about equally full."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from numpy.typing import NDArray
 
 SHORTEST = 3
 """Tokens below which a piece holds no draft step: two that are read and one that is predicted."""
-_OPEN = 32
-"""Rows kept open for further pieces."""
+_WINDOW = 256
+"""Rows' worth of pieces that are sorted by length before they are laid out."""
+_ENOUGH = 0.05
+"""Padding that is not worth laying out anew."""
+_FEW = 64
+"""Batches up to which that is done."""
+_SHARE = 32
+"""A row is full when less than 1/32 of it is left."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Tokens start..stop of a sample."""
 
@@ -24,6 +30,9 @@ class Piece:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+
+Row = tuple[Piece, ...]
 
 
 def order_of(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
@@ -38,27 +47,119 @@ def cut(sample: int, tokens: int, length: int) -> list[Piece]:
     return [piece for piece in pieces if len(piece) >= SHORTEST]
 
 
-def pack(lengths: Sequence[int], order: Sequence[int] | NDArray[np.int64], length: int) -> list[tuple[Piece, ...]]:
-    """Samples in the given order, laid into rows of at most `length` tokens.
+def pack(
+    lengths: Sequence[int], order: Sequence[int] | NDArray[np.int64], length: int, filled: int | None = None
+) -> list[Row]:
+    """Samples in the given order, cut into pieces of at most `length` tokens and laid into rows of as many.
 
-    Each piece goes to the fullest open row that has room; a row is closed when too many are open. Same input, same
-    rows.
+    Rows are filled up to `filled` tokens only, where that is given. Same input, same rows.
+
+    Window by window the longest pieces come first, and each goes to the fullest row that has room for it. So no two
+    rows together would fit into one, and a row is less than half full only where it is the only one.
     """
-    done: list[list[Piece]] = []
-    open_rows: list[tuple[int, list[Piece]]] = []
+    rows: list[list[Piece]] = []
+    filled = length if filled is None else filled
+    open_rows: list[list[int]] = [[] for _ in range(length + 1)]
+    """The rows that have so much room."""
+    rooms = 0
+    """Which rooms there are, bit by bit."""
+    for window in _windows(lengths, order, length):
+        for piece in sorted(window, key=len, reverse=True):
+            fitting = rooms >> len(piece)
+            if fitting:
+                room = len(piece) + (fitting & -fitting).bit_length() - 1
+                row = open_rows[room].pop()
+                if not open_rows[room]:
+                    rooms ^= 1 << room
+                rows[row].append(piece)
+            else:
+                room, row = max(filled, len(piece)), len(rows)
+                rows.append([piece])
+            room -= len(piece)
+            if room >= SHORTEST:
+                open_rows[room].append(row)
+                rooms |= 1 << room
+    return [tuple(row) for row in rows]
+
+
+def _windows(
+    lengths: Sequence[int], order: Sequence[int] | NDArray[np.int64], length: int
+) -> Sequence[Sequence[Piece]]:
+    windows: list[list[Piece]] = [[]]
+    total = 0
     for sample in order:
         for piece in cut(int(sample), lengths[int(sample)], length):
-            fits = [(room, i) for i, (room, _) in enumerate(open_rows) if room >= len(piece)]
-            if fits:
-                room, i = min(fits)
-                open_rows[i][1].append(piece)
-                open_rows[i] = (room - len(piece), open_rows[i][1])
-            else:
-                open_rows.append((length - len(piece), [piece]))
-                i = len(open_rows) - 1
-            if open_rows[i][0] < SHORTEST:
-                done.append(open_rows.pop(i)[1])
-            elif len(open_rows) > _OPEN:
-                done.append(open_rows.pop(open_rows.index(min(open_rows, key=lambda row: row[0])))[1])
-    done.extend(row for _, row in open_rows)
-    return [tuple(row) for row in done]
+            if total >= _WINDOW * length:
+                windows.append([])
+                total = 0
+            windows[-1].append(piece)
+            total += len(piece)
+    return windows
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows that are learnt from together."""
+
+    rows: tuple[Row, ...]
+    width: int
+    """Tokens that each of them is made as long as."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(piece) for row in self.rows for piece in row)
+
+
+def multiple_of(length: int) -> int:
+    """What widths are rounded up to, so that there are not too many of them."""
+    return max(1, length // (2 * _SHARE))
+
+
+def padding_of(batches: Sequence[Batch]) -> float:
+    """The share of the batches' places that hold no token, 0 to 1."""
+    places = sum(len(batch.rows) * batch.width for batch in batches)
+    return 1 - sum(batch.tokens for batch in batches) / places if places else 0.0
+
+
+def batches_of(lengths: Sequence[int], rows: int, length: int, seed: int, epoch: int) -> list[Batch]:
+    """The samples as batches in the order of (seed, epoch), each of `rows` rows but for the last, which may have fewer.
+
+    Where few samples leave much empty, rows are filled less far, so that all of them are about equally full, as long
+    as that makes no more batches.
+    """
+    order = order_of(seed, epoch, len(lengths))
+
+    def batched(filled: int) -> list[Batch]:
+        return in_batches(pack(lengths, order, length, filled), rows, length, seed, epoch)
+
+    best = batched(length)
+    if padding_of(best) <= _ENOUGH or len(best) > _FEW:
+        return best
+    step = multiple_of(length)
+    others = [batched(filled) for filled in range(length - step, length // 2, -step)]
+    return min([best, *(other for other in others if len(other) <= len(best))], key=padding_of)
+
+
+def in_batches(packed: Sequence[Row], rows: int, length: int, seed: int, epoch: int) -> list[Batch]:
+    """The packed rows as batches of `rows`, the last of which may have fewer, in the order of (seed, epoch).
+
+    Full rows meet at random. The others meet those that are about as full, and a batch is as wide as its fullest row,
+    rounded up to a 64th of `length`: so what is padded is at most a 32nd of all places and one batch more. The batches
+    follow one another at random, but for the short one at the end.
+    """
+    fills = np.array([sum(map(len, row)) for row in packed], np.int64)
+    order = order_of(seed + 1, epoch, len(packed))
+    left = length - fills[order]
+    left[left * _SHARE < length] = 0
+    order = order[np.argsort(left, kind="stable")]
+    groups = [order[at : at + rows] for at in range(0, len(packed), rows)]
+    whole = len(packed) // rows
+    groups = [groups[i] for i in order_of(seed + 2, epoch, whole)] + groups[whole:]
+    multiple = multiple_of(length)
+    return [
+        Batch(
+            tuple(packed[row] for row in group.tolist()),
+            min(length, -(-int(fills[group].max()) // multiple) * multiple),
+        )
+        for group in groups
+    ]

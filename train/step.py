@@ -120,7 +120,7 @@ class Stepper:
             raise CheckpointError(f"the trainer's state has no {_STEP!r}; was it written by eagle-train?")
         others = {name.removeprefix(_OPTIMIZER): value for name, value in state.items() if name != _STEP}
         self._optimizers.restore(others)
-        self._steps = int(state[_STEP].item())
+        self._steps = int(np.array(state[_STEP]))
 
     def _lane_loss(self, arrays: Arrays) -> tuple[mx.array, ...]:
         return lane_loss(self.head, self._target, arrays, self._objective)

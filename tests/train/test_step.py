@@ -7,11 +7,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from eagle_mlx.data_pipelines import capture
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.formats.tensors import weights_of
+from eagle_mlx.shards import Sample
 from eagle_mlx.target import Target
 from eagle_mlx.train.batches import Batches, Rows
 from eagle_mlx.train.config import TrainConfig
@@ -199,3 +202,19 @@ def test_a_state_of_another_optimizer_or_head_is_refused(target: Target) -> None
         stepper("adamw", 48).restore(stepper("adamw", 64).state())
     with pytest.raises(CheckpointError, match="no 'step'"):
         stepper("adamw", 48).restore({})
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.integers(3, 20), min_size=2, max_size=8), st.integers(0, 9))
+def test_packing_changes_no_loss(target: Target, lengths: list[int], seed: int) -> None:
+    """Every conversation learns what it would alone, whatever shares its row: nothing is seen of the others."""
+    rng = np.random.default_rng(seed)
+    rendered = [(rng.integers(0, target.vocab_size, n).tolist(), [0] + [1] * (n - 1)) for n in lengths]
+    samples, head = list(capture(target, (0, 2, 3), rendered)), tiny_head(target)
+
+    def total(held: list[Sample]) -> float:
+        (rows,) = Batches(InMemory(held), len(lengths), 24, seed).epoch(0)
+        arrays = lane_arrays(head, target, rows, make_plan(rows, 3), np.ones(3, np.float32))
+        return float(np.array(lane_loss(head, target, arrays)[0]))
+
+    assert total(samples) == pytest.approx(sum(total([sample]) for sample in samples), rel=1e-4)
