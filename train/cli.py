@@ -24,6 +24,7 @@ from .kinds import KINDS, settled
 from .loop import BEST, train
 from .start import existing_head
 from .stop import Stop
+from .wandb_run import check_wandb
 
 _HELP = """\
 Train a head for a target, from nothing or from a head that exists.
@@ -75,6 +76,8 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None) -> None:
     config = settled(config)
     if resume is None:
         check_free(config.output, config.overwrite)
+    if config.wandb:
+        check_wandb()
     tune_process()
     target = load_target(config.target)
     head = existing_head(target, config)

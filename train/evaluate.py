@@ -16,6 +16,8 @@ from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.target import Target
 
+from .generations import Generation, generations_of
+
 
 @dataclass(frozen=True)
 class Acceptance:
@@ -47,6 +49,8 @@ class Evaluator:
         self._prompts = list(prompts)
         self._all = len(self._prompts)
         self._params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        self.generations: list[Generation] = []
+        """Some texts of the last measurement, where the target has a tokenizer."""
 
     def measure(self, head: DraftHead) -> Acceptance:
         """Decode every prompt with the head."""
@@ -58,7 +62,9 @@ class Evaluator:
         kept = [i for i, output in enumerate(outputs) if not is_loop(output.tokens)]
         self._prompts = [self._prompts[i] for i in kept]
         left_out = self._all - len(kept)
-        return summarize([outputs[i] for i in kept], self._depth, left_out, time.monotonic() - begin)
+        outputs = [outputs[i] for i in kept]
+        self.generations = generations_of(self._target, self._prompts, outputs)
+        return summarize(outputs, self._depth, left_out, time.monotonic() - begin)
 
 
 def summarize(outputs: Sequence[Output], depth: int, left_out: int = 0, seconds: float = 0.0) -> Acceptance:

@@ -130,7 +130,8 @@ class Run:
             return self._finish(last)
 
     def _train(self) -> None:
-        with Bar(self.span) as bar, contextlib.closing(self._all_batches()) as stream:
+        done = self.elapsed if self.span.seconds else self.progress.step
+        with Bar(self.span, done) as bar, contextlib.closing(self._all_batches()) as stream:
             for rows in stream:
                 if self.span.is_over(self.progress.step, self.elapsed):
                     break
@@ -205,7 +206,8 @@ class Run:
     def _measure(self) -> Acceptance:
         with self.stop.immediate():
             found = self.evaluator.measure(self.head)
-        self.tracker.log("eval", self.progress.step, {**self._place(), **dataclasses.asdict(found)})
+        texts = {"generations": self.evaluator.generations}
+        self.tracker.log("eval", self.progress.step, {**self._place(), **dataclasses.asdict(found), **texts})
         tqdm.write(
             f"step {self.progress.step}: τ {found.acceptance_length:.3f} at depth {found.depth}, by position "
             f"{' '.join(f'{a:.2f}' for a in found.acceptance_by_position)} "

@@ -33,13 +33,18 @@ def cut_back(file: Path, step: int) -> list[Row]:
     Raises DataError as `read_rows` does. A file that is not there counts as an empty one.
     """
     rows = [row for row in read_rows(file) if row["step"] <= step] if file.exists() else []
+    write_whole(file, "".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file that has its old contents or its new ones, whatever happens meanwhile."""
     part = file.with_name(f".{file.name}.new")
     with part.open("w", encoding="utf-8") as out:
-        out.writelines(json.dumps(row) + "\n" for row in rows)
+        out.write(text)
         out.flush()
         os.fsync(out.fileno())
     part.replace(file)
-    return rows
 
 
 def _row(line: str) -> Row | None:

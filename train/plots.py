@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,18 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-Row = dict[str, Any]
+from .metrics import Row
+
+_BLUE, _GREY, _RED = "#1f4e79", "#bbbbbb", "#b5482a"
 _SMOOTH = 0.02
 """Share of a run over which its noisy curves are averaged."""
 
 
 def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw loss, accuracy by draft step, acceptance by position and τ over the run as PNG files in `folder`."""
-    train = [row for row in rows if row["kind"] == "train"]
-    evals = [row for row in rows if row["kind"] == "eval"]
+    """Draw a run as PNG files in `folder`, PICTURES as far as the rows have what they show."""
     written = []
-    for name, draw, data in (
-        ("loss.png", _loss, train),
-        ("accuracy.png", _accuracy, train),
-        ("acceptance_by_position.png", _by_position, evals),
-        ("acceptance_length.png", _length, evals),
-    ):
+    for name, (kind, key, draw) in _PLOTS.items():
+        data = [row for row in rows if row["kind"] == kind and key in row]
         if data:
             figure = Figure(figsize=(7.2, 4.4), layout="constrained")
             axes = figure.add_subplot()
@@ -40,8 +37,8 @@ def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
 def _loss(axes: Axes, rows: Sequence[Row]) -> None:
     tokens = [row["tokens"] for row in rows]
     values = [row["loss"] for row in rows]
-    axes.plot(tokens, values, color="#bbbbbb", linewidth=0.8)
-    axes.plot(tokens, smooth(values), color="#1f4e79")
+    axes.plot(tokens, values, color=_GREY, linewidth=0.8)
+    axes.plot(tokens, smooth(values), color=_BLUE)
     axes.set(title="Training loss", xlabel="tokens", ylabel="weighted mean over the draft steps")
 
 
@@ -67,10 +64,44 @@ def _by_position(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _length(axes: Axes, rows: Sequence[Row]) -> None:
-    axes.plot([row["tokens"] for row in rows], [row["acceptance_length"] for row in rows], color="#1f4e79", marker="o")
+    axes.plot([row["tokens"] for row in rows], [row["acceptance_length"] for row in rows], color=_BLUE, marker="o")
     depth = len(rows[0]["acceptance_by_position"])
     axes.set(title=f"Acceptance length, greedy, depth {depth}", xlabel="tokens", ylabel="tokens per target forward")
     axes.set_ylim(bottom=0.9)
+
+
+def _learning_rate(axes: Axes, rows: Sequence[Row]) -> None:
+    tokens = [row["tokens"] for row in rows]
+    for key, label, color in (("learning_rate", "AdamW", _BLUE), ("muon_learning_rate", "Muon", _RED)):
+        if key in rows[0]:
+            axes.plot(tokens, [row[key] for row in rows], color=color, label=label)
+    axes.set(title="Learning rate", xlabel="tokens", yscale="log" if "muon_learning_rate" in rows[0] else "linear")
+    axes.legend(frameon=False)
+
+
+def _speed(axes: Axes, rows: Sequence[Row]) -> None:
+    tokens = [row["tokens"] for row in rows]
+    speeds = interval_speeds(rows)
+    axes.plot(tokens, speeds, color=_GREY, linewidth=0.8)
+    axes.plot(tokens, smooth(speeds), color=_BLUE)
+    axes.set(title="Speed of training, without evaluations", xlabel="tokens", ylabel="tokens/s")
+    axes.set_ylim(bottom=0)
+
+
+def _memory(axes: Axes, rows: Sequence[Row]) -> None:
+    tokens = [row["tokens"] for row in rows]
+    labels = {"process_peak": "process, peak", "peak": "MLX, peak", "active": "MLX, between steps"}
+    for (key, label), color in zip(labels.items(), (_RED, _BLUE, _GREY), strict=True):
+        axes.plot(tokens, [row["memory_gb"][key] for row in rows], color=color, label=label)
+    axes.set(title="Memory", xlabel="tokens", ylabel="GB")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+
+
+def interval_speeds(rows: Sequence[Row]) -> list[float]:
+    """Tokens per second of training between each row and the one before it."""
+    places = [(0, 0.0), *((row["tokens"], row["train_seconds"]) for row in rows)]
+    return [(now[0] - old[0]) / max(now[1] - old[1], 1e-9) for old, now in itertools.pairwise(places)]
 
 
 def smooth(values: Sequence[float]) -> list[float]:
@@ -87,3 +118,19 @@ def smooth(values: Sequence[float]) -> list[float]:
 def _colors(count: int) -> list[Any]:
     scale = matplotlib.colormaps["viridis"]
     return [scale(0.9 * i / max(count - 1, 1)) for i in range(count)]
+
+
+_PLOTS: dict[str, tuple[str, str, Callable[[Axes, Sequence[Row]], None]]] = {
+    "loss.png": ("train", "loss", _loss),
+    "accuracy.png": ("train", "accuracy_by_step", _accuracy),
+    "acceptance_by_position.png": ("eval", "acceptance_by_position", _by_position),
+    "acceptance_length.png": ("eval", "acceptance_length", _length),
+    "learning_rate.png": ("train", "learning_rate", _learning_rate),
+    "speed.png": ("train", "train_seconds", _speed),
+    "memory.png": ("train", "memory_gb", _memory),
+}
+"""Of each picture the kind of its rows, the value that they must have, and what draws it."""
+
+PICTURES = tuple(_PLOTS)
+OF_THE_HEAD = ("acceptance_by_position.png", "acceptance_length.png", "accuracy.png", "loss.png")
+"""Those that say something of the head, and not of the machine."""

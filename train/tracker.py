@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,16 +9,21 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from .config import TrainConfig
+from .generations import write_generations
+from .memory import memory_gb
 from .metrics import METRICS, Row, cut_back
+from .plots import PICTURES
+from .wandb_run import WandbRun
 
 Kind = Literal["train", "eval"]
 
 
 class Tracker:
-    """Writes lines of metrics; use it in a `with` statement.
+    """Writes lines of metrics, and the texts of evaluations; use it in a `with` statement.
 
     With `resume_step` the folder is that of a run which goes on after that step: lines of later steps are dropped, and
-    each step is written once however often it is logged. Raises DataError where the lines that are there are damaged.
+    each step is written once however often it is logged. Raises DataError where the lines that are there are damaged,
+    ConfigError where Weights & Biases cannot be used.
     """
 
     def __init__(self, folder: Path, config: TrainConfig, resume_step: int | None = None):
@@ -27,28 +31,44 @@ class Tracker:
         self.rows: list[Row] = [] if resume_step is None else cut_back(file, resume_step)
         """All lines so far, those of before an interruption included."""
         self._known = {(row["kind"], row["step"]) for row in self.rows}
+        self._folder, self._config = folder, config
+        self._wandb = WandbRun(folder, config, resume=resume_step is not None) if config.wandb else None
         self._file = file.open("w" if resume_step is None else "a", encoding="utf-8")
-        self._wandb: Any = None
-        if config.wandb:
-            import wandb
-
-            self._wandb = wandb.init(project=config.wandb_project, config=dataclasses.asdict(config), dir=str(folder))
 
     def log(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
-        """Add a line: its kind, the step after which it was taken, and the values."""
+        """Add a line: its kind, the step after which it was taken, the values, and the memory taken so far.
+
+        Where the values have a learning_rate_factor, the rates themselves are added as well.
+        """
         if (kind, step) in self._known:
             return
-        row = {"kind": kind, "step": step, **values}
+        row = {"kind": kind, "step": step, **values, **self._rates(values), "memory_gb": memory_gb()}
         self.rows.append(row)
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
+        generations = values.get("generations")
+        if generations:
+            write_generations(self.rows, self._folder)
         if self._wandb is not None:
-            self._wandb.log(flatten(kind, values), step=step)
+            leave_out = ("kind", "step", "generations")
+            self._wandb.log(kind, step, {name: value for name, value in row.items() if name not in leave_out})
+            if generations:
+                self._wandb.show(step, generations)
 
     def summarize(self, values: Mapping[str, Any]) -> None:
-        """What the run came to."""
+        """What the run came to; its plots, where they are drawn by now, go with it."""
         if self._wandb is not None:
-            self._wandb.summary.update(flatten("final", values))
+            drawn = [self._folder / name for name in PICTURES if (self._folder / name).exists()]
+            self._wandb.summarize(values, drawn)
+
+    def _rates(self, values: Mapping[str, Any]) -> dict[str, float]:
+        factor = values.get("learning_rate_factor")
+        if factor is None:
+            return {}
+        rates = {"learning_rate": self._config.lr * factor}
+        if self._config.optimizer == "muon":
+            rates["muon_learning_rate"] = self._config.muon_lr * factor
+        return rates
 
     def __enter__(self) -> Self:
         return self
@@ -58,18 +78,4 @@ class Tracker:
     ) -> None:
         self._file.close()
         if self._wandb is not None:
-            self._wandb.finish(exit_code=0 if error is None else 1)
-
-
-def flatten(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"a": [x, y]}` as `{"prefix/a/0": x, "prefix/a/1": y}`, which W&B can draw."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{prefix}/{name}"
-        if isinstance(value, Mapping):
-            flat |= flatten(key, value)
-        elif isinstance(value, list):
-            flat |= {f"{key}/{i}": item for i, item in enumerate(value)}
-        else:
-            flat[key] = value
-    return flat
+            self._wandb.finish(failed=error is not None)

@@ -12,6 +12,7 @@ from eagle_mlx.data_pipelines import capture_to_shards
 from eagle_mlx.formats import load_head
 from eagle_mlx.target import load_target
 from eagle_mlx.train.cli import main
+from eagle_mlx.train.plots import PICTURES
 from tests.fakes import tiny_target_folder
 
 SMALL = [
@@ -42,7 +43,7 @@ def test_what_a_run_leaves(target: Path, chats: Path, tmp_path: Path, capsys: An
     assert run(target, chats, out, "--max-steps", "5", "--eval-steps", "2") == 0
     assert {p.name for p in out.iterdir()} == {
         *("best", "last", "metrics.jsonl", "report.json", "run.json"),
-        *("loss.png", "accuracy.png", "acceptance_by_position.png", "acceptance_length.png"),
+        *("generations.md", *PICTURES),
     }
     for name in ("best", "last"):
         head = load_head(out / name, load_target(str(target)))

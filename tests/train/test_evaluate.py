@@ -35,3 +35,21 @@ def test_a_head_is_measured_by_decoding() -> None:
     again = evaluator.measure(tiny_head(target))
     assert again.left_out == first.left_out
     assert again.acceptance_length == pytest.approx(first.acceptance_length, rel=0.05)
+
+
+def test_some_texts_are_kept_for_people_to_read() -> None:
+    target = tiny_target(tokenizer=True)
+    assert target.tokenizer is not None
+    prompts = [target.tokenizer.encode(f"def number_{i}(x):") for i in range(8)]
+    evaluator = Evaluator(target, prompts, depth=2, max_tokens=16)
+    found = evaluator.measure(tiny_head(target))
+    texts = evaluator.generations
+    assert 0 < len(texts) <= 3
+    assert len(texts) <= found.prompts
+    for text in texts:
+        assert text["prompt"].startswith("def number_")
+        assert text["text"]
+        assert 1 <= text["rounds"] <= text["tokens"] <= 16
+    bare = Evaluator(tiny_target(), [[1, 2, 3]], depth=2, max_tokens=8)
+    bare.measure(tiny_head(tiny_target()))
+    assert bare.generations == []

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from eagle_mlx.errors import DataError
 from eagle_mlx.train.config import TrainConfig
+from eagle_mlx.train.generations import FILE, Generation
 from eagle_mlx.train.metrics import METRICS, read_rows
 from eagle_mlx.train.tracker import Tracker
 
@@ -19,6 +21,49 @@ def a_run(folder: Path, steps: range, resume_step: int | None = None) -> list[in
             if step % 3 == 0:
                 tracker.log("eval", step, {"acceptance_length": 1.5})
         return [row["step"] for row in tracker.rows if row["kind"] == "train"]
+
+
+def test_metrics_are_lines_of_json(tmp_path: Path) -> None:
+    with Tracker(tmp_path, TrainConfig()) as tracker:
+        tracker.log("train", 1, {"loss": 2.0, "accuracy_by_step": [0.5, 0.25]})
+        (row,) = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+        assert [row] == tracker.rows
+    memory = row.pop("memory_gb")
+    assert row == {"kind": "train", "step": 1, "loss": 2.0, "accuracy_by_step": [0.5, 0.25]}
+    assert 0 <= memory["active"] <= memory["peak"]
+    assert 0.01 < memory["process_peak"] < 1000, "gigabytes"
+
+
+@pytest.mark.parametrize(
+    ("settings", "rates"),
+    [
+        ({"lr": 1e-3}, {"learning_rate": 5e-4}),
+        ({"lr": 1e-3, "optimizer": "muon", "muon_lr": 0.02}, {"learning_rate": 5e-4, "muon_learning_rate": 0.01}),
+    ],
+)
+def test_the_learning_rate_itself_is_written(tmp_path: Path, settings: dict[str, Any], rates: dict[str, float]) -> None:
+    with Tracker(tmp_path, TrainConfig(**settings)) as tracker:
+        tracker.log("train", 1, {"learning_rate_factor": 0.5})
+    (row,) = tracker.rows
+    assert {name: value for name, value in row.items() if name.endswith("learning_rate")} == pytest.approx(rates)
+
+
+def test_texts_are_there_to_read(tmp_path: Path) -> None:
+    def texts(rounds: int) -> list[Generation]:
+        return [
+            {"prompt": "def add(", "text": "a, b):", "tokens": 6, "rounds": rounds},
+            {"prompt": "```x", "text": "y", "tokens": 6, "rounds": 6},
+        ]
+
+    with Tracker(tmp_path, TrainConfig()) as tracker:
+        tracker.log("eval", 0, {"tokens": 0, "generations": texts(6)})
+        assert "| 0 | 0 | 1.00 |" in (tmp_path / FILE).read_text()
+        tracker.log("train", 5, {"tokens": 9000})
+        tracker.log("eval", 9, {"tokens": 12000, "generations": texts(2)})
+    shown = (tmp_path / FILE).read_text()
+    assert "| 0 | 0 | 1.00 |\n| 9 | 12,000 | 3.00 |" in shown
+    assert "```text\ndef add(\n```" in shown
+    assert "````text\n```x\n````" in shown, "nothing in a text ends its block"
 
 
 @pytest.mark.parametrize("half", ["", '{"kind": "train", "st', '{"kind": "train", "step": 9, "loss": 1.0}', "\0" * 40])

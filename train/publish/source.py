@@ -20,6 +20,7 @@ from eagle_mlx.formats.tensors import read_tensors, weights_of
 from eagle_mlx.heads.base import DraftHead
 
 from ..loop import BEST, LAST, REPORT
+from ..plots import OF_THE_HEAD
 
 CONFIG = "config.json"
 
@@ -117,7 +118,7 @@ def read_source(folder: str | Path) -> Source:
     of_speculators = kind == "mtp" and "speculators_model_type" in config
     layout = _MTP_OF_SPECULATORS if of_speculators else _LAYOUTS[kind]
     report = _read_report(run / REPORT) if run is not None else None
-    plots = tuple(sorted(run.glob("*.png"))) if run is not None else ()
+    plots = tuple(run / name for name in OF_THE_HEAD if (run / name).is_file()) if run is not None else ()
     return Source(place, config, layout, head, report, which, plots)
 
 

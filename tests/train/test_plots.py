@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle_mlx.train.plots import OF_THE_HEAD, PICTURES, interval_speeds, smooth, write_plots
+
+
+def a_run(muon: bool = False) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for i in range(1, 6):
+        rows.append(
+            {
+                **{"kind": "train", "tokens": 100 * i, "train_seconds": 0.5 * i, "loss": 5.0 / i},
+                **{"accuracy_by_step": [0.1 * i, 0.05 * i], "learning_rate": 1e-3 / i},
+                **({"muon_learning_rate": 0.02 / i} if muon else {}),
+                "memory_gb": {"active": 1.0, "peak": 2.0, "process_peak": 3.0},
+            }
+        )
+        rows.append(
+            {"kind": "eval", "tokens": 100 * i, "acceptance_length": 1 + i, "acceptance_by_position": [0.2, 0.1]}
+        )
+    return rows
+
+
+@pytest.mark.parametrize("muon", [False, True])
+def test_plots_are_pictures(tmp_path: Path, muon: bool) -> None:
+    written = write_plots(a_run(muon), tmp_path)
+    assert tuple(p.name for p in written) == PICTURES
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in written)
+    assert set(OF_THE_HEAD) < set(PICTURES)
+
+
+def test_what_a_run_does_not_have_is_not_drawn(tmp_path: Path) -> None:
+    assert write_plots([], tmp_path) == []
+    older = [{k: row[k] for k in ("kind", "tokens", "loss") if k in row} for row in a_run()]
+    assert [p.name for p in write_plots(older, tmp_path)] == ["loss.png"]
+
+
+def test_speed_is_that_of_each_interval() -> None:
+    rows = [{"tokens": 100, "train_seconds": 1.0}, {"tokens": 400, "train_seconds": 2.0}]
+    assert interval_speeds(rows) == pytest.approx([100, 300])
+
+
+def test_smoothing_weighs_the_first_values_rightly() -> None:
+    assert smooth([3.0] * 200) == pytest.approx([3.0] * 200)
+    assert smooth([1.0, 2.0]) == [1.0, 2.0]
+    assert len(smooth([])) == 0
