@@ -18,6 +18,7 @@ from typing import Any, Literal
 import yaml
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.shards import BITS
 
 Optimizer = Literal["adamw", "muon"]
 HeadKind = Literal["eagle3", "eagle", "mtp"]
@@ -63,8 +64,14 @@ class TrainConfig:
     """use at most this many conversations, all sources together; 0 for all"""
     max_length: int = 2048
     """cut conversations after this many tokens"""
+    states: Literal["auto", "memory", "disk", "online"] = "auto"
+    """hidden states captured once and kept in memory or on the disk, or anew for each batch; auto: by --cache-gb"""
     cache_gb: float = 4.0
-    """capture the hidden states once, in memory, where they fit this many gigabytes; else anew for each batch"""
+    """capture the hidden states once where they fit this many gigabytes of free memory, or else of the disk"""
+    cache_bits: int = 16
+    """bits of a value that is kept on the disk, 16 or 8"""
+    cache_dir: str = ""
+    """folder of the states kept on the disk, where later runs find them; default: the output folder's name + .shards"""
 
     draft_vocab: int = 0
     """entries of the draft vocabulary, the most frequent tokens; all of them where the target has no more"""
@@ -153,7 +160,16 @@ class TrainConfig:
             value = getattr(self, name)
             if not _fits(value, type_):
                 raise ConfigError(f"{name} must be {_describe(type_)}, not {value!r}")
-        for name in ("max_length", "rows", "length", "epochs", "eval_prompts", "eval_tokens", "checkpoints", "log_steps"):
+        for name in (
+            "max_length",
+            "rows",
+            "length",
+            "epochs",
+            "eval_prompts",
+            "eval_tokens",
+            "checkpoints",
+            "log_steps",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("eval_depth", "eval_batch", "lr", "muon_lr", "clip"):
@@ -174,6 +190,8 @@ class TrainConfig:
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, but is {getattr(self, name)}")
+        if self.cache_bits not in BITS:
+            raise ConfigError(f"cache_bits must be {' or '.join(map(str, BITS))}, not {self.cache_bits}")
         for name in ("decay", "warmup", "final_lr"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be between 0 and 1, not {getattr(self, name)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,23 +15,32 @@ from eagle_mlx.data_pipelines import (
     ReadReport,
     Rendered,
     capture,
+    capture_to_shards,
     choose_draft_vocab,
     count_tokens,
     coverage,
     prompt_tokens,
     read_conversations,
     render_all,
+    shard_meta,
     special_token_ids,
 )
 from eagle_mlx.errors import DataError, ShardError, TargetError
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.shards import ShardReader
+from eagle_mlx.shards.budget import Place
 from eagle_mlx.target import Target
 
+from .cache import cache_folder, choose_states
 from .config import TrainConfig
 from .kinds import KINDS, kind_of, settled
 from .samples import InMemory, OnDisk, Samples, Tokens
 
+_IN_WORDS: dict[Place, str] = {
+    "memory": "captured once, in memory",
+    "disk": "shards {}",
+    "online": "captured anew for each batch",
+}
 _TEXT_PROMPT = 64
 """Tokens of a plain text that make a prompt."""
 
@@ -44,15 +54,18 @@ class TrainData:
     """[Vd] the target's ids of the draft vocabulary, ascending; None for all."""
     report: dict[str, Any]
     """Conversations, tokens and the like, for the run's report."""
+    place: Place = "memory"
+    """Where the states are: what `states` of the settings came to, and what a resumed run must be given."""
 
 
 def training_data(
-    target: Target, config: TrainConfig, progress: bool = False, head: DraftHead | None = None
+    target: Target, config: TrainConfig, progress: bool = False, head: DraftHead | None = None, reserve: int = 0
 ) -> TrainData:
-    """Shards where they are given; else conversations, captured at once where their states fit the cache.
+    """Shards where they are given; else conversations, whose states are kept where there is room for them.
 
-    A head to go on from decides what is captured and what it drafts, where there is one. Raises DataError, ShardError
-    or ConfigError for data that cannot be used.
+    A head to go on from decides what is captured and what it drafts, where there is one. `reserve` is the memory in
+    bytes that the training will take besides what is taken now. Raises DataError, ShardError, OutputError or
+    ConfigError for data that cannot be used or kept.
     """
     config = settled(config)
     if config.shards:
@@ -61,23 +74,41 @@ def training_data(
     aux_layers = KINDS[config.head].aux_layers(target, config) if head is None else kind_of(head).aux_layers_of(head)
     kept, share = _draft_vocabulary(target, config, count_tokens(rendered, target.vocab_size), head)
     tokens = sum(len(one.tokens) for one in rendered)
-    size = tokens * 2 * target.hidden_size * (len(aux_layers) + 1)
-    cached = size <= config.cache_gb * 1e9
-    samples = InMemory(
-        list(capture(target, aux_layers, rendered, progress=progress))
-        if cached
-        else [Tokens(np.array(one.tokens, np.int32), np.array(one.loss_mask, np.uint8)) for one in rendered]
-    )
+    choice = choose_states(config, tokens, shard_meta(target, aux_layers, config.cache_bits), reserve)
+    if progress:
+        print(f"states: {choice.text}", file=sys.stderr)
     report = {
         "conversations": len(rendered),
         **read,
         "tokens": tokens,
         "loss_tokens": sum(sum(one.loss_mask) for one in rendered),
-        "states": "captured once, in memory" if cached else "captured anew for each batch",
+        "states": _IN_WORDS[choice.place].format(cache_folder(config)),
         "draft_vocab": target.vocab_size if kept is None else len(kept),
         "draft_vocab_coverage": share,
     }
-    return TrainData(samples, aux_layers, kept, report)
+    samples = _samples(target, config, choice.place, aux_layers, rendered, progress)
+    return TrainData(samples, aux_layers, kept, report, choice.place)
+
+
+def _samples(
+    target: Target,
+    config: TrainConfig,
+    place: Place,
+    aux_layers: tuple[int, ...],
+    rendered: list[Rendered],
+    progress: bool,
+) -> Samples:
+    """The conversations, with their states where these are captured once."""
+    if place == "online":
+        return InMemory([Tokens(np.array(one.tokens, np.int32), np.array(one.loss_mask, np.uint8)) for one in rendered])
+    if place == "memory":
+        return InMemory(list(capture(target, aux_layers, rendered, progress=progress)))
+    folder = cache_folder(config)
+    try:
+        capture_to_shards(target, aux_layers, rendered, folder, progress=progress, bits=config.cache_bits, resume=True)
+    except ShardError as e:
+        raise ShardError(f"{e}. As a cache: remove {folder}, or name another place with --cache-dir") from e
+    return OnDisk(ShardReader(folder), aux=bool(aux_layers))
 
 
 def heldout_prompts(target: Target, config: TrainConfig) -> list[list[int]]:
@@ -153,7 +184,7 @@ def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) ->
         "draft_vocab": target.vocab_size if kept is None else len(kept),
         "draft_vocab_coverage": share,
     }
-    return TrainData(samples, aux_layers, kept, report)
+    return TrainData(samples, aux_layers, kept, report, "disk")
 
 
 def _aux_layers_in_shards(

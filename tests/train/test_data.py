@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from eagle_mlx.errors import ConfigError, DataError
+from eagle_mlx.data_pipelines import shard_capture
+from eagle_mlx.errors import ConfigError, DataError, OutputError, ShardError
+from eagle_mlx.shards import Sample, ShardWriter
+from eagle_mlx.train import cache
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
-from eagle_mlx.train.data import heldout_prompts, training_data
+from eagle_mlx.train.data import TrainData, heldout_prompts, training_data
 from tests.fakes import tiny_target
 
 TARGET = tiny_target(vocab=4096, tokenizer=True)
@@ -65,6 +72,86 @@ def test_rows_that_cannot_be_used_are_left_out_where_that_is_asked_for(tmp_path:
     with pytest.raises(DataError, match=r"some.jsonl:61"):
         training_data(TARGET, config(str(source)))
     assert training_data(TARGET, config(str(source), skip_bad=True)).report["left_out"] == 1
+
+
+def places(data: TrainData) -> dict[tuple[int, ...], list[NDArray[np.float16]]]:
+    """Every sample's states by its tokens."""
+    found = {}
+    for index in range(len(data.samples.lengths)):
+        sample = data.samples[index]
+        assert isinstance(sample, Sample)
+        found[tuple(sample.tokens.tolist())] = [sample.aux, sample.last]
+    return found
+
+
+def test_states_go_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, output = chats(tmp_path, "a", 60), str(tmp_path / "head")
+    settings = dataclasses.replace(config(source, output=output), cache_gb=1.0)
+    in_memory = training_data(TARGET, settings)
+    assert (in_memory.place, in_memory.report["states"]) == ("memory", "captured once, in memory")
+    monkeypatch.setattr(cache, "free_memory", lambda: 1000)
+    on_disk = training_data(TARGET, settings)
+    assert on_disk.place == "disk"
+    assert on_disk.report["states"] == f"shards {output}.shards"
+    held = places(on_disk)
+    assert len(held) > 50
+    for tokens, states in places(in_memory).items():
+        assert all(np.array_equal(a, b) for a, b in zip(states, held[tokens], strict=True))
+    monkeypatch.setattr(cache, "free_disk", lambda folder: 0)
+    assert training_data(TARGET, settings).place == "disk"  # what is there already needs no more room
+    elsewhere = dataclasses.replace(settings, cache_dir=str(tmp_path / "none"))
+    assert training_data(TARGET, elsewhere).place == "online"
+    assert training_data(TARGET, config(source)).place == "online"  # a cache of nothing
+    monkeypatch.setattr(cache, "free_memory", lambda: 10**9)
+    assert training_data(TARGET, elsewhere).place == "memory"
+    assert training_data(TARGET, elsewhere, reserve=10**9).place == "online"
+
+
+def test_a_capture_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = dataclasses.replace(
+        config(chats(tmp_path, "a", 400), states="disk", cache_bits=8, cache_dir=str(tmp_path / "kept"))
+    )
+    whole = training_data(TARGET, dataclasses.replace(settings, cache_dir=str(tmp_path / "whole")))
+    written, write = [], ShardWriter.write
+
+    def cut_short(self: ShardWriter, index: int, samples: Sequence[Sample]) -> None:
+        if len(written) == 1:
+            raise KeyboardInterrupt
+        written.append(index)
+        write(self, index, samples)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "write", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            training_data(TARGET, settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            ShardWriter, "write", lambda self, index, samples: (written.append(index), write(self, index, samples))
+        )
+        again = training_data(TARGET, settings)
+    assert len(written) == len(set(written)) > 2  # no shard is captured twice
+    for (tokens, states), (others, same) in zip(places(whole).items(), places(again).items(), strict=True):
+        assert tokens == others
+        assert all(np.array_equal(a, b) for a, b in zip(states, same, strict=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_capture, "capture_batches", None)
+        assert training_data(TARGET, settings).place == "disk"  # a later run finds them
+    other = dataclasses.replace(settings, data=(chats(tmp_path, "b", 20),))
+    with pytest.raises(ShardError, match=r"made from something else .*--cache-dir"):
+        training_data(TARGET, other)
+
+
+def test_a_place_that_is_asked_for_is_kept_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = chats(tmp_path, "a", 20)
+    assert training_data(TARGET, config(source, states="memory")).place == "memory"  # whatever --cache-gb is
+    assert training_data(TARGET, config(source, states="online", cache_bits=8)).place == "online"
+    monkeypatch.setattr(cache, "free_memory", lambda: 1000)
+    monkeypatch.setattr(cache, "free_disk", lambda folder: 1000)
+    with pytest.raises(ConfigError, match="of memory are left for them; .*--states disk"):
+        training_data(TARGET, config(source, states="memory"))
+    with pytest.raises(OutputError, match=r"are left at .*kept; make room, .*--cache-bits 8"):
+        training_data(TARGET, config(source, states="disk", cache_dir=str(tmp_path / "kept")))
+    assert not (tmp_path / "kept").exists()
 
 
 def test_flags_that_cannot_be_meant_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,64 @@
+"""Where a run's hidden states are kept, by what there is room for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from eagle_mlx.errors import ConfigError, OutputError
+from eagle_mlx.shards import CacheChoice, ShardMeta, choose_cache, states_bytes, unfinished_folder
+from eagle_mlx.shards.budget import Place
+
+from .config import TrainConfig
+from .room import free_disk, free_memory
+
+_MEMORY_SHARE, _DISK_SHARE = 0.8, 0.95
+"""What of the free memory and disk a cache may take: others need some too."""
+
+
+_AS_ASKED: dict[Place, str] = {
+    "memory": "captured once, kept in memory",
+    "disk": "captured once, kept on the disk",
+    "online": "captured anew for each batch",
+}
+
+
+def cache_folder(config: TrainConfig) -> Path:
+    """Where states are kept on the disk; there an interrupted capture goes on, and a later run finds them."""
+    return Path(config.cache_dir or f"{config.output.rstrip('/')}.shards")
+
+
+def choose_states(config: TrainConfig, tokens: int, meta: ShardMeta, reserve: int = 0) -> CacheChoice:
+    """Where so many tokens' states go, and the estimate in words.
+
+    `reserve` is the memory in bytes that the training will take itself. What the cache's folder holds already counts
+    as free, since a capture goes on with it. Raises ConfigError or OutputError where `config.states` names a place
+    that has too little room.
+    """
+    folder = cache_folder(config)
+    memory = max(0.0, _MEMORY_SHARE * (free_memory() - reserve))
+    disk = _DISK_SHARE * free_disk(folder) + sum(map(_size, (folder, unfinished_folder(folder))))
+    if config.states == "auto":
+        return choose_cache(tokens, meta, config.cache_gb * 1e9, memory, disk)
+    kept = meta if config.states == "disk" else replace(meta, bits=16)
+    size = states_bytes(tokens, kept)
+    what = f"hidden states of {tokens:,} tokens: {_gb(size)} in {kept.bits} bits"
+    if config.states == "memory" and size > memory:
+        raise ConfigError(
+            f"{what}, and {_gb(memory)} of memory are left for them; use less data (--limit, --max-length), or keep "
+            "them elsewhere with --states disk"
+        )
+    if config.states == "disk" and size > disk:
+        raise OutputError(
+            f"{what}, and {_gb(disk)} are left at {folder.absolute()}; make room, name another place with --cache-dir, "
+            "or use --cache-bits 8, less data (--limit, --max-length) or --states online"
+        )
+    return CacheChoice(config.states, size, f"{what}, {_AS_ASKED[config.states]}")
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) if folder.is_dir() else 0
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
