@@ -16,6 +16,7 @@ from eagle_mlx.folders import check_free
 from eagle_mlx.lanes import tune_process
 from eagle_mlx.target import load_target
 
+from . import report_command
 from .command import exit_code
 from .config import TrainConfig, field_help, load_config
 from .data import heldout_prompts, training_data
@@ -42,6 +43,9 @@ examples:
   eagle-train --target Qwen3-4B-4bit --init-from user/qwen3-4b-eagle3 --data mine.jsonl --output out/mine
   eagle-train -c recipe.yaml --seed 1
   eagle-train --resume out/head
+  eagle-train report out/head out/mine
+
+eagle-train report compares runs, finished or not: loss, τ, time, and the settings in which they differ.
 
 Settings come from their defaults, then the YAML file, then the flags. A bare model name such as Qwen3-4B-4bit means
 mlx-community/Qwen3-4B-4bit.
@@ -53,7 +57,10 @@ from the last state that was saved. A second Ctrl-C stops at once.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train and return the exit code: 0, 2 after an error that the user can mend, 130 or 143 when interrupted."""
-    args = vars(_parser().parse_args(argv))
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["report"]:
+        return report_command.main(given[1:])
+    args = vars(_parser().parse_args(given))
     print(f"blas: {blas.activate()}", file=sys.stderr)
     return exit_code(lambda: _main(args.pop("resume", None), args.pop("config_file", None), args))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,27 @@ def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
             figure.savefig(folder / name, dpi=140)
             written.append(folder / name)
     return written
+
+
+def write_comparison(runs: Mapping[str, Sequence[Row]], file: Path) -> None:
+    """Draw τ and the loss of several runs against the tokens that they have seen, into one PNG file."""
+    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    length, loss = figure.subplots(1, 2)
+    for (name, rows), color in zip(runs.items(), _colors(len(runs)), strict=True):
+        evals = [row for row in rows if row["kind"] == "eval" and {"tokens", "acceptance_length"} <= row.keys()]
+        train = [row for row in rows if row["kind"] == "train" and {"tokens", "loss"} <= row.keys()]
+        taus = [row["acceptance_length"] for row in evals]
+        length.plot([row["tokens"] for row in evals], taus, color=color, marker="o", label=name)
+        loss.plot([row["tokens"] for row in train], smooth([row["loss"] for row in train]), color=color, label=name)
+    length.set(title="Acceptance length", xlabel="tokens", ylabel="tokens per target forward")
+    loss.set(title="Training loss", xlabel="tokens", ylabel="weighted mean over the draft steps")
+    for axes in (length, loss):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    length.legend(frameon=False)
+    part = file.with_name(f".{file.name}.new")
+    figure.savefig(part, dpi=140, format="png")
+    part.replace(file)
 
 
 def _loss(axes: Axes, rows: Sequence[Row]) -> None:

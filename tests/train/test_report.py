@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle_mlx.errors import DataError
+from eagle_mlx.train.cli import main
+from eagle_mlx.train.config import TrainConfig
+from eagle_mlx.train.report_command import text
+from eagle_mlx.train.runs import differing_settings, read_run
+from eagle_mlx.train.tracker import Tracker
+
+TAUS = {0: 1.0, 10: 1.8, 20: 1.6}
+
+
+def make_run(folder: Path, finished: bool, steps: int = 20, **settings: Any) -> Path:
+    """A run as the trainer leaves it; τ is best at step 10."""
+    folder.mkdir(parents=True)
+    config = TrainConfig(target="some/target", data=("a.jsonl",), **settings)
+    config_values = json.loads(json.dumps(config.__dict__))
+    with Tracker(folder, config) as tracker:
+        for step in range(0, steps + 1, 5):
+            place = {"tokens": 100 * step, "train_seconds": 4.0 * step, "epoch": 0}
+            if step:
+                tracker.log("train", step, {**place, "loss": 10 / step, "accuracy_by_step": [0.5, 0.25]})
+            if step in TAUS:
+                found = {"acceptance_length": TAUS[step], "acceptance_by_position": [0.5, 0.25], "depth": 2}
+                tracker.log("eval", step, {**place, **found})
+    (folder / "run.json").write_text(json.dumps({"config": config_values, "target": "ab", "data": "cd"}))
+    if finished:
+        report = {
+            **{"target": "some/target", "kind": "eagle3", "started_from": None, "acceptance_length": 1.8},
+            **{"acceptance_by_position": [0.5, 0.25], "untrained_acceptance_length": 1.0, "best_step": 10},
+            **{"acceptance": {"last": {"acceptance_length": 1.6}, "best": {"depth": 2}}, "loss": 10 / steps},
+            **{"steps": steps, "tokens": 100 * steps, "train_seconds": 4.0 * steps, "config": config_values},
+        }
+        (folder / "report.json").write_text(json.dumps(report))
+    return folder
+
+
+def test_an_unfinished_run_tells_what_a_finished_one_does(tmp_path: Path) -> None:
+    whole, cut = (read_run(make_run(tmp_path / name, finished=name == "whole")) for name in ("whole", "cut"))
+    assert (whole.state, cut.state) == ("complete", "unfinished")
+    for name in ("target", "kind", "steps", "tokens", "train_seconds", "loss", "depth", "untrained", "best"):
+        assert getattr(whole, name) == getattr(cut, name), name
+    for run in (whole, cut):
+        assert (run.untrained, run.best, run.best_step, run.last) == (1.0, 1.8, 10, 1.6)
+        assert run.by_position == [0.5, 0.25]
+        assert run.tokens_per_second == pytest.approx(25)
+        assert run.memory_gb is not None
+        assert [row["step"] for row in run.evaluations] == [0, 10, 20]
+
+
+def test_runs_are_compared_with_the_settings_that_differ(tmp_path: Path, capsys: Any) -> None:
+    a = make_run(tmp_path / "a", True, lr=1e-3, output="out/a")
+    b = make_run(tmp_path / "b", False, lr=2e-3, output="out/b", optimizer="muon", steps=10)
+    assert differing_settings([read_run(a), read_run(b)]) == ["optimizer", "lr"]
+    assert main(["report", str(a), str(b)]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "", "nothing but the table"
+    lines = [line.split() for line in shown.out.splitlines()]
+    for expected in (
+        "a b",
+        "state complete unfinished",
+        "target some/target some/target",
+        "kind eagle3 eagle3",
+        "tokens 2,000 1,000",
+        "time of training 1 min 20 s 40 s",
+        "τ, best 1.800 1.800",
+        "τ, last 1.600 1.800",
+        "τ, untrained 1.000 1.000",
+        "--optimizer adamw muon",
+        "--lr 0.001 0.002",
+    ):
+        assert expected.split() in lines
+    assert "output" not in shown.out
+
+
+def test_a_run_that_can_go_on_says_how(tmp_path: Path, capsys: Any) -> None:
+    folder = make_run(tmp_path / "a", False)
+    (folder / "checkpoints" / "step-00000010").mkdir(parents=True)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    assert main(["report", str(folder)]) == 0
+    assert f"a: unfinished; eagle-train --resume {folder} goes on" in capsys.readouterr().out
+
+
+def test_the_comparison_as_files(tmp_path: Path, capsys: Any) -> None:
+    runs = [str(make_run(tmp_path / name, True, seed=seed)) for seed, name in enumerate(("x/one", "y/one"))]
+    out, plot = tmp_path / "runs.md", tmp_path / "runs.png"
+    assert main(["report", *runs, "--output", str(out), "--plot", str(plot)]) == 0
+    shown = out.read_text()
+    assert f"|   | {runs[0]} | {runs[1]} |" in shown, "two folders of one name go by their paths"
+    assert "| τ, best | 1.800 | 1.800 |" in shown
+    assert "| --seed | 0 | 1 |" in shown
+    assert "(runs.png)" in shown
+    assert "| 10 | 1,000 | 1.800 |" in shown
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert {p.name for p in tmp_path.iterdir()} == {"x", "y", "runs.md", "runs.png"}
+    capsys.readouterr()
+    assert main(["report", *runs, "--output", str(out)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert out.read_text() == shown
+    assert main(["report", *runs, "--output", str(out), "--overwrite"]) == 0
+    assert main(["report", *runs, "--plot", str(tmp_path / "runs.pdf")]) == 2
+    assert "must end in .png" in capsys.readouterr().err
+
+
+def test_the_comparison_as_json(tmp_path: Path, capsys: Any) -> None:
+    assert main(["report", str(make_run(tmp_path / "a", True)), "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)
+    assert run["best"] == 1.8
+    assert run["settings"]["data"] == ["a.jsonl"]
+    assert [e["acceptance_length"] for e in run["evaluations"]] == [1.0, 1.8, 1.6]
+    assert "rows" not in run
+
+
+def test_narrow_terminals_get_more_tables(tmp_path: Path) -> None:
+    runs = [read_run(make_run(tmp_path / name, True, seed=i)) for i, name in enumerate("abc")]
+    wide, narrow = text(runs), text(runs, 60)
+    assert wide.count("tokens/s") == 1
+    assert narrow.count("tokens/s") > 1
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert text(runs, 1).count("tokens/s") == 3, "one run at a time at the least"
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: Any) -> None:
+    run = make_run(tmp_path / "a", True)
+    assert main(["report", str(run), str(tmp_path / "none")]) == 2
+    assert f"error: there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"empty is no training run: neither report\.json nor metrics\.jsonl"):
+        read_run(tmp_path / "empty")
+    for damage in ("{", "[]"):
+        (run / "report.json").write_text(damage)
+        with pytest.raises(DataError, match=r"report\.json .*move it away"):
+            read_run(run)
+
+
+def test_older_and_hardly_begun_runs_are_shown(tmp_path: Path, capsys: Any) -> None:
+    older = make_run(tmp_path / "older", True)
+    (older / "run.json").unlink()
+    (older / "metrics.jsonl").unlink()
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / "metrics.jsonl").write_text("")
+    plot = tmp_path / "p.png"
+    assert main(["report", str(older), str(begun), "--plot", str(plot)]) == 0
+    shown = capsys.readouterr().out
+    assert "unfinished, nothing measured" in shown
+    assert plot.exists()
+
+
+def test_the_help_of_training_names_it(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "eagle-train report compares runs" in capsys.readouterr().out

@@ -1,0 +1,130 @@
+"""Reading what runs have left, finished or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle_mlx.errors import DataError
+
+from .metrics import METRICS, Row, read_rows
+
+_REPORT, _ABOUT, _STATES = "report.json", "run.json", "checkpoints"
+_NO_SETTINGS = frozenset({"target", "head", "output", "overwrite", "wandb", "wandb_project", "init_from"})
+"""Settings that are shown for themselves, or that say nothing of what was learnt."""
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run as its folder tells it; None for what it does not tell."""
+
+    folder: str
+    state: str
+    """`complete`, or what became of it."""
+    target: str | None
+    kind: str | None
+    started_from: str | None
+    steps: int
+    tokens: int
+    train_seconds: float
+    tokens_per_second: float | None
+    loss: float | None
+    depth: int | None
+    """Draft tokens per round at which acceptance was measured."""
+    untrained: float | None
+    """τ before the first step."""
+    best: float | None
+    best_step: int | None
+    last: float | None
+    by_position: list[float]
+    """Acceptance of the best head by draft position."""
+    memory_gb: float | None
+    """The most that the process took of the system's memory."""
+    settings: Mapping[str, Any]
+    rows: Sequence[Row]
+    """The lines of metrics.jsonl."""
+
+    @property
+    def evaluations(self) -> list[Row]:
+        return [row for row in self.rows if row["kind"] == "eval" and "acceptance_length" in row]
+
+
+def read_run(folder: Path) -> PastRun:
+    """Raises DataError for a folder that holds no run, or one whose files are damaged."""
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}")
+    metrics = folder / METRICS
+    report, about = _json(folder / _REPORT), _json(folder / _ABOUT)
+    if report is None and not metrics.exists():
+        raise DataError(
+            f"{folder} is no training run: neither {_REPORT} nor {METRICS} is in it; name an --output of eagle-train"
+        )
+    rows = read_rows(metrics) if metrics.exists() else []
+    settings = dict((report or about or {}).get("config") or {})
+    train = [row for row in rows if row["kind"] == "train"]
+    evals = [row for row in rows if row["kind"] == "eval" and "acceptance_length" in row]
+    best = max(evals, key=lambda row: float(row["acceptance_length"]), default={})
+    now = rows[-1] if rows else {}
+    whole: Mapping[str, Any] = report or {}
+    seconds = float(whole.get("train_seconds", now.get("train_seconds", 0)))
+    tokens = int(whole.get("tokens", now.get("tokens", 0)))
+    return PastRun(
+        folder=str(folder),
+        state=_state(folder, report is not None, now),
+        target=whole.get("target") or settings.get("target") or None,
+        kind=whole.get("kind") or settings.get("head"),
+        started_from=whole.get("started_from") or settings.get("init_from") or None,
+        steps=int(whole.get("steps", now.get("step", 0))),
+        tokens=tokens,
+        train_seconds=seconds,
+        tokens_per_second=tokens / seconds if seconds else None,
+        loss=whole.get("loss", train[-1].get("loss") if train else None),
+        depth=best.get("depth") or settings.get("eval_depth"),
+        untrained=whole.get("untrained_acceptance_length", _untrained(evals)),
+        best=whole.get("acceptance_length", best.get("acceptance_length")),
+        best_step=whole.get("best_step", best.get("step")),
+        last=_last(whole, evals),
+        by_position=list(whole.get("acceptance_by_position") or best.get("acceptance_by_position") or []),
+        memory_gb=max((row["memory_gb"]["process_peak"] for row in rows if "memory_gb" in row), default=None),
+        settings=settings,
+        rows=rows,
+    )
+
+
+def differing_settings(runs: Sequence[PastRun]) -> list[str]:
+    """Names of the settings that are not the same in all runs; what a run does not tell counts as the same."""
+    names = dict.fromkeys(name for run in runs for name in run.settings if name not in _NO_SETTINGS)
+    return [name for name in names if len({repr(run.settings[name]) for run in runs if name in run.settings}) > 1]
+
+
+def _state(folder: Path, complete: bool, now: Row) -> str:
+    if complete:
+        return "complete"
+    if any((folder / _STATES).glob("step-*")):
+        return f"unfinished; eagle-train --resume {folder} goes on"
+    return "unfinished" if now else "unfinished, nothing measured"
+
+
+def _untrained(evals: Sequence[Row]) -> float | None:
+    return float(evals[0]["acceptance_length"]) if evals and evals[0]["step"] == 0 else None
+
+
+def _last(report: Mapping[str, Any], evals: Sequence[Row]) -> float | None:
+    told = (report.get("acceptance") or {}).get("last") or (evals[-1] if evals else {})
+    length = told.get("acceptance_length")
+    return None if length is None else float(length)
+
+
+def _json(file: Path) -> dict[str, Any] | None:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as e:
+        raise DataError(f"{file} cannot be read: {e}; move it away to see what {METRICS} has of the run") from e
+    if not isinstance(values, dict):
+        raise DataError(f"{file} holds no report; move it away to see what {METRICS} has of the run")
+    return values
