@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,8 @@ def _learning_rate(axes: Axes, rows: Sequence[Row]) -> None:
     tokens = [row["tokens"] for row in rows]
     for key, label, color in (("learning_rate", "AdamW", _BLUE), ("muon_learning_rate", "Muon", _RED)):
         if key in rows[0]:
-            axes.plot(tokens, [row[key] for row in rows], color=color, label=label)
-    axes.set(title="Learning rate", xlabel="tokens", yscale="log" if "muon_learning_rate" in rows[0] else "linear")
+            axes.plot(tokens, [row[key] or math.nan for row in rows], color=color, label=label)
+    axes.set(title="Learning rate", xlabel="tokens", yscale="log")
     axes.legend(frameon=False)
 
 
