@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -33,17 +34,32 @@ def make_streams(lanes: int) -> list[mx.Stream]:
 @contextlib.contextmanager
 def one_blas_thread(wanted: bool) -> Iterator[None]:
     """OpenBLAS on one thread within the block, as lanes want it; nothing happens with another BLAS."""
-    library = blas.activate()
-    if not wanted or library.kind != "openblas":
-        yield
-        return
-    openblas = ctypes.CDLL(library.path)
-    before = openblas.openblas_get_num_threads()
-    openblas.openblas_set_num_threads(1)
+    before = blas_threads()
+    if wanted:
+        set_blas_threads(1)
     try:
         yield
     finally:
-        openblas.openblas_set_num_threads(before)
+        set_blas_threads(before)
+
+
+def blas_threads() -> int:
+    """Threads of OpenBLAS; 0 with another BLAS. A product's last bits depend on them."""
+    openblas = _openblas()
+    return int(openblas.openblas_get_num_threads()) if openblas else 0
+
+
+def set_blas_threads(count: int) -> None:
+    """Set what `blas_threads` tells."""
+    openblas = _openblas()
+    if openblas and count:
+        openblas.openblas_set_num_threads(count)
+
+
+@functools.cache
+def _openblas() -> ctypes.CDLL | None:
+    library = blas.activate()
+    return ctypes.CDLL(library.path) if library.kind == "openblas" else None
 
 
 def tune_process() -> None:
