@@ -9,7 +9,7 @@ import pytest
 from eagle_mlx.errors import DataError
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.generations import FILE, Generation
-from eagle_mlx.train.metrics import METRICS, read_rows
+from eagle_mlx.train.metrics import METRICS, cut_back, read_rows
 from eagle_mlx.train.tracker import Tracker
 
 
@@ -77,6 +77,18 @@ def test_a_run_that_goes_on_has_each_step_once(tmp_path: Path, half: str) -> Non
     assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, 11))
     assert [line["step"] for line in lines if line["kind"] == "eval"] == [3, 6, 9]
     assert [p.name for p in tmp_path.iterdir()] == [METRICS]
+
+
+def test_a_file_that_ends_anywhere_can_be_gone_on_with(tmp_path: Path) -> None:
+    a_run(tmp_path, range(1, 5))
+    file = tmp_path / METRICS
+    whole, rows = file.read_bytes(), read_rows(file)
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
+    for size in range(0, len(whole) + 1, 7):
+        file.write_bytes(whole[:size])
+        complete = sum(end <= size for end in ends) + (size + 1 in ends)  # a line that only lacks its end counts
+        assert cut_back(file, 3) == [row for row in rows[:complete] if row["step"] <= 3]
+        assert cut_back(file, 3) == read_rows(file), "once more changes nothing"
 
 
 def test_a_run_goes_on_without_its_metrics(tmp_path: Path) -> None:
