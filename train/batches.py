@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 
 from eagle_mlx.shards import Sample
 
+from .distributed import ALONE, World
 from .packing import Batch, Row, batches_of, padding_of
 from .samples import Samples
 
@@ -31,21 +34,33 @@ class Rows:
     """[B, L]: 1, 2, … for a row's first, second, … conversation."""
     states: NDArray[np.float16] | None
     """[B, L, (n + 1) * H]: the n aux layers' outputs and the last layer's, side by side; None before capture."""
+    first: int = 0
+    """Which row of the batch of all processes the first one is."""
 
     def split(self, parts: int) -> list[Rows]:
         """The rows dealt out to at most `parts` smaller batches, none of them empty."""
         cuts = [index for index in np.array_split(np.arange(len(self.tokens)), parts) if len(index)]
+        states = self.states
         return [
-            Rows(self.tokens[i], self.loss_mask[i], self.segments[i], None if self.states is None else self.states[i])
+            Rows(
+                self.tokens[i],
+                self.loss_mask[i],
+                self.segments[i],
+                None if states is None else states[i],
+                self.first + int(i[0]),
+            )
             for i in cuts
         ]
 
 
 class Batches:
-    """The batches of an epoch, the same for the same seed, epoch and samples."""
+    """The batches of an epoch, the same for the same seed, epoch and samples.
 
-    def __init__(self, samples: Samples, rows: int, length: int, seed: int):
-        self._samples, self._rows, self._length, self._seed = samples, rows, length, seed
+    Where several processes train together, a batch has `rows` rows for each of them, and each reads its own.
+    """
+
+    def __init__(self, samples: Samples, rows: int, length: int, seed: int, world: World = ALONE):
+        self._samples, self._rows, self._length, self._seed, self._world = samples, rows, length, seed, world
         self._laid_out: tuple[int, list[Batch]] | None = None
 
     def steps_per_epoch(self) -> int:
@@ -59,11 +74,18 @@ class Batches:
     def epoch(self, epoch: int, skip: int = 0) -> Generator[Rows, None, None]:
         """Yield the epoch's batches from the `skip`-th on. Close the generator when leaving early: it stops threads.
 
+        All processes get as many; where the last batch has fewer rows than there are processes, some get none of it.
         Raises whatever reading a sample raises, such as ShardError.
         """
-        rows = [(row, batch.width) for batch in self._batches(epoch)[skip:] for row in batch.rows]
-        if not rows:
-            return
+        batches = self._batches(epoch)[skip:]
+        parts = [self._world.part(len(batch.rows)) for batch in batches]
+        rows = [(row, batch.width) for batch, at in zip(batches, parts, strict=True) for row in batch.rows[at]]
+        with contextlib.closing(self._read_ahead(rows)) as stream:
+            for at in parts:
+                found = next(stream) if at.stop > at.start else _no_rows(self._length)
+                yield dataclasses.replace(found, first=at.start)
+
+    def _read_ahead(self, rows: list[tuple[Row, int]]) -> Generator[Rows, None, None]:
         stream = (
             dx.buffer_from_vector([{"row": i} for i in range(len(rows))])
             .sample_transform(lambda sample: self._read(*rows[int(sample["row"])]))
@@ -80,7 +102,7 @@ class Batches:
     def _batches(self, epoch: int) -> list[Batch]:
         """The epoch's batches; the last epoch that was asked for is kept."""
         if self._laid_out is None or self._laid_out[0] != epoch:
-            batches = batches_of(self._samples.lengths, self._rows, self._length, self._seed, epoch)
+            batches = batches_of(self._samples.lengths, self._rows * self._world.size, self._length, self._seed, epoch)
             self._laid_out = epoch, batches
         return self._laid_out[1]
 
@@ -105,3 +127,8 @@ def _joined(parts: Sequence[NDArray[Any]], width: int) -> NDArray[Any]:
     joined = np.zeros((width, *parts[0].shape[1:]), parts[0].dtype)
     np.concatenate(parts, out=joined[: sum(map(len, parts))])
     return joined
+
+
+def _no_rows(length: int) -> Rows:
+    none = np.zeros((0, length), np.int32)
+    return Rows(none, none.astype(np.uint8), none, None)

@@ -99,9 +99,13 @@ class TrainConfig:
     feature_noise: float = -1.0
     """uniform noise of up to this size on the features that are read; less in conversations of more than 512 tokens"""
     rows: int = 4
-    """rows of a batch"""
+    """rows of a batch; with several processes (mlx.launch), rows that each of them adds to it"""
     length: int = 1024
     """tokens of a row; short conversations share one, long ones are cut"""
+    accumulate: int = 1
+    """compute a batch's rows in so many parts, one after the other: the same update with less memory"""
+    grad_checkpoint: bool = False
+    """compute draft steps again for the gradient and keep no logits: far less memory, somewhat more time"""
     epochs: int = 2
     """passes over the data; --max-steps or --minutes end the run in its place"""
     max_steps: int = 0
@@ -164,6 +168,7 @@ class TrainConfig:
             "max_length",
             "rows",
             "length",
+            "accumulate",
             "epochs",
             "eval_prompts",
             "eval_tokens",

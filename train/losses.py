@@ -83,15 +83,24 @@ def unrolled_loss(
     label; weights [S, U] float32: what each counts for, 0 for none. Returns the loss (a scalar), the steps' weighted
     losses [S], and the weighted share [S] of labels where head and target have the same most likely token.
     """
-    losses, hits = [], []
-    for step, h in enumerate(outputs):
-        logits = head.logits(h.reshape(-1, h.shape[-1])[select[step]]).astype(mx.float32)
-        losses.append(mx.sum(weights[step] * labels.inside * cross_entropy(logits, labels, hard)))
-        chosen = mx.take_along_axis(mx.stop_gradient(logits), labels.best[:, None], axis=-1)
-        is_top = (chosen >= mx.max(mx.stop_gradient(logits), axis=-1, keepdims=True))[:, 0]
-        hits.append(mx.sum(weights[step] * labels.inside * is_top))
-    by_step = mx.stack(losses)
-    return mx.sum(by_step), mx.stop_gradient(by_step), mx.stack(hits)
+    found = [
+        step_loss(head, h.reshape(-1, h.shape[-1])[select[step]], labels, weights[step], hard)
+        for step, h in enumerate(outputs)
+    ]
+    by_step = mx.stack([loss for loss, _ in found])
+    return mx.sum(by_step), mx.stop_gradient(by_step), mx.stack([hits for _, hits in found])
+
+
+def step_loss(
+    head: DraftHead, x: mx.array, labels: Labels, weights: mx.array, hard: bool = False
+) -> tuple[mx.array, mx.array]:
+    """One draft step's weighted cross-entropy and share of hits, both scalars: x [U, H], weights [U] float32."""
+    logits = head.logits(x).astype(mx.float32)
+    loss = mx.sum(weights * labels.inside * cross_entropy(logits, labels, hard))
+    logits = mx.stop_gradient(logits)
+    chosen = mx.take_along_axis(logits, labels.best[:, None], axis=-1)
+    is_top = (chosen >= mx.max(logits, axis=-1, keepdims=True))[:, 0]
+    return loss, mx.sum(weights * labels.inside * is_top)
 
 
 def feature_losses(outputs: list[mx.array], wanted: mx.array, select: mx.array, weights: mx.array) -> mx.array:

@@ -28,21 +28,24 @@ class Noise:
     keys: NDArray[np.uint32]
     """[B, 2], from which each row's is drawn."""
 
-    def split(self, parts: int) -> list[Noise]:
-        """Dealt out as `Rows.split` deals the rows out."""
-        cuts = [index for index in np.array_split(np.arange(len(self.keys)), parts) if len(index)]
-        return [Noise(self.sizes[i], self.keys[i]) for i in cuts]
+    def part(self, first: int, count: int) -> Noise:
+        """That of some rows."""
+        at = slice(first, first + count)
+        return Noise(self.sizes[at], self.keys[at])
 
 
 def noise_of(rows: Rows, size: float, seed: int, step: int) -> Noise | None:
-    """The noise of a run's step; None for none. Shorter conversations than 512 tokens get no more than `size`."""
+    """The noise of a run's step; None for none. Shorter conversations than 512 tokens get no more than `size`.
+
+    A row's is the same in whichever process it is computed.
+    """
     if not size:
         return None
     width = len(rows.segments)
     places = rows.segments + np.arange(width)[:, None] * (int(rows.segments.max(initial=0)) + 1)
     lengths = np.bincount(places.reshape(-1))[places]
-    keys = np.random.default_rng([seed, step]).integers(0, 1 << 32, (width, 2), dtype=np.uint32)
-    return Noise((size * np.minimum(_LENGTH / lengths, 1)).astype(np.float32), keys)
+    drawn = np.random.default_rng([seed, step]).integers(0, 1 << 32, (rows.first + width, 2), dtype=np.uint32)
+    return Noise((size * np.minimum(_LENGTH / lengths, 1)).astype(np.float32), drawn[rows.first :])
 
 
 def add_noise(arrays: Mapping[str, mx.array], states: mx.array) -> mx.array:

@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
+from .recompute import Step, recomputed
 from .unroll import take_rows
 
 
@@ -19,13 +22,13 @@ class Unrolled:
     drafts have made, of which the query at index t sees the t-th alone. Index t of step j stands at position t + j.
     """
 
-    def __init__(self, segments: mx.array):
-        """segments [B, L] int32: what lies in one segment sees nothing of another."""
-        self.offset = 0
+    def __init__(self, segments: mx.array, past: Sequence[tuple[mx.array, mx.array]] = ()):
+        """segments [B, L] int32: what lies in one segment sees nothing of another; the steps before are in `past`."""
+        self.offset = len(past)
         """The step that is computed, which is how far its positions are from the indices."""
         self._segments = segments
-        self._keys: list[mx.array] = []
-        self._values: list[mx.array] = []
+        self._keys = [keys for keys, _ in past]
+        self._values = [values for _, values in past]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Add a step's [B, heads, L, D]; returns all steps', [B, heads, (step + 1) * L, D]."""
@@ -52,26 +55,43 @@ class Unrolled:
             blocks.append(mx.broadcast_to(own, seen.shape))
         return mx.concatenate(blocks, axis=-1)[:, None]
 
-    def advance(self) -> None:
-        """The next step begins."""
-        self.offset += 1
+    @property
+    def latest(self) -> tuple[mx.array, mx.array]:
+        """Keys and values of the newest step."""
+        return self._keys[-1], self._values[-1]
 
 
 def recycle(
-    head: Any, embeddings: mx.array, g: mx.array, segments: mx.array, positions: mx.array, steps: int
+    head: Any,
+    embeddings: mx.array,
+    g: mx.array,
+    segments: mx.array,
+    positions: mx.array,
+    steps: int,
+    recompute: bool = False,
 ) -> list[mx.array]:
     """A head's output at the given positions for each draft step: `steps` times [B, P, H].
 
     The same as `unroll` in `unroll.py`, argument by argument, but what comes out is what the head itself returns: the
     next step's feature and what `head.logits` reads. All L positions are computed in every step.
     """
-    caches = [Unrolled(segments) for _ in range(head.cache_layers)]
-    h, outputs = g, []
-    for step in range(steps):
+    layers = head.cache_layers
+
+    def draft(step: int, h: mx.array, *past: mx.array) -> list[mx.array]:
+        """The output, then keys and values layer by layer; `past` has the latter of each step before."""
+        pairs = list(zip(past[::2], past[1::2], strict=True))
+        caches = [Unrolled(segments, pairs[layer::layers]) for layer in range(layers)]
         behind = mx.repeat(embeddings[:, -1:], step + 1, axis=1)
         following = mx.concatenate([embeddings[:, step + 1 :], behind], axis=1)[:, : embeddings.shape[1]]
         h = head(following, h, caches)
+        return [h, *(array for cache in caches for array in cache.latest)]
+
+    past: list[mx.array] = []
+    h, outputs = g, []
+    for number in range(steps):
+        step: Step = partial(draft, number)
+        step = recomputed(head, step, without=("lm_head",)) if recompute else step
+        h, *made = step(h, *past)
+        past += made
         outputs.append(take_rows(h, positions))
-        for cache in caches:
-            cache.advance()
     return outputs

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from numpy.typing import NDArray
 
 from eagle_mlx.errors import CheckpointError
@@ -21,6 +23,8 @@ from eagle_mlx.target import Target
 from .batches import Rows
 from .capture import capture_rows
 from .config import TrainConfig
+from .distributed import ALONE, World
+from .frugal import FrugalLoss
 from .kinds import Head, kind_of, settled
 from .losses import CROSS_ENTROPY, Objective, feature_losses, soft_labels, step_weights, unrolled_loss
 from .noise import Noise, add_noise, noise_of
@@ -52,58 +56,119 @@ class StepResult:
     """The distance of the features, where it is part of the loss."""
 
 
-class Stepper:
-    """Trains a head step by step; holds the optimizer's state."""
+@dataclass(frozen=True)
+class _Part:
+    """What one lane computes."""
 
-    def __init__(self, head: Head, target: Target, config: TrainConfig):
+    rows: Rows
+    plan: Plan
+    noise: Noise | None
+
+
+class Stepper:
+    """Trains a head step by step; holds the optimizer's state.
+
+    The processes of a `world` take each step together, every one with its own rows, and stay alike.
+    """
+
+    def __init__(self, head: Head, target: Target, config: TrainConfig, world: World = ALONE):
         config = settled(config)
         head.attach(target)
-        self.head, self._target, self._config = head, target, config
+        self.head, self._target, self._config, self._world = head, target, config, world
         self._weights = weights_of_steps(config)
         self._objective = objective_of(config)
         self._steps = 0
         self._optimizers = Optimizers(config, head.trainable_parameters())
         self._lanes = config.lanes or min(default_lanes(), config.rows)
         self._streams = make_streams(self._lanes)
-        self._step: Callable[[list[Arrays]], list[mx.array]] = self._plain_step
+        self._gradients: Callable[[list[Arrays]], tuple[list[mx.array], Any]] = self._plain_gradients
+        self._update: Callable[[Any], mx.array] = self._plain_update
         if not on_cpu():  # on a CPU a compiled step is the slower one
             self.compile()
+        self.agree()
 
     def compile(self) -> None:
         """Let MLX fuse the step's operations; a new shape of batch is compiled anew."""
         state = [self.head.state, self._optimizers.together.state]
-        self._step = partial(mx.compile, inputs=state, outputs=state)(self._plain_step)
+        self._gradients = partial(mx.compile, inputs=state[:1], outputs=state[:1])(self._plain_gradients)
+        self._update = partial(mx.compile, inputs=state, outputs=state)(self._plain_update)
 
     def __call__(self, rows: Rows, factor: float) -> StepResult | None:
-        """Learn from a batch at `factor` of the peak learning rates; None where it holds no loss."""
-        parts = rows.split(self._lanes)
-        multiple = 1 if on_cpu() else _COMPILED_MULTIPLE
-        plans = [make_plan(part, len(self._weights), multiple) for part in parts]
-        counts = np.sum([plan.counts for plan in plans], axis=0)
-        if not counts[0]:
+        """Learn from a batch at `factor` of the peak learning rates; None where it holds no loss.
+
+        `rows` are this process's; the result is that of all of them.
+        """
+        groups = self._parts(rows)
+        counts = np.zeros(len(self._weights), np.int64)
+        for part in itertools.chain(*groups):
+            counts += part.plan.counts.astype(np.int64)
+        *counted, tokens = self._world.sum(np.array([*counts, (rows.segments > 0).sum()])).tolist()
+        if not counted[0]:
             return None
-        scale = self._weights / np.maximum(counts, 1)
-        noise = noise_of(rows, self._config.feature_noise, self._config.seed, self._steps)
-        noises = noise.split(len(parts)) if noise else [None] * len(parts)
+        scale = (self._weights / np.maximum(counted, 1)).astype(np.float32)
         self._steps += 1
-        lanes = []
-        for part, plan, noise, stream in zip(parts, plans, noises, self._streams, strict=False):
-            with mx.stream(stream):
-                lanes.append(lane_arrays(self.head, self._target, part, plan, scale, noise))
         self._optimizers.set_rates(factor)
         with one_blas_thread(self._lanes > 1):
-            out = self._step(lanes)
-            mx.eval(out, self.head.parameters(), self._optimizers.together.state)
-        norm, loss, by_step, hits, *features = out
+            norm, loss, by_step, hits, *features = self._learn(groups, scale)
         return StepResult(
             float(np.array(loss)),
             (np.array(by_step) / self._weights).tolist(),
             (np.array(hits) / self._weights).tolist(),
             float(np.array(norm)),
-            int((rows.segments > 0).sum()),
-            int(counts[0]),
+            tokens,
+            counted[0],
             (np.array(features[0]) / self._weights).tolist() if features else None,
         )
+
+    def _parts(self, rows: Rows) -> list[list[_Part]]:
+        """The rows dealt out to groups, one after the other, of lanes side by side; parts without loss are left out."""
+        multiple = 1 if on_cpu() else _COMPILED_MULTIPLE
+        noise = noise_of(rows, self._config.feature_noise, self._config.seed, self._steps)
+
+        def part_of(part: Rows) -> _Part:
+            own = noise.part(part.first - rows.first, len(part.tokens)) if noise else None
+            return _Part(part, make_plan(part, len(self._weights), multiple), own)
+
+        groups = [map(part_of, group.split(self._lanes)) for group in rows.split(self._config.accumulate)]
+        with_loss = [[part for part in group if part.plan.counts[0]] for group in groups]
+        return [group for group in with_loss if group]
+
+    def _learn(self, groups: list[list[_Part]], scale: NDArray[np.float32]) -> list[mx.array]:
+        """One update; the gradient's norm and the results of all groups, added over all processes."""
+        total: Any = None
+        for group in groups:
+            found = self._gradients([self._lane(part, scale, at) for at, part in enumerate(group)])
+            total = found if total is None else tree_map(mx.add, total, found)
+            del found
+            if len(groups) > 1:
+                mx.eval(total)  # before the next group takes its memory
+        total = self._nothing() if total is None else total
+        if self._world.size > 1:
+            mx.eval(total)
+            total = self._world.sum_tree(list(total))
+        results, gradient = total
+        norm = self._update(gradient)
+        del total, gradient  # so that the update can write where they are
+        mx.eval(norm, results, self.head.parameters(), self._optimizers.together.state)
+        return [norm, *results]
+
+    def _lane(self, part: _Part, scale: NDArray[np.float32], number: int) -> Arrays:
+        with mx.stream(self._streams[number]):
+            return lane_arrays(self.head, self._target, part.rows, part.plan, scale, part.noise)
+
+    def _nothing(self) -> tuple[list[mx.array], Any]:
+        """What comes of no rows."""
+        by_step = mx.zeros(len(self._weights))
+        results = [mx.array(0.0), by_step, by_step, *([by_step] if self._objective.feature_weight else [])]
+        return results, tree_map(mx.zeros_like, self.head.trainable_parameters())
+
+    def agree(self) -> None:
+        """Give all processes the head and the state of the first one, bit by bit."""
+        if self._world.size == 1:
+            return
+        weights = dict(cast(list[tuple[str, mx.array]], tree_flatten(self.head.trainable_parameters())))
+        self.head.update(tree_unflatten(list(self._world.of_first(weights).items())))
+        self.restore(self._world.of_first(self.state()))
 
     def state(self) -> dict[str, mx.array]:
         """All that the next step depends on besides the head's weights and the batch, by name.
@@ -122,23 +187,27 @@ class Stepper:
         self._optimizers.restore(others)
         self._steps = int(np.array(state[_STEP]))
 
-    def _lane_loss(self, arrays: Arrays) -> tuple[mx.array, ...]:
-        return lane_loss(self.head, self._target, arrays, self._objective)
-
-    def _plain_step(self, lanes: list[Arrays]) -> list[mx.array]:
+    def _plain_gradients(self, lanes: list[Arrays]) -> tuple[list[mx.array], Any]:
+        """What came of the lanes and the gradient, both added up."""
         loss_and_grad = nn.value_and_grad(self.head, self._lane_loss)
-        results, gradients = [], []
+        found = []
         for arrays, stream in zip(lanes, self._streams, strict=False):
             with mx.stream(stream):
                 result, gradient = loss_and_grad(arrays)
-            results.append(result)
-            gradients.append(gradient)
-        total = gradients[0]
-        for gradient in gradients[1:]:
-            total = tree_map(mx.add, total, gradient)
-        clipped, norm = optim.clip_grad_norm(total, self._config.clip)
+            found.append((list(result), gradient))
+        total = found[0]
+        for one in found[1:]:
+            total = tree_map(mx.add, total, one)
+        return total
+
+    def _lane_loss(self, arrays: Arrays) -> tuple[mx.array, ...]:
+        return lane_loss(self.head, self._target, arrays, self._objective, self._config.grad_checkpoint)
+
+    def _plain_update(self, gradient: Any) -> mx.array:
+        """Change the weights; returns the gradient's norm before it was clipped."""
+        clipped, norm = optim.clip_grad_norm(gradient, self._config.clip)
         self._optimizers.together.update(self.head, clipped)
-        return [norm, *(sum(parts[1:], start=parts[0]) for parts in zip(*results, strict=True))]
+        return cast(mx.array, norm)
 
 
 def lane_arrays(
@@ -159,20 +228,26 @@ def lane_arrays(
     }
 
 
-def lane_loss(head: Head, target: Target, arrays: Arrays, objective: Objective = CROSS_ENTROPY) -> tuple[mx.array, ...]:
+def lane_loss(
+    head: Head, target: Target, arrays: Arrays, objective: Objective = CROSS_ENTROPY, frugal: bool = False
+) -> tuple[mx.array, ...]:
     """The loss of some rows and what came of each draft step, as `unrolled_loss` has it.
 
-    Where the distance of the features is part of the loss, it follows as [S].
+    Where the distance of the features is part of the loss, it follows as [S]. A frugal one comes to the same with less
+    memory: what can be computed again is not kept for the gradient.
     """
     kind, width = kind_of(head), target.hidden_size
     states, select, weights = arrays["states"], arrays["select"], arrays["weights"]
     last = states[..., -width:].reshape(-1, width)[arrays["labels"]].astype(target.dtype)
-    labels = soft_labels(target, last, head.token_ids)
     g = kind.features(head, target, states, partial(add_noise, arrays))
     tokens = arrays["tokens"]
     embeddings = (head.embed_tokens(tokens) if head.config.own_embedding else target.embed(tokens)).astype(mx.float32)
-    outputs = kind.unroll(head, embeddings, g, arrays["segments"], arrays["positions"], select.shape[0])
-    loss, by_step, hits = unrolled_loss(head, outputs, labels, select, weights, objective.hard)
+    outputs = kind.unroll(head, embeddings, g, arrays["segments"], arrays["positions"], select.shape[0], frugal)
+    if frugal:
+        loss, by_step, hits = FrugalLoss(head, target, last, weights, objective.hard)(outputs, select)
+    else:
+        labels = soft_labels(target, last, head.token_ids)
+        loss, by_step, hits = unrolled_loss(head, outputs, labels, select, weights, objective.hard)
     if not objective.feature_weight:
         return loss, by_step, hits
     distances = feature_losses(outputs, target.norm(last).astype(mx.float32), select, weights)

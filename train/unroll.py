@@ -5,17 +5,27 @@ Source: Li et al. 2025, EAGLE-3, section 3.2 and figure 6; SafeAILab/EAGLE and s
 
 from __future__ import annotations
 
+from functools import partial
+
 import mlx.core as mx
 
 from eagle_mlx import fastmath
 from eagle_mlx.heads.eagle3 import Eagle3Head
+
+from .recompute import Step, recomputed
 
 HIDDEN = -1e9
 """Added to the score of a key that a query must not see."""
 
 
 def unroll(
-    head: Eagle3Head, embeddings: mx.array, g: mx.array, segments: mx.array, positions: mx.array, steps: int
+    head: Eagle3Head,
+    embeddings: mx.array,
+    g: mx.array,
+    segments: mx.array,
+    positions: mx.array,
+    steps: int,
+    recompute: bool = False,
 ) -> list[mx.array]:
     """The head's output at the given positions for each draft step, before its final norm: `steps` times [B, P, H].
 
@@ -23,21 +33,29 @@ def unroll(
     Step j at index t reads (embedding of token t+1+j, the output of step j-1 at t, or g_t for j = 0) at the rotary
     position t+j. It attends to the keys that step 0 made at indices t' <= t of the same segment, and to those that
     steps 1..j made at t itself: the cache that a row would have after drafting j tokens behind index t.
+
+    With `recompute` only what goes from step to step is kept for the gradient.
     """
     attention = head.midlayer.self_attn
     following = mx.concatenate([embeddings[:, 1:], embeddings[:, -1:]], axis=1)
     past_keys, past_values = attention.project(head.inputs(following, g)[0])[1:]
     mask = causal_mask(segments, positions)
-    own: list[tuple[mx.array, mx.array]] = []
-    h, outputs = take_rows(g, positions), []
-    for step in range(steps):
+
+    def draft(step: int, h: mx.array, past_keys: mx.array, past_values: mx.array, *own: mx.array) -> list[mx.array]:
         read = mx.minimum(positions + 1 + step, embeddings.shape[1] - 1)
         x, residual = head.inputs(take_rows(embeddings, read), h)
         q, k, v = _project_each(head, x, positions + step)
-        if step:
-            own.append((k, v))
-        attended = attend(q * attention.scale, past_keys, past_values, mask, own)
-        h = head.midlayer.finish(residual, attention.output(attended))
+        pairs = [*zip(own[::2], own[1::2], strict=True), *([(k, v)] if step else [])]
+        attended = attend(q * attention.scale, past_keys, past_values, mask, pairs)
+        return [head.midlayer.finish(residual, attention.output(attended)), k, v]
+
+    own: list[mx.array] = []
+    h, outputs = take_rows(g, positions), []
+    for number in range(steps):
+        step: Step = partial(draft, number)
+        step = recomputed(head.midlayer, step) if recompute else step
+        h, *made = step(h, past_keys, past_values, *own)
+        own += made if number else []  # those of step 0 are among the past ones
         outputs.append(h)
     return outputs
 

@@ -191,7 +191,10 @@ def test_noise_is_bounded_falls_with_length_and_changes_step_by_step() -> None:
     other = noise_of(rows, 0.1, 0, 1)
     assert other is not None
     assert not np.array_equal(noise.keys, other.keys)
-    assert [len(part.keys) for part in noise.split(2)] == [1, 1]
+    second = noise_of(Rows(rows.tokens[1:], rows.loss_mask[1:], segments[1:], None, first=1), 0.1, 0, 0)
+    assert second is not None
+    assert np.array_equal(second.keys, noise.keys[1:]), "a row has its own noise, whichever rows it comes with"
+    assert np.array_equal(second.keys, noise.part(1, 1).keys)
     assert noise_of(rows, 0.0, 0, 0) is None
 
 

@@ -107,8 +107,8 @@ def test_the_gradient_reaches_the_keys_of_earlier_steps(name: str) -> None:
 
 
 def test_the_mask_is_causal_on_the_first_keys_and_diagonal_behind_them() -> None:
-    cache = Unrolled(mx.array([[1, 1, 2, 2]]))
-    cache.advance()
+    made = mx.zeros((1, 1, 4, 2))
+    cache = Unrolled(mx.array([[1, 1, 2, 2]]), [(made, made)])
     mask = np.array(cache.make_mask(4)[0, 0], np.int32)
     assert mask[:, :4].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     assert mask[:, 4:].tolist() == np.eye(4, dtype=int).tolist()

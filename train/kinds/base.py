@@ -72,10 +72,17 @@ class Kind(ABC, Generic[H]):
         return jitter(head.features([last]).astype(mx.float32))
 
     def unroll(
-        self, head: H, embeddings: mx.array, g: mx.array, segments: mx.array, positions: mx.array, steps: int
+        self,
+        head: H,
+        embeddings: mx.array,
+        g: mx.array,
+        segments: mx.array,
+        positions: mx.array,
+        steps: int,
+        recompute: bool = False,
     ) -> list[mx.array]:
         """The outputs of all draft steps; see `recycle`."""
-        return recycle(head, embeddings, g, segments, positions, steps)
+        return recycle(head, embeddings, g, segments, positions, steps, recompute)
 
     @abstractmethod
     def save(self, head: H, folder: Path, target_name: str, extra: Mapping[str, Any]) -> None:

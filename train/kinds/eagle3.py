@@ -70,10 +70,17 @@ class Eagle3Kind(Kind[Eagle3Head]):
         return head.features(list(mx.split(read, count, axis=-1)) if head.config.fc_norm else [read])
 
     def unroll(
-        self, head: Eagle3Head, embeddings: mx.array, g: mx.array, segments: mx.array, positions: mx.array, steps: int
+        self,
+        head: Eagle3Head,
+        embeddings: mx.array,
+        g: mx.array,
+        segments: mx.array,
+        positions: mx.array,
+        steps: int,
+        recompute: bool = False,
     ) -> list[mx.array]:
         way = unroll if _usual(head.config) else super().unroll
-        return way(head, embeddings, g, segments, positions, steps)
+        return way(head, embeddings, g, segments, positions, steps, recompute)
 
     def save(self, head: Eagle3Head, folder: Path, target_name: str, extra: Mapping[str, Any]) -> None:
         save_eagle3(head, folder, target_name=target_name, extra=extra, overwrite=True)

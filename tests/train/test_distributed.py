@@ -1,0 +1,117 @@
+"""Processes that train together do what one does with all their rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.train.batches import Batches
+from eagle_mlx.train.distributed import World
+from eagle_mlx.train.samples import InMemory
+from tests.train.worker import CONFIG, conversations, learnt
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def together(count: int, folder: Path) -> list[dict[str, Any]]:
+    """What each of `count` processes of worker.py prints."""
+    hosts = folder / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(count)]))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.train.worker"],
+            cwd=ROOT,
+            env={**os.environ, "MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    try:
+        ended = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * count, [errors[-2000:] for _, errors in ended]
+    return [json.loads(out.splitlines()[-1]) for out, _ in ended]
+
+
+@pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="this MLX has no ring backend")
+@pytest.mark.parametrize("count", [2, 3])
+def test_processes_learn_as_one_with_all_their_rows(tmp_path: Path, count: int) -> None:
+    found = together(count, tmp_path)
+    assert [(one["rank"], one["size"]) for one in found] == [(rank, count) for rank in range(count)]
+    alone = learnt(dataclasses.replace(CONFIG, rows=count * CONFIG.rows), World.alone())
+    for one in found:
+        assert one["told"] == {"place": [1, 2.5], "who": 0}
+        assert one["stop"] == [False, True]
+        assert one["weights"] == found[0]["weights"], "heads that began differently are alike, bit by bit"
+        assert len(one["results"]) == len(alone["results"])
+        for ours, theirs in zip(one["results"], alone["results"], strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                assert (ours["tokens"], ours["loss_tokens"]) == (theirs["tokens"], theirs["loss_tokens"])
+                for name in ("loss", "loss_by_step", "feature_loss_by_step", "accuracy_by_step"):
+                    assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+                assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+    rows = np.array([one["rows"] for one in found])
+    assert rows.sum(axis=0).tolist() == alone["rows"]
+    assert rows.min() == 0, "a process without rows takes the step all the same"
+    assert [result is None for result in alone["results"]].count(True) == 1, "and so it is with a batch without loss"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("skip", [0, 1])
+def test_every_row_is_read_by_one_process(size: int, skip: int) -> None:
+    samples = InMemory(conversations())
+    with closing(Batches(samples, 2 * size, 24, seed=1).epoch(1, skip)) as stream:
+        whole = list(stream)
+    parts = []
+    for rank in range(size):
+        with closing(Batches(samples, 2, 24, 1, World(rank, size)).epoch(1, skip)) as stream:
+            parts.append(list(stream))
+    for number, rows in enumerate(whole):
+        mine = [part[number] for part in parts]
+        assert np.array_equal(np.concatenate([one.tokens for one in mine if len(one.tokens)]), rows.tokens)
+        assert [one.first for one in mine] == np.cumsum([0, *(len(one.tokens) for one in mine)])[:-1].tolist()
+        assert max(len(one.tokens) for one in mine) - min(len(one.tokens) for one in mine) <= 1
+    assert all(len(part) == len(whole) for part in parts)
+
+
+def test_alone_nothing_is_sent() -> None:
+    world, counts, array = World.alone(), np.array([3, 4]), mx.array([1.0])
+    assert world.is_first
+    assert world.sum(counts) is counts
+    assert world.tell({"a": 1}) == {"a": 1}
+    assert (world.any(True), world.any(False)) == (True, False)
+    assert world.of_first({"a": array})["a"] is array
+    assert world.sum_tree({"a": array})["a"] is array
+
+
+def test_a_process_that_finds_no_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLX_HOSTFILE", raising=False)
+    assert World.joined() == World.alone()
+    monkeypatch.setenv("MLX_RANK", "1")
+    with pytest.raises(ConfigError, match="process 1 of at least 2 sees 1"):
+        World.joined()
