@@ -90,7 +90,8 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
         save_at_the_end(patch)
         assert main(flags(target, chats, tmp_path / "whole", *more)) == 0
         looks = 2 + STEPS  # before the first measurement, the steps, the one after four
-        for at in range(3, looks + 2):
+        stops = range(3, looks + 2) if kind == "eagle3" else (5, 8)
+        for at in stops:
             out = tmp_path / f"stopped-{at}"
             with monkeypatch.context() as inner:
                 stop_at(inner, at)
@@ -100,7 +101,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
             assert lines(out) == lines(tmp_path / "whole")
             assert weights(out) == weights(tmp_path / "whole")
     first, *others = arrays
-    assert len(others) == looks - 1
+    assert len(others) == len(stops)
     for other in others:
         assert other.keys() == first.keys()
         assert all(mx.array_equal(other[name], first[name]) for name in first)
@@ -183,16 +184,14 @@ def test_the_newest_whole_state_is_taken(
 def test_a_full_disk_leaves_the_state_before(
     target: Path, chats: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, checked = tmp_path / "out", 0
+    out, usage = tmp_path / "out", state.shutil.disk_usage
 
     def full(run: Path) -> Any:
-        nonlocal checked
-        checked += 1
-        return usage(run)._replace(free=0) if checked == 2 else usage(run)
+        return usage(run)._replace(free=0) if state.exists(out) else usage(run)
 
-    usage = state.shutil.disk_usage
-    monkeypatch.setattr(state.shutil, "disk_usage", full)
-    assert main(flags(target, chats, out, "--max-steps", "3", "--eval-steps", "1")) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(state.shutil, "disk_usage", full)
+        assert main(flags(target, chats, out, "--max-steps", "3", "--eval-steps", "1")) == 2
     assert "0 MB free, and the state after step 2 takes" in capsys.readouterr().err
     assert main(["--resume", str(out)]) == 0
 
@@ -216,6 +215,14 @@ class Process:
         return self.process.returncode, out
 
 
+BUSY = """
+import time
+from eagle_mlx.train.stop import Stop
+stop = Stop()
+with stop.listening(), stop.deferred():
+    print("busy", flush=True)
+    time.sleep(60)
+"""
 ENDLESS = ("--max-steps", "100000", "--eval-steps", "3", "--checkpoint-minutes", "0.001")
 
 
@@ -233,14 +240,15 @@ def test_a_signal_saves_and_stops(number: signal.Signals, target: Path, chats: P
     assert f"stopped after {found.state.progress.step} steps" in shown, "what was saved is where it stopped"
 
 
-def test_a_second_signal_stops_at_once(target: Path, chats: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    process = Process(*flags(target, chats, out, *ENDLESS))
-    process.wait_for(lambda: state.exists(out))
-    for _ in range(20):
-        process.process.send_signal(signal.SIGTERM)
-    code, _ = process.end()
-    assert code == -signal.SIGTERM
+def test_a_second_signal_stops_at_once() -> None:
+    process = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "busy\n"
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):  # it goes on to its next good moment
+        process.wait(0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(5) == -signal.SIGTERM
 
 
 def test_killed_at_random_moments(target: Path, chats: Path, tmp_path: Path) -> None:
