@@ -31,29 +31,43 @@ def cache_folder(config: TrainConfig) -> Path:
 def choose_states(config: TrainConfig, tokens: int, meta: ShardMeta, reserve: int = 0) -> CacheChoice:
     """Where so many tokens' states go, and the estimate in words.
 
-    `reserve` is the memory in bytes that the training will take itself. What the cache's folder holds already counts
-    as free, since a capture goes on with it. Raises ConfigError or OutputError where `config.states` names a place
-    that has too little room.
+    `reserve` is the memory in bytes that the training will take itself. Raises ConfigError or OutputError where
+    `config.states` names a place that has too little room.
     """
-    folder = cache_folder(config)
-    memory = max(0.0, _MEMORY_SHARE * (free_memory() - reserve))
-    disk = _DISK_SHARE * free_disk(folder) + sum(map(_size, (folder, unfinished_folder(folder))))
+    memory, disk = room(config, reserve)
     if config.states == "auto":
         return choose_cache(tokens, meta, config.cache_gb * 1e9, memory, disk)
-    kept = meta if config.states == "disk" else replace(meta, bits=16)
-    size = states_bytes(tokens, kept)
-    what = f"hidden states of {tokens:,} tokens: {_gb(size)} in {kept.bits} bits"
-    if config.states == "memory" and size > memory:
+    choice = as_asked(config, tokens, meta)
+    if choice.place == "memory" and choice.size > memory:
         raise ConfigError(
-            f"{what}, and {_gb(memory)} of memory are left for them; use less data (--limit, --max-length), or keep "
+            f"{choice.text}: {_gb(memory)} of memory are left for them; use less data (--limit, --max-length), or keep "
             "them elsewhere with --states disk"
         )
-    if config.states == "disk" and size > disk:
+    if choice.place == "disk" and choice.size > disk:
         raise OutputError(
-            f"{what}, and {_gb(disk)} are left at {folder.absolute()}; make room, name another place with --cache-dir, "
-            "or use --cache-bits 8, less data (--limit, --max-length) or --states online"
+            f"{choice.text}: {_gb(disk)} are left at {cache_folder(config).absolute()}; make room, name another place "
+            "with --cache-dir, or use --cache-bits 8, less data (--limit, --max-length) or --states online"
         )
-    return CacheChoice(config.states, size, f"{what}, {_AS_ASKED[config.states]}")
+    return choice
+
+
+def room(config: TrainConfig, reserve: int) -> tuple[float, float]:
+    """Bytes of memory and of the disk that a cache may take.
+
+    What its folder holds already counts as free, since a capture goes on with it.
+    """
+    folder = cache_folder(config)
+    held = sum(map(_size, (folder, unfinished_folder(folder))))
+    return max(0.0, _MEMORY_SHARE * (free_memory() - reserve)), _DISK_SHARE * free_disk(folder) + held
+
+
+def as_asked(config: TrainConfig, tokens: int, meta: ShardMeta) -> CacheChoice:
+    """The place that `config.states` names, whatever room there is."""
+    assert config.states != "auto"
+    kept = meta if config.states == "disk" else replace(meta, bits=16)
+    size = states_bytes(tokens, kept)
+    what = f"hidden states of {tokens:,} tokens: {_gb(size)} in {kept.bits} bits, {_AS_ASKED[config.states]}"
+    return CacheChoice(config.states, size, what)
 
 
 def _size(folder: Path) -> int:

@@ -20,9 +20,12 @@ from . import report_command
 from .command import exit_code
 from .config import TrainConfig, field_help, load_config
 from .data import heldout_prompts, training_data
+from .estimate import describe_memory, gb
+from .forecast import check, forecast, plan_of
 from .identity import resumed_config
 from .kinds import KINDS, settled
 from .loop import BEST, train
+from .recipe import load_recipe, names
 from .start import existing_head
 from .stop import Stop
 from .wandb_run import check_wandb
@@ -62,14 +65,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report_command.main(given[1:])
     args = vars(_parser().parse_args(given))
     print(f"blas: {blas.activate()}", file=sys.stderr)
-    return exit_code(lambda: _main(args.pop("resume", None), args.pop("config_file", None), args))
+    return exit_code(lambda: _main(args))
 
 
-def _main(resume: Path | None, config_file: str | None, flags: dict[str, Any]) -> None:
+def _main(flags: dict[str, Any]) -> None:
+    resume, config_file = flags.pop("resume", None), flags.pop("config_file", None)
+    name, dry = flags.pop("recipe", None), flags.pop("dry_run", False)
+    if resume is not None and (name is not None or dry):
+        raise ConfigError("a run goes on with its own settings: leave --recipe and --dry-run out beside --resume")
+    recipe = load_recipe(name) if name is not None else None
+    if dry:
+        config = load_config(config_file, flags, recipe.settings if recipe else None)
+        print(plan_of(config, recipe))
+        return
     stop = Stop()
     with stop.listening():
         if resume is None:
-            run(load_config(config_file, flags), stop)
+            run(load_config(config_file, flags, recipe.settings if recipe else None), stop)
         elif config_file is not None:
             raise ConfigError("a run goes on with its own settings: leave -c out beside --resume")
         else:
@@ -86,12 +98,17 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None) -> None:
     if config.wandb:
         check_wandb()
     tune_process()
+    found = forecast(config, fetch=True)
+    check(found)
+    print(f"memory: {gb(found.memory.total)} expected: {describe_memory(found.memory)}", file=sys.stderr)
     target = load_target(config.target)
     head = existing_head(target, config)
     if head is None:
         KINDS[config.head].check(target, config)
     prompts = heldout_prompts(target, config)
-    data = training_data(target, config, progress=True, head=head)
+    reserve = found.memory.head + found.memory.optimizer + found.memory.step
+    data = training_data(target, config, progress=True, head=head, reserve=reserve)
+    config = config if config.shards else dataclasses.replace(config, states=data.place)  # a resumed run's as well
     print("data: " + ", ".join(f"{key} {_show(value)}" for key, value in data.report.items()), file=sys.stderr)
     report = train(target, data, prompts, config, head, resume, stop)
     folder = resume if resume and resume.exists() else config.output
@@ -113,6 +130,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--resume", type=Path, metavar="DIR", help="go on with the run in this folder, with the settings it began with"
+    )
+    parser.add_argument("--recipe", metavar="NAME", help=f"settings for a known model: {', '.join(names())}")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what the run would read, learn and take, and begin nothing"
     )
     parser.add_argument("-c", "--config", dest="config_file", metavar="FILE", help="YAML file with settings")
     helps, hints = field_help(), typing.get_type_hints(TrainConfig)

@@ -224,14 +224,16 @@ class TrainConfig:
             raise ConfigError(f"feature_noise must not be negative, but is {self.feature_noise}")
 
 
-def load_config(file: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
-    """Defaults, then the YAML file, then the overrides (flags). Raises ConfigError naming the file and the key."""
+def load_config(
+    file: str | Path | None = None, overrides: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
+) -> TrainConfig:
+    """Defaults, then the recipe, the YAML file and the overrides (flags). Raises ConfigError naming file and key."""
     values = _read_yaml(Path(file)) if file else {}
     try:
         from_mapping(values)  # so that what is wrong with the file is said of the file
     except ConfigError as e:
         raise ConfigError(f"{file}: {e}") from e
-    return from_mapping({**values, **(overrides or {})})
+    return from_mapping({**(recipe or {}), **values, **(overrides or {})})
 
 
 def from_mapping(values: Mapping[str, Any]) -> TrainConfig:

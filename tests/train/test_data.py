@@ -147,7 +147,7 @@ def test_a_place_that_is_asked_for_is_kept_to(tmp_path: Path, monkeypatch: pytes
     assert training_data(TARGET, config(source, states="online", cache_bits=8)).place == "online"
     monkeypatch.setattr(cache, "free_memory", lambda: 1000)
     monkeypatch.setattr(cache, "free_disk", lambda folder: 1000)
-    with pytest.raises(ConfigError, match="of memory are left for them; .*--states disk"):
+    with pytest.raises(ConfigError, match="kept in memory: .* of memory are left for them; .*--states disk"):
         training_data(TARGET, config(source, states="memory"))
     with pytest.raises(OutputError, match=r"are left at .*kept; make room, .*--cache-bits 8"):
         training_data(TARGET, config(source, states="disk", cache_dir=str(tmp_path / "kept")))

@@ -1,0 +1,106 @@
+"""Recipes: each is a config that its model can have, and each makes a plan with no network and no weights."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from eagle_mlx.data_pipelines import DataConfig
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.train.cli import main
+from eagle_mlx.train.config import from_mapping, load_config
+from eagle_mlx.train.estimate import FLOAT
+from eagle_mlx.train.forecast import as_text, assumed, forecast
+from eagle_mlx.train.recipe import FOLDER, load_recipe, names
+from tests.fakes import EMBEDDED_TARGET
+
+BILLIONS = {
+    "gemma3-4b": 3.88,
+    "gemma3-12b": 11.77,
+    "gemma3-27b": 27.01,
+    "gemma4-e4b": 7.46,
+    "gemma4-26b-a4b": 25.2,
+    "gemma4-31b": 30.7,
+    "gpt-oss-20b": 20.91,
+    "llama3.1-8b": 8.03,
+    "llama3.3-70b": 70.55,
+    "qwen3-0.6b": 0.6,
+    "qwen3-1.7b": 1.72,
+    "qwen3-4b": 4.02,
+    "qwen3-8b": 8.19,
+    "qwen3-14b": 14.77,
+    "qwen3-30b-a3b": 30.53,
+    "qwen3-32b": 32.76,
+    "qwen3.5-0.8b": 0.75,
+    "qwen3.5-4b": 4.21,
+    "qwen3.5-9b": 8.95,
+    "qwen3.5-27b": 26.9,
+    "qwen3.5-35b-a3b": 34.66,
+}
+"""Parameters as published (of the language model alone), which what a recipe says of its model must come to."""
+
+
+def test_every_recipe_is_known() -> None:
+    assert names() == sorted(BILLIONS)
+
+
+@pytest.mark.parametrize("name", sorted(BILLIONS))
+def test_a_recipe_makes_a_plan(name: str) -> None:
+    recipe = load_recipe(name)
+    config = from_mapping(recipe.settings)
+    found = forecast(config, recipe.model, assumed(config, recipe.tokens_each))
+    assert found.target.parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
+    assert found.target.weights < found.target.parameters * (6 / 8 if FLOAT == 4 else 5 / 8)  # 4 bits, and scales
+    assert found.head.draft_vocab == 32_000
+    assert found.memory.step > found.memory.head > 0
+    assert [spec.partition(":")[0] for spec in DataConfig(config.data).specs] == ["preset"] * len(config.data)
+    text = as_text(found, 1e13)
+    assert f"{found.target.layers} layers" in text
+    assert "tokens      " in text
+    assert "assumed" in text
+    assert not re.search(r"\b(nan|inf)\b", text)
+
+
+def test_a_plan_is_printed_without_a_network(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--recipe", "qwen3-32b", "--dry-run"]) == 0
+    plan = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert list(plan) == [
+        *("target", "head", "layers", "vocabulary", "data", "tokens", "run", "memory", "states", "disk", "time", "here")
+    ]
+    assert plan["target"].startswith("mlx-community/Qwen3-32B-4bit: 64 layers of 5,120, vocabulary 151,936, 32.8 b")
+    assert plan["layers"].startswith("1, 31, 60, 63")
+
+
+def test_flags_go_over_the_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["--recipe", "qwen3-0.6b", "--dry-run", "--draft-vocab", "1000", "--max-steps", "7"]) == 0
+    out = capsys.readouterr().out
+    assert "drafts 1,000 of 151,936" in out
+    assert "7 steps" in out
+    assert "\ntime" not in out
+    (tmp_path / "own.yaml").write_text("lr: 5e-4\nrows: 3\n")
+    config = load_config(tmp_path / "own.yaml", {"rows": 5}, load_recipe("qwen3-0.6b").settings)
+    assert (config.lr, config.rows, config.unroll) == (5e-4, 5, 7)
+    assert main(["--recipe", "qwen3-32b", "--dry-run", "--target", str(EMBEDDED_TARGET), "--draft-vocab", "512"]) == 0
+    assert "14 layers of 192" in capsys.readouterr().out  # another target than the recipe's is read itself
+
+
+def test_a_target_at_hand_needs_no_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--target", str(EMBEDDED_TARGET), "--dry-run", "--head", "mtp"]) == 0
+    assert "MTP, " in capsys.readouterr().out
+    assert main(["--dry-run"]) == 2
+    assert "--target, or a --recipe" in capsys.readouterr().err
+
+
+def test_an_unknown_recipe_names_those_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="did you mean qwen3-32b.*llama3.3-70b"):
+        load_recipe("qwen3-33b")
+    assert main(["--recipe", "none", "--dry-run"]) == 2
+    assert "the recipes are gemma3-12b" in capsys.readouterr().err
+
+
+def test_recipes_are_packaged() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    assert '"eagle_mlx.train" = ["recipes/*.yaml"]' in project
+    assert FOLDER.is_dir()
