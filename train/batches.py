@@ -1,4 +1,4 @@
-"""Batches through mlx-data: packed rows in the order of (seed, epoch), read ahead in background threads."""
+"""Batches through mlx-data: packed rows in the order of (seed, epoch), read ahead in the background."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from eagle_mlx.shards import Sample
 
+from .ahead import ahead
 from .distributed import ALONE, World
 from .packing import Batch, Row, batches_of, padding_of
 from .samples import Samples
 
 _AHEAD = 4
-_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Batches:
         return padding_of(self._batches(0))
 
     def epoch(self, epoch: int, skip: int = 0) -> Generator[Rows, None, None]:
-        """Yield the epoch's batches from the `skip`-th on. Close the generator when leaving early: it stops threads.
+        """Yield the epoch's batches from the `skip`-th on. Close the generator when leaving early: it stops the thread.
 
         All processes get as many; where the last batch has fewer rows than there are processes, some get none of it.
         Raises whatever reading a sample raises, such as ShardError.
@@ -90,14 +90,12 @@ class Batches:
             dx.buffer_from_vector([{"row": i} for i in range(len(rows))])
             .sample_transform(lambda sample: self._read(*rows[int(sample["row"])]))
             .batch(self._rows)
-            .ordered_prefetch(_AHEAD, _THREADS)
+            .to_stream()
         )
-        try:
-            for batch in stream:
+        with contextlib.closing(ahead(iter(stream), _AHEAD)) as batches:
+            for batch in batches:
                 states = batch["states"].view(np.float16) if self._samples.has_states else None
                 yield Rows(batch["tokens"], batch["loss_mask"], batch["segments"], states)
-        finally:
-            del stream  # joins the threads, which must not outlive the interpreter
 
     def _batches(self, epoch: int) -> list[Batch]:
         """The epoch's batches; the last epoch that was asked for is kept."""

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_mlx.errors import ShardError
+from eagle_mlx.lanes import blas_threads, set_blas_threads
 from eagle_mlx.shards import Sample, ShardMeta, ShardReader, ShardWriter
 from eagle_mlx.train.batches import Batches, Rows
 from eagle_mlx.train.packing import SHORTEST, batches_of, cut, order_of, pack
@@ -214,3 +215,19 @@ def test_an_error_in_a_reading_thread_arrives(tmp_path: Path) -> None:
     next((tmp_path / "s").glob("shard-00001*")).write_bytes(b"")
     with pytest.raises(ShardError, match="cut short"):
         collect(Batches(store, 2, 8, 0), 0)
+
+
+def test_reading_ahead_leaves_the_blas_its_threads() -> None:
+    """A product's last bits depend on them, so a run in which they change could not be repeated."""
+    before = blas_threads()
+    if not before:
+        pytest.skip("not OpenBLAS")
+    set_blas_threads(2)
+    try:
+        batches = Batches(InMemory(make_samples([6] * 4)), 2, 8, 0)
+        for epoch in range(20):
+            for _ in batches.epoch(epoch):
+                assert blas_threads() == 2
+            assert blas_threads() == 2
+    finally:
+        set_blas_threads(before)
