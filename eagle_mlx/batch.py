@@ -21,6 +21,12 @@ from eagle_mlx.target import Forward, Target
 from eagle_mlx.tree import Tree, along
 from eagle_mlx.verify import Verdict, verify, verify_tree
 
+_PLAIN = Shape.chain(0)
+_ANSWERED = 128
+"""Positions, over all rows, that a forward may read of prompts to give their first tokens too: what the last layer
+costs is then less than a forward of its own for the last token.
+"""
+
 
 @dataclass(frozen=True)
 class Round:
@@ -114,10 +120,18 @@ class Batch:
         return self.processors is None or not self.processors.on_host
 
     def read_prompts(self, chunk: int) -> bool:
-        """Read `chunk` further positions of each prompt, of all but its last token; whether nothing is left to read."""
+        """Read `chunk` further positions of each prompt; whether the rows can decode now.
+
+        What is short is read to its last token, and gives the rows their first tokens. Of the rest the last token is
+        left to the first round.
+        """
         longest = max(len(row.prompt) for row in self.rows) - 1
         if self._read < longest:
-            self._read_chunk(self._read, chunk)
+            left = longest - self._read
+            if left <= chunk and len(self.rows) * (left + 1) <= _ANSWERED:
+                self._answer()
+            else:
+                self._read_chunk(self._read, chunk)
             self._read += chunk
         if self._read < longest:
             return False
@@ -125,52 +139,100 @@ class Batch:
         return True
 
     def _read_chunk(self, start: int, chunk: int) -> None:
-        aux_layers = self.proposer.aux_layers if self.proposer else ()
         pieces = [row.prompt[:-1][start : start + chunk] for row in self.rows]
         counts = [len(piece) for piece in pieces]
+        aux = self._forward(pieces, counts).aux
+        self._show(start, counts, aux)
         width = max(counts)
-        tokens = mx.array([piece + [0] * (width - len(piece)) for piece in pieces], mx.int32)
-        self.cache.expect(counts)
-        aux = self.target.forward(tokens, self.cache, aux_layers).aux
-        if self.state is not None and aux_layers:
-            following = [row.prompt[start + 1 : start + 1 + len(p)] for row, p in zip(self.rows, pieces, strict=True)]
-            self.state.prefill(Observation(following, aux))
         self.cache.advance(width if min(counts) == width else mx.array(counts, mx.int32), at_most=width)
         self.cache.settle([min(start + chunk, len(row.prompt) - 1) for row in self.rows])
         mx.eval(self.cache.state)
+
+    def _answer(self) -> None:
+        """Read the rest of each prompt and draw the token behind it: a forward less until the first token."""
+        start, before = self._read, self._before()
+        pieces = [row.prompt[start:] for row in self.rows]
+        counts = [len(piece) for piece in pieces]
+        ends = [count - 1 for count in counts]
+        out = self._forward(pieces, counts, ends)
+        nothing = self._no_draft()
+        logits = self.processors.apply(out.logits, nothing) if self.processors else out.logits
+        read = mx.array(counts, mx.int32)
+        positions = (self.cache.lengths.offset + read)[:, None]
+        verdict = verify(logits, nothing.tokens, nothing.lengths, None, self.sampling, positions)
+        self.last = verdict.tokens
+        self.cache.advance(counts[0] if len(set(counts)) == 1 else read, at_most=max(counts))
+        if self.processors:
+            self.processors.commit(verdict)
+        newest = tuple(mx.take_along_axis(x, (read - 1)[:, None, None], axis=1) for x in out.aux)
+        answered = self._sent(_PLAIN, before, nothing, verdict, out.logits, newest)
+        self._show(start, ends, tuple(x[:, : max(ends)] for x in out.aux))
+        self.land(answered)
+        self.cache.settle([row.length for row in self.rows])
+
+    def _forward(self, pieces: list[list[int]], counts: list[int], ends: list[int] | None = None) -> Forward:
+        """The target's forward over a piece of each prompt; with `ends`, the logits of these positions alone."""
+        width = max(counts)
+        tokens = mx.array([piece + [0] * (width - len(piece)) for piece in pieces], mx.int32)
+        self.cache.expect(counts)
+        return self.target.forward(tokens, self.cache, self.proposer.aux_layers if self.proposer else (), ends)
+
+    def _show(self, start: int, counts: list[int], aux: tuple[mx.array, ...]) -> None:
+        """Let the proposer see the prompts' positions from `start` on, counts[i] of them in row i."""
+        if self.state is not None and aux:
+            following = [row.prompt[start + 1 : start + 1 + n] for row, n in zip(self.rows, counts, strict=True)]
+            self.state.prefill(Observation(following, aux))
 
     def launch(self, shape: Shape, timed: bool = False) -> Round:
         """Start a round on the device, at most `most_drafts` deep.
 
         Nothing is waited for, but a draft that is to be timed.
         """
-        before = _Before(self.cache.save(), self.last, self.processors.save() if self.processors else None)
+        before = self._before()
         started = perf_counter()
         draft = self.draft(shape)
         if timed:
             mx.eval(draft.tokens)
         draft_seconds = perf_counter() - started if timed else None
         out = self.read(draft)
-        logits, verdict = self.judge(out, draft)
+        _, verdict = self.judge(out, draft)
         self.commit(verdict)
         said = (out.logits, *out.aux) if verdict.path is None else along((out.logits, *out.aux), verdict.path)
-        logprobs = Logprobs.of(self.rows, said[0], verdict.tokens)
+        return self._sent(shape, before, draft, verdict, said[0], said[1:], draft_seconds)
+
+    def _before(self) -> _Before:
+        return _Before(self.cache.save(), self.last, self.processors.save() if self.processors else None)
+
+    def _sent(
+        self,
+        shape: Shape,
+        before: _Before,
+        draft: Draft,
+        verdict: Verdict,
+        logits: mx.array,
+        aux: tuple[mx.array, ...],
+        draft_seconds: float | None = None,
+    ) -> Round:
+        """A round with its verdict, on its way to the host. logits, aux: of the positions of the verdict."""
+        logprobs = Logprobs.of(self.rows, logits, verdict.tokens)
         no_numbers = mx.isnan(logits.sum(axis=(1, 2)))
         drafted = draft.lengths if draft.tree is None else mx.minimum(draft.lengths, draft.tree.levels)
         counts = mx.stack([no_numbers.astype(mx.int32), verdict.accepted, drafted], axis=1)
         answer = mx.concatenate(
             [counts, verdict.tokens] if verdict.path is None else [counts, verdict.tokens, verdict.path], axis=1
         )
-        aux = said[1:]
         mx.async_eval(answer, self.last, *aux, *(logprobs.arrays if logprobs else ()))
         mx.async_eval(self.cache.recurrent_state)  # after the answer, which does not wait for it
         return Round(shape, verdict.tokens.shape[1], answer, logprobs, aux, before, draft_seconds)
+
+    def _no_draft(self) -> Draft:
+        return Draft(mx.zeros((len(self.rows), 0), mx.int32), mx.zeros((len(self.rows),), mx.int32))
 
     def draft(self, shape: Shape) -> Draft:
         """A proposal of at most this shape, cut where a row has no use for so much."""
         depth = shape.depth
         if self.state is None or not depth:
-            return Draft(mx.zeros((len(self.rows), 0), mx.int32), mx.zeros((len(self.rows),), mx.int32))
+            return self._no_draft()
         if shape.is_tree:
             assert isinstance(self.state, Branching)
             return self.state.propose_tree(depth, shape.nodes, self.sampling, self._positions(1)[:, 0])

@@ -196,34 +196,52 @@ class Engine:
 
     def step(self) -> list[Row]:
         """One round for every row: admit, launch, land, release. Returns the rows that have finished."""
-        self._admit()
-        if self._batch is None:
-            return []
+        alone = self._batch is None
+        joined = self._admit()
+        ended = [row for row in joined if row.finish_reason not in (None, "cancelled")]
+        if self._batch is None or (alone and any(row.tokens for row in joined)):
+            return ended  # nobody waits for a round while first tokens are told
         decoding = [row for row in self._batch.rows if row.finish_reason is None]
-        # A round that was launched ahead has run since the one before it landed.
-        started = perf_counter() if self._ahead is None else self._landed_at
         current = self._ahead or self._launch()
         self._ahead = self._batch.launch(_NONE) if current.shape == _NONE and self._may_run_ahead() else None
         landing = self._batch.land(current)
-        self._landed_at = perf_counter()
-        self._tell(current, landing, self._landed_at - started)
+        self._tell(current, landing, self._lap())
         if self._may_release():
             self._release()
-        return [row for row in decoding if row.finish_reason]
+        return ended + [row for row in decoding if row.finish_reason]
 
-    def _admit(self) -> None:
-        """Read a chunk of the prompts of those who wait, and let rows join whose prompts have been read."""
-        if self._ahead is not None:
-            return  # its answer is for the rows that it was launched with
+    def _lap(self) -> float:
+        """Seconds since this was last asked. A round's run from the end of what came before it, so that what the host
+        does between rounds is part of them, whether the device waits for it or has been given the next round already.
+        """
+        before, self._landed_at = self._landed_at, perf_counter()
+        return self._landed_at - before
+
+    def _admit(self) -> list[Row]:
+        """Read a chunk of the prompts of those who wait; the rows that join, because theirs have been read."""
+        if self._ahead is not None or not self._admission.wants_in(self._places):
+            return []  # a round that is under way is for the rows that it was launched with
+        self._lap()
         joining = self._admission.read(self._places)
+        seconds = self._lap()
         if joining is None:
-            return
+            return []
+        self._tell_first(joining.rows, seconds)
+        joined = list(joining.rows)
         if self._batch is None:
             self._batch = joining
         else:
             self._batch.append(joining)
-        if any(row.finish_reason for row in joining.rows):  # cancelled while their prompts were read
+        if any(row.finish_reason for row in joined):
             self._release()
+        return joined
+
+    def _tell_first(self, rows: Sequence[Row], seconds: float) -> None:
+        """Tell the observer of the tokens that rows were given with their prompts; it is no round for the policy."""
+        emitted = sum(len(row.tokens) for row in rows)
+        if self.observer is not None and emitted:
+            nothing = [0] * len(rows)
+            self.observer(RoundReport(len(rows), 0, nothing, nothing, emitted, seconds, 0.0))
 
     def _launch(self) -> Round:
         assert self._batch is not None

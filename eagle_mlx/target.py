@@ -66,6 +66,12 @@ class Target:
         self._lm_head = _find(model, _LM_HEADS) or self._embed.as_linear
         self._layers: list[nn.Module] = list(model.layers)
         self._tape: dict[int, mx.array] = {}
+        self._ends: mx.array | None = None
+        """[B, 1, 1] int32 during a forward of which only these positions' logits are wanted."""
+        self._normed: list[bool] = []
+        """Calls of the final norm in such a forward: whether the last layer was behind it."""
+        self._norm_is_last: bool | None = None
+        """Whether there is one call, behind all layers, so that it can be cut short; None before the first forward."""
         args = getattr(model, "args", None)
         args = getattr(args, "text_config", None) or args
         self.context_length = int(_argument(args, ("max_position_embeddings", "max_seq_len", "n_ctx"), 1 << 20))
@@ -94,15 +100,33 @@ class Target:
         out: mx.array = self._lm_head(hidden)
         return out
 
-    def forward(self, tokens: mx.array, cache: Sequence[Any] | None = None, aux_layers: Sequence[int] = ()) -> Forward:
+    def forward(
+        self,
+        tokens: mx.array,
+        cache: Sequence[Any] | None = None,
+        aux_layers: Sequence[int] = (),
+        ends: Sequence[int] | None = None,
+    ) -> Forward:
         """Run the model over tokens [B, L] and keep the outputs of `aux_layers` (counted from 0).
 
-        Whatever the caller does not use is never computed: MLX evaluates lazily.
+        Whatever the caller does not use is never computed: MLX evaluates lazily. `ends`: row by row, the one position
+        whose logits are wanted; they come as [B, 1, V], and the others are not computed either.
         """
         for layer in aux_layers:
             self._watch(layer)
         self._tape.clear()
-        logits = self.model(tokens, cache=None if cache is None else list(cache))
+        if ends is not None:
+            self._watch(self.num_layers - 1)
+            self._watch_norm()
+            self._normed.clear()
+            self._ends = mx.array(list(ends), mx.int32)[:, None, None]
+        try:
+            logits = self.model(tokens, cache=None if cache is None else list(cache))
+        finally:
+            wanted, self._ends = self._ends, None
+        if wanted is not None:
+            self._norm_is_last = self._normed == [True]
+            logits = logits if logits.shape[1] == 1 else mx.take_along_axis(logits, wanted, axis=1)
         aux = tuple(self._tape[layer] for layer in aux_layers)
         self._tape.clear()
         return Forward(logits, aux)
@@ -127,9 +151,23 @@ class Target:
 
         layer.__class__ = type(base.__name__, (_Watched, base), {"__call__": record})
 
+    def _watch_norm(self) -> None:
+        """Let the final norm go on with the wanted positions alone, in models that call it once, behind all layers."""
+        if isinstance(self._norm, _Watched):
+            return
+        target, base = self, type(self._norm)
+
+        def cut(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+            if target._ends is not None:
+                target._normed.append(target.num_layers - 1 in target._tape)
+                x = mx.take_along_axis(x, target._ends, axis=1) if target._norm_is_last else x
+            return base.__call__(self, x, *args, **kwargs)
+
+        self._norm.__class__ = type(base.__name__, (_Watched, base), {"__call__": cut})
+
 
 class _Watched:
-    """Marks a layer whose outputs are recorded."""
+    """Marks a module that does more than its class does."""
 
 
 def load_target(name: str | Path, dtype: mx.Dtype | None = None) -> Target:

@@ -44,7 +44,8 @@ class Policy(Protocol):
         """A round has ended in which up to `depth` tokens were asked for each row.
 
         drafted, accepted: row by row, the tokens that the proposer gave and those of them that the verify kept;
-        seconds: what the round took, drafting included, reading prompts not.
+        seconds: what the round took from the end of the one before it, drafting and the host's work between the two
+        included, reading prompts not.
         """
         ...
 

@@ -132,15 +132,21 @@ class HeadState:
         self._lengths = [0] * rows
         self._gaps: list[list[_Gap]] = [[] for _ in range(rows)]
         self._pending: _Pending | None = None
+        self._in_prompts = False
+        """Whether what waits to be read is of prompts."""
         self._hidden = mx.zeros((rows, 1, self.head.hidden_size), self.target.dtype)
 
     def prefill(self, seen: Observation) -> None:
-        self._take(seen)
+        """Read what came before, and this with what comes next: the target's first token does not wait for it."""
         self._read_pending()
-        mx.async_eval(self._hidden, self.cache.state)
+        self._take(seen)
+        self._in_prompts = True
 
     def observe(self, seen: Observation) -> None:
         pending = self._take(seen)
+        if self._in_prompts:
+            self._read_pending()
+            return
         if pending.longest > _MOST and pending.even:
             gone = pending.forget(_KEPT)
             for gaps, slot in zip(self._gaps, self._lengths, strict=True):
@@ -174,6 +180,9 @@ class HeadState:
             self.cache.lengths.advance(kept, at_most=pending.longest)
         self._lengths = [a + b for a, b in zip(self._lengths, counts, strict=True)]
         self.cache.lengths.settle(self._lengths)
+        if self._in_prompts:
+            mx.async_eval(self._hidden, self.cache.state)
+            self._in_prompts = False
 
     def _forward(self, tokens: mx.array, features: mx.array) -> mx.array:
         return self.head(self.head.embed(tokens), features, self.cache)

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 
 import eagle_mlx as em
+from eagle_mlx.batch import Batch, Landing, Round
+from eagle_mlx.engine import RoundReport
 from eagle_mlx.errors import ConfigError, PromptError
 from tests.fakes import Oracle, tiny_head, tiny_target
 
@@ -68,9 +70,10 @@ def test_a_perfect_proposer_is_accepted_whole() -> None:
     oracle.rng = type("Full", (), {"random": lambda self: 1.0, "integers": lambda self, n: n - 1})()  # type: ignore[assignment]
     output = em.Engine(TARGET, oracle, em.FixedPolicy(5)).generate([PROMPTS[3]], em.SamplingParams(max_tokens=24))[0]  # type: ignore[arg-type]
     assert output.tokens == GREEDY[tuple(PROMPTS[3])][0]
-    assert (output.rounds, output.accepted, output.drafted) == (4, 20, 20)
-    assert output.acceptance_length == 6.0
-    assert output.drafted_by_position == output.accepted_by_position == [4, 4, 4, 4, 4]
+    # The first token comes with the prompt; then three rounds of six tokens and one of the five that are left.
+    assert (output.rounds, output.accepted, output.drafted) == (5, 19, 19)
+    assert output.acceptance_length == 4.8
+    assert output.drafted_by_position == output.accepted_by_position == [4, 4, 4, 4, 3]
 
 
 @settings(max_examples=15, deadline=None)
@@ -307,6 +310,78 @@ def test_the_policy_is_told_of_every_round() -> None:
     assert sum(sum(drafted) for _, drafted, _ in policy.told) == sum(o.drafted for o in outputs)
     assert sum(sum(accepted) for *_, accepted in policy.told) == sum(o.accepted for o in outputs)
     assert len(policy.told[0][1]) == 5
+
+
+def test_a_policy_is_told_of_all_the_time_that_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host does between two rounds is time that the user waits, whatever kind of round is next."""
+    now = [100.0]
+    monkeypatch.setattr("eagle_mlx.engine.perf_counter", lambda: now[0])
+    seconds: list[tuple[int, float]] = []
+
+    class Timed(Recording):
+        def observe(self, depth: int, drafted: list[int], accepted: list[int], took: float) -> None:
+            super().observe(depth, drafted, accepted, took)
+            seconds.append((depth, took))
+
+    land = Batch.land
+
+    def slow(batch: Batch, landed: Round) -> Landing:
+        now[0] += 10 if landed.shape.depth else 4
+        return land(batch, landed)
+
+    texts = {p: t for p, (t, _) in GREEDY.items()}
+    engine = em.Engine(TARGET, Oracle(texts, 1.0), Timed([2, 2, 0, 0, 0]))  # type: ignore[arg-type]
+    monkeypatch.setattr(Batch, "land", slow)
+    row = engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=13))
+    engine.submit(row)
+    engine.step()
+    began = now[0]
+    while not row.finish_reason:
+        engine.step()
+        now[0] += 3  # whoever listens does something with the tokens
+    assert set(seconds[1:]) == {(0, 7.0), (2, 13.0)}
+    assert sum(took for _, took in seconds) == now[0] - 3 - began
+
+
+def test_a_short_prompt_gives_the_first_token_and_a_long_one_joins_without() -> None:
+    reports: list[RoundReport] = []
+    for length in (40, 200):
+        prompt = [int(t) for t in np.random.default_rng(length).integers(0, 128, length)]
+        engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), em.FixedPolicy(3))
+        engine.observer = reports.append
+        row = engine.prepare(prompt, em.SamplingParams(max_tokens=12))
+        engine.submit(row)
+        engine.step()
+        assert row.tokens[:1] == plain_greedy(prompt, 1)[0]
+        assert row.rounds == 1
+        assert row.drafted_by_position == ([] if length == 40 else [1, 1, 1])
+        while not row.finish_reason:
+            engine.step()
+        assert row.tokens == plain_greedy(prompt, 12)[0]
+        assert sum(report.emitted for report in reports) == 12
+        reports.clear()
+
+
+@pytest.mark.parametrize("how", ["length", "stop", "cancelled"])
+def test_rows_that_end_with_their_first_token_are_told_of_once(how: str) -> None:
+    engine = em.Engine(TARGET, em.NgramProposer(), em.FixedPolicy(2))
+    talking = engine.prepare(PROMPTS[4], em.SamplingParams(max_tokens=24))
+    params = em.SamplingParams(
+        max_tokens=1 if how == "length" else 9, stop_token_ids=tuple(GREEDY[tuple(PROMPTS[0])][0][:1])
+    )
+    for company in (False, True):
+        row = engine.prepare(PROMPTS[0], params)
+        if company:
+            engine.submit(talking)
+            engine.step()
+        engine.submit(row)
+        if how == "cancelled":
+            engine.cancel(row)
+        ended = [done for _ in range(40) for done in engine.step()]
+        assert ended.count(row) == (how != "cancelled")
+        assert row.finish_reason == ("stop" if how == "length" else how)
+        assert engine.idle
+    assert_same_text(PROMPTS[4], talking.tokens)
 
 
 def test_requests_that_come_between_steps_wait_for_the_round_in_flight() -> None:

@@ -106,12 +106,14 @@ def test_a_row_whose_prompt_is_one_token_waits_a_round() -> None:
 
 
 def told(text: list[int], start: int, stop: int, at_once: int) -> HeadState:
-    """A state that was given the first three positions as a prompt, and start..stop-1 as they were decoded."""
+    """A state that was given the first three positions as a prompt, 3 and start..stop-1 as they were decoded."""
     proposer = em.HeadProposer(HEADS["all"])
     proposer.bind(TARGET)
     state = proposer.open([text[:4]])
     following, aux = observation("all", text, 0, 3)
     state.prefill(Observation([following], aux))
+    following, aux = observation("all", text, 3, 4)
+    state.observe(Observation([following], aux))
     following, aux = observation("all", text, start, stop)
     for at in range(0, len(following), at_once):
         state.observe(Observation([following[at : at + at_once]], tuple(x[:, at : at + at_once] for x in aux)))
@@ -125,8 +127,8 @@ def test_a_head_that_is_not_asked_reads_nothing_and_then_only_what_is_newest(mon
     reads: list[int] = []
     forward = HeadState._forward
     monkeypatch.setattr(HeadState, "_forward", lambda s, t, h: reads.append(t.shape[1]) or forward(s, t, h))
-    state = told(text, 3, 205, at_once=1)
-    assert reads == [3]
+    state = told(text, 4, 205, at_once=1)
+    assert reads == [4]  # the prompt, with the position that gave the first token
     drafted = state.propose(3, batch, at).tokens.tolist()
     newest = reads[1]
     assert newest <= 32
@@ -137,7 +139,7 @@ def test_a_head_that_is_not_asked_reads_nothing_and_then_only_what_is_newest(mon
 @pytest.mark.parametrize("length", [2, 3, 60, 204, 205])
 def test_a_past_with_positions_left_out_can_be_taken_over(length: int) -> None:
     text = [int(t) for t in np.random.default_rng(2).integers(0, 128, 210)]
-    state = told(text, 3, 205, at_once=1)
+    state = told(text, 4, 205, at_once=1)
     assert state.length(0) == 205
     other = state.fork(0, length)
     assert other.length(0) == length

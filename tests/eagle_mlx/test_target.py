@@ -67,3 +67,38 @@ def test_a_folder_that_is_no_model_is_an_error_that_names_it(tmp_path: Path, mis
     (folder / missing).unlink()
     with pytest.raises(TargetError, match="broken"):
         load_target(folder)
+
+
+def test_the_logits_of_one_position_a_row_are_those_of_all_cut() -> None:
+    """In the first such forward, which finds out whether the final norm can be cut, and in those after it."""
+    tokens = mx.array([[1, 2, 3, 4], [5, 6, 7, 8]])
+    target = tiny_target()
+    whole = target.forward(tokens).logits
+    normed: list[int] = []
+    inner = target.lm_head
+    for expected in (4, 1):
+        target.model.model.embed_tokens.as_linear = lambda h: (normed.append(h.shape[1]), inner(h))[1]  # type: ignore[func-returns-value]
+        out = target.forward(tokens, aux_layers=(1,), ends=[3, 1])
+        del target.model.model.embed_tokens.as_linear
+        assert out.logits.shape == (2, 1, 128)
+        assert mx.allclose(out.logits[:, 0], mx.stack([whole[0, 3], whole[1, 1]]), atol=1e-4)
+        assert out.aux[0].shape[1] == 4
+        assert normed.pop() == expected
+    assert target.forward(tokens).logits.shape == (2, 4, 128)
+
+
+def test_a_final_norm_that_is_called_more_than_once_is_left_alone() -> None:
+    target = tiny_target()
+    backbone = target.model.model
+    base = type(backbone)
+
+    class Looped(base):  # type: ignore[misc, valid-type]
+        def __call__(self, inputs: mx.array, *args: object, **kwargs: object) -> mx.array:
+            once = super().__call__(inputs, *args, **kwargs)
+            return self.norm(once)
+
+    backbone.__class__ = Looped
+    tokens = mx.array([[1, 2, 3, 4]])
+    whole = target.forward(tokens).logits
+    for _ in range(3):
+        assert mx.allclose(target.forward(tokens, ends=[2]).logits[0, 0], whole[0, 2], atol=1e-4)
