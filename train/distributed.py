@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import socket
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from numpy.typing import NDArray
 
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.errors import ConfigError, EagleError
+
+T = TypeVar("T")
 
 _SENT = 1 << 23
 """Numbers of a message, as many as a parameter more or less, that is 32 MB of float32."""
@@ -75,6 +79,18 @@ class World:
         """Whether it is so in one process at least, such as that it has been asked to stop."""
         return bool(self.sum(np.array([flag], np.int32))[0])
 
+    def in_turn(self, work: Callable[[], T]) -> T:
+        """Do something of which the processes on one machine would get in one another's way; returns its result."""
+        host = zlib.crc32(socket.gethostname().encode()) >> 1
+        hosts = np.zeros(self.size, np.int64)
+        hosts[self.rank] = host
+        known = self.sum(hosts).tolist()
+        for turn in range(max(known.count(each) for each in known)):
+            if turn == known[: self.rank].count(host):
+                done = work()
+            self.sum(np.zeros(1, np.int64))
+        return done
+
     def sum_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """float32 arrays of the same names and shapes, added over all processes."""
         if self.group is None:
@@ -126,8 +142,11 @@ class World:
 
     def _sum(self, numbers: mx.array) -> mx.array:
         """[n] -> [n], evaluated, so that messages are sent in the order of the calls."""
-        summed = mx.distributed.all_sum(numbers, group=self.group)
-        mx.eval(summed)
+        try:
+            summed = mx.distributed.all_sum(numbers, group=self.group)
+            mx.eval(summed)
+        except RuntimeError as e:
+            raise EagleError(f"another process of this run has ended ({e}); what it has said tells why") from e
         return summed
 
 

@@ -22,7 +22,9 @@ from . import identity, state
 from .batches import Batches, Rows
 from .config import TrainConfig
 from .data import TrainData
+from .distributed import ALONE, World
 from .evaluate import Acceptance, Evaluator
+from .follow import Lead
 from .kinds import KINDS, Head, kind_of, settled
 from .outcome import outcome
 from .output import run_folder
@@ -47,6 +49,7 @@ def train(
     head: Head | None = None,
     resume: Path | None = None,
     stop: Stop | None = None,
+    world: World = ALONE,
 ) -> dict[str, Any]:
     """Train a head, a new one unless one is given, into `config.output`; returns the report that is written there.
 
@@ -56,7 +59,7 @@ def train(
 
     Raises OutputError where the folder exists already or cannot be written, ConfigError where target or data are not
     those that the run to resume began with, CheckpointError where it is complete, and EagleError where the loss is not
-    finite.
+    finite. Of the processes of a `world` the first one calls this, and the others `follow`.
     """
     config, stop = settled(config), stop or Stop()
     head = head or KINDS[config.head].new(target, config, data.kept, data.aux_layers)
@@ -72,7 +75,7 @@ def train(
         identity.write(folder, who)
         saved = state.newest(folder, tqdm.write) if resume else None
         with Tracker(folder, config, saved.state.progress.step if saved else None) as tracker:
-            return Run(target, data, prompts, config, head, folder, tracker, stop).run(saved)
+            return Run(target, data, prompts, config, head, folder, tracker, stop, world).run(saved)
 
 
 class Run:
@@ -88,16 +91,18 @@ class Run:
         folder: Path,
         tracker: Tracker,
         stop: Stop,
+        world: World,
     ):
         self.target, self.data, self.config, self.folder, self.tracker = target, data, config, folder, tracker
         self.head, self.stop = head, stop
-        self.batches = Batches(data.samples, config.rows, config.length, config.seed)
+        self.batches = Batches(data.samples, config.rows, config.length, config.seed, world)
         steps = self.batches.steps_per_epoch()
         if not steps:
             raise DataError("no conversation is long enough to learn from; check the data")
         self.span: Span = span_of(config, steps)
         self.evaluator = Evaluator(target, prompts, config.eval_depth, config.eval_tokens, config.eval_batch)
-        self.stepper = Stepper(head, target, config)
+        self.stepper = Stepper(head, target, config, world)
+        self.lead = Lead(world, stop)
         self.progress = Progress()
         self.untrained: Acceptance | None = None
         self.best: tuple[int, Acceptance] | None = None
@@ -113,6 +118,12 @@ class Run:
 
     def run(self, saved: Checkpoint | None = None) -> dict[str, Any]:
         """From the head as it begins, or as it was saved, to the report."""
+        try:
+            return self._run(saved)
+        finally:
+            self.lead.end()
+
+    def _run(self, saved: Checkpoint | None) -> dict[str, Any]:
         if saved:
             self._restore(saved)
         else:
@@ -158,6 +169,7 @@ class Run:
         begin = time.monotonic()
         progress = self.span.progress(self.progress.step, self.elapsed)
         factor = learning_rate_factor(progress, self.config.warmup, self.config.final_lr)
+        self.lead.step(self.progress.epoch, self.progress.batch, factor)
         result = self.stepper(rows, factor)
         self.progress.step += 1
         self.progress.batch += 1
@@ -242,6 +254,7 @@ class Run:
     def _restore(self, saved: Checkpoint) -> None:
         state.put_back(self.head, saved.head)
         self.stepper.restore(saved.stepper)
+        self.lead.agree(self.stepper)
         now = saved.state
         self.progress, self.untrained, self._recent = now.progress, now.untrained, now.recent
         self.best = (now.best_step, now.best) if now.best_step is not None and now.best else None

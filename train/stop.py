@@ -30,6 +30,11 @@ class Stop:
         self._deferred = False
         self._number: int | None = None
 
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has come."""
+        return self._number is not None
+
     @contextmanager
     def listening(self) -> Generator[None, None, None]:
         """Take the signals within the block. Only the main thread can; elsewhere nothing changes."""

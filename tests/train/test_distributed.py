@@ -20,8 +20,9 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.train.batches import Batches
 from eagle_mlx.train.distributed import World
 from eagle_mlx.train.samples import InMemory
-from tests.train.worker import CONFIG, conversations, learnt
+from tests.train.worker import CONFIG, conversations, learnt, whole_run
 
+needs_ring = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="this MLX has no ring backend")
 ROOT = Path(__file__).parents[2]
 
 
@@ -33,13 +34,13 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def together(count: int, folder: Path) -> list[dict[str, Any]]:
+def together(count: int, folder: Path, *arguments: str) -> list[Any]:
     """What each of `count` processes of worker.py prints."""
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(count)]))
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.train.worker"],
+            [sys.executable, "-m", "tests.train.worker", *arguments],
             cwd=ROOT,
             env={**os.environ, "MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)},
             stdout=subprocess.PIPE,
@@ -57,9 +58,9 @@ def together(count: int, folder: Path) -> list[dict[str, Any]]:
     return [json.loads(out.splitlines()[-1]) for out, _ in ended]
 
 
-@pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="this MLX has no ring backend")
-@pytest.mark.parametrize("count", [2, 3])
-def test_processes_learn_as_one_with_all_their_rows(tmp_path: Path, count: int) -> None:
+@needs_ring
+def test_three_processes_learn_as_one_with_all_their_rows(tmp_path: Path) -> None:
+    count = 3
     found = together(count, tmp_path)
     assert [(one["rank"], one["size"]) for one in found] == [(rank, count) for rank in range(count)]
     alone = learnt(dataclasses.replace(CONFIG, rows=count * CONFIG.rows), World.alone())
@@ -79,6 +80,22 @@ def test_processes_learn_as_one_with_all_their_rows(tmp_path: Path, count: int) 
     assert rows.sum(axis=0).tolist() == alone["rows"]
     assert rows.min() == 0, "a process without rows takes the step all the same"
     assert [result is None for result in alone["results"]].count(True) == 1, "and so it is with a batch without loss"
+
+
+@needs_ring
+def test_two_processes_make_the_run_of_one_with_twice_the_rows(tmp_path: Path) -> None:
+    """Also where the second of them is asked to stop, and the run goes on later."""
+    told = ("step", "tokens", "loss", "grad_norm")
+    (tmp_path / "alone").mkdir()
+    alone = whole_run(tmp_path / "alone", World.alone(), 2 * CONFIG.rows)
+    assert together(2, tmp_path, str(tmp_path), "3") == ["stopped", []]
+    assert not (tmp_path / "out" / "report.json").exists()
+    first, second = together(2, tmp_path, str(tmp_path), "0")
+    assert second == []
+    assert (tmp_path / "out" / "report.json").exists()
+    assert [line["step"] for line in first] == [line["step"] for line in alone] == [1, 2, 3, 4, 5, 6]
+    for ours, theirs in zip(first, alone, strict=True):
+        assert [ours[name] for name in told] == pytest.approx([theirs[name] for name in told], rel=1e-4)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -107,6 +124,7 @@ def test_alone_nothing_is_sent() -> None:
     assert (world.any(True), world.any(False)) == (True, False)
     assert world.of_first({"a": array})["a"] is array
     assert world.sum_tree({"a": array})["a"] is array
+    assert world.in_turn(lambda: 5) == 5
 
 
 def test_a_process_that_finds_no_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

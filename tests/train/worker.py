@@ -7,6 +7,7 @@ import hashlib
 import json
 import sys
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,14 @@ import numpy as np
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.train.batches import Batches
 from eagle_mlx.train.config import TrainConfig
+from eagle_mlx.train.data import TrainData
 from eagle_mlx.train.distributed import World
+from eagle_mlx.train.follow import follow
 from eagle_mlx.train.kinds import KINDS, settled
+from eagle_mlx.train.loop import train
 from eagle_mlx.train.samples import InMemory, Tokens
 from eagle_mlx.train.step import Stepper
+from eagle_mlx.train.stop import Stop, Stopped
 from tests.fakes import tiny_target
 
 CONFIG = settled(TrainConfig(target="tiny", head="eagle", rows=2, length=24, unroll=2, lr=3e-3, lanes=1))
@@ -50,8 +55,43 @@ def learnt(config: TrainConfig, world: World, seed: int = 0) -> dict[str, Any]:
     return {"results": results, "rows": rows_seen, "weights": digest.hexdigest()}
 
 
+class StopAt(Stop):
+    """A signal comes before the so-manieth order."""
+
+    def __init__(self, looks: int):
+        super().__init__()
+        self._looks = looks
+
+    @property
+    def asked(self) -> bool:
+        self._looks -= 1
+        return self._looks < 0
+
+
+def whole_run(folder: Path, world: World, rows: int = CONFIG.rows, stop: Stop | None = None) -> list[dict[str, Any]]:
+    """A run into `folder`/out, or its rest where it was begun; the metrics of its steps, in the first process."""
+    out, stop = folder / "out", stop or Stop()
+    settings = {"max_steps": 6, "eval_steps": 4, "eval_tokens": 4, "eval_prompts": 2, "eval_batch": 2, "log_steps": 1}
+    config = dataclasses.replace(CONFIG, **settings, output=str(out), rows=rows)  # type: ignore[arg-type]
+    target, data = tiny_target(tokenizer=True), TrainData(InMemory(conversations(2)), (), None, {})
+    if not world.is_first:
+        follow(target, data, config, None, world, stop)
+        return []
+    train(target, data, [[1, 2, 3], [4, 5, 6]], config, resume=out if out.exists() else None, stop=stop, world=world)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "train"]
+
+
 def main() -> None:
     world = World.joined()
+    if sys.argv[1:]:
+        folder, looks = Path(sys.argv[1]), int(sys.argv[2])
+        stop = StopAt(looks) if looks and not world.is_first else None
+        try:
+            print(json.dumps(whole_run(folder, world, stop=stop)))
+        except Stopped:
+            print(json.dumps("stopped"))
+        return
     told = world.tell({"place": [1, 2.5], "who": world.rank})
     stop = [world.any(False), world.any(world.rank == world.size - 1)]
     found = learnt(CONFIG, world, seed=world.rank)
@@ -59,4 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
