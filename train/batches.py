@@ -36,6 +36,8 @@ class Rows:
     """[B, L, (n + 1) * H]: the n aux layers' outputs and the last layer's, side by side; None before capture."""
     first: int = 0
     """Which row of the batch of all processes the first one is."""
+    samples: tuple[tuple[int, ...], ...] = ()
+    """The samples in each row; a part of a batch does not say."""
 
     def split(self, parts: int) -> list[Rows]:
         """The rows dealt out to at most `parts` smaller batches, none of them empty."""
@@ -79,11 +81,16 @@ class Batches:
         """
         batches = self._batches(epoch)[skip:]
         parts = [self._world.part(len(batch.rows)) for batch in batches]
-        rows = [(row, batch.width) for batch, at in zip(batches, parts, strict=True) for row in batch.rows[at]]
-        with contextlib.closing(self._read_ahead(rows)) as stream:
-            for at in parts:
-                found = next(stream) if at.stop > at.start else _no_rows(self._length)
-                yield dataclasses.replace(found, first=at.start)
+        own = [(batch.rows[at], batch.width) for batch, at in zip(batches, parts, strict=True)]
+        with contextlib.closing(self._read_ahead([(row, width) for rows, width in own for row in rows])) as stream:
+            for at, (rows, _) in zip(parts, own, strict=True):
+                found = next(stream) if rows else _no_rows(self._length)
+                samples = tuple(tuple(piece.sample for piece in row) for row in rows)
+                yield dataclasses.replace(found, first=at.start, samples=samples)
+
+    def where(self, sample: int) -> str:
+        """What a user would look for to see a sample."""
+        return self._samples.where(sample)
 
     def _read_ahead(self, rows: list[tuple[Row, int]]) -> Generator[Rows, None, None]:
         stream = (

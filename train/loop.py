@@ -32,7 +32,7 @@ from .plots import write_plots
 from .progress import Bar, Progress, mean, means
 from .schedule import Span, learning_rate_factor, span_of
 from .state import Checkpoint, RunState
-from .step import Stepper, StepResult
+from .step import NotFiniteError, Stepper, StepResult
 from .stop import Stop, Stopped
 from .tracker import Tracker
 
@@ -170,24 +170,30 @@ class Run:
         progress = self.span.progress(self.progress.step, self.elapsed)
         factor = learning_rate_factor(progress, self.config.warmup, self.config.final_lr)
         self.lead.step(self.progress.epoch, self.progress.batch, factor)
-        result = self.stepper(rows, factor)
+        try:
+            result = self.stepper(rows, factor)
+        except NotFiniteError as e:
+            raise self._explained(e, rows) from e
         self.progress.step += 1
         self.progress.batch += 1
         self.progress.train_seconds += time.monotonic() - begin
         if result is None:
             return None
-        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-            last = self.folder / LAST
-            raise EagleError(
-                f"the loss is {result.loss} and the gradient's norm {result.grad_norm} at step {self.progress.step}; "
-                f"lower --lr (now {self.config.lr}), or look at the data"
-                + (f"; the last good head is in {last}" if last.exists() else "")
-            )
         self.progress.tokens += result.tokens
         self._recent.append(result)
         if len(self._recent) == self.config.log_steps:
             self._log_recent()
         return result
+
+    def _explained(self, error: NotFiniteError, rows: Rows) -> EagleError:
+        """Where to look, and what can be done."""
+        found = [self.batches.where(sample) for row in error.rows for sample in rows.samples[row]]
+        what = f"look at {', '.join(found)}, or lower --lr" if found else "lower --lr, since no row is so by itself"
+        last = self.folder / LAST
+        return EagleError(
+            f"{error} at step {self.progress.step + 1}; nothing was changed by it; {what} (now {self.config.lr:g})"
+            + (f"; the last good head is in {last}" if last.exists() else "")
+        )
 
     def _log_recent(self) -> None:
         if not self._recent:

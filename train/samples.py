@@ -34,6 +34,10 @@ class Samples(Protocol):
 
     def __getitem__(self, index: int) -> Sample | Tokens: ...
 
+    def where(self, index: int) -> str:
+        """What a user would look for to see the sample."""
+        ...
+
 
 class InMemory:
     """A list of samples."""
@@ -45,6 +49,9 @@ class InMemory:
 
     def __getitem__(self, index: int) -> Sample | Tokens:
         return self._samples[index]
+
+    def where(self, index: int) -> str:
+        return f"conversation {index + 1} of {len(self._samples)}, as they are read"
 
 
 class OnDisk:
@@ -66,6 +73,9 @@ class OnDisk:
     def __getitem__(self, index: int) -> Sample | Tokens:
         sample = self._reader[index]
         return sample if self._aux else replace(sample, aux=sample.aux[:, :0])
+
+    def where(self, index: int) -> str:
+        return self._reader.where(index)
 
     def count_tokens(self, vocab_size: int) -> NDArray[np.int64]:
         """How often each token id is to be learnt: counts [V]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,12 +11,11 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_reduce, tree_unflatten
 from numpy.typing import NDArray
 
-from eagle_mlx.errors import CheckpointError
+from eagle_mlx.errors import CheckpointError, EagleError
 from eagle_mlx.fastmath import on_cpu
 from eagle_mlx.lanes import default_lanes, make_streams, one_blas_thread
 from eagle_mlx.target import Target
@@ -56,6 +56,15 @@ class StepResult:
     """The distance of the features, where it is part of the loss."""
 
 
+class NotFiniteError(EagleError):
+    """A step that was not made, since it would have spoilt the weights."""
+
+    def __init__(self, loss: float, norm: float, rows: list[int]):
+        super().__init__(f"the loss is {loss} and the gradient's norm {norm}")
+        self.rows = rows
+        """Which of this process's rows are not finite by themselves; none where only all of them together are not."""
+
+
 @dataclass(frozen=True)
 class _Part:
     """What one lane computes."""
@@ -82,7 +91,7 @@ class Stepper:
         self._lanes = config.lanes or min(default_lanes(), config.rows)
         self._streams = make_streams(self._lanes)
         self._gradients: Callable[[list[Arrays]], tuple[list[mx.array], Any]] = self._plain_gradients
-        self._update: Callable[[Any], mx.array] = self._plain_update
+        self._update: Callable[[Any, mx.array], None] = self._plain_update
         if not on_cpu():  # on a CPU a compiled step is the slower one
             self.compile()
         self.agree()
@@ -96,7 +105,8 @@ class Stepper:
     def __call__(self, rows: Rows, factor: float) -> StepResult | None:
         """Learn from a batch at `factor` of the peak learning rates; None where it holds no loss.
 
-        `rows` are this process's; the result is that of all of them.
+        `rows` are this process's; the result is that of all of them. Raises NotFiniteError, before anything is changed,
+        where loss or gradient are not finite.
         """
         groups = self._parts(rows)
         counts = np.zeros(len(self._weights), np.int64)
@@ -109,7 +119,7 @@ class Stepper:
         self._steps += 1
         self._optimizers.set_rates(factor)
         with one_blas_thread(self._lanes > 1):
-            norm, loss, by_step, hits, *features = self._learn(groups, scale)
+            norm, loss, by_step, hits, *features = self._learn(groups, scale, rows)
         return StepResult(
             float(np.array(loss)),
             (np.array(by_step) / self._weights).tolist(),
@@ -133,8 +143,23 @@ class Stepper:
         with_loss = [[part for part in group if part.plan.counts[0]] for group in groups]
         return [group for group in with_loss if group]
 
-    def _learn(self, groups: list[list[_Part]], scale: NDArray[np.float32]) -> list[mx.array]:
+    def _learn(self, groups: list[list[_Part]], scale: NDArray[np.float32], rows: Rows) -> list[mx.array]:
         """One update; the gradient's norm and the results of all groups, added over all processes."""
+        total = self._added(groups, scale)
+        if self._world.size > 1:
+            mx.eval(total)
+            total = self._world.sum_tree(list(total))
+        results, gradient = total
+        norm = gradient_norm(gradient)
+        mx.eval(norm, results)
+        self._check(norm, results[0], rows)
+        self._update(gradient, norm)
+        del total, gradient  # so that the update can write where they are
+        mx.eval(self.head.parameters(), self._optimizers.together.state)
+        return [norm, *results]
+
+    def _added(self, groups: list[list[_Part]], scale: NDArray[np.float32]) -> Any:
+        """The results and the gradient of all groups, added."""
         total: Any = None
         for group in groups:
             found = self._gradients([self._lane(part, scale, at) for at, part in enumerate(group)])
@@ -142,15 +167,25 @@ class Stepper:
             del found
             if len(groups) > 1:
                 mx.eval(total)  # before the next group takes its memory
-        total = self._nothing() if total is None else total
-        if self._world.size > 1:
-            mx.eval(total)
-            total = self._world.sum_tree(list(total))
-        results, gradient = total
-        norm = self._update(gradient)
-        del total, gradient  # so that the update can write where they are
-        mx.eval(norm, results, self.head.parameters(), self._optimizers.together.state)
-        return [norm, *results]
+        return self._nothing() if total is None else total
+
+    def _check(self, norm: mx.array, loss: mx.array, rows: Rows) -> None:
+        """Raise NotFiniteError, with the rows that are to blame, unless both are finite."""
+        values = float(np.array(loss)), float(np.array(norm))
+        if all(map(math.isfinite, values)):
+            return
+        self._steps -= 1
+        found = [number for number, row in enumerate(rows.split(len(rows.tokens))) if not self._is_finite(row)]
+        raise NotFiniteError(*values, found)
+
+    def _is_finite(self, rows: Rows) -> bool:
+        """Whether loss and gradient of some rows alone are finite."""
+        groups = self._parts(rows)
+        if not groups:
+            return True
+        counts = sum(part.plan.counts for part in itertools.chain(*groups))
+        (loss, *_), gradient = self._added(groups, (self._weights / np.maximum(counts, 1)).astype(np.float32))
+        return bool(mx.isfinite(loss + gradient_norm(gradient)))
 
     def _lane(self, part: _Part, scale: NDArray[np.float32], number: int) -> Arrays:
         with mx.stream(self._streams[number]):
@@ -203,11 +238,15 @@ class Stepper:
     def _lane_loss(self, arrays: Arrays) -> tuple[mx.array, ...]:
         return lane_loss(self.head, self._target, arrays, self._objective, self._config.grad_checkpoint)
 
-    def _plain_update(self, gradient: Any) -> mx.array:
-        """Change the weights; returns the gradient's norm before it was clipped."""
-        clipped, norm = optim.clip_grad_norm(gradient, self._config.clip)
-        self._optimizers.together.update(self.head, clipped)
-        return cast(mx.array, norm)
+    def _plain_update(self, gradient: Any, norm: mx.array) -> None:
+        """Change the weights by a gradient of that norm, clipped."""
+        share = mx.minimum(self._config.clip / (norm + 1e-6), 1.0)
+        self._optimizers.together.update(self.head, tree_map(lambda g: g * share, gradient))
+
+
+def gradient_norm(gradient: Any) -> mx.array:
+    """The Euclidean norm of a tree of arrays taken together, a scalar."""
+    return mx.sqrt(tree_reduce(lambda total, g: total + mx.sum(mx.square(g)), gradient, mx.array(0.0)))
 
 
 def lane_arrays(

@@ -45,17 +45,26 @@ class ShardReader:
         return sum(f.loss_tokens for f in self.files)
 
     def __getitem__(self, index: int) -> Sample:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        index %= len(self)
-        shard = int(np.searchsorted(self._ends, index, side="right"))
+        shard, row = self._place(index)
         starts = self._check(shard)
-        row = index - (int(self._ends[shard - 1]) if shard else 0)
         rows = slice(int(starts[row]), int(starts[row + 1]))
         return decode(str(self.folder / self.files[shard].name), rows, self.meta)
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[i] for i in range(len(self)))
+
+    def where(self, index: int) -> str:
+        """A sample's file and its row there, counted from 0, in words. Raises IndexError."""
+        shard, row = self._place(index)
+        return f"row {row} of {self.folder / self.files[shard].name}"
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Which shard, and which of its samples."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        index %= len(self)
+        shard = int(np.searchsorted(self._ends, index, side="right"))
+        return shard, index - (int(self._ends[shard - 1]) if shard else 0)
 
     def verify(self) -> None:
         """Check the SHA-256 of every shard."""
