@@ -8,25 +8,36 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from eagle_mlx import fastmath
+from eagle_mlx.angles import Angles
+
 
 def place_one_by_one(model: nn.Module) -> None:
     """Let a model's rotary embeddings also take an offset [B, L], a position for each of L inputs.
 
     Each such module gets a subclass of its own class; with any other offset it does what it did.
     """
+    angles = Angles()
     for module in model.modules():
         if _is_rotary(module) and not isinstance(module, _OneByOne):
             module.__class__ = type(type(module).__name__, (_OneByOne, type(module)), {})
+            module.angles = angles
 
 
 class _OneByOne:
     """Sees [B, ..., L, D] with offsets [B, L] as B * L inputs of one position each, which every rotary takes."""
+
+    angles: Angles
 
     def __call__(self, x: mx.array, offset: Any = 0, *args: Any, **kwargs: Any) -> mx.array:
         plain: Any = super().__call__  # type: ignore[misc]
         if not isinstance(offset, mx.array) or offset.ndim < 2:
             out: mx.array = plain(x, offset, *args, **kwargs)
             return out
+        if x.dtype == mx.float32 and not args and not kwargs and fastmath.on_cpu():
+            turns = self.angles.turns(self, plain, x.shape[-1])  # type: ignore[arg-type]
+            if turns is not None:
+                return turns(x, offset)
         rows, count = offset.shape
         apart = mx.moveaxis(x, -2, 1)
         shape = apart.shape

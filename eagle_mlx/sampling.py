@@ -167,8 +167,8 @@ def draft_scores(
 ) -> mx.array:
     """How likely each token is to be what the target draws, as logarithms of shares that add up to one.
 
-    Where the target's noise is known (coupled rows) it is taken into account. Arguments as of `draft_sample`. Returns
-    [B, n, Vd] float32, in the draft's ids.
+    Where the target's noise is known (coupled rows) it is taken into account. Arguments as of `draft_sample`, but that
+    positions [B, 1] will do where all n are at the same one. Returns [B, n, Vd] float32, in the draft's ids.
     """
     scores = _filtered(logits, batch)
     if not batch.all_greedy:

@@ -48,16 +48,18 @@ class Tree:
     """A bound of the depth, on the host."""
 
     def branches(self) -> Branches:
-        """As the target's verify reads it: ancestors by `levels` steps up, each node seeing itself and them."""
-        rows, count = self.parents.shape
-        nodes = mx.arange(count + 1, dtype=mx.int32)
-        above = mx.concatenate([mx.zeros((rows, 1), mx.int32), self.parents], axis=1)
-        seen = mx.broadcast_to((nodes[:, None] == nodes)[None], (rows, count + 1, count + 1))
-        at = mx.broadcast_to(nodes, above.shape)
-        for _ in range(self.levels):
-            at = mx.take_along_axis(above, at, axis=1)
-            seen = seen | (at[..., None] == nodes)
-        return Branches(seen, seen.sum(axis=-1).astype(mx.int32) - 1)
+        """As the target's verify reads it: each node sees itself and its ancestors.
+
+        With the steps to a node's parent and to itself as a matrix, its second power reaches two steps up, its fourth
+        four, and so on. The entries count ways, of which there are few.
+        """
+        nodes = mx.arange(self.parents.shape[1] + 1, dtype=mx.int32)
+        above = mx.pad(self.parents, [(0, 0), (1, 0)])  # the newest token's is itself
+        reach = ((above[..., None] == nodes) | (nodes[:, None] == nodes)).astype(mx.float32)
+        for _ in range((self.levels - 1).bit_length()):
+            reach = reach @ reach
+        seen = reach > 0
+        return Branches(seen, seen.sum(axis=-1) - 1)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,12 @@ def verify_tree(
     logits: [B, n+1, V]; drafts: [B, n] int32; valid: [B, n] bool, the drafts that count; positions: [B, n+1] int32, of
     the tokens being drawn. `tokens` of the verdict are [B, levels + 1].
     """
-    samples = sample(logits, batch, positions)
+    noise = None
+    if not batch.all_greedy:  # one draw for each depth, not for each node
+        levels = mx.arange(tree.levels + 1, dtype=mx.int32)
+        drawn = gumbel(batch, positions[:, :1] + levels, logits.shape[-1])
+        noise = mx.take_along_axis(drawn, branches.depths[..., None], axis=1)
+    samples = sample(logits, batch, positions, noise)
     path = walk(samples, drafts, valid, tree, branches)
     return Verdict(path.accepted, mx.take_along_axis(samples, path.nodes, axis=1), path.nodes)
 

@@ -7,7 +7,7 @@ from typing import Self
 
 import mlx.core as mx
 
-from eagle_mlx.cache.lengths import RowLengths
+from eagle_mlx.cache.lengths import Moves, RowLengths
 
 STEP = 256
 """Positions by which a buffer grows."""
@@ -66,21 +66,17 @@ class RaggedKV:
             return mx.slice_update(buffer, new, self.lengths.offset, axes=(2,))
         return scattered(buffer, new, self.lengths.positions(count))
 
-    def keep(self, path: mx.array) -> None:
-        """Move the entries of a path through a tree together, to where a chain's would lie.
+    def keep(self, moves: Moves) -> None:
+        """Move entries of a tree together."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = (self._moved(x, moves) for x in (self.keys, self.values))
 
-        path [B, D] int32: the nodes, counted from the newest token's, that become the D entries behind that one.
-        """
-        if self.keys is None or self.values is None:
-            return
-        new = self.lengths.positions(path.shape[1] + 1)[:, 1:]
-        old = self.lengths.offset[:, None] + path
-        self.keys, self.values = (self._moved(x, old, new) for x in (self.keys, self.values))
-
-    def _moved(self, buffer: mx.array, old: mx.array, new: mx.array) -> mx.array:
-        """buffer [R, heads, capacity, D] with what lies in the rows' slots old [B, D] copied to new [B, D]."""
-        moving = mx.take_along_axis(buffer[: old.shape[0]], old[:, None, :, None], axis=2)
-        return scattered(buffer, moving, new)
+    def _moved(self, buffer: mx.array, moves: Moves) -> mx.array:
+        if buffer.shape[0] == 1:
+            moving = mx.take(buffer, moves.old_of_one, axis=2)
+            return mx.slice_update(buffer, moving, moves.start_of_one, axes=(2,))
+        moving = mx.take_along_axis(buffer[: moves.old.shape[0]], moves.old[:, None, :, None], axis=2)
+        return scattered(buffer, moving, moves.new)
 
     def append(self, other: RaggedKV) -> None:
         """Take over the other's rows; call before the lengths are joined."""

@@ -9,6 +9,15 @@ import mlx.core as mx
 from eagle_mlx.tree import Branches
 
 
+class Moves:
+    """Entries that are to change their places: old [B, D] int32 to new [B, D], which follow one another."""
+
+    def __init__(self, old: mx.array, new: mx.array):
+        self.old, self.new = old, new
+        self.old_of_one, self.start_of_one = old[0], new[0, :1]
+        """Where there is one row: [D] and [1]."""
+
+
 class RowLengths:
     """The lengths of a batch's rows, shared by the caches of all layers.
 
@@ -89,10 +98,13 @@ class RowLengths:
         self._offset = offset
 
     def places(self, count: int) -> mx.array:
-        """[B, count] int32: where the next `count` positions stand in each row's sequence."""
+        """[B, count] int32: where the next `count` positions stand in each row's sequence; the same array each time."""
         if self.branches is None:
             return self.positions(count)
-        return (self.offset - self.branches.before)[:, None] + self.branches.asking
+        if ("places",) not in self._memo:
+            start = self.upper if self.uniform else self.offset[:, None]
+            self._memo["places",] = start - self.branches.before + self.branches.asking
+        return self._memo["places",]
 
     def positions(self, count: int) -> mx.array:
         """[B, count] int32: the positions of the next `count` entries of each row, as if they were a chain."""
@@ -100,6 +112,10 @@ class RowLengths:
         if key not in self._memo:
             self._memo[key] = self.offset[:, None] + mx.arange(count)
         return self._memo[key]
+
+    def moves(self, path: mx.array) -> Moves:
+        """From the nodes [B, D] int32 of a tree, counted from the newest token's, to the D places behind that one."""
+        return Moves(self.offset[:, None] + path, self.positions(path.shape[1] + 1)[:, 1:])
 
     def slots(self, count: int, size: int) -> mx.array:
         """[B, count] int32: where the next `count` entries of each row lie in a ring."""
@@ -115,6 +131,8 @@ class RowLengths:
             held, asking = mx.arange(self.upper + count), self.places(count)[..., None]
             if self.branches is None:
                 self._memo[key] = self._seen(held, asking, window)
+            elif self.uniform and window is None:
+                self._memo[key] = self._behind_text(self.branches)
             else:
                 self._memo[key] = self._grown(held[None], asking, window, self.branches, self.upper + count)
         return self._memo[key]
@@ -137,6 +155,11 @@ class RowLengths:
         if window is not None:
             seen = seen & (held > asking - window)
         return seen[:, None]
+
+    def _behind_text(self, tree: Branches) -> mx.array:
+        """What the positions of a tree see where all rows are of one length: the text, and their branches."""
+        text = mx.ones((self.rows, tree.count, self.upper - tree.before), mx.bool_)
+        return mx.concatenate([text, tree.seen], axis=-1)[:, None]
 
     def _grown(self, held: mx.array, asking: mx.array, window: int | None, tree: Branches, size: int) -> mx.array:
         """What the positions of a tree see of the entries held [B or 1, S], which lie in a ring of `size` slots.

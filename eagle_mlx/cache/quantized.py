@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from eagle_mlx.cache.full import RaggedKV
-from eagle_mlx.cache.lengths import RowLengths
+from eagle_mlx.cache.lengths import Moves, RowLengths
 from eagle_mlx.errors import TargetError
 
 GROUPS = (64, 32)
@@ -43,9 +43,9 @@ class RaggedQuantized:
         shown = [part.update_and_fetch(k, v) for part, k, v in zip(self.parts, *quantized, strict=True)]
         return tuple(k for k, _ in shown), tuple(v for _, v in shown)
 
-    def keep(self, path: mx.array) -> None:
+    def keep(self, moves: Moves) -> None:
         for part in self.parts:
-            part.keep(path)
+            part.keep(moves)
 
     def append(self, other: RaggedQuantized) -> None:
         self.group_size = self.group_size or other.group_size

@@ -76,9 +76,13 @@ class RaggedCache(Sequence[Any]):
         self.lengths.branch(branches)
 
     def keep(self, path: mx.array) -> None:
-        """After a tree's verify, before `advance`: only the entries of a path [B, D] behind the newest token stay."""
+        """After a tree's verify, before `advance`: the entries of a path are moved to where a chain's would lie.
+
+        path [B, D] int32: the nodes, counted from the newest token's, that become the D entries behind that one.
+        """
+        moves = self.lengths.moves(path)
         for layer in self.layers:
-            layer.keep(path)
+            layer.keep(moves)
 
     @property
     def may_branch(self) -> bool:

@@ -22,7 +22,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from eagle_mlx.cache.full import own
-from eagle_mlx.cache.lengths import RowLengths, without_row
+from eagle_mlx.cache.lengths import Moves, RowLengths, without_row
 from eagle_mlx.errors import TargetError
 
 MASKED = frozenset(
@@ -174,9 +174,9 @@ class RaggedList:
         for mine, theirs in zip(self.caches, other.caches, strict=True):
             mine.append(theirs)
 
-    def keep(self, path: mx.array) -> None:
+    def keep(self, moves: Moves) -> None:
         for cache in self.caches:
-            cache.keep(path)
+            cache.keep(moves)
 
     def remove(self, row: int, last: RaggedList | None) -> None:
         for index, cache in enumerate(self.caches):

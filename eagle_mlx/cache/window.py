@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from eagle_mlx.cache.full import RaggedKV, room, scattered
-from eagle_mlx.cache.lengths import RowLengths, ring_positions
+from eagle_mlx.cache.lengths import Moves, RowLengths, ring_positions
 from eagle_mlx.errors import TargetError
 
 SLACK = 16
@@ -49,8 +49,9 @@ class RaggedWindow(RaggedKV):
         self._shown = rows, self.ring
         return self.keys_and_values()
 
-    def _moved(self, buffer: mx.array, old: mx.array, new: mx.array) -> mx.array:
-        return super()._moved(buffer, old % self.ring, new % self.ring)
+    def _moved(self, buffer: mx.array, moves: Moves) -> mx.array:
+        old = (moves.old % self.ring)[:, None, :, None]
+        return scattered(buffer, mx.take_along_axis(buffer[: old.shape[0]], old, axis=2), moves.new % self.ring)
 
     def _ring_for(self, count: int) -> int:
         return max(self.ring, self.window + count - 1)

@@ -1,4 +1,4 @@
-"""Growing a draft tree: level by level, always below the nodes that are likeliest to be reached.
+"""Growing a draft tree: beside a chain, or level by level below the nodes that are likeliest to be reached.
 
 Source: Li et al. 2024, EAGLE-2, section 4: expansion by joint probability, then the best nodes of the whole tree.
 """
@@ -48,52 +48,88 @@ class Nodes:
         return Nodes(*(mx.take_along_axis(x, picked, axis=1) for x in vars(self).values()))
 
 
+@dataclass(frozen=True)
+class Spread:
+    """How a tree spreads: nodes that are expanded at each level, and the children that each of them has."""
+
+    width: int
+    children: int
+
+    @classmethod
+    def of(cls, nodes: int, levels: int) -> Spread:
+        """For a tree of so many tokens: enough candidates for it, and a choice among them.
+
+        Up to two tokens a level are drafted best as a chain and what stands beside it: that takes no more steps of the
+        head than the chain alone.
+        """
+        width = 1 if nodes <= 2 * levels else max(2, math.isqrt(2 * nodes // 3))
+        spread = cls(width, width + 2)
+        while spread.candidates(levels) < nodes:
+            spread = cls(spread.width + 1, spread.children + 1)
+        return spread
+
+    def candidates(self, levels: int) -> int:
+        return self.children + (levels - 1) * self.width * self.children
+
+
+def beside(shares: mx.array, nodes: int, token_ids: mx.array | None) -> tuple[mx.array, Tree]:
+    """A tree of `nodes` tokens: a chain of the likeliest, and what is likeliest beside them.
+
+    shares: [B, levels, Vd], log shares of what stands at each place of the chain. Otherwise as `grow`.
+    """
+    rows, levels, vocab = shares.shape
+    count = min(Spread.of(nodes, levels).children, vocab)
+    ids, steps = _likeliest(shares, count)
+    best = mx.argmax(steps, axis=-1)
+    so_far = mx.cumsum(mx.max(steps, axis=-1), axis=1)
+    chain = best + count * mx.arange(levels)
+    above = mx.pad(chain[:, :-1], [(0, 0), (1, 0)], constant_values=mx.array(-1, chain.dtype)).astype(mx.int32)
+    scores = steps + mx.pad(so_far[:, :-1], [(0, 0), (1, 0)])[..., None]
+    places = mx.broadcast_to(mx.arange(levels * count, dtype=mx.int32), (rows, levels * count))
+    tokens = _in_target(ids, token_ids)
+    pool = Nodes(tokens.reshape(rows, -1), scores.reshape(rows, -1), mx.repeat(above, count, axis=1), places)
+    return best_of([pool], nodes, levels)
+
+
 def grow(
-    head: DraftHead, cache: RaggedCache, hidden: mx.array, scores: Scores, levels: int, width: int, nodes: int
+    head: DraftHead, cache: RaggedCache, hidden: mx.array, scores: Scores, levels: int, nodes: int
 ) -> tuple[mx.array, Tree]:
-    """A tree of `nodes` tokens, at most `levels` deep, with up to `width` nodes expanded at each level.
+    """A tree of `nodes` tokens, at most `levels` deep.
 
     hidden: [B, 1, H], from which the first tokens are drawn; cache: the head's, which the nodes that were expanded stay
-    in. Returns tokens [B, nodes] in the target's ids, likeliest first, and the tree. There are no more nodes than
-    width + (levels - 1) * width^2.
+    in. Returns tokens [B, nodes] in the target's ids, likeliest first, and the tree.
     """
-    rows = hidden.shape[0]
-    eye = mx.broadcast_to(mx.eye(width, dtype=mx.bool_), (rows, width, width))
-    frontier = children_of(Nodes.text(rows), scores(hidden, 0), width, head.token_ids, 0)
-    pool, seen = [frontier], eye
+    spread, rows = Spread.of(nodes, levels), hidden.shape[0]
+    width = spread.width
+    pool = [children_of(Nodes.text(rows), scores(hidden, 0), spread.children, head.token_ids, 0)]
+    frontier = pool[0].at(_top(pool[0].scores, width))
+    width = frontier.tokens.shape[1]
+    seen = eye = mx.broadcast_to(mx.eye(width, dtype=mx.bool_), (rows, width, width))
     g = mx.broadcast_to(hidden, (rows, width, hidden.shape[-1]))
     for level in range(1, levels):
-        depths = mx.repeat(mx.arange(level, dtype=mx.int32), width)
-        cache.branch(Branches(seen, mx.broadcast_to(depths, (rows, level * width))))
+        depths = [depth for depth in range(level) for _ in range(width)]
+        cache.branch(Branches(seen, mx.array([depths] * rows, mx.int32)))
         h = head(head.embed(frontier.tokens), g, cache)
         cache.advance(width)
         first = sum(level.tokens.shape[1] for level in pool)
-        pool.append(children_of(frontier, scores(h, level), width, head.token_ids, first))
+        pool.append(children_of(frontier, scores(h, level), spread.children, head.token_ids, first))
         mx.async_eval(pool[-1].scores)  # the device drafts while the host builds the next level
         picked = _top(pool[-1].scores, width)
-        frontier, below = pool[-1].at(picked), picked // width
+        frontier, below = pool[-1].at(picked), picked // (pool[-1].tokens.shape[1] // width)
         g = mx.take_along_axis(h, below[..., None], axis=1)
         seen = mx.concatenate([mx.take_along_axis(seen, below[..., None], axis=1), eye], axis=-1)
     return best_of(pool, nodes, levels)
 
 
-def width_for(nodes: int, levels: int) -> int:
-    """Nodes to expand at each level for a tree of so many: enough to have that many, and a choice among them."""
-    width = max(2, math.isqrt(nodes))
-    while width + (levels - 1) * width**2 < nodes:
-        width += 1
-    return width
-
-
 def children_of(parents: Nodes, shares: mx.array, width: int, token_ids: mx.array | None, first: int) -> Nodes:
     """The `width` likeliest tokens below each of n nodes, by log shares [B, n, Vd], in the pool from `first` on."""
-    rows, count, _ = shares.shape
-    ids = _top(shares, width)
-    step = mx.clip(mx.take_along_axis(shares, ids, axis=-1), _LEAST, 0.0) - _STEP
+    rows, count, vocab = shares.shape
+    width = min(width, vocab)
+    ids, steps = _likeliest(shares, width)
     places = mx.broadcast_to(mx.arange(first, first + count * width, dtype=mx.int32), (rows, count * width))
     return Nodes(
-        (ids if token_ids is None else token_ids[ids]).astype(mx.int32).reshape(rows, -1),
-        (parents.scores[..., None] + step).reshape(rows, -1),
+        _in_target(ids, token_ids).reshape(rows, -1),
+        (parents.scores[..., None] + steps).reshape(rows, -1),
         mx.repeat(parents.places, width, axis=1),
         places,
     )
@@ -114,8 +150,18 @@ def best_of(pool: Sequence[Nodes], nodes: int, levels: int) -> tuple[mx.array, T
     return mx.take_along_axis(tokens, order, axis=1), Tree(mx.take_along_axis(ranks, above, axis=1), levels)
 
 
+def _likeliest(shares: mx.array, count: int) -> tuple[mx.array, mx.array]:
+    """The draft ids [B, n, count] of the greatest log shares [B, n, Vd], and what each adds to a branch's score."""
+    ids = _top(shares, count)
+    return ids, mx.clip(mx.take_along_axis(shares, ids, axis=-1), _LEAST, 0.0) - _STEP
+
+
+def _in_target(ids: mx.array, token_ids: mx.array | None) -> mx.array:
+    return (ids if token_ids is None else token_ids[ids]).astype(mx.int32)
+
+
 def _top(x: mx.array, count: int) -> mx.array:
     """The places of the `count` greatest along the last axis, in any order."""
     if count >= x.shape[-1]:
         return mx.broadcast_to(mx.arange(x.shape[-1]), x.shape)
-    return mx.argpartition(-x, count, axis=-1)[..., :count]
+    return mx.argpartition(x, -count, axis=-1)[..., -count:]

@@ -14,7 +14,7 @@ from eagle_mlx.formats import check_fit
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
-from eagle_mlx.proposers.growth import grow, width_for
+from eagle_mlx.proposers.growth import Spread, beside, grow
 from eagle_mlx.rope import place_one_by_one
 from eagle_mlx.sampling import SamplingBatch, draft_sample, draft_scores
 from eagle_mlx.target import Target
@@ -188,38 +188,59 @@ class HeadState:
         return self.head(self.head.embed(tokens), features, self.cache)
 
     def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        tokens, probs, _ = self._chain(depth, sampling, positions)
+        q = mx.concatenate(probs, axis=1) if probs else None
+        return Draft(mx.concatenate(tokens, axis=1), self._counts(depth), q)
+
+    def _chain(
+        self, depth: int, sampling: SamplingBatch, positions: mx.array
+    ) -> tuple[list[mx.array], list[mx.array], list[mx.array]]:
+        """Of each step of a chain the tokens [B, 1], their distributions where they are needed, and the logits."""
         self._read_pending()
         committed = self.cache.lengths.save()
         hidden = self._hidden
         tokens: list[mx.array] = []
         probs: list[mx.array] = []
+        logits: list[mx.array] = []
         for step in range(depth):
             if step:
                 hidden = self._forward(tokens[-1], hidden)
                 self.cache.lengths.advance(1)
-            logits = self.head.logits(hidden)
+            logits.append(self.head.logits(hidden))
             token, q = draft_sample(
-                logits, sampling, positions[:, None] + step, self.target.vocab_size, self.head.token_ids
+                logits[-1], sampling, positions[:, None] + step, self.target.vocab_size, self.head.token_ids
             )
             mx.async_eval(token)  # the device drafts while the host builds the next step
             tokens.append(token)
             probs += [] if q is None else [q]
         self.cache.lengths.restore(committed)
-        lengths = mx.array([depth if length else 0 for length in self._lengths], mx.int32)  # nothing read, no draft
-        return Draft(mx.concatenate(tokens, axis=1), lengths, mx.concatenate(probs, axis=1) if probs else None)
+        return tokens, probs, logits
+
+    def _counts(self, drafted: int) -> mx.array:
+        """[B] int32: what each row has drafted, nothing where nothing was read."""
+        return mx.array([drafted if length else 0 for length in self._lengths], mx.int32)
 
     def propose_tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        self._read_pending()
-        committed = self.cache.lengths.save()
+        def scores(logits: mx.array, at: mx.array) -> mx.array:
+            return draft_scores(logits, sampling, at, self.target.vocab_size, self.head.token_ids)
 
-        def scores(hidden: mx.array, level: int) -> mx.array:
-            at = mx.broadcast_to(positions[:, None] + level, hidden.shape[:2])
-            return draft_scores(self.head.logits(hidden), sampling, at, self.target.vocab_size, self.head.token_ids)
-
-        tokens, tree = grow(self.head, self.cache, self._hidden, scores, depth, width_for(nodes, depth), nodes)
-        self.cache.lengths.restore(committed)
-        lengths = mx.array([nodes if length else 0 for length in self._lengths], mx.int32)
-        return Draft(tokens, lengths, tree=tree)
+        if Spread.of(nodes, depth).width == 1:
+            logits = mx.concatenate(self._chain(depth, sampling, positions)[2], axis=1)
+            shares = scores(logits, positions[:, None] + mx.arange(depth, dtype=mx.int32))
+            tokens, tree = beside(shares, nodes, self.head.token_ids)
+        else:
+            self._read_pending()
+            committed = self.cache.lengths.save()
+            tokens, tree = grow(
+                self.head,
+                self.cache,
+                self._hidden,
+                lambda hidden, level: scores(self.head.logits(hidden), positions[:, None] + level),
+                depth,
+                nodes,
+            )
+            self.cache.lengths.restore(committed)
+        return Draft(tokens, self._counts(nodes), tree=tree)
 
     def append(self, other: ProposerState) -> None:
         assert isinstance(other, HeadState)

@@ -1,7 +1,6 @@
 """A tree grown with a head: every node is what the head says of its branch, and the likeliest nodes are chosen."""
 
 import itertools
-import math
 
 import mlx.core as mx
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import eagle_mlx as em
 from eagle_mlx.params import SamplingParams
 from eagle_mlx.proposers.base import Observation
-from eagle_mlx.proposers.growth import width_for
+from eagle_mlx.proposers.growth import Spread
 from eagle_mlx.proposers.head import HeadProposer, HeadState
 from eagle_mlx.sampling import SamplingBatch, draft_scores
 from tests.fakes import tiny_head, tiny_target
@@ -87,10 +86,9 @@ def test_drafting_leaves_no_trace_in_the_heads_cache() -> None:
 @pytest.mark.parametrize("nodes", [2, 3, 8, 16, 60])
 @pytest.mark.parametrize("levels", [1, 2, 6])
 def test_there_are_candidates_for_every_node(nodes: int, levels: int) -> None:
-    width = width_for(nodes, levels)
-    assert width + (levels - 1) * width**2 >= nodes
-    assert width <= max(nodes, 2)
-    assert width >= math.isqrt(nodes)
+    spread = Spread.of(nodes, levels)
+    assert spread.candidates(levels) >= nodes
+    assert 1 <= spread.width < spread.children <= max(nodes, 4)
 
 
 def test_a_tree_accepts_more_than_a_chain_and_says_the_same() -> None:

@@ -1,0 +1,90 @@
+"""The angles that rotary embeddings turn by, found once for all layers that turn alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+Rotary = Callable[[mx.array, mx.array], mx.array]
+"""Inputs [N, H, 1, D] and a position [N] int32 for each of them -> turned, of the same shape."""
+
+
+class Angles:
+    """How each of a model's rotary modules turns.
+
+    On the CPU a rotary embedding of a few positions is some twenty small operations, most of which find the same
+    angles in every layer; a GPU has one kernel for all of them. What a module does is learned from the module itself:
+    it is given unit vectors, and where they show that it turns pairs of numbers, each by a position's own angle, their
+    images are the cosines and sines of all others.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[int, bytes], Turns] = {}
+        self._of: dict[tuple[int, int], Turns | None] = {}
+        """By module, which lives as long as the model, and by how wide its inputs are."""
+
+    def turns(self, module: nn.Module, rotary: Rotary, dim: int) -> Turns | None:
+        """How this module turns vectors of `dim` numbers; None where it does not turn pairs of them."""
+        key = id(module), dim
+        if key not in self._of:
+            partner = _partners(rotary, dim)
+            new = None if partner is None else Turns(rotary, partner)
+            self._of[key] = None if new is None else self._kinds.setdefault((dim, new.signature()), new)
+        return self._of[key]
+
+
+class Turns:
+    """How one kind of rotary module turns: number i and its partner by the angle of their position."""
+
+    _SIGNS = (0, 1, 2, 3, 31, 1000, 4095, 30011)
+    """Positions at which modules that agree are taken for alike."""
+
+    def __init__(self, rotary: Rotary, partner: np.ndarray[Any, np.dtype[np.int64]]):
+        self._rotary = rotary
+        dim = len(partner)
+        self._half = dim // 2 if np.array_equal(partner, np.roll(np.arange(dim), dim // 2)) else 0
+        """Where to cut so that the two pieces are each other's partners; 0 where there is no such place."""
+        self._partner = mx.array(partner, mx.int32)
+        self._first = mx.array(np.arange(dim) <= partner)
+        self._units = mx.stack([self._first, ~self._first]).astype(mx.float32)[:, None]
+        self._at: mx.array | None = None
+        self._cos_sin: tuple[mx.array, mx.array] = self._first, self._first
+
+    def signature(self) -> bytes:
+        """The same for modules that turn alike."""
+        cos, sin = self._angles(mx.array([self._SIGNS], mx.int32))
+        return np.array(mx.concatenate([cos, sin])).tobytes()
+
+    def __call__(self, x: mx.array, offset: mx.array) -> mx.array:
+        """Turn x [B, ..., L, D] float32 to the positions [B, L] int32, whose angles are kept for the next call."""
+        if self._at is not offset:
+            self._at, self._cos_sin = offset, self._angles(offset)
+        cos, sin = self._cos_sin
+        if x.ndim != 3:
+            cos, sin = (a.reshape(a.shape[0], *(1,) * (x.ndim - 3), *a.shape[1:]) for a in (cos, sin))
+        return x * cos + self._swapped(x) * sin
+
+    def _swapped(self, x: mx.array) -> mx.array:
+        half = self._half
+        return mx.concatenate([x[..., half:], x[..., :half]], axis=-1) if half else mx.take(x, self._partner, axis=-1)
+
+    def _angles(self, offset: mx.array) -> tuple[mx.array, mx.array]:
+        """Positions [B, L] -> cosines and sines [B, L, D] by which a number and its partner are multiplied."""
+        at = offset.reshape(-1)
+        images = self._rotary(mx.broadcast_to(self._units, (at.size, *self._units.shape)), at)
+        one, other = (image.reshape(*offset.shape, -1) for image in (images[:, 0], images[:, 1]))
+        return mx.where(self._first, one, other), mx.where(self._first, other, one)
+
+
+def _partners(rotary: Rotary, dim: int) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+    """For each of `dim` numbers the one that it is turned with, itself where it stays; None where it is not so."""
+    images = np.array(rotary(mx.eye(dim)[:, None, None], mx.ones((dim,), mx.int32)))[:, 0, 0]
+    elsewhere = (images != 0) & ~np.eye(dim, dtype=bool)
+    if elsewhere.sum(axis=1).max() > 1:
+        return None
+    partner = np.where(elsewhere.any(axis=1), elsewhere.argmax(axis=1), np.arange(dim))
+    return partner if np.array_equal(partner[partner], np.arange(dim)) else None
