@@ -10,20 +10,28 @@ from eagle_mlx.policy.base import Shape, check_depth, check_share
 from eagle_mlx.policy.costs import Costs
 from eagle_mlx.policy.yields import AcceptanceByPosition, AcceptanceByRank
 
-_FIRST_DEPTH, _FIRST_NODES = 2, 12
+_FIRST_DEPTH, _FIRST_NODES = 2, 8
 _FIRST_SAMPLES = 2
 """Rounds of depth 0, `_FIRST_DEPTH` and `_FIRST_NODES` before the policy chooses: the first may compile kernels."""
 _MARGIN = 0.02
 """Of shapes whose speeds are this close the smallest is taken: a guess may be wrong, a token not drafted is free."""
 _PROBE_EVERY = 32
 """Rounds from one look at another shape to the next, at least."""
-_SIZES = (8, 12, 16, 24, 32, 48, 64)
+_TREE_MARGIN = 0.04
+"""What a tree must promise beyond the best chain, which is better known: promises that were noise are taken first."""
+_SIZES = (6, 8, 12, 16, 24, 32, 48, 64)
 """Draft tokens of the trees that are looked at."""
 
 
 def levels_for(nodes: int) -> int:
     """How deep a tree of so many tokens may be: deeper than pays for a chain, as far as there are tokens for it."""
-    return min(3 + nodes // 5, 8, nodes)
+    return max(1, min(4 + nodes // 4, 8, nodes - 1))
+
+
+def _fastest(speeds: dict[Shape, float]) -> tuple[Shape, float]:
+    """The first shape that is as fast as the fastest to within the margin, and the speed of that."""
+    most = max(speeds.values())
+    return next(shape for shape, speed in speeds.items() if speed >= (1 - _MARGIN) * most), most
 
 
 class ThroughputPolicy:
@@ -75,12 +83,16 @@ class ThroughputPolicy:
         return shapes
 
     def _best(self, rows: int, trees: bool, drafting: bool = False) -> Shape:
-        """The first shape that is as fast as the fastest to within the margin; of those that draft, where asked for."""
-        speeds = self._speeds(rows, self._chains) | (self._speeds(rows, self._trees) if trees else {})
-        if drafting and len(speeds) > 1:
-            del speeds[self._chains[0]]
-        fastest = max(speeds.values())
-        return next(shape for shape, speed in speeds.items() if speed >= (1 - _MARGIN) * fastest)
+        """The fastest, or the smallest that is as fast within the margin; of those that draft, where asked for.
+
+        A tree where it is faster than the fastest chain by more than the margin of trees.
+        """
+        chain, speed = _fastest(self._speeds(rows, (drafting and self._chains[1:]) or self._chains))
+        if trees and self._trees:
+            tree, promised = _fastest(self._speeds(rows, self._trees))
+            if promised > (1 + _TREE_MARGIN) * speed:
+                return tree
+        return chain
 
     def _speeds(self, rows: int, shapes: Sequence[Shape]) -> dict[Shape, float]:
         """Expected tokens per second and row, from the smallest shape to the largest."""
