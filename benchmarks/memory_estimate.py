@@ -43,9 +43,8 @@ def main() -> None:
         print(json.dumps(measure(SETTINGS[args.one])))
         return
     found = {name: in_own_process(name) for name in SETTINGS}
-    print(
-        "| setting | foretold, MB | arrays, MB | off by | with the program, MB | process, MB |\n|---|---|---|---|---|---|"
-    )
+    print("| setting | foretold, MB | arrays, MB | off by | with the program, MB | process, MB |")
+    print("|---|---|---|---|---|---|")
     for name, row in found.items():
         off = row["foretold"] / row["arrays"] - 1
         whole, process = row["whole"] / 1e6, row["process"] / 1e6
