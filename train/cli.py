@@ -18,9 +18,11 @@ from eagle_mlx.target import load_target
 
 from . import report_command
 from .command import exit_code
-from .config import TrainConfig, field_help, load_config
+from .config import TrainConfig, field_help, from_mapping, load_config
 from .data import heldout_prompts, training_data
+from .distributed import ALONE, World
 from .estimate import describe_memory, gb
+from .follow import follow
 from .forecast import check, forecast, plan_of
 from .identity import resumed_config
 from .kinds import KINDS, settled
@@ -78,39 +80,51 @@ def _main(flags: dict[str, Any]) -> None:
         config = load_config(config_file, flags, recipe.settings if recipe else None)
         print(plan_of(config, recipe))
         return
-    stop = Stop()
+    tune_process()
+    stop, world = Stop(), World.joined()
     with stop.listening():
-        if resume is None:
-            run(load_config(config_file, flags, recipe.settings if recipe else None), stop)
+        if not world.is_first:
+            config = from_mapping(world.tell())
+        elif resume is None:
+            config = load_config(config_file, flags, recipe.settings if recipe else None)
         elif config_file is not None:
             raise ConfigError("a run goes on with its own settings: leave -c out beside --resume")
         else:
-            run(resumed_config(resume, flags), stop, resume)
+            config = resumed_config(resume, flags)
+        if world.is_first:
+            world.tell(dataclasses.asdict(config))
+        run(config, stop, resume, world)
 
 
-def run(config: TrainConfig, stop: Stop, resume: Path | None = None) -> None:
-    """One run, from the target's name to the line that says where the head is."""
+def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: World = ALONE) -> None:
+    """One run, from the target's name to the line that says where the head is.
+
+    Of the processes of a `world` only the first one writes and says how things stand.
+    """
     if not config.target:
         raise ConfigError("no target: name the model that the head is for with --target")
     config = settled(config)
-    if resume is None:
+    if resume is None and world.is_first:
         check_free(config.output, config.overwrite)
-    if config.wandb:
+    if config.wandb and world.is_first:
         check_wandb()
-    tune_process()
     found = forecast(config, fetch=True)
     check(found)
-    print(f"memory: {gb(found.memory.total)} expected: {describe_memory(found.memory)}", file=sys.stderr)
+    if world.is_first:
+        print(f"memory: {gb(found.memory.total)} expected: {describe_memory(found.memory)}", file=sys.stderr)
     target = load_target(config.target)
     head = existing_head(target, config)
     if head is None:
         KINDS[config.head].check(target, config)
-    prompts = heldout_prompts(target, config)
+    prompts = heldout_prompts(target, config) if world.is_first else []
     reserve = found.memory.head + found.memory.optimizer + found.memory.step
-    data = training_data(target, config, progress=True, head=head, reserve=reserve)
+    data = world.in_turn(lambda: training_data(target, config, progress=world.is_first, head=head, reserve=reserve))
+    if not world.is_first:
+        follow(target, data, config, head, world, stop)
+        return
     config = config if config.shards else dataclasses.replace(config, states=data.place)  # a resumed run's as well
     print("data: " + ", ".join(f"{key} {_show(value)}" for key, value in data.report.items()), file=sys.stderr)
-    report = train(target, data, prompts, config, head, resume, stop)
+    report = train(target, data, prompts, config, head, resume, stop, world)
     folder = resume if resume and resume.exists() else config.output
     before = "untrained" if head is None else f"{config.init_from} before it"
     print(

@@ -308,7 +308,7 @@ class Run:
             acceptance,
             best_step,
             self.tracker.rows,
-            self.data.report,
+            {**self.data.report, "padding": round(self.batches.padding, 4)},
         )
         write_plots(self.tracker.rows, self.folder)
         (self.folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")

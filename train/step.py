@@ -175,7 +175,7 @@ class Stepper:
         if all(map(math.isfinite, values)):
             return
         self._steps -= 1
-        found = [number for number, row in enumerate(rows.split(len(rows.tokens))) if not self._is_finite(row)]
+        found = [number for number, row in enumerate(rows.split(max(1, len(rows.tokens)))) if not self._is_finite(row)]
         raise NotFiniteError(*values, found)
 
     def _is_finite(self, rows: Rows) -> bool:

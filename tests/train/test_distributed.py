@@ -20,6 +20,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.train.batches import Batches
 from eagle_mlx.train.distributed import World
 from eagle_mlx.train.samples import InMemory
+from tests.fakes import tiny_target_folder
 from tests.train.worker import CONFIG, conversations, learnt, whole_run
 
 needs_ring = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="this MLX has no ring backend")
@@ -36,11 +37,15 @@ def free_ports(count: int) -> list[int]:
 
 def together(count: int, folder: Path, *arguments: str) -> list[Any]:
     """What each of `count` processes of worker.py prints."""
+    return [json.loads(out.splitlines()[-1]) for out in printed(count, folder, "tests.train.worker", *arguments)]
+
+
+def printed(count: int, folder: Path, module: str, *arguments: str) -> list[str]:
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(count)]))
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.train.worker", *arguments],
+            [sys.executable, "-m", module, *arguments],
             cwd=ROOT,
             env={**os.environ, "MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)},
             stdout=subprocess.PIPE,
@@ -55,7 +60,7 @@ def together(count: int, folder: Path, *arguments: str) -> list[Any]:
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0] * count, [errors[-2000:] for _, errors in ended]
-    return [json.loads(out.splitlines()[-1]) for out, _ in ended]
+    return [out for out, _ in ended]
 
 
 @needs_ring
@@ -96,6 +101,19 @@ def test_two_processes_make_the_run_of_one_with_twice_the_rows(tmp_path: Path) -
     assert [line["step"] for line in first] == [line["step"] for line in alone] == [1, 2, 3, 4, 5, 6]
     for ours, theirs in zip(first, alone, strict=True):
         assert [ours[name] for name in told] == pytest.approx([theirs[name] for name in told], rel=1e-4)
+
+
+@needs_ring
+def test_the_command_takes_its_settings_from_the_first_process(tmp_path: Path) -> None:
+    target, chats, out = tiny_target_folder(tmp_path / "target"), tmp_path / "chats.jsonl", tmp_path / "out"
+    rows = [{"prompt": f"add {i}", "completion": f"def add(x):\n    return x + {i}"} for i in range(20)]
+    chats.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    settings = "--head eagle --length 64 --max-length 64 --rows 2 --max-steps 3 --eval-prompts 2 --eval-tokens 4"
+    flags = ["--target", str(target), "--data", str(chats), "--output", str(out), *settings.split()]
+    first, second = printed(2, tmp_path, "eagle_mlx.train.cli", *flags)
+    assert f"the head is in {out}/best" in first
+    assert second == ""
+    assert json.loads((out / "report.json").read_text())["steps"] == 3
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
