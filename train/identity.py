@@ -20,7 +20,7 @@ from .samples import Samples
 ABOUT = "run.json"
 _LOOKED_AT = 256
 """Samples whose tokens are compared, evenly spread over the data; the lengths of all are."""
-FREE = ("output", "overwrite", "checkpoints", "checkpoint_minutes", "log_steps", "wandb", "wandb_project")
+FREE = ("output", "overwrite", "cache_dir", "checkpoints", "checkpoint_minutes", "log_steps", "wandb", "wandb_project")
 """Settings that change nothing of what is learnt, so that a run may go on with others."""
 
 

@@ -12,7 +12,10 @@ from ..config import TrainConfig
 from .public import public
 from .source import Source
 
-_LEFT_OUT = ("target", "output", "overwrite", "wandb", "wandb_project")
+_LEFT_OUT = (
+    *("target", "output", "overwrite", "wandb", "wandb_project", "checkpoints", "checkpoint_minutes"),
+    *("states", "cache_bits", "cache_dir", "cache_gb"),
+)
 """Settings that change nothing of a head, and the one that is given by its public name."""
 _DATA_SET = re.compile(r"([\w.-]+/[\w.-]+)(:[\w.-]+){0,2}")
 
