@@ -1,0 +1,270 @@
+"""eagle-train against the trainer of the `speculators` package: the same captured tokens, the same size of head.
+
+    python benchmarks/compare_speculators.py --shards out/shards --python /path/to/venv/bin/python --output out/compare
+
+The trainers take turns of some steps, so that what else a machine does falls on all of them alike. Then each head
+decodes the same held-out prompts with our engine. README.md beside this file says what is equal, what is not, and what
+speculators needs to run on a CPU. Writes comparison.json, comparison.md and the heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from contestants import Contestant, Ours, Speculators, Turn, common_flags, convert, our_settings, write_vocabulary
+from pieces import Pieces, timed
+
+from eagle_mlx import blas
+from eagle_mlx.errors import EagleError
+from eagle_mlx.folders import new_folder
+from eagle_mlx.formats import load_head
+from eagle_mlx.formats.tensors import weights_of
+from eagle_mlx.lanes import tune_process
+from eagle_mlx.serve.bench.machine import describe
+from eagle_mlx.serve.prompts import encode, read_prompts
+from eagle_mlx.target import Target, load_target
+from eagle_mlx.train.batches import Batches
+from eagle_mlx.train.config import TrainConfig, load_config
+from eagle_mlx.train.data import TrainData, training_data
+from eagle_mlx.train.evaluate import Acceptance, Evaluator
+from eagle_mlx.train.kinds import settled
+
+CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
+VARIANTS = ("defaults", "our-settings")
+VOCABULARY = "logits, softmax and loss over the vocabulary"
+ATTENTION = "attention"
+OPTIMIZER = "clipping, optimizer and bookkeeping"
+DATA = "waiting for data"
+REST = "projections, MLP, norms and all else"
+PROFILED = 4
+"""Steps of the round under torch's profiler, and of the one before it."""
+PIECES = 8
+"""Batches on which our pieces are measured."""
+BATCH = 8
+"""Prompts decoded side by side, on which acceptance does not depend."""
+
+
+def take_turns(contestants: list[Contestant], steps: int) -> dict[str, list[Turn]]:
+    """Turn by turn until all have learnt from all; a round of warming up and one that is profiled come before."""
+    turns: dict[str, list[Turn]] = {one.name: [] for one in contestants}
+    number, going = 0, list(contestants)
+    while going:
+        first = number % len(going)
+        for one in going[first:] + going[:first]:
+            turn = one.turn(steps if number > 1 else PROFILED, profile=number == 1)
+            if turn is None:
+                going = [other for other in going if other is not one]
+                continue
+            turns[one.name].append(turn)
+            print(
+                f"{one.name}: {sum(t.steps for t in turns[one.name])} steps, loss {turn.loss:.3f}, "
+                f"{turn.tokens / turn.seconds:.0f} tokens/s, {turn.tokens / turn.cpu_seconds:.0f} per CPU second",
+                flush=True,
+            )
+        number += 1
+    return turns
+
+
+def profile_ours(ours: Ours, target: Target, data: TrainData, config: TrainConfig, waits: float) -> dict[str, float]:
+    """Shares of a step, from its pieces measured alone on some batches; `waits` is the share of waiting for data."""
+    pieces = Pieces(ours.head, target, config)
+    rounds: list[dict[str, float]] = []
+    with contextlib.closing(Batches(data.samples, config.rows, config.length, config.seed).epoch(1)) as stream:
+        for rows in itertools.islice(stream, PIECES + 1):
+            runs: dict[str, Callable[[], Any]] = {
+                "head": pieces.head_both_ways(rows),
+                "vocabulary": pieces.vocabulary(rows),
+                "attention": pieces.attention(rows),
+                "step": partial(ours.stepper, rows, 0.0),
+            }
+            rounds.append({name: timed(run).cpu_seconds for name, run in runs.items()})
+    found = {name: float(np.median([one[name] for one in rounds[1:]])) for name in rounds[0]}
+    whole = found["step"] or 1.0
+    shares = {
+        VOCABULARY: found["vocabulary"] / whole,
+        ATTENTION: found["attention"] / whole,
+        OPTIMIZER: (whole - found["head"]) / whole,
+    }
+    return {**shares, DATA: waits, REST: 1 - sum(shares.values()) - waits}
+
+
+def profile_theirs(one: Speculators, vocabulary: int, length: int, turns: list[Turn]) -> dict[str, float]:
+    """Shares of a step by torch's profiler, told apart by the shapes of operations; data and optimizer are timed."""
+    operations = json.loads(one.operations.read_text(encoding="utf-8"))
+    seconds = dict.fromkeys((VOCABULARY, ATTENTION, REST), 0.0)
+    for operation in operations:
+        seconds[kind_of_operation(operation, vocabulary, length)] += operation["seconds"]
+    whole = sum(seconds.values()) or 1.0
+    waits, updates = share(turns, "fetch"), share(turns, "opt")
+    found = {name: (1 - waits) * seconds[name] / whole for name in (VOCABULARY, ATTENTION)}
+    return {**found, OPTIMIZER: updates, DATA: waits, REST: 1 - sum(found.values()) - updates - waits}
+
+
+def kind_of_operation(operation: dict[str, Any], vocabulary: int, length: int) -> str:
+    """Where an operation of torch's profiler belongs; masks are [.., length, a multiple of it]."""
+    shapes = [shape for shape in operation["shapes"] if all(isinstance(size, int) for size in shape)]
+    masks = [shape for shape in shapes if len(shape) in (2, 4) and shape[-2] == length and shape[-1] % length == 0]
+    heads = [shape for shape in shapes if len(shape) == 4]
+    if "attention" in operation["name"] or any(len(shape) == 4 or shape[-1] == length for shape in masks):
+        return ATTENTION
+    return VOCABULARY if not heads and any(vocabulary in shape for shape in shapes) else REST
+
+
+def speed(turns: list[Turn], against: list[Turn]) -> dict[str, float]:
+    """Medians over the turns, without warming up and profiling, and over those that both took the ratio to another."""
+    counted, others = turns[2:] or turns, against[2:] or against
+    ratios = [
+        (one.tokens / one.seconds) / (other.tokens / other.seconds) for one, other in zip(counted, others, strict=False)
+    ]
+    return {
+        "tokens_per_second": float(np.median([one.tokens / one.seconds for one in counted])),
+        "tokens_per_cpu_second": sum(one.tokens for one in counted) / sum(one.cpu_seconds for one in counted),
+        "ratio": float(np.median(ratios)),
+    }
+
+
+def share(turns: list[Turn], phase: str) -> float:
+    """The share of the time that a trainer says it spent on one thing."""
+    counted = turns[2:] or turns
+    return sum(turn.phases.get(phase, 0.0) for turn in counted) / sum(sum(turn.phases.values()) for turn in counted)
+
+
+def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Train, decode, profile; the figures."""
+    target = load_target(args.target)
+    limits = {"minutes": 0.0, "epochs": 1, "max_steps": args.max_steps, "seed": args.seed}
+    settings = {"target": str(args.target), "shards": str(args.shards), **limits}
+    config = settled(load_config(args.config, settings))
+    data = training_data(target, config)
+    args.work.mkdir(parents=True, exist_ok=True)
+    ratio = convert(args.python, args.shards, args.work)
+    flags = common_flags(config, data, args.work, ratio) + write_vocabulary(data, target.vocab_size, args.work)
+    theirs: list[Speculators] = []
+    try:
+        for name in args.variants:
+            extra = our_settings(config) if name == "our-settings" else []
+            theirs.append(Speculators(f"speculators-{name}", args.python, args.threads, folder, flags + extra))
+        ours = Ours(target, data, config, folder)
+        contestants: list[Contestant] = [ours, *theirs]
+        turns = take_turns(contestants, args.turn)
+        heads = {one.name: one.finish() for one in contestants}
+    finally:
+        for one in theirs:
+            one.stop()
+    length = config.rows * config.length
+    vocabulary = target.vocab_size if data.kept is None else len(data.kept)
+    profiles = {one.name: profile_theirs(one, vocabulary, length, turns[one.name]) for one in theirs}
+    profiles[ours.name] = profile_ours(ours, target, data, config, share(turns[ours.name], "fetch"))
+    prompts = [encode(prompt, target, args.max_tokens) for prompt in read_prompts(args.prompts, args.limit)]
+    return {
+        "rows": [
+            {
+                **row(name, turns, ours.name),
+                **measure(target, heads[name], prompts, args),
+                "profile": profiles[name],
+                "turns": [dataclasses.asdict(turn) for turn in turns[name]],
+            }
+            for name in turns
+        ],
+        "speculators_flags": flags,
+        "our_settings": our_settings(config),
+        "data": data.report,
+    }
+
+
+def row(name: str, turns: dict[str, list[Turn]], first: str) -> dict[str, Any]:
+    """What a trainer did, and how fast beside the first."""
+    done = turns[name]
+    tokens, steps = sum(turn.tokens for turn in done), sum(turn.steps for turn in done)
+    return {"name": name, "tokens": tokens, "steps": steps, **speed(done, turns[first])}
+
+
+def measure(target: Target, folder: Path, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
+    """Acceptance by decoding with our engine, and the size of the head without a copy of the target's embedding."""
+    head: Any = load_head(folder, target)
+    found: Acceptance = Evaluator(target, prompts, args.depth, args.max_tokens, BATCH).measure(head)
+    print(f"{folder}: τ {found.acceptance_length:.3f}", flush=True)
+    own = {name: weight for name, weight in weights_of(head).items() if not name.startswith("embed_tokens")}
+    return {"acceptance": dataclasses.asdict(found), "parameters": sum(weight.size for weight in own.values())}
+
+
+def table(found: dict[str, Any]) -> str:
+    """Markdown: the trainers, and where their time goes."""
+    rows = found["rows"]
+    titles = ("trainer", "tokens", "steps", "tokens/s", "of eagle-train", "tokens per CPU second", "parameters", "τ")
+    lines = ["| " + " | ".join([*titles, "accepted by position"]) + " |", "|---" * 9 + "|"]
+    for one in rows:
+        took, by_position = one["acceptance"], " ".join(f"{a:.2f}" for a in one["acceptance"]["acceptance_by_position"])
+        lines.append(
+            f"| {one['name']} | {one['tokens']:,} | {one['steps']} "
+            f"| {one['tokens_per_second']:.0f} | {one['ratio']:.2f} "
+            f"| {one['tokens_per_cpu_second']:.0f} | {one['parameters'] / 1e6:.2f} M "
+            f"| {took['acceptance_length']:.2f} | {by_position} |"
+        )
+    lines += ["", "| share of a step | " + " | ".join(one["name"] for one in rows) + " |"]
+    lines.append("|---" * (len(rows) + 1) + "|")
+    for part in (VOCABULARY, ATTENTION, REST, OPTIMIZER, DATA):
+        lines.append(f"| {part} | " + " | ".join(f"{100 * one['profile'][part]:.0f} %" for one in rows) + " |")
+    took = rows[0]["acceptance"]
+    lines += [
+        "",
+        f"τ at depth {took['depth']}, greedy, {took['prompts']} prompts, {took['left_out']} left out as loops.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shards", type=Path, required=True, help="folder of `eagle-data collect`")
+    parser.add_argument("--python", type=Path, required=True, help="of an environment with torch and speculators")
+    parser.add_argument("--output", type=Path, default=Path("out/compare"), help="a new folder")
+    parser.add_argument("--overwrite", action="store_true", help="replace it where it exists")
+    parser.add_argument(
+        "--work", type=Path, default=Path("out/compare-work"), help="the data as speculators has it; kept"
+    )
+    parser.add_argument("--target", type=Path, default=CHECKPOINTS / "target")
+    parser.add_argument("--prompts", type=Path, default=CHECKPOINTS / "prompts.jsonl")
+    parser.add_argument("--config", type=Path, default=CHECKPOINTS / "head.yaml", help="our recipe")
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS), help="of speculators")
+    parser.add_argument("--max-steps", type=int, default=0, help="0 for one pass over the shards")
+    parser.add_argument("--turn", type=int, default=20, help="steps of a turn (20)")
+    parser.add_argument("--threads", type=int, default=2, help="of torch (2)")
+    parser.add_argument("--limit", type=int, default=100, help="held-out prompts (100)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="decoded for each of them (128)")
+    parser.add_argument("--depth", type=int, default=4, help="draft tokens a round (4)")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_arguments()
+    for name in ("shards", "python", "work", "target"):
+        setattr(args, name, getattr(args, name).absolute())
+    print(f"blas: {blas.activate()}")
+    tune_process()
+    try:
+        with new_folder(args.output, args.overwrite) as folder:
+            found = run(args, folder)
+            settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+            figures = {**found, "settings": settings, "machine": describe().to_json()}
+            (folder / "comparison.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+            (folder / "comparison.md").write_text(table(found), encoding="utf-8")
+    except EagleError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    print(f"\n{table(found)}\nwritten: {args.output}/comparison.json, comparison.md and the heads")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""Two trainers that take turns on the same captured tokens: eagle-train's code, speculators' in its own process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from eagle_mlx.errors import EagleError
+from eagle_mlx.target import Target
+from eagle_mlx.train.batches import Batches
+from eagle_mlx.train.config import TrainConfig
+from eagle_mlx.train.data import TrainData
+from eagle_mlx.train.kinds import KINDS, kind_of
+from eagle_mlx.train.schedule import learning_rate_factor, span_of
+from eagle_mlx.train.step import Stepper
+
+WORKER = Path(__file__).resolve().parent / "speculators_worker.py"
+GLIBC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_ARENA_MAX": "1"}
+"""What `tune_process` asks of glibc for MLX: keep freed memory. It saves torch page faults as well."""
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Torch's threads sleep where they wait for one another. Spinning, the default, costs several times the CPU where other
+processes run as well, and sleeping costs nothing: a step then takes as much CPU time on one thread as on two."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Some steps of one trainer."""
+
+    steps: int
+    tokens: int
+    """Of the conversations learnt from."""
+    seconds: float
+    cpu_seconds: float
+    """Of all threads."""
+    loss: float
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds of the turn's steps, all or all but the first, by what the trainer itself times."""
+
+
+class Contestant(Protocol):
+    name: str
+
+    def turn(self, steps: int, profile: bool = False) -> Turn | None:
+        """Take so many steps, fewer at the end; None where all are taken."""
+
+    def finish(self) -> Path:
+        """The folder with the trained head."""
+
+
+class Ours:
+    """What `eagle-train` does between its evaluations, one pass over the shards."""
+
+    def __init__(self, target: Target, data: TrainData, config: TrainConfig, folder: Path):
+        self.name, self._folder, self._config = "eagle-train", folder / "eagle-train", config
+        self.head = KINDS[config.head].new(target, config, data.kept, data.aux_layers)
+        self.stepper = Stepper(self.head, target, config)
+        batches = Batches(data.samples, config.rows, config.length, config.seed)
+        self._span = span_of(config, batches.steps_per_epoch())
+        self._stream = batches.epoch(0)
+        self._step = 0
+
+    def turn(self, steps: int, profile: bool = False) -> Turn | None:
+        tokens, waited = 0, 0.0
+        losses: list[float] = []
+        cpu, begin = os.times(), time.perf_counter()
+        while len(losses) < steps and not self._span.is_over(self._step, 0.0):
+            asked = time.perf_counter()
+            rows = next(self._stream, None)
+            waited += time.perf_counter() - asked
+            if rows is None:
+                break
+            at = self._span.progress(self._step, 0.0)
+            result = self.stepper(rows, learning_rate_factor(at, self._config.warmup, self._config.final_lr))
+            self._step += 1
+            if result is not None:
+                tokens += result.tokens
+                losses.append(result.loss)
+        seconds, after = time.perf_counter() - begin, os.times()
+        used = after.user + after.system - cpu.user - cpu.system
+        if not losses:
+            return None
+        return Turn(
+            len(losses), tokens, seconds, used, float(np.mean(losses)), {"fetch": waited, "step": seconds - waited}
+        )
+
+    def finish(self) -> Path:
+        self._stream.close()
+        kind_of(self.head).save(self.head, self._folder, "target", {"step": self._step})
+        return self._folder
+
+
+class Speculators:
+    """`speculators train` in its own environment, held between turns."""
+
+    def __init__(self, name: str, python: Path, threads: int, folder: Path, flags: list[str]):
+        self.name, self._folder = name, folder / name
+        self.operations = folder / f"{name}-operations.json"
+        self._steps_left = True
+        command = [python, WORKER, "train", self.operations, *flags, "--save-path", self._folder]
+        environment = {
+            **os.environ,
+            **GLIBC,
+            **PASSIVE,
+            "OMP_NUM_THREADS": str(threads),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        environment.pop("PYTHONPATH", None)
+        self._log = folder / f"{name}.log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [*map(str, command)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                env=environment,
+            )  # fmt: skip
+        self._answer()
+
+    def turn(self, steps: int, profile: bool = False) -> Turn | None:
+        if self._process.poll() is not None or not self._steps_left:
+            return None
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{steps}{' profile' if profile else ''}\n")
+            self._process.stdin.flush()
+        found = self._answer()
+        self._steps_left = found["steps"] == steps
+        return Turn(**found) if found["steps"] else None
+
+    def finish(self) -> Path:
+        """Close the training, which validates and saves."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        if self._process.wait():
+            raise EagleError(f"speculators' trainer ended with status {self._process.returncode}; see {self._log}")
+        return self._folder / "0"
+
+    def stop(self) -> None:
+        """End the process whatever it does."""
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            end = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
+            raise EagleError(f"speculators' trainer ended early: {' '.join(end)} (all of it in {self._log})")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+def convert(python: Path, shards: Path, work: Path) -> float:
+    """Write the shards as speculators' offline data into `work`/data, once; returns its `--train-data-ratio`."""
+    note = work / "data.json"
+    if not note.exists():
+        run = subprocess.run([python, WORKER, "convert", shards, work / "data"], stdout=subprocess.PIPE, check=False)
+        if run.returncode:
+            raise EagleError(f"{shards} could not be converted for speculators; remove {work} before another try")
+        note.write_bytes(run.stdout)
+    ratio: float = json.loads(note.read_text(encoding="utf-8"))["train_data_ratio"]
+    return ratio
+
+
+def write_vocabulary(data: TrainData, vocab_size: int, work: Path) -> list[str]:
+    """Our draft vocabulary as speculators' two maps; returns the flags that name them."""
+    kept = np.arange(vocab_size) if data.kept is None else data.kept
+    known = np.zeros(vocab_size, bool)
+    known[kept] = True
+    np.save(work / "d2t.npy", kept - np.arange(len(kept)))
+    np.save(work / "t2d.npy", known)
+    sizes = ["--draft-vocab-size", str(len(kept))]
+    return [*sizes, "--d2t-path", str(work / "d2t.npy"), "--t2d-path", str(work / "t2d.npy")]
+
+
+def common_flags(config: TrainConfig, data: TrainData, work: Path, ratio: float) -> list[str]:
+    """Flags of every variant: the data, the head's size, the unrolled steps, and their choices for lack of a GPU.
+
+    A layer's output is counted from 1 there, the embedding being 0.
+    """
+    values = {
+        "verifier-name-or-path": config.target,
+        "data-path": work / "data",
+        "train-data-ratio": ratio,
+        "total-seq-len": config.rows * config.length,
+        "ttt-steps": config.unroll,
+        "draft-attn-impl": "sdpa",
+        "loss-implementation": "eager",
+        "num-workers": 1,
+        "epochs": 1,
+        "on-missing": "raise",
+        "seed": config.seed,
+    }
+    flags = [text for name, value in values.items() for text in (f"--{name}", str(value))]
+    if config.max_steps:
+        flags += ["--max-steps", str(config.max_steps)]
+    return [*flags, "--target-layer-ids", *(str(layer + 1) for layer in data.aux_layers)]
+
+
+def our_settings(config: TrainConfig) -> list[str]:
+    """Our precision, and the recipe's optimizer, rates, schedule and weights of the draft steps."""
+    values = {
+        "hidden-states-dtype": "float32",
+        "optimizer": config.optimizer,
+        "lr": config.lr,
+        "weight-decay": config.weight_decay,
+        "muon-lr": config.muon_lr,
+        "muon-weight-decay": 0.0,
+        "muon-adjust-lr-fn": "original",
+        "scheduler-type": "cosine",
+        "scheduler-warmup-ratio": config.warmup,
+        "ttt-step-loss-decay": config.decay,
+    }
+    return [text for name, value in values.items() for text in (f"--{name}", str(value))]

@@ -1,0 +1,135 @@
+"""A training step taken to pieces, each of which can be run and timed by itself, on the same lanes as the step."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from eagle_mlx.lanes import default_lanes, make_streams, one_blas_thread
+from eagle_mlx.target import Target
+from eagle_mlx.train.batches import Rows
+from eagle_mlx.train.capture import capture_rows
+from eagle_mlx.train.config import TrainConfig
+from eagle_mlx.train.losses import soft_labels, unrolled_loss
+from eagle_mlx.train.plan import make_plan
+from eagle_mlx.train.step import lane_arrays, lane_loss, objective_of, weights_of_steps
+from eagle_mlx.train.unroll import attend, causal_mask
+
+
+@dataclass(frozen=True)
+class Time:
+    seconds: float
+    cpu_seconds: float
+    """Of all threads of the process: what a busy machine changes least."""
+
+
+def timed(run: Callable[[], Any]) -> Time:
+    """How long a call takes."""
+    cpu, begin = os.times(), time.perf_counter()
+    run()
+    seconds, after = time.perf_counter() - begin, os.times()
+    return Time(seconds, after.user + after.system - cpu.user - cpu.system)
+
+
+class Pieces:
+    """The pieces of the steps of an EAGLE-3 head. Methods make a call that computes one piece of a batch's step."""
+
+    def __init__(self, head: Any, target: Target, config: TrainConfig):
+        head.attach(target)
+        self._head, self._target, self._config = head, target, config
+        self._weights, self._objective = weights_of_steps(config), objective_of(config)
+        self._lanes = config.lanes or min(default_lanes(), config.rows)
+        self._streams = make_streams(self._lanes)
+
+    def captured(self, rows: Rows) -> Rows:
+        """The batch with its hidden states, as they come from shards."""
+        states = capture_rows(self._target, self._head.config.aux_layers, dataclasses.replace(rows, states=None))
+        return dataclasses.replace(rows, states=np.array(states.astype(mx.float16)))
+
+    def target_forward(self, rows: Rows) -> Callable[[], None]:
+        """The frozen target's forward over the batch."""
+        parts = dataclasses.replace(rows, states=None).split(self._lanes)
+        layers = self._head.config.aux_layers
+        return self._on_lanes(parts, lambda part: capture_rows(self._target, layers, part))
+
+    def head_both_ways(self, rows: Rows) -> Callable[[], None]:
+        """The head's forward, its loss and the gradient, of a batch with hidden states."""
+
+        def loss(arrays: dict[str, mx.array]) -> tuple[mx.array, ...]:
+            return lane_loss(self._head, self._target, arrays, self._objective)
+
+        return self._on_lanes(self._arrays(rows), lambda arrays: nn.value_and_grad(self._head, loss)(arrays))
+
+    def vocabulary(self, rows: Rows) -> Callable[[], None]:
+        """Of that, what is done over the vocabulary: the target's distribution, logits and loss, and their gradient."""
+        width, head = self._target.hidden_size, self._head
+        weights = head.trainable_parameters()
+
+        def loss(weights: Any, outputs: list[mx.array], arrays: dict[str, mx.array]) -> mx.array:
+            head.update(weights)
+            last = arrays["states"][..., -width:].reshape(-1, width)[arrays["labels"]].astype(self._target.dtype)
+            labels = soft_labels(self._target, last, head.token_ids)
+            return unrolled_loss(head, outputs, labels, arrays["select"], arrays["weights"], self._objective.hard)[0]
+
+        def piece(given: tuple[dict[str, mx.array], list[mx.array]]) -> Any:
+            try:
+                return mx.value_and_grad(loss, argnums=(0, 1))(weights, given[1], given[0])
+            finally:
+                head.update(weights)
+
+        lanes = self._arrays(rows)
+        return self._on_lanes([(arrays, self._like(arrays, width)) for arrays in lanes], piece)
+
+    def attention(self, rows: Rows) -> Callable[[], None]:
+        """Of that, the attention of all draft steps and its gradient, without the projections around it."""
+        config = self._head.config
+        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        given = []
+        for arrays in self._arrays(rows):
+            (b, count), length = arrays["positions"].shape, arrays["tokens"].shape[1]
+            q, own = mx.random.normal((b, heads, count, dim)), mx.random.normal((b, kv_heads, count, dim))
+            past = mx.random.normal((b, kv_heads, length, dim))
+            mask = causal_mask(arrays["segments"], arrays["positions"])
+            mx.eval(q, own, past, mask)
+            given.append((q, past, own, mask))
+
+        def attended(q: mx.array, past: mx.array, own: mx.array, mask: mx.array) -> mx.array:
+            steps = range(len(self._weights))
+            return sum((mx.sum(attend(q, past, past, mask, [(own, own)] * step)) for step in steps), mx.array(0.0))
+
+        return self._on_lanes(given, lambda each: mx.value_and_grad(attended, argnums=(0, 1, 2))(*each))
+
+    def _arrays(self, rows: Rows) -> list[dict[str, mx.array]]:
+        parts = rows.split(self._lanes)
+        plans = [make_plan(part, len(self._weights)) for part in parts]
+        counts = np.sum([plan.counts for plan in plans], axis=0)
+        scale = (self._weights / np.maximum(counts, 1)).astype(np.float32)
+        made = [
+            lane_arrays(self._head, self._target, part, plan, scale) for part, plan in zip(parts, plans, strict=True)
+        ]
+        mx.eval(made)
+        return made
+
+    def _like(self, arrays: dict[str, mx.array], width: int) -> list[mx.array]:
+        outputs = [mx.random.normal((*arrays["positions"].shape, width)) for _ in self._weights]
+        mx.eval(outputs)
+        return outputs
+
+    def _on_lanes(self, given: list[Any], piece: Callable[[Any], Any]) -> Callable[[], None]:
+        def run() -> None:
+            with one_blas_thread(self._lanes > 1):
+                found = []
+                for one, stream in zip(given, self._streams, strict=False):
+                    with mx.stream(stream):
+                        found.append(piece(one))
+                mx.eval(found)
+
+        return run
