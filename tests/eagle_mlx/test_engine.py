@@ -13,6 +13,7 @@ import eagle_mlx as em
 from eagle_mlx.batch import Batch, Landing, Round
 from eagle_mlx.engine import RoundReport
 from eagle_mlx.errors import ConfigError, PromptError
+from eagle_mlx.policy import Shape
 from tests.fakes import Oracle, tiny_head, tiny_target
 
 TARGET = tiny_target()
@@ -341,6 +342,34 @@ def test_a_policy_is_told_of_all_the_time_that_passes(monkeypatch: pytest.Monkey
         now[0] += 3  # whoever listens does something with the tokens
     assert set(seconds[1:]) == {(0, 7.0), (2, 13.0)}
     assert sum(took for _, took in seconds) == now[0] - 3 - began
+
+
+def test_a_look_at_plain_decoding_is_one_round_and_takes_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that is done when the launch returns, a second round launched ahead would count for the first."""
+    now = [100.0]
+    monkeypatch.setattr("eagle_mlx.engine.perf_counter", lambda: now[0])
+    launch = Batch.launch
+
+    def slow(batch: Batch, shape: Shape, timed: bool = False) -> Round:
+        now[0] += 10 if shape.depth else 4
+        return launch(batch, shape, timed)
+
+    monkeypatch.setattr(Batch, "launch", slow)
+
+    class Looking(Recording):
+        def depth(self, rows: int) -> int:
+            return 0 if len(self.told) % 4 == 3 or 20 <= len(self.told) < 30 else 2
+
+        def observe(self, depth: int, drafted: list[int], accepted: list[int], seconds: float) -> None:
+            self.told.append((depth, seconds))
+
+    looking = Looking([])
+    texts = {p: t for p, (t, _) in GREEDY.items()}
+    engine = em.Engine(TARGET, Oracle({p: t * 3 for p, t in texts.items()}, 1.0), looking)  # type: ignore[arg-type]
+    engine.generate([PROMPTS[3]], em.SamplingParams(max_tokens=50))
+    assert looking.told[:20] == [(2, 10.0), (2, 10.0), (2, 10.0), (0, 4.0)] * 5
+    assert [depth for depth, _ in looking.told[20:31]] == [0] * 11  # asked when ten of them had been told
+    assert sum(seconds for _, seconds in looking.told[20:31]) == 11 * 4
 
 
 def test_a_short_prompt_gives_the_first_token_and_a_long_one_joins_without() -> None:
