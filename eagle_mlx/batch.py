@@ -267,11 +267,12 @@ class Batch:
         return verify_tree(logits, draft.tokens, valid, tree, branches, self.sampling, positions)
 
     def commit(self, verdict: Verdict) -> None:
-        """Move each row on by what it keeps; the rest is rolled back by being behind its length."""
+        """Move each row on by what it keeps; the rest is rolled back by being behind its length.
+
+        What is kept of a tree lies between what is not, until the host knows which it is.
+        """
         width = verdict.tokens.shape[1]
         self.last = mx.take_along_axis(verdict.tokens, verdict.accepted[:, None], axis=1)
-        if verdict.path is not None:
-            self.cache.keep(verdict.path[:, 1:])
         if width == 1:
             self.cache.advance(1)
         else:
@@ -292,6 +293,7 @@ class Batch:
         """Wait for a round and give every row its tokens: the one place where the host reads the device."""
         answers = [_Answer(landed.width, *answer) for answer in cast(list[list[int]], landed.answer.tolist())]
         emitted = [answer.emitted for answer in answers]
+        self.cache.keep([answer.kept for answer in answers], [row.length for row in self.rows])
         logprobs = landed.logprobs.read(emitted) if landed.logprobs else {}
         taken = []
         for index, (row, answer) in enumerate(zip(self.rows, answers, strict=True)):

@@ -49,7 +49,7 @@ def _readings(target: Target, kv_bits: int | None) -> tuple[mx.array, mx.array, 
     cache = _begun(target, kv_bits)
     cache.branch(Tree(mx.array([_PARENTS], mx.int32), 2).branches())
     grown = target.forward(mx.array([tokens], mx.int32), cache).logits
-    cache.keep(mx.array([_BRANCHES[1][1:]], mx.int32))
+    cache.keep([[node - 1 for node in _BRANCHES[1][1:]]], [len(_TEXT)])
     cache.advance(len(_BRANCHES[1]))
     behind = target.forward(mx.array([[_NEXT]], mx.int32), cache).logits
     tree = [grown[:, list(branch)] for branch in _BRANCHES]

@@ -73,8 +73,9 @@ class RaggedKV:
 
     def _moved(self, buffer: mx.array, moves: Moves) -> mx.array:
         if buffer.shape[0] == 1:
-            moving = mx.take(buffer, moves.old_of_one, axis=2)
-            return mx.slice_update(buffer, moving, moves.start_of_one, axes=(2,))
+            start, end = moves.start, moves.start + moves.new.shape[1]
+            buffer[:, :, start:end] = mx.take(buffer, moves.old_of_first, axis=2)
+            return buffer
         moving = mx.take_along_axis(buffer[: moves.old.shape[0]], moves.old[:, None, :, None], axis=2)
         return scattered(buffer, moving, moves.new)
 

@@ -3,19 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 
 import mlx.core as mx
 
 from eagle_mlx.tree import Branches
 
 
+@dataclass(frozen=True)
 class Moves:
-    """Entries that are to change their places: old [B, D] int32 to new [B, D], which follow one another."""
+    """Entries that are to change their places, as many in each row."""
 
-    def __init__(self, old: mx.array, new: mx.array):
-        self.old, self.new = old, new
-        self.old_of_one, self.start_of_one = old[0], new[0, :1]
-        """Where there is one row: [D] and [1]."""
+    old: mx.array
+    """[B, D] int32"""
+    new: mx.array
+    """[B, D] int32, one behind the other."""
+    old_of_first: mx.array
+    """[D] int32, of the first row."""
+    start: int
+    """Its first new place."""
+
+    @classmethod
+    def of(cls, kept: Sequence[Sequence[int]], starts: Sequence[int]) -> Moves | None:
+        """Of trees, so that what is kept lies as a chain would; None where it does already.
+
+        kept: row by row the draft tokens of the branch that is kept, by their numbers from 0 on; starts: where the
+        newest token lies that the trees hang below.
+        """
+        depth = max(map(len, kept), default=0)
+        paths = [[*nodes, *range(len(nodes), depth)] for nodes in kept]
+        right = min((sum(1 for _ in takewhile(lambda x: x[0] == x[1], enumerate(path))) for path in paths), default=0)
+        if right == depth:
+            return None
+        places = range(right, depth)
+        old = [[start + 1 + path[place] for place in places] for path, start in zip(paths, starts, strict=True)]
+        new = [[start + 1 + place for place in places] for start in starts]
+        start = starts[0] + 1 + right
+        return cls(mx.array(old, mx.int32), mx.array(new, mx.int32), mx.array(old[0], mx.int32), start)
 
 
 class RowLengths:
@@ -112,10 +137,6 @@ class RowLengths:
         if key not in self._memo:
             self._memo[key] = self.offset[:, None] + mx.arange(count)
         return self._memo[key]
-
-    def moves(self, path: mx.array) -> Moves:
-        """From the nodes [B, D] int32 of a tree, counted from the newest token's, to the D places behind that one."""
-        return Moves(self.offset[:, None] + path, self.positions(path.shape[1] + 1)[:, 1:])
 
     def slots(self, count: int, size: int) -> mx.array:
         """[B, count] int32: where the next `count` entries of each row lie in a ring."""

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from eagle_mlx.cache.chunked import RaggedChunked
 from eagle_mlx.cache.full import RaggedKV
 from eagle_mlx.cache.kinds import ragged
-from eagle_mlx.cache.lengths import RowLengths
+from eagle_mlx.cache.lengths import Moves, RowLengths
 from eagle_mlx.cache.quantized import RaggedQuantized
 from eagle_mlx.cache.recurrent import RaggedList, RecurrentState, note_calls
 from eagle_mlx.cache.window import RaggedWindow
@@ -75,14 +75,16 @@ class RaggedCache(Sequence[Any]):
         """Before a forward: its positions are those of a tree."""
         self.lengths.branch(branches)
 
-    def keep(self, path: mx.array) -> None:
-        """After a tree's verify, before `advance`: the entries of a path are moved to where a chain's would lie.
+    def keep(self, kept: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
+        """After a tree's verify: move the entries of the branches that are kept to where a chain's would lie.
 
-        path [B, D] int32: the nodes, counted from the newest token's, that become the D entries behind that one.
+        kept: row by row the draft tokens of the branch, by their numbers from 0 on; starts: how many entries each row
+        had before.
         """
-        moves = self.lengths.moves(path)
-        for layer in self.layers:
-            layer.keep(moves)
+        moves = Moves.of(kept, starts)
+        if moves is not None:
+            for layer in self.layers:
+                layer.keep(moves)
 
     @property
     def may_branch(self) -> bool:
