@@ -31,6 +31,8 @@ class Identity:
     """Fingerprint of the target's weights and template."""
     data: str
     """Fingerprint of the samples' tokens."""
+    processes: int = 1
+    """Each reads a part of every batch."""
 
 
 def fingerprint_of(samples: Samples) -> str:
@@ -54,7 +56,7 @@ def read(folder: Path) -> Identity:
     file = folder / ABOUT
     try:
         values = json.loads(file.read_text())
-        return Identity(from_mapping(values["config"]), values["target"], values["data"])
+        return Identity(from_mapping(values["config"]), values["target"], values["data"], values["processes"])
     except FileNotFoundError as e:
         raise CheckpointError(
             f"{folder} holds no run ({ABOUT} is missing); name the --output of a run that was cut short"
@@ -81,8 +83,13 @@ def resumed_config(folder: Path, changes: Mapping[str, Any]) -> TrainConfig:
 
 
 def check_same(folder: Path, now: Identity) -> None:
-    """Raise ConfigError where target or data are not those that the run in a folder began with."""
+    """Raise ConfigError where target, data or processes are not those that the run in a folder began with."""
     began = read(folder)
+    if began.processes != now.processes:
+        raise ConfigError(
+            f"the run in {folder} began with {began.processes} process{'es' * (began.processes > 1)}, not "
+            f"{now.processes}; start as many (`mlx.launch -n {began.processes}`), since they share each batch"
+        )
     if began.target != now.target:
         raise ConfigError(f"{now.config.target} is not the target that the run in {folder} began with; bring it back")
     if began.data != now.data:

@@ -69,7 +69,7 @@ def train(
             f"{resume}/{BEST}"
         )
     with stop.listening(), run_folder(config.output, config.overwrite, state.exists, resume) as folder:
-        who = identity.Identity(config, fingerprint(target), identity.fingerprint_of(data.samples))
+        who = identity.Identity(config, fingerprint(target), identity.fingerprint_of(data.samples), world.size)
         if resume:
             identity.check_same(folder, who)
         identity.write(folder, who)

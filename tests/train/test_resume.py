@@ -130,6 +130,11 @@ def test_what_may_change_and_what_may_not(
     assert "holds no run" in capsys.readouterr().err
     assert main(["--resume", str(out), "-c", "some.yaml"]) == 2
     assert "leave -c out" in capsys.readouterr().err
+    about = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps(about | {"processes": 2}))
+    assert main(["--resume", str(out)]) == 2
+    assert "began with 2 processes, not 1" in capsys.readouterr().err
+    (out / "run.json").write_text(json.dumps(about))
     before = chats.read_text()
     chats.write_text(before.replace("def", "DEF"))
     assert main(["--resume", str(out)]) == 2
