@@ -17,15 +17,19 @@ _MARGIN = 0.02
 """Of shapes whose speeds are this close the smallest is taken: a guess may be wrong, a token not drafted is free."""
 _PROBE_EVERY = 32
 """Rounds from one look at another shape to the next, at least."""
-_TREE_MARGIN = 0.04
-"""What a tree must promise beyond the best chain, which is better known: promises that were noise are taken first."""
+_TREE_MARGIN, _TREE_DOUBT = 0.03, 0.2
+"""What a tree must promise beyond the best chain, and how much more of it by the root of the rounds that it was tried:
+of promises those that are noise would be taken first.
+"""
+_TRY_EVERY = 8
+"""Rounds from one try of a tree that promises more than the best chain, but not enough, to the next."""
 _SIZES = (6, 8, 12, 16, 24, 32, 48, 64)
 """Draft tokens of the trees that are looked at."""
 
 
 def levels_for(nodes: int) -> int:
     """How deep a tree of so many tokens may be: deeper than pays for a chain, as far as there are tokens for it."""
-    return max(1, min(4 + nodes // 4, 8, nodes - 1))
+    return max(1, min(3 + nodes // 4, 8, nodes - 1))
 
 
 def _fastest(speeds: dict[Shape, float]) -> tuple[Shape, float]:
@@ -38,7 +42,8 @@ class ThroughputPolicy:
     """Chooses what to draft by the most expected tokens per second, nothing included.
 
     Expected tokens come from the acceptance by draft position, or in trees by rank; seconds from the rounds' own
-    durations by rows and shape. Every 32nd round may look at a shape beside the best, or at none. Where drafting has
+    durations by rows and shape. Every 32nd round may look at a shape beside the best, or at none; every eighth looks at
+    a tree that promises more than chains, until that is certain enough for it to be taken. Where drafting has
     lost time against plain decoding, those looks wait until the loss is less than `explore` of all the time: a useless
     proposer costs that share and the first few rounds. Raises ConfigError for values out of range.
     """
@@ -72,8 +77,20 @@ class ThroughputPolicy:
         if self._samples[first] < _FIRST_SAMPLES:
             return first
         best = self._best(rows, trees)
+        if trees and not best.is_tree and (tree := self._promising(rows)) is not None:
+            return tree
         waits = self._round - self._last_probe < _PROBE_EVERY or self._lost > self.explore * self._elapsed
         return best if waits else self._probe(rows, trees, best)
+
+    def _promising(self, rows: int) -> Shape | None:
+        """A tree that may be faster than chains, and was not tried just now."""
+        tree, promised = self._best_tree(rows)
+        chain, speed = _fastest(self._speeds(rows, self._chains))
+        due = tree is not None and self._round - self._last_seen[tree] >= _TRY_EVERY
+        return tree if chain.depth and due and promised > speed else None
+
+    def _best_tree(self, rows: int) -> tuple[Shape | None, float]:
+        return _fastest(self._speeds(rows, self._trees)) if self._trees else (None, 0.0)
 
     def _first(self, trees: bool) -> list[Shape]:
         """The shapes that are tried before there is a choice."""
@@ -88,9 +105,10 @@ class ThroughputPolicy:
         A tree where it is faster than the fastest chain by more than the margin of trees.
         """
         chain, speed = _fastest(self._speeds(rows, (drafting and self._chains[1:]) or self._chains))
-        if trees and self._trees:
-            tree, promised = _fastest(self._speeds(rows, self._trees))
-            if promised > (1 + _TREE_MARGIN) * speed:
+        tree, promised = self._best_tree(rows) if trees else (None, 0.0)
+        if tree is not None:
+            doubt = max(_TREE_MARGIN, _TREE_DOUBT / math.sqrt(max(self._samples[tree], 1)))
+            if promised > (1 + doubt) * speed:
                 return tree
         return chain
 
