@@ -70,7 +70,7 @@ def test_a_target_that_drafts_for_itself_is_always_right(params: SamplingParams)
     outputs = em.Engine(TARGET, em.DraftModelProposer(TARGET), em.FixedPolicy(4), max_batch=3).generate(
         PROMPTS, SamplingParams(params.temperature, max_tokens=20, seed=params.seed)
     )
-    assert [output.acceptance_length for output in outputs] == [5.0] * 4
+    assert [(output.rounds, output.accepted, output.drafted) for output in outputs] == [(5, 15, 15)] * 4
 
 
 @pytest.mark.parametrize(
