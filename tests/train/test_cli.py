@@ -21,19 +21,6 @@ SMALL = [
 ]
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_target_folder(tmp_path_factory.mktemp("target") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "chats.jsonl"
-    rows = [{"prompt": f"add {i}", "completion": f"def add(x):\n    return x + {i}"} for i in range(100)]
-    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    return file
-
-
 def run(target: Path, chats: Path, output: Path, *more: str) -> int:
     return main(["--target", str(target), "--data", str(chats), "--output", str(output), *SMALL, *more])
 

@@ -20,26 +20,12 @@ from eagle_mlx.formats import load_head
 from eagle_mlx.train import state
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.stop import Stop, Stopped
-from tests.fakes import tiny_target_folder
 
 SMALL = [
     *("--length", "64", "--max-length", "64", "--rows", "2", "--unroll", "2", "--draft-vocab", "256"),
     *("--eval-prompts", "2", "--eval-tokens", "6", "--eval-depth", "2", "--log-steps", "2", "--lr", "1e-3"),
 ]
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_target_folder(tmp_path_factory.mktemp("target") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "chats.jsonl"
-    rows = [{"prompt": f"add {i}", "completion": f"def add(x):\n    return x + {i}"} for i in range(40)]
-    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    return file
 
 
 def flags(target: Path, chats: Path, output: Path, *more: str) -> list[str]:

@@ -25,7 +25,7 @@ from eagle_mlx.train.kinds import KINDS, kind_of, settled
 from eagle_mlx.train.start import existing_head
 from eagle_mlx.train.step import Stepper
 from tests.eagle_mlx.heads import eagle, eagle3, mtp
-from tests.fakes import tiny_target, tiny_target_folder
+from tests.fakes import tiny_target
 from tests.train.test_kinds import batch
 
 TARGET = tiny_target()
@@ -137,19 +137,6 @@ def test_shards_and_the_head_must_name_the_same_layers(tmp_path: Path) -> None:
         data = training_data(TARGET, config, head=existing_head(TARGET, config))
         assert data.aux_layers == ()
         assert data.samples[0].aux.shape == (20, 0)  # type: ignore[union-attr]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_target_folder(tmp_path_factory.mktemp("target") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "chats.jsonl"
-    rows = [{"prompt": f"add {i}", "completion": f"def add(x):\n    return x + {i}"} for i in range(60)]
-    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    return file
 
 
 def run(target: Path, chats: Path, output: Path, *more: str) -> int:
