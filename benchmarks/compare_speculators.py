@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from contestants import Contestant, Ours, Speculators, Turn, common_flags, convert, our_settings, write_vocabulary
-from pieces import Pieces, timed
 
 from eagle_mlx import blas
 from eagle_mlx.errors import EagleError
@@ -38,6 +36,11 @@ from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.data import TrainData, training_data
 from eagle_mlx.train.evaluate import Acceptance, Evaluator
 from eagle_mlx.train.kinds import settled
+
+# isort: split
+# Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
+from contestants import Contestant, Ours, Speculators, Turn, common_flags, convert, our_settings, write_vocabulary
+from pieces import Pieces, timed
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
 VARIANTS = ("defaults", "our-settings")

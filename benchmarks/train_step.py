@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pieces import Pieces, Time, timed
 
 from eagle_mlx import blas
 from eagle_mlx.errors import EagleError
@@ -32,6 +31,10 @@ from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.data import TrainData, training_data
 from eagle_mlx.train.kinds import KINDS, settled
 from eagle_mlx.train.step import Stepper
+
+# isort: split
+# Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
+from pieces import Pieces, Time, timed
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
 ONLINE_BAR, LOADING_BAR = 1.35, 0.05
