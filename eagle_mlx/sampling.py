@@ -11,7 +11,6 @@ from hashlib import blake2b
 import mlx.core as mx
 import numpy as np
 
-from eagle_mlx import fastmath
 from eagle_mlx.params import Rule, SamplingParams
 
 _OFF = 2**31 - 1
@@ -165,17 +164,17 @@ def draft_sample(
 def draft_scores(
     logits: mx.array, batch: SamplingBatch, positions: mx.array, vocab: int, token_ids: mx.array | None = None
 ) -> mx.array:
-    """How likely each token is to be what the target draws, as logarithms of shares that add up to one.
+    """How likely each token is to be what the target draws, as the logits of shares; the greatest is `draft_sample`'s.
 
     Where the target's noise is known (coupled rows) it is taken into account. Arguments as of `draft_sample`, but that
     positions [B, 1] will do where all n are at the same one. Returns [B, n, Vd] float32, in the draft's ids.
     """
     scores = _filtered(logits, batch)
-    if not batch.all_greedy:
-        noise = gumbel(batch, positions, vocab, Stream.DRAFT)
-        noise = noise if token_ids is None else noise[..., token_ids]
-        scores = scores / _divisor(batch) + mx.where(batch.temperature[:, None, None] > 0, noise, 0.0)
-    return scores - fastmath.log_sum_exp(scores)
+    if batch.all_greedy:
+        return scores
+    noise = gumbel(batch, positions, vocab, Stream.DRAFT)
+    noise = noise if token_ids is None else noise[..., token_ids]
+    return scores / _divisor(batch) + mx.where(batch.temperature[:, None, None] > 0, noise, 0.0)
 
 
 def _one_hot_argmax(logits: mx.array) -> mx.array:

@@ -108,8 +108,8 @@ class DraftModelState:
                 logits = self.proposer.draft.forward(tip.tokens, self.cache).logits
                 self.cache.advance(1)
             logits = _fitted(logits, self.proposer.vocab_size)
-            shares = draft_scores(logits, sampling, positions[:, None] + level, self.proposer.vocab_size)
-            pool.append(children_of(tip, shares, width, None, level * width))
+            scores = draft_scores(logits, sampling, positions[:, None] + level, self.proposer.vocab_size)
+            pool.append(children_of(tip, scores, width, None, level * width))
             tip = pool[-1].at(mx.argmax(pool[-1].scores, axis=1, keepdims=True))
             mx.async_eval(tip.tokens)
         self.cache.restore(committed)  # what is kept may have left the chain that was read, so it is read again

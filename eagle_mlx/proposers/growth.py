@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from eagle_mlx import fastmath
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.tree import Branches, Tree
@@ -21,7 +22,7 @@ _STEP = 1e-3
 """What a node costs more than its parent at least, so that parents come before their children."""
 
 Scores = Callable[[mx.array, int], mx.array]
-"""Hidden states [B, n, H] and how many draft tokens stand before what is drawn there -> log shares [B, n, Vd]."""
+"""Hidden states [B, n, H] and how many draft tokens stand before what is drawn there -> logits of shares [B, n, Vd]."""
 
 
 @dataclass(frozen=True)
@@ -72,22 +73,22 @@ class Spread:
         return self.children + (levels - 1) * self.width * self.children
 
 
-def beside(shares: mx.array, nodes: int, token_ids: mx.array | None) -> tuple[mx.array, Tree]:
+def beside(scores: mx.array, nodes: int, token_ids: mx.array | None) -> tuple[mx.array, Tree]:
     """A tree of `nodes` tokens: a chain of the likeliest, and what is likeliest beside them.
 
-    shares: [B, levels, Vd], log shares of what stands at each place of the chain. Otherwise as `grow`.
+    scores: [B, levels, Vd], logits of the shares of what stands at each place of the chain. Otherwise as `grow`.
     """
-    rows, levels, vocab = shares.shape
+    rows, levels, vocab = scores.shape
     count = min(Spread.of(nodes, levels).children, vocab)
-    ids, steps = _likeliest(shares, count)
+    ids, steps = _likeliest(scores, count)
     best = mx.argmax(steps, axis=-1)
     so_far = mx.cumsum(mx.max(steps, axis=-1), axis=1)
     chain = best + count * mx.arange(levels)
     above = mx.pad(chain[:, :-1], [(0, 0), (1, 0)], constant_values=mx.array(-1, chain.dtype)).astype(mx.int32)
-    scores = steps + mx.pad(so_far[:, :-1], [(0, 0), (1, 0)])[..., None]
+    joint = steps + mx.pad(so_far[:, :-1], [(0, 0), (1, 0)])[..., None]
     places = mx.broadcast_to(mx.arange(levels * count, dtype=mx.int32), (rows, levels * count))
     tokens = _in_target(ids, token_ids)
-    pool = Nodes(tokens.reshape(rows, -1), scores.reshape(rows, -1), mx.repeat(above, count, axis=1), places)
+    pool = Nodes(tokens.reshape(rows, -1), joint.reshape(rows, -1), mx.repeat(above, count, axis=1), places)
     return best_of([pool], nodes, levels)
 
 
@@ -121,11 +122,11 @@ def grow(
     return best_of(pool, nodes, levels)
 
 
-def children_of(parents: Nodes, shares: mx.array, width: int, token_ids: mx.array | None, first: int) -> Nodes:
-    """The `width` likeliest tokens below each of n nodes, by log shares [B, n, Vd], in the pool from `first` on."""
-    rows, count, vocab = shares.shape
+def children_of(parents: Nodes, scores: mx.array, width: int, token_ids: mx.array | None, first: int) -> Nodes:
+    """The `width` likeliest tokens below each of n nodes, by logits [B, n, Vd], in the pool from `first` on."""
+    rows, count, vocab = scores.shape
     width = min(width, vocab)
-    ids, steps = _likeliest(shares, width)
+    ids, steps = _likeliest(scores, width)
     places = mx.broadcast_to(mx.arange(first, first + count * width, dtype=mx.int32), (rows, count * width))
     return Nodes(
         _in_target(ids, token_ids).reshape(rows, -1),
@@ -150,10 +151,11 @@ def best_of(pool: Sequence[Nodes], nodes: int, levels: int) -> tuple[mx.array, T
     return mx.take_along_axis(tokens, order, axis=1), Tree(mx.take_along_axis(ranks, above, axis=1), levels)
 
 
-def _likeliest(shares: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """The draft ids [B, n, count] of the greatest log shares [B, n, Vd], and what each adds to a branch's score."""
-    ids = _top(shares, count)
-    return ids, mx.clip(mx.take_along_axis(shares, ids, axis=-1), _LEAST, 0.0) - _STEP
+def _likeliest(scores: mx.array, count: int) -> tuple[mx.array, mx.array]:
+    """The draft ids [B, n, count] of the greatest logits [B, n, Vd], and what each adds to a branch's score."""
+    ids = _top(scores, count)
+    shares = mx.take_along_axis(scores, ids, axis=-1) - fastmath.log_sum_exp(scores)
+    return ids, mx.clip(shares, _LEAST, 0.0) - _STEP
 
 
 def _in_target(ids: mx.array, token_ids: mx.array | None) -> mx.array:

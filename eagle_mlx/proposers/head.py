@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -18,6 +18,7 @@ from eagle_mlx.proposers.growth import Spread, beside, grow
 from eagle_mlx.rope import place_one_by_one
 from eagle_mlx.sampling import SamplingBatch, draft_sample, draft_scores
 from eagle_mlx.target import Target
+from eagle_mlx.tree import Tree
 
 
 class HeadProposer:
@@ -188,59 +189,65 @@ class HeadState:
         return self.head(self.head.embed(tokens), features, self.cache)
 
     def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        tokens, probs, _ = self._chain(depth, sampling, positions)
-        q = mx.concatenate(probs, axis=1) if probs else None
-        return Draft(mx.concatenate(tokens, axis=1), self._counts(depth), q)
+        probs: list[mx.array] = []
 
-    def _chain(
-        self, depth: int, sampling: SamplingBatch, positions: mx.array
-    ) -> tuple[list[mx.array], list[mx.array], list[mx.array]]:
-        """Of each step of a chain the tokens [B, 1], their distributions where they are needed, and the logits."""
+        def draw(logits: mx.array, step: int) -> mx.array:
+            at = positions[:, None] + step
+            token, q = draft_sample(logits, sampling, at, self.target.vocab_size, self.head.token_ids)
+            probs.extend([] if q is None else [q])
+            return token
+
+        tokens = mx.concatenate(self._chain(depth, draw), axis=1)
+        return Draft(tokens, self._counts(depth), mx.concatenate(probs, axis=1) if probs else None)
+
+    def _chain(self, depth: int, draw: Callable[[mx.array, int], mx.array]) -> list[mx.array]:
+        """A chain's tokens, [B, 1] each in the target's ids, as `draw` takes them from the logits of each step."""
         self._read_pending()
         committed = self.cache.lengths.save()
         hidden = self._hidden
         tokens: list[mx.array] = []
-        probs: list[mx.array] = []
-        logits: list[mx.array] = []
         for step in range(depth):
             if step:
                 hidden = self._forward(tokens[-1], hidden)
                 self.cache.lengths.advance(1)
-            logits.append(self.head.logits(hidden))
-            token, q = draft_sample(
-                logits[-1], sampling, positions[:, None] + step, self.target.vocab_size, self.head.token_ids
-            )
-            mx.async_eval(token)  # the device drafts while the host builds the next step
-            tokens.append(token)
-            probs += [] if q is None else [q]
+            tokens.append(draw(self.head.logits(hidden), step))
+            mx.async_eval(tokens[-1])  # the device drafts while the host builds the next step
         self.cache.lengths.restore(committed)
-        return tokens, probs, logits
+        return tokens
 
     def _counts(self, drafted: int) -> mx.array:
         """[B] int32: what each row has drafted, nothing where nothing was read."""
         return mx.array([drafted if length else 0 for length in self._lengths], mx.int32)
 
     def propose_tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        def scores(logits: mx.array, at: mx.array) -> mx.array:
+        def scores(hidden: mx.array, level: int) -> mx.array:
+            return scored(self.head.logits(hidden), level)
+
+        def scored(logits: mx.array, level: int) -> mx.array:
+            at = positions[:, None] + level  # the same for all nodes of a level, and so is their noise
             return draft_scores(logits, sampling, at, self.target.vocab_size, self.head.token_ids)
 
         if Spread.of(nodes, depth).width == 1:
-            logits = mx.concatenate(self._chain(depth, sampling, positions)[2], axis=1)
-            shares = scores(logits, positions[:, None] + mx.arange(depth, dtype=mx.int32))
-            tokens, tree = beside(shares, nodes, self.head.token_ids)
+            tokens, tree = self._beside_chain(depth, nodes, scored)
         else:
             self._read_pending()
             committed = self.cache.lengths.save()
-            tokens, tree = grow(
-                self.head,
-                self.cache,
-                self._hidden,
-                lambda hidden, level: scores(self.head.logits(hidden), positions[:, None] + level),
-                depth,
-                nodes,
-            )
+            tokens, tree = grow(self.head, self.cache, self._hidden, scores, depth, nodes)
             self.cache.lengths.restore(committed)
         return Draft(tokens, self._counts(nodes), tree=tree)
+
+    def _beside_chain(
+        self, depth: int, nodes: int, scored: Callable[[mx.array, int], mx.array]
+    ) -> tuple[mx.array, Tree]:
+        known: list[mx.array] = []
+
+        def draw(logits: mx.array, step: int) -> mx.array:
+            known.append(scored(logits, step))
+            best = mx.argmax(known[-1], axis=-1).astype(mx.int32)
+            return best if self.head.token_ids is None else self.head.token_ids[best]
+
+        self._chain(depth, draw)
+        return beside(mx.concatenate(known, axis=1), nodes, self.head.token_ids)
 
     def append(self, other: ProposerState) -> None:
         assert isinstance(other, HeadState)

@@ -41,13 +41,15 @@ def shares(text: list[int], drafted: list[int], params: SamplingParams) -> dict[
         g = mx.concatenate([g, h[:, -1:]], axis=1)
     at = mx.array([[len(tokens)]])
     scores = draft_scores(HEAD.logits(h[:, -1:]), batch, at, TARGET.vocab_size, HEAD.token_ids)[0, 0]
+    scores = scores - mx.logsumexp(scores)
     ids = range(scores.size) if HEAD.token_ids is None else HEAD.token_ids.tolist()
     return {int(token): score for token, score in zip(ids, scores.tolist(), strict=True)}  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.9, seed=4, top_k=50)])
-def test_the_likeliest_branches_are_drafted(params: SamplingParams) -> None:
-    state, depth, nodes = opened(), 3, 12
+@pytest.mark.parametrize(("depth", "nodes"), [(3, 12), (4, 8), (3, 4), (1, 2)])  # level by level, and beside a chain
+def test_the_likeliest_branches_are_drafted(params: SamplingParams, depth: int, nodes: int) -> None:
+    state = opened()
     batch = SamplingBatch.of([params] * 2, [params.seed or 0] * 2)
     draft = state.propose_tree(depth, nodes, batch, mx.array([len(text) for text in TEXTS]))
     assert draft.tree is not None
