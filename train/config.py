@@ -23,6 +23,8 @@ from eagle_mlx.shards import BITS
 Optimizer = Literal["adamw", "muon"]
 HeadKind = Literal["eagle3", "eagle", "mtp"]
 Loss = Literal["auto", "soft", "hard"]
+FeatureNorm = Literal["auto", "each", "all", "none"]
+Recycle = Literal["auto", "normed", "output"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,10 @@ class TrainConfig:
     """attention heads of the head; 0 for as many as the target has"""
     kv_heads: int = 0
     """key and value heads of the head; 0 for as many as the target has"""
+    feature_norm: FeatureNorm = "auto"
+    """norm of the layers that are read: one for each (EAGLE-3.1's fc_norm), one over all (norm_before_fc), or none"""
+    recycle: Recycle = "auto"
+    """what a draft step hands to the next: its output, or that behind the final norm (EAGLE-3.1's norm_output)"""
     norm_before_residual: bool = False
     """start the residual stream from the normed feature"""
 

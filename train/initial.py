@@ -51,6 +51,9 @@ def head_config(target: Target, config: TrainConfig, draft_vocab_size: int) -> E
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=target.hidden_size,
         aux_layers=config.aux_layers or default_aux_layers(target.num_layers),
+        norm_before_fc=config.feature_norm == "all",
+        fc_norm=config.feature_norm == "each",
+        norm_output=config.recycle == "normed",
         norm_before_residual=config.norm_before_residual,
     )
 

@@ -143,7 +143,7 @@ def shape_of_head(head: Head, target: Target) -> HeadShape:
     fields = {**fields, **fields.get("text_config", {})} if fields is not None else vars(shape)
     weights = cast("list[tuple[str, mx.array]]", tree_flatten(head.trainable_parameters()))
     once = ("lm_head", "fc.", "eh_proj")
-    recycled = not isinstance(head, Eagle3Head) or shape.num_hidden_layers > 1 or shape.norm_output
+    recycled = not isinstance(head, Eagle3Head) or shape.num_hidden_layers > 1
     hidden = target.hidden_size if isinstance(head, MTPHead) else shape.hidden_size
     kind = kind_of(head)
     return HeadShape(

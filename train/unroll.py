@@ -14,6 +14,8 @@ from eagle_mlx.heads.eagle3 import Eagle3Head
 
 from .recompute import Step, recomputed
 
+NOT_IN_A_STEP = ("fc", "fc_norm", "input_norm", "lm_head", "embed_tokens")
+"""Parts of the head that a draft step does not use."""
 HIDDEN = -1e9
 """Added to the score of a key that a query must not see."""
 
@@ -27,7 +29,7 @@ def unroll(
     steps: int,
     recompute: bool = False,
 ) -> list[mx.array]:
-    """The head's output at the given positions for each draft step, before its final norm: `steps` times [B, P, H].
+    """The head's output at the given positions for each draft step: `steps` times [B, P, H].
 
     embeddings [B, L, Ht] of the tokens 0..L-1; features g [B, L, H]; segments [B, L] int32; positions [B, P] int32.
     Step j at index t reads (embedding of token t+1+j, the output of step j-1 at t, or g_t for j = 0) at the rotary
@@ -47,13 +49,13 @@ def unroll(
         q, k, v = _project_each(head, x, positions + step)
         pairs = [*zip(own[::2], own[1::2], strict=True), *([(k, v)] if step else [])]
         attended = attend(q * attention.scale, past_keys, past_values, mask, pairs)
-        return [head.midlayer.finish(residual, attention.output(attended)), k, v]
+        return [head.handed_on(head.midlayer.finish(residual, attention.output(attended))), k, v]
 
     own: list[mx.array] = []
     h, outputs = take_rows(g, positions), []
     for number in range(steps):
         step: Step = partial(draft, number)
-        step = recomputed(head.midlayer, step) if recompute else step
+        step = recomputed(head, step, NOT_IN_A_STEP) if recompute else step
         h, *made = step(h, past_keys, past_values, *own)
         own += made if number else []  # those of step 0 are among the past ones
         outputs.append(h)

@@ -56,7 +56,7 @@ def main() -> None:
     rows = args.prompts.read_text(encoding="utf-8").splitlines(keepends=True)
     choosing.write_text("".join(rows[MEASURED:]), encoding="utf-8")
     answers = [regenerate(args.target, source, args.answers, args.seed, args.work) for source in ANSWERED]
-    data = [flag for source in (*answers, "builtin:python") for flag in ("--data", source)]
+    data = [flag for source in (*answers, "builtin:python") for flag in ("--data", f"{source}=1")]  # as many of each
     minutes = ("--minutes", str(args.minutes)) if args.minutes is not None else ()
     judged = ("--eval-data", choosing, "--seed", str(args.seed), "--output", args.work / "run")
     command("train.cli", "--target", args.target, "-c", args.config, *data, *judged, *minutes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import mlx.core as mx
@@ -51,9 +52,13 @@ def target() -> Target:
     return tiny_target(seed=3)
 
 
-@pytest.fixture(scope="module")
-def head(target: Target) -> Eagle3Head:
-    return tiny_head(target, seed=4)
+@pytest.fixture(scope="module", params=["output", "normed"])
+def head(target: Target, request: pytest.FixtureRequest) -> Eagle3Head:
+    """A head that hands on its output, and one that hands on what is behind its final norm."""
+    plain = tiny_head(target, seed=4)
+    head = Eagle3Head(dataclasses.replace(plain.config, norm_output=request.param == "normed"), plain.d2t)
+    head.update(plain.parameters())
+    return head
 
 
 @settings(max_examples=12, deadline=None)

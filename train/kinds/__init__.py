@@ -43,5 +43,6 @@ def settled(config: TrainConfig) -> TrainConfig:
         own.pop("decay", None)
         own["unroll"] = len(config.step_weights)
     if config.init_from:
-        own.pop("draft_vocab", None)  # the head has one
+        for name in ("draft_vocab", "feature_norm", "recycle"):  # as the head has it
+            own.pop(name, None)
     return dataclasses.replace(config, **own)

@@ -31,6 +31,8 @@ class Eagle3Kind(Kind[Eagle3Head]):
         "decay": 0.8,
         "loss": "soft",
         "feature_noise": 0.0,
+        "feature_norm": "each",
+        "recycle": "normed",
     }
     foreign: ClassVar[Mapping[str, str]] = {"loss_weights": "its loss is the cross entropy alone"}
 
@@ -59,6 +61,8 @@ class Eagle3Kind(Kind[Eagle3Head]):
             "intermediate_size": shape.intermediate_size,
             "heads": shape.num_attention_heads,
             "kv_heads": shape.num_key_value_heads,
+            "feature_norm": "each" if shape.fc_norm else "all" if shape.norm_before_fc else "none",
+            "recycle": "normed" if shape.norm_output else "output",
             "norm_before_residual": shape.norm_before_residual,
         }
 
@@ -88,4 +92,4 @@ class Eagle3Kind(Kind[Eagle3Head]):
 
 def _usual(config: Eagle3Config) -> bool:
     """Whether `unroll` computes what this head does: one layer that sees everything, its output fed back as it is."""
-    return config.num_hidden_layers == 1 and not any(config.windows) and not config.norm_output
+    return config.num_hidden_layers == 1 and not any(config.windows)

@@ -40,6 +40,8 @@ class MTPKind(Kind[MTPHead]):
         "intermediate_size": _OWN_LAYER,
         "heads": _OWN_LAYER,
         "kv_heads": _OWN_LAYER,
+        "feature_norm": "it has no such norm",
+        "recycle": "its layout says which",
         "norm_before_residual": "it has no such norm",
         "loss_weights": "its loss is the cross entropy alone",
     }
