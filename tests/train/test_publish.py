@@ -31,7 +31,7 @@ from eagle_mlx.train.publish.public import public, public_command
 from eagle_mlx.train.publish.recipe import data_sets, train_command
 from eagle_mlx.train.publish.source import read_source
 from tests import hub_server
-from tests.eagle_mlx.heads import eagle, mtp
+from tests.eagle_mlx.heads import eagle, eagle3, mtp
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
 REPO = "user/tiny-eagle3"
@@ -388,6 +388,13 @@ def test_every_kind_is_called_what_it_is(tmp_path: Path, capsys: pytest.CaptureF
         assert f"eagle-serve --target owner/tiny --head {REPO}" in card.text
     assert "--speculative-algorithm EAGLE --spec" in dry(heads["eagle"], capsys)
     assert "last hidden state" in dry(heads["mtp"], capsys)
+
+
+def test_a_newer_head_says_what_it_asks_of_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, flags in {"3": {}, "3.1": {"fc_norm": True, "norm_output": True}}.items():
+        head = eagle3(tiny_target(), **flags)
+        save_eagle3(head, tmp_path / name, target_name="owner/tiny")
+        assert ("EAGLE-3.1" in dry(tmp_path / name, capsys)) == bool(flags)
 
 
 def test_a_head_for_a_conversion_points_other_servers_to_the_original(

@@ -6,6 +6,8 @@ import json
 import shlex
 from collections.abc import Callable
 
+from eagle_mlx.heads.eagle3 import Eagle3Head
+
 from .source import Source
 
 DEPTH = 4
@@ -24,8 +26,17 @@ def sections(source: Source, repo: str, target: str, base: str, depth: int) -> s
             f"The servers below do not read MLX's conversions: in place of `{base}` give them the model that it was "
             "made of."
         )
+    if source.layout.engines and _is_eagle31(source):
+        parts.append(
+            "This is an EAGLE-3.1 head (`fc_norm`, `norm_output`). Servers from before June 2026 do not know these and "
+            "would reject most of its drafts; the text stays right, but nothing is gained."
+        )
     parts += [_ENGINES[engine](source, repo, base, depth) for engine in source.layout.engines]
     return "\n\n".join(parts)
+
+
+def _is_eagle31(source: Source) -> bool:
+    return isinstance(source.head, Eagle3Head) and (source.head.config.fc_norm or source.head.config.norm_output)
 
 
 def _eagle_mlx(repo: str, target: str) -> str:
