@@ -14,6 +14,7 @@ import eagle_mlx as em
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.formats import save_eagle3, save_mtp
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, ThroughputPolicy
+from eagle_mlx.policy.throughput import levels_for
 from eagle_mlx.serve.speculation import Speculation, add_arguments, from_arguments, quantize
 from tests.eagle_mlx.heads import mtp
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
@@ -94,7 +95,7 @@ def test_policies() -> None:
     assert isinstance(parse("").make_policy(), ThroughputPolicy)
     trees = parse("--spec-decode ngram --draft-tree-nodes 16")
     assert trees.make_policy().wants_trees  # type: ignore[attr-defined]
-    assert trees.deepest == 6
+    assert trees.deepest == levels_for(16)
     assert "trees of up to 16" in str(trees)
     fixed = parse("--draft-tree-nodes 16 --spec-policy fixed --num-speculative-tokens 5")
     assert (fixed.make_policy(), fixed.deepest) == (FixedPolicy(5, 16), 5)

@@ -472,7 +472,7 @@ def test_the_command_of_a_run_makes_the_same_settings(made: Made) -> None:
     again = load_config(None, vars(train_parser().parse_args(words[1:])))
     shown = {**config, "target": "owner/tiny", "data": ["chats.jsonl"], "output": TrainConfig().output}
     found = json.loads(json.dumps({name: getattr(again, name) for name in config}))
-    assert {name for name in config if found[name] != shown[name]} == set()
+    assert {name for name in config if found[name] != shown[name]} <= {"states"}, "where states were kept is no setting"
 
 
 def test_data_sets_of_the_hub_are_named(made: Made) -> None:
