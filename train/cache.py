@@ -7,7 +7,7 @@ from pathlib import Path
 
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.shards import CacheChoice, ShardMeta, choose_cache, states_bytes, unfinished_folder
-from eagle_mlx.shards.budget import Place
+from eagle_mlx.shards.budget import Place, gb
 
 from .config import TrainConfig
 from .room import free_disk, free_memory
@@ -40,12 +40,12 @@ def choose_states(config: TrainConfig, tokens: int, meta: ShardMeta, reserve: in
     choice = as_asked(config, tokens, meta)
     if choice.place == "memory" and choice.size > memory:
         raise ConfigError(
-            f"{choice.text}: {_gb(memory)} of memory are left for them; use less data (--limit, --max-length), or keep "
+            f"{choice.text}: {gb(memory)} of memory are left for them; use less data (--limit, --max-length), or keep "
             "them elsewhere with --states disk"
         )
     if choice.place == "disk" and choice.size > disk:
         raise OutputError(
-            f"{choice.text}: {_gb(disk)} are left at {cache_folder(config).absolute()}; make room, name another place "
+            f"{choice.text}: {gb(disk)} are left at {cache_folder(config).absolute()}; make room, name another place "
             "with --cache-dir, or use --cache-bits 8, less data (--limit, --max-length) or --states online"
         )
     return choice
@@ -66,13 +66,9 @@ def as_asked(config: TrainConfig, tokens: int, meta: ShardMeta) -> CacheChoice:
     assert config.states != "auto"
     kept = meta if config.states == "disk" else replace(meta, bits=16)
     size = states_bytes(tokens, kept)
-    what = f"hidden states of {tokens:,} tokens: {_gb(size)} in {kept.bits} bits, {_AS_ASKED[config.states]}"
+    what = f"hidden states of {tokens:,} tokens: {gb(size)} in {kept.bits} bits, {_AS_ASKED[config.states]}"
     return CacheChoice(config.states, size, what)
 
 
 def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) if folder.is_dir() else 0
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"

@@ -14,6 +14,7 @@ from eagle_mlx import blas
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.folders import check_free
 from eagle_mlx.lanes import tune_process
+from eagle_mlx.shards.budget import gb
 from eagle_mlx.target import load_target
 
 from . import report_command
@@ -21,7 +22,7 @@ from .command import exit_code
 from .config import TrainConfig, field_help, from_mapping, load_config
 from .data import heldout_prompts, training_data
 from .distributed import ALONE, World
-from .estimate import describe_memory, gb
+from .estimate import describe_memory
 from .follow import follow
 from .forecast import check, forecast, plan_of
 from .identity import resumed_config

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.shards.budget import gb
 
 from .config import TrainConfig
 from .shapes import HeadShape, TargetShape
@@ -215,7 +216,3 @@ def work_per_second(size: int = 1024, repeats: int = 3) -> float:
 
 def hours(work: float, per_second: float) -> float:
     return work / (per_second * _WORK_SHARE) / 3600
-
-
-def gb(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"

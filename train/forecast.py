@@ -13,12 +13,13 @@ from eagle_mlx import hub
 from eagle_mlx.data_pipelines import shard_meta
 from eagle_mlx.errors import ConfigError, EagleError, OutputError
 from eagle_mlx.shards import CacheChoice
+from eagle_mlx.shards.budget import gb
 from eagle_mlx.target import Target
 
 from . import estimate
 from .cache import as_asked, choose_states
 from .config import TrainConfig
-from .estimate import Disk, Memory, gb
+from .estimate import Disk, Memory
 from .kinds import KINDS, settled
 from .recipe import Recipe, described
 from .room import free_disk, free_memory

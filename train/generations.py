@@ -8,9 +8,10 @@ from typing import TypedDict
 
 from eagle_mlx.intake import Prompt
 from eagle_mlx.output import Output
+from eagle_mlx.shards.files import write_whole
 from eagle_mlx.target import Target
 
-from .metrics import Row, write_whole
+from .metrics import Row
 
 FILE = "generations.md"
 COUNT = 3
@@ -56,7 +57,7 @@ def write_generations(rows: Sequence[Row], folder: Path) -> Path | None:
             if match:
                 lines.append(f"| {row['step']} | {row.get('tokens', 0):,} | {per_round(match[0]):.2f} |")
     file = folder / FILE
-    write_whole(file, "\n".join(lines) + "\n")
+    write_whole(file, ("\n".join(lines) + "\n").encode())
     return file
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from eagle_mlx.errors import CheckpointError, ConfigError
+from eagle_mlx.shards.files import write_whole
 
 from .config import TrainConfig, from_mapping
 from .samples import Samples
@@ -48,7 +49,7 @@ def fingerprint_of(samples: Samples) -> str:
 
 def write(folder: Path, identity: Identity) -> None:
     """Put it into the folder of a run."""
-    (folder / ABOUT).write_text(json.dumps(dataclasses.asdict(identity), indent=2) + "\n")
+    write_whole(folder / ABOUT, (json.dumps(dataclasses.asdict(identity), indent=2) + "\n").encode())
 
 
 def read(folder: Path) -> Identity:

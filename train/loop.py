@@ -16,6 +16,7 @@ from tqdm import tqdm
 from eagle_mlx.errors import CheckpointError, DataError, EagleError
 from eagle_mlx.fingerprint import fingerprint
 from eagle_mlx.hub import public_name
+from eagle_mlx.shards.files import write_whole
 from eagle_mlx.target import Target
 
 from . import identity, state
@@ -311,7 +312,7 @@ class Run:
             {**self.data.report, "padding": round(self.batches.padding, 4)},
         )
         write_plots(self.tracker.rows, self.folder)
-        (self.folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+        write_whole(self.folder / REPORT, (json.dumps(report, indent=2) + "\n").encode())
         state.remove(self.folder)
         self.tracker.summarize({k: v for k, v in report.items() if isinstance(v, (int, float))})
         return report

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from eagle_mlx.errors import DataError
+from eagle_mlx.shards.files import write_whole
 
 METRICS = "metrics.jsonl"
 Row = dict[str, Any]
@@ -33,18 +33,8 @@ def cut_back(file: Path, step: int) -> list[Row]:
     Raises DataError as `read_rows` does. A file that is not there counts as an empty one.
     """
     rows = [row for row in read_rows(file) if row["step"] <= step] if file.exists() else []
-    write_whole(file, "".join(json.dumps(row) + "\n" for row in rows))
+    write_whole(file, "".join(json.dumps(row) + "\n" for row in rows).encode())
     return rows
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a file that has its old contents or its new ones, whatever happens meanwhile."""
-    part = file.with_name(f".{file.name}.new")
-    with part.open("w", encoding="utf-8") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    part.replace(file)
 
 
 def _row(line: str) -> Row | None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from eagle_mlx.errors import ConfigError, OutputError
+from eagle_mlx.shards.files import write_whole
 
 from .command import exit_code
-from .metrics import write_whole
 from .plots import write_comparison
 from .runs import PastRun, differing_settings, read_run
 
@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> None:
             raise OutputError(f"{args.plot} could not be written: {e.strerror or e}") from e
     if args.output:
         try:
-            write_whole(args.output, markdown(runs, args.plot and os.path.relpath(args.plot, args.output.parent)))
+            shown = markdown(runs, args.plot and os.path.relpath(args.plot, args.output.parent))
+            write_whole(args.output, shown.encode())
         except OSError as e:
             raise OutputError(f"{args.output} could not be written: {e.strerror or e}") from e
     if args.json:

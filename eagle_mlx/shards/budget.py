@@ -36,14 +36,15 @@ def choose_cache(tokens: int, meta: ShardMeta, cache: float, memory: float, disk
     layers = len(meta.aux_layers) + 1
     what = f"hidden states of {tokens:,} tokens, {layers} layer{'s' * (layers > 1)} of {meta.hidden_size:,} values"
     if in_memory <= min(cache, memory):
-        return CacheChoice("memory", in_memory, f"{what}: {_gb(in_memory)} in 16 bits, captured once, kept in memory")
+        return CacheChoice("memory", in_memory, f"{what}: {gb(in_memory)} in 16 bits, captured once, kept in memory")
     if on_disk <= min(cache, disk):
-        text = f"{what}: {_gb(on_disk)} in {meta.bits} bits, captured once, kept on the disk"
+        text = f"{what}: {gb(on_disk)} in {meta.bits} bits, captured once, kept on the disk"
         return CacheChoice("disk", on_disk, text)
-    limit = f"the cache of {_gb(cache)}" if cache <= disk else f"the {_gb(disk)} that are free on the disk"
-    text = f"{what}: {_gb(on_disk)} in {meta.bits} bits, more than {limit}, so captured anew for each batch"
+    limit = f"the cache of {gb(cache)}" if cache <= disk else f"the {gb(disk)} that are free on the disk"
+    text = f"{what}: {gb(on_disk)} in {meta.bits} bits, more than {limit}, so captured anew for each batch"
     return CacheChoice("online", on_disk, text)
 
 
-def _gb(size: float) -> str:
+def gb(size: float) -> str:
+    """Bytes in words."""
     return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
