@@ -352,5 +352,6 @@ class Batch:
             self.rows[index] = self.rows[-1]
             self.rows.pop()
         if ended:
+            self.cache.settle([row.length for row in self.rows])  # the longest may have left, and plain rounds only add
             self._arrange()
         return released

@@ -100,6 +100,20 @@ def test_rows_join_and_leave_in_the_middle_and_come_back_in_order() -> None:
         assert_same_text(prompt, output.tokens)
 
 
+def test_what_rounds_read_is_as_long_as_the_longest_row_however_many_have_left() -> None:
+    """Plain rounds add a position to the bound of all rows; unless it is set anew, it grows for as long as anyone is
+    there: answering 12,000 prompts in batches of 64 had become four times slower by the end.
+    """
+    engine = em.Engine(TARGET, max_batch=3)
+    rows = [engine.prepare(PROMPTS[i % 5][:9], em.SamplingParams(max_tokens=3 + i % 5)) for i in range(40)]
+    for row in rows:
+        engine.submit(row)
+    while not all(row.finish_reason for row in rows):
+        engine.step()
+        if engine._batch is not None:
+            assert engine._batch.cache.lengths.upper <= max(row.length for row in engine._batch.rows) + 2
+
+
 @pytest.mark.parametrize("proposer", proposers(), ids=lambda p: getattr(p, "name", "plain"))
 def test_nothing_after_a_stop_token_is_emitted_or_counted(proposer: object) -> None:
     for prompt in PROMPTS:
