@@ -53,7 +53,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     part.add_argument("--batch", type=positive, default=8, metavar="N", help="answers made at once (%(default)s)")
     part.add_argument("--head", metavar="DIR_OR_ID", help="a draft head of the target: the same answers, sooner")
     part.add_argument(
-        "--num-speculative-tokens", type=int, default=4, metavar="K", help="drafted a round at most (%(default)s)"
+        "--num-speculative-tokens", type=int, default=8, metavar="K", help="drafted a round at most (%(default)s)"
     )
     part.add_argument(
         "--system",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import cast
 
@@ -11,10 +11,18 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, Saved, without_row
 from eagle_mlx.logprobs import Logprobs
-from eagle_mlx.policy.base import Shape
+from eagle_mlx.policy.base import Enough, Shape
 from eagle_mlx.prefix import Prefix
 from eagle_mlx.processors import Processors
-from eagle_mlx.proposers.base import Branching, Draft, Forkable, Observation, Proposer, ProposerState
+from eagle_mlx.proposers.base import (
+    Branching,
+    Draft,
+    Elastic,
+    Forkable,
+    Observation,
+    Proposer,
+    ProposerState,
+)
 from eagle_mlx.row import Row
 from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Forward, Target
@@ -44,6 +52,8 @@ class Round:
     before: _Before
     draft_seconds: float | None = None
     """What drafting took, where that was measured."""
+    chances: Sequence[Sequence[float]] = ()
+    """As of the draft."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +125,11 @@ class Batch:
         return not (self.sampling.any_rejection or self.sampling.any_threshold)
 
     @property
+    def may_stop(self) -> bool:
+        """Whether a chain can end where the next token is not worth drafting."""
+        return isinstance(self.state, Elastic)
+
+    @property
     def may_run_ahead(self) -> bool:
         """Whether a plain round can be launched before the one in front of it is read."""
         return self.processors is None or not self.processors.on_host
@@ -183,14 +198,14 @@ class Batch:
             following = [row.prompt[start + 1 : start + 1 + n] for row, n in zip(self.rows, counts, strict=True)]
             self.state.prefill(Observation(following, aux))
 
-    def launch(self, shape: Shape, timed: bool = False) -> Round:
-        """Start a round on the device, at most `most_drafts` deep.
+    def launch(self, shape: Shape, enough: Enough | None = None, timed: bool = False) -> Round:
+        """Start a round on the device, at most `most_drafts` deep; a chain ends where `enough` says so, if it is given.
 
-        Nothing is waited for, but a draft that is to be timed.
+        Nothing is waited for but a draft that is to be timed, and what `enough` must be told.
         """
         before = self._before()
         started = perf_counter()
-        draft = self.draft(shape)
+        draft = self.draft(shape, enough)
         if timed:
             mx.eval(draft.tokens)
         draft_seconds = perf_counter() - started if timed else None
@@ -223,12 +238,13 @@ class Batch:
         )
         mx.async_eval(answer, self.last, *aux, *(logprobs.arrays if logprobs else ()))
         mx.async_eval(self.cache.recurrent_state)  # after the answer, which does not wait for it
-        return Round(shape, verdict.tokens.shape[1], answer, logprobs, aux, before, draft_seconds)
+        width = verdict.tokens.shape[1]
+        return Round(shape, width, answer, logprobs, aux, before, draft_seconds, draft.chances)
 
     def _no_draft(self) -> Draft:
         return Draft(mx.zeros((len(self.rows), 0), mx.int32), mx.zeros((len(self.rows),), mx.int32))
 
-    def draft(self, shape: Shape) -> Draft:
+    def draft(self, shape: Shape, enough: Enough | None = None) -> Draft:
         """A proposal of at most this shape, cut where a row has no use for so much."""
         depth = shape.depth
         if self.state is None or not depth:
@@ -236,10 +252,14 @@ class Batch:
         if shape.is_tree:
             assert isinstance(self.state, Branching)
             return self.state.propose_tree(depth, shape.nodes, self.sampling, self._positions(1)[:, 0])
-        draft = self.state.propose(depth, self.sampling, self._positions(1)[:, 0])
+        first = self._positions(1)[:, 0]
+        if enough is not None and isinstance(self.state, Elastic):
+            draft = self.state.propose_until(enough, depth, self.sampling, first)
+        else:
+            draft = self.state.propose(depth, self.sampling, first)
         room = [row.room for row in self.rows]
         if min(room) < depth:
-            draft = Draft(draft.tokens, mx.minimum(draft.lengths, mx.array(room, mx.int32)), draft.probs)
+            draft = replace(draft, lengths=mx.minimum(draft.lengths, mx.array(room, mx.int32)))
         return draft
 
     def read(self, draft: Draft) -> Forward:

@@ -14,7 +14,7 @@ from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.intake import Prompt, make_row
 from eagle_mlx.output import Chunk, Output
 from eagle_mlx.params import SamplingParams
-from eagle_mlx.policy import Policy, Shape, ThroughputPolicy, TreePolicy
+from eagle_mlx.policy import Policy, Shape, ShapePolicy, ThroughputPolicy
 from eagle_mlx.prefix import PrefixCache
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.row import Row
@@ -29,7 +29,7 @@ class RoundReport:
 
     rows: int
     depth: int
-    """Draft tokens that were asked for each row."""
+    """Draft tokens that were asked for each row; of elastic chains those that there were."""
     drafted: list[int]
     accepted: list[int]
     """Draft tokens that were accepted and emitted, row by row."""
@@ -100,7 +100,7 @@ class Engine:
         self._draft_share = 0.0
 
     def _why_chains(self, kv_bits: int | None) -> str | None:
-        if not isinstance(self.policy, TreePolicy) or not self.policy.wants_trees:
+        if not isinstance(self.policy, ShapePolicy) or not self.policy.wants_trees:
             return None
         return why_no_trees(self.target, kv_bits)
 
@@ -251,16 +251,19 @@ class Engine:
         shape = self._shape()
         self._drafting += shape.depth > 0
         timed = self.observer is not None and shape.depth > 0 and self._drafting % _TIMED == 1
-        return self._batch.launch(shape, timed=timed)
+        enough = None
+        if shape.elastic and isinstance(self.policy, ShapePolicy):
+            enough = self.policy.enough(len(self._batch.rows))
+        return self._batch.launch(shape, enough, timed)
 
     def _shape(self) -> Shape:
         """What the next round is to draft."""
         if self._batch is None or self.proposer is None:
             return _NONE
         rows = len(self._batch.rows)
-        if isinstance(self.policy, TreePolicy):
+        if isinstance(self.policy, ShapePolicy):
             trees = self.policy.wants_trees and self.chains_only is None and self._batch.may_branch
-            wanted = self.policy.shape(rows, trees)
+            wanted = self.policy.shape(rows, trees, self._batch.may_stop)
         else:
             wanted = Shape.chain(self.policy.depth(rows))
         return wanted.cut(self._batch.most_drafts)
@@ -290,7 +293,7 @@ class Engine:
 
     def _tell(self, done: Round, landing: Landing, seconds: float) -> None:
         if self.proposer is not None:
-            self._teach(done.shape, landing, seconds)
+            self._teach(done, landing, seconds)
         if self.observer is None:
             return
         if done.draft_seconds is not None:
@@ -298,12 +301,16 @@ class Engine:
         drafting = self._draft_share * seconds if done.shape.depth else 0.0
         kept = [min(a, taken) for a, taken in zip(landing.accepted, landing.taken, strict=True)]
         rows, emitted = sum(map(bool, landing.taken)), sum(landing.taken)
-        self.observer(RoundReport(rows, done.shape.depth, landing.drafted, kept, emitted, seconds, drafting))
+        depth = done.width - 1 if done.shape.elastic else done.shape.depth
+        self.observer(RoundReport(rows, depth, landing.drafted, kept, emitted, seconds, drafting))
 
-    def _teach(self, shape: Shape, landing: Landing, seconds: float) -> None:
+    def _teach(self, done: Round, landing: Landing, seconds: float) -> None:
         """Tell the policy what became of a round."""
-        if shape.is_tree and isinstance(self.policy, TreePolicy):
+        shape = done.shape
+        if shape.is_tree and isinstance(self.policy, ShapePolicy):
             self.policy.observe_tree(shape, landing.kept, seconds)
+        elif shape.elastic and isinstance(self.policy, ShapePolicy):
+            self.policy.observe_elastic(done.chances, landing.drafted, landing.accepted, seconds)
         else:
             self.policy.observe(shape.depth, landing.drafted, landing.accepted, seconds)
 

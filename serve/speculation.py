@@ -32,6 +32,8 @@ _HEADS: tuple[Mode, ...] = ("eagle", "mtp")
 """Modes in which a head drafts."""
 PolicyName = Literal["throughput", "acceptance-ema", "fixed"]
 Bits = Literal["4bit", "8bit"]
+DEFAULT_TOKENS: dict[PolicyName, int] = {"throughput": 8, "acceptance-ema": 4, "fixed": 4}
+"""Draft tokens a round. A chain whose end is open goes on where the head is sure, and seldom reaches the most."""
 
 _METHODS: dict[str, Mode] = {
     "eagle": "eagle",
@@ -50,8 +52,8 @@ class Speculation:
     mode: Mode | None = None
     """None: what the head is, else draft with a draft model, else none."""
     head: str | None = None
-    num_tokens: int = 4
-    """Draft tokens a round; the most where the policy adapts."""
+    num_tokens: int | None = None
+    """Draft tokens a round; the most where the policy adapts. None: `DEFAULT_TOKENS` of the policy."""
     draft_model: str | None = None
     draft_bits: Bits | None = None
     ngram_max: int = 3
@@ -66,8 +68,8 @@ class Speculation:
     adaptive: bool = True
 
     def __post_init__(self) -> None:
-        if self.num_tokens < 0:
-            raise ConfigError(f"--num-speculative-tokens must be at least 0; got {self.num_tokens}")
+        if self.depth < 0:
+            raise ConfigError(f"--num-speculative-tokens must be at least 0; got {self.depth}")
         if self.tree_nodes < 0:
             raise ConfigError(f"--draft-tree-nodes must be at least 0; got {self.tree_nodes}")
         if self.tree_nodes and self.policy == "acceptance-ema":
@@ -82,9 +84,14 @@ class Speculation:
         if self.draft_bits is not None and self.draft_model is None:
             raise ConfigError("--draft-model-quantize needs a --draft-model")
 
+    @property
+    def depth(self) -> int:
+        """Draft tokens a round, the most where the policy adapts."""
+        return DEFAULT_TOKENS[self.policy] if self.num_tokens is None else self.num_tokens
+
     def chosen(self) -> Mode:
         """The mode that is on."""
-        if self.num_tokens == 0:
+        if self.depth == 0:
             return "none"
         if self.mode is not None:
             return self.mode
@@ -94,7 +101,7 @@ class Speculation:
     def deepest(self) -> int:
         """The most draft tokens below one another."""
         grown = levels_for(self.tree_nodes) if self.policy == "throughput" else 0
-        return max(self.num_tokens, grown)
+        return max(self.depth, grown)
 
     def proposer(self, target: Target) -> Proposer | None:
         """Load what drafts; None for plain decoding. A head that hardly drafts is worth a line on standard error.
@@ -123,10 +130,10 @@ class Speculation:
     def make_policy(self) -> Policy:
         """A new policy, as an engine needs one of its own."""
         if self.policy == "fixed":
-            return FixedPolicy(self.num_tokens, self.tree_nodes)
+            return FixedPolicy(self.depth, self.tree_nodes)
         if self.policy == "throughput":
-            return ThroughputPolicy(self.num_tokens, max_nodes=self.tree_nodes)
-        return AcceptancePolicy(self.num_tokens, self.alpha, self.threshold, self.disable_at_rows, self.adaptive)
+            return ThroughputPolicy(self.depth, max_nodes=self.tree_nodes)
+        return AcceptancePolicy(self.depth, self.alpha, self.threshold, self.disable_at_rows, self.adaptive)
 
     def why_chains(self, engine: Engine) -> list[str]:
         """A line on why there will be no trees, where some were asked for."""
@@ -138,7 +145,7 @@ class Speculation:
         if mode == "none":
             return "none, plain decoding"
         trees = f", or trees of up to {self.tree_nodes}" if self.tree_nodes else ""
-        return f"{mode}{source}, up to {self.num_tokens} tokens a round{trees}, policy {self.policy}"
+        return f"{mode}{source}, up to {self.depth} tokens a round{trees}, policy {self.policy}"
 
 
 def tell_doubt(head: DraftHead, target: Target) -> None:
@@ -161,7 +168,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-draft-tokens",
         type=int,
         metavar="K",
-        help=f"draft tokens a round, the most where the policy adapts; 0 is off (default {default.num_tokens})",
+        help=f"draft tokens a round, the most where the policy adapts; 0 is off (default {default.depth}, or "
+        f"{DEFAULT_TOKENS['fixed']} with --spec-policy fixed and acceptance-ema)",
     )
     what.add_argument(
         "--draft-tree-nodes",

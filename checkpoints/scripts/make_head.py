@@ -1,9 +1,9 @@
 """Train the head that ships: the target answers the training prompts itself, then eagle-train learns from that.
 
-    python checkpoints/scripts/make_head.py --work out/make_head --minutes 40
+    python checkpoints/scripts/make_head.py --work out/make_head --minutes 60
 
-A head has to predict what the target says, so most of its data are the target's own answers, greedy, those that loop
-left out. The rest is the source as it stands. Checkpoints are chosen on held-out prompts that no published
+A head has to predict what the target says, so most of its data are the target's own answers, greedy and sampled, those
+that loop left out. The rest is the source as it stands. Checkpoints are chosen on held-out prompts that no published
 figure uses: the figures are taken on the first 100 of prompts.jsonl, the choice on the others. Finished steps are kept
 in the work folder, so that a run cut short goes on where it stopped.
 """
@@ -13,12 +13,34 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
 MEASURED = 100
 """Prompts at the start of prompts.jsonl that are kept for the figures."""
-ANSWERED = ("builtin:python-docstrings", "builtin:python-chat")
+SOURCE = 3000
+"""Conversations and files of the source."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Training prompts that the target answers."""
+
+    source: str
+    limit: int
+    temperature: float
+
+    def name(self) -> str:
+        return f"{self.source.removeprefix('builtin:')}-{self.temperature:g}.jsonl"
+
+
+ANSWERED = (
+    Asked("builtin:python-docstrings", 6000, 0),
+    Asked("builtin:python-chat", 6000, 0),
+    Asked("builtin:python-docstrings", 12000, 0.8),
+    Asked("builtin:python-chat", 12000, 0.8),
+)
 
 
 def command(module: str, *args: str | Path) -> None:
@@ -28,14 +50,19 @@ def command(module: str, *args: str | Path) -> None:
         sys.exit(status)
 
 
-def regenerate(target: Path, source: str, limit: int, seed: int, work: Path) -> Path:
-    """The target's greedy answers to the training prompts of a source."""
-    output = work / f"{source.removeprefix('builtin:')}.jsonl"
+def regenerate(target: Path, asked: Asked, seed: int, work: Path) -> Path:
+    """The target's answers; sampled ones to another choice of prompts, in another order."""
+    output = work / asked.name()
     if not output.exists():
-        choice = ("--target", target, "--data", source, "--split", "train", "--limit", str(limit), "--seed", str(seed))
-        how = ("--temperature", "0", "--max-tokens", "128", "--batch", "32", "--least-distinct", "0.6")
-        command("data_pipelines.cli", "regenerate", *choice, *how, "--output", output)
+        seed += asked.temperature > 0
+        choice = ("--target", target, "--data", asked.source, "--split", "train", "--limit", str(asked.limit))
+        how = ("--temperature", str(asked.temperature), "--seed", str(seed), "--max-tokens", "128", "--batch", "64")
+        command("data_pipelines.cli", "regenerate", *choice, *how, "--least-distinct", "0.6", "--output", output)
     return output
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines(keepends=True)
 
 
 def main() -> None:
@@ -46,17 +73,17 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, required=True, help="folder for answers and the run; best head in run/best"
     )
-    parser.add_argument("--answers", type=int, default=6000, help="prompts to answer of each source (%(default)s)")
     parser.add_argument("--minutes", type=float, help="of training, in place of the recipe's")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
     args.work.mkdir(parents=True, exist_ok=True)
     choosing = args.work / "choosing.jsonl"
-    rows = args.prompts.read_text(encoding="utf-8").splitlines(keepends=True)
-    choosing.write_text("".join(rows[MEASURED:]), encoding="utf-8")
-    answers = [regenerate(args.target, source, args.answers, args.seed, args.work) for source in ANSWERED]
-    data = [flag for source in (*answers, "builtin:python") for flag in ("--data", f"{source}=1")]  # as many of each
+    choosing.write_text("".join(lines(args.prompts)[MEASURED:]), encoding="utf-8")
+    answers = [regenerate(args.target, asked, args.seed, args.work) for asked in ANSWERED]
+    shares = {str(path): len(lines(path)) for path in answers} | {"builtin:python": SOURCE}  # so all of each
+    mix = [flag for source, share in shares.items() for flag in ("--data", f"{source}={share}")]
+    data = [*mix, "--limit", str(sum(shares.values()))]
     minutes = ("--minutes", str(args.minutes)) if args.minutes is not None else ()
     judged = ("--eval-data", choosing, "--seed", str(args.seed), "--output", args.work / "run")
     command("train.cli", "--target", args.target, "-c", args.config, *data, *judged, *minutes)

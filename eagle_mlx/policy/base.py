@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from eagle_mlx.errors import ConfigError
+
+Enough = Callable[[Sequence[float]], bool]
+"""Whether a chain is long enough; told, for each row, how likely it stands down to the token `BEHIND` the newest."""
+BEHIND = 2
+"""Draft tokens that are under way when the host asks, so that the device does not wait for the answer: they take about
+the time in which the host builds the verify.
+"""
 
 
 @dataclass(frozen=True)
@@ -15,6 +22,8 @@ class Shape:
 
     depth: int
     nodes: int
+    elastic: bool = False
+    """Whether a chain ends sooner where the policy says, while it is drafted, that it is long enough."""
 
     @classmethod
     def chain(cls, depth: int) -> Shape:
@@ -26,7 +35,8 @@ class Shape:
 
     def cut(self, most: int) -> Shape:
         """The same where no row has a use for more than `most` tokens below one another."""
-        return Shape(min(self.depth, most), self.nodes if self.is_tree and most else min(self.nodes, most))
+        nodes = self.nodes if self.is_tree and most else min(self.nodes, most)
+        return Shape(min(self.depth, most), nodes, self.elastic and most > 0)
 
 
 class Policy(Protocol):
@@ -51,20 +61,30 @@ class Policy(Protocol):
 
 
 @runtime_checkable
-class TreePolicy(Policy, Protocol):
-    """A policy that may ask for trees."""
+class ShapePolicy(Policy, Protocol):
+    """A policy that may ask for more than chains of a depth that is known before."""
 
     @property
     def wants_trees(self) -> bool: ...
 
-    def shape(self, rows: int, trees: bool) -> Shape:
-        """As `depth`; a tree only where `trees` says that it can be had."""
+    def shape(self, rows: int, trees: bool, elastic: bool = False) -> Shape:
+        """As `depth`; a tree, or an elastic chain, only where they can be had."""
+        ...
+
+    def enough(self, rows: int) -> Enough:
+        """For one round of elastic chains: asked after each token whether to leave it there."""
         ...
 
     def observe_tree(self, shape: Shape, kept: Sequence[Sequence[int]], seconds: float) -> None:
         """As `observe`, of a round with trees. kept: row by row, the draft tokens that were kept, by their numbers from
         0 on, the likeliest first.
         """
+        ...
+
+    def observe_elastic(
+        self, chances: Sequence[Sequence[float]], drafted: Sequence[int], accepted: Sequence[int], seconds: float
+    ) -> None:
+        """As `observe`, of a round of elastic chains. chances: what `enough` was told of each row, whenever asked."""
         ...
 
 
@@ -87,13 +107,21 @@ class FixedPolicy:
     def wants_trees(self) -> bool:
         return self.nodes > self.k > 0
 
-    def shape(self, rows: int, trees: bool) -> Shape:
+    def shape(self, rows: int, trees: bool, elastic: bool = False) -> Shape:
         return Shape(self.k, self.nodes) if trees and self.wants_trees else Shape.chain(self.k)
+
+    def enough(self, rows: int) -> Enough:
+        return lambda chances: False
 
     def observe(self, depth: int, drafted: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
         """Nothing to learn."""
 
     def observe_tree(self, shape: Shape, kept: Sequence[Sequence[int]], seconds: float) -> None:
+        """Nothing to learn."""
+
+    def observe_elastic(
+        self, chances: Sequence[Sequence[float]], drafted: Sequence[int], accepted: Sequence[int], seconds: float
+    ) -> None:
         """Nothing to learn."""
 
 

@@ -39,6 +39,25 @@ class Costs:
         level = 1.0 if shared is None else own[shared] / like[shared]
         return level * _interpolated(like, size)
 
+    def trend(self, rows: int) -> tuple[float, float]:
+        """How seconds go along with draft tokens, in rounds that draft: the sums of both deviations' products and of
+        the squares of the latter, of which the quotient is the slope by least squares; nothing where it is not known.
+
+        Of the nearest number of rows that was measured at two sizes at least.
+        """
+        known = [other for other, curve in self._curves.items() if len(curve.keys() - {0}) > 1]
+        if not known:
+            return 0.0, 0.0
+        nearest = min(known, key=lambda other: (abs(other - rows), other))
+        points = [
+            (size, cost, len(self._samples[nearest, size])) for size, cost in self._curves[nearest].items() if size
+        ]
+        total = sum(count for *_, count in points)
+        middle = sum(size * count for size, _, count in points) / total
+        usual = sum(cost * count for _, cost, count in points) / total
+        rise = sum((size - middle) * (cost - usual) * count for size, cost, count in points)
+        return rise, sum((size - middle) ** 2 * count for size, _, count in points)
+
 
 def _interpolated(curve: dict[int, float], size: int) -> float:
     """The cost at a size from those measured: on a line between its neighbours, beyond them as from end to end."""

@@ -6,23 +6,28 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from eagle_mlx.policy.base import Shape, check_depth, check_share
+from eagle_mlx.policy.base import BEHIND, Enough, Shape, check_depth, check_share
 from eagle_mlx.policy.costs import Costs
+from eagle_mlx.policy.elastic import ElasticChains
 from eagle_mlx.policy.yields import AcceptanceByPosition, AcceptanceByRank
 
 _FIRST_DEPTH, _FIRST_NODES = 2, 8
 _FIRST_SAMPLES = 2
-"""Rounds of depth 0, `_FIRST_DEPTH` and `_FIRST_NODES` before the policy chooses: the first may compile kernels."""
+"""Rounds of each kind before the policy chooses: the first may compile kernels."""
 _MARGIN = 0.02
 """Of shapes whose speeds are this close the smallest is taken: a guess may be wrong, a token not drafted is free."""
 _PROBE_EVERY = 32
 """Rounds from one look at another shape to the next, at least."""
+_FAR, _SELDOM = 0.7, 16
+"""Where plain decoding has less than that share of the best speed, so many looks pass before one at it."""
 _TREE_MARGIN, _TREE_DOUBT = 0.03, 0.2
 """What a tree must promise beyond the best chain, and how much more of it by the root of the rounds that it was tried:
 of promises those that are noise would be taken first.
 """
 _TRY_EVERY = 8
 """Rounds from one try of a tree that promises more than the best chain, but not enough, to the next."""
+_SHORT = BEHIND + 1
+"""Elastic chains are never shorter. They make up for every longer chain of fixed depth, not for those up to it."""
 _SIZES = (6, 8, 12, 16, 24, 32, 48, 64)
 """Draft tokens of the trees that are looked at."""
 
@@ -42,13 +47,16 @@ class ThroughputPolicy:
     """Chooses what to draft by the most expected tokens per second, nothing included.
 
     Expected tokens come from the acceptance by draft position, or in trees by rank; seconds from the rounds' own
-    durations by rows and shape. Every 32nd round may look at a shape beside the best, or at none; every eighth looks at
-    a tree that promises more than chains, until that is certain enough for it to be taken. Where drafting has
-    lost time against plain decoding, those looks wait until the loss is less than `explore` of all the time: a useless
-    proposer costs that share and the first few rounds. Raises ConfigError for values out of range.
+    durations by rows and shape. Where a proposer can say how sure it is, long chains are elastic: they end as soon as a
+    token more is worth less than what decoding gives in its time otherwise.
+
+    Every 32nd round may look at a shape beside the best, or at none; every eighth looks at a tree that promises more
+    than chains, until that is certain enough for it to be taken. Where drafting has lost time against plain decoding,
+    those looks wait until the loss is less than `explore` of all the time: a useless proposer costs that share and the
+    first few rounds. Raises ConfigError for values out of range.
     """
 
-    def __init__(self, max_depth: int = 5, explore: float = 0.005, max_nodes: int = 0):
+    def __init__(self, max_depth: int = 8, explore: float = 0.005, max_nodes: int = 0):
         """`max_nodes`: the most tokens of a draft tree; 0 for chains alone, which are at most `max_depth` long."""
         check_depth("max_depth", max_depth)
         check_depth("max_nodes", max_nodes)
@@ -56,7 +64,9 @@ class ThroughputPolicy:
         self.max_depth, self.max_nodes, self.explore = max_depth, max_nodes, explore
         self.costs, self.tree_costs = Costs(), Costs()
         self.acceptance, self.ranks = AcceptanceByPosition(), AcceptanceByRank()
+        self.elastic = ElasticChains()
         self._chains = [Shape.chain(depth) for depth in range(max_depth + 1)]
+        self._open = Shape(max_depth, max_depth, elastic=True)
         sizes = sorted({size for size in _SIZES if size < max_nodes} | ({max_nodes} if max_nodes else set()))
         grown = [Shape(levels_for(size), size) for size in sizes]
         self._trees = [shape for shape in grown if shape.is_tree]
@@ -64,6 +74,8 @@ class ThroughputPolicy:
         self._last_seen: Counter[Shape] = Counter()
         self._samples: Counter[Shape] = Counter()
         self._elapsed = self._lost = 0.0
+        self._known: dict[tuple[int, Shape, int], dict[Shape, float]] = {}
+        """Speeds, until a round has told more."""
 
     @property
     def wants_trees(self) -> bool:
@@ -72,39 +84,54 @@ class ThroughputPolicy:
     def depth(self, rows: int) -> int:
         return self.shape(rows, trees=False).depth
 
-    def shape(self, rows: int, trees: bool) -> Shape:
-        first = min(self._first(trees), key=lambda shape: self._samples[shape])
+    def shape(self, rows: int, trees: bool, elastic: bool = False) -> Shape:
+        elastic = elastic and self.max_depth > _SHORT
+        first = min(self._first(trees, elastic), key=lambda shape: self._samples[shape])
         if self._samples[first] < _FIRST_SAMPLES:
             return first
-        best = self._best(rows, trees)
-        if trees and not best.is_tree and (tree := self._promising(rows)) is not None:
+        best = self._best(rows, trees, elastic)
+        if trees and not best.is_tree and (tree := self._promising(rows, elastic)) is not None:
             return tree
         waits = self._round - self._last_probe < _PROBE_EVERY or self._lost > self.explore * self._elapsed
-        return best if waits else self._probe(rows, trees, best)
+        return best if waits else self._probe(rows, trees, elastic, best)
 
-    def _promising(self, rows: int) -> Shape | None:
+    def _promising(self, rows: int, elastic: bool) -> Shape | None:
         """A tree that may be faster than chains, and was not tried just now."""
         tree, promised = self._best_tree(rows)
-        chain, speed = _fastest(self._speeds(rows, self._chains))
+        chain, speed = self._best_chain(rows, elastic)
         due = tree is not None and self._round - self._last_seen[tree] >= _TRY_EVERY
         return tree if chain.depth and due and promised > speed else None
 
     def _best_tree(self, rows: int) -> tuple[Shape | None, float]:
         return _fastest(self._speeds(rows, self._trees)) if self._trees else (None, 0.0)
 
-    def _first(self, trees: bool) -> list[Shape]:
+    def enough(self, rows: int) -> Enough:
+        pace = self._rival(rows) * max(1.0, self.elastic.advantage(rows))
+        return self.elastic.enough(rows, pace, self.costs)
+
+    def _rival(self, rows: int) -> float:
+        """Tokens per second and row that the fastest short chain promises, none included."""
+        return _fastest(self._speeds(rows, self._fixed(elastic=True)))[1]
+
+    def _fixed(self, elastic: bool) -> list[Shape]:
+        """The chains of fixed depth that there is a use for."""
+        return self._chains[: _SHORT + 1] if elastic else self._chains
+
+    def _first(self, trees: bool, elastic: bool) -> list[Shape]:
         """The shapes that are tried before there is a choice."""
         shapes = [self._chains[0], self._chains[min(_FIRST_DEPTH, self.max_depth)]]
+        if elastic:
+            shapes.append(self._open)
         if trees and self._trees:
             shapes.append(min(self._trees, key=lambda shape: abs(shape.nodes - _FIRST_NODES)))
         return shapes
 
-    def _best(self, rows: int, trees: bool, drafting: bool = False) -> Shape:
+    def _best(self, rows: int, trees: bool, elastic: bool, drafting: bool = False) -> Shape:
         """The fastest, or the smallest that is as fast within the margin; of those that draft, where asked for.
 
         A tree where it is faster than the fastest chain by more than the margin of trees.
         """
-        chain, speed = _fastest(self._speeds(rows, (drafting and self._chains[1:]) or self._chains))
+        chain, speed = self._best_chain(rows, elastic, drafting)
         tree, promised = self._best_tree(rows) if trees else (None, 0.0)
         if tree is not None:
             doubt = max(_TREE_MARGIN, _TREE_DOUBT / math.sqrt(max(self._samples[tree], 1)))
@@ -112,14 +139,25 @@ class ThroughputPolicy:
                 return tree
         return chain
 
+    def _best_chain(self, rows: int, elastic: bool, drafting: bool = False) -> tuple[Shape, float]:
+        """The fastest chain and what it promises."""
+        fixed = self._fixed(elastic)
+        chain, speed = _fastest(self._speeds(rows, (drafting and fixed[1:]) or fixed))
+        if elastic and (promised := self._rival(rows) * self.elastic.advantage(rows)) > speed:
+            return self._open, promised
+        return chain, speed
+
     def _speeds(self, rows: int, shapes: Sequence[Shape]) -> dict[Shape, float]:
         """Expected tokens per second and row, from the smallest shape to the largest."""
-        seconds, speeds = math.inf, {}
-        for shape in reversed(shapes):
-            # A round costs no more than a larger one: where it seems to, the machine was busy when it was measured.
-            seconds = min(seconds, self._seconds(rows, shape) or math.inf)
-            speeds[shape] = self._expected_tokens(shape) / seconds
-        return dict(reversed(speeds.items()))
+        key = rows, shapes[0], len(shapes)
+        if key not in self._known:
+            seconds, speeds = math.inf, {}
+            for shape in reversed(shapes):
+                # A round costs no more than a larger one: where it seems to, the machine was busy when it was measured.
+                seconds = min(seconds, self._seconds(rows, shape) or math.inf)
+                speeds[shape] = self._expected_tokens(shape) / seconds
+            self._known[key] = dict(reversed(speeds.items()))
+        return self._known[key]
 
     def _seconds(self, rows: int, shape: Shape) -> float | None:
         return (self.tree_costs if shape.is_tree else self.costs).estimate(rows, shape.nodes)
@@ -129,48 +167,66 @@ class ThroughputPolicy:
             return self.ranks.expected_tokens(shape.nodes)
         return self.acceptance.expected_tokens(shape.depth)
 
-    def _probe(self, rows: int, trees: bool, best: Shape) -> Shape:
+    def _probe(self, rows: int, trees: bool, elastic: bool, best: Shape) -> Shape:
         """While drafting, no draft, a neighbour, or the best of the other kind, whichever was tried the longest ago;
-        else the best way to draft.
+        else the best way to draft. Not drafting is looked at less often where it is far behind.
         """
         if best == self._chains[0]:
-            return self._best(rows, trees, drafting=True)
-        own, other = (self._trees, self._chains) if best.is_tree else (self._chains, self._trees if trees else [])
-        at = own.index(best)
-        others = {self._chains[0], *own[max(at - 1, 0) : at + 2]} - {best}
-        if other:
-            speeds = self._speeds(rows, other)
-            others.add(max(speeds, key=lambda shape: speeds[shape]))
-        return min(others, key=lambda shape: (self._last_seen[shape], shape.nodes))
+            return self._best(rows, trees, elastic, drafting=True)
+        others = {self._chains[0]} | ({self._open} if elastic else set())
+        for kind in (self._fixed(elastic), self._trees if trees else []):
+            if best in kind:
+                at = kind.index(best)
+                others.update(kind[max(at - 1, 0) : at + 2])
+            elif kind:
+                speeds = self._speeds(rows, kind)
+                others.add(max(speeds, key=lambda shape: speeds[shape]))
+        others.discard(best)
+        none = self._chains[0]
+        far_behind = self._speeds(rows, [none])[none] < _FAR * self._best_chain(rows, elastic)[1]
+        if far_behind and self._round - self._last_seen[none] < _SELDOM * _PROBE_EVERY:
+            others.discard(none)
+        return min(others, key=lambda shape: (self._last_seen[shape], shape.nodes), default=best)
 
     def observe(self, depth: int, drafted: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
         if depth > self.max_depth:
             return
+        self._known.clear()
         self.costs.add(len(accepted), depth, seconds)
         self.acceptance.add(depth, accepted)
-        self._count(len(accepted), self._chains[depth], sum(accepted))
+        self._count(len(accepted), self._chains[depth], sum(accepted), self.costs.estimate(len(accepted), depth))
 
     def observe_tree(self, shape: Shape, kept: Sequence[Sequence[int]], seconds: float) -> None:
+        self._known.clear()
         self.tree_costs.add(len(kept), shape.nodes, seconds)
         self.ranks.add(shape.nodes, kept)
-        self._count(len(kept), shape, sum(map(len, kept)))
+        self._count(len(kept), shape, sum(map(len, kept)), self._seconds(len(kept), shape))
 
-    def _count(self, rows: int, shape: Shape, accepted: int) -> None:
+    def observe_elastic(
+        self, chances: Sequence[Sequence[float]], drafted: Sequence[int], accepted: Sequence[int], seconds: float
+    ) -> None:
+        rows = len(accepted)
+        self.elastic.add(chances, drafted, accepted, seconds, self._rival(rows))
+        self._known.clear()
+        self.acceptance.add(min(max(drafted), _SHORT), accepted)  # further on are those alone that were likely to be
+        self._count(rows, self._open, sum(accepted), self.elastic.costs.estimate(rows, max(drafted)))
+
+    def _count(self, rows: int, shape: Shape, accepted: int, seconds: float | None) -> None:
         self._round += 1
         self._samples[shape] += 1
         self._last_seen[shape] = self._round
-        if shape != self._best(rows, trees=self._tried_trees):
+        if shape != self._best(rows, trees=self._tried_trees, elastic=self._samples[self._open] > 0):
             self._last_probe = self._round
-        self._account(rows, shape, rows + accepted)
+        assert seconds is not None
+        self._account(rows, shape, rows + accepted, seconds)
 
     @property
     def _tried_trees(self) -> bool:
         return any(self._samples[shape] for shape in self._trees)
 
-    def _account(self, rows: int, shape: Shape, tokens: int) -> None:
+    def _account(self, rows: int, shape: Shape, tokens: int, seconds: float) -> None:
         """What drafting has lost against plain decoding; gains pay losses back, but are no licence for new ones."""
-        plain, seconds = self._seconds(rows, self._chains[0]), self._seconds(rows, shape)
-        assert seconds is not None
+        plain = self._seconds(rows, self._chains[0])
         self._elapsed += seconds
         if shape.depth and plain is not None:
             self._lost = max(0.0, self._lost + seconds - tokens / rows * min(plain, seconds))

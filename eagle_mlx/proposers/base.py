@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
+from eagle_mlx.policy.base import Enough
 from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Target
 from eagle_mlx.tree import Tree
@@ -30,6 +31,8 @@ class Draft:
     """[B, k, V] float32, the distributions that the tokens were drawn from; None where they were not drawn."""
     tree: Tree | None = None
     """How the tokens hang together, the likeliest first; None for chains."""
+    chances: Sequence[Sequence[float]] = ()
+    """What `Enough` was told of each row, every time that it was asked."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,19 @@ class ProposerState(Protocol):
 
     def remove(self, row: int) -> None:
         """A row leaves; the last one takes its place."""
+
+
+@runtime_checkable
+class Elastic(Protocol):
+    """What a state must have whose chains can end where the next token is not worth drafting."""
+
+    def propose_until(self, enough: Enough, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        """Draft until `enough`, asked about each token `BEHIND` the newest, says so, or `depth`; else as `propose`.
+
+        What has been drafted by then is kept: to keep or drop a token for what it is would change what is emitted where
+        tokens are drawn.
+        """
+        ...
 
 
 @runtime_checkable

@@ -10,9 +10,11 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, check_cacheable
 from eagle_mlx.errors import TargetError
+from eagle_mlx.policy.base import Enough
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
+from eagle_mlx.proposers.chain import Draws, Gauge, draw_chain
 from eagle_mlx.proposers.growth import Nodes, best_of, children_of
-from eagle_mlx.sampling import SamplingBatch, draft_sample, draft_scores
+from eagle_mlx.sampling import SamplingBatch, draft_scores
 from eagle_mlx.target import Target
 
 _CHUNK = 512
@@ -79,24 +81,28 @@ class DraftModelState:
         """The prompts were read when the state was opened."""
 
     def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        logits = self._read([list(text.unread) for text in self.texts])
+        return self._drawn(depth, sampling, positions)
+
+    def propose_until(self, enough: Enough, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        return self._drawn(depth, sampling, positions, Gauge(enough, sampling))
+
+    def _drawn(self, depth: int, sampling: SamplingBatch, positions: mx.array, gauge: Gauge | None = None) -> Draft:
+        first = self._read([list(text.unread) for text in self.texts])
         committed = self.cache.save()
-        tokens: list[mx.array] = []
-        probs: list[mx.array] = []
-        for step in range(depth):
-            if step:
-                logits = self.proposer.draft.forward(tokens[-1], self.cache).logits
+
+        def forward(token: mx.array | None) -> mx.array:
+            logits = first
+            if token is not None:
+                logits = self.proposer.draft.forward(token, self.cache).logits
                 self.cache.advance(1)
-            logits = _fitted(logits, self.proposer.vocab_size)
-            token, q = draft_sample(logits, sampling, positions[:, None] + step, self.proposer.vocab_size)
-            mx.async_eval(token)
-            tokens.append(token)
-            probs += [] if q is None else [q]
+            return _fitted(logits, self.proposer.vocab_size)
+
+        draws = Draws(sampling, positions, self.proposer.vocab_size)
+        tokens = draw_chain(depth, forward, draws, gauge)
         self.cache.restore(committed)
         for text in self.texts:
-            text.guessed = depth - 1
-        lengths = mx.full((len(self.texts),), depth, mx.int32)
-        return Draft(mx.concatenate(tokens, axis=1), lengths, mx.concatenate(probs, axis=1) if probs else None)
+            text.guessed = len(tokens) - 1
+        return draws.draft(tokens, mx.full((len(self.texts),), len(tokens), mx.int32), gauge)
 
     def propose_tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
         """A chain of the likeliest tokens, and beside each of them the likeliest others."""

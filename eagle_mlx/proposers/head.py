@@ -13,10 +13,12 @@ from eagle_mlx.errors import HeadError
 from eagle_mlx.formats import check_fit
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.mtp import MTPHead
+from eagle_mlx.policy.base import Enough
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
+from eagle_mlx.proposers.chain import Draw, Draws, Gauge, draw_chain
 from eagle_mlx.proposers.growth import Spread, beside, grow
 from eagle_mlx.rope import place_one_by_one
-from eagle_mlx.sampling import SamplingBatch, draft_sample, draft_scores
+from eagle_mlx.sampling import SamplingBatch, draft_scores
 from eagle_mlx.target import Target
 from eagle_mlx.tree import Tree
 
@@ -189,29 +191,29 @@ class HeadState:
         return self.head(self.head.embed(tokens), features, self.cache)
 
     def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        probs: list[mx.array] = []
+        return self._drawn(depth, sampling, positions)
 
-        def draw(logits: mx.array, step: int) -> mx.array:
-            at = positions[:, None] + step
-            token, q = draft_sample(logits, sampling, at, self.target.vocab_size, self.head.token_ids)
-            probs.extend([] if q is None else [q])
-            return token
+    def propose_until(self, enough: Enough, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        return self._drawn(depth, sampling, positions, Gauge(enough, sampling))
 
-        tokens = mx.concatenate(self._chain(depth, draw), axis=1)
-        return Draft(tokens, self._counts(depth), mx.concatenate(probs, axis=1) if probs else None)
+    def _drawn(self, depth: int, sampling: SamplingBatch, positions: mx.array, gauge: Gauge | None = None) -> Draft:
+        draws = Draws(sampling, positions, self.target.vocab_size, self.head.token_ids)
+        tokens = self._chain(depth, draws, gauge)
+        return draws.draft(tokens, self._counts(len(tokens)), gauge)
 
-    def _chain(self, depth: int, draw: Callable[[mx.array, int], mx.array]) -> list[mx.array]:
-        """A chain's tokens, [B, 1] each in the target's ids, as `draw` takes them from the logits of each step."""
+    def _chain(self, depth: int, draw: Draw, gauge: Gauge | None = None) -> list[mx.array]:
         self._read_pending()
         committed = self.cache.lengths.save()
         hidden = self._hidden
-        tokens: list[mx.array] = []
-        for step in range(depth):
-            if step:
-                hidden = self._forward(tokens[-1], hidden)
+
+        def forward(token: mx.array | None) -> mx.array:
+            nonlocal hidden
+            if token is not None:
+                hidden = self._forward(token, hidden)
                 self.cache.lengths.advance(1)
-            tokens.append(draw(self.head.logits(hidden), step))
-            mx.async_eval(tokens[-1])  # the device drafts while the host builds the next step
+            return self.head.logits(hidden)
+
+        tokens = draw_chain(depth, forward, draw, gauge)
         self.cache.lengths.restore(committed)
         return tokens
 

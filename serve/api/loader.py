@@ -57,7 +57,7 @@ def load(plan: Plan, say: Callable[[str], None]) -> Loaded:
             )
         target.context_length = plan.max_context
     proposer = plan.speculation.proposer(target)
-    _try_out(target, proposer, plan.speculation.num_tokens)
+    _try_out(target, proposer, plan.speculation.depth)
     policy = plan.speculation.make_policy()
     engine = Engine(
         target,

@@ -19,7 +19,7 @@ from eagle_mlx.target import Target, load_target
 
 from ..defaults import embedded
 from ..prompts import encode, read_prompts
-from ..speculation import PolicyName, tell_doubt
+from ..speculation import DEFAULT_TOKENS, PolicyName, tell_doubt
 from . import report
 from .breakdown import measure_breakdown
 from .costs import measure_costs
@@ -82,7 +82,11 @@ def _add_what(what: argparse._ArgumentGroup, plan: Plan) -> None:
     what.add_argument("--modes", nargs="+", choices=MODE_NAMES, help="default: all for which there are models")
     what.add_argument("--batch", type=_positive, nargs="+", default=[1], metavar="N", help="rows at once (default 1)")
     what.add_argument(
-        "--depth", type=_positive, nargs="+", default=[4], metavar="K", help="draft tokens a round (default 4)"
+        "--depth",
+        type=_positive,
+        nargs="+",
+        metavar="K",
+        help="draft tokens a round, the most where the policy adapts (default 4, with --policy throughput alone 8)",
     )
     what.add_argument(
         "--nodes",
@@ -156,6 +160,7 @@ def _bench(args: argparse.Namespace, command: str) -> int:
     print(f"machine: {machine}\ntarget: {target.name}\nhead: {head_name or 'none'}")
     if draft is not None:
         print(f"draft model: {draft.name}")
+    args.depth = args.depth or [min(DEFAULT_TOKENS[policy] for policy in args.policy)]
     runs: list[Run] = []
     for plan in plans:
         ways = build_modes(Models(target, head, draft), modes, args.batch, args.depth, args.policy, args.nodes)

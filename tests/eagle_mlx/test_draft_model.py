@@ -12,6 +12,7 @@ from mlx.utils import tree_map
 import eagle_mlx as em
 from eagle_mlx.errors import TargetError
 from eagle_mlx.params import SamplingParams
+from eagle_mlx.policy.base import BEHIND
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.sampling import SamplingBatch, draft_sample
 from tests.architectures import tiny_model
@@ -47,11 +48,19 @@ def test_drafts_equal_those_of_a_model_without_a_cache(
     state = proposer.open(texts[:1])
     if rows > 1:
         state.append(proposer.open(texts[1:]))
-    for number, depth in enumerate(depths):
+    for number, wanted in enumerate(depths):
+        depth = wanted
         drafted: list[list[int]] = [[] for _ in texts]
         if depth:
             batch = SamplingBatch.of(params, [p.seed or 0 for p in params])
-            drafted = state.propose(depth, batch, mx.array([len(text) for text in texts])).tokens.tolist()  # type: ignore[assignment]
+            positions, asked = mx.array([len(text) for text in texts]), int(rng.integers(0, 4))
+            if asked:
+                answers = iter([False] * (asked - 1) + [True])
+                drawn = state.propose_until(lambda _, answers=answers: next(answers), depth, batch, positions)  # type: ignore[misc]
+                depth = min(depth, asked + BEHIND)
+            else:
+                drawn = state.propose(depth, batch, positions)
+            drafted = drawn.tokens.tolist()  # type: ignore[assignment]
             for text, tokens, p in zip(texts, drafted, params, strict=True):
                 assert tokens == slow_draft(draft, text, depth, p)
         gains = [[*tokens[: rng.integers(0, depth + 1)], int(rng.integers(0, VOCAB))] for tokens in drafted]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from eagle_mlx.batch import Batch, Landing, Round
 from eagle_mlx.engine import RoundReport
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.policy import Shape
+from eagle_mlx.policy.base import BEHIND, Enough
 from tests.fakes import Oracle, tiny_head, tiny_target
 
 TARGET = tiny_target()
@@ -285,6 +288,17 @@ class Recording:
         self.told.append((depth, list(drafted), list(accepted)))
 
 
+class Capricious(em.FixedPolicy):
+    """Elastic chains that end by the throw of a die."""
+
+    def shape(self, rows: int, trees: bool, elastic: bool = False) -> Shape:
+        return Shape(self.k, self.k, elastic)
+
+    def enough(self, rows: int) -> Enough:
+        rng = np.random.default_rng(rows)
+        return lambda chances: bool(rng.random() < 0.3)
+
+
 @pytest.mark.parametrize("proposer", proposers()[1:5], ids=lambda p: getattr(p, "name", "plain"))
 @pytest.mark.parametrize(
     "policy",
@@ -294,6 +308,7 @@ class Recording:
         em.AcceptancePolicy(4, disable_at_rows=2),
         Recording([0, 0, 0, 4, 1, 0, 2]),
         Recording([0] * 40 + [3]),
+        Capricious(6),
     ],
     ids=lambda p: type(p).__name__,
 )
@@ -325,6 +340,28 @@ def test_the_policy_is_told_of_every_round() -> None:
     assert sum(sum(drafted) for _, drafted, _ in policy.told) == sum(o.drafted for o in outputs)
     assert sum(sum(accepted) for *_, accepted in policy.told) == sum(o.accepted for o in outputs)
     assert len(policy.told[0][1]) == 5
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_a_policy_is_told_what_elastic_chains_came_to(rule: str) -> None:
+    told: list[tuple[int, list[int], list[int]]] = []
+
+    class Told(Capricious):
+        def observe_elastic(self, chances, drafted, accepted, seconds) -> None:  # type: ignore[no-untyped-def]
+            assert seconds > 0
+            assert all(0 < chance <= 1 for row in chances for chance in row)
+            assert all(kept <= tried for tried, kept in zip(drafted, accepted, strict=True))
+            told.append((len(chances), drafted, accepted))
+
+    reports: list[RoundReport] = []
+    engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), Told(7))
+    engine.observer = reports.append
+    params = em.SamplingParams(temperature=0.7, seed=1, max_tokens=24, acceptance=rule)  # type: ignore[arg-type]
+    outputs = engine.generate(PROMPTS, params)
+    assert sum(sum(drafted) for _, drafted, _ in told) == sum(output.drafted for output in outputs)
+    assert all(asked in (0, max(drafted) - BEHIND, max(drafted) - BEHIND - 1) for asked, drafted, _ in told[:3])
+    assert len({max(drafted) for _, drafted, _ in told}) > 2
+    assert [report.depth for report in reports if report.depth] == [max(drafted) for _, drafted, _ in told]
 
 
 def test_a_policy_is_told_of_all_the_time_that_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,9 +401,9 @@ def test_a_look_at_plain_decoding_is_one_round_and_takes_the_time_of_one(monkeyp
     monkeypatch.setattr("eagle_mlx.engine.perf_counter", lambda: now[0])
     launch = Batch.launch
 
-    def slow(batch: Batch, shape: Shape, timed: bool = False) -> Round:
+    def slow(batch: Batch, shape: Shape, *args: Any) -> Round:
         now[0] += 10 if shape.depth else 4
-        return launch(batch, shape, timed)
+        return launch(batch, shape, *args)
 
     monkeypatch.setattr(Batch, "launch", slow)
 

@@ -81,8 +81,12 @@ def decode(
     ragged: bool = False,
     rule: Verify = verify,
     loses_bonus: bool = False,
+    ends: Callable[[mx.array], mx.array] | None = None,
 ) -> tuple[Array, int]:
-    """The first `length` tokens of every row, [B, length], in rounds of up to `depth` drafts; and the rounds taken."""
+    """The first `length` tokens of every row, [B, length], in rounds of up to `depth` drafts; and the rounds taken.
+
+    `ends`: how many drafts [B] of [B, depth] count.
+    """
     rows = batch.temperature.shape[0]
     last = position = written = mx.zeros((rows,), mx.int32)
     text = mx.zeros((rows, length + depth + 1), mx.int32)
@@ -92,6 +96,7 @@ def decode(
     while (np.array(written) < length).any():
         rounds += 1
         drafts, q = toy.propose(last, depth, batch, position, certain)
+        lengths = lengths if ends is None else ends(drafts)
         logits = toy.target[mx.concatenate([last[:, None], drafts], axis=1)]
         steps = mx.arange(depth + 1, dtype=mx.int32)
         verdict = rule(logits, drafts, lengths, q, batch, position[:, None] + steps)
@@ -185,6 +190,25 @@ def test_texts_of_several_rounds_follow_the_target(params: SamplingParams, certa
 def test_chains_over_a_larger_vocabulary_follow_the_target(params: SamplingParams, certain: bool) -> None:
     toy = Toy.random(64)
     assert chain_follows(chain_texts(toy, params, certain=certain), toy.law(params, 3), 64)
+
+
+def ends_by_the_token_before(drafts: mx.array) -> mx.array:
+    """As elastic chains do: whether there is a second token depends on the first."""
+    return 1 + (drafts[:, 0] % 2)
+
+
+def ends_by_its_own_token(drafts: mx.array) -> mx.array:
+    """Drops the second token for what it is."""
+    return 1 + (drafts[:, 1] % 2)
+
+
+@pytest.mark.parametrize("params", [COUPLED, REJECTION])
+def test_chains_that_end_by_what_they_say_follow_the_target(params: SamplingParams) -> None:
+    toy = Toy.random(64)
+    texts = chain_texts(toy, params, ends=ends_by_the_token_before)
+    assert chain_follows(texts, toy.law(params, 3), 64)
+    texts = chain_texts(toy, params, ends=ends_by_its_own_token)
+    assert chain_follows(texts, toy.law(params, 3), 64) == (params is COUPLED)
 
 
 def residual_from_p(logits: mx.array, drafts: mx.array, lengths: mx.array, q: Any, batch: Any, at: mx.array) -> Verdict:

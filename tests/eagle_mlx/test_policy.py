@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, Shape, ThroughputPolicy, TreePolicy
+from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, Shape, ShapePolicy, ThroughputPolicy
+from eagle_mlx.policy.base import BEHIND
 from eagle_mlx.policy.throughput import levels_for
 
 Cost = Callable[[int, int], float]
@@ -176,6 +177,93 @@ def test_another_number_of_rows_starts_from_what_is_known() -> None:
 
 
 @dataclass
+class Moods(World):
+    """The same where whole rounds are easy or hard, and the proposer has an idea of which they are."""
+
+    hard: float = 0.2
+    """The chance of a position in every other round."""
+    insight: float = 1.0
+    """1: it knows which rounds are hard; 0: it has no idea."""
+    waiting: float = 0.0
+    """Seconds that each question costs."""
+
+    def draft(self, policy: ThroughputPolicy, rounds: int, rows: int = 1) -> tuple[list[Shape], float]:
+        """The shapes chosen, and the tokens per second."""
+        shapes, clock, tokens = [], 0.0, 0
+        for _ in range(rounds):
+            shape = policy.shape(rows, trees=False, elastic=True)
+            assert policy.shape(rows, trees=False, elastic=True) == shape  # asking changes nothing
+            truth = [self.chance if self.rng.random() < 0.5 else self.hard for _ in range(rows)]
+            middle = (self.chance + self.hard) / 2
+            claimed = [middle + self.insight * (chance - middle) for chance in truth]
+            depth, asked, chances = shape.depth, 0, []
+            if shape.elastic:
+                enough, depth = policy.enough(rows), min(BEHIND + 1, shape.depth)
+                while depth < shape.depth:
+                    asked += 1
+                    chances.append([claim**asked for claim in claimed])
+                    if enough(chances[-1]):
+                        break
+                    depth += 1
+            kept = [int(np.cumprod(self.rng.random(depth) < chance).sum()) for chance in truth]
+            seconds = self.cost(rows, depth) + self.waiting * asked
+            measured = seconds * max(0.2, self.rng.normal(1, self.noise)) * (20 if self.rng.random() < 0.01 else 1)
+            if shape.elastic:
+                policy.observe_elastic(chances, [depth] * rows, kept, measured)
+            else:
+                policy.observe(depth, [depth] * rows, kept, measured)
+            shapes.append(shape)
+            clock, tokens = clock + seconds, tokens + rows + sum(kept)
+        return shapes, tokens / clock
+
+    def fastest(self, rows: int, most: int = 8) -> float:
+        """Tokens per second of the best fixed depth up to `most`."""
+        expected = [sum((self.chance**i + self.hard**i) / 2 for i in range(depth + 1)) for depth in range(most + 1)]
+        return max(rows * tokens / self.cost(rows, depth) for depth, tokens in enumerate(expected))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("slope", [0.05, 0.1, 0.2])
+def test_chains_end_where_the_head_is_not_sure(slope: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    moods, policy = Moods(0.95, lambda rows, depth: 1 + slope * depth, rng), ThroughputPolicy(8)
+    moods.draft(policy, 300)
+    shapes, speed = moods.draft(policy, 3000)
+    assert speed > 1.04 * moods.fastest(1)
+    assert sum(shape.elastic for shape in shapes) > 2700
+    in_company, _ = moods.draft(policy, 10, rows=3)
+    assert sum(shape.elastic for shape in in_company) > 7  # what is known of one row is the first guess for three
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.6, 0.9])
+def test_a_head_that_does_not_know_how_sure_to_be_loses_little(chance: float, rows: int) -> None:
+    moods = Moods(chance, lambda rows, depth: 1 + 0.03 * rows * depth, hard=0.8 * chance, insight=0.0)
+    policy = ThroughputPolicy(8)
+    moods.draft(policy, 300, rows)
+    _, speed = moods.draft(policy, 3000, rows)
+    assert speed > 0.95 * moods.fastest(rows)
+    assert speed > 0.97 * rows / moods.cost(rows, 0)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.5, 0.8])
+def test_questions_that_come_too_dear_are_not_asked(chance: float) -> None:
+    moods, policy = Moods(chance, hard=chance / 2, waiting=0.25), ThroughputPolicy(8)
+    moods.draft(policy, 300)
+    shapes, speed = moods.draft(policy, 3000)
+    assert speed > 0.95 * moods.fastest(1, most=BEHIND + 1)
+    assert sum(shape.elastic for shape in shapes) < 300
+
+
+def test_short_drafts_are_not_asked_about() -> None:
+    assert not ThroughputPolicy(BEHIND + 1).shape(1, trees=False, elastic=True).elastic
+    shapes, _ = Moods(0.9).draft(ThroughputPolicy(BEHIND + 1), 100)
+    assert not any(shape.elastic for shape in shapes)
+    assert Shape(8, 8, elastic=True).cut(5) == Shape(5, 5, elastic=True)
+    assert Shape(8, 8, elastic=True).cut(0) == Shape.chain(0)
+
+
+@dataclass
 class Forest(World):
     """The same where a tree of n tokens adds, with its i-th, the chance `gain / (i + 1)` of one more."""
 
@@ -216,7 +304,7 @@ SHAPES = [*map(Shape.chain, range(6)), *(Shape(levels_for(nodes), nodes) for nod
 @pytest.mark.parametrize("slope", [0.01, 0.05, 0.3])
 def test_throughput_policy_sizes_trees_by_what_pays(slope: float, chance: float, gain: float, rows: int) -> None:
     forest = Forest(chance, lambda rows, nodes: 1 + slope * rows * nodes, gain=gain)
-    policy = ThroughputPolicy(max_nodes=32)
+    policy = ThroughputPolicy(max_depth=5, max_nodes=32)
     assert policy.wants_trees
     forest.grow(policy, 600, rows)
     _, speed = forest.grow(policy, 2000, rows)
@@ -237,7 +325,7 @@ def test_trees_are_left_out_where_they_cannot_be_had() -> None:
 
 def test_fixed_policy_draws_the_tree_that_it_was_given() -> None:
     policy = FixedPolicy(4, nodes=12)
-    assert isinstance(policy, TreePolicy)
+    assert isinstance(policy, ShapePolicy)
     assert policy.shape(3, trees=True) == Shape(4, 12)
     assert policy.shape(3, trees=False) == Shape(4, 4) == FixedPolicy(4).shape(3, trees=True)
     assert (Shape(4, 12).cut(2), Shape(4, 12).cut(0), Shape.chain(4).cut(3)) == (Shape(2, 12), Shape(0, 0), Shape(3, 3))

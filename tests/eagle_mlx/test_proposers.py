@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import eagle_mlx as em
 from eagle_mlx.errors import ConfigError, HeadError
 from eagle_mlx.params import SamplingParams
+from eagle_mlx.policy.base import BEHIND
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.proposers.head import HeadState
 from eagle_mlx.proposers.ngram import NgramIndex, merged
@@ -47,9 +48,14 @@ def observation(head_name: str, text: list[int], start: int, stop: int) -> tuple
     st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=3),
     st.integers(1, 5),
     st.integers(0, 1000),
+    st.integers(0, 4),
 )
-def test_drafts_equal_those_of_a_head_without_a_cache(head: str, gains: list[list[int]], depth: int, seed: int) -> None:
-    """After any number of rounds in which rows of different lengths kept different numbers of tokens."""
+def test_drafts_equal_those_of_a_head_without_a_cache(
+    head: str, gains: list[list[int]], depth: int, seed: int, asked: int
+) -> None:
+    """After any number of rounds in which rows of different lengths kept different numbers of tokens, and in which the
+    chain was told, when asked for the n-th time, that it is long enough.
+    """
     rng, rounds = np.random.default_rng(seed), min(map(len, gains))
     texts = [[int(t) for t in rng.integers(0, 128, 4 + 3 * i + sum(row))] for i, row in enumerate(gains)]
     params = [SamplingParams(), SamplingParams(temperature=0.8, seed=seed), SamplingParams(temperature=1.2, seed=1)]
@@ -69,12 +75,44 @@ def test_drafts_equal_those_of_a_head_without_a_cache(head: str, gains: list[lis
 
     state.prefill(seen([0] * len(texts), [n - 1 for n in known]))
     for step in range(rounds + 1):
-        draft = state.propose(depth, SamplingBatch.of(params, seeds), mx.array(known))
+        batch, count = SamplingBatch.of(params, seeds), depth
+        if asked:
+            answers = iter([False] * (asked - 1) + [True])
+            draft = state.propose_until(lambda _, answers=answers: next(answers), depth, batch, mx.array(known))
+            count = min(depth, asked + BEHIND)
+            assert len(draft.chances) == min(asked, max(0, depth - 1 - BEHIND))
+        else:
+            draft = state.propose(depth, batch, mx.array(known))
         for row, (text, n) in enumerate(zip(texts, known, strict=True)):
-            assert draft.tokens[row].tolist() == slow_draft(head, text[:n], depth, params[row], seeds[row])
+            assert draft.tokens[row].tolist() == slow_draft(head, text[:n], count, params[row], seeds[row])
         if step < rounds:
             before, known = known, [n + gain[step] for n, gain in zip(known, gains, strict=True)]
             state.observe(seen([n - 1 for n in before], [n - 1 for n in known]))
+
+
+def test_a_chain_says_how_sure_it_is() -> None:
+    """The product of the chances of the likeliest tokens at each row's temperature, whatever was drawn."""
+    params = [SamplingParams(), SamplingParams(temperature=0.5, seed=1)]
+    text = [5, 6, 7, 8]
+    tokens, aux = observation("some", text, 0, 3)
+    proposer = em.HeadProposer(HEADS["some"])
+    proposer.bind(TARGET)
+    state = proposer.open([text, text])
+    state.prefill(Observation([tokens, tokens], tuple(mx.concatenate([x, x]) for x in aux)))
+    draft = state.propose_until(lambda chances: False, 5, SamplingBatch.of(params, [0, 1]), mx.array([4, 4]))
+    for row, p in enumerate(params):
+        sure, drafted = 1.0, [int(t) for t in draft.tokens[row]]
+        for place, chances in enumerate(draft.chances):
+            features = HEADS["some"].features(
+                TARGET.forward(mx.array([text[:-1]]), aux_layers=HEADS["some"].config.aux_layers).aux
+            )
+            for step in range(place + 1):
+                read = mx.array([[*text, *drafted[:step]][1:]])
+                hidden = HEADS["some"](TARGET.embed(read), features, mask="causal")
+                features = mx.concatenate([features, hidden[:, -1:]], axis=1)
+            logits = HEADS["some"].logits(features[:, -1:]) / (p.temperature or 1.0)
+            sure *= float(mx.max(mx.softmax(logits, axis=-1)))
+            assert chances[row] == pytest.approx(sure, rel=1e-3)
 
 
 def test_rejection_rows_get_the_distribution_that_they_were_drawn_from() -> None:

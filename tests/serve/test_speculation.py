@@ -93,7 +93,8 @@ def test_flags_that_cannot_be_meant_are_refused(line: str, said: str) -> None:
 
 def test_policies() -> None:
     assert isinstance(parse("").make_policy(), ThroughputPolicy)
-    trees = parse("--spec-decode ngram --draft-tree-nodes 16")
+    assert (parse("").depth, parse("--spec-policy fixed").depth, parse("--num-draft-tokens 0").depth) == (8, 4, 0)
+    trees = parse("--spec-decode ngram --num-speculative-tokens 4 --draft-tree-nodes 16")
     assert trees.make_policy().wants_trees  # type: ignore[attr-defined]
     assert trees.deepest == levels_for(16)
     assert "trees of up to 16" in str(trees)

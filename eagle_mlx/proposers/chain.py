@@ -1,0 +1,81 @@
+"""A chain of draft tokens: drawn one after the other, for as long as the next one is worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import exp
+from typing import cast
+
+import mlx.core as mx
+
+from eagle_mlx.policy.base import BEHIND, Enough
+from eagle_mlx.proposers.base import Draft
+from eagle_mlx.sampling import SamplingBatch, doubt_of, draft_sample
+
+Forward = Callable[[mx.array | None], mx.array]
+"""The chain's newest tokens [B, 1], None before the first -> logits [B, 1, Vd] of what follows."""
+Draw = Callable[[mx.array, int], mx.array]
+"""Logits [B, 1, Vd] and the token's place in the chain -> the token [B, 1] int32 in the target's ids."""
+
+
+class Draws:
+    """Draws tokens as each row's parameters say, and keeps the distributions where a row is judged by them."""
+
+    def __init__(self, sampling: SamplingBatch, positions: mx.array, vocab: int, token_ids: mx.array | None = None):
+        """positions: [B] int32, of the chain's first token; the rest as of `draft_sample`."""
+        self._sampling, self._positions, self._vocab, self._token_ids = sampling, positions, vocab, token_ids
+        self._probs: list[mx.array] = []
+
+    def __call__(self, logits: mx.array, step: int) -> mx.array:
+        at = self._positions[:, None] + step
+        token, q = draft_sample(logits, self._sampling, at, self._vocab, self._token_ids)
+        self._probs += [] if q is None else [q]
+        return token
+
+    def draft(self, tokens: list[mx.array], lengths: mx.array, gauge: Gauge | None = None) -> Draft:
+        """What was drawn, as far as the chain goes."""
+        probs = mx.concatenate(self._probs[: len(tokens)], axis=1) if self._probs else None
+        return Draft(mx.concatenate(tokens, axis=1), lengths, probs, chances=gauge.chances if gauge else ())
+
+
+class Gauge:
+    """Reads, while a chain is drafted, how likely it is to stand by the proposer's own reckoning.
+
+    That is the product of the chances of the likeliest tokens, whatever was drawn.
+    """
+
+    def __init__(self, enough: Enough, sampling: SamplingBatch):
+        self._enough, self._sampling = enough, sampling
+        self._doubts: list[mx.array] = []
+        self.chances: list[list[float]] = []
+        """What it was told of each row, every time that it was asked."""
+
+    def add(self, logits: mx.array) -> mx.array:
+        """Take the next token's logits [B, 1, Vd] into account: the doubts down to it, [B, 1], not computed yet."""
+        doubt = doubt_of(logits, self._sampling)
+        self._doubts.append(self._doubts[-1] + doubt if self._doubts else doubt)
+        return self._doubts[-1]
+
+    def stops(self) -> bool:
+        """Whether the chain is to end with the tokens that it has."""
+        known = len(self._doubts) - BEHIND
+        if known <= 0:
+            return False
+        doubts = cast(list[list[float]], self._doubts[known - 1].tolist())
+        self.chances.append([exp(-doubt) for (doubt,) in doubts])
+        return self._enough(self.chances[-1])
+
+
+def draw_chain(depth: int, forward: Forward, draw: Draw, gauge: Gauge | None = None) -> list[mx.array]:
+    """The tokens of a chain, [B, 1] int32 each in the target's ids: `depth` of them, or fewer where the gauge stops.
+
+    The device drafts while the host builds the next step.
+    """
+    tokens: list[mx.array] = []
+    for step in range(depth):
+        if gauge is not None and gauge.stops():
+            break
+        logits = forward(tokens[-1] if tokens else None)
+        tokens.append(draw(logits, step))
+        mx.async_eval(tokens[-1], *([] if gauge is None else [gauge.add(logits)]))
+    return tokens
