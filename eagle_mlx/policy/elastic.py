@@ -97,9 +97,9 @@ class ElasticChains:
         rows, depth = len(accepted), max(drafted)
         self._rounds += 1
         self.prospects.add(chances, drafted, accepted)
+        expected = self.costs.estimate(rows, depth) or seconds
         self.costs.add(rows, depth, seconds)
-        usual = self.costs.estimate(rows, depth)
-        assert usual is not None
+        usual = min(self.costs.estimate(rows, depth) or seconds, 2 * expected)  # the first may have been an accident
         self._pace(rows).add(rows, 1 + sum(accepted) / rows, usual * rival)
 
     def _pace(self, rows: int) -> _Pace:

@@ -18,8 +18,14 @@ _MARGIN = 0.02
 """Of shapes whose speeds are this close the smallest is taken: a guess may be wrong, a token not drafted is free."""
 _PROBE_EVERY = 32
 """Rounds from one look at another shape to the next, at least."""
-_FAR, _SELDOM = 0.7, 16
-"""Where plain decoding has less than that share of the best speed, so many looks pass before one at it."""
+_GAIN = 0.02
+"""What drafting must promise beyond plain decoding: of promises that are noise the largest would be taken."""
+_LOOK, _STEADY = 4, 3
+"""Rounds of a look at plain decoding, and the first of them that counts: in a run of plain rounds each is launched
+before the one in front of it is read, so they take less than a single one behind a draft.
+"""
+_CLOSE, _SELDOM = 0.85, 256
+"""Where plain decoding has less than that share of the best speed, rounds from one look at it to the next."""
 _TREE_MARGIN, _TREE_DOUBT = 0.03, 0.2
 """What a tree must promise beyond the best chain, and how much more of it by the root of the rounds that it was tried:
 of promises those that are noise would be taken first.
@@ -74,6 +80,8 @@ class ThroughputPolicy:
         self._last_seen: Counter[Shape] = Counter()
         self._samples: Counter[Shape] = Counter()
         self._elapsed = self._lost = 0.0
+        self._plain_run = 0
+        """Plain rounds since the last draft."""
         self._known: dict[tuple[int, Shape, int], dict[Shape, float]] = {}
         """Speeds, until a round has told more."""
 
@@ -92,8 +100,19 @@ class ThroughputPolicy:
         best = self._best(rows, trees, elastic)
         if trees and not best.is_tree and (tree := self._promising(rows, elastic)) is not None:
             return tree
+        if self._looks_at_plain(rows, best, elastic):
+            return self._chains[0]
         waits = self._round - self._last_probe < _PROBE_EVERY or self._lost > self.explore * self._elapsed
         return best if waits else self._probe(rows, trees, elastic, best)
+
+    def _looks_at_plain(self, rows: int, best: Shape, elastic: bool) -> bool:
+        """Whether it is time, while drafting, for a few plain rounds; more often where they are nearly as fast."""
+        if best == self._chains[0]:
+            return False
+        if 0 < self._plain_run < _LOOK:
+            return True
+        close = self._speeds(rows, self._fixed(elastic))[self._chains[0]] > _CLOSE * self._best_chain(rows, elastic)[1]
+        return self._round - self._last_seen[self._chains[0]] >= (_PROBE_EVERY if close else _SELDOM)
 
     def _promising(self, rows: int, elastic: bool) -> Shape | None:
         """A tree that may be faster than chains, and was not tried just now."""
@@ -140,12 +159,13 @@ class ThroughputPolicy:
         return chain
 
     def _best_chain(self, rows: int, elastic: bool, drafting: bool = False) -> tuple[Shape, float]:
-        """The fastest chain and what it promises."""
+        """The fastest chain and what it promises; plain decoding where that is not clearly more."""
         fixed = self._fixed(elastic)
         chain, speed = _fastest(self._speeds(rows, (drafting and fixed[1:]) or fixed))
         if elastic and (promised := self._rival(rows) * self.elastic.advantage(rows)) > speed:
-            return self._open, promised
-        return chain, speed
+            chain, speed = self._open, promised
+        plain = self._speeds(rows, fixed)[fixed[0]]
+        return (chain, speed) if drafting or speed > (1 + _GAIN) * plain else (fixed[0], plain)
 
     def _speeds(self, rows: int, shapes: Sequence[Shape]) -> dict[Shape, float]:
         """Expected tokens per second and row, from the smallest shape to the largest."""
@@ -168,12 +188,12 @@ class ThroughputPolicy:
         return self.acceptance.expected_tokens(shape.depth)
 
     def _probe(self, rows: int, trees: bool, elastic: bool, best: Shape) -> Shape:
-        """While drafting, no draft, a neighbour, or the best of the other kind, whichever was tried the longest ago;
-        else the best way to draft. Not drafting is looked at less often where it is far behind.
+        """While drafting, a neighbour, or the best of the other kind, whichever was tried the longest ago; else the
+        best way to draft.
         """
         if best == self._chains[0]:
             return self._best(rows, trees, elastic, drafting=True)
-        others = {self._chains[0]} | ({self._open} if elastic else set())
+        others = {self._open} if elastic else set()
         for kind in (self._fixed(elastic), self._trees if trees else []):
             if best in kind:
                 at = kind.index(best)
@@ -181,23 +201,23 @@ class ThroughputPolicy:
             elif kind:
                 speeds = self._speeds(rows, kind)
                 others.add(max(speeds, key=lambda shape: speeds[shape]))
-        others.discard(best)
-        none = self._chains[0]
-        far_behind = self._speeds(rows, [none])[none] < _FAR * self._best_chain(rows, elastic)[1]
-        if far_behind and self._round - self._last_seen[none] < _SELDOM * _PROBE_EVERY:
-            others.discard(none)
+        others -= {best, self._chains[0]}
         return min(others, key=lambda shape: (self._last_seen[shape], shape.nodes), default=best)
 
     def observe(self, depth: int, drafted: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
         if depth > self.max_depth:
             return
         self._known.clear()
-        self.costs.add(len(accepted), depth, seconds)
+        rows = len(accepted)
+        self._plain_run = 0 if depth else self._plain_run + 1
+        if depth or self._plain_run >= _STEADY or not self._samples[self._chains[0]]:
+            self.costs.add(rows, depth, seconds)
         self.acceptance.add(depth, accepted)
-        self._count(len(accepted), self._chains[depth], sum(accepted), self.costs.estimate(len(accepted), depth))
+        self._count(rows, self._chains[depth], sum(accepted), self.costs.estimate(rows, depth))
 
     def observe_tree(self, shape: Shape, kept: Sequence[Sequence[int]], seconds: float) -> None:
         self._known.clear()
+        self._plain_run = 0
         self.tree_costs.add(len(kept), shape.nodes, seconds)
         self.ranks.add(shape.nodes, kept)
         self._count(len(kept), shape, sum(map(len, kept)), self._seconds(len(kept), shape))
@@ -206,6 +226,7 @@ class ThroughputPolicy:
         self, chances: Sequence[Sequence[float]], drafted: Sequence[int], accepted: Sequence[int], seconds: float
     ) -> None:
         rows = len(accepted)
+        self._plain_run = 0
         self.elastic.add(chances, drafted, accepted, seconds, self._rival(rows))
         self._known.clear()
         self.acceptance.add(min(max(drafted), _SHORT), accepted)  # further on are those alone that were likely to be
@@ -215,7 +236,8 @@ class ThroughputPolicy:
         self._round += 1
         self._samples[shape] += 1
         self._last_seen[shape] = self._round
-        if shape != self._best(rows, trees=self._tried_trees, elastic=self._samples[self._open] > 0):
+        best = self._best(rows, trees=self._tried_trees, elastic=self._samples[self._open] > 0)
+        if shape not in (best, self._chains[0]):
             self._last_probe = self._round
         assert seconds is not None
         self._account(rows, shape, rows + accepted, seconds)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 class AcceptanceByPosition:
     """The chance that the draft token at each position is kept, given that those before it were.
 
-    Rates of older tries fade by 2 % with each new one. A position that no draft has reached yet has a guess.
+    Older rounds fade by 2 % with each new one, whatever its rows: in a batch there is the more to go by, and drafting
+    that hardly pays must not be taken for noise. A position that no draft has reached yet has a guess.
     """
 
     _GUESS, _WEIGHT, _FADE = 0.7, 2.0, 0.98
@@ -25,9 +26,9 @@ class AcceptanceByPosition:
         for position in range(depth):
             tries = sum(kept >= position for kept in accepted)
             hits = sum(kept > position for kept in accepted)
-            fade = self._FADE**tries
-            self._tries[position] = self._tries[position] * fade + tries
-            self._hits[position] = self._hits[position] * fade + hits
+            if tries:
+                self._tries[position] = self._tries[position] * self._FADE + tries
+                self._hits[position] = self._hits[position] * self._FADE + hits
 
     def rate(self, position: int) -> float:
         return self._hits[position] / self._tries[position] if position < len(self._tries) else self._GUESS
@@ -59,10 +60,9 @@ class AcceptanceByRank:
         for rank in range(len(self._tries), nodes):
             self._tries.append(self._WEIGHT)
             self._hits.append(self._WEIGHT * self._guess(rank))
-        fade = self._FADE ** len(kept)
         for rank in range(nodes):
-            self._tries[rank] = self._tries[rank] * fade + len(kept)
-            self._hits[rank] = self._hits[rank] * fade + sum(rank in row for row in kept)
+            self._tries[rank] = self._tries[rank] * self._FADE + len(kept)
+            self._hits[rank] = self._hits[rank] * self._FADE + sum(rank in row for row in kept)
 
     def expected_tokens(self, nodes: int) -> float:
         """Tokens that a row emits in a round with so many draft tokens, the target's own included."""
