@@ -21,10 +21,10 @@ _PROBE_EVERY = 32
 _GAIN = 0.02
 """What drafting must promise beyond plain decoding: of promises that are noise the largest would be taken."""
 _LOOK, _STEADY = 4, 3
-"""Rounds of a look at plain decoding, and the first of them that counts: in a run of plain rounds each is launched
-before the one in front of it is read, so they take less than a single one behind a draft.
+"""Rounds of a look at plain decoding where it is nearly as fast, and the first of them that counts: in a run of plain
+rounds each is launched before the one in front of it is read, so they take less than a single one behind a draft.
 """
-_CLOSE, _SELDOM = 0.85, 256
+_CLOSE, _SELDOM = 0.85, 64
 """Where plain decoding has less than that share of the best speed, rounds from one look at it to the next."""
 _TREE_MARGIN, _TREE_DOUBT = 0.03, 0.2
 """What a tree must promise beyond the best chain, and how much more of it by the root of the rounds that it was tried:
@@ -106,13 +106,17 @@ class ThroughputPolicy:
         return best if waits else self._probe(rows, trees, elastic, best)
 
     def _looks_at_plain(self, rows: int, best: Shape, elastic: bool) -> bool:
-        """Whether it is time, while drafting, for a few plain rounds; more often where they are nearly as fast."""
+        """Whether it is time, while drafting, for plain decoding: a few rounds where it is nearly as fast, else one."""
         if best == self._chains[0]:
             return False
-        if 0 < self._plain_run < _LOOK:
+        close = self._is_close(rows, elastic)
+        if close and 0 < self._plain_run < _LOOK:
             return True
-        close = self._speeds(rows, self._fixed(elastic))[self._chains[0]] > _CLOSE * self._best_chain(rows, elastic)[1]
         return self._round - self._last_seen[self._chains[0]] >= (_PROBE_EVERY if close else _SELDOM)
+
+    def _is_close(self, rows: int, elastic: bool) -> bool:
+        plain = self._speeds(rows, self._fixed(elastic))[self._chains[0]]
+        return plain > _CLOSE * self._best_chain(rows, elastic)[1]
 
     def _promising(self, rows: int, elastic: bool) -> Shape | None:
         """A tree that may be faster than chains, and was not tried just now."""
@@ -207,11 +211,16 @@ class ThroughputPolicy:
     def observe(self, depth: int, drafted: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
         if depth > self.max_depth:
             return
-        self._known.clear()
         rows = len(accepted)
         self._plain_run = 0 if depth else self._plain_run + 1
-        if depth or self._plain_run >= _STEADY or not self._samples[self._chains[0]]:
+        if (
+            depth
+            or self._plain_run >= _STEADY
+            or not self._is_known(rows)
+            or not self._is_close(rows, self._tried_open)
+        ):
             self.costs.add(rows, depth, seconds)
+        self._known.clear()
         self.acceptance.add(depth, accepted)
         self._count(rows, self._chains[depth], sum(accepted), self.costs.estimate(rows, depth))
 
@@ -236,11 +245,18 @@ class ThroughputPolicy:
         self._round += 1
         self._samples[shape] += 1
         self._last_seen[shape] = self._round
-        best = self._best(rows, trees=self._tried_trees, elastic=self._samples[self._open] > 0)
+        best = self._best(rows, trees=self._tried_trees, elastic=self._tried_open)
         if shape not in (best, self._chains[0]):
             self._last_probe = self._round
         assert seconds is not None
         self._account(rows, shape, rows + accepted, seconds)
+
+    def _is_known(self, rows: int) -> bool:
+        return self.costs.estimate(rows, 0) is not None and self._samples[self._chains[0]] > 0
+
+    @property
+    def _tried_open(self) -> bool:
+        return self._samples[self._open] > 0
 
     @property
     def _tried_trees(self) -> bool:
