@@ -13,6 +13,7 @@ from eagle_mlx.formats import load_head
 from eagle_mlx.loops import LEAST_DISTINCT
 from eagle_mlx.params import SamplingParams
 from eagle_mlx.policy import ThroughputPolicy
+from eagle_mlx.policy.throughput import MOST_TOKENS
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.sanity import doubt
 from eagle_mlx.target import Target, load_target
@@ -53,7 +54,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     part.add_argument("--batch", type=positive, default=8, metavar="N", help="answers made at once (%(default)s)")
     part.add_argument("--head", metavar="DIR_OR_ID", help="a draft head of the target: the same answers, sooner")
     part.add_argument(
-        "--num-speculative-tokens", type=int, default=8, metavar="K", help="drafted a round at most (%(default)s)"
+        "--num-speculative-tokens",
+        type=int,
+        default=MOST_TOKENS,
+        metavar="K",
+        help="drafted a round at most (%(default)s)",
     )
     part.add_argument(
         "--system",

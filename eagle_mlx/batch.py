@@ -14,15 +14,7 @@ from eagle_mlx.logprobs import Logprobs
 from eagle_mlx.policy.base import Enough, Shape
 from eagle_mlx.prefix import Prefix
 from eagle_mlx.processors import Processors
-from eagle_mlx.proposers.base import (
-    Branching,
-    Draft,
-    Elastic,
-    Forkable,
-    Observation,
-    Proposer,
-    ProposerState,
-)
+from eagle_mlx.proposers.base import Branching, Draft, Elastic, Forkable, Observation, Proposer, ProposerState
 from eagle_mlx.row import Row
 from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Forward, Target
@@ -249,11 +241,12 @@ class Batch:
         depth = shape.depth
         if self.state is None or not depth:
             return self._no_draft()
+        first = self._positions(1)[:, 0]
         if shape.is_tree:
             assert isinstance(self.state, Branching)
-            return self.state.propose_tree(depth, shape.nodes, self.sampling, self._positions(1)[:, 0])
-        first = self._positions(1)[:, 0]
-        if enough is not None and isinstance(self.state, Elastic):
+            return self.state.propose_tree(depth, shape.nodes, self.sampling, first)
+        if enough is not None:
+            assert isinstance(self.state, Elastic)
             draft = self.state.propose_until(enough, depth, self.sampling, first)
         else:
             draft = self.state.propose(depth, self.sampling, first)

@@ -14,7 +14,7 @@ from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.intake import Prompt, make_row
 from eagle_mlx.output import Chunk, Output
 from eagle_mlx.params import SamplingParams
-from eagle_mlx.policy import Policy, Shape, ShapePolicy, ThroughputPolicy
+from eagle_mlx.policy import ElasticPolicy, Policy, Shape, ShapePolicy, ThroughputPolicy
 from eagle_mlx.prefix import PrefixCache
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.row import Row
@@ -252,7 +252,7 @@ class Engine:
         self._drafting += shape.depth > 0
         timed = self.observer is not None and shape.depth > 0 and self._drafting % _TIMED == 1
         enough = None
-        if shape.elastic and isinstance(self.policy, ShapePolicy):
+        if shape.elastic and isinstance(self.policy, ElasticPolicy):
             enough = self.policy.enough(len(self._batch.rows))
         return self._batch.launch(shape, enough, timed)
 
@@ -263,7 +263,8 @@ class Engine:
         rows = len(self._batch.rows)
         if isinstance(self.policy, ShapePolicy):
             trees = self.policy.wants_trees and self.chains_only is None and self._batch.may_branch
-            wanted = self.policy.shape(rows, trees, self._batch.may_stop)
+            elastic = isinstance(self.policy, ElasticPolicy) and self._batch.may_stop
+            wanted = self.policy.shape(rows, trees, elastic)
         else:
             wanted = Shape.chain(self.policy.depth(rows))
         return wanted.cut(self._batch.most_drafts)
@@ -309,7 +310,7 @@ class Engine:
         shape = done.shape
         if shape.is_tree and isinstance(self.policy, ShapePolicy):
             self.policy.observe_tree(shape, landing.kept, seconds)
-        elif shape.elastic and isinstance(self.policy, ShapePolicy):
+        elif shape.elastic and isinstance(self.policy, ElasticPolicy):
             self.policy.observe_elastic(done.chances, landing.drafted, landing.accepted, seconds)
         else:
             self.policy.observe(shape.depth, landing.drafted, landing.accepted, seconds)

@@ -17,7 +17,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats import load_head
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
-from eagle_mlx.policy.throughput import levels_for
+from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
@@ -32,8 +32,8 @@ _HEADS: tuple[Mode, ...] = ("eagle", "mtp")
 """Modes in which a head drafts."""
 PolicyName = Literal["throughput", "acceptance-ema", "fixed"]
 Bits = Literal["4bit", "8bit"]
-DEFAULT_TOKENS: dict[PolicyName, int] = {"throughput": 8, "acceptance-ema": 4, "fixed": 4}
-"""Draft tokens a round. A chain whose end is open goes on where the head is sure, and seldom reaches the most."""
+DEFAULT_TOKENS: dict[PolicyName, int] = {"throughput": MOST_TOKENS, "acceptance-ema": 4, "fixed": 4}
+"""Draft tokens a round."""
 
 _METHODS: dict[str, Mode] = {
     "eagle": "eagle",

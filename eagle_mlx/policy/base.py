@@ -71,14 +71,19 @@ class ShapePolicy(Policy, Protocol):
         """As `depth`; a tree, or an elastic chain, only where they can be had."""
         ...
 
-    def enough(self, rows: int) -> Enough:
-        """For one round of elastic chains: asked after each token whether to leave it there."""
-        ...
-
     def observe_tree(self, shape: Shape, kept: Sequence[Sequence[int]], seconds: float) -> None:
         """As `observe`, of a round with trees. kept: row by row, the draft tokens that were kept, by their numbers from
         0 on, the likeliest first.
         """
+        ...
+
+
+@runtime_checkable
+class ElasticPolicy(ShapePolicy, Protocol):
+    """A policy that may ask for elastic chains."""
+
+    def enough(self, rows: int) -> Enough:
+        """For one round: asked after each token whether to leave it there."""
         ...
 
     def observe_elastic(
@@ -110,18 +115,10 @@ class FixedPolicy:
     def shape(self, rows: int, trees: bool, elastic: bool = False) -> Shape:
         return Shape(self.k, self.nodes) if trees and self.wants_trees else Shape.chain(self.k)
 
-    def enough(self, rows: int) -> Enough:
-        return lambda chances: False
-
     def observe(self, depth: int, drafted: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
         """Nothing to learn."""
 
     def observe_tree(self, shape: Shape, kept: Sequence[Sequence[int]], seconds: float) -> None:
-        """Nothing to learn."""
-
-    def observe_elastic(
-        self, chances: Sequence[Sequence[float]], drafted: Sequence[int], accepted: Sequence[int], seconds: float
-    ) -> None:
         """Nothing to learn."""
 
 

@@ -12,6 +12,7 @@ from eagle_mlx.policy.costs import Costs
 _FADE = 0.99
 """What is left of the weight of older rounds with each new one."""
 _PACE_FADE = 0.995
+"""The same for what elastic chains gain on others, which changes less than what there is to draft."""
 _BENEFIT = 1.0
 """What they are taken to give more than is known of them, by the root of how often they were tried: a pace that is not
 seen any more stays as it is, so what is faster must not be left for a few rounds of bad luck.

@@ -11,6 +11,8 @@ from eagle_mlx.policy.costs import Costs
 from eagle_mlx.policy.elastic import ElasticChains
 from eagle_mlx.policy.yields import AcceptanceByPosition, AcceptanceByRank
 
+MOST_TOKENS = 8
+"""Of a chain, unless something else is asked for: elastic ones seldom get so far."""
 _FIRST_DEPTH, _FIRST_NODES = 2, 8
 _FIRST_SAMPLES = 2
 """Rounds of each kind before the policy chooses: the first may compile kernels."""
@@ -56,13 +58,13 @@ class ThroughputPolicy:
     durations by rows and shape. Where a proposer can say how sure it is, long chains are elastic: they end as soon as a
     token more is worth less than what decoding gives in its time otherwise.
 
-    Every 32nd round may look at a shape beside the best, or at none; every eighth looks at a tree that promises more
-    than chains, until that is certain enough for it to be taken. Where drafting has lost time against plain decoding,
-    those looks wait until the loss is less than `explore` of all the time: a useless proposer costs that share and the
-    first few rounds. Raises ConfigError for values out of range.
+    Every 32nd round may look at a shape beside the best; every eighth looks at a tree that promises more than chains,
+    until that is certain enough for it to be taken; now and then there is a look at plain decoding. Where drafting has
+    lost time against that, looks at drafts wait until the loss is less than `explore` of all the time: a useless
+    proposer costs that share and the first few rounds. Raises ConfigError for values out of range.
     """
 
-    def __init__(self, max_depth: int = 8, explore: float = 0.005, max_nodes: int = 0):
+    def __init__(self, max_depth: int = MOST_TOKENS, explore: float = 0.005, max_nodes: int = 0):
         """`max_nodes`: the most tokens of a draft tree; 0 for chains alone, which are at most `max_depth` long."""
         check_depth("max_depth", max_depth)
         check_depth("max_nodes", max_nodes)
@@ -213,12 +215,7 @@ class ThroughputPolicy:
             return
         rows = len(accepted)
         self._plain_run = 0 if depth else self._plain_run + 1
-        if (
-            depth
-            or self._plain_run >= _STEADY
-            or not self._is_known(rows)
-            or not self._is_close(rows, self._tried_open)
-        ):
+        if depth or self._times_plain(rows):
             self.costs.add(rows, depth, seconds)
         self._known.clear()
         self.acceptance.add(depth, accepted)
@@ -251,8 +248,10 @@ class ThroughputPolicy:
         assert seconds is not None
         self._account(rows, shape, rows + accepted, seconds)
 
-    def _is_known(self, rows: int) -> bool:
-        return self.costs.estimate(rows, 0) is not None and self._samples[self._chains[0]] > 0
+    def _times_plain(self, rows: int) -> bool:
+        """Whether what this plain round took counts: where the race is close, only in a run of them."""
+        first = not self._samples[self._chains[0]]
+        return first or self._plain_run >= _STEADY or not self._is_close(rows, self._tried_open)
 
     @property
     def _tried_open(self) -> bool:

@@ -298,6 +298,9 @@ class Capricious(em.FixedPolicy):
         rng = np.random.default_rng(rows)
         return lambda chances: bool(rng.random() < 0.3)
 
+    def observe_elastic(self, *told: Any) -> None:
+        """Nothing to learn."""
+
 
 @pytest.mark.parametrize("proposer", proposers()[1:5], ids=lambda p: getattr(p, "name", "plain"))
 @pytest.mark.parametrize(
