@@ -99,6 +99,7 @@ class Batch:
             self.state = past.state.fork(0, past.length)
         elif proposer:
             self.state = proposer.open([row.prompt for row in self.rows])
+        self._branches, self._stops = isinstance(self.state, Branching), isinstance(self.state, Elastic)
         self._read = past.length if past else 0
         self._arrange()
         self.last = mx.array([[row.prompt[-1]] for row in self.rows], mx.int32).reshape(-1, 1)
@@ -112,14 +113,14 @@ class Batch:
     @property
     def may_branch(self) -> bool:
         """Whether a tree can be judged: by the target's own draws, of its own logits."""
-        if not isinstance(self.state, Branching) or self.processors is not None:
+        if not self._branches or self.processors is not None:
             return False
         return not (self.sampling.any_rejection or self.sampling.any_threshold)
 
     @property
     def may_stop(self) -> bool:
         """Whether a chain can end where the next token is not worth drafting."""
-        return isinstance(self.state, Elastic)
+        return self._stops
 
     @property
     def may_run_ahead(self) -> bool:

