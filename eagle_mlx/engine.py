@@ -89,6 +89,8 @@ class Engine:
         self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
         self.observer: Callable[[RoundReport], None] | None = None
         """Told of every round after it."""
+        self.clock: Callable[[], float] = perf_counter
+        """Seconds by which rounds are timed."""
         self.prefixes = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
         self.chains_only = self._why_chains(kv_bits)
         """Why no trees are drafted though the policy asks for them; None where they are, or nobody asks."""
@@ -219,7 +221,7 @@ class Engine:
         """Seconds since this was last asked. A round's run from the end of what came before it, so that what the host
         does between rounds is part of them, whether the device waits for it or has been given the next round already.
         """
-        before, self._landed_at = self._landed_at, perf_counter()
+        before, self._landed_at = self._landed_at, self.clock()
         return self._landed_at - before
 
     def _admit(self) -> list[Row]:

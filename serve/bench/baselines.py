@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import mlx.core as mx
 import mlx_lm
+from mlx_lm.generate import GenerationResponse
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.params import SamplingParams
 from eagle_mlx.target import Target
 
 from ..speculation import PolicyName
-from .continuation import Continuation
+from .continuation import Continuation, Decoding
 
 
 class MlxLmMode:
@@ -32,28 +33,32 @@ class MlxLmMode:
         self._stream = mx.new_stream(mx.default_device())
         self._extra: dict[str, Any] = {}
 
-    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Continuation]:
-        return [self._one(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+    def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
+        said = []
+        for prompt, each in zip(prompts, params, strict=True):
+            steps = []
+            for step in self._steps(prompt, each):
+                steps.append(step)
+                yield 1
+            rounds = sum(not step.from_draft for step in steps)
+            text = "".join(step.text for step in steps)
+            said.append(Continuation(tuple(int(step.token) for step in steps), text, max(1, rounds)))
+        return said
 
     def settle(self) -> None:
         mx.synchronize(self._stream)
 
-    def _one(self, prompt: list[int], params: SamplingParams) -> Continuation:
+    def _steps(self, prompt: list[int], params: SamplingParams) -> Iterator[GenerationResponse]:
         _seed(params)
-        steps = list(
-            mlx_lm.stream_generate(
-                self._model,
-                self._tokenizer,
-                prompt,
-                max_tokens=params.max_tokens,
-                sampler=_sampler(params),
-                stream=self._stream,
-                **self._extra,
-            )
+        return mlx_lm.stream_generate(
+            self._model,
+            self._tokenizer,
+            prompt,
+            max_tokens=params.max_tokens,
+            sampler=_sampler(params),
+            stream=self._stream,
+            **self._extra,
         )
-        text = "".join(step.text for step in steps)
-        rounds = sum(not step.from_draft for step in steps)
-        return Continuation(tuple(int(step.token) for step in steps), text, max(1, rounds))
 
 
 class MlxLmDraftMode(MlxLmMode):
@@ -85,7 +90,7 @@ class MlxLmBatchMode:
         self._model, self._tokenizer = target.model, target.tokenizer
         self._end = min(target.eos_token_ids, default=0)
 
-    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Continuation]:
+    def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
         _seed(params[0])
         limits = [each.max_tokens for each in params]
         said = mlx_lm.batch_generate(
@@ -99,6 +104,7 @@ class MlxLmBatchMode:
             sampler=_sampler(params[0]),
         )
         assert said.token_ids is not None
+        yield sum(map(len, said.token_ids))
         return [
             self._continuation(tokens, text, limit)
             for tokens, text, limit in zip(said.token_ids, said.texts, limits, strict=True)

@@ -119,6 +119,14 @@ def _add_how(how: argparse._ArgumentGroup, plan: Plan) -> None:
     )
     how.add_argument("--ignore-eos", action="store_true", help="let every continuation be --max-tokens long")
     how.add_argument("--repeats", type=_positive, default=plan.repeats, help=f"default {plan.repeats}")
+    how.add_argument(
+        "--turn",
+        type=_positive,
+        default=plan.turn,
+        metavar="N",
+        help="let the modes change over after every N tokens a row rather than after whole prompts, where a machine's "
+        "speed varies; mlx-lm-batch has one long turn",
+    )
     how.add_argument("--seed", type=int, default=plan.seed, help="of the first prompt when sampling (default 0)")
     how.add_argument(
         "--least-distinct",
@@ -175,6 +183,7 @@ def _bench(args: argparse.Namespace, command: str) -> int:
         "max_tokens": args.max_tokens,
         "acceptance": args.acceptance,
         "repeats": args.repeats,
+        "turn": args.turn,
         "tolerance": tolerance,
     }
     if args.costs:
@@ -242,6 +251,7 @@ def _plan(args: argparse.Namespace, temperature: float) -> Plan:
         ignore_eos=args.ignore_eos,
         acceptance=args.acceptance,
         tolerance=args.tolerance,
+        turn=args.turn,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -17,6 +17,20 @@ class Continuation:
     """Target forwards that emitted tokens."""
     drafted_by_position: tuple[int, ...] = ()
     accepted_by_position: tuple[int, ...] = ()
+
+
+Decoding = Generator[int, None, list[Continuation]]
+"""Yields after every step how many tokens it gave; returns what was said to each prompt."""
+
+
+def finish(decoding: Decoding) -> list[Continuation]:
+    """Decode to the end."""
+    while True:
+        try:
+            next(decoding)
+        except StopIteration as end:
+            said: list[Continuation] = end.value
+            return said
 
 
 def acceptance_length(continuations: Sequence[Continuation]) -> float:

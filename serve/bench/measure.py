@@ -14,9 +14,10 @@ from eagle_mlx.params import Acceptance, SamplingParams
 from eagle_mlx.target import Target
 
 from .baselines import MlxLmMode
-from .continuation import Continuation, acceptance_by_position, acceptance_length
+from .continuation import Continuation, acceptance_by_position, acceptance_length, finish
 from .identity import Identity, compare, tolerance_for
 from .modes import BASELINES, EngineMode, Mode
+from .turns import Timed, take_turns
 
 GROUP_PER_ROW = 4
 """Prompts per row of the batch between two turns, so that rows that end early are filled again."""
@@ -37,6 +38,8 @@ class Plan:
     """The rule by which sampled drafts are accepted. Only coupled texts can be compared with plain ones."""
     ignore_eos: bool = False
     """Let every continuation be `max_tokens` long."""
+    turn: int = 0
+    """Tokens a row after which the modes change over; 0: when all has been said to a group of prompts."""
     tolerance: float | None = None
     """How close the two best logits must be for a difference to be excused; None goes by the target's type."""
 
@@ -44,6 +47,8 @@ class Plan:
         for name in ("max_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if self.turn < 0:
+            raise ConfigError(f"turn must be at least 0; got {self.turn}")
         if not 0 <= self.least_distinct <= 1:
             raise ConfigError(f"least_distinct must be between 0 and 1; got {self.least_distinct}")
 
@@ -104,14 +109,22 @@ class _Work:
     first: Sequence[SamplingParams]
     """The same, for one token only."""
 
-    def run(self, mode: Mode, group: Sequence[int], first: bool = False) -> tuple[float, list[Continuation]]:
+    def run(self, mode: Mode, group: Sequence[int], first: bool = False) -> Timed:
         """Decode some of the prompts, whole or to their first token: the seconds, and what was said."""
         params = self.first if first else self.params
         start = perf_counter()
-        out = mode.generate([self.prompts[index] for index in group], [params[index] for index in group])
+        out = finish(mode.decode([self.prompts[index] for index in group], [params[index] for index in group]))
         seconds = perf_counter() - start
         mode.settle()
         return seconds, out
+
+    def run_all(self, modes: Sequence[Mode], group: Sequence[int], turn: int) -> list[Timed]:
+        """The same by all modes: one after the other, or in turns of so many tokens."""
+        if not turn:
+            return [self.run(mode, group) for mode in modes]
+        return take_turns(
+            modes, [self.prompts[index] for index in group], [self.params[index] for index in group], turn
+        )
 
 
 @dataclass(frozen=True)
@@ -176,12 +189,12 @@ def measure(
     if reference.continuations:
         kept = _kept(reference, everything, plan)
         groups = _groups(kept, modes) + _groups([index for index in everything if index not in kept], modes)
-        _repeat(tallies, groups, work, f"repeat 1/{plan.repeats}", progress)
+        _repeat(tallies, groups, work, plan.turn, f"repeat 1/{plan.repeats}", progress)
     else:
-        _repeat(tallies, _groups(everything, modes), work, f"repeat 1/{plan.repeats}", progress)
+        _repeat(tallies, _groups(everything, modes), work, plan.turn, f"repeat 1/{plan.repeats}", progress)
         kept = _kept(reference, everything, plan)
     for repeat in range(1, plan.repeats):
-        _repeat(tallies, _groups(kept, modes), work, f"repeat {repeat + 1}/{plan.repeats}", progress)
+        _repeat(tallies, _groups(kept, modes), work, plan.turn, f"repeat {repeat + 1}/{plan.repeats}", progress)
     expected = [one.tokens for one in reference.said(everything)]
     return [_figures(tally, tallies, _identity(target, tally, expected, work, plan), kept, plan) for tally in tallies]
 
@@ -221,17 +234,18 @@ def _groups(indices: Sequence[int], modes: Sequence[Mode]) -> list[Sequence[int]
 
 
 def _repeat(
-    tallies: Sequence[_Tally], groups: Sequence[Sequence[int]], work: _Work, title: str, progress: bool
+    tallies: Sequence[_Tally], groups: Sequence[Sequence[int]], work: _Work, turn: int, title: str, progress: bool
 ) -> None:
     """One pass over the groups; within a group the modes take turns, so that all meet the same moments."""
     for tally in tallies:
         tally.repeats.append([])
     with progress_bar(total=sum(map(len, groups)), desc=title, unit="prompt", disable=not progress) as bar:
         for number, group in enumerate(groups):
-            turn = number % len(tallies)
-            for tally in [*tallies[turn:], *tallies[:turn]]:
-                first, _ = work.run(tally.mode, group, first=True)
-                seconds, out = work.run(tally.mode, group)
+            start = number % len(tallies)
+            ordered = [*tallies[start:], *tallies[:start]]
+            firsts = [work.run(tally.mode, group, first=True)[0] for tally in ordered]
+            timed = work.run_all([tally.mode for tally in ordered], group, turn)
+            for tally, first, (seconds, out) in zip(ordered, firsts, timed, strict=True):
                 tally.repeats[-1].append(_Timing(group[0], seconds, first))
                 tally.continuations.update(zip(group, out, strict=True))
             bar.update(len(group))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Literal, Protocol, get_args
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+from eagle_mlx.output import Output
 from eagle_mlx.params import SamplingParams
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.draft_model import DraftModelProposer
@@ -21,7 +23,7 @@ from eagle_mlx.target import Target
 
 from ..speculation import PolicyName, Speculation
 from .baselines import MlxLmBatchMode, MlxLmDraftMode, MlxLmMode
-from .continuation import Continuation
+from .continuation import Continuation, Decoding
 
 ModeName = Literal["mlx-lm", "mlx-lm-batch", "mlx-lm-draft", "plain", "ngram", "draft", "eagle"]
 MODE_NAMES: tuple[ModeName, ...] = get_args(ModeName)
@@ -49,8 +51,8 @@ class Mode(Protocol):
     @property
     def policy(self) -> PolicyName: ...
 
-    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Continuation]:
-        """Decode token-id prompts to their ends, in order."""
+    def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
+        """Decode token-id prompts to their ends; the continuations come in their order."""
 
     def settle(self) -> None:
         """Wait for work that was launched and is not wanted, so that it does not burden what is timed next."""
@@ -72,25 +74,45 @@ class EngineMode:
         self.name, self.batch, self.depth, self.nodes, self.policy = name, batch, depth, nodes, policy
         rule = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy).make_policy()
         self._engine = Engine(target, proposer, rule, max_batch=batch)
+        self._elsewhere = 0.0
+        """Seconds of other modes' turns, which are none of its rounds'."""
+        self._engine.clock = lambda: perf_counter() - self._elsewhere
         if self._engine.chains_only is not None:
             raise ConfigError(
                 f"no trees can be drafted for {target.name}: {self._engine.chains_only}; leave --nodes out"
             )
 
-    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Continuation]:
-        return [
-            Continuation(
-                tokens=tuple(out.tokens),
-                text=out.text,
-                rounds=out.rounds,
-                drafted_by_position=tuple(out.drafted_by_position),
-                accepted_by_position=tuple(out.accepted_by_position),
-            )
-            for out in self._engine.generate(prompts, params)
-        ]
+    def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
+        engine = self._engine
+        rows = [engine.prepare(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+        for row in rows:
+            engine.submit(row)
+        given = 0
+        try:
+            while not all(row.finish_reason for row in rows):
+                engine.step()
+                now = sum(len(row.tokens) for row in rows)
+                left = perf_counter()
+                yield now - given
+                self._elsewhere += perf_counter() - left
+                given = now
+        finally:
+            for row in rows:
+                engine.cancel(row)
+        return [_continuation(engine.output(row)) for row in rows]
 
     def settle(self) -> None:
         mx.synchronize()
+
+
+def _continuation(out: Output) -> Continuation:
+    return Continuation(
+        tokens=tuple(out.tokens),
+        text=out.text,
+        rounds=out.rounds,
+        drafted_by_position=tuple(out.drafted_by_position),
+        accepted_by_position=tuple(out.accepted_by_position),
+    )
 
 
 @dataclass(frozen=True)

@@ -370,7 +370,6 @@ def test_a_policy_is_told_what_elastic_chains_came_to(rule: str) -> None:
 def test_a_policy_is_told_of_all_the_time_that_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the host does between two rounds is time that the user waits, whatever kind of round is next."""
     now = [100.0]
-    monkeypatch.setattr("eagle_mlx.engine.perf_counter", lambda: now[0])
     seconds: list[tuple[int, float]] = []
 
     class Timed(Recording):
@@ -386,6 +385,7 @@ def test_a_policy_is_told_of_all_the_time_that_passes(monkeypatch: pytest.Monkey
 
     texts = {p: t for p, (t, _) in GREEDY.items()}
     engine = em.Engine(TARGET, Oracle(texts, 1.0), Timed([2, 2, 0, 0, 0]))  # type: ignore[arg-type]
+    engine.clock = lambda: now[0]
     monkeypatch.setattr(Batch, "land", slow)
     row = engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=13))
     engine.submit(row)
@@ -401,7 +401,6 @@ def test_a_policy_is_told_of_all_the_time_that_passes(monkeypatch: pytest.Monkey
 def test_a_look_at_plain_decoding_is_one_round_and_takes_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device that is done when the launch returns, a second round launched ahead would count for the first."""
     now = [100.0]
-    monkeypatch.setattr("eagle_mlx.engine.perf_counter", lambda: now[0])
     launch = Batch.launch
 
     def slow(batch: Batch, shape: Shape, *args: Any) -> Round:
@@ -420,6 +419,7 @@ def test_a_look_at_plain_decoding_is_one_round_and_takes_the_time_of_one(monkeyp
     looking = Looking([])
     texts = {p: t for p, (t, _) in GREEDY.items()}
     engine = em.Engine(TARGET, Oracle({p: t * 3 for p, t in texts.items()}, 1.0), looking)  # type: ignore[arg-type]
+    engine.clock = lambda: now[0]
     engine.generate([PROMPTS[3]], em.SamplingParams(max_tokens=50))
     assert looking.told[:20] == [(2, 10.0), (2, 10.0), (2, 10.0), (0, 4.0)] * 5
     assert [depth for depth, _ in looking.told[20:31]] == [0] * 11  # asked when ten of them had been told

@@ -17,15 +17,23 @@ from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.formats import save_eagle3
 from eagle_mlx.loops import distinct_ratio
 from eagle_mlx.params import SamplingParams
+from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.breakdown import measure_breakdown
 from eagle_mlx.serve.bench.cli import main
-from eagle_mlx.serve.bench.continuation import Continuation, acceptance_by_position, acceptance_length
+from eagle_mlx.serve.bench.continuation import (
+    Continuation,
+    Decoding,
+    acceptance_by_position,
+    acceptance_length,
+    finish,
+)
 from eagle_mlx.serve.bench.costs import measure_costs
 from eagle_mlx.serve.bench.identity import Identity, compare, first_difference
 from eagle_mlx.serve.bench.machine import describe
 from eagle_mlx.serve.bench.measure import Plan, Run, measure
-from eagle_mlx.serve.bench.modes import MODE_NAMES, EngineMode, Models, build_modes
+from eagle_mlx.serve.bench.modes import MODE_NAMES, EngineMode, Models, ModeName, build_modes
+from eagle_mlx.serve.bench.turns import take_turns
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5], [100], [11, 12, 11, 12, 11, 12]]
@@ -129,10 +137,55 @@ def test_seeded_sampling_is_compared_with_the_plain_engine() -> None:
         assert run.identical is (None if run.mode.startswith("mlx-lm") else True), run
 
 
+def test_modes_that_take_turns_say_the_same() -> None:
+    target = tiny_target(tokenizer=True)
+    names: list[ModeName] = ["mlx-lm", "mlx-lm-batch", "plain", "ngram"]
+    plan = Plan(max_tokens=12, repeats=2, least_distinct=0.0)
+    for batch in (1, 2):
+        modes = build_modes(Models(target), names, [batch], [3])
+        whole = measure(target, modes, PROMPTS, plan, progress=False)
+        turns = measure(target, modes, PROMPTS, replace(plan, turn=5), progress=False)
+        for one, other in zip(whole, turns, strict=True):
+            assert (one.mode, one.tokens, one.acceptance_length) == (other.mode, other.tokens, other.acceptance_length)
+            assert other.identical is not False
+            assert other.seconds > 0
+
+
+def test_no_round_is_charged_for_the_turns_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.001
+        return now[0]
+
+    monkeypatch.setattr("eagle_mlx.serve.bench.modes.perf_counter", clock)
+
+    class Slow(EngineMode):
+        def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
+            said = super().decode(prompts, params)
+            while True:
+                now[0] += 7
+                try:
+                    yield next(said)
+                except StopIteration as end:
+                    return list(end.value)
+
+    target = tiny_target(tokenizer=True)
+    slow, quick = Slow("plain", target, 2), EngineMode("ngram", target, 2, 3, NgramProposer())
+    seconds: list[float] = []
+    quick._engine.observer = lambda report: seconds.append(report.seconds)
+    params = Plan().params(4, 12)
+    (_, first), (_, second) = take_turns([slow, quick], PROMPTS, params, 3)
+    assert now[0] >= 7 * 12
+    assert len(seconds) > 6
+    assert max(seconds) < 1
+    assert [one.tokens for one in first] == [one.tokens for one in second]
+
+
 def test_a_mode_that_says_something_else_is_caught() -> None:
     class Liar(EngineMode):
-        def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Continuation]:
-            honest = super().generate(prompts, params)
+        def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
+            honest = yield from super().decode(prompts, params)
             return [replace(one, tokens=((one.tokens[0] + 1) % 4096, *one.tokens[1:])) for one in honest]
 
     target = tiny_target(tokenizer=True)
@@ -158,7 +211,7 @@ def test_loops_are_left_out_and_counted() -> None:
 def test_only_some_loop() -> None:
     target = tiny_target(seed=3, tokenizer=True)
     modes = [EngineMode("plain", target, 1)]
-    said = modes[0].generate(PROMPTS, Plan().params(4, 40))
+    said = finish(modes[0].decode(PROMPTS, Plan().params(4, 40)))
     ratios = sorted(distinct_ratio(one.tokens) for one in said)
     middle = (ratios[1] + ratios[2]) / 2
     looping = sum(ratio < middle for ratio in ratios)

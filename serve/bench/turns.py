@@ -1,0 +1,55 @@
+"""Modes that decode the same prompts in turns of a few tokens, so that all meet the machine at the same speeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+
+from eagle_mlx.params import SamplingParams
+
+from .continuation import Continuation, Decoding
+from .modes import Mode
+
+Timed = tuple[float, list[Continuation]]
+"""The seconds that a mode took, and what it said."""
+
+
+class _Runner:
+    """One mode on its way through the prompts."""
+
+    def __init__(self, mode: Mode, decoding: Decoding):
+        self.mode, self.decoding = mode, decoding
+        self.seconds, self.tokens = 0.0, 0
+        self.said: list[Continuation] | None = None
+
+    def run(self, goal: int) -> None:
+        """Go on until there are so many tokens, or the end."""
+        if self.said is not None:
+            return
+        start = perf_counter()
+        try:
+            while self.tokens < goal:
+                self.tokens += next(self.decoding)
+        except StopIteration as end:
+            self.said = end.value
+        self.mode.settle()  # what was launched for its next turn must not burden those of others
+        self.seconds += perf_counter() - start
+
+
+def take_turns(
+    modes: Sequence[Mode], prompts: Sequence[list[int]], params: Sequence[SamplingParams], tokens: int
+) -> list[Timed]:
+    """Decode the prompts by every mode, which change over whenever one has given `tokens` more a row.
+
+    A mode that gives all its tokens at once has one long turn.
+    """
+    runners = [_Runner(mode, mode.decode(prompts, params)) for mode in modes]
+    step = tokens * min(len(prompts), max(mode.batch for mode in modes))
+    goal = 0
+    while any(runner.said is None for runner in runners):
+        goal += step
+        for runner in runners:
+            runner.run(goal)
+        runners = runners[1:] + runners[:1]
+    by_mode = {id(runner.mode): runner for runner in runners}
+    return [(by_mode[id(mode)].seconds, by_mode[id(mode)].said or []) for mode in modes]
