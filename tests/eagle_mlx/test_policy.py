@@ -160,6 +160,19 @@ def test_a_machine_with_other_work_does_not_mislead_it_for_long(noise: float, bu
     assert tokens / seconds > 0.9 * good.speed(1, good.best(1, 5))
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_plain_rounds_of_a_busy_moment_are_soon_taken_again(seed: int) -> None:
+    world = World(0.3, lambda rows, depth: 1 + 0.4 * depth, np.random.default_rng(seed))
+    policy = ThroughputPolicy()
+    world.run(policy, 300)
+    for _ in range(40):
+        if policy.depth(1) == 0:
+            policy.observe(0, [0], [0], 1.5)
+    assert policy.depth(1), "drafts seem to pay"
+    depths, *_ = world.run(policy, 200)
+    assert sum(map(bool, depths)) < 100
+
+
 def test_drafting_comes_back_when_acceptance_does() -> None:
     policy = ThroughputPolicy()
     depths, *_ = World(0.0).run(policy, 1000)
