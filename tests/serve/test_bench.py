@@ -182,6 +182,21 @@ def test_no_round_is_charged_for_the_turns_of_others(monkeypatch: pytest.MonkeyP
     assert [one.tokens for one in first] == [one.tokens for one in second]
 
 
+def test_waiting_for_rounds_of_its_own_is_a_modes_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    mode = EngineMode("plain", tiny_target(tokenizer=True), 1)
+    monkeypatch.setattr("eagle_mlx.serve.bench.modes.perf_counter", lambda: now[0])
+    monkeypatch.setattr("eagle_mlx.serve.bench.modes.mx.synchronize", lambda: now.append(now.pop() + 5))
+    decoding = mode.decode(PROMPTS[:1], Plan().params(1, 4))
+    next(decoding)
+    before = mode._engine.clock()
+    mode.settle()
+    now[0] += 20  # the turns of others
+    next(decoding)
+    assert mode._engine.clock() - before == 5
+    decoding.close()
+
+
 def test_a_mode_that_says_something_else_is_caught() -> None:
     class Liar(EngineMode):
         def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
