@@ -67,9 +67,10 @@ class ThroughputPolicy:
     token more is worth less than what decoding gives in its time otherwise.
 
     Every 32nd round may look at a shape beside the best; every eighth looks at a tree that promises more than chains,
-    until that is certain enough for it to be taken; now and then there is a look at plain decoding. Where drafting has
-    lost time against that, looks at drafts wait until the loss is less than `explore` of all the time: a useless
-    proposer costs that share and the first few rounds. Raises ConfigError for values out of range.
+    until that is certain enough for it to be taken; now and then, and soon after drafting took the lead, there is a
+    look at plain decoding. Where drafting has lost time against that, looks at drafts wait until the loss is less than
+    `explore` of all the time: a useless proposer costs that share and the first few rounds. Raises ConfigError for
+    values out of range.
     """
 
     def __init__(self, max_depth: int = MOST_TOKENS, explore: float = 0.005, max_nodes: int = 0):
@@ -90,8 +91,9 @@ class ThroughputPolicy:
         self._last_seen: Counter[Shape] = Counter()
         self._samples: Counter[Shape] = Counter()
         self._elapsed = self._lost = 0.0
-        self._ahead = self._plain_run = 0
-        """Rounds for which drafting has led, as far as is known."""
+        self._ahead = 0
+        """Rounds for which drafting has led."""
+        self._plain_run = 0
         """Plain rounds since the last draft."""
         self._leader, self._stands = self._chains[0], 0
         """What was found to be the best, and for how many rounds it is to stand."""
