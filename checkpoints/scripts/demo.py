@@ -25,7 +25,7 @@ from eagle_mlx.folders import new_folder
 from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.loops import is_loop
 from eagle_mlx.serve.bench import report
-from eagle_mlx.serve.bench.continuation import acceptance_length
+from eagle_mlx.serve.bench.continuation import acceptance_length, finish
 from eagle_mlx.serve.bench.machine import describe
 from eagle_mlx.serve.bench.measure import Plan, Run, measure
 from eagle_mlx.serve.bench.modes import EngineMode, Models, build_modes
@@ -66,7 +66,7 @@ def untrained_like(head: Eagle3Head, target: em.Target) -> Eagle3Head:
 def tau(target: em.Target, head: Eagle3Head, prompts: list[list[int]], plan: Plan, depth: int) -> float:
     """τ of a head over the continuations that do not loop."""
     mode = EngineMode("eagle", target, TAU_BATCH, depth, em.HeadProposer(head))
-    said = mode.generate(prompts, plan.params(len(prompts), plan.max_tokens))
+    said = finish(mode.decode(prompts, plan.params(len(prompts), plan.max_tokens)))
     return acceptance_length([one for one in said if not is_loop(one.tokens, plan.least_distinct)])
 
 
