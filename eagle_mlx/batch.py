@@ -99,7 +99,8 @@ class Batch:
             self.state = past.state.fork(0, past.length)
         elif proposer:
             self.state = proposer.open([row.prompt for row in self.rows])
-        self._branches, self._stops = isinstance(self.state, Branching), isinstance(self.state, Elastic)
+        self._branching = self.state if isinstance(self.state, Branching) else None
+        self._elastic = self.state if isinstance(self.state, Elastic) else None
         self._read = past.length if past else 0
         self._arrange()
         self.last = mx.array([[row.prompt[-1]] for row in self.rows], mx.int32).reshape(-1, 1)
@@ -113,14 +114,14 @@ class Batch:
     @property
     def may_branch(self) -> bool:
         """Whether a tree can be judged: by the target's own draws, of its own logits."""
-        if not self._branches or self.processors is not None:
+        if self._branching is None or self.processors is not None:
             return False
         return not (self.sampling.any_rejection or self.sampling.any_threshold)
 
     @property
     def may_stop(self) -> bool:
         """Whether a chain can end where the next token is not worth drafting."""
-        return self._stops
+        return self._elastic is not None
 
     @property
     def may_run_ahead(self) -> bool:
@@ -244,11 +245,11 @@ class Batch:
             return self._no_draft()
         first = self._positions(1)[:, 0]
         if shape.is_tree:
-            assert isinstance(self.state, Branching)
-            return self.state.propose_tree(depth, shape.nodes, self.sampling, first)
+            assert self._branching is not None
+            return self._branching.propose_tree(depth, shape.nodes, self.sampling, first)
         if enough is not None:
-            assert isinstance(self.state, Elastic)
-            draft = self.state.propose_until(enough, depth, self.sampling, first)
+            assert self._elastic is not None
+            draft = self._elastic.propose_until(enough, depth, self.sampling, first)
         else:
             draft = self.state.propose(depth, self.sampling, first)
         room = [row.room for row in self.rows]

@@ -239,14 +239,12 @@ class ThroughputPolicy:
         if depth > self.max_depth:
             return
         rows = len(accepted)
-        self._plain_run = 0 if depth else self._plain_run + 1
         if depth or self._times_plain(rows):
             self.costs.add(rows, depth, seconds)
         self.acceptance.add(depth, accepted)
         self._count(rows, self._chains[depth], sum(accepted), self.costs.estimate(rows, depth))
 
     def observe_tree(self, shape: Shape, kept: Sequence[Sequence[int]], seconds: float) -> None:
-        self._plain_run = 0
         self.tree_costs.add(len(kept), shape.nodes, seconds)
         self.ranks.add(shape.nodes, kept)
         self._count(len(kept), shape, sum(map(len, kept)), self._seconds(len(kept), shape))
@@ -255,7 +253,6 @@ class ThroughputPolicy:
         self, chances: Sequence[Sequence[float]], drafted: Sequence[int], accepted: Sequence[int], seconds: float
     ) -> None:
         rows = len(accepted)
-        self._plain_run = 0
         self.elastic.add(chances, drafted, accepted, seconds, self._rival(rows))
         self.acceptance.add(min(max(drafted), _SHORT), accepted)  # further on are those alone that were likely to be
         self._count(rows, self._open, sum(accepted), self.elastic.costs.estimate(rows, max(drafted)))
@@ -264,6 +261,7 @@ class ThroughputPolicy:
         self._round += 1
         self._samples[shape] += 1
         self._last_seen[shape] = self._round
+        self._plain_run = 0 if shape.depth else self._plain_run + 1
         self._ahead = self._ahead + 1 if self._leader.depth else 0
         self._stands -= 1
         if self._stands <= 0 or shape != self._leader:
@@ -283,7 +281,7 @@ class ThroughputPolicy:
     def _times_plain(self, rows: int) -> bool:
         """Whether what this plain round took counts: where the race is close, only in a run of them."""
         first = not self._samples[self._chains[0]]
-        return first or self._plain_run >= _STEADY or self._plain_share(rows, self._tried_open) <= _CLOSE
+        return first or self._plain_run + 1 >= _STEADY or self._plain_share(rows, self._tried_open) <= _CLOSE
 
     @property
     def _tried_open(self) -> bool:

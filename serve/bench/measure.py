@@ -108,6 +108,8 @@ class _Work:
     params: Sequence[SamplingParams]
     first: Sequence[SamplingParams]
     """The same, for one token only."""
+    turn: int
+    """As of the plan."""
 
     def run(self, mode: Mode, group: Sequence[int], first: bool = False) -> Timed:
         """Decode some of the prompts, whole or to their first token: the seconds, and what was said."""
@@ -118,13 +120,12 @@ class _Work:
         mode.settle()
         return seconds, out
 
-    def run_all(self, modes: Sequence[Mode], group: Sequence[int], turn: int) -> list[Timed]:
-        """The same by all modes: one after the other, or in turns of so many tokens."""
-        if not turn:
+    def run_all(self, modes: Sequence[Mode], group: Sequence[int]) -> list[Timed]:
+        """The same by all modes: one after the other, or in turns."""
+        if not self.turn:
             return [self.run(mode, group) for mode in modes]
-        return take_turns(
-            modes, [self.prompts[index] for index in group], [self.params[index] for index in group], turn
-        )
+        prompts, params = [self.prompts[index] for index in group], [self.params[index] for index in group]
+        return take_turns(modes, prompts, params, self.turn)
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def measure(
         raise ConfigError("there is nothing to measure: no prompts or no modes")
     if plan.ignore_eos and any(mode.name in BASELINES for mode in modes):
         raise ConfigError("mlx-lm ends where the model does: leave its modes out, or --ignore-eos")
-    work = _Work(prompts, plan.params(len(prompts), plan.max_tokens), plan.params(len(prompts), 1))
+    work = _Work(prompts, plan.params(len(prompts), plan.max_tokens), plan.params(len(prompts), 1), plan.turn)
     tallies = [_Tally(mode) for mode in modes]
     for mode in modes:
         work.run(mode, [0])
@@ -189,12 +190,12 @@ def measure(
     if reference.continuations:
         kept = _kept(reference, everything, plan)
         groups = _groups(kept, modes) + _groups([index for index in everything if index not in kept], modes)
-        _repeat(tallies, groups, work, plan.turn, f"repeat 1/{plan.repeats}", progress)
+        _repeat(tallies, groups, work, f"repeat 1/{plan.repeats}", progress)
     else:
-        _repeat(tallies, _groups(everything, modes), work, plan.turn, f"repeat 1/{plan.repeats}", progress)
+        _repeat(tallies, _groups(everything, modes), work, f"repeat 1/{plan.repeats}", progress)
         kept = _kept(reference, everything, plan)
     for repeat in range(1, plan.repeats):
-        _repeat(tallies, _groups(kept, modes), work, plan.turn, f"repeat {repeat + 1}/{plan.repeats}", progress)
+        _repeat(tallies, _groups(kept, modes), work, f"repeat {repeat + 1}/{plan.repeats}", progress)
     expected = [one.tokens for one in reference.said(everything)]
     return [_figures(tally, tallies, _identity(target, tally, expected, work, plan), kept, plan) for tally in tallies]
 
@@ -234,7 +235,7 @@ def _groups(indices: Sequence[int], modes: Sequence[Mode]) -> list[Sequence[int]
 
 
 def _repeat(
-    tallies: Sequence[_Tally], groups: Sequence[Sequence[int]], work: _Work, turn: int, title: str, progress: bool
+    tallies: Sequence[_Tally], groups: Sequence[Sequence[int]], work: _Work, title: str, progress: bool
 ) -> None:
     """One pass over the groups; within a group the modes take turns, so that all meet the same moments."""
     for tally in tallies:
@@ -244,7 +245,7 @@ def _repeat(
             start = number % len(tallies)
             ordered = [*tallies[start:], *tallies[:start]]
             firsts = [work.run(tally.mode, group, first=True)[0] for tally in ordered]
-            timed = work.run_all([tally.mode for tally in ordered], group, turn)
+            timed = work.run_all([tally.mode for tally in ordered], group)
             for tally, first, (seconds, out) in zip(ordered, firsts, timed, strict=True):
                 tally.repeats[-1].append(_Timing(group[0], seconds, first))
                 tally.continuations.update(zip(group, out, strict=True))

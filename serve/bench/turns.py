@@ -45,11 +45,10 @@ def take_turns(
     """
     runners = [_Runner(mode, mode.decode(prompts, params)) for mode in modes]
     step = tokens * min(len(prompts), max(mode.batch for mode in modes))
-    goal = 0
+    goal, order = 0, list(runners)
     while any(runner.said is None for runner in runners):
         goal += step
-        for runner in runners:
+        for runner in order:
             runner.run(goal)
-        runners = runners[1:] + runners[:1]
-    by_mode = {id(runner.mode): runner for runner in runners}
-    return [(by_mode[id(mode)].seconds, by_mode[id(mode)].said or []) for mode in modes]
+        order = order[1:] + order[:1]
+    return [(runner.seconds, runner.said or []) for runner in runners]
