@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+
+from eagle_mlx.fastmath import on_cpu
 
 Rotary = Callable[[mx.array, mx.array], mx.array]
 """Inputs [N, H, 1, D] and a position [N] int32 for each of them -> turned, of the same shape."""
@@ -23,9 +26,20 @@ class Angles:
     """
 
     def __init__(self) -> None:
+        self.shared = False
+        """Whether chains, too, are turned by what is kept here, as trees always are."""
         self._kinds: dict[tuple[int, bytes], Turns] = {}
         self._of: dict[tuple[int, int], Turns | None] = {}
         """By module, which lives as long as the model, and by how wide its inputs are."""
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """Let all forwards in here find their angles once for all layers, where that is faster."""
+        self.shared = on_cpu()
+        try:
+            yield
+        finally:
+            self.shared = False
 
     def turns(self, module: nn.Module, rotary: Rotary, dim: int) -> Turns | None:
         """How this module turns vectors of `dim` numbers; None where it does not turn pairs of them."""
@@ -51,22 +65,41 @@ class Turns:
         self._partner = mx.array(partner, mx.int32)
         self._first = mx.array(np.arange(dim) <= partner)
         self._units = mx.stack([self._first, ~self._first]).astype(mx.float32)[:, None]
-        self._at: mx.array | None = None
+        self._at: tuple[int | mx.array, int] = -1, 0
+        """The offset and the number of positions that the angles are known of."""
         self._cos_sin: tuple[mx.array, mx.array] = self._first, self._first
+        self.suits_chains = self._half > 0 and self._agrees()
+        """Whether the results are those of the module itself to the last bit, and cheaper than those."""
+
+    def _agrees(self) -> bool:
+        x = mx.random.normal((1, len(self._SIGNS), len(self._partner)), key=mx.random.key(0))
+        at = mx.array(self._SIGNS, mx.int32)
+        alone = self._rotary(x.reshape(len(self._SIGNS), 1, 1, -1), at).reshape(x.shape)
+        return bool(mx.array_equal(self(x, at[None]), alone).item())
 
     def signature(self) -> bytes:
         """The same for modules that turn alike."""
         cos, sin = self._angles(mx.array([self._SIGNS], mx.int32))
         return np.array(mx.concatenate([cos, sin])).tobytes()
 
-    def __call__(self, x: mx.array, offset: mx.array) -> mx.array:
-        """Turn x [B, ..., L, D] float32 to the positions [B, L] int32, whose angles are kept for the next call."""
-        if self._at is not offset:
-            self._at, self._cos_sin = offset, self._angles(offset)
+    def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
+        """Turn x [B, ..., L, D] float32 to L positions, whose angles are kept for the next call.
+
+        offset: the first of them, for all rows or [B] int32 row by row, or all of them, [B, L] int32.
+        """
+        count = x.shape[-2]
+        if not self._knows(offset, count):
+            self._at, self._cos_sin = (offset, count), self._angles(_positions(offset, count))
         cos, sin = self._cos_sin
         if x.ndim != 3:
             cos, sin = (a.reshape(a.shape[0], *(1,) * (x.ndim - 3), *a.shape[1:]) for a in (cos, sin))
         return x * cos + self._swapped(x) * sin
+
+    def _knows(self, offset: int | mx.array, count: int) -> bool:
+        known, known_count = self._at
+        if isinstance(known, int) and isinstance(offset, int):
+            return known == offset and known_count == count
+        return known is offset and known_count == count
 
     def _swapped(self, x: mx.array) -> mx.array:
         half = self._half
@@ -78,6 +111,13 @@ class Turns:
         images = self._rotary(mx.broadcast_to(self._units, (at.size, *self._units.shape)), at)
         one, other = (image.reshape(*offset.shape, -1) for image in (images[:, 0], images[:, 1]))
         return mx.where(self._first, one, other), mx.where(self._first, other, one)
+
+
+def _positions(offset: int | mx.array, count: int) -> mx.array:
+    """[B or 1, count] int32"""
+    if isinstance(offset, int):
+        return mx.arange(offset, offset + count, dtype=mx.int32)[None]
+    return offset if offset.ndim == 2 else offset[:, None] + mx.arange(count, dtype=mx.int32)
 
 
 def _partners(rotary: Rotary, dim: int) -> np.ndarray[Any, np.dtype[np.int64]] | None:

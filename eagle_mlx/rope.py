@@ -1,4 +1,7 @@
-"""Rotary positions one by one: a tree's nodes stand at their depths, not one behind the other."""
+"""Rotary positions one by one: a tree's nodes stand at their depths, not one behind the other.
+
+On the CPU chains are turned in the same way, whose angles are then found once instead of in every layer.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,19 @@ from eagle_mlx import fastmath
 from eagle_mlx.angles import Angles
 
 
-def place_one_by_one(model: nn.Module) -> None:
+def place_one_by_one(model: nn.Module) -> Angles:
     """Let a model's rotary embeddings also take an offset [B, L], a position for each of L inputs.
 
-    Each such module gets a subclass of its own class; with any other offset it does what it did.
+    Each such module gets a subclass of its own class; with any other offset it does what it did, unless the angles that
+    are returned are shared.
     """
-    angles = Angles()
-    for module in model.modules():
-        if _is_rotary(module) and not isinstance(module, _OneByOne):
+    rotary = [module for module in model.modules() if _is_rotary(module)]
+    angles = next((module.angles for module in rotary if isinstance(module, _OneByOne)), Angles())
+    for module in rotary:
+        if not isinstance(module, _OneByOne):
             module.__class__ = type(type(module).__name__, (_OneByOne, type(module)), {})
             module.angles = angles
+    return angles
 
 
 class _OneByOne:
@@ -31,17 +37,19 @@ class _OneByOne:
 
     def __call__(self, x: mx.array, offset: Any = 0, *args: Any, **kwargs: Any) -> mx.array:
         plain: Any = super().__call__  # type: ignore[misc]
-        if not isinstance(offset, mx.array) or offset.ndim < 2:
+        apart = isinstance(offset, mx.array) and offset.ndim > 1
+        shared = self.angles.shared and (isinstance(offset, int) or (isinstance(offset, mx.array) and offset.ndim == 1))
+        if (apart or shared) and x.dtype == mx.float32 and not args and not kwargs and fastmath.on_cpu():
+            turns = self.angles.turns(self, plain, x.shape[-1])  # type: ignore[arg-type]
+            if turns is not None and (apart or turns.suits_chains):
+                return turns(x, offset)
+        if not apart:
             out: mx.array = plain(x, offset, *args, **kwargs)
             return out
-        if x.dtype == mx.float32 and not args and not kwargs and fastmath.on_cpu():
-            turns = self.angles.turns(self, plain, x.shape[-1])  # type: ignore[arg-type]
-            if turns is not None:
-                return turns(x, offset)
         rows, count = offset.shape
-        apart = mx.moveaxis(x, -2, 1)
-        shape = apart.shape
-        each = apart.reshape(rows * count, *shape[2:-1], 1, shape[-1])
+        moved = mx.moveaxis(x, -2, 1)
+        shape = moved.shape
+        each = moved.reshape(rows * count, *shape[2:-1], 1, shape[-1])
         turned: mx.array = plain(each, offset.reshape(-1), *args, **kwargs)
         return mx.moveaxis(turned.reshape(*shape[:-1], turned.shape[-1]), 1, -2)
 

@@ -65,6 +65,7 @@ class Target:
         self._norm = _first(backbone, _NORMS, "final norm", model)
         self._lm_head = _find(model, _LM_HEADS) or self._embed.as_linear
         self._layers: list[nn.Module] = list(model.layers)
+        self._angles = place_one_by_one(model)
         self._tape: dict[int, mx.array] = {}
         self._ends: mx.array | None = None
         """[B, 1, 1] int32 during a forward of which only these positions' logits are wanted."""
@@ -121,7 +122,8 @@ class Target:
             self._normed.clear()
             self._ends = mx.array(list(ends), mx.int32)[:, None, None]
         try:
-            logits = self.model(tokens, cache=None if cache is None else list(cache))
+            with self._angles.sharing():
+                logits = self.model(tokens, cache=None if cache is None else list(cache))
         finally:
             wanted, self._ends = self._ends, None
         if wanted is not None:
@@ -130,10 +132,6 @@ class Target:
         aux = tuple(self._tape[layer] for layer in aux_layers)
         self._tape.clear()
         return Forward(logits, aux)
-
-    def place_one_by_one(self) -> None:
-        """Let the model read trees, whose positions do not follow one another; nothing else changes."""
-        place_one_by_one(self.model)
 
     def _watch(self, index: int) -> None:
         """Give one layer a subclass of its own class that records what the layer returns."""

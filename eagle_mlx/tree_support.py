@@ -24,12 +24,11 @@ _SHARE = 0.1
 def why_no_trees(target: Target, kv_bits: int | None = None) -> str | None:
     """None where trees give this target's own logits, else the reason why not.
 
-    Costs nine forwards of a few tokens. Prepares the target's rotary embeddings for trees, which changes nothing else.
+    Costs nine forwards of a few tokens.
     """
     if not RaggedCache.of(target.model, 1, kv_bits).may_branch:
         return "it keeps a state or chunks, which cannot be rolled back to a branch"
     try:
-        target.place_one_by_one()
         right, wrong, tree = _readings(target, kv_bits)
     except Exception as e:  # whatever a model stumbles over that takes its positions for a chain's
         return f"it cannot read one: {e}"

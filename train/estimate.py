@@ -16,7 +16,7 @@ from .shapes import HeadShape, TargetShape
 
 FLOAT = 4
 """Bytes of a number of the head's, which is trained in float32."""
-PROGRAM = 400_000_000
+PROGRAM = 250_000_000
 """Bytes that Python and the libraries take, which are no arrays of MLX's."""
 _CHUNK = 1 << 25
 """Logits of the target that `--grad-checkpoint` has in memory at once."""

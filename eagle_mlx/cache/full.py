@@ -8,6 +8,7 @@ from typing import Self
 import mlx.core as mx
 
 from eagle_mlx.cache.lengths import Moves, RowLengths
+from eagle_mlx.fastmath import on_cpu
 
 STEP = 256
 """Positions by which a buffer grows."""
@@ -39,7 +40,10 @@ class RaggedKV:
         if window_size is not None and window_size < self.lengths.upper + count:
             return self.lengths.mask(count, window_size)
         if self.lengths.uniform and not return_array and self.lengths.branches is None:
-            return None if count == 1 else "causal"
+            if count == 1:
+                return None
+            if not on_cpu():  # where every layer would make this mask for itself
+                return "causal"
         return self.lengths.mask(count)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

@@ -120,7 +120,12 @@ def test_restore_forgets_what_was_written_since() -> None:
 def test_uniform_rows_use_the_cheap_masks_and_ragged_ones_do_not() -> None:
     cache = RaggedCache(1, 2)
     assert cache[0].make_mask(1) is None
-    assert cache[0].make_mask(3) == "causal"
+    mask = cache[0].make_mask(3)  # on the CPU every layer would make "causal" into this for itself
+    assert mask is cache[0].make_mask(3)
+    assert np.array(mask)[:, 0].astype(int).tolist() == 2 * [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eagle_mlx.cache.full.on_cpu", lambda: False)
+        assert cache[0].make_mask(3) == "causal"
     cache.lengths.advance(mx.array([1, 2]), at_most=2)
     mask = cache[0].make_mask(2)
     assert np.array(mask)[:, 0].astype(int).tolist() == [[[1, 1, 0, 0], [1, 1, 1, 0]], [[1, 1, 1, 0], [1, 1, 1, 1]]]
