@@ -112,7 +112,8 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
     found = forecast(config, fetch=True)
     check(found)
     if world.is_first:
-        print(f"memory: {gb(found.memory.total)} expected: {describe_memory(found.memory)}", file=sys.stderr)
+        step = dataclasses.replace(found.memory, states=0)  # how many states there are is not known before the data
+        print(f"memory: {gb(step.total)} expected besides hidden states: {describe_memory(step)}", file=sys.stderr)
     target = load_target(config.target)
     head = existing_head(target, config)
     if head is None:
