@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 
+_ACCIDENT = 3.0
+"""Rounds that take more than so many times what was expected are taken for that much: something else had the machine.
+"""
+
 
 class Costs:
     """Seconds of a round by (rows, draft tokens): the median of the latest, or an estimate from those of its like."""
@@ -16,9 +20,16 @@ class Costs:
         """By rows, then by size."""
 
     def add(self, rows: int, size: int, seconds: float) -> None:
+        expected = self.estimate(rows, size)
+        if expected is not None:
+            seconds = min(seconds, _ACCIDENT * expected)
         samples = self._samples.setdefault((rows, size), deque(maxlen=self._LATEST))
         samples.append(seconds)
         self._curves.setdefault(rows, {})[size] = sorted(samples)[(len(samples) - 1) // 2]
+
+    def known(self, rows: int, size: int) -> float | None:
+        """As `estimate`, of what was measured itself."""
+        return self._curves.get(rows, {}).get(size)
 
     def estimate(self, rows: int, size: int) -> float | None:
         """Seconds; None before the first round.
@@ -43,15 +54,18 @@ class Costs:
         """How seconds go along with draft tokens, in rounds that draft: the sums of both deviations' products and of
         the squares of the latter, of which the quotient is the slope by least squares; nothing where it is not known.
 
-        Of the nearest number of rows that was measured at two sizes at least.
+        Of the nearest number of rows that was measured at two sizes at least, twice each: a single round may have been
+        an accident.
         """
-        known = [other for other, curve in self._curves.items() if len(curve.keys() - {0}) > 1]
+        sure = {
+            other: {size: cost for size, cost in curve.items() if size and len(self._samples[other, size]) > 1}
+            for other, curve in self._curves.items()
+        }
+        known = [other for other, curve in sure.items() if len(curve) > 1]
         if not known:
             return 0.0, 0.0
         nearest = min(known, key=lambda other: (abs(other - rows), other))
-        points = [
-            (size, cost, len(self._samples[nearest, size])) for size, cost in self._curves[nearest].items() if size
-        ]
+        points = [(size, cost, len(self._samples[nearest, size])) for size, cost in sure[nearest].items()]
         total = sum(count for *_, count in points)
         middle = sum(size * count for size, _, count in points) / total
         usual = sum(cost * count for _, cost, count in points) / total

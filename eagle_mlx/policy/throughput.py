@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from eagle_mlx.policy.base import BEHIND, Enough, Shape, check_depth, check_share
 from eagle_mlx.policy.costs import Costs
 from eagle_mlx.policy.elastic import ElasticChains
+from eagle_mlx.policy.swings import Swings
 from eagle_mlx.policy.yields import AcceptanceByPosition, AcceptanceByRank
 
 MOST_TOKENS = 8
@@ -82,6 +83,7 @@ class ThroughputPolicy:
         self.costs, self.tree_costs = Costs(), Costs()
         self.acceptance, self.ranks = AcceptanceByPosition(), AcceptanceByRank()
         self.elastic = ElasticChains()
+        self.swings = Swings()
         self._chains = [Shape.chain(depth) for depth in range(max_depth + 1)]
         self._open = Shape(max_depth, max_depth, elastic=True)
         sizes = sorted({size for size in _SIZES if size < max_nodes} | ({max_nodes} if max_nodes else set()))
@@ -240,12 +242,13 @@ class ThroughputPolicy:
             return
         rows = len(accepted)
         if depth or self._times_plain(rows):
-            self.costs.add(rows, depth, seconds)
+            self.costs.add(rows, depth, self.swings.steadied(seconds, self.costs.known(rows, depth)))
         self.acceptance.add(depth, accepted)
         self._count(rows, self._chains[depth], sum(accepted), self.costs.estimate(rows, depth))
 
     def observe_tree(self, shape: Shape, kept: Sequence[Sequence[int]], seconds: float) -> None:
-        self.tree_costs.add(len(kept), shape.nodes, seconds)
+        steadied = self.swings.steadied(seconds, self.tree_costs.known(len(kept), shape.nodes))
+        self.tree_costs.add(len(kept), shape.nodes, steadied)
         self.ranks.add(shape.nodes, kept)
         self._count(len(kept), shape, sum(map(len, kept)), self._seconds(len(kept), shape))
 
@@ -253,7 +256,8 @@ class ThroughputPolicy:
         self, chances: Sequence[Sequence[float]], drafted: Sequence[int], accepted: Sequence[int], seconds: float
     ) -> None:
         rows = len(accepted)
-        self.elastic.add(chances, drafted, accepted, seconds, self._rival(rows))
+        steadied = self.swings.steadied(seconds, self.elastic.costs.known(rows, max(drafted)))
+        self.elastic.add(chances, drafted, accepted, steadied, self._rival(rows))
         self.acceptance.add(min(max(drafted), _SHORT), accepted)  # further on are those alone that were likely to be
         self._count(rows, self._open, sum(accepted), self.elastic.costs.estimate(rows, max(drafted)))
 

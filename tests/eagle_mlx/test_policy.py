@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, Shape, ShapePolicy, ThroughputPolicy
 from eagle_mlx.policy.base import BEHIND
+from eagle_mlx.policy.costs import Costs
+from eagle_mlx.policy.swings import Swings
 from eagle_mlx.policy.throughput import levels_for
 
 Cost = Callable[[int, int], float]
@@ -168,7 +171,6 @@ def test_plain_rounds_of_a_busy_moment_are_soon_taken_again(seed: int) -> None:
     for _ in range(40):
         if policy.depth(1) == 0:
             policy.observe(0, [0], [0], 1.5)
-    assert policy.depth(1), "drafts seem to pay"
     depths, *_ = world.run(policy, 200)
     assert sum(map(bool, depths)) < 100
 
@@ -201,6 +203,10 @@ class Moods(World):
     """1: it knows which rounds are hard; 0: it has no idea."""
     waiting: float = 0.0
     """Seconds that each question costs."""
+    swing: float = 0.0
+    """How far the machine's speed wanders within a hundred rounds: the standard deviation of its logarithm."""
+    weather: float = 0.0
+    """That logarithm."""
 
     def draft(self, policy: ThroughputPolicy, rounds: int, rows: int = 1) -> tuple[list[Shape], float]:
         """The shapes chosen, and the tokens per second."""
@@ -223,6 +229,9 @@ class Moods(World):
             kept = [int(np.cumprod(self.rng.random(depth) < chance).sum()) for chance in truth]
             seconds = self.cost(rows, depth) + self.waiting * asked
             measured = seconds * max(0.2, self.rng.normal(1, self.noise)) * (20 if self.rng.random() < 0.01 else 1)
+            if self.swing:
+                self.weather = 0.99 * self.weather + self.swing * math.sqrt(1 - 0.99**2) * self.rng.normal()
+                measured *= math.exp(self.weather)
             if shape.elastic:
                 policy.observe_elastic(chances, [depth] * rows, kept, measured)
             else:
@@ -250,6 +259,22 @@ def test_chains_end_where_the_head_is_not_sure(slope: float, seed: int) -> None:
     assert sum(shape.elastic for shape in in_company) > 7  # what is known of one row is the first guess for three
 
 
+@pytest.mark.parametrize("swing", [0.0, 0.3])
+def test_a_machine_whose_speed_swings_does_not_hide_what_pays(swing: float) -> None:
+    speeds = []
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        moods = Moods(0.9, lambda rows, depth: 1.1 + 0.11 * depth, rng, noise=0.05, hard=0.5, swing=swing)
+        policy = ThroughputPolicy(8)
+        moods.draft(policy, 150)
+        speeds.append(moods.draft(policy, 1200)[1] / moods.fastest(1))
+    assert np.mean(speeds) > 1.06
+    useless = Moods(0.05, lambda rows, depth: 1 + 0.1 * depth, noise=0.05, hard=0.02, swing=swing)
+    policy = ThroughputPolicy(8)
+    useless.draft(policy, 150)
+    assert useless.draft(policy, 1500)[1] > 0.98 / useless.cost(1, 0)
+
+
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.6, 0.9])
 def test_a_head_that_does_not_know_how_sure_to_be_loses_little(chance: float, rows: int) -> None:
@@ -263,11 +288,15 @@ def test_a_head_that_does_not_know_how_sure_to_be_loses_little(chance: float, ro
 
 @pytest.mark.parametrize("chance", [0.0, 0.5, 0.8])
 def test_questions_that_come_too_dear_are_not_asked(chance: float) -> None:
-    moods, policy = Moods(chance, hard=chance / 2, waiting=0.25), ThroughputPolicy(8)
-    moods.draft(policy, 300)
-    shapes, speed = moods.draft(policy, 3000)
-    assert speed > 0.93 * moods.fastest(1, most=BEHIND + 1)
-    assert sum(shape.elastic for shape in shapes) < 300
+    speeds = []
+    for seed in range(8):
+        moods = Moods(chance, rng=np.random.default_rng(seed), hard=chance / 2, waiting=0.25)
+        policy = ThroughputPolicy(8)
+        moods.draft(policy, 300)
+        shapes, speed = moods.draft(policy, 2000)
+        speeds.append(speed / moods.fastest(1, most=BEHIND + 1))
+        assert sum(shape.elastic for shape in shapes) < 200
+    assert np.mean(speeds) > 0.94
 
 
 def test_short_drafts_are_not_asked_about() -> None:
@@ -358,6 +387,34 @@ def test_costs_of_depths_not_tried_lie_on_a_line_and_outliers_are_ignored() -> N
     assert [costs.estimate(1, depth) for depth in range(4)] == [1.0, 1.25, 1.5, 1.75]
     costs.add(4, 2, 3.0)  # at four rows the same shape, twice as high
     assert [costs.estimate(4, depth) for depth in range(4)] == [2.0, 2.5, 3.0, 3.5]
+
+
+def test_an_accident_says_little_of_what_drafts_cost() -> None:
+    costs = Costs()
+    for size, seconds in ((3, 1.3), (4, 1.4), (5, 1.5)):
+        for _ in range(3):
+            costs.add(1, size, seconds)
+    costs.add(1, 6, 32.0)  # the first of its size
+    assert costs.estimate(1, 6) <= 3 * 1.6
+    rise, spread = costs.trend(1)
+    assert rise / spread == pytest.approx(0.1)
+    for _ in range(4):
+        costs.add(1, 6, 1.6)
+    assert costs.estimate(1, 6) == 1.6
+
+
+def test_what_was_measured_at_other_speeds_is_made_comparable() -> None:
+    swings = Swings()
+    for _ in range(20):
+        assert swings.steadied(2.0, 2.0) == pytest.approx(2.0)
+    for _ in range(60):
+        steadied = swings.steadied(3.0, 2.0)
+    assert steadied == pytest.approx(2.0, rel=0.03)
+    assert swings.steadied(4.5, None) == pytest.approx(3.0, rel=0.03)
+    assert swings.steadied(60.0, 2.0) > 30, "an accident is no change of speed"
+    for _ in range(2000):
+        swings.steadied(1.0, None)
+    assert swings.factor == pytest.approx(1.0, rel=0.01), "a speed that nothing tells of any more is forgotten"
 
 
 def test_a_policy_of_depth_zero_never_drafts() -> None:
