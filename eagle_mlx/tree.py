@@ -46,6 +46,9 @@ class Tree:
     """[B, n] int32: the node that draft token i hangs below."""
     levels: int
     """A bound of the depth, on the host."""
+    scores: mx.array | None = None
+    """[B, n] float32, where the proposer knows it: the logarithm of the chance that the branch down to each draft token
+    stands, by the proposer's own reckoning."""
 
     def branches(self) -> Branches:
         """As the target's verify reads it: each node sees itself and its ancestors.
