@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,7 @@ TEXTS = [{"prompt": "def add(", "text": "a, b):\n    return a + b", "tokens": 12
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
     """No account and no network; the settings are read anew."""
-    wandb.teardown()
+    end_wandb()
     for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_PROJECT", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -35,7 +38,17 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
     yield monkeypatch
-    wandb.teardown()
+    end_wandb()
+
+
+def end_wandb(seconds: float = 30) -> None:
+    """Its service has been seen to stay for ever, and wandb waits as long: then it is ended from outside."""
+    ending = threading.Thread(target=wandb.teardown, daemon=True)
+    ending.start()
+    ending.join(seconds)
+    if ending.is_alive():
+        subprocess.run(["pkill", "-P", str(os.getpid()), "wandb-core"], check=False)
+        ending.join(seconds)
 
 
 @pytest.fixture
