@@ -37,15 +37,18 @@ class _OneByOne:
 
     def __call__(self, x: mx.array, offset: Any = 0, *args: Any, **kwargs: Any) -> mx.array:
         plain: Any = super().__call__  # type: ignore[misc]
-        apart = isinstance(offset, mx.array) and offset.ndim > 1
-        shared = self.angles.shared and (isinstance(offset, int) or (isinstance(offset, mx.array) and offset.ndim == 1))
-        if (apart or shared) and x.dtype == mx.float32 and not args and not kwargs and fastmath.on_cpu():
-            turns = self.angles.turns(self, plain, x.shape[-1])  # type: ignore[arg-type]
-            if turns is not None and (apart or turns.suits_chains):
-                return turns(x, offset)
-        if not apart:
+        dims = offset.ndim if isinstance(offset, mx.array) else 0
+        if dims < 2 and not self.angles.shared:
             out: mx.array = plain(x, offset, *args, **kwargs)
             return out
+        known = isinstance(offset, int) or dims > 0
+        if known and x.dtype == mx.float32 and not args and not kwargs and fastmath.on_cpu():
+            turns = self.angles.turns(self, plain, x.shape[-1])  # type: ignore[arg-type]
+            if turns is not None and (dims > 1 or turns.suits_chains):
+                return turns(x, offset)
+        return self._apart(plain, x, offset, *args, **kwargs) if dims > 1 else plain(x, offset, *args, **kwargs)
+
+    def _apart(self, plain: Any, x: mx.array, offset: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         rows, count = offset.shape
         moved = mx.moveaxis(x, -2, 1)
         shape = moved.shape
