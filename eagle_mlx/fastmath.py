@@ -1,4 +1,4 @@
-"""Exponentials for training on the CPU, where MLX's `exp` costs 9 ns an element and its `power` 3 ns."""
+"""Exponentials for the CPU, where MLX's `exp` costs 9 ns an element and its `power` 3 ns."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from hashlib import blake2b
 import mlx.core as mx
 import numpy as np
 
+from eagle_mlx import fastmath
 from eagle_mlx.params import Rule, SamplingParams
 
 _OFF = 2**31 - 1
@@ -111,7 +112,7 @@ def distribution(logits: mx.array, batch: SamplingBatch) -> mx.array:
     """
     if batch.all_greedy:
         return _one_hot_argmax(logits)
-    probs = mx.softmax(_filtered(logits, batch) / _divisor(batch), axis=-1)
+    probs = fastmath.softmax(_filtered(logits, batch) / _divisor(batch))
     if not batch.any_greedy:
         return probs
     return mx.where(batch.temperature[:, None, None] == 0, _one_hot_argmax(logits), probs)
@@ -146,19 +147,22 @@ def draft_sample(
     draft id, None where they are the same. Returns tokens [B, n] int32 in the target's ids, and q [B, n, V] float32,
     None where no row needs it.
     """
-    noise = None
-    if not batch.all_greedy:
-        noise = gumbel(batch, positions, vocab, Stream.DRAFT)
-        noise = noise if token_ids is None else noise[..., token_ids]
+    noise = None if batch.all_greedy else _draft_noise(batch, positions, vocab, token_ids)
     tokens = sample(logits, batch, positions, noise)
     q = distribution(logits, batch) if batch.any_rejection else None
     if token_ids is None:
         return tokens, q
     if q is not None:
-        spread = mx.zeros((*q.shape[:-1], vocab))
-        spread[..., token_ids] = q
-        q = spread
+        q = mx.put_along_axis(mx.zeros((*q.shape[:-1], vocab)), mx.broadcast_to(token_ids, q.shape), q, axis=-1)
     return token_ids[tokens], q
+
+
+def _draft_noise(batch: SamplingBatch, positions: mx.array, vocab: int, token_ids: mx.array | None) -> mx.array:
+    """The noise of the target's vocabulary at those tokens that can be drafted."""
+    noise = gumbel(batch, positions, vocab, Stream.DRAFT)
+    if token_ids is None:
+        return noise
+    return mx.take_along_axis(noise, mx.broadcast_to(token_ids, (*noise.shape[:-1], token_ids.size)), axis=-1)
 
 
 def draft_scores(
@@ -172,8 +176,7 @@ def draft_scores(
     scores = _filtered(logits, batch)
     if batch.all_greedy:
         return scores
-    noise = gumbel(batch, positions, vocab, Stream.DRAFT)
-    noise = noise if token_ids is None else noise[..., token_ids]
+    noise = _draft_noise(batch, positions, vocab, token_ids)
     return scores / _divisor(batch) + mx.where(batch.temperature[:, None, None] > 0, noise, 0.0)
 
 
