@@ -40,6 +40,8 @@ class Angles:
             yield
         finally:
             self.shared = False
+            for turns in self._kinds.values():
+                turns.forget()
 
     def turns(self, module: nn.Module, rotary: Rotary, dim: int) -> Turns | None:
         """How this module turns vectors of `dim` numbers; None where it does not turn pairs of them."""
@@ -65,11 +67,15 @@ class Turns:
         self._partner = mx.array(partner, mx.int32)
         self._first = mx.array(np.arange(dim) <= partner)
         self._units = mx.stack([self._first, ~self._first]).astype(mx.float32)[:, None]
+        self.forget()
+        self.suits_chains = self._half > 0 and self._agrees()
+        """Whether the results are those of the module itself to the last bit, and cheaper than those."""
+
+    def forget(self) -> None:
+        """The angles that are kept are not wanted any more."""
         self._at: tuple[int | mx.array, int] = -1, 0
         """The offset and the number of positions that the angles are known of."""
         self._cos_sin: tuple[mx.array, mx.array] = self._first, self._first
-        self.suits_chains = self._half > 0 and self._agrees()
-        """Whether the results are those of the module itself to the last bit, and cheaper than those."""
 
     def _agrees(self) -> bool:
         x = mx.random.normal((1, len(self._SIGNS), len(self._partner)), key=mx.random.key(0))

@@ -21,7 +21,7 @@ class Costs:
 
     def add(self, rows: int, size: int, seconds: float) -> None:
         expected = self.estimate(rows, size)
-        if expected is not None:
+        if expected is not None and rows in self._curves:
             seconds = min(seconds, _ACCIDENT * expected)
         samples = self._samples.setdefault((rows, size), deque(maxlen=self._LATEST))
         samples.append(seconds)
