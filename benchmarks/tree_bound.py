@@ -12,23 +12,25 @@ has to learn them.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 
 import eagle_mlx as em
+from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.lanes import tune_process
 from eagle_mlx.loops import is_loop
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.policy.base import BEHIND
 from eagle_mlx.proposers.base import Draft
 from eagle_mlx.proposers.head import HeadProposer, HeadState
+from eagle_mlx.sampling import SamplingBatch
+from eagle_mlx.serve.prompts import encode, read_prompts
 
 # isort: split
 # Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
@@ -53,6 +55,13 @@ class Drawn:
     parents: list[int]
     """-1 below the text."""
     chances: np.ndarray[tuple[int], np.dtype[np.float64]]
+
+    @cached_property
+    def depths(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return np.array(depths)
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,7 @@ class Cost:
 class Recorder(HeadProposer):
     """Drafts chains, and notes the tree that it could have drafted."""
 
-    def __init__(self, head: em.DraftHead):
+    def __init__(self, head: DraftHead):
         super().__init__(head)
         self.drawn: list[Drawn] = []
 
@@ -102,7 +111,7 @@ class Recorder(HeadProposer):
 
 
 class _Recording(HeadState):
-    def propose(self, depth: int, sampling: em.sampling.SamplingBatch, positions: mx.array) -> Draft:
+    def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
         draft = self.propose_tree(LEVELS, NODES, sampling, positions)
         tree = draft.tree
         assert isinstance(self.proposer, Recorder)
@@ -115,7 +124,7 @@ class _Recording(HeadState):
         return super().propose(depth, sampling, positions)
 
 
-def record(target: em.Target, head: em.DraftHead, prompts: list[list[int]], params: em.SamplingParams) -> list[Tried]:
+def record(target: em.Target, head: DraftHead, prompts: list[list[int]], params: em.SamplingParams) -> list[Tried]:
     """The trees of all rounds of these prompts; texts that loop are left out."""
     recorder = Recorder(head)
     engine = em.Engine(target, recorder, FixedPolicy(3), max_batch=1)
@@ -127,19 +136,12 @@ def record(target: em.Target, head: em.DraftHead, prompts: list[list[int]], para
             text = [*prompt, *out.tokens]
             found += [(drawn, _right(drawn, text)) for drawn in recorder.drawn]
     usual = _calibrated(found)
-    return [Tried(usual(drawn.chances), _depths(drawn), right, _chain(drawn)) for drawn, right in found]
-
-
-def _depths(drawn: Drawn) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    depths: list[int] = []
-    for parent in drawn.parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return np.array(depths)
+    return [Tried(usual(drawn.chances), drawn.depths, right, _chain(drawn)) for drawn, right in found]
 
 
 def _right(drawn: Drawn, text: list[int]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     right: list[bool] = []
-    for token, parent, depth in zip(drawn.tokens, drawn.parents, _depths(drawn), strict=True):
+    for token, parent, depth in zip(drawn.tokens, drawn.parents, drawn.depths, strict=True):
         place = drawn.position + depth - 1
         right.append((parent < 0 or right[parent]) and place < len(text) and text[place] == token)
     return np.array(right)
@@ -166,7 +168,7 @@ def _calibrated(found: Found) -> Callable[..., np.ndarray[tuple[int], np.dtype[n
     return lambda chances: rates[np.digitize(chances, _BINS)]
 
 
-def time_rounds(target: em.Target, head: em.DraftHead, prompts: list[list[int]], params: em.SamplingParams) -> Cost:
+def time_rounds(target: em.Target, head: DraftHead, prompts: list[list[int]], params: em.SamplingParams) -> Cost:
     """Medians of whole rounds, laid on a plane."""
     engines = {
         (depth, nodes): em.Engine(target, HeadProposer(head) if depth else None, FixedPolicy(depth, nodes), max_batch=1)
@@ -294,10 +296,8 @@ def main() -> None:
     tune_process()
     target = em.load_target(args.target)
     head = em.load_head(args.head, target)
-    assert target.tokenizer is not None
-    lines = (CHECKPOINTS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[: args.prompts]
-    ask = target.tokenizer.apply_chat_template
-    prompts = [list(ask(json.loads(line)["messages"], add_generation_prompt=True)) for line in lines]
+    rows = read_prompts(CHECKPOINTS / "prompts.jsonl", args.prompts)
+    prompts = [encode(row, target, args.max_tokens) for row in rows]
     params = em.SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=0)
     tried = record(target, head, prompts, params)
     cost = time_rounds(target, head, prompts, params)
@@ -320,8 +320,8 @@ def report(tried: list[Tried], cost: Cost) -> None:
     chain = kinds["best chain"].speed
     print("| | tokens a round | of plain | of the best chain | |\n|---|---|---|---|---|")
     for name, found in kinds.items():
-        of_plain = found.speed * cost.plain if math.isfinite(cost.plain) else 0.0
-        print(f"| {name} | {found.tokens:.2f} | {of_plain:.2f} | {found.speed / chain:.3f} | {found.how} |")
+        cells = f"{found.tokens:.2f} | {found.speed * cost.plain:.2f} | {found.speed / chain:.3f} | {found.how}"
+        print(f"| {name} | {cells} |")
 
 
 if __name__ == "__main__":

@@ -242,12 +242,12 @@ class ThroughputPolicy:
             return
         rows = len(accepted)
         if depth or self._times_plain(rows):
-            self.costs.add(rows, depth, self.swings.steadied(seconds, self.costs.known(rows, depth)))
+            self.costs.add(rows, depth, self._steadied(self.costs, rows, depth, seconds))
         self.acceptance.add(depth, accepted)
         self._count(rows, self._chains[depth], sum(accepted), self.costs.estimate(rows, depth))
 
     def observe_tree(self, shape: Shape, kept: Sequence[Sequence[int]], seconds: float) -> None:
-        steadied = self.swings.steadied(seconds, self.tree_costs.known(len(kept), shape.nodes))
+        steadied = self._steadied(self.tree_costs, len(kept), shape.nodes, seconds)
         self.tree_costs.add(len(kept), shape.nodes, steadied)
         self.ranks.add(shape.nodes, kept)
         self._count(len(kept), shape, sum(map(len, kept)), self._seconds(len(kept), shape))
@@ -256,10 +256,14 @@ class ThroughputPolicy:
         self, chances: Sequence[Sequence[float]], drafted: Sequence[int], accepted: Sequence[int], seconds: float
     ) -> None:
         rows = len(accepted)
-        steadied = self.swings.steadied(seconds, self.elastic.costs.known(rows, max(drafted)))
+        steadied = self._steadied(self.elastic.costs, rows, max(drafted), seconds)
         self.elastic.add(chances, drafted, accepted, steadied, self._rival(rows))
         self.acceptance.add(min(max(drafted), _SHORT), accepted)  # further on are those alone that were likely to be
         self._count(rows, self._open, sum(accepted), self.elastic.costs.estimate(rows, max(drafted)))
+
+    def _steadied(self, costs: Costs, rows: int, size: int, seconds: float) -> float:
+        """What a round would have taken at the machine's usual speed."""
+        return self.swings.steadied(seconds, costs.known(rows, size))
 
     def _count(self, rows: int, shape: Shape, accepted: int, seconds: float | None) -> None:
         self._round += 1
