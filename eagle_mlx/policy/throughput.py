@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from eagle_mlx.policy.base import BEHIND, Enough, Shape, check_depth, check_share
 from eagle_mlx.policy.costs import Costs
 from eagle_mlx.policy.elastic import ElasticChains
+from eagle_mlx.policy.ledger import Ledger
+from eagle_mlx.policy.looks import PlainLooks
 from eagle_mlx.policy.swings import Swings
 from eagle_mlx.policy.yields import AcceptanceByPosition, AcceptanceByRank
 
 MOST_TOKENS = 8
 """Of a chain, unless something else is asked for: elastic ones seldom get so far."""
-_FIRST_DEPTH, _FIRST_NODES = 2, 8
+_FIRST_DEPTH = 2
 _FIRST_SAMPLES = 2
 """Rounds of each kind before the policy chooses: the first may compile kernels."""
 _MARGIN = 0.02
@@ -25,24 +27,16 @@ _GAIN, _KEEP = 0.08, 0.03
 """What drafting must promise beyond plain decoding to take the lead, and to keep it: promises are as uncertain as what
 they are made of, and of those that are noise the largest would be taken.
 """
-_LOOK, _STEADY = 4, 3
-"""Rounds of a look at plain decoding where it is nearly as fast, and the first of them that counts: in a run of plain
-rounds each is launched before the one in front of it is read, so they take less than a single one behind a draft.
-"""
-_CLOSE, _SELDOM = 0.85, 64
-"""Where plain decoding has less than that share of the best speed, rounds from one look at it to the next."""
-_FAR = 0.6
-"""Where it has more than that, there are looks soon after drafting took the lead: plain rounds may have been measured
-while the machine was busy, and drafts while it was not.
-"""
 _STANDS, _SETTLED = 8, 16
 """Rounds that a choice stands for, once it has for so many times as many: comparing takes the host's time."""
 _TREE_MARGIN, _TREE_DOUBT = 0.03, 0.2
 """What a tree must promise beyond the best chain, and how much more of it by the root of the rounds that it was tried:
 of promises those that are noise would be taken first.
 """
-_TRY_EVERY = 8
-"""Rounds from one try of a tree that promises more than the best chain, but not enough, to the next."""
+_TRY_EVERY, _TREE_SHARE = 8, 0.005
+"""Rounds from one try of a tree that promises more than the best chain, but not enough, to the next, at least; and what
+tries may lose against that chain, of all time.
+"""
 _SHORT = BEHIND + 1
 """Elastic chains are never shorter. They make up for every longer chain of fixed depth, not for those up to it."""
 _SIZES = (6, 8, 12, 16, 24, 32, 48, 64)
@@ -70,8 +64,8 @@ class ThroughputPolicy:
     Every 32nd round may look at a shape beside the best; every eighth looks at a tree that promises more than chains,
     until that is certain enough for it to be taken; now and then, and soon after drafting took the lead, there is a
     look at plain decoding. Where drafting has lost time against that, looks at drafts wait until the loss is less than
-    `explore` of all the time: a useless proposer costs that share and the first few rounds. Raises ConfigError for
-    values out of range.
+    `explore` of all the time: a useless proposer costs that share and the first few rounds. Trees that were tried in
+    vain wait in the same way. Raises ConfigError for values out of range.
     """
 
     def __init__(self, max_depth: int = MOST_TOKENS, explore: float = 0.005, max_nodes: int = 0):
@@ -79,7 +73,7 @@ class ThroughputPolicy:
         check_depth("max_depth", max_depth)
         check_depth("max_nodes", max_nodes)
         check_share("explore", explore)
-        self.max_depth, self.max_nodes, self.explore = max_depth, max_nodes, explore
+        self.max_depth, self.max_nodes = max_depth, max_nodes
         self.costs, self.tree_costs = Costs(), Costs()
         self.acceptance, self.ranks = AcceptanceByPosition(), AcceptanceByRank()
         self.elastic = ElasticChains()
@@ -92,11 +86,9 @@ class ThroughputPolicy:
         self._round = self._last_probe = 0
         self._last_seen: Counter[Shape] = Counter()
         self._samples: Counter[Shape] = Counter()
-        self._elapsed = self._lost = 0.0
-        self._ahead = 0
-        """Rounds for which drafting has led."""
-        self._plain_run = 0
-        """Plain rounds since the last draft."""
+        self._drafts, self._tries = Ledger(explore), Ledger(_TREE_SHARE)
+        """Of drafting beside plain decoding, and of trees beside chains."""
+        self._looks = PlainLooks()
         self._leader, self._stands = self._chains[0], 0
         """What was found to be the best, and for how many rounds it is to stand."""
         self._chosen: dict[tuple[int, bool, bool], Shape] = {}
@@ -118,40 +110,33 @@ class ThroughputPolicy:
         return self._chosen[asked]
 
     def _choose(self, rows: int, trees: bool, elastic: bool) -> Shape:
-        first = min(self._first(trees, elastic), key=lambda shape: self._samples[shape])
+        first = min(self._first(elastic), key=lambda shape: self._samples[shape])
         if self._samples[first] < _FIRST_SAMPLES:
             return first
         best = self._best(rows, trees, elastic)
         if trees and not best.is_tree and (tree := self._promising(rows, elastic)) is not None:
             return tree
-        if self._looks_at_plain(rows, best, elastic):
+        if best.depth and self._looks.due(self._plain_share(rows, elastic)):
             return self._chains[0]
-        waits = self._round - self._last_probe < _PROBE_EVERY or self._lost > self.explore * self._elapsed
+        waits = self._round - self._last_probe < _PROBE_EVERY or not self._drafts.allows
         return best if waits else self._probe(rows, trees, elastic, best)
 
-    def _looks_at_plain(self, rows: int, best: Shape, elastic: bool) -> bool:
-        """Whether it is time, while drafting, for plain decoding: a few rounds where it is nearly as fast, else one."""
-        if best == self._chains[0]:
-            return False
-        share = self._plain_share(rows, elastic)
-        if share > _CLOSE and 0 < self._plain_run < _LOOK:
-            return True
-        wait = _PROBE_EVERY if share > _CLOSE else _SELDOM
-        if share > _FAR:
-            wait = min(wait, max(2, self._ahead // 2))
-        return self._round - self._last_seen[self._chains[0]] >= wait
-
     def _plain_share(self, rows: int, elastic: bool) -> float:
-        """The speed of plain decoding, that of the best chain = 1."""
+        """The speed of plain decoding, that of the best way to draft = 1."""
         plain = self._speeds(rows, self._fixed(elastic))[self._chains[0]]
-        return plain / self._best_chain(rows, elastic)[1]
+        best = self._best_tree(rows)[1] if self._leader.is_tree else 0.0
+        return plain / max(best, self._best_chain(rows, elastic)[1])
 
     def _promising(self, rows: int, elastic: bool) -> Shape | None:
-        """A tree that may be faster than chains, and was not tried just now."""
-        tree, promised = self._best_tree(rows)
+        """A tree that may be faster than chains, was not tried just now, and may be tried."""
         chain, speed = self._best_chain(rows, elastic)
+        if not chain.depth or not self._tries.allows or self._looks.ahead < _PROBE_EVERY:
+            return None
+        if not self._tried_trees:
+            return next(iter(self._trees), None)
+        tree, promised = self._best_tree(rows)
         due = tree is not None and self._round - self._last_seen[tree] >= _TRY_EVERY
-        return tree if chain.depth and due and promised > speed else None
+        return tree if due and promised > speed else None
 
     def _best_tree(self, rows: int) -> tuple[Shape | None, float]:
         return _fastest(self._speeds(rows, self._trees)) if self._trees else (None, 0.0)
@@ -168,13 +153,11 @@ class ThroughputPolicy:
         """The chains of fixed depth that there is a use for."""
         return self._chains[: _SHORT + 1] if elastic else self._chains
 
-    def _first(self, trees: bool, elastic: bool) -> list[Shape]:
+    def _first(self, elastic: bool) -> list[Shape]:
         """The shapes that are tried before there is a choice."""
         shapes = [self._chains[0], self._chains[min(_FIRST_DEPTH, self.max_depth)]]
         if elastic:
             shapes.append(self._open)
-        if trees and self._trees:
-            shapes.append(min(self._trees, key=lambda shape: abs(shape.nodes - _FIRST_NODES)))
         return shapes
 
     def _best(self, rows: int, trees: bool, elastic: bool, drafting: bool = False) -> Shape:
@@ -197,7 +180,7 @@ class ThroughputPolicy:
         if elastic and (promised := self._rival(rows) * self.elastic.advantage(rows)) > speed:
             chain, speed = self._open, promised
         plain = self._speeds(rows, fixed)[fixed[0]]
-        gain = _KEEP if self._ahead else _GAIN
+        gain = _KEEP if self._looks.ahead else _GAIN
         return (chain, speed) if drafting or speed > (1 + gain) * plain else (fixed[0], plain)
 
     def _speeds(self, rows: int, shapes: Sequence[Shape]) -> dict[Shape, float]:
@@ -227,7 +210,8 @@ class ThroughputPolicy:
         if best == self._chains[0]:
             return self._best(rows, trees, elastic, drafting=True)
         others = {self._open} if elastic else set()
-        for kind in (self._fixed(elastic), self._trees if trees else []):
+        may_branch = trees and (best.is_tree or self._tries.allows)
+        for kind in (self._fixed(elastic), self._trees if may_branch else []):
             if best in kind:
                 at = kind.index(best)
                 others.update(kind[max(at - 1, 0) : at + 2])
@@ -269,8 +253,7 @@ class ThroughputPolicy:
         self._round += 1
         self._samples[shape] += 1
         self._last_seen[shape] = self._round
-        self._plain_run = 0 if shape.depth else self._plain_run + 1
-        self._ahead = self._ahead + 1 if self._leader.depth else 0
+        self._looks.count(not shape.depth, self._leader.depth > 0)
         self._stands -= 1
         if self._stands <= 0 or shape != self._leader:
             self._compare(rows, shape)
@@ -284,12 +267,11 @@ class ThroughputPolicy:
         self._leader = self._best(rows, trees=self._tried_trees, elastic=self._tried_open)
         if shape not in (self._leader, self._chains[0]):
             self._last_probe = self._round
-        self._stands = min(_STANDS, (self._ahead if self._leader.depth else self._round) // _SETTLED)
+        self._stands = min(_STANDS, (self._looks.ahead if self._leader.depth else self._round) // _SETTLED)
 
     def _times_plain(self, rows: int) -> bool:
-        """Whether what this plain round took counts: where the race is close, only in a run of them."""
-        first = not self._samples[self._chains[0]]
-        return first or self._plain_run + 1 >= _STEADY or self._plain_share(rows, self._tried_open) <= _CLOSE
+        """Whether what this plain round took counts."""
+        return not self._samples[self._chains[0]] or self._looks.tells(self._plain_share(rows, self._tried_open))
 
     @property
     def _tried_open(self) -> bool:
@@ -300,8 +282,11 @@ class ThroughputPolicy:
         return any(self._samples[shape] for shape in self._trees)
 
     def _account(self, rows: int, shape: Shape, tokens: int, seconds: float) -> None:
-        """What drafting has lost against plain decoding; gains pay losses back, but are no licence for new ones."""
+        """What drafting has lost against plain decoding, and trees against chains."""
         plain = self._seconds(rows, self._chains[0])
-        self._elapsed += seconds
+        self._drafts.pass_time(seconds)
+        self._tries.pass_time(seconds)
         if shape.depth and plain is not None:
-            self._lost = max(0.0, self._lost + seconds - tokens / rows * min(plain, seconds))
+            self._drafts.enter(seconds, tokens / rows * min(plain, seconds))
+        if shape.is_tree:
+            self._tries.enter(seconds, tokens / rows / self._best_chain(rows, self._tried_open)[1])

@@ -207,13 +207,17 @@ class Moods(World):
     """How far the machine's speed wanders within a hundred rounds: the standard deviation of its logarithm."""
     weather: float = 0.0
     """That logarithm."""
+    beside: float = 0.0
+    """Of a tree, how many of the tokens that a chain gets wrong are right beside it, at two nodes a level."""
 
-    def draft(self, policy: ThroughputPolicy, rounds: int, rows: int = 1) -> tuple[list[Shape], float]:
+    def draft(
+        self, policy: ThroughputPolicy, rounds: int, rows: int = 1, trees: bool = False
+    ) -> tuple[list[Shape], float]:
         """The shapes chosen, and the tokens per second."""
         shapes, clock, tokens = [], 0.0, 0
         for _ in range(rounds):
-            shape = policy.shape(rows, trees=False, elastic=True)
-            assert policy.shape(rows, trees=False, elastic=True) == shape  # asking changes nothing
+            shape = policy.shape(rows, trees, elastic=True)
+            assert policy.shape(rows, trees, elastic=True) == shape  # asking changes nothing
             truth = [self.chance if self.rng.random() < 0.5 else self.hard for _ in range(rows)]
             middle = (self.chance + self.hard) / 2
             claimed = [middle + self.insight * (chance - middle) for chance in truth]
@@ -226,13 +230,17 @@ class Moods(World):
                     if enough(chances[-1]):
                         break
                     depth += 1
-            kept = [int(np.cumprod(self.rng.random(depth) < chance).sum()) for chance in truth]
-            seconds = self.cost(rows, depth) + self.waiting * asked
+            crowd = shape.nodes / depth if shape.is_tree else 1.0
+            wide = min(1.0, crowd - 1) * self.beside
+            kept = [int(np.cumprod(self.rng.random(depth) < c + (1 - c) * wide).sum()) for c in truth]
+            seconds = self.cost(rows, shape.nodes if shape.is_tree else depth) + self.waiting * asked
             measured = seconds * max(0.2, self.rng.normal(1, self.noise)) * (20 if self.rng.random() < 0.01 else 1)
             if self.swing:
                 self.weather = 0.99 * self.weather + self.swing * math.sqrt(1 - 0.99**2) * self.rng.normal()
                 measured *= math.exp(self.weather)
-            if shape.elastic:
+            if shape.is_tree:
+                policy.observe_tree(shape, [[int(level * crowd) for level in range(count)] for count in kept], measured)
+            elif shape.elastic:
                 policy.observe_elastic(chances, [depth] * rows, kept, measured)
             else:
                 policy.observe(depth, [depth] * rows, kept, measured)
@@ -257,6 +265,30 @@ def test_chains_end_where_the_head_is_not_sure(slope: float, seed: int) -> None:
     assert sum(shape.elastic for shape in shapes) > 2700
     in_company, _ = moods.draft(policy, 10, rows=3)
     assert sum(shape.elastic for shape in in_company) > 7  # what is known of one row is the first guess for three
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_trees_that_do_not_pay_cost_elastic_chains_little(rows: int) -> None:
+    shares, tried = [], 0
+    for seed in range(20):
+        speeds = []
+        for most in (0, 16):
+            rng = np.random.default_rng(seed)
+            moods = Moods(0.92, lambda rows, nodes: 1.1 + 0.1 * rows * nodes, rng, noise=0.08, hard=0.5, beside=0.3)
+            shapes, speed = moods.draft(ThroughputPolicy(8, max_nodes=most), 130, rows, trees=True)
+            speeds.append(speed)
+            tried += sum(shape.is_tree for shape in shapes)
+        shares.append(speeds[1] / speeds[0])
+    assert np.mean(shares) > 0.985
+    assert tried > 20, "they are looked at"
+
+
+def test_trees_that_pay_are_drafted_beside_elastic_chains() -> None:
+    moods = Moods(0.8, lambda rows, nodes: 1.1 + 0.01 * nodes, noise=0.05, hard=0.5, beside=0.6)
+    policy = ThroughputPolicy(8, max_nodes=16)
+    moods.draft(policy, 400, trees=True)
+    shapes, _ = moods.draft(policy, 600, trees=True)
+    assert sum(shape.is_tree for shape in shapes) > 500
 
 
 @pytest.mark.parametrize("swing", [0.0, 0.3])
@@ -347,14 +379,28 @@ SHAPES = [*map(Shape.chain, range(6)), *(Shape(levels_for(nodes), nodes) for nod
 @pytest.mark.parametrize(("chance", "gain"), [(0.6, 0.9), (0.9, 0.3), (0.0, 0.0), (0.5, 0.7)])
 @pytest.mark.parametrize("slope", [0.01, 0.05, 0.3])
 def test_throughput_policy_sizes_trees_by_what_pays(slope: float, chance: float, gain: float, rows: int) -> None:
-    forest = Forest(chance, lambda rows, nodes: 1 + slope * rows * nodes, gain=gain)
-    policy = ThroughputPolicy(max_depth=5, max_nodes=32)
-    assert policy.wants_trees
-    forest.grow(policy, 600, rows)
-    _, speed = forest.grow(policy, 2000, rows)
+    speeds = []
+    for seed in range(4):
+        forest = Forest(chance, lambda rows, nodes: 1 + slope * rows * nodes, np.random.default_rng(seed), gain=gain)
+        policy = ThroughputPolicy(max_depth=5, max_nodes=32)
+        assert policy.wants_trees
+        forest.grow(policy, 600, rows)
+        speeds.append(forest.grow(policy, 1000, rows)[1])
     best = max(rows * forest.expected(shape) / forest.cost(rows, shape.nodes) for shape in SHAPES)
-    assert speed > 0.93 * best
-    assert speed > 0.97 * rows / forest.cost(rows, 0)
+    plain = rows / forest.cost(rows, 0)
+    assert np.mean(speeds) > (0.93 if best > 1.2 * plain else 0.9) * best  # close races are left to plain decoding
+    assert min(speeds) > 0.96 * plain
+
+
+def test_plain_decoding_is_seldom_looked_at_where_trees_are_far_ahead_of_it() -> None:
+    plain = 0
+    for seed in range(6):
+        forest = Forest(0.0, lambda rows, nodes: 1 + 0.01 * nodes, np.random.default_rng(seed), gain=0.9)
+        policy = ThroughputPolicy(5, max_nodes=32)
+        forest.grow(policy, 400)
+        shapes, _ = forest.grow(policy, 1000)
+        plain += shapes.count(Shape.chain(0))
+    assert plain < 0.02 * 6 * 1000
 
 
 def test_trees_are_left_out_where_they_cannot_be_had() -> None:
