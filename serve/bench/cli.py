@@ -20,7 +20,7 @@ from eagle_mlx.target import Target, load_target
 from ..defaults import embedded
 from ..prompts import encode, read_prompts
 from ..speculation import DEFAULT_TOKENS, PolicyName, tell_doubt
-from . import report
+from . import plots, report
 from .breakdown import measure_breakdown
 from .costs import measure_costs
 from .identity import tolerance_for
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_how(parser.add_argument_group("on what"), plan)
     out = parser.add_argument_group("output")
     out.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them")
+    out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them; trees of several sizes as curves")
     out.add_argument("--quiet", action="store_true", help="no progress bars")
     return parser
 
@@ -192,7 +192,7 @@ def _bench(args: argparse.Namespace, command: str) -> int:
         head_text = str(head_name) if head_name is not None else None
         report.write_json(report.document(target.name, head_text, machine, runs, **extra), args.json)
     if args.plot is not None:
-        report.plot(runs, args.plot)
+        plots.plot(runs, args.plot)
     return 1 if any(run.identical is False for run in runs) else 0
 
 

@@ -1,4 +1,4 @@
-"""What a bench shows: a table, JSON and a picture."""
+"""What a bench writes: a table and JSON."""
 
 from __future__ import annotations
 
@@ -27,16 +27,6 @@ _HEADINGS = (
     "by position",
     "identical",
 )
-# Colours that stay apart for colour-blind readers.
-_COLOURS = {
-    "mlx-lm": "#999999",
-    "mlx-lm-batch": "#bbbbbb",
-    "mlx-lm-draft": "#777777",
-    "plain": "#56b4e9",
-    "ngram": "#e69f00",
-    "draft": "#cc79a7",
-    "eagle": "#009e73",
-}
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -102,36 +92,11 @@ def check_writable(path: Path) -> None:
         raise OutputError(f"{path} cannot be written: its folder must exist and be writable")
 
 
-def plot(runs: Sequence[Run], path: Path) -> None:
-    """Bars of tokens per second, with the ratio to mlx-lm and τ written on them. Raises OutputError."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(max(5.0, 1.3 * len(runs)), 4.0), layout="constrained")
-    bars = axes.bar(
-        [_label(run) for run in runs],
-        [run.tokens_per_second for run in runs],
-        color=[_COLOURS[run.mode] for run in runs],
-    )
-    axes.bar_label(bars, [_caption(run) for run in runs], padding=2, fontsize=9)
-    axes.set_ylabel("tokens per second")
-    axes.margins(y=0.18)
-    axes.spines[["top", "right"]].set_visible(False)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as e:
-        raise OutputError(f"{path} cannot be written ({e.strerror}); name another place") from e
-    finally:
-        pyplot.close(figure)
-
-
 def _cells(run: Run) -> tuple[str, ...]:
     return (
         run.mode,
         str(run.batch),
-        _size(run),
+        size(run),
         run.policy if run.depth else "-",
         f"{run.temperature:g}",
         f"{run.tokens_per_second:.1f}",
@@ -146,7 +111,7 @@ def _cells(run: Run) -> tuple[str, ...]:
     )
 
 
-def _size(run: Run) -> str:
+def size(run: Run) -> str:
     """The depth of a chain, depth/tokens of a tree."""
     return f"{run.depth}/{run.nodes}" if run.nodes else str(run.depth) if run.depth else "-"
 
@@ -165,23 +130,3 @@ def _identity(run: Run) -> str:
 
 def _align(cell: str, widths: Sequence[int], column: int) -> str:
     return cell.rjust(widths[column]) if 1 <= column <= 10 else cell.ljust(widths[column])
-
-
-def _label(run: Run) -> str:
-    parts = [run.mode]
-    if run.depth:
-        parts.append(f"depth {_size(run)}")
-    if run.policy != "fixed":
-        parts.append(run.policy)
-    if run.batch > 1:
-        parts.append(f"batch {run.batch}")
-    if run.temperature:
-        parts.append(f"T {run.temperature:g}")
-    return "\n".join(parts)
-
-
-def _caption(run: Run) -> str:
-    speed = f"{run.tokens_per_second:.0f}"
-    if run.ratio_to_mlx_lm is not None and run.mode != "mlx-lm":
-        speed += f" (x{run.ratio_to_mlx_lm:.2f})"
-    return f"{speed}\n\u03c4 {run.acceptance_length:.2f}" if run.depth else speed

@@ -18,7 +18,7 @@ from eagle_mlx.formats import save_eagle3
 from eagle_mlx.loops import distinct_ratio
 from eagle_mlx.params import SamplingParams
 from eagle_mlx.proposers.ngram import NgramProposer
-from eagle_mlx.serve.bench import report
+from eagle_mlx.serve.bench import plots, report
 from eagle_mlx.serve.bench.breakdown import measure_breakdown
 from eagle_mlx.serve.bench.cli import main
 from eagle_mlx.serve.bench.continuation import (
@@ -290,8 +290,24 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_plot_is_drawn(tmp_path: Path) -> None:
-    report.plot([replace(RUN, mode="mlx-lm", depth=0), RUN], tmp_path / "bars.png")
+    plots.plot([replace(RUN, mode="mlx-lm", depth=0), RUN], tmp_path / "bars.png")
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_trees_of_several_sizes_are_drawn_as_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("matplotlib.pyplot.close", lambda figure: drawn.append(figure))
+    drawn: list[Any] = []
+    chains = [replace(RUN, depth=depth, nodes=0, acceptance_length=1.0 + depth) for depth in (2, 4)]
+    trees = [replace(RUN, depth=4, nodes=nodes, acceptance_length=nodes / 4) for nodes in (8, 16, 32)]
+    plots.plot([replace(RUN, mode="plain", depth=0), *reversed(trees), *chains], tmp_path / "curves.png")
+    [figure] = drawn
+    lengths, speeds, by_depth = figure.axes
+    chain, tree = lengths.lines
+    assert [line.get_label() for line in lengths.lines] == ["chain", "tree, up to 4 deep"]
+    assert (list(chain.get_xdata()), list(chain.get_ydata())) == ([2, 4], [3.0, 5.0])
+    assert (list(tree.get_xdata()), list(tree.get_ydata())) == ([8, 16, 32], [2.0, 4.0, 8.0])
+    assert len(speeds.lines) == 2
+    assert [line.get_label() for line in by_depth.lines] == ["chain of 4", "tree of 16", "tree of 32"]
 
 
 # The command
