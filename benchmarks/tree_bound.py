@@ -1,6 +1,6 @@
 """What draft trees could gain at most over the best chain, from recorded drafts and measured costs.
 
-    python benchmarks/tree_bound.py [--prompts 40] [--temperature 0]
+    python benchmarks/tree_bound.py [--prompts 40] [--temperature 0] [--costs 1 1.16 0.06 0.02]
 
 Before every round of greedy decoding the head draws a large tree, and notes how likely each node seemed to it; what the
 target then said tells which nodes were right. Rounds of chains and trees, in turn over the same prompts, give the cost
@@ -82,7 +82,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Cost:
-    """Milliseconds."""
+    """Milliseconds, or whatever unit was given."""
 
     plain: float
     draft: float
@@ -248,11 +248,11 @@ def elastic_chains(cost: Cost, behind: int) -> Ways:
 
     def way(one: Tried, least: float) -> tuple[int, float]:
         depth = min(behind + 1, len(one.chain))
-        while depth < len(one.chain) and one.chances[one.chain[depth - behind]] >= least:
+        while depth < len(one.chain) and one.chances[one.chain[depth - 1 - behind]] >= least:
             depth += 1
         return _first(one, one.chain[:depth]), cost.chain(depth)
 
-    for least in np.arange(0.1, 0.65, 0.05):
+    for least in np.arange(0.05, 0.7, 0.05):
         yield f"while {least:.2f} likely", lambda one, least=least: way(one, least)
 
 
@@ -271,11 +271,8 @@ def elastic_trees(cost: Cost, behind: int) -> Ways:
     """Levels are added while the likeliest node `behind` the newest is likely enough; likely nodes are verified."""
 
     def way(one: Tried, deep: float, wide: float) -> tuple[int, float]:
-        levels = 1
-        while levels < LEVELS:
-            asked = levels + 1 - behind
-            if asked >= 1 and one.chances[one.depths == asked].max(initial=0.0) < deep:
-                break
+        levels = behind + 1
+        while levels < LEVELS and one.chances[one.depths == levels - behind].max(initial=0.0) >= deep:
             levels += 1
         chosen = (one.depths <= levels) & (one.chances >= wide)
         return one.kept(chosen), cost.grown(levels, int(chosen.sum()))
@@ -292,6 +289,13 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=40, help="the first so many of checkpoints/prompts.jsonl")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument(
+        "--costs",
+        type=float,
+        nargs=4,
+        metavar=("PLAIN", "DRAFT", "LEVEL", "NODE"),
+        help="of a plain round, of one that drafts, of a level and of a node, in any unit, instead of measuring them",
+    )
     args = parser.parse_args()
     tune_process()
     target = em.load_target(args.target)
@@ -300,9 +304,9 @@ def main() -> None:
     prompts = [encode(row, target, args.max_tokens) for row in rows]
     params = em.SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=0)
     tried = record(target, head, prompts, params)
-    cost = time_rounds(target, head, prompts, params)
+    cost = Cost(*args.costs, tree=0.0) if args.costs else time_rounds(target, head, prompts, params)
     print(
-        f"a plain round {cost.plain:.2f} ms; one that drafts {cost.draft:.2f}, a level {cost.level:.2f}, a node "
+        f"a plain round {cost.plain:.2f}; one that drafts {cost.draft:.2f}, a level {cost.level:.2f}, a node "
         f"{cost.node:.2f}, being a tree {cost.tree:.2f}; {len(tried):,} rounds recorded"
     )
     report(tried, cost)
@@ -312,10 +316,10 @@ def report(tried: list[Tried], cost: Cost) -> None:
     kinds = {
         "best chain": best(tried, chains(cost)),
         f"elastic chain, asked {BEHIND} behind": best(tried, elastic_chains(cost, BEHIND)),
-        "elastic chain, asked at once": best(tried, elastic_chains(cost, 1)),
+        "elastic chain, asked at once": best(tried, elastic_chains(cost, 0)),
         "best tree": best(tried, trees(cost)),
         f"elastic tree, asked {BEHIND} behind": best(tried, elastic_trees(cost, BEHIND)),
-        "elastic tree, asked at once": best(tried, elastic_trees(cost, 1)),
+        "elastic tree, asked at once": best(tried, elastic_trees(cost, 0)),
     }
     chain = kinds["best chain"].speed
     print("| | tokens a round | of plain | of the best chain | |\n|---|---|---|---|---|")
