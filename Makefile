@@ -27,6 +27,7 @@ check: $(READY)
 	@rm -rf build/typed && mkdir -p build/typed/eagle_mlx
 	@cd build/typed/eagle_mlx && ln -s ../../../eagle_mlx/* ../../../train ../../../serve ../../../data_pipelines .
 	$(BIN)/mypy
+	$(BIN)/mypy benchmarks/*.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

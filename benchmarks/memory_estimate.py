@@ -65,6 +65,7 @@ def in_own_process(name: str) -> dict[str, float]:
 def measure(changes: dict[str, Any]) -> dict[str, float]:
     """Bytes foretold before the target is loaded, and taken by steps on conversations of the standard library."""
     from eagle_mlx.lanes import tune_process
+    from eagle_mlx.shards import Sample
     from eagle_mlx.target import load_target
     from eagle_mlx.train.batches import Batches
     from eagle_mlx.train.config import TrainConfig
@@ -89,7 +90,7 @@ def measure(changes: dict[str, Any]) -> dict[str, float]:
         stepper(rows, 1.0)
     taken = memory_gb()
     samples = [data.samples[index] for index in range(len(data.samples.lengths))]
-    states = sum(s.aux.nbytes + s.last.nbytes for s in samples if hasattr(s, "aux"))
+    states = sum(sample.aux.nbytes + sample.last.nbytes for sample in samples if isinstance(sample, Sample))
     whole = dataclasses.replace(foretold, states=states)
     return {
         "foretold": foretold.arrays,

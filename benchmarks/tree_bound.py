@@ -15,7 +15,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
 
@@ -89,7 +89,7 @@ class Cost:
     """Of a round that drafts, without what it drafts."""
     level: float
     node: float
-    tree: float
+    tree: float = 0.0
     """What being a tree takes."""
 
     def chain(self, depth: float) -> float:
@@ -120,7 +120,8 @@ class _Recording(HeadState):
         parents = np.array(tree.parents)[0] - 1
         chances = np.exp(np.array(tree.scores, np.float64)[0])
         tokens = np.array(draft.tokens)[0].tolist()
-        self.proposer.drawn.append(Drawn(int(positions[0].item()), tokens, parents.tolist(), chances))
+        position = int(np.array(positions)[0])
+        self.proposer.drawn.append(Drawn(position, tokens, parents.tolist(), chances))
         return super().propose(depth, sampling, positions)
 
 
@@ -143,7 +144,7 @@ def _right(drawn: Drawn, text: list[int]) -> np.ndarray[tuple[int], np.dtype[np.
     right: list[bool] = []
     for token, parent, depth in zip(drawn.tokens, drawn.parents, drawn.depths, strict=True):
         place = drawn.position + depth - 1
-        right.append((parent < 0 or right[parent]) and place < len(text) and text[place] == token)
+        right.append(bool(parent < 0 or right[parent]) and bool(place < len(text) and text[place] == token))
     return np.array(right)
 
 
@@ -240,7 +241,11 @@ Ways = Iterator[tuple[str, Callable[[Tried], tuple[int, float]]]]
 
 def chains(cost: Cost) -> Ways:
     for depth in range(1, LEVELS + 1):
-        yield f"{depth} deep", lambda one, depth=depth: (_first(one, one.chain[:depth]), cost.chain(depth))
+
+        def way(one: Tried, depth: int = depth) -> tuple[int, float]:
+            return _first(one, one.chain[:depth]), cost.chain(depth)
+
+        yield f"{depth} deep", way
 
 
 def elastic_chains(cost: Cost, behind: int) -> Ways:
@@ -253,7 +258,7 @@ def elastic_chains(cost: Cost, behind: int) -> Ways:
         return _first(one, one.chain[:depth]), cost.chain(depth)
 
     for least in np.arange(0.05, 0.7, 0.05):
-        yield f"while {least:.2f} likely", lambda one, least=least: way(one, least)
+        yield f"while {least:.2f} likely", partial(way, least=float(least))
 
 
 def trees(cost: Cost) -> Ways:
@@ -279,7 +284,7 @@ def elastic_trees(cost: Cost, behind: int) -> Ways:
 
     for deep in np.arange(0.1, 0.55, 0.05):
         for wide in (0.02, 0.04, 0.06, 0.08, 0.12, 0.16, 0.2):
-            yield f"levels while {deep:.2f}, nodes from {wide}", lambda one, d=deep, w=wide: way(one, d, w)
+            yield f"levels while {deep:.2f}, nodes from {wide}", partial(way, deep=float(deep), wide=wide)
 
 
 def main() -> None:
@@ -304,7 +309,7 @@ def main() -> None:
     prompts = [encode(row, target, args.max_tokens) for row in rows]
     params = em.SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=0)
     tried = record(target, head, prompts, params)
-    cost = Cost(*args.costs, tree=0.0) if args.costs else time_rounds(target, head, prompts, params)
+    cost = Cost(*args.costs) if args.costs else time_rounds(target, head, prompts, params)
     print(
         f"a plain round {cost.plain:.2f}; one that drafts {cost.draft:.2f}, a level {cost.level:.2f}, a node "
         f"{cost.node:.2f}, being a tree {cost.tree:.2f}; {len(tried):,} rounds recorded"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from eagle_mlx.errors import CheckpointError, ConfigError
-from eagle_mlx.shards.files import write_whole
+from eagle_mlx.files import write_whole
 
 from .config import TrainConfig, from_mapping
 from .samples import Samples

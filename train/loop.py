@@ -14,9 +14,9 @@ from typing import Any
 from tqdm import tqdm
 
 from eagle_mlx.errors import CheckpointError, DataError, EagleError
+from eagle_mlx.files import write_whole
 from eagle_mlx.fingerprint import fingerprint
 from eagle_mlx.hub import public_name
-from eagle_mlx.shards.files import write_whole
 from eagle_mlx.target import Target
 
 from . import identity, state

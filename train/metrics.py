@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_mlx.errors import DataError
-from eagle_mlx.shards.files import write_whole
+from eagle_mlx.files import write_whole
 
 METRICS = "metrics.jsonl"
 Row = dict[str, Any]

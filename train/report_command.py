@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_mlx.errors import ConfigError, OutputError
-from eagle_mlx.shards.files import write_whole
+from eagle_mlx.files import write_output
 
 from .command import exit_code
 from .plots import write_comparison
@@ -52,11 +52,7 @@ def run(args: argparse.Namespace) -> None:
         except OSError as e:
             raise OutputError(f"{args.plot} could not be written: {e.strerror or e}") from e
     if args.output:
-        try:
-            shown = markdown(runs, args.plot and os.path.relpath(args.plot, args.output.parent))
-            write_whole(args.output, shown.encode())
-        except OSError as e:
-            raise OutputError(f"{args.output} could not be written: {e.strerror or e}") from e
+        write_output(args.output, markdown(runs, args.plot and os.path.relpath(args.plot, args.output.parent)))
     if args.json:
         print(json.dumps([as_json(run) for run in runs], indent=2))
     else:

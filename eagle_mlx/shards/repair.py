@@ -10,8 +10,9 @@ from types import TracebackType
 from typing import Self
 
 from eagle_mlx.errors import OutputError, ShardError
+from eagle_mlx.files import locked, remove_parts, write_whole
 
-from .files import fault, locked, remove_parts, write_shard, write_whole
+from .files import fault, write_shard
 from .format import Sample, ShardFile, check_sample
 from .manifest import MANIFEST, Manifest, differences, to_json
 from .reader import read_manifest

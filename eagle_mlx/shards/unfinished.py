@@ -8,8 +8,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from eagle_mlx.errors import OutputError, ShardError
+from eagle_mlx.files import PART, sync, write_whole
 
-from .files import PART, fault, sync, write_whole
+from .files import fault
 from .format import SUFFIX, ShardFile, shard_name
 from .manifest import MANIFEST, Manifest, differences, from_json, to_json
 

@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import Self
 
 from eagle_mlx.errors import OutputError
+from eagle_mlx.files import locked, sync_folder, write_whole
 from eagle_mlx.folders import check_free, swap
 
-from .files import locked, sync_folder, write_shard, write_whole
+from .files import write_shard
 from .format import Sample, ShardFile, ShardMeta, check_sample, shard_name
 from .manifest import MANIFEST, Manifest, to_json
 from .unfinished import JOURNAL, append_to_journal, check_ours, read_kept, start_journal, unfinished_folder

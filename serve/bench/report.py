@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eagle_mlx.errors import OutputError
+from eagle_mlx.files import write_output
 
 from .machine import Machine
 from .measure import Run
@@ -77,13 +78,7 @@ def document(
 
 def write_json(content: object, path: Path) -> None:
     """Write a JSON file whole or not at all. Raises OutputError."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError as e:
-        partial.unlink(missing_ok=True)
-        raise OutputError(f"{path} cannot be written ({e.strerror}); name another place") from e
+    write_output(path, json.dumps(content, indent=2) + "\n")
 
 
 def check_writable(path: Path) -> None:

@@ -13,6 +13,7 @@ from time import perf_counter
 from eagle_mlx import blas
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import EagleError, OutputError, PromptError
+from eagle_mlx.files import write_output
 from eagle_mlx.intake import Prompt as EnginePrompt
 from eagle_mlx.output import Output
 from eagle_mlx.params import SamplingParams
@@ -115,7 +116,7 @@ def _many(engine: Engine, args: argparse.Namespace, params: SamplingParams) -> l
     if args.output is None:
         print(lines, end="")
     else:
-        _write(args.output, lines)
+        write_output(args.output, lines)
     return outputs
 
 
@@ -127,17 +128,6 @@ def _row(output: Output) -> dict[str, object]:
         "completion_tokens": len(output.tokens),
         "acceptance_length": round(output.acceptance_length, 3),
     }
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all. Raises OutputError."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as e:
-        part.unlink(missing_ok=True)
-        raise OutputError(f"{path} cannot be written ({e.strerror}); name another place") from e
 
 
 def summary(outputs: Sequence[Output], seconds: float) -> str:

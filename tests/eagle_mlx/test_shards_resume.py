@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from eagle_mlx import files
 from eagle_mlx.errors import OutputError, ShardError
 from eagle_mlx.shards import (
     MANIFEST,
@@ -19,7 +20,6 @@ from eagle_mlx.shards import (
     ShardReader,
     ShardRepair,
     ShardWriter,
-    files,
     unfinished,
     unfinished_folder,
 )
