@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,8 @@ _ID = "run-id"
 """File in `wandb/` with the id under which a run goes on."""
 _FINISH_SECONDS = 8.0
 """How long the end of a run waits for uploads; what is left stays on the disk for `wandb sync`."""
+_TEARDOWN_SECONDS = 20.0
+"""How long it waits for wandb's own process to end after that."""
 
 
 def check_wandb() -> None:
@@ -84,6 +90,7 @@ class WandbRun:
 
     def finish(self, failed: bool) -> None:
         self._try(lambda: self._run.finish(exit_code=int(failed)))
+        end_service(_TEARDOWN_SECONDS)
 
     def _try(self, work: Callable[[], None]) -> None:
         if self._run is None:
@@ -97,6 +104,22 @@ class WandbRun:
                 "everything",
                 file=sys.stderr,
             )
+
+
+def end_service(seconds: float) -> None:
+    """End the process that wandb works in, by force if it has not gone after so long.
+
+    It has been seen to stay for ever, and wandb waits as long for it when the interpreter ends.
+    """
+    import wandb
+
+    ending = threading.Thread(target=wandb.teardown, daemon=True)
+    ending.start()
+    ending.join(seconds)
+    if ending.is_alive():
+        with contextlib.suppress(FileNotFoundError):
+            subprocess.run(["pkill", "-KILL", "-P", str(os.getpid()), "wandb-core"], check=False)
+        ending.join(seconds)
 
 
 def flatten(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:

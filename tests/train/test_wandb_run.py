@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.metrics import METRICS, read_rows
 from eagle_mlx.train.plots import write_plots
 from eagle_mlx.train.tracker import Tracker
-from eagle_mlx.train.wandb_run import check_wandb, flatten
+from eagle_mlx.train.wandb_run import check_wandb, end_service, flatten
 from tests.train.test_plots import a_run
 
 CONFIG = TrainConfig(target="some-target", wandb=True, lr=1e-3)
@@ -29,7 +28,7 @@ TEXTS = [{"prompt": "def add(", "text": "a, b):\n    return a + b", "tokens": 12
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
     """No account and no network; the settings are read anew."""
-    end_wandb()
+    end_service(30)
     for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_PROJECT", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -38,17 +37,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
     yield monkeypatch
-    end_wandb()
-
-
-def end_wandb(seconds: float = 30) -> None:
-    """Its service has been seen to stay for ever, and wandb waits as long: then it is ended from outside."""
-    ending = threading.Thread(target=wandb.teardown, daemon=True)
-    ending.start()
-    ending.join(seconds)
-    if ending.is_alive():
-        subprocess.run(["pkill", "-P", str(os.getpid()), "wandb-core"], check=False)
-        ending.join(seconds)
+    end_service(30)
 
 
 @pytest.fixture
@@ -95,6 +84,14 @@ def test_a_run_that_goes_on_stays_the_same_run(folder: Path) -> None:
     with Tracker(folder, CONFIG):
         pass
     assert len({file.name for file in folder.glob("wandb/offline-run-*/*.wandb")}) == 2, "a new run has another"
+
+
+def test_a_service_that_does_not_end_is_ended(offline: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    service = Path(shutil.copy("/bin/sleep", tmp_path / "wandb-core"))
+    with subprocess.Popen([service, "600"]) as stubborn, offline.context() as patch:
+        patch.setattr(wandb, "teardown", stubborn.wait)
+        end_service(0.2)
+        assert stubborn.poll() is not None
 
 
 @pytest.mark.parametrize(
