@@ -15,9 +15,12 @@ PART = ".part"
 """The end of a file's name while it is being written."""
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all, even after a power cut. Raises OSError."""
-    part = path.with_name(path.name + PART)
+def write_whole(path: Path, data: bytes, part: Path | None = None) -> None:
+    """Write a file that is there whole or not at all, even after a power cut. Raises OSError.
+
+    `part`: the file beside it that holds the data until then; by default its name with `PART` behind it.
+    """
+    part = part or path.with_name(path.name + PART)
     try:
         with part.open("wb") as file:
             file.write(data)
@@ -30,9 +33,9 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def write_output(path: Path, text: str) -> None:
-    """`write_whole` for a file that the user named. Raises OutputError."""
+    """`write_whole` for a file that the user named, among files that are not ours. Raises OutputError."""
     try:
-        write_whole(path, text.encode())
+        write_whole(path, text.encode(), path.with_name(f".{path.name}.{os.getpid()}{PART}"))
     except OSError as e:
         raise OutputError(f"{path} cannot be written ({e.strerror}); name another place") from e
 

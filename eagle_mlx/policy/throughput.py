@@ -128,7 +128,7 @@ class ThroughputPolicy:
         return plain / max(best, self._best_chain(rows, elastic)[1])
 
     def _promising(self, rows: int, elastic: bool) -> Shape | None:
-        """A tree that may be faster than chains, was not tried just now, and may be tried."""
+        """A tree that may be faster than chains, and may be tried: seldom, and once drafting has led for a while."""
         chain, speed = self._best_chain(rows, elastic)
         if not chain.depth or not self._tries.allows or self._looks.ahead < _PROBE_EVERY:
             return None

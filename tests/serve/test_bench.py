@@ -284,6 +284,11 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     report.write_json({"a": 1}, file)
     assert json.loads(file.read_text()) == {"a": 1}
     assert list(tmp_path.iterdir()) == [file]
+    beside = tmp_path / "figures.json.part"
+    beside.write_text("somebody's own")
+    report.write_json({"a": 2}, file)
+    assert beside.read_text() == "somebody's own"
+    beside.unlink()
     with pytest.raises(OutputError, match="cannot be written"):
         report.check_writable(tmp_path / "missing" / "x.json")
     with pytest.raises(OutputError, match="cannot be written"):
