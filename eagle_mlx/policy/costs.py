@@ -50,27 +50,39 @@ class Costs:
         level = 1.0 if shared is None else own[shared] / like[shared]
         return level * _interpolated(like, size)
 
-    def trend(self, rows: int) -> tuple[float, float]:
-        """How seconds go along with draft tokens, in rounds that draft: the sums of both deviations' products and of
-        the squares of the latter, of which the quotient is the slope by least squares; nothing where it is not known.
-
-        Of the nearest number of rows that was measured at two sizes at least, twice each: a single round may have been
-        an accident.
+    def sure(self, rows: int) -> list[tuple[int, float, int]]:
+        """Sizes of drafts with the seconds of their rounds and how often those were measured: twice at least, since a
+        single round may have been an accident.
         """
-        sure = {
-            other: {size: cost for size, cost in curve.items() if size and len(self._samples[other, size]) > 1}
-            for other, curve in self._curves.items()
-        }
-        known = [other for other, curve in sure.items() if len(curve) > 1]
-        if not known:
-            return 0.0, 0.0
-        nearest = min(known, key=lambda other: (abs(other - rows), other))
-        points = [(size, cost, len(self._samples[nearest, size])) for size, cost in sure[nearest].items()]
-        total = sum(count for *_, count in points)
-        middle = sum(size * count for size, _, count in points) / total
-        usual = sum(cost * count for _, cost, count in points) / total
-        rise = sum((size - middle) * (cost - usual) * count for size, cost, count in points)
-        return rise, sum((size - middle) ** 2 * count for size, _, count in points)
+        counts = {size: len(self._samples[rows, size]) for size in self._curves.get(rows, {}) if size}
+        return [(size, self._curves[rows][size], count) for size, count in counts.items() if count > 1]
+
+    @property
+    def measured_rows(self) -> set[int]:
+        return set(self._curves)
+
+
+def slope(rows: int, *kinds: Costs) -> float | None:
+    """Seconds that a draft token more takes, of all rows: by least squares over what is known of rounds of all kinds.
+
+    Of the nearest number of rows that was measured at two sizes at least, and as many times as much as rounds of the
+    first kind take at this one; None where there is none such.
+    """
+    known = {
+        other: [point for kind in kinds for point in kind.sure(other)] for kind in kinds for other in kind.measured_rows
+    }
+    known = {other: points for other, points in known.items() if len({size for size, *_ in points}) > 1}
+    if not known:
+        return None
+    nearest = min(known, key=lambda other: (abs(other - rows), other))
+    points = known[nearest]
+    total = sum(count for *_, count in points)
+    middle = sum(size * count for size, _, count in points) / total
+    usual = sum(cost * count for _, cost, count in points) / total
+    rise = sum((size - middle) * (cost - usual) * count for size, cost, count in points)
+    spread = sum((size - middle) ** 2 * count for size, _, count in points)
+    here, there = kinds[0].estimate(rows, 0), kinds[0].estimate(nearest, 0)
+    return max(rise, 0.0) / spread * (here / there if here and there else 1.0)
 
 
 def _interpolated(curve: dict[int, float], size: int) -> float:

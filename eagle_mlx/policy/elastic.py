@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eagle_mlx.policy.base import BEHIND, Enough
-from eagle_mlx.policy.costs import Costs
+from eagle_mlx.policy.costs import Costs, slope
 
 _FADE = 0.99
 """What is left of the weight of older rounds with each new one."""
@@ -88,19 +88,24 @@ class ElasticChains:
         chances: Sequence[Sequence[float]],
         drafted: Sequence[int],
         accepted: Sequence[int],
-        seconds: float,
+        seconds: float | None,
         rival: float,
     ) -> None:
-        """A round, with the arguments of `ShapePolicy.observe_elastic`.
+        """A round, with the arguments of `ElasticPolicy.observe_elastic`; None for seconds that tell nothing.
 
         `rival`: tokens per second and row that the fastest short chain promised.
         """
         rows, depth = len(accepted), max(drafted)
         self._rounds += 1
         self.prospects.add(chances, drafted, accepted)
-        expected = self.costs.estimate(rows, depth) or seconds
-        self.costs.add(rows, depth, seconds)
-        usual = min(self.costs.estimate(rows, depth) or seconds, 2 * expected)  # the first may have been an accident
+        expected = self.costs.estimate(rows, depth)
+        if seconds is not None:
+            self.costs.add(rows, depth, seconds)
+        usual = self.costs.estimate(rows, depth)
+        if usual is None:
+            return
+        if expected is not None:
+            usual = min(usual, 2 * expected)  # the first may have been an accident
         self._pace(rows).add(rows, 1 + sum(accepted) / rows, usual * rival)
 
     def _pace(self, rows: int) -> _Pace:
@@ -138,8 +143,8 @@ class ElasticChains:
 
     def _slope(self, rows: int, fixed: Costs) -> float:
         """Seconds that a draft token more takes, of all rows; at first from what drafting takes at all."""
-        (rise, spread), (more_rise, more_spread) = self.costs.trend(rows), fixed.trend(rows)
-        if spread + more_spread:
-            return max(rise + more_rise, 0.0) / (spread + more_spread)
+        known = slope(rows, fixed, self.costs)
+        if known is not None:
+            return known
         none, short = fixed.estimate(rows, 0), fixed.estimate(rows, BEHIND)
         return max(short - none, 0.0) / BEHIND if none is not None and short is not None else 0.0

@@ -1,6 +1,8 @@
-"""When to look at plain decoding while drafting leads, and which of those rounds tell what it takes."""
+"""When to look at what does not lead, and which of those rounds tell what it takes."""
 
 from __future__ import annotations
+
+from eagle_mlx.policy.base import Shape
 
 _EVERY = 32
 """Rounds from one look to the next."""
@@ -45,3 +47,29 @@ class PlainLooks:
         self._run = self._run + 1 if plain else 0
         self._since = 0 if plain else self._since + 1
         self.ahead = self.ahead + 1 if drafting_leads else 0
+
+
+class Visits:
+    """Rounds of one shape in a row: the first of them takes what the shape before it left to do, and cold caches."""
+
+    LENGTH = 3
+    """Of a look at another shape."""
+
+    def __init__(self) -> None:
+        self.shape: Shape | None = None
+        """Of the newest round."""
+        self._rounds = 0
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a look at this shape is to go on."""
+        return 0 < self._rounds < self.LENGTH
+
+    def tells(self, shape: Shape) -> bool:
+        """Whether what a round of `shape` took that ends now counts."""
+        return shape == self.shape
+
+    def count(self, shape: Shape) -> None:
+        """A round has ended."""
+        self._rounds = self._rounds + 1 if shape == self.shape else 1
+        self.shape = shape

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from eagle_mlx.policy.base import BEHIND, Enough, Shape, check_depth, check_share
 from eagle_mlx.policy.costs import Costs
 from eagle_mlx.policy.elastic import ElasticChains
 from eagle_mlx.policy.ledger import Ledger
-from eagle_mlx.policy.looks import PlainLooks
+from eagle_mlx.policy.looks import PlainLooks, Visits
 from eagle_mlx.policy.swings import Swings
 from eagle_mlx.policy.yields import AcceptanceByPosition, AcceptanceByRank
 
 MOST_TOKENS = 8
 """Of a chain, unless something else is asked for: elastic ones seldom get so far."""
 _FIRST_DEPTH = 2
+_HOPE = 0.5
+"""What the longest chain must promise of the speed of plain decoding, by two rounds of a short one, to be tried."""
 _FIRST_SAMPLES = 2
 """Rounds of each kind before the policy chooses: the first may compile kernels."""
 _MARGIN = 0.02
 """Of shapes whose speeds are this close the smallest is taken: a guess may be wrong, a token not drafted is free."""
-_PROBE_EVERY = 32
-"""Rounds from one look at another shape to the next, at least."""
+_PROBE_SOON, _PROBE_EVERY = 8, 32
+"""Rounds from one look at another shape to the next: at first, and later on."""
+_CLOSE = 0.9
+"""A shape that promises more than that share of the best is looked at for a few rounds on end, others for one."""
 _GAIN, _KEEP = 0.08, 0.03
 """What drafting must promise beyond plain decoding to take the lead, and to keep it: promises are as uncertain as what
 they are made of, and of those that are noise the largest would be taken.
@@ -61,11 +65,12 @@ class ThroughputPolicy:
     durations by rows and shape. Where a proposer can say how sure it is, long chains are elastic: they end as soon as a
     token more is worth less than what decoding gives in its time otherwise.
 
-    Every 32nd round may look at a shape beside the best; every eighth looks at a tree that promises more than chains,
-    until that is certain enough for it to be taken; now and then, and soon after drafting took the lead, there is a
-    look at plain decoding. Where drafting has lost time against that, looks at drafts wait until the loss is less than
-    `explore` of all the time: a useless proposer costs that share and the first few rounds. Trees that were tried in
-    vain wait in the same way. Raises ConfigError for values out of range.
+    Every 32nd round, and sooner at first, there may be a look at a shape beside the best: a few rounds on end where the
+    race is close, since the first one behind another shape takes longer. Every eighth looks at a tree that promises
+    more than chains, until that is certain enough for it to be taken; now and then, and soon after drafting took the
+    lead, there is a look at plain decoding. Where drafting has lost time against that, looks at drafts wait until the
+    loss is less than `explore` of all the time: a useless proposer costs that share and the first few rounds. Trees
+    that were tried in vain wait in the same way. Raises ConfigError for values out of range.
     """
 
     def __init__(self, max_depth: int = MOST_TOKENS, explore: float = 0.005, max_nodes: int = 0):
@@ -88,7 +93,7 @@ class ThroughputPolicy:
         self._samples: Counter[Shape] = Counter()
         self._drafts, self._tries = Ledger(explore), Ledger(_TREE_SHARE)
         """Of drafting beside plain decoding, and of trees beside chains."""
-        self._looks = PlainLooks()
+        self._looks, self._visits = PlainLooks(), Visits()
         self._leader, self._stands = self._chains[0], 0
         """What was found to be the best, and for how many rounds it is to stand."""
         self._chosen: dict[tuple[int, bool, bool], Shape] = {}
@@ -110,16 +115,42 @@ class ThroughputPolicy:
         return self._chosen[asked]
 
     def _choose(self, rows: int, trees: bool, elastic: bool) -> Shape:
-        first = min(self._first(elastic), key=lambda shape: self._samples[shape])
-        if self._samples[first] < _FIRST_SAMPLES:
-            return first
+        for first in self._first(rows, elastic):
+            if self._samples[first] < _FIRST_SAMPLES:
+                return first
         best = self._best(rows, trees, elastic)
+        if (visited := self._visited(trees, elastic)) and self._is_close(rows, visited, best):
+            return visited
         if trees and not best.is_tree and (tree := self._promising(rows, elastic)) is not None:
             return tree
         if best.depth and self._looks.due(self._plain_share(rows, elastic)):
             return self._chains[0]
-        waits = self._round - self._last_probe < _PROBE_EVERY or not self._drafts.allows
+        waits = self._round - self._last_probe < self._wait or not self._drafts.allows
         return best if waits else self._probe(rows, trees, elastic, best)
+
+    @property
+    def _wait(self) -> int:
+        """Rounds from one look at another shape to the next: the fewer the less is known."""
+        return min(_PROBE_EVERY, max(_PROBE_SOON, self._round // 4))
+
+    def _is_close(self, rows: int, shape: Shape, best: Shape) -> bool:
+        """Whether what two shapes promise is so close that it takes a run of rounds to tell which is faster."""
+        return self._promise(rows, shape) > _CLOSE * self._promise(rows, best)
+
+    def _promise(self, rows: int, shape: Shape) -> float:
+        """Tokens per second and row."""
+        if shape.elastic:
+            return self._rival(rows) * self.elastic.advantage(rows)
+        return self._speeds(rows, self._trees if shape.is_tree else self._chains)[shape]
+
+    def _visited(self, trees: bool, elastic: bool) -> Shape | None:
+        """A shape beside the leader that is being looked at, while that look is to go on."""
+        shape = self._visits.shape
+        if shape is None or not self._visits.unfinished or shape in (self._leader, self._chains[0]):
+            return None
+        if shape.is_tree:
+            return shape if trees else None
+        return shape if shape.elastic == elastic or shape in self._fixed(elastic) else None
 
     def _plain_share(self, rows: int, elastic: bool) -> float:
         """The speed of plain decoding, that of the best way to draft = 1."""
@@ -153,12 +184,17 @@ class ThroughputPolicy:
         """The chains of fixed depth that there is a use for."""
         return self._chains[: _SHORT + 1] if elastic else self._chains
 
-    def _first(self, elastic: bool) -> list[Shape]:
-        """The shapes that are tried before there is a choice."""
-        shapes = [self._chains[0], self._chains[min(_FIRST_DEPTH, self.max_depth)]]
+    def _first(self, rows: int, elastic: bool) -> Iterator[Shape]:
+        """The shapes that are tried before there is a choice: none, a short one, and where that gives hope the longest,
+        so that what lies between is not guessed from what drafting takes at all.
+        """
+        none, longest = self._chains[0], self._chains[-1]
+        yield none
+        yield self._chains[min(_FIRST_DEPTH, self.max_depth)]
         if elastic:
-            shapes.append(self._open)
-        return shapes
+            yield self._open
+        elif self._promise(rows, longest) > _HOPE * self._promise(rows, none):
+            yield longest
 
     def _best(self, rows: int, trees: bool, elastic: bool, drafting: bool = False) -> Shape:
         """The fastest, or the smallest that is as fast within the margin; of those that draft, where asked for.
@@ -196,7 +232,11 @@ class ThroughputPolicy:
         return self._known[key]
 
     def _seconds(self, rows: int, shape: Shape) -> float | None:
-        return (self.tree_costs if shape.is_tree else self.costs).estimate(rows, shape.nodes)
+        if shape.is_tree:
+            return self.tree_costs.estimate(rows, shape.nodes)
+        asked = self.elastic.costs.known(rows, shape.depth)  # the same chain, and questions
+        seconds = self.costs.estimate(rows, shape.depth)
+        return seconds if asked is None or seconds is None else min(seconds, asked)
 
     def _expected_tokens(self, shape: Shape) -> float:
         if shape.is_tree:
@@ -225,14 +265,15 @@ class ThroughputPolicy:
         if depth > self.max_depth:
             return
         rows = len(accepted)
-        if depth or self._times_plain(rows):
+        if self._times_plain(rows) if depth == 0 else self._tells(self.costs, rows, self._chains[depth]):
             self.costs.add(rows, depth, self._steadied(self.costs, rows, depth, seconds))
         self.acceptance.add(depth, accepted)
         self._count(rows, self._chains[depth], sum(accepted), self.costs.estimate(rows, depth))
 
     def observe_tree(self, shape: Shape, kept: Sequence[Sequence[int]], seconds: float) -> None:
-        steadied = self._steadied(self.tree_costs, len(kept), shape.nodes, seconds)
-        self.tree_costs.add(len(kept), shape.nodes, steadied)
+        if self._tells(self.tree_costs, len(kept), shape):
+            steadied = self._steadied(self.tree_costs, len(kept), shape.nodes, seconds)
+            self.tree_costs.add(len(kept), shape.nodes, steadied)
         self.ranks.add(shape.nodes, kept)
         self._count(len(kept), shape, sum(map(len, kept)), self._seconds(len(kept), shape))
 
@@ -241,7 +282,8 @@ class ThroughputPolicy:
     ) -> None:
         rows = len(accepted)
         steadied = self._steadied(self.elastic.costs, rows, max(drafted), seconds)
-        self.elastic.add(chances, drafted, accepted, steadied, self._rival(rows))
+        tells = self._tells(self.elastic.costs, rows, self._open, max(drafted))
+        self.elastic.add(chances, drafted, accepted, steadied if tells else None, self._rival(rows))
         self.acceptance.add(min(max(drafted), _SHORT), accepted)  # further on are those alone that were likely to be
         self._count(rows, self._open, sum(accepted), self.elastic.costs.estimate(rows, max(drafted)))
 
@@ -251,6 +293,7 @@ class ThroughputPolicy:
 
     def _count(self, rows: int, shape: Shape, accepted: int, seconds: float | None) -> None:
         self._round += 1
+        self._visits.count(shape)
         self._samples[shape] += 1
         self._last_seen[shape] = self._round
         self._looks.count(not shape.depth, self._leader.depth > 0)
@@ -268,6 +311,12 @@ class ThroughputPolicy:
         if shape not in (self._leader, self._chains[0]):
             self._last_probe = self._round
         self._stands = min(_STANDS, (self._looks.ahead if self._leader.depth else self._round) // _SETTLED)
+
+    def _tells(self, costs: Costs, rows: int, shape: Shape, size: int | None = None) -> bool:
+        """Whether what this round took counts, in which was drafted."""
+        if self._visits.tells(shape) or costs.known(rows, size or shape.nodes) is None:
+            return True
+        return not self._is_close(rows, shape, self._leader)
 
     def _times_plain(self, rows: int) -> bool:
         """Whether what this plain round took counts."""
