@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, Saved, without_row
 from eagle_mlx.logprobs import Logprobs
-from eagle_mlx.policy.base import Enough, Shape
+from eagle_mlx.policy.base import Limits, Outcome, Shape
 from eagle_mlx.prefix import Prefix
 from eagle_mlx.processors import Processors
 from eagle_mlx.proposers.base import Branching, Draft, Elastic, Forkable, Observation, Proposer, ProposerState
@@ -46,6 +46,8 @@ class Round:
     """What drafting took, where that was measured."""
     chances: Sequence[Sequence[float]] = ()
     """As of the draft."""
+    beside: int = 0
+    """Tokens beside the chain of an elastic draft."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,15 @@ class Landing:
     """Tokens that the row took: fewer than the verify gave where it ended."""
     kept: list[list[int]]
     """Of a tree, the numbers from 0 on of the draft tokens that the verify kept."""
+
+    def outcome(self, done: Round) -> Outcome:
+        """What became of an elastic draft."""
+        if not done.beside:
+            return Outcome(done.chances, self.drafted, self.accepted)
+        length = done.width - 1
+        chain = [sum(number < length for number in kept) for kept in self.kept]
+        aside = [next((number - length for number in kept if number >= length), None) for kept in self.kept]
+        return Outcome(done.chances, self.drafted, chain, done.beside, aside)
 
 
 class _Answer:
@@ -192,14 +203,14 @@ class Batch:
             following = [row.prompt[start + 1 : start + 1 + n] for row, n in zip(self.rows, counts, strict=True)]
             self.state.prefill(Observation(following, aux))
 
-    def launch(self, shape: Shape, enough: Enough | None = None, timed: bool = False) -> Round:
-        """Start a round on the device, at most `most_drafts` deep; a chain ends where `enough` says so, if it is given.
+    def launch(self, shape: Shape, limits: Limits | None = None, timed: bool = False) -> Round:
+        """Start a round on the device, at most `most_drafts` deep; an elastic draft ends where `limits` say so.
 
-        Nothing is waited for but a draft that is to be timed, and what `enough` must be told.
+        Nothing is waited for but a draft that is to be timed, and what the limits must be told.
         """
         before = self._before()
         started = perf_counter()
-        draft = self.draft(shape, enough)
+        draft = self.draft(shape, limits)
         if timed:
             mx.eval(draft.tokens)
         draft_seconds = perf_counter() - started if timed else None
@@ -233,12 +244,13 @@ class Batch:
         mx.async_eval(answer, self.last, *aux, *(logprobs.arrays if logprobs else ()))
         mx.async_eval(self.cache.recurrent_state)  # after the answer, which does not wait for it
         width = verdict.tokens.shape[1]
-        return Round(shape, width, answer, logprobs, aux, before, draft_seconds, draft.chances)
+        beside = draft.tokens.shape[1] - draft.tree.levels if shape.elastic and draft.tree is not None else 0
+        return Round(shape, width, answer, logprobs, aux, before, draft_seconds, draft.chances, beside)
 
     def _no_draft(self) -> Draft:
         return Draft(mx.zeros((len(self.rows), 0), mx.int32), mx.zeros((len(self.rows),), mx.int32))
 
-    def draft(self, shape: Shape, enough: Enough | None = None) -> Draft:
+    def draft(self, shape: Shape, limits: Limits | None = None) -> Draft:
         """A proposal of at most this shape, cut where a row has no use for so much."""
         depth = shape.depth
         if self.state is None or not depth:
@@ -247,13 +259,13 @@ class Batch:
         if shape.is_tree:
             assert self._branching is not None
             return self._branching.propose_tree(depth, shape.nodes, self.sampling, first)
-        if enough is not None:
+        if limits is not None:
             assert self._elastic is not None
-            draft = self._elastic.propose_until(enough, depth, self.sampling, first)
+            draft = self._elastic.propose_until(limits, depth, self.sampling, first)
         else:
             draft = self.state.propose(depth, self.sampling, first)
         room = [row.room for row in self.rows]
-        if min(room) < depth:
+        if min(room) < depth and draft.tree is None:
             draft = replace(draft, lengths=mx.minimum(draft.lengths, mx.array(room, mx.int32)))
         return draft
 

@@ -255,10 +255,17 @@ class Engine:
         shape = self._shape()
         self._drafting += shape.depth > 0
         timed = self.observer is not None and shape.depth > 0 and self._drafting % _TIMED == 1
-        enough = None
+        limits = None
         if shape.elastic and self._elastic_policy is not None:
-            enough = self._elastic_policy.enough(len(self._batch.rows))
-        return self._batch.launch(shape, enough, timed)
+            limits = self._elastic_policy.limits(len(self._batch.rows), self._may_branch)
+        return self._batch.launch(shape, limits, timed)
+
+    @property
+    def _may_branch(self) -> bool:
+        """Whether trees are asked for and can be had of the rows that there are."""
+        if self._batch is None or self._shape_policy is None or self.chains_only is not None:
+            return False
+        return self._shape_policy.wants_trees and self._batch.may_branch
 
     def _shape(self) -> Shape:
         """What the next round is to draft."""
@@ -266,9 +273,8 @@ class Engine:
             return _NONE
         rows = len(self._batch.rows)
         if self._shape_policy is not None:
-            trees = self._shape_policy.wants_trees and self.chains_only is None and self._batch.may_branch
             elastic = self._elastic_policy is not None and self._batch.may_stop
-            wanted = self._shape_policy.shape(rows, trees, elastic)
+            wanted = self._shape_policy.shape(rows, self._may_branch, elastic)
         else:
             wanted = Shape.chain(self.policy.depth(rows))
         return wanted.cut(self._batch.most_drafts)
@@ -315,7 +321,7 @@ class Engine:
         if shape.is_tree and self._shape_policy is not None:
             self._shape_policy.observe_tree(shape, landing.kept, seconds)
         elif shape.elastic and self._elastic_policy is not None:
-            self._elastic_policy.observe_elastic(done.chances, landing.drafted, landing.accepted, seconds)
+            self._elastic_policy.observe_elastic(landing.outcome(done), seconds)
         else:
             self.policy.observe(shape.depth, landing.drafted, landing.accepted, seconds)
 

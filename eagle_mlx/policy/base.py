@@ -14,6 +14,45 @@ BEHIND = 2
 """Draft tokens that are under way when the host asks, so that the device does not wait for the answer: they take about
 the time in which the host builds the verify.
 """
+FLANK = 2
+"""Tokens beside one of an elastic chain, at most."""
+Beside = Callable[[int, Sequence[Sequence[float]]], int]
+"""How many tokens to draft beside a chain that has ended, told its length and all that `Enough` was told of it."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far the elastic drafts of one round go."""
+
+    enough: Enough
+    beside: Beside | None = None
+    """None where only chains can be judged."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a round of elastic drafts."""
+
+    chances: Sequence[Sequence[float]]
+    """What `Enough` was told of each row, every time that it was asked."""
+    drafted: Sequence[int]
+    """Row by row, the tokens of the chain."""
+    accepted: Sequence[int]
+    """Those of them that were kept."""
+    beside: int = 0
+    """Tokens beside each chain."""
+    aside: Sequence[int | None] = ()
+    """Row by row, which of these was kept behind the chain's, by its number from 0 on, the likeliest first."""
+
+    @property
+    def depth(self) -> int:
+        return max(self.drafted)
+
+    @property
+    def kept(self) -> list[int]:
+        """Row by row, all draft tokens that were kept."""
+        aside = self.aside or [None] * len(self.accepted)
+        return [count + (number is not None) for count, number in zip(self.accepted, aside, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -23,7 +62,8 @@ class Shape:
     depth: int
     nodes: int
     elastic: bool = False
-    """Whether a chain ends sooner where the policy says, while it is drafted, that it is long enough."""
+    """Whether a chain ends sooner where the policy says, while it is drafted, that it is long enough. What stands
+    beside it then is not counted in `nodes`."""
 
     @classmethod
     def chain(cls, depth: int) -> Shape:
@@ -80,16 +120,14 @@ class ShapePolicy(Policy, Protocol):
 
 @runtime_checkable
 class ElasticPolicy(ShapePolicy, Protocol):
-    """A policy that may ask for elastic chains."""
+    """A policy that may ask for elastic chains, and for tokens beside them."""
 
-    def enough(self, rows: int) -> Enough:
-        """For one round: asked after each token whether to leave it there."""
+    def limits(self, rows: int, trees: bool) -> Limits:
+        """For one round; with tokens beside the chain only where trees can be had."""
         ...
 
-    def observe_elastic(
-        self, chances: Sequence[Sequence[float]], drafted: Sequence[int], accepted: Sequence[int], seconds: float
-    ) -> None:
-        """As `observe`, of a round of elastic chains. chances: what `enough` was told of each row, whenever asked."""
+    def observe_elastic(self, outcome: Outcome, seconds: float) -> None:
+        """As `observe`, of a round of elastic drafts."""
         ...
 
 

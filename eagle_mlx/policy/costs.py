@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 _ACCIDENT = 3.0
 """Rounds that take more than so many times what was expected are taken for that much: something else had the machine.
@@ -63,26 +64,36 @@ class Costs:
 
 
 def slope(rows: int, *kinds: Costs) -> float | None:
-    """Seconds that a draft token more takes, of all rows: by least squares over what is known of rounds of all kinds.
+    """Seconds that a draft token more takes, of all rows: by least squares over the rounds of each kind, or where none
+    was measured at two sizes over those of all kinds.
 
-    Of the nearest number of rows that was measured at two sizes at least, and as many times as much as rounds of the
-    first kind take at this one; None where there is none such.
+    Of the nearest number of rows where that can be had, and as many times as much as rounds of the first kind take at
+    this one; None where there is none such.
     """
-    known = {
-        other: [point for kind in kinds for point in kind.sure(other)] for kind in kinds for other in kind.measured_rows
-    }
-    known = {other: points for other, points in known.items() if len({size for size, *_ in points}) > 1}
-    if not known:
-        return None
-    nearest = min(known, key=lambda other: (abs(other - rows), other))
-    points = known[nearest]
-    total = sum(count for *_, count in points)
-    middle = sum(size * count for size, _, count in points) / total
-    usual = sum(cost * count for _, cost, count in points) / total
-    rise = sum((size - middle) * (cost - usual) * count for size, cost, count in points)
-    spread = sum((size - middle) ** 2 * count for size, _, count in points)
-    here, there = kinds[0].estimate(rows, 0), kinds[0].estimate(nearest, 0)
-    return max(rise, 0.0) / spread * (here / there if here and there else 1.0)
+    measured = set[int]().union(*(kind.measured_rows for kind in kinds))
+    for other in sorted(measured, key=lambda other: (abs(other - rows), other)):
+        known = [points for kind in kinds if (points := kind.sure(other))]
+        rise, spread = _trend(known)
+        if not spread:
+            rise, spread = _trend([[point for points in known for point in points]])
+        if spread:
+            here, there = kinds[0].estimate(rows, 0), kinds[0].estimate(other, 0)
+            return max(rise, 0.0) / spread * (here / there if here and there else 1.0)
+    return None
+
+
+def _trend(groups: Sequence[Sequence[tuple[int, float, int]]]) -> tuple[float, float]:
+    """How seconds go along with sizes within groups: the sums of both deviations' products, and of the squares of the
+    latter. Points are sizes, seconds and weights.
+    """
+    rise = spread = 0.0
+    for points in groups:
+        total = sum(count for *_, count in points) or 1
+        middle = sum(size * count for size, _, count in points) / total
+        usual = sum(cost * count for _, cost, count in points) / total
+        rise += sum((size - middle) * (cost - usual) * count for size, cost, count in points)
+        spread += sum((size - middle) ** 2 * count for size, _, count in points)
+    return rise, spread
 
 
 def _interpolated(curve: dict[int, float], size: int) -> float:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eagle_mlx.policy.base import BEHIND, Enough
+from eagle_mlx.policy.base import BEHIND, Enough, Outcome
 from eagle_mlx.policy.costs import Costs, slope
 
 _FADE = 0.99
@@ -34,10 +34,9 @@ class Prospects:
         self._tries = [self._WEIGHT] * self._BINS
         self._hits = [self._WEIGHT * self._GUESS * (n + 0.5) / self._BINS for n in range(self._BINS)]
 
-    def add(self, chances: Sequence[Sequence[float]], drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """A round in which row i drafted drafted[i] tokens and kept accepted[i]; chances: of each row, as asked."""
-        for place, row_chances in enumerate(chances, BEHIND + 1):
-            for chance, length, kept in zip(row_chances, drafted, accepted, strict=True):
+    def add(self, outcome: Outcome) -> None:
+        for place, row_chances in enumerate(outcome.chances, BEHIND + 1):
+            for chance, length, kept in zip(row_chances, outcome.drafted, outcome.accepted, strict=True):
                 if length > place:
                     bin = self._bin(chance)
                     self._tries[bin] = self._tries[bin] * _FADE + 1
@@ -83,21 +82,14 @@ class ElasticChains:
         self._paces: dict[int, _Pace] = {}
         self._rounds = 0
 
-    def add(
-        self,
-        chances: Sequence[Sequence[float]],
-        drafted: Sequence[int],
-        accepted: Sequence[int],
-        seconds: float | None,
-        rival: float,
-    ) -> None:
-        """A round, with the arguments of `ElasticPolicy.observe_elastic`; None for seconds that tell nothing.
+    def add(self, outcome: Outcome, seconds: float | None, rival: float, more: float = 0.0) -> None:
+        """A round. seconds: of its chains, None where they tell nothing; more: of what stood beside them.
 
         `rival`: tokens per second and row that the fastest short chain promised.
         """
-        rows, depth = len(accepted), max(drafted)
+        rows, depth = len(outcome.accepted), outcome.depth
         self._rounds += 1
-        self.prospects.add(chances, drafted, accepted)
+        self.prospects.add(outcome)
         expected = self.costs.estimate(rows, depth)
         if seconds is not None:
             self.costs.add(rows, depth, seconds)
@@ -106,7 +98,7 @@ class ElasticChains:
             return
         if expected is not None:
             usual = min(usual, 2 * expected)  # the first may have been an accident
-        self._pace(rows).add(rows, 1 + sum(accepted) / rows, usual * rival)
+        self._pace(rows).add(rows, 1 + sum(outcome.kept) / rows, (usual + more) * rival)
 
     def _pace(self, rows: int) -> _Pace:
         """Of so many rows; at first as of the nearest number that was seen, or as guessed."""
@@ -129,7 +121,7 @@ class ElasticChains:
         pace: tokens per second and row that there are to lose; fixed: what chains of fixed depths cost, of which a
         token more costs the same.
         """
-        least = pace * self._slope(rows, fixed)
+        least = pace * self.slope(rows, fixed)
         spare = 1 if self._rounds % _FURTHER_EVERY == 0 else 0
 
         def enough(chances: Sequence[float]) -> bool:
@@ -141,7 +133,7 @@ class ElasticChains:
 
         return enough
 
-    def _slope(self, rows: int, fixed: Costs) -> float:
+    def slope(self, rows: int, fixed: Costs) -> float:
         """Seconds that a draft token more takes, of all rows; at first from what drafting takes at all."""
         known = slope(rows, fixed, self.costs)
         if known is not None:

@@ -6,11 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from eagle_mlx.policy.base import BEHIND, Enough, Shape, check_depth, check_share
+from eagle_mlx.policy.base import BEHIND, Limits, Outcome, Shape, check_depth, check_share
 from eagle_mlx.policy.costs import Costs
 from eagle_mlx.policy.elastic import ElasticChains
 from eagle_mlx.policy.ledger import Ledger
 from eagle_mlx.policy.looks import PlainLooks, Visits
+from eagle_mlx.policy.siblings import Siblings
 from eagle_mlx.policy.swings import Swings
 from eagle_mlx.policy.yields import AcceptanceByPosition, AcceptanceByRank
 
@@ -37,10 +38,12 @@ _TREE_MARGIN, _TREE_DOUBT = 0.03, 0.2
 """What a tree must promise beyond the best chain, and how much more of it by the root of the rounds that it was tried:
 of promises those that are noise would be taken first.
 """
-_TRY_EVERY, _TREE_SHARE = 8, 0.005
+_TRY_EVERY, _TREE_SHARE = 8, 0.0025
 """Rounds from one try of a tree that promises more than the best chain, but not enough, to the next, at least; and what
 tries may lose against that chain, of all time.
 """
+_MOST_MORE = 0.4
+"""What the first tree that is tried may take beyond a chain as deep: such trees seldom give more tokens than that."""
 _SHORT = BEHIND + 1
 """Elastic chains are never shorter. They make up for every longer chain of fixed depth, not for those up to it."""
 _SIZES = (6, 8, 12, 16, 24, 32, 48, 64)
@@ -81,7 +84,7 @@ class ThroughputPolicy:
         self.max_depth, self.max_nodes = max_depth, max_nodes
         self.costs, self.tree_costs = Costs(), Costs()
         self.acceptance, self.ranks = AcceptanceByPosition(), AcceptanceByRank()
-        self.elastic = ElasticChains()
+        self.elastic, self.siblings = ElasticChains(), Siblings()
         self.swings = Swings()
         self._chains = [Shape.chain(depth) for depth in range(max_depth + 1)]
         self._open = Shape(max_depth, max_depth, elastic=True)
@@ -164,17 +167,31 @@ class ThroughputPolicy:
         if not chain.depth or not self._tries.allows or self._looks.ahead < _PROBE_EVERY:
             return None
         if not self._tried_trees:
-            return next(iter(self._trees), None)
+            smallest = next(iter(self._trees), None)
+            return smallest if smallest and not (elastic and self._is_hopeless(rows, smallest)) else None
         tree, promised = self._best_tree(rows)
         due = tree is not None and self._round - self._last_seen[tree] >= _TRY_EVERY
         return tree if due and promised > speed else None
 
+    def _is_hopeless(self, rows: int, tree: Shape) -> bool:
+        """Whether a tree would take too long, as far as that is known from chains and what stood beside them."""
+        chain = self.elastic.costs.estimate(rows, tree.depth)
+        return chain is None or (tree.nodes - tree.depth) * self._sibling_seconds(rows) > _MOST_MORE * chain
+
     def _best_tree(self, rows: int) -> tuple[Shape | None, float]:
         return _fastest(self._speeds(rows, self._trees)) if self._trees else (None, 0.0)
 
-    def enough(self, rows: int) -> Enough:
-        pace = self._rival(rows) * max(1.0, self.elastic.advantage(rows))
-        return self.elastic.enough(rows, pace, self.costs)
+    def limits(self, rows: int, trees: bool) -> Limits:
+        pace = self._pace(rows)
+        enough = self.elastic.enough(rows, pace, self.costs)
+        if not trees or self._looks.ahead < _PROBE_EVERY:
+            return Limits(enough)
+        slope = self.elastic.slope(rows, self.costs)
+        return Limits(enough, self.siblings.beside(rows, pace, slope, self.max_nodes, self._tries.allows))
+
+    def _pace(self, rows: int) -> float:
+        """Tokens per second and row that there are to lose while an elastic chain is drafted."""
+        return self._rival(rows) * max(1.0, self.elastic.advantage(rows))
 
     def _rival(self, rows: int) -> float:
         """Tokens per second and row that the fastest short chain promises, none included."""
@@ -250,7 +267,7 @@ class ThroughputPolicy:
         if best == self._chains[0]:
             return self._best(rows, trees, elastic, drafting=True)
         others = {self._open} if elastic else set()
-        may_branch = trees and (best.is_tree or self._tries.allows)
+        may_branch = trees and self._tried_trees and (best.is_tree or self._tries.allows)
         for kind in (self._fixed(elastic), self._trees if may_branch else []):
             if best in kind:
                 at = kind.index(best)
@@ -277,15 +294,24 @@ class ThroughputPolicy:
         self.ranks.add(shape.nodes, kept)
         self._count(len(kept), shape, sum(map(len, kept)), self._seconds(len(kept), shape))
 
-    def observe_elastic(
-        self, chances: Sequence[Sequence[float]], drafted: Sequence[int], accepted: Sequence[int], seconds: float
-    ) -> None:
-        rows = len(accepted)
-        steadied = self._steadied(self.elastic.costs, rows, max(drafted), seconds)
-        tells = self._tells(self.elastic.costs, rows, self._open, max(drafted))
-        self.elastic.add(chances, drafted, accepted, steadied if tells else None, self._rival(rows))
-        self.acceptance.add(min(max(drafted), _SHORT), accepted)  # further on are those alone that were likely to be
-        self._count(rows, self._open, sum(accepted), self.elastic.costs.estimate(rows, max(drafted)))
+    def observe_elastic(self, outcome: Outcome, seconds: float) -> None:
+        rows, depth = len(outcome.accepted), outcome.depth
+        costs, more = self.elastic.costs, outcome.beside * self._sibling_seconds(rows)
+        known = costs.known(rows, depth)
+        steadied = self.swings.steadied(seconds, known and known + more)
+        if self._trees and known is not None:
+            usual = known + more
+            self.siblings.add(outcome, min(max(steadied, 0.75 * usual), 1.5 * usual))
+            more = outcome.beside * self._sibling_seconds(rows)
+            self._tries.enter(more, sum(number is not None for number in outcome.aside) / rows / self._pace(rows))
+        tells = self._tells(costs, rows, self._open, depth)
+        self.elastic.add(outcome, steadied - more if tells else None, self._rival(rows), more)
+        self.acceptance.add(min(depth, _SHORT), outcome.accepted)  # further on are those alone that were likely to be
+        self._count(rows, self._open, sum(outcome.kept), (costs.estimate(rows, depth) or seconds) + more)
+
+    def _sibling_seconds(self, rows: int) -> float:
+        """What a token beside a chain takes, of all rows."""
+        return self.siblings.seconds(rows, self.elastic.slope(rows, self.costs))
 
     def _steadied(self, costs: Costs, rows: int, size: int, seconds: float) -> float:
         """What a round would have taken at the machine's usual speed."""

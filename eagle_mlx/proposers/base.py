@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
-from eagle_mlx.policy.base import Enough
+from eagle_mlx.policy.base import Limits
 from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Target
 from eagle_mlx.tree import Tree
@@ -30,7 +30,8 @@ class Draft:
     probs: mx.array | None = None
     """[B, k, V] float32, the distributions that the tokens were drawn from; None where they were not drawn."""
     tree: Tree | None = None
-    """How the tokens hang together, the likeliest first; None for chains."""
+    """How the tokens hang together; None for chains. The likeliest come first, or a chain and then what is likeliest
+    beside it."""
     chances: Sequence[Sequence[float]] = ()
     """What `Enough` was told of each row, every time that it was asked."""
 
@@ -69,8 +70,9 @@ class ProposerState(Protocol):
 class Elastic(Protocol):
     """What a state must have whose chains can end where the next token is not worth drafting."""
 
-    def propose_until(self, enough: Enough, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        """Draft until `enough`, asked about each token `BEHIND` the newest, says so, or `depth`; else as `propose`.
+    def propose_until(self, limits: Limits, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        """Draft until `limits.enough`, asked about each token `BEHIND` the newest, says so, or `depth`; then as many
+        tokens beside the chain as `limits.beside` says, if it is given and the state can; else as `propose`.
 
         What has been drafted by then is kept: to keep or drop a token for what it is would change what is emitted where
         tokens are drawn.

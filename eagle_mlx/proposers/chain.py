@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from eagle_mlx.policy.base import BEHIND, Enough
 from eagle_mlx.proposers.base import Draft
-from eagle_mlx.sampling import SamplingBatch, doubt_of, draft_sample
+from eagle_mlx.sampling import SamplingBatch, doubt_of, draft_sample, draft_scores
 
 Forward = Callable[[mx.array | None], mx.array]
 """The chain's newest tokens [B, 1], None before the first -> logits [B, 1, Vd] of what follows."""
@@ -36,6 +36,30 @@ class Draws:
         """What was drawn, as far as the chain goes."""
         probs = mx.concatenate(self._probs[: len(tokens)], axis=1) if self._probs else None
         return Draft(mx.concatenate(tokens, axis=1), lengths, probs, chances=gauge.chances if gauge else ())
+
+
+class Scores:
+    """Draws the likeliest tokens, and keeps how likely all others are, for what may stand beside them."""
+
+    def __init__(self, sampling: SamplingBatch, positions: mx.array, vocab: int, token_ids: mx.array | None = None):
+        """As of `Draws`."""
+        self._sampling, self._positions, self._vocab, self.token_ids = sampling, positions, vocab, token_ids
+        self._levels: list[mx.array] = []
+
+    def of(self, logits: mx.array, step: int) -> mx.array:
+        """As `draft_scores`, of nodes [B, n, Vd] with so many draft tokens before them, which share their noise."""
+        at = self._positions[:, None] + step
+        return draft_scores(logits, self._sampling, at, self._vocab, self.token_ids)
+
+    def __call__(self, logits: mx.array, step: int) -> mx.array:
+        self._levels.append(self.of(logits, step))
+        best = mx.argmax(self._levels[-1], axis=-1).astype(mx.int32)
+        return best if self.token_ids is None else self.token_ids[best]
+
+    @property
+    def levels(self) -> mx.array:
+        """[B, levels, Vd] float32, of all places of the chain."""
+        return mx.concatenate(self._levels, axis=1)
 
 
 class Gauge:

@@ -10,10 +10,10 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, check_cacheable
 from eagle_mlx.errors import TargetError
-from eagle_mlx.policy.base import Enough
+from eagle_mlx.policy.base import Limits
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
-from eagle_mlx.proposers.chain import Draws, Gauge, draw_chain
-from eagle_mlx.proposers.growth import Nodes, best_of, children_of
+from eagle_mlx.proposers.chain import Draw, Draws, Gauge, Scores, draw_chain
+from eagle_mlx.proposers.growth import Nodes, best_of, children_of, flanked
 from eagle_mlx.sampling import SamplingBatch, draft_scores
 from eagle_mlx.target import Target
 
@@ -83,10 +83,26 @@ class DraftModelState:
     def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
         return self._drawn(depth, sampling, positions)
 
-    def propose_until(self, enough: Enough, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        return self._drawn(depth, sampling, positions, Gauge(enough, sampling))
+    def propose_until(self, limits: Limits, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        gauge = Gauge(limits.enough, sampling)
+        if limits.beside is None:
+            return self._drawn(depth, sampling, positions, gauge)
+        scores = Scores(sampling, positions, self.proposer.vocab_size)
+        tokens, tree = mx.concatenate(self._chain(depth, scores, gauge), axis=1), None
+        if more := limits.beside(tokens.shape[1], gauge.chances):
+            tokens, tree = flanked(tokens, scores.levels, more, None)
+            self._reread()
+        return Draft(tokens, self._counts(tokens.shape[1]), tree=tree, chances=gauge.chances)
 
     def _drawn(self, depth: int, sampling: SamplingBatch, positions: mx.array, gauge: Gauge | None = None) -> Draft:
+        draws = Draws(sampling, positions, self.proposer.vocab_size)
+        tokens = self._chain(depth, draws, gauge)
+        return draws.draft(tokens, self._counts(len(tokens)), gauge)
+
+    def _counts(self, drafted: int) -> mx.array:
+        return mx.full((len(self.texts),), drafted, mx.int32)
+
+    def _chain(self, depth: int, draw: Draw, gauge: Gauge | None = None) -> list[mx.array]:
         first = self._read([list(text.unread) for text in self.texts])
         committed = self.cache.save()
 
@@ -97,12 +113,16 @@ class DraftModelState:
                 self.cache.advance(1)
             return _fitted(logits, self.proposer.vocab_size)
 
-        draws = Draws(sampling, positions, self.proposer.vocab_size)
-        tokens = draw_chain(depth, forward, draws, gauge)
+        tokens = draw_chain(depth, forward, draw, gauge)
         self.cache.restore(committed)
         for text in self.texts:
             text.guessed = len(tokens) - 1
-        return draws.draft(tokens, mx.full((len(self.texts),), len(tokens), mx.int32), gauge)
+        return tokens
+
+    def _reread(self) -> None:
+        """Read again whatever is kept of the draft: it may leave the chain that was read."""
+        for text in self.texts:
+            text.guessed = 0
 
     def propose_tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
         """A chain of the likeliest tokens, and beside each of them the likeliest others."""
@@ -120,7 +140,7 @@ class DraftModelState:
             mx.async_eval(tip.tokens)
         self.cache.restore(committed)  # what is kept may have left the chain that was read, so it is read again
         tokens, tree = best_of(pool, nodes, depth)
-        return Draft(tokens, mx.full((len(self.texts),), nodes, mx.int32), tree=tree)
+        return Draft(tokens, self._counts(nodes), tree=tree)
 
     def _read(self, pieces: list[list[int]]) -> mx.array:
         """Read some unread tokens of each row; the logits [B, 1, V] after the last of each, where it has any."""

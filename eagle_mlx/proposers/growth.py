@@ -14,6 +14,7 @@ import mlx.core as mx
 from eagle_mlx import fastmath
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.policy.base import FLANK
 from eagle_mlx.tree import Branches, Tree
 
 _LEAST = -50.0
@@ -73,23 +74,56 @@ class Spread:
         return self.children + (levels - 1) * self.width * self.children
 
 
-def beside(scores: mx.array, nodes: int, token_ids: mx.array | None) -> tuple[mx.array, Tree]:
-    """A tree of `nodes` tokens: a chain of the likeliest, and what is likeliest beside them.
+@dataclass(frozen=True)
+class Along:
+    """The likeliest tokens at each place of a chain of the likeliest."""
 
-    scores: [B, levels, Vd], logits of the shares of what stands at each place of the chain. Otherwise as `grow`.
+    ids: mx.array
+    """[B, levels, n] int32, in the draft's ids."""
+    joint: mx.array
+    """[B, levels, n] float32, the logarithm of the chance that the chain stands down to there, and then this token."""
+    best: mx.array
+    """[B, levels], which of them is the chain's."""
+
+    @classmethod
+    def of(cls, scores: mx.array, count: int) -> Along:
+        """scores: [B, levels, Vd], logits of the shares of what stands at each place of the chain."""
+        ids, steps = _likeliest(scores, min(count, scores.shape[-1]))
+        so_far = mx.cumsum(mx.max(steps, axis=-1), axis=1)
+        return cls(ids, steps + mx.pad(so_far[:, :-1], [(0, 0), (1, 0)])[..., None], mx.argmax(steps, axis=-1))
+
+
+def beside(scores: mx.array, nodes: int, token_ids: mx.array | None) -> tuple[mx.array, Tree]:
+    """A tree of `nodes` tokens: the best of a chain of the likeliest, and of what is likeliest beside them.
+
+    scores: as of `Along.of`. Otherwise as `grow`.
     """
-    rows, levels, vocab = scores.shape
-    count = min(Spread.of(nodes, levels).children, vocab)
-    ids, steps = _likeliest(scores, count)
-    best = mx.argmax(steps, axis=-1)
-    so_far = mx.cumsum(mx.max(steps, axis=-1), axis=1)
-    chain = best + count * mx.arange(levels)
+    rows, levels, _ = scores.shape
+    along = Along.of(scores, Spread.of(nodes, levels).children)
+    count = along.ids.shape[-1]
+    chain = along.best + count * mx.arange(levels)
     above = mx.pad(chain[:, :-1], [(0, 0), (1, 0)], constant_values=mx.array(-1, chain.dtype)).astype(mx.int32)
-    joint = steps + mx.pad(so_far[:, :-1], [(0, 0), (1, 0)])[..., None]
     places = mx.broadcast_to(mx.arange(levels * count, dtype=mx.int32), (rows, levels * count))
-    tokens = _in_target(ids, token_ids)
-    pool = Nodes(tokens.reshape(rows, -1), joint.reshape(rows, -1), mx.repeat(above, count, axis=1), places)
+    tokens = _in_target(along.ids, token_ids)
+    pool = Nodes(tokens.reshape(rows, -1), along.joint.reshape(rows, -1), mx.repeat(above, count, axis=1), places)
     return best_of([pool], nodes, levels)
+
+
+def flanked(chain: mx.array, scores: mx.array, nodes: int, token_ids: mx.array | None) -> tuple[mx.array, Tree]:
+    """A chain, and behind it what is likeliest beside it, `nodes` tokens or as many as there are.
+
+    chain: [B, levels] int32, the likeliest by scores, in the target's ids; scores: as of `Along.of`. Returns tokens
+    [B, levels + nodes] and their tree.
+    """
+    rows, levels = chain.shape
+    along = Along.of(scores, FLANK + 1)
+    count = along.ids.shape[-1]
+    others = mx.where(mx.arange(count) == along.best[..., None], -mx.inf, along.joint).reshape(rows, -1)
+    picked = mx.argsort(-others, axis=1)[:, : min(nodes, levels * (count - 1))]
+    tokens = _in_target(mx.take_along_axis(along.ids.reshape(rows, -1), picked, axis=1), token_ids)
+    above = mx.broadcast_to(mx.arange(levels, dtype=mx.int32), chain.shape)
+    parents = mx.concatenate([above, (picked // count).astype(mx.int32)], axis=1)
+    return mx.concatenate([chain, tokens], axis=1), Tree(parents, levels)
 
 
 def grow(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -13,14 +13,13 @@ from eagle_mlx.errors import HeadError
 from eagle_mlx.formats import check_fit
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.mtp import MTPHead
-from eagle_mlx.policy.base import Enough
+from eagle_mlx.policy.base import Limits
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
-from eagle_mlx.proposers.chain import Draw, Draws, Gauge, draw_chain
-from eagle_mlx.proposers.growth import Spread, beside, grow
+from eagle_mlx.proposers.chain import Draw, Draws, Gauge, Scores, draw_chain
+from eagle_mlx.proposers.growth import Spread, beside, flanked, grow
 from eagle_mlx.rope import place_one_by_one
-from eagle_mlx.sampling import SamplingBatch, draft_scores
+from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Target
-from eagle_mlx.tree import Tree
 
 
 class HeadProposer:
@@ -193,8 +192,18 @@ class HeadState:
     def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
         return self._drawn(depth, sampling, positions)
 
-    def propose_until(self, enough: Enough, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        return self._drawn(depth, sampling, positions, Gauge(enough, sampling))
+    def propose_until(self, limits: Limits, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        gauge = Gauge(limits.enough, sampling)
+        if limits.beside is None:
+            return self._drawn(depth, sampling, positions, gauge)
+        scores = self._scores(sampling, positions)
+        tokens, tree = mx.concatenate(self._chain(depth, scores, gauge), axis=1), None
+        if more := limits.beside(tokens.shape[1], gauge.chances):
+            tokens, tree = flanked(tokens, scores.levels, more, self.head.token_ids)
+        return Draft(tokens, self._counts(tokens.shape[1]), tree=tree, chances=gauge.chances)
+
+    def _scores(self, sampling: SamplingBatch, positions: mx.array) -> Scores:
+        return Scores(sampling, positions, self.target.vocab_size, self.head.token_ids)
 
     def _drawn(self, depth: int, sampling: SamplingBatch, positions: mx.array, gauge: Gauge | None = None) -> Draft:
         draws = Draws(sampling, positions, self.target.vocab_size, self.head.token_ids)
@@ -222,34 +231,23 @@ class HeadState:
         return mx.array([drafted if length else 0 for length in self._lengths], mx.int32)
 
     def propose_tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        def scores(hidden: mx.array, level: int) -> mx.array:
-            return scored(self.head.logits(hidden), level)
-
-        def scored(logits: mx.array, level: int) -> mx.array:
-            at = positions[:, None] + level  # the same for all nodes of a level, and so is their noise
-            return draft_scores(logits, sampling, at, self.target.vocab_size, self.head.token_ids)
-
+        scores = self._scores(sampling, positions)
         if Spread.of(nodes, depth).width == 1:
-            tokens, tree = self._beside_chain(depth, nodes, scored)
+            self._chain(depth, scores)
+            tokens, tree = beside(scores.levels, nodes, self.head.token_ids)
         else:
             self._read_pending()
             committed = self.cache.lengths.save()
-            tokens, tree = grow(self.head, self.cache, self._hidden, scores, depth, nodes)
+            tokens, tree = grow(
+                self.head,
+                self.cache,
+                self._hidden,
+                lambda hidden, level: scores.of(self.head.logits(hidden), level),
+                depth,
+                nodes,
+            )
             self.cache.lengths.restore(committed)
         return Draft(tokens, self._counts(nodes), tree=tree)
-
-    def _beside_chain(
-        self, depth: int, nodes: int, scored: Callable[[mx.array, int], mx.array]
-    ) -> tuple[mx.array, Tree]:
-        known: list[mx.array] = []
-
-        def draw(logits: mx.array, step: int) -> mx.array:
-            known.append(scored(logits, step))
-            best = mx.argmax(known[-1], axis=-1).astype(mx.int32)
-            return best if self.head.token_ids is None else self.head.token_ids[best]
-
-        self._chain(depth, draw)
-        return beside(mx.concatenate(known, axis=1), nodes, self.head.token_ids)
 
     def append(self, other: ProposerState) -> None:
         assert isinstance(other, HeadState)

@@ -12,6 +12,7 @@ from mlx.utils import tree_map
 import eagle_mlx as em
 from eagle_mlx.errors import TargetError
 from eagle_mlx.params import SamplingParams
+from eagle_mlx.policy import Limits, Outcome, Shape
 from eagle_mlx.policy.base import BEHIND
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.sampling import SamplingBatch, draft_sample
@@ -56,14 +57,23 @@ def test_drafts_equal_those_of_a_model_without_a_cache(
             positions, asked = mx.array([len(text) for text in texts]), int(rng.integers(0, 4))
             if asked:
                 answers = iter([False] * (asked - 1) + [True])
-                drawn = state.propose_until(lambda _, answers=answers: next(answers), depth, batch, positions)  # type: ignore[misc]
+                more = int(rng.integers(0, 3))
+                limits = Limits(
+                    lambda _, answers=answers: next(answers),  # type: ignore[misc]
+                    (lambda length, chances, more=more: more) if rng.random() < 0.5 else None,  # type: ignore[misc]
+                )
+                drawn = state.propose_until(limits, depth, batch, positions)
                 depth = min(depth, asked + BEHIND)
             else:
                 drawn = state.propose(depth, batch, positions)
             drafted = drawn.tokens.tolist()  # type: ignore[assignment]
             for text, tokens, p in zip(texts, drafted, params, strict=True):
-                assert tokens == slow_draft(draft, text, depth, p)
-        gains = [[*tokens[: rng.integers(0, depth + 1)], int(rng.integers(0, VOCAB))] for tokens in drafted]
+                assert tokens[:depth] == slow_draft(draft, text, depth, p)
+        beside = [tokens[depth:][:1] if rng.random() < 0.5 else [] for tokens in drafted]  # of a branch that was kept
+        gains = [
+            [*tokens[: rng.integers(0, depth + 1)], *aside, int(rng.integers(0, VOCAB))]
+            for tokens, aside in zip(drafted, beside, strict=True)
+        ]
         for text, gain in zip(texts, gains, strict=True):
             text += gain
         state.observe(Observation(gains, ()))
@@ -141,9 +151,24 @@ def test_trees_of_a_draft_model_change_nothing_and_accept_more(params: SamplingP
         tree_map(lambda w: w + mx.array(noise.normal(0, 0.03, w.shape), w.dtype), draft.model.parameters())
     )
     plain = em.Engine(TARGET).generate(PROMPTS, params)
-    rounds = []
-    for policy in (em.FixedPolicy(3), em.FixedPolicy(3, nodes=12)):
+    rounds, told = [], list[Outcome]()
+
+    class Flanked(em.FixedPolicy):
+        """Chains of k, as if they were elastic, with tokens beside them."""
+
+        def shape(self, rows: int, trees: bool, elastic: bool = False) -> Shape:
+            return Shape(self.k, self.k, elastic)
+
+        def limits(self, rows: int, trees: bool) -> Limits:
+            return Limits(lambda chances: False, (lambda length, chances: self.nodes - length) if trees else None)
+
+        def observe_elastic(self, outcome: Outcome, seconds: float) -> None:
+            told.append(outcome)
+
+    for policy in (em.FixedPolicy(3), em.FixedPolicy(3, nodes=12), Flanked(3, nodes=9)):
         outputs = em.Engine(TARGET, em.DraftModelProposer(draft), policy, max_batch=3).generate(PROMPTS, params)
         assert [o.tokens for o in outputs] == [o.tokens for o in plain]
         rounds.append(sum(o.rounds for o in outputs))
-    assert rounds[1] < rounds[0]
+    assert max(rounds[1:]) < rounds[0]
+    assert all(outcome.beside == min(9 - outcome.depth, 2 * outcome.depth) for outcome in told)
+    assert any(number is not None for outcome in told for number in outcome.aside)

@@ -15,8 +15,8 @@ import eagle_mlx as em
 from eagle_mlx.batch import Batch, Landing, Round
 from eagle_mlx.engine import RoundReport
 from eagle_mlx.errors import ConfigError, PromptError
-from eagle_mlx.policy import Shape
-from eagle_mlx.policy.base import BEHIND, Enough
+from eagle_mlx.policy import Limits, Outcome, Shape
+from eagle_mlx.policy.base import BEHIND
 from tests.fakes import Oracle, tiny_head, tiny_target
 
 TARGET = tiny_target()
@@ -289,16 +289,17 @@ class Recording:
 
 
 class Capricious(em.FixedPolicy):
-    """Elastic chains that end by the throw of a die."""
+    """Elastic drafts that end by the throw of a die: chains, and where `nodes` is more than k tokens beside them."""
 
     def shape(self, rows: int, trees: bool, elastic: bool = False) -> Shape:
         return Shape(self.k, self.k, elastic)
 
-    def enough(self, rows: int) -> Enough:
+    def limits(self, rows: int, trees: bool) -> Limits:
         rng = np.random.default_rng(rows)
-        return lambda chances: bool(rng.random() < 0.3)
+        beside = (lambda length, chances: int(rng.integers(0, 5))) if trees else None
+        return Limits(lambda chances: bool(rng.random() < 0.3), beside)
 
-    def observe_elastic(self, *told: Any) -> None:
+    def observe_elastic(self, outcome: Outcome, seconds: float) -> None:
         """Nothing to learn."""
 
 
@@ -312,6 +313,7 @@ class Capricious(em.FixedPolicy):
         Recording([0, 0, 0, 4, 1, 0, 2]),
         Recording([0] * 40 + [3]),
         Capricious(6),
+        Capricious(6, nodes=12),
     ],
     ids=lambda p: type(p).__name__,
 )
@@ -345,26 +347,33 @@ def test_the_policy_is_told_of_every_round() -> None:
     assert len(policy.told[0][1]) == 5
 
 
+@pytest.mark.parametrize("nodes", [0, 12])
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
-def test_a_policy_is_told_what_elastic_chains_came_to(rule: str) -> None:
-    told: list[tuple[int, list[int], list[int]]] = []
+def test_a_policy_is_told_what_elastic_drafts_came_to(rule: str, nodes: int) -> None:
+    told: list[Outcome] = []
 
     class Told(Capricious):
-        def observe_elastic(self, chances, drafted, accepted, seconds) -> None:  # type: ignore[no-untyped-def]
+        def observe_elastic(self, outcome: Outcome, seconds: float) -> None:
             assert seconds > 0
-            assert all(0 < chance <= 1 for row in chances for chance in row)
-            assert all(kept <= tried for tried, kept in zip(drafted, accepted, strict=True))
-            told.append((len(chances), drafted, accepted))
+            assert all(0 < chance <= 1 for row in outcome.chances for chance in row)
+            assert all(kept <= tried for tried, kept in zip(outcome.drafted, outcome.accepted, strict=True))
+            told.append(outcome)
 
     reports: list[RoundReport] = []
-    engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), Told(7))
+    engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), Told(7, nodes))
     engine.observer = reports.append
     params = em.SamplingParams(temperature=0.7, seed=1, max_tokens=24, acceptance=rule)  # type: ignore[arg-type]
     outputs = engine.generate(PROMPTS, params)
-    assert sum(sum(drafted) for _, drafted, _ in told) == sum(output.drafted for output in outputs)
-    assert all(asked in (0, max(drafted) - BEHIND, max(drafted) - BEHIND - 1) for asked, drafted, _ in told[:3])
-    assert len({max(drafted) for _, drafted, _ in told}) > 2
-    assert [report.depth for report in reports if report.depth] == [max(drafted) for _, drafted, _ in told]
+    assert sum(sum(outcome.drafted) for outcome in told) == sum(output.drafted for output in outputs)
+    assert all(len(outcome.chances) in {max(0, outcome.depth - n) for n in (BEHIND, BEHIND + 1)} for outcome in told)
+    assert len({outcome.depth for outcome in told}) > 2
+    assert [report.depth for report in reports if report.depth] == [outcome.depth for outcome in told]
+    assert [report.accepted for report in reports if report.depth] == [outcome.kept for outcome in told]
+    flanked = [outcome for outcome in told if outcome.beside]
+    assert bool(flanked) == (nodes > 0 and rule == "coupled")
+    for outcome in flanked:
+        for length, kept, number in zip(outcome.drafted, outcome.accepted, outcome.aside, strict=True):
+            assert number is None or (kept < length and 0 <= number < outcome.beside)
 
 
 def test_a_policy_is_told_of_all_the_time_that_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import eagle_mlx as em
 from eagle_mlx.errors import ConfigError, HeadError
 from eagle_mlx.params import SamplingParams
+from eagle_mlx.policy import Limits
 from eagle_mlx.policy.base import BEHIND
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.proposers.head import HeadState
@@ -78,7 +79,8 @@ def test_drafts_equal_those_of_a_head_without_a_cache(
         batch, count = SamplingBatch.of(params, seeds), depth
         if asked:
             answers = iter([False] * (asked - 1) + [True])
-            draft = state.propose_until(lambda _, answers=answers: next(answers), depth, batch, mx.array(known))
+            limits = Limits(lambda _, answers=answers: next(answers))
+            draft = state.propose_until(limits, depth, batch, mx.array(known))
             count = min(depth, asked + BEHIND)
             assert len(draft.chances) == min(asked, max(0, depth - 1 - BEHIND))
         else:
@@ -99,7 +101,7 @@ def test_a_chain_says_how_sure_it_is() -> None:
     proposer.bind(TARGET)
     state = proposer.open([text, text])
     state.prefill(Observation([tokens, tokens], tuple(mx.concatenate([x, x]) for x in aux)))
-    draft = state.propose_until(lambda chances: False, 5, SamplingBatch.of(params, [0, 1]), mx.array([4, 4]))
+    draft = state.propose_until(Limits(lambda chances: False), 5, SamplingBatch.of(params, [0, 1]), mx.array([4, 4]))
     for row, p in enumerate(params):
         sure, drafted = 1.0, [int(t) for t in draft.tokens[row]]
         for place, chances in enumerate(draft.chances):

@@ -1,0 +1,123 @@
+"""Tokens beside an elastic chain: how many are worth drafting, by what such tokens gave and took."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from eagle_mlx.policy.base import FLANK, Beside, Outcome
+
+_FADE = 0.99
+"""What is left of the weight of older rounds with each new one."""
+_STANDS = 0.7
+"""How often the next place of a chain stands, where that is not known."""
+_HALF = 0.5
+"""What a token takes of the doubt at its place that those before it have left."""
+_FURTHER_EVERY, _FURTHER = 16, 2
+"""Of so many rounds one has so many tokens more than it should, to see whether that is right still."""
+
+
+class _Price:
+    """Seconds of a token beside the chain, of all rows: by least squares over the lengths of chains and what stood
+    beside them.
+    """
+
+    _WEIGHT, _SHARE = 16.0, 0.3
+    """For how many tokens, squared, the first guess stands: that share of a token more in the chain."""
+
+    def __init__(self) -> None:
+        self._weight = 0.0
+        self._means = [0.0, 0.0, 0.0]
+        """Of tokens in the chain, tokens beside it, and seconds."""
+        self._products = {(0, 0): 0.0, (0, 1): 0.0, (1, 1): 0.0, (0, 2): 0.0, (1, 2): 0.0}
+        """Sums of the products of their deviations."""
+
+    def add(self, length: int, beside: int, seconds: float) -> None:
+        values = float(length), float(beside), seconds
+        self._weight = self._weight * _FADE + 1
+        off = [value - mean for value, mean in zip(values, self._means, strict=True)]
+        self._means = [mean + by / self._weight for mean, by in zip(self._means, off, strict=True)]
+        for one, other in self._products:
+            now = off[one] * (values[other] - self._means[other])
+            self._products[one, other] = self._products[one, other] * _FADE + now
+
+    def seconds(self, slope: float) -> float:
+        p, guess = self._products, self._SHARE * slope
+        lengths, besides = p[0, 0] + self._WEIGHT, p[1, 1] + self._WEIGHT
+        by_length, by_beside = p[0, 2] + self._WEIGHT * slope, p[1, 2] + self._WEIGHT * guess
+        return max(0.0, (by_beside * lengths - by_length * p[0, 1]) / (lengths * besides - p[0, 1] ** 2))
+
+
+class Siblings:
+    """What tokens beside elastic chains are worth and cost here and now.
+
+    A chain's reckoning of how likely it stands says, place by place, how likely it fails there. The likeliest tokens
+    beside it take their shares of that, and the number of those that are worth more than they cost is drafted; which
+    they are is known on the device alone. What the shares come to is counted: they need only be larger where more is
+    kept.
+    """
+
+    _BINS, _WEIGHT, _GUESS = 16, 4.0, 0.7
+    """Bins of shares, two for each power of two."""
+
+    def __init__(self) -> None:
+        self._tries = [self._WEIGHT] * self._BINS
+        self._hits = [self._WEIGHT * self._GUESS * 2 ** (-(bin + 0.5) / 2) for bin in range(self._BINS)]
+        self._prices: dict[int, _Price] = {}
+        self._rounds = 0
+
+    def beside(self, rows: int, pace: float, slope: float, most: int, may_try: bool) -> Beside:
+        """For one round.
+
+        pace: tokens per second and row that there are to lose; slope: seconds of a token more in the chain, of all
+        rows; most: tokens of a chain and what stands beside it; may_try: whether to try some where none pay.
+        """
+        least = pace * self.seconds(rows, slope)
+        further = _FURTHER if self._rounds % _FURTHER_EVERY == _FURTHER_EVERY - 1 else 0
+        self._rounds += 1
+
+        def beside(length: int, chances: Sequence[Sequence[float]]) -> int:
+            shares = [_shares(row, length) for row in zip(*chances, strict=True)]
+            count = 0
+            for place in zip(*shares, strict=True):
+                if sum(map(self._worth, place)) < least * len(shares):
+                    break
+                count += 1
+            count += further if count or may_try else 0
+            return max(0, min(count, most - length, FLANK * length if shares else 0))
+
+        return beside
+
+    def seconds(self, rows: int, slope: float) -> float:
+        """What a token takes beside the chain, of all rows."""
+        nearest = min(self._prices, key=lambda known: (abs(known - rows), known), default=None)
+        return (self._prices[nearest] if nearest is not None else _Price()).seconds(slope)
+
+    def add(self, outcome: Outcome, seconds: float) -> None:
+        """A round of elastic drafts, with tokens beside its chains or without."""
+        for chances, aside in zip(zip(*outcome.chances, strict=True), outcome.aside, strict=False):
+            for number, share in enumerate(_shares(chances, outcome.depth)[: outcome.beside]):
+                bin = _bin(share)
+                self._tries[bin] = self._tries[bin] * _FADE + 1
+                self._hits[bin] = self._hits[bin] * _FADE + (number == aside)
+        self._prices.setdefault(len(outcome.accepted), _Price()).add(outcome.depth, outcome.beside, seconds)
+
+    def _worth(self, share: float) -> float:
+        """The tokens that one gives."""
+        return self._hits[_bin(share)] / self._tries[_bin(share)]
+
+
+def _shares(chances: Sequence[float], length: int) -> list[float]:
+    """What the tokens beside a chain of so many take of its doubt, the largest first.
+
+    chances: that it stands down to each of its first places.
+    """
+    known = [1.0, *chances]
+    known += [known[-1] * _STANDS**further for further in range(1, length - len(chances) + 1)]
+    doubts = [above - below for above, below in pairwise(known)]
+    return sorted((doubt * _HALF ** (number + 1) for doubt in doubts for number in range(FLANK)), reverse=True)
+
+
+def _bin(share: float) -> int:
+    return min(int(-2 * math.log2(min(max(share, 1e-9), 1.0))), Siblings._BINS - 1)

@@ -1,0 +1,259 @@
+"""How many tokens to draft by what pays: against simulated costs and acceptance, without a clock."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eagle_mlx.policy import Shape, ThroughputPolicy
+from eagle_mlx.policy.base import BEHIND
+from eagle_mlx.policy.throughput import levels_for
+from tests.eagle_mlx.worlds import Cost, Forest, Moods, World
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("chance", [0.3, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize(
+    "cost",
+    [
+        lambda rows, depth: 1 + 0.1 * depth + (0.1 if depth else 0),
+        lambda rows, depth: 1 + 0.02 * depth,
+        lambda rows, depth: (1, 1.9, 2.0, 2.1, 2.2, 2.3)[depth],  # as with 4 bits on a GPU: two tokens cost much more
+        lambda rows, depth: 1 + 0.06 * rows * depth,
+    ],
+)
+def test_throughput_policy_converges_to_the_best_depth(cost: Cost, chance: float, rows: int) -> None:
+    world, policy = World(chance, cost), ThroughputPolicy(max_depth=5)
+    world.run(policy, 400, rows)
+    depths, *_ = world.run(policy, 2000, rows)
+    speed, best, plain = (world.speed(rows, *d) for d in (depths, [world.best(rows, 5)], [0]))
+    assert speed > (0.95 if best > 1.1 * plain else 0.9) * best  # close races are left to plain decoding
+    assert speed > 0.97 * plain
+
+
+@pytest.mark.parametrize("excess", [0.1, 0.5, 3.0])
+def test_a_useless_proposer_costs_less_than_three_percent(excess: float) -> None:
+    world, policy = World(0.0, lambda rows, depth: 1 + excess * depth), ThroughputPolicy()
+    depths, seconds, tokens = world.run(policy, 3000)
+    assert seconds / tokens < 1.03
+    assert depths[-100:].count(0) >= 95
+    assert any(depths[-1000:])  # it still looks
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.3])
+@pytest.mark.parametrize("busy", [1.0, 5.0])
+def test_a_machine_with_other_work_does_not_mislead_it_for_long(noise: float, busy: float) -> None:
+    useless, policy = World(0.0, noise=noise, busy=busy), ThroughputPolicy()
+    _, seconds, tokens = useless.run(policy, 3000)
+    assert seconds / tokens < 1.03
+    good, policy = World(0.85, noise=noise, busy=busy), ThroughputPolicy()
+    good.run(policy, 400)
+    _, seconds, tokens = good.run(policy, 3000)
+    assert tokens / seconds > 0.9 * good.speed(1, good.best(1, 5))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plain_rounds_of_a_busy_moment_are_soon_taken_again(seed: int) -> None:
+    world = World(0.3, lambda rows, depth: 1 + 0.4 * depth, np.random.default_rng(seed))
+    policy = ThroughputPolicy()
+    world.run(policy, 300)
+    for _ in range(40):
+        if policy.depth(1) == 0:
+            policy.observe(0, [0], [0], 1.5)
+    depths, *_ = world.run(policy, 200)
+    assert sum(map(bool, depths)) < 100
+
+
+def test_drafting_comes_back_when_acceptance_does() -> None:
+    policy = ThroughputPolicy()
+    depths, *_ = World(0.0).run(policy, 1000)
+    assert set(depths[-31:]) <= {0, 1}
+    depths, *_ = World(0.9).run(policy, 1500)
+    assert np.median(depths[-100:]) >= 4
+    depths, *_ = World(0.0).run(policy, 1000)
+    assert np.mean(depths[-500:]) < 0.1
+
+
+def test_another_number_of_rows_starts_from_what_is_known() -> None:
+    world, policy = World(0.8, lambda rows, depth: 1 + (0.05 if rows < 4 else 1.0) * depth), ThroughputPolicy()
+    world.run(policy, 400, rows=2)
+    assert world.run(policy, 1, rows=3)[0][0] >= 4
+    assert world.run(policy, 400, rows=8)[0][-100:].count(0) >= 90
+    assert world.run(policy, 40, rows=2)[0].count(0) <= 4
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("slope", [0.05, 0.1, 0.2])
+def test_chains_end_where_the_head_is_not_sure(slope: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    moods, policy = Moods(0.95, lambda rows, depth: 1 + slope * depth, rng), ThroughputPolicy(8)
+    moods.draft(policy, 300)
+    shapes, speed = moods.draft(policy, 3000)
+    assert speed > 1.04 * moods.fastest(1)
+    assert sum(shape.elastic for shape in shapes) > 2700
+    in_company, _ = moods.draft(policy, 10, rows=3)
+    assert sum(shape.elastic for shape in in_company) > 6  # what is known of one row is the first guess for three
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_trees_that_do_not_pay_cost_elastic_chains_little(rows: int) -> None:
+    shares, tried = [], 0
+    for seed in range(20):
+        speeds = []
+        for most in (0, 16):
+            rng = np.random.default_rng(seed)
+            moods = Moods(0.92, lambda rows, nodes: 1.1 + 0.1 * rows * nodes, rng, noise=0.08, hard=0.5, beside=0.3)
+            shapes, speed = moods.draft(ThroughputPolicy(8, max_nodes=most), 130, rows, trees=True)
+            speeds.append(speed)
+            tried += sum(shape.is_tree for shape in shapes)
+        shares.append(speeds[1] / speeds[0])
+    assert np.mean(shares) > 0.985
+    assert tried > 20, "they are looked at"
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("node", "gain", "drafted"), [(0.005, 1.02, (0.5, 1.0)), (0.3, 0.985, (0.0, 0.1))])
+def test_tokens_stand_beside_elastic_chains_where_they_pay(
+    node: float, gain: float, drafted: tuple[float, float], rows: int
+) -> None:
+    shares, flanked = [], 0
+    for seed in range(12):
+        speeds = []
+        for most in (0, 16):
+            rng = np.random.default_rng(seed)
+            moods = Moods(0.85, lambda rows, depth: 1.1 + (0.05 + rows * node) * depth, rng, noise=0.08, hard=0.35)
+            moods.beside, moods.node = 0.4, node
+            speeds.append(moods.draft(ThroughputPolicy(8, max_nodes=most), 500, rows, trees=True)[1])
+        shares.append(speeds[1] / speeds[0])
+        flanked += moods.flanked
+    assert np.mean(shares) > gain
+    assert drafted[0] <= flanked / (12 * 500) <= drafted[1]
+
+
+def test_trees_that_pay_are_drafted_beside_elastic_chains() -> None:
+    moods = Moods(0.8, lambda rows, nodes: 1.1 + 0.01 * nodes, noise=0.05, hard=0.5, beside=0.6)
+    policy = ThroughputPolicy(8, max_nodes=16)
+    moods.draft(policy, 400, trees=True)
+    shapes, _ = moods.draft(policy, 600, trees=True)
+    assert sum(shape.is_tree for shape in shapes) > 500
+
+
+@pytest.mark.parametrize("swing", [0.0, 0.3])
+def test_a_machine_whose_speed_swings_does_not_hide_what_pays(swing: float) -> None:
+    speeds = []
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        moods = Moods(0.9, lambda rows, depth: 1.1 + 0.11 * depth, rng, noise=0.05, hard=0.5, swing=swing)
+        policy = ThroughputPolicy(8)
+        moods.draft(policy, 150)
+        speeds.append(moods.draft(policy, 1200)[1] / moods.fastest(1))
+    assert np.mean(speeds) > 1.06
+    useless = Moods(0.05, lambda rows, depth: 1 + 0.1 * depth, noise=0.05, hard=0.02, swing=swing)
+    policy = ThroughputPolicy(8)
+    useless.draft(policy, 150)
+    assert useless.draft(policy, 1500)[1] > 0.98 / useless.cost(1, 0)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.6, 0.9])
+def test_a_head_that_does_not_know_how_sure_to_be_loses_little(chance: float, rows: int) -> None:
+    moods = Moods(chance, lambda rows, depth: 1 + 0.03 * rows * depth, hard=0.8 * chance, insight=0.0)
+    policy = ThroughputPolicy(8)
+    moods.draft(policy, 300, rows)
+    _, speed = moods.draft(policy, 3000, rows)
+    assert speed > 0.95 * moods.fastest(rows)
+    assert speed > 0.97 * rows / moods.cost(rows, 0)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.5, 0.8])
+def test_questions_that_come_too_dear_are_not_asked(chance: float) -> None:
+    speeds = []
+    for seed in range(8):
+        moods = Moods(chance, rng=np.random.default_rng(seed), hard=chance / 2, waiting=0.25)
+        policy = ThroughputPolicy(8)
+        moods.draft(policy, 300)
+        shapes, speed = moods.draft(policy, 2000)
+        speeds.append(speed / moods.fastest(1, most=BEHIND + 1))
+        assert sum(shape.elastic for shape in shapes) < 200
+    assert np.mean(speeds) > 0.94
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_a_shape_is_judged_by_rounds_of_it_in_a_row(rows: int) -> None:
+    speeds = []
+    for seed in range(12):
+        moods = Moods(
+            0.9,
+            lambda rows, depth: 1 + (0.1 + (0.055 + 0.01 * rows) * depth if depth else 0),
+            np.random.default_rng(seed),
+            noise=0.08,
+            hard=0.6,
+            insight=0.6,
+            waiting=0.1,
+            swing=0.15,
+            turning=0.1,
+        )
+        speeds.append(moods.draft(ThroughputPolicy(8), 1000, rows)[1] / moods.fastest(rows, most=BEHIND + 1))
+    assert np.mean(speeds) > 0.965
+
+
+def test_longer_chains_than_were_tried_are_not_judged_by_what_drafting_takes_at_all() -> None:
+    for seed in range(6):
+        world = World(0.8, lambda _, depth: 2 + 0.05 * depth if depth else 1.0, np.random.default_rng(seed))
+        policy = ThroughputPolicy()
+        world.run(policy, 300)
+        _, seconds, tokens = world.run(policy, 1000)
+        assert tokens / seconds > 0.9 * world.speed(1, 8)
+
+
+def test_short_drafts_are_not_asked_about() -> None:
+    assert not ThroughputPolicy(BEHIND + 1).shape(1, trees=False, elastic=True).elastic
+    shapes, _ = Moods(0.9).draft(ThroughputPolicy(BEHIND + 1), 100)
+    assert not any(shape.elastic for shape in shapes)
+    assert Shape(8, 8, elastic=True).cut(5) == Shape(5, 5, elastic=True)
+    assert Shape(8, 8, elastic=True).cut(0) == Shape.chain(0)
+
+
+SHAPES = [*map(Shape.chain, range(6)), *(Shape(levels_for(nodes), nodes) for nodes in (8, 12, 16, 24, 32))]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("chance", "gain"), [(0.6, 0.9), (0.9, 0.3), (0.0, 0.0), (0.5, 0.7)])
+@pytest.mark.parametrize("slope", [0.01, 0.05, 0.3])
+def test_throughput_policy_sizes_trees_by_what_pays(slope: float, chance: float, gain: float, rows: int) -> None:
+    speeds = []
+    for seed in range(4):
+        forest = Forest(chance, lambda rows, nodes: 1 + slope * rows * nodes, np.random.default_rng(seed), gain=gain)
+        policy = ThroughputPolicy(max_depth=5, max_nodes=32)
+        assert policy.wants_trees
+        forest.grow(policy, 600, rows)
+        speeds.append(forest.grow(policy, 2000, rows)[1])
+    best = max(rows * forest.expected(shape) / forest.cost(rows, shape.nodes) for shape in SHAPES)
+    assert np.mean(speeds) > 0.93 * best
+    assert min(speeds) > 0.97 * rows / forest.cost(rows, 0)
+
+
+def test_plain_decoding_is_seldom_looked_at_where_trees_are_far_ahead_of_it() -> None:
+    plain = 0
+    for seed in range(6):
+        forest = Forest(0.0, lambda rows, nodes: 1 + 0.01 * nodes, np.random.default_rng(seed), gain=0.9)
+        policy = ThroughputPolicy(5, max_nodes=32)
+        forest.grow(policy, 400)
+        shapes, _ = forest.grow(policy, 1000)
+        plain += shapes.count(Shape.chain(0))
+    assert plain < 0.02 * 6 * 1000
+
+
+def test_trees_are_left_out_where_they_cannot_be_had() -> None:
+    forest, policy = Forest(0.3, lambda rows, nodes: 1 + 0.01 * nodes, gain=0.9), ThroughputPolicy(max_nodes=16)
+    with_trees, _ = forest.grow(policy, 300)
+    assert with_trees[-1].is_tree
+    without, _ = forest.grow(policy, 300, trees=False)
+    assert not any(shape.is_tree for shape in without)
+    assert not ThroughputPolicy().wants_trees
+    assert not ThroughputPolicy(max_nodes=1).wants_trees
+
+
+def test_a_policy_of_depth_zero_never_drafts() -> None:
+    depths, *_ = World(0.9).run(ThroughputPolicy(max_depth=0), 100)
+    assert set(depths) == {0}
