@@ -59,17 +59,18 @@ class Visits:
         self.shape: Shape | None = None
         """Of the newest round."""
         self._rounds = 0
+        self._asked = False
 
     @property
     def unfinished(self) -> bool:
         """Whether a look at this shape is to go on."""
-        return 0 < self._rounds < self.LENGTH
+        return self._asked and self._rounds < self.LENGTH
 
     def tells(self, shape: Shape) -> bool:
         """Whether what a round of `shape` took that ends now counts."""
         return shape == self.shape
 
-    def count(self, shape: Shape) -> None:
-        """A round has ended."""
+    def count(self, shape: Shape, asked: bool) -> None:
+        """A round has ended. asked: whether that was its shape from the beginning, and no row cut it."""
         self._rounds = self._rounds + 1 if shape == self.shape else 1
-        self.shape = shape
+        self.shape, self._asked = shape, asked

@@ -66,7 +66,8 @@ class ThroughputPolicy:
 
     Expected tokens come from the acceptance by draft position, or in trees by rank; seconds from the rounds' own
     durations by rows and shape. Where a proposer can say how sure it is, long chains are elastic: they end as soon as a
-    token more is worth less than what decoding gives in its time otherwise.
+    token more is worth less than what decoding gives in its time otherwise. Where trees can be had, tokens stand beside
+    them by the same measure; larger trees are of a few fixed sizes.
 
     Every 32nd round, and sooner at first, there may be a look at a shape beside the best: a few rounds on end where the
     race is close, since the first one behind another shape takes longer. Every eighth looks at a tree that promises
@@ -141,10 +142,10 @@ class ThroughputPolicy:
         return self._promise(rows, shape) > _CLOSE * self._promise(rows, best)
 
     def _promise(self, rows: int, shape: Shape) -> float:
-        """Tokens per second and row."""
+        """Tokens per second and row; none of a tree that was cut because rows end."""
         if shape.elastic:
             return self._rival(rows) * self.elastic.advantage(rows)
-        return self._speeds(rows, self._trees if shape.is_tree else self._chains)[shape]
+        return self._speeds(rows, self._trees if shape.is_tree else self._chains).get(shape, 0.0)
 
     def _visited(self, trees: bool, elastic: bool) -> Shape | None:
         """A shape beside the leader that is being looked at, while that look is to go on."""
@@ -319,7 +320,7 @@ class ThroughputPolicy:
 
     def _count(self, rows: int, shape: Shape, accepted: int, seconds: float | None) -> None:
         self._round += 1
-        self._visits.count(shape)
+        self._visits.count(shape, asked=shape in self._chosen.values())
         self._samples[shape] += 1
         self._last_seen[shape] = self._round
         self._looks.count(not shape.depth, self._leader.depth > 0)

@@ -244,6 +244,25 @@ def test_plain_decoding_is_seldom_looked_at_where_trees_are_far_ahead_of_it() ->
     assert plain < 0.02 * 6 * 1000
 
 
+def test_rounds_that_are_cut_because_rows_end_are_learned_from_and_begin_no_look() -> None:
+    forest, policy = Forest(0.5, lambda rows, nodes: 1 + 0.01 * nodes, gain=0.9), ThroughputPolicy(5, max_nodes=32)
+    forest.grow(policy, 300)
+    wanted = policy.shape(1, trees=True)
+    assert wanted.is_tree
+    for most in (3, 2, 3, 1):
+        for asked in (wanted, policy.shape(1, trees=True)):
+            policy.observe_tree(asked.cut(most), [[0]], 1 + 0.01 * asked.nodes)
+    chains = ThroughputPolicy(8)
+    World(0.9).run(chains, 400)
+    short = 0
+    for _ in range(20):
+        cut = chains.depth(1) - 1
+        chains.observe(cut, [cut], [cut], 1.1 + 0.1 * cut)
+        short += chains.depth(1) == cut
+        World(0.9).run(chains, 1)
+    assert short <= 3
+
+
 def test_trees_are_left_out_where_they_cannot_be_had() -> None:
     forest, policy = Forest(0.3, lambda rows, nodes: 1 + 0.01 * nodes, gain=0.9), ThroughputPolicy(max_nodes=16)
     with_trees, _ = forest.grow(policy, 300)
