@@ -23,14 +23,17 @@ class _Price:
     beside them.
     """
 
-    _WEIGHT, _SHARE = 16.0, 0.3
-    """For how many tokens, squared, the first guess stands: that share of a token more in the chain."""
+    _SHARE, _ERROR = 0.5, 0.3
+    """The first guess, and how far off it may be: both as shares of a token more in the chain."""
+
+    _LEAST = 0.01
+    """What a token more in the chain is taken to need at least, as a share of a round: nothing is free."""
 
     def __init__(self) -> None:
         self._weight = 0.0
         self._means = [0.0, 0.0, 0.0]
         """Of tokens in the chain, tokens beside it, and seconds."""
-        self._products = {(0, 0): 0.0, (0, 1): 0.0, (1, 1): 0.0, (0, 2): 0.0, (1, 2): 0.0}
+        self._products = dict.fromkeys([(0, 0), (0, 1), (1, 1), (0, 2), (1, 2), (2, 2)], 0.0)
         """Sums of the products of their deviations."""
 
     def add(self, length: int, beside: int, seconds: float) -> None:
@@ -43,9 +46,14 @@ class _Price:
             self._products[one, other] = self._products[one, other] * _FADE + now
 
     def seconds(self, slope: float) -> float:
-        p, guess = self._products, self._SHARE * slope
-        lengths, besides = p[0, 0] + self._WEIGHT, p[1, 1] + self._WEIGHT
-        by_length, by_beside = p[0, 2] + self._WEIGHT * slope, p[1, 2] + self._WEIGHT * guess
+        p, slope = self._products, max(slope, self._LEAST * self._means[2])
+        guess = self._SHARE * slope
+        if not guess:
+            return 0.0
+        noise = (p[2, 2] - p[0, 2] ** 2 / p[0, 0] if p[0, 0] else p[2, 2]) / max(self._weight, 1.0)
+        doubt = max(1.0, noise / (self._ERROR * slope) ** 2)  # the guess stands for so many tokens, squared
+        lengths, besides = p[0, 0] + doubt, p[1, 1] + doubt
+        by_length, by_beside = p[0, 2] + doubt * slope, p[1, 2] + doubt * guess
         return max(0.0, (by_beside * lengths - by_length * p[0, 1]) / (lengths * besides - p[0, 1] ** 2))
 
 
