@@ -115,13 +115,12 @@ class ElasticChains:
         """Tokens per second, those of the fastest short chain = 1."""
         return self._like(rows).advantage
 
-    def enough(self, rows: int, pace: float, fixed: Costs) -> Enough:
+    def enough(self, pace: float, slope: float) -> Enough:
         """For one round: whether further tokens, one a row, give less than else comes in the time that they take.
 
-        pace: tokens per second and row that there are to lose; fixed: what chains of fixed depths cost, of which a
-        token more costs the same.
+        pace: tokens per second and row that there are to lose; slope: seconds of a token more, of all rows.
         """
-        least = pace * self.slope(rows, fixed)
+        least = pace * slope
         spare = 1 if self._rounds % _FURTHER_EVERY == 0 else 0
 
         def enough(chances: Sequence[float]) -> bool:
@@ -134,7 +133,10 @@ class ElasticChains:
         return enough
 
     def slope(self, rows: int, fixed: Costs) -> float:
-        """Seconds that a draft token more takes, of all rows; at first from what drafting takes at all."""
+        """Seconds that a draft token more takes, of all rows; at first from what drafting takes at all.
+
+        fixed: what chains of fixed depths cost, of which a token more costs the same.
+        """
         known = slope(rows, fixed, self.costs)
         if known is not None:
             return known

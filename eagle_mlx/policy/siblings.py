@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from eagle_mlx.policy.base import FLANK, Beside, Outcome
 
@@ -86,16 +86,21 @@ class Siblings:
         self._rounds += 1
 
         def beside(length: int, chances: Sequence[Sequence[float]]) -> int:
-            shares = [_shares(row, length) for row in zip(*chances, strict=True)]
+            doubts = [_doubts(row, length) for row in zip(*chances, strict=True)]
+            if not doubts:
+                return 0
             count = 0
-            for place in zip(*shares, strict=True):
-                if sum(map(self._worth, place)) < least * len(shares):
-                    break
-                count += 1
+            if self._pays([max(row) * _HALF for row in doubts], least):  # seldom: the rest need not be put in order
+                places = zip(*map(_shares, doubts), strict=True)
+                count = sum(1 for _ in takewhile(lambda place: self._pays(place, least), places))
             count += further if count or may_try else 0
-            return max(0, min(count, most - length, FLANK * length if shares else 0))
+            return max(0, min(count, most - length, FLANK * length))
 
         return beside
+
+    def _pays(self, shares: Sequence[float], least: float) -> bool:
+        """Whether a token in each row that takes such shares is worth `least` on average."""
+        return sum(map(self._worth, shares)) >= least * len(shares)
 
     def seconds(self, rows: int, slope: float) -> float:
         """What a token takes beside the chain, of all rows."""
@@ -105,7 +110,7 @@ class Siblings:
     def add(self, outcome: Outcome, seconds: float) -> None:
         """A round of elastic drafts, with tokens beside its chains or without."""
         for chances, aside in zip(zip(*outcome.chances, strict=True), outcome.aside, strict=False):
-            for number, share in enumerate(_shares(chances, outcome.depth)[: outcome.beside]):
+            for number, share in enumerate(_shares(_doubts(chances, outcome.depth))[: outcome.beside]):
                 bin = _bin(share)
                 self._tries[bin] = self._tries[bin] * _FADE + 1
                 self._hits[bin] = self._hits[bin] * _FADE + (number == aside)
@@ -116,14 +121,15 @@ class Siblings:
         return self._hits[_bin(share)] / self._tries[_bin(share)]
 
 
-def _shares(chances: Sequence[float], length: int) -> list[float]:
-    """What the tokens beside a chain of so many take of its doubt, the largest first.
-
-    chances: that it stands down to each of its first places.
-    """
+def _doubts(chances: Sequence[float], length: int) -> list[float]:
+    """How likely a chain of so many tokens fails at each place. chances: that it stands down to each of the first."""
     known = [1.0, *chances]
     known += [known[-1] * _STANDS**further for further in range(1, length - len(chances) + 1)]
-    doubts = [above - below for above, below in pairwise(known)]
+    return [above - below for above, below in pairwise(known)]
+
+
+def _shares(doubts: Sequence[float]) -> list[float]:
+    """What the tokens beside a chain take of the doubt at its places, the largest first."""
     return sorted((doubt * _HALF ** (number + 1) for doubt in doubts for number in range(FLANK)), reverse=True)
 
 

@@ -103,7 +103,8 @@ class ThroughputPolicy:
         self._chosen: dict[tuple[int, bool, bool], Shape] = {}
         """What was answered to whoever asked, while that stands."""
         self._known: dict[tuple[int, Shape, int], dict[Shape, float]] = {}
-        """Speeds, until they are found anew."""
+        self._slopes: dict[int, float] = {}
+        """Speeds, and what tokens take, until they are found anew."""
 
     @property
     def wants_trees(self) -> bool:
@@ -183,12 +184,17 @@ class ThroughputPolicy:
         return _fastest(self._speeds(rows, self._trees)) if self._trees else (None, 0.0)
 
     def limits(self, rows: int, trees: bool) -> Limits:
-        pace = self._pace(rows)
-        enough = self.elastic.enough(rows, pace, self.costs)
+        pace, slope = self._pace(rows), self._slope(rows)
+        enough = self.elastic.enough(pace, slope)
         if not trees or self._looks.ahead < _PROBE_EVERY:
             return Limits(enough)
-        slope = self.elastic.slope(rows, self.costs)
         return Limits(enough, self.siblings.beside(rows, pace, slope, self.max_nodes, self._tries.allows))
+
+    def _slope(self, rows: int) -> float:
+        """Seconds of a token more in an elastic chain, of all rows."""
+        if rows not in self._slopes:
+            self._slopes[rows] = self.elastic.slope(rows, self.costs)
+        return self._slopes[rows]
 
     def _pace(self, rows: int) -> float:
         """Tokens per second and row that there are to lose while an elastic chain is drafted."""
@@ -312,7 +318,7 @@ class ThroughputPolicy:
 
     def _sibling_seconds(self, rows: int) -> float:
         """What a token beside a chain takes, of all rows."""
-        return self.siblings.seconds(rows, self.elastic.slope(rows, self.costs))
+        return self.siblings.seconds(rows, self._slope(rows))
 
     def _steadied(self, costs: Costs, rows: int, size: int, seconds: float) -> float:
         """What a round would have taken at the machine's usual speed."""
@@ -333,6 +339,7 @@ class ThroughputPolicy:
     def _compare(self, rows: int, shape: Shape) -> None:
         """Find what leads now, behind a round of `shape`, which was a look beside it if it is another."""
         self._known.clear()
+        self._slopes.clear()
         self._chosen.clear()
         self._leader = self._best(rows, trees=self._tried_trees, elastic=self._tried_open)
         if shape not in (self._leader, self._chains[0]):

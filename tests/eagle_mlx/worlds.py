@@ -102,7 +102,11 @@ class Moods(World):
             crowd = shape.nodes / depth if shape.is_tree else 1.0
             wide = min(1.0, crowd - 1) * self.beside
             kept = [int(np.cumprod(self.rng.random(depth) < c + (1 - c) * wide).sum()) for c in truth]
-            aside = [self.sibling(claim, depth, count, beside) for claim, count in zip(claimed, kept, strict=True)]
+            aside = (
+                [self.sibling(claim, depth, count, beside) for claim, count in zip(claimed, kept, strict=True)]
+                if beside
+                else []
+            )
             seconds = self.cost(rows, shape.nodes if shape.is_tree else depth) + self.waiting * asked
             seconds += self.node * rows * beside
             seconds *= 1 + self.turning if shapes and shape != shapes[-1] else 1
