@@ -26,7 +26,8 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.lanes import tune_process
 from eagle_mlx.loops import is_loop
 from eagle_mlx.policy import FixedPolicy
-from eagle_mlx.policy.base import BEHIND
+from eagle_mlx.policy.base import BEHIND, FLANK
+from eagle_mlx.policy.siblings import doubts_of, shares_of
 from eagle_mlx.proposers.base import Draft
 from eagle_mlx.proposers.head import HeadProposer, HeadState
 from eagle_mlx.sampling import SamplingBatch
@@ -74,6 +75,8 @@ class Tried:
     right: np.ndarray[tuple[int], np.dtype[np.bool_]]
     chain: list[int]
     """The nodes of the likeliest branch."""
+    beside: list[int]
+    """Those that stand beside them, the likeliest first."""
 
     def kept(self, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
         """How deep the target would have followed a tree of the nodes chosen."""
@@ -137,7 +140,7 @@ def record(target: em.Target, head: DraftHead, prompts: list[list[int]], params:
             text = [*prompt, *out.tokens]
             found += [(drawn, _right(drawn, text)) for drawn in recorder.drawn]
     usual = _calibrated(found)
-    return [Tried(usual(drawn.chances), drawn.depths, right, _chain(drawn)) for drawn, right in found]
+    return [Tried(usual(drawn.chances), drawn.depths, right, *_chain(drawn)) for drawn, right in found]
 
 
 def _right(drawn: Drawn, text: list[int]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -148,13 +151,14 @@ def _right(drawn: Drawn, text: list[int]) -> np.ndarray[tuple[int], np.dtype[np.
     return np.array(right)
 
 
-def _chain(drawn: Drawn) -> list[int]:
-    """From the likeliest first token always the likeliest that follows."""
-    chain, last = list[int](), -1
-    while (below := next((node for node, parent in enumerate(drawn.parents) if parent == last), None)) is not None:
-        chain.append(below)
-        last = below
-    return chain
+def _chain(drawn: Drawn) -> tuple[list[int], list[int]]:
+    """From the likeliest first token always the likeliest that follows; and what stands beside these."""
+    chain, beside, last = list[int](), list[int](), -1
+    while below := [node for node, parent in enumerate(drawn.parents) if parent == last]:
+        chain.append(below[0])
+        beside += below[1 : FLANK + 1]
+        last = below[0]
+    return chain, sorted(beside)
 
 
 Found = Sequence[tuple[Drawn, np.ndarray[tuple[int], np.dtype[np.bool_]]]]
@@ -248,17 +252,40 @@ def chains(cost: Cost) -> Ways:
         yield f"{depth} deep", way
 
 
+def _elastic(one: Tried, least: float, behind: int) -> int:
+    depth = min(behind + 1, len(one.chain))
+    while depth < len(one.chain) and one.chances[one.chain[depth - 1 - behind]] >= least:
+        depth += 1
+    return depth
+
+
 def elastic_chains(cost: Cost, behind: int) -> Ways:
     """A chain goes on while the node `behind` its newest is likely enough."""
 
     def way(one: Tried, least: float) -> tuple[int, float]:
-        depth = min(behind + 1, len(one.chain))
-        while depth < len(one.chain) and one.chances[one.chain[depth - 1 - behind]] >= least:
-            depth += 1
+        depth = _elastic(one, least, behind)
         return _first(one, one.chain[:depth]), cost.chain(depth)
 
     for least in np.arange(0.05, 0.7, 0.05):
         yield f"while {least:.2f} likely", partial(way, least=float(least))
+
+
+def flanked_chains(cost: Cost, behind: int) -> Ways:
+    """The same, and beside the chain as many tokens as by its chances take a large enough share of its doubt."""
+
+    def way(one: Tried, least: float, share: float) -> tuple[int, float]:
+        depth = _elastic(one, least, behind)
+        known = [float(one.chances[node]) for node in one.chain[: max(0, depth - behind)]]
+        count = sum(each >= share for each in shares_of(doubts_of(known, depth)))
+        aside = [node for node in one.beside if one.depths[node] <= depth][:count]
+        chosen = np.zeros(len(one.right), np.bool_)
+        chosen[one.chain[:depth] + aside] = True
+        return one.kept(chosen), cost.grown(depth, depth + len(aside)) if aside else cost.chain(depth)
+
+    for least in np.arange(0.05, 0.7, 0.05):
+        for share in (0.02, 0.04, 0.06, 0.08, 0.12, 0.16, 0.2, 0.3):
+            how = f"while {least:.2f} likely, beside it shares from {share}"
+            yield how, partial(way, least=float(least), share=share)
 
 
 def trees(cost: Cost) -> Ways:
@@ -322,6 +349,7 @@ def report(tried: list[Tried], cost: Cost) -> None:
         "best chain": best(tried, chains(cost)),
         f"elastic chain, asked {BEHIND} behind": best(tried, elastic_chains(cost, BEHIND)),
         "elastic chain, asked at once": best(tried, elastic_chains(cost, 0)),
+        f"elastic chain and what pays beside it, asked {BEHIND} behind": best(tried, flanked_chains(cost, BEHIND)),
         "best tree": best(tried, trees(cost)),
         f"elastic tree, asked {BEHIND} behind": best(tried, elastic_trees(cost, BEHIND)),
         "elastic tree, asked at once": best(tried, elastic_trees(cost, 0)),

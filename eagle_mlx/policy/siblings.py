@@ -86,12 +86,12 @@ class Siblings:
         self._rounds += 1
 
         def beside(length: int, chances: Sequence[Sequence[float]]) -> int:
-            doubts = [_doubts(row, length) for row in zip(*chances, strict=True)]
+            doubts = [doubts_of(row, length) for row in zip(*chances, strict=True)]
             if not doubts:
                 return 0
             count = 0
             if self._pays([max(row) * _HALF for row in doubts], least):  # seldom: the rest need not be put in order
-                places = zip(*map(_shares, doubts), strict=True)
+                places = zip(*map(shares_of, doubts), strict=True)
                 count = sum(1 for _ in takewhile(lambda place: self._pays(place, least), places))
             count += further if count or may_try else 0
             return max(0, min(count, most - length, FLANK * length))
@@ -110,7 +110,7 @@ class Siblings:
     def add(self, outcome: Outcome, seconds: float) -> None:
         """A round of elastic drafts, with tokens beside its chains or without."""
         for chances, aside in zip(zip(*outcome.chances, strict=True), outcome.aside, strict=False):
-            for number, share in enumerate(_shares(_doubts(chances, outcome.depth))[: outcome.beside]):
+            for number, share in enumerate(shares_of(doubts_of(chances, outcome.depth))[: outcome.beside]):
                 bin = _bin(share)
                 self._tries[bin] = self._tries[bin] * _FADE + 1
                 self._hits[bin] = self._hits[bin] * _FADE + (number == aside)
@@ -121,14 +121,14 @@ class Siblings:
         return self._hits[_bin(share)] / self._tries[_bin(share)]
 
 
-def _doubts(chances: Sequence[float], length: int) -> list[float]:
+def doubts_of(chances: Sequence[float], length: int) -> list[float]:
     """How likely a chain of so many tokens fails at each place. chances: that it stands down to each of the first."""
     known = [1.0, *chances]
     known += [known[-1] * _STANDS**further for further in range(1, length - len(chances) + 1)]
     return [above - below for above, below in pairwise(known)]
 
 
-def _shares(doubts: Sequence[float]) -> list[float]:
+def shares_of(doubts: Sequence[float]) -> list[float]:
     """What the tokens beside a chain take of the doubt at its places, the largest first."""
     return sorted((doubt * _HALF ** (number + 1) for doubt in doubts for number in range(FLANK)), reverse=True)
 
