@@ -8,9 +8,11 @@ from typing import cast
 
 import mlx.core as mx
 
-from eagle_mlx.policy.base import BEHIND, Enough
+from eagle_mlx.policy.base import BEHIND, Beside, Enough
 from eagle_mlx.proposers.base import Draft
+from eagle_mlx.proposers.growth import flanked
 from eagle_mlx.sampling import SamplingBatch, doubt_of, draft_sample, draft_scores
+from eagle_mlx.tree import Tree
 
 Forward = Callable[[mx.array | None], mx.array]
 """The chain's newest tokens [B, 1], None before the first -> logits [B, 1, Vd] of what follows."""
@@ -103,3 +105,10 @@ def draw_chain(depth: int, forward: Forward, draw: Draw, gauge: Gauge | None = N
         tokens.append(draw(logits, step))
         mx.async_eval(tokens[-1], *([] if gauge is None else [gauge.add(logits)]))
     return tokens
+
+
+def flank(chain: list[mx.array], scores: Scores, gauge: Gauge, beside: Beside) -> tuple[mx.array, Tree | None]:
+    """The tokens of a chain that has ended and of what `beside` wants beside it, and their tree, where that is any."""
+    tokens = mx.concatenate(chain, axis=1)
+    more = beside(tokens.shape[1], gauge.chances)
+    return flanked(tokens, scores.levels, more, scores.token_ids) if more else (tokens, None)

@@ -12,9 +12,9 @@ from eagle_mlx.cache import RaggedCache, check_cacheable
 from eagle_mlx.errors import TargetError
 from eagle_mlx.policy.base import Limits
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
-from eagle_mlx.proposers.chain import Draw, Draws, Gauge, Scores, draw_chain
-from eagle_mlx.proposers.growth import Nodes, best_of, children_of, flanked
-from eagle_mlx.sampling import SamplingBatch, draft_scores
+from eagle_mlx.proposers.chain import Draw, Draws, Gauge, Scores, draw_chain, flank
+from eagle_mlx.proposers.growth import beside
+from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Target
 
 _CHUNK = 512
@@ -88,9 +88,8 @@ class DraftModelState:
         if limits.beside is None:
             return self._drawn(depth, sampling, positions, gauge)
         scores = Scores(sampling, positions, self.proposer.vocab_size)
-        tokens, tree = mx.concatenate(self._chain(depth, scores, gauge), axis=1), None
-        if more := limits.beside(tokens.shape[1], gauge.chances):
-            tokens, tree = flanked(tokens, scores.levels, more, None)
+        tokens, tree = flank(self._chain(depth, scores, gauge), scores, gauge, limits.beside)
+        if tree is not None:
             self._reread()
         return Draft(tokens, self._counts(tokens.shape[1]), tree=tree, chances=gauge.chances)
 
@@ -126,20 +125,10 @@ class DraftModelState:
 
     def propose_tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
         """A chain of the likeliest tokens, and beside each of them the likeliest others."""
-        logits = self._read([list(text.unread) for text in self.texts])
-        committed = self.cache.save()
-        tip, pool, width = Nodes.text(len(self.texts)), list[Nodes](), max(2, -(-nodes // depth))
-        for level in range(depth):
-            if level:
-                logits = self.proposer.draft.forward(tip.tokens, self.cache).logits
-                self.cache.advance(1)
-            logits = _fitted(logits, self.proposer.vocab_size)
-            scores = draft_scores(logits, sampling, positions[:, None] + level, self.proposer.vocab_size)
-            pool.append(children_of(tip, scores, width, None, level * width))
-            tip = pool[-1].at(mx.argmax(pool[-1].scores, axis=1, keepdims=True))
-            mx.async_eval(tip.tokens)
-        self.cache.restore(committed)  # what is kept may have left the chain that was read, so it is read again
-        tokens, tree = best_of(pool, nodes, depth)
+        scores = Scores(sampling, positions, self.proposer.vocab_size)
+        self._chain(depth, scores)
+        self._reread()
+        tokens, tree = beside(scores.levels, nodes, max(2, -(-nodes // depth)), None)
         return Draft(tokens, self._counts(nodes), tree=tree)
 
     def _read(self, pieces: list[list[int]]) -> mx.array:

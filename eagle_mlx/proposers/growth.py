@@ -93,13 +93,13 @@ class Along:
         return cls(ids, steps + mx.pad(so_far[:, :-1], [(0, 0), (1, 0)])[..., None], mx.argmax(steps, axis=-1))
 
 
-def beside(scores: mx.array, nodes: int, token_ids: mx.array | None) -> tuple[mx.array, Tree]:
+def beside(scores: mx.array, nodes: int, children: int, token_ids: mx.array | None) -> tuple[mx.array, Tree]:
     """A tree of `nodes` tokens: the best of a chain of the likeliest, and of what is likeliest beside them.
 
-    scores: as of `Along.of`. Otherwise as `grow`.
+    scores: as of `Along.of`; children: candidates at each place, the chain's included. Otherwise as `grow`.
     """
     rows, levels, _ = scores.shape
-    along = Along.of(scores, Spread.of(nodes, levels).children)
+    along = Along.of(scores, children)
     count = along.ids.shape[-1]
     chain = along.best + count * mx.arange(levels)
     above = mx.pad(chain[:, :-1], [(0, 0), (1, 0)], constant_values=mx.array(-1, chain.dtype)).astype(mx.int32)

@@ -15,8 +15,8 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.policy.base import Limits
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
-from eagle_mlx.proposers.chain import Draw, Draws, Gauge, Scores, draw_chain
-from eagle_mlx.proposers.growth import Spread, beside, flanked, grow
+from eagle_mlx.proposers.chain import Draw, Draws, Gauge, Scores, draw_chain, flank
+from eagle_mlx.proposers.growth import Spread, beside, grow
 from eagle_mlx.rope import place_one_by_one
 from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Target
@@ -197,9 +197,7 @@ class HeadState:
         if limits.beside is None:
             return self._drawn(depth, sampling, positions, gauge)
         scores = self._scores(sampling, positions)
-        tokens, tree = mx.concatenate(self._chain(depth, scores, gauge), axis=1), None
-        if more := limits.beside(tokens.shape[1], gauge.chances):
-            tokens, tree = flanked(tokens, scores.levels, more, self.head.token_ids)
+        tokens, tree = flank(self._chain(depth, scores, gauge), scores, gauge, limits.beside)
         return Draft(tokens, self._counts(tokens.shape[1]), tree=tree, chances=gauge.chances)
 
     def _scores(self, sampling: SamplingBatch, positions: mx.array) -> Scores:
@@ -232,9 +230,10 @@ class HeadState:
 
     def propose_tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
         scores = self._scores(sampling, positions)
-        if Spread.of(nodes, depth).width == 1:
+        spread = Spread.of(nodes, depth)
+        if spread.width == 1:
             self._chain(depth, scores)
-            tokens, tree = beside(scores.levels, nodes, self.head.token_ids)
+            tokens, tree = beside(scores.levels, nodes, spread.children, self.head.token_ids)
         else:
             self._read_pending()
             committed = self.cache.lengths.save()
