@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 from eagle_mlx.batch import Batch
 from eagle_mlx.cache import may_pad
@@ -32,23 +31,23 @@ class Admission:
         self.kv_bits = kv_bits
         self.waiting: deque[Row] = deque()
         self._may_pad = may_pad(target.model)
+        self.rows: list[Row] = []
+        """Those whose prompts are being read, from when they stop waiting until `joined`."""
         self._reading: Batch | None = None
 
     @property
     def idle(self) -> bool:
-        return not self.waiting and self._reading is None
-
-    @property
-    def rows(self) -> Sequence[Row]:
-        """Those whose prompts are being read."""
-        return self._reading.rows if self._reading is not None else ()
+        return not self.waiting and not self.rows
 
     def wants_in(self, room: int) -> bool:
         """Whether somebody will join, or could, with room for so many more rows."""
         return self._reading is not None or (room > 0 and bool(self.waiting))
 
     def read(self, room: int) -> Batch | None:
-        """Read one chunk of the prompts whose turn it is; their rows, once that was the last of it."""
+        """Read one chunk of the prompts whose turn it is; their rows, once that was the last of it.
+
+        They are still among `rows` then, and so whatever happens to them is somebody's business, until `joined`.
+        """
         if self._reading is None:
             self._reading = self._next(room)
         if self._reading is None or not self._reading.read_prompts(self.chunk):
@@ -56,19 +55,23 @@ class Admission:
         ready, self._reading = self._reading, None
         return ready
 
+    def joined(self) -> None:
+        """The rows that `read` gave decode now."""
+        self.rows = []
+
     def withdraw(self, row: Row) -> None:
         """A row that has ended while it waited, or while its prompt was read."""
         if row in self.waiting:
             self.waiting.remove(row)
-        if self._reading is not None and all(row.finish_reason for row in self._reading.rows):
-            self._reading = None
+        if all(reading.finish_reason for reading in self.rows):
+            self.stop_reading()
 
-    def clear(self) -> None:
-        self.waiting.clear()
-        self._reading = None
+    def stop_reading(self) -> None:
+        """Forget those whose prompts are being read, and what has been read of them."""
+        self.rows, self._reading = [], None
 
     def _next(self, room: int) -> Batch | None:
-        rows: list[Row] = []
+        rows = self.rows
         while self.waiting and len(rows) < room:
             prefix = self._known(self.waiting[0])
             if rows and (prefix is not None or not self._side_by_side(self.waiting[0])):

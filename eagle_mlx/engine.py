@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -54,6 +55,11 @@ class Engine:
     the target's own, and sampled text follows the target's distribution, unless a request chose otherwise
     (`Output.lossless`).
 
+    Every request is either waiting or the business of the step that is under way. Where a step raises (a proposer or
+    an observer did, or memory ran out), what it worked on may be half done. So all rows that were decoding or whose
+    prompts were being read end with an error, which is in their `Output`; requests that only wait go on waiting. The
+    engine can be used on, and whoever called `step`, `generate` or `stream` gets the exception.
+
     Raises TargetError or HeadError, when it is built, where the parts do not fit together.
     """
 
@@ -97,6 +103,8 @@ class Engine:
         self._admission = Admission(target, proposer, prefill_chunk, self.prefixes, kv_bits)
         self._batch: Batch | None = None
         self._ahead: Round | None = None
+        self._working = False
+        """Whether a step is under way, or a row is being let go."""
         self._landed_at = 0.0
         self._was_plain = False
         """Whether the last round was."""
@@ -131,7 +139,8 @@ class Engine:
         """Decode all prompts to their ends; the outputs come in the order of the prompts.
 
         Raises PromptError for a prompt that is empty or longer than the target's context, or params that the target
-        cannot serve, before anything is decoded.
+        cannot serve, before anything is decoded. Where a step raises, that exception, and these prompts are withdrawn.
+        A prompt that ended in a step that somebody else called, and that raised, has an output with an `error`.
         """
         each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
@@ -152,7 +161,7 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Decode one prompt and yield what each round adds, in company with whatever else the engine decodes.
 
-        Needs a tokenizer. A caller that stops listening frees the row. Raises PromptError as `generate` does.
+        Needs a tokenizer. A caller that stops listening frees the row. Raises what `generate` does.
         """
         tokenizer = self.target.tokenizer
         if tokenizer is None:
@@ -163,7 +172,7 @@ class Engine:
         try:
             output, seen = None, 0
             while output is None:
-                if len(row.tokens) == seen:  # others may have stepped meanwhile
+                if len(row.tokens) == seen and not row.finish_reason:  # others may have stepped meanwhile
                     self.step()
                 new, seen = row.tokens[seen:], len(row.tokens)
                 output = self.output(row) if row.finish_reason else None
@@ -184,27 +193,58 @@ class Engine:
         return Output.of(row, self.target.tokenizer)
 
     def cancel(self, row: Row) -> None:
-        """Let a row go that nobody waits for; nothing happens to one that has finished."""
+        """Let a row go that nobody waits for; nothing happens to one that has finished.
+
+        An observer or a logits processor may call it too: the row gets no more tokens, and leaves at the end of the
+        step that is under way.
+        """
         if row.finish_reason:
             return
         row.finish_reason = "cancelled"
         self._admission.withdraw(row)
-        if self._batch is not None and row in self._batch.rows:
-            self._forget_ahead()
-            self._release()
+        if not self._working and self._batch is not None and row in self._batch.rows:
+            with self._whole():
+                self._forget_ahead()
+                self._release()
 
     def abandon(self, reason: str) -> None:
-        """Fail every row there is and begin anew, after a step that raised."""
-        for row in [*self._admission.waiting, *self._admission.rows, *(self._batch.rows if self._batch else ())]:
+        """Fail every row there is, those that wait included, and begin anew."""
+        for row in self._admission.waiting:
             row.fail(reason)
-        self._admission.clear()
+        self._admission.waiting.clear()
+        self._fail(reason)
+
+    def _fail(self, reason: str) -> None:
+        """Fail the rows that decode or whose prompts are being read, and forget what was known of them."""
+        for row in [*self._admission.rows, *(self._batch.rows if self._batch is not None else ())]:
+            row.fail(reason)
+        self._admission.stop_reading()
         self._batch = self._ahead = None
 
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Work that is done whole or not at all: where it raises, no row is left that is half done."""
+        self._working = True
+        try:
+            yield
+        except BaseException as e:  # an interrupt from the keyboard leaves as much behind as an error does
+            self._fail(f"the engine failed: {type(e).__name__}: {e}")
+            raise
+        finally:
+            self._working = False
+
     def step(self) -> list[Row]:
-        """One round for every row: admit, launch, land, release. Returns the rows that have finished."""
+        """One round for every row: admit, launch, land, release. Returns the rows that have finished.
+
+        Raises what anything in it raises; the rows that it worked on have then ended, with `error` (see `Engine`).
+        """
+        with self._whole():
+            return [row for row in self._step() if row.finish_reason != "cancelled"]
+
+    def _step(self) -> list[Row]:
         alone = self._batch is None
         joined = self._admit()
-        ended = [row for row in joined if row.finish_reason not in (None, "cancelled")]
+        ended = [row for row in joined if row.finish_reason]
         if self._batch is None or (alone and any(row.tokens for row in joined)):
             return ended  # nobody waits for a round while first tokens are told
         decoding = [row for row in self._batch.rows if row.finish_reason is None]
@@ -239,6 +279,7 @@ class Engine:
             self._batch, self._was_plain = joining, False
         else:
             self._batch.append(joining)
+        self._admission.joined()
         if any(row.finish_reason for row in joined):
             self._release()
         return joined

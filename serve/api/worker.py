@@ -163,14 +163,15 @@ class Worker:
     def _step(self, engine: Engine) -> None:
         try:
             engine.step()
-        except Exception as e:
-            self._give_up(engine, e)
+        except Exception:  # the rows that the step worked on have ended, and those that wait get their turn
+            log.exception("a step of the engine failed; the requests in it end")
         self._publish(engine)
 
     def _give_up(self, engine: Engine, error: Exception) -> None:
         """All rows end, and the engine goes on with those to come."""
         log.exception("the engine failed; the requests in it end")
         engine.abandon(f"the engine failed: {type(error).__name__}: {error}")
+        self._publish(engine)
 
     def _publish(self, engine: Engine) -> None:
         """Tell what has changed, with one wakeup of the event loop for all rows."""

@@ -22,6 +22,7 @@ import openai
 import pytest
 
 import eagle_mlx as em
+from eagle_mlx.engine import RoundReport
 from eagle_mlx.errors import TargetError
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
@@ -127,19 +128,26 @@ def test_a_crowd_of_which_some_leave() -> None:
         assert server.http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 3}).status_code == 200
 
 
+def breakable(engine: em.Engine) -> Event:
+    """Once this is set, the next step raises, and it is cleared."""
+    broken, observer = Event(), engine.observer
+
+    def fail(report: RoundReport) -> None:
+        if broken.is_set():
+            broken.clear()
+            raise RuntimeError("a bolt is loose")
+        assert observer is not None
+        observer(report)
+
+    engine.observer = fail
+    return broken
+
+
 def test_a_failing_step_ends_its_requests_alone() -> None:
     with live() as server:
         loaded = server.service.worker.loaded
         assert loaded is not None
-        broken, step = Event(), loaded.engine.step
-
-        def fail() -> Any:
-            if broken.is_set():
-                broken.clear()
-                raise RuntimeError("a bolt is loose")
-            return step()
-
-        loaded.engine.step = fail  # type: ignore[method-assign]
+        broken = breakable(loaded.engine)
         broken.set()
         answer = server.http.post(COMPLETIONS, json=LONG)
         assert answer.status_code == 500
@@ -153,6 +161,22 @@ def test_a_failing_step_ends_its_requests_alone() -> None:
         assert events[-2] == "data: [DONE]"
         assert server.http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 3}).status_code == 200
         assert server.service.totals.requests["failed"] == 2
+
+
+def test_requests_that_only_wait_outlive_a_failing_step() -> None:
+    with live() as server, ThreadPoolExecutor(1) as pool:
+        loaded = server.service.worker.loaded
+        assert loaded is not None
+        made, broken = loaded.engine, breakable(loaded.engine)
+        with server.slowed(0.02):
+            held = hold(server, made.max_batch)
+            server.until(lambda: made.active == made.max_batch)
+            waiting = pool.submit(server.http.post, COMPLETIONS, json={"prompt": "x", "max_tokens": 3})
+            server.until(lambda: made.waiting == 1)
+            broken.set()
+        assert all("a bolt is loose" in one.rest() for one in held)
+        assert waiting.result().status_code == 200
+        assert server.service.totals.requests["failed"] == made.max_batch
 
 
 def test_logits_that_are_no_numbers_end_their_request_alone() -> None:

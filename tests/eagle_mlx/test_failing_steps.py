@@ -1,0 +1,312 @@
+"""Steps that raise: every request has an owner at every moment, and what is left is sound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import eagle_mlx as em
+from eagle_mlx.batch import Batch
+from eagle_mlx.cache import RaggedCache
+from eagle_mlx.engine import RoundReport
+from eagle_mlx.proposers.base import Draft, Observation, ProposerState
+from eagle_mlx.row import Row
+from eagle_mlx.sampling import SamplingBatch
+from tests.fakes import tiny_target
+
+TARGET = tiny_target()
+RNG = np.random.default_rng(0)
+PROMPTS = [[int(t) for t in RNG.integers(3, 128, n)] for n in (5, 70, 17, 40, 2, 33)]
+COUNT = 12
+ALONE = [
+    em.Engine(TARGET, max_batch=1).generate([prompt], em.SamplingParams(max_tokens=COUNT))[0].tokens
+    for prompt in PROMPTS
+]
+METHODS = ("open", "prefill", "propose", "observe", "append", "remove")
+
+
+class Broken(RuntimeError):
+    """What the proposers here raise."""
+
+
+class Failing:
+    """A proposer that drafts at random, and raises the `nth` time that one of its methods is called, from 1 on.
+
+    Half of what the method does has been done by then.
+    """
+
+    name = "failing"
+    aux_layers = (0, 2)
+
+    def __init__(self, method: str, nth: int, every: bool = False):
+        self.method, self.nth, self.every = method, nth, every
+        self.calls = 0
+        self.rng = np.random.default_rng(nth)
+
+    def bind(self, target: em.Target) -> None:
+        """Any target will do."""
+
+    def called(self, method: str) -> None:
+        if method != self.method:
+            return
+        self.calls += 1
+        if self.calls == self.nth or (self.every and self.calls > self.nth):
+            raise Broken(f"{method} is broken")
+
+    def open(self, prompts: Sequence[Sequence[int]]) -> FailingState:
+        self.called("open")
+        return FailingState(self, [list(prompt) for prompt in prompts])
+
+
+class FailingState:
+    def __init__(self, proposer: Failing, rows: list[list[int]]):
+        self.proposer, self.rows = proposer, rows
+
+    def prefill(self, seen: Observation) -> None:
+        self.proposer.called("prefill")
+
+    def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        self.proposer.called("propose")
+        rng, rows = self.proposer.rng, len(self.rows)
+        return Draft(mx.array(rng.integers(0, 128, (rows, depth))), mx.array(rng.integers(0, depth + 1, rows)))
+
+    def observe(self, seen: Observation) -> None:
+        for row, tokens in zip(self.rows, seen.tokens, strict=True):
+            row.extend(tokens)
+        self.proposer.called("observe")
+
+    def append(self, other: ProposerState) -> None:
+        assert isinstance(other, FailingState)
+        self.rows.extend(other.rows)
+        self.proposer.called("append")
+
+    def remove(self, row: int) -> None:
+        self.rows[row] = self.rows[-1]
+        self.proposer.called("remove")
+        self.rows.pop()
+
+
+def assert_owned(engine: em.Engine, rows: Sequence[Row]) -> None:
+    """Whoever has not ended is known to the engine, in one place."""
+    batch = engine._batch.rows if engine._batch is not None else []
+    known = [*engine._admission.waiting, *engine._admission.rows, *batch]
+    assert len({id(row) for row in known}) == len(known)
+    assert {id(row) for row in rows if row.finish_reason is None} <= {id(row) for row in known}
+
+
+def run(engine: em.Engine, rows: Sequence[Row], caught: type[BaseException]) -> int:
+    """Step to the end as a server does; how many steps raised."""
+    raised = 0
+    while not engine.idle:
+        touched = [*engine._admission.rows, *(engine._batch.rows if engine._batch is not None else [])]
+        before = [row for row in touched if row.finish_reason is None]
+        try:
+            engine.step()
+        except caught:
+            raised += 1
+            assert engine.active == 0
+            assert all(row.finish_reason for row in before)
+        assert_owned(engine, rows)
+    assert all(row.finish_reason for row in rows)
+    return raised
+
+
+def assert_sound(rows: Sequence[Row], error: str) -> None:
+    """Every text is the target's own, as far as it goes, and those that end early say why."""
+    for row in rows:
+        expected = ALONE[PROMPTS.index(row.prompt)]
+        assert row.tokens == expected[: len(row.tokens)]
+        if row.finish_reason == "error":
+            assert error in (row.error or "")
+        else:
+            assert (row.finish_reason, len(row.tokens)) == ("length", COUNT)
+
+
+@settings(max_examples=25)
+@given(st.sampled_from(METHODS), st.integers(1, 12), st.integers(0, 4), st.sampled_from([8, 512]))
+def test_a_proposer_that_raises_ends_the_rows_of_its_step_alone(method: str, nth: int, depth: int, chunk: int) -> None:
+    proposer = Failing(method, nth)
+    engine = em.Engine(TARGET, proposer, em.FixedPolicy(depth), 2, chunk, prefix_cache_bytes=1 << 20)
+    rows = [engine.prepare(prompt, em.SamplingParams(max_tokens=COUNT)) for prompt in PROMPTS]
+    for row in rows:
+        engine.submit(row)
+    raised = run(engine, rows, Broken)
+    assert raised == (proposer.calls >= nth)
+    proposer.method = "none"
+    assert_sound(rows, f"{method} is broken")
+    assert sum(row.finish_reason == "error" for row in rows) <= 4 * raised  # two that decode, two that are read
+    again = engine.generate(PROMPTS[:3], em.SamplingParams(max_tokens=COUNT))
+    assert [output.tokens for output in again] == ALONE[:3]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_proposer_that_always_raises_fails_one_batch_after_the_other(method: str) -> None:
+    engine = em.Engine(TARGET, Failing(method, 1, every=True), em.FixedPolicy(3), 2, 16)
+    rows = [engine.prepare(prompt, em.SamplingParams(max_tokens=COUNT)) for prompt in PROMPTS]
+    for row in rows:
+        engine.submit(row)
+    assert run(engine, rows, Broken) > 0
+    assert_sound(rows, f"{method} is broken")
+
+
+PLACES: list[tuple[type, str]] = [
+    (Batch, "__init__"),
+    (Batch, "read_prompts"),
+    (Batch, "launch"),
+    (Batch, "land"),
+    (Batch, "append"),
+    (Batch, "release"),
+    (Batch, "past"),
+    (RaggedCache, "append"),
+    (RaggedCache, "remove"),
+    (RaggedCache, "settle"),
+    (em.Target, "forward"),
+]
+
+
+@settings(max_examples=25)
+@given(st.sampled_from(PLACES), st.integers(1, 10), st.booleans(), st.integers(0, 3), st.sampled_from([None, "ngram"]))
+def test_memory_may_run_out_anywhere(
+    place: tuple[type, str], nth: int, late: bool, depth: int, drafts: str | None
+) -> None:
+    """`late`: when the work has been done, which is as bad as before it."""
+    owner, name = place
+    real, calls = getattr(owner, name), count(1)
+
+    def short_of_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = real(self, *args, **kwargs) if late else None
+        if next(calls) == nth:
+            raise MemoryError("no room left")
+        return out if late else real(self, *args, **kwargs)
+
+    proposer = em.NgramProposer() if drafts else None
+    engine = em.Engine(TARGET, proposer, em.FixedPolicy(depth), 2, 16, prefix_cache_bytes=1 << 20)
+    rows = [engine.prepare(prompt, em.SamplingParams(max_tokens=COUNT)) for prompt in PROMPTS]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(owner, name, short_of_memory)
+        for row in rows:
+            engine.submit(row)
+        assert run(engine, rows, MemoryError) <= 1
+    assert_sound(rows, "no room left")
+    again = engine.generate(PROMPTS[:3], em.SamplingParams(max_tokens=COUNT))
+    assert [output.tokens for output in again] == ALONE[:3]
+
+
+def test_generate_raises_once_and_others_are_told_in_their_outputs() -> None:
+    proposer = Failing("observe", 3)
+    engine = em.Engine(TARGET, proposer, em.FixedPolicy(2), max_batch=2)
+    beside, waiting = (engine.prepare(PROMPTS[i], em.SamplingParams(max_tokens=COUNT)) for i in (0, 1))
+    engine.submit(beside)
+    engine.step()
+    with pytest.raises(Broken, match="observe is broken"):
+        engine.generate(PROMPTS[2:5], em.SamplingParams(max_tokens=COUNT))
+    assert engine.idle
+    assert engine.output(beside).error == "the engine failed: Broken: observe is broken"
+    engine.submit(waiting)
+    while not engine.idle:
+        engine.step()
+    assert waiting.tokens == ALONE[1]
+
+
+def test_a_stream_beside_a_step_that_raised_ends_with_the_error() -> None:
+    talker = tiny_target(tokenizer=True)
+    engine = em.Engine(talker, Failing("propose", 2), em.FixedPolicy(2), max_batch=2)
+    stream = engine.stream([5, 6, 7], em.SamplingParams(max_tokens=30))
+    first = next(stream)
+    with pytest.raises(Broken):
+        engine.generate([[8, 9]], em.SamplingParams(max_tokens=30))
+    *_, last = [first, *stream]
+    assert last.output is not None
+    assert last.output.finish_reason == "error"
+    assert "propose is broken" in (last.output.error or "")
+    other = em.Engine(talker, Failing("propose", 2), em.FixedPolicy(2)).stream([5, 6, 7])
+    with pytest.raises(Broken):
+        list(other)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interrupt_in_the_middle_of_a_step_leaves_nothing_behind(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = em.Engine(TARGET, max_batch=2)
+    land, rounds = Batch.land, count()
+
+    def interrupted(batch: Batch, *args: Any) -> Any:
+        if next(rounds) == 4:
+            raise error
+        return land(batch, *args)
+
+    monkeypatch.setattr(Batch, "land", interrupted)
+    with pytest.raises(error):
+        engine.generate(PROMPTS, em.SamplingParams(max_tokens=COUNT))
+    assert engine.idle
+    assert [o.tokens for o in engine.generate(PROMPTS, em.SamplingParams(max_tokens=COUNT))] == ALONE
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.sampled_from(range(len(PROMPTS))), max_size=4),
+    st.integers(0, 6),
+    st.integers(0, 3),
+    st.sampled_from([8, 512]),
+)
+def test_an_observer_may_cancel_whoever_it_likes(gone: list[int], after: int, depth: int, chunk: int) -> None:
+    engine = em.Engine(TARGET, em.NgramProposer(), em.FixedPolicy(depth), 3, chunk)
+    rows = [engine.prepare(prompt, em.SamplingParams(max_tokens=COUNT)) for prompt in PROMPTS]
+    reports = count()
+    taken: dict[int, int] = {}
+
+    def observer(report: RoundReport) -> None:
+        if next(reports) == after:
+            for index in gone:
+                engine.cancel(rows[index])
+                taken[index] = len(rows[index].tokens)
+
+    engine.observer = observer
+    for row in rows:
+        engine.submit(row)
+    finished = []
+    while not engine.idle:
+        finished += engine.step()
+        assert_owned(engine, rows)
+    for index, row in enumerate(rows):
+        assert row.tokens == ALONE[index][: len(row.tokens)]
+        if row.finish_reason == "cancelled":
+            assert len(row.tokens) == taken[index]
+            assert row not in finished
+        else:
+            assert (row.finish_reason, len(row.tokens)) == ("length", COUNT)
+            assert finished.count(row) == 1
+
+
+@pytest.mark.parametrize("victim", [0, 2, 5])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_logits_processor_may_cancel_a_request(victim: int, own: bool) -> None:
+    """Its own, one that decodes beside it, and one that waits."""
+    engine = em.Engine(TARGET, em.NgramProposer(), em.FixedPolicy(2), max_batch=3)
+    rows: list[Row] = []
+    at = len(PROMPTS[victim if own else 1]) + 4
+
+    def processor(tokens: list[int], logits: mx.array) -> mx.array:
+        if len(tokens) >= at:
+            engine.cancel(rows[victim])
+        return logits
+
+    watching = em.SamplingParams(max_tokens=COUNT, logits_processors=(processor,))
+    for index, prompt in enumerate(PROMPTS):
+        params = watching if index == (victim if own else 1) else em.SamplingParams(max_tokens=COUNT)
+        rows.append(engine.prepare(prompt, params))
+        engine.submit(rows[-1])
+    while not engine.idle:
+        engine.step()
+        assert_owned(engine, rows)
+    assert rows[victim].finish_reason == "cancelled"
+    assert rows[victim].tokens == ALONE[victim][: len(rows[victim].tokens)]
+    assert [row.tokens for i, row in enumerate(rows) if i != victim] == [t for i, t in enumerate(ALONE) if i != victim]
