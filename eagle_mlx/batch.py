@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from enum import IntEnum
 from time import perf_counter
 from typing import cast
 
@@ -15,6 +16,7 @@ from eagle_mlx.policy.base import Limits, Outcome, Shape
 from eagle_mlx.prefix import Prefix
 from eagle_mlx.processors import Processors
 from eagle_mlx.proposers.base import Branching, Draft, Elastic, Forkable, Observation, Proposer, ProposerState
+from eagle_mlx.proposers.check import Asked, check_draft
 from eagle_mlx.row import Row
 from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Forward, Target
@@ -37,8 +39,8 @@ class Round:
     width: int
     """Tokens of the verdict: one more than the draft is deep."""
     answer: mx.array
-    """[B, width + 3] int32: whether the logits are no numbers, the accepted count, the draft's length, and the tokens
-    of the verdict; behind them, for trees, the nodes of the path, [B, width]."""
+    """[B, width + 3] int32: where logits are no numbers (`_NaN`), the accepted count, the draft's length, and the
+    tokens of the verdict; behind them, for trees, the nodes of the path, [B, width]."""
     logprobs: Logprobs | None
     aux: tuple[mx.array, ...]
     before: _Before
@@ -72,11 +74,21 @@ class Landing:
         return Outcome(done.chances, self.drafted, chain, done.beside, aside)
 
 
+class _NaN(IntEnum):
+    """Where a row's logits of a round are no numbers."""
+
+    NOWHERE = 0
+    REJECTED = 1
+    """Only where a draft was rejected, or there was none."""
+    KEPT = 2
+    """Where a token was drawn that the row is to emit."""
+
+
 class _Answer:
     """One row of `Round.answer`."""
 
-    def __init__(self, width: int, no_numbers: int, accepted: int, drafted: int, *rest: int):
-        self.no_numbers, self.accepted, self.drafted = bool(no_numbers), accepted, drafted
+    def __init__(self, width: int, nan: int, accepted: int, drafted: int, *rest: int):
+        self.nan, self.accepted, self.drafted = _NaN(nan), accepted, drafted
         self.emitted = rest[: accepted + 1]
         self.kept = [node - 1 for node in rest[width + 1 : width + accepted + 1]]
 
@@ -185,7 +197,7 @@ class Batch:
         if self.processors:
             self.processors.commit(verdict)
         newest = tuple(mx.take_along_axis(x, (read - 1)[:, None, None], axis=1) for x in out.aux)
-        answered = self._sent(_PLAIN, before, nothing, verdict, out.logits, newest)
+        answered = self._sent(_PLAIN, before, nothing, verdict, out.logits, newest, _nan_in(out.logits, verdict))
         self._show(start, ends, tuple(x[:, : max(ends)] for x in out.aux))
         self.land(answered)
         self.cache.settle([row.length for row in self.rows])
@@ -193,7 +205,10 @@ class Batch:
     def _forward(self, pieces: list[list[int]], counts: list[int], ends: list[int] | None = None) -> Forward:
         """The target's forward over a piece of each prompt; with `ends`, the logits of these positions alone."""
         width = max(counts)
-        tokens = mx.array([piece + [0] * (width - len(piece)) for piece in pieces], mx.int32)
+        # The padding is a token that is read anyway: one that reads as no number would spoil what is behind it.
+        ends_of = [row.prompt[-1:] for row in self.rows]
+        padded = [piece + end * (width - len(piece)) for piece, end in zip(pieces, ends_of, strict=True)]
+        tokens = mx.array(padded, mx.int32)
         self.cache.expect(counts)
         return self.target.forward(tokens, self.cache, self.proposer.aux_layers if self.proposer else (), ends)
 
@@ -218,7 +233,8 @@ class Batch:
         _, verdict = self.judge(out, draft)
         self.commit(verdict)
         said = (out.logits, *out.aux) if verdict.path is None else along((out.logits, *out.aux), verdict.path)
-        return self._sent(shape, before, draft, verdict, said[0], said[1:], draft_seconds)
+        nan = _nan_in(out.logits, verdict)
+        return self._sent(shape, before, draft, verdict, said[0], said[1:], nan, draft_seconds)
 
     def _before(self) -> _Before:
         return _Before(self.cache.save(), self.last, self.processors.save() if self.processors else None)
@@ -231,13 +247,13 @@ class Batch:
         verdict: Verdict,
         logits: mx.array,
         aux: tuple[mx.array, ...],
+        nan: mx.array,
         draft_seconds: float | None = None,
     ) -> Round:
         """A round with its verdict, on its way to the host. logits, aux: of the positions of the verdict."""
         logprobs = Logprobs.of(self.rows, logits, verdict.tokens)
-        no_numbers = mx.isnan(logits.sum(axis=(1, 2)))
         drafted = draft.lengths if draft.tree is None else mx.minimum(draft.lengths, draft.tree.levels)
-        counts = mx.stack([no_numbers.astype(mx.int32), verdict.accepted, drafted], axis=1)
+        counts = mx.stack([nan, verdict.accepted, drafted], axis=1)
         answer = mx.concatenate(
             [counts, verdict.tokens] if verdict.path is None else [counts, verdict.tokens, verdict.path], axis=1
         )
@@ -251,23 +267,28 @@ class Batch:
         return Draft(mx.zeros((len(self.rows), 0), mx.int32), mx.zeros((len(self.rows),), mx.int32))
 
     def draft(self, shape: Shape, limits: Limits | None = None) -> Draft:
-        """A proposal of at most this shape, cut where a row has no use for so much."""
+        """A proposal of at most this shape, cut where a row has no use for so much, or where it is none.
+
+        Raises ProposerError where it cannot be read at all.
+        """
         depth = shape.depth
         if self.state is None or not depth:
             return self._no_draft()
         first = self._positions(1)[:, 0]
+        free = limits is not None and limits.beside is not None
         if shape.is_tree:
             assert self._branching is not None
-            return self._branching.propose_tree(depth, shape.nodes, self.sampling, first)
-        if limits is not None:
+            draft = self._branching.propose_tree(depth, shape.nodes, self.sampling, first)
+        elif limits is not None:
             assert self._elastic is not None
             draft = self._elastic.propose_until(limits, depth, self.sampling, first)
         else:
             draft = self.state.propose(depth, self.sampling, first)
-        room = [row.room for row in self.rows]
-        if min(room) < depth and draft.tree is None:
-            draft = replace(draft, lengths=mx.minimum(draft.lengths, mx.array(room, mx.int32)))
-        return draft
+        assert self.proposer is not None
+        name, rooms = self.proposer.name, [row.room for row in self.rows]
+        nodes = None if free else shape.nodes
+        asked = Asked(name, depth, nodes, free or shape.is_tree, rooms, self.target.vocab_size)
+        return check_draft(draft, asked, self.last, self.sampling.rejects if self.sampling.any_rejection else None)
 
     def read(self, draft: Draft) -> Forward:
         """The target's forward over each row's newest token and its draft."""
@@ -289,7 +310,10 @@ class Batch:
         assert branches is not None
         count = draft.tokens.shape[1]
         room = mx.array([[row.room] for row in self.rows], mx.int32)
-        valid = (mx.arange(count) < draft.lengths[:, None]) & (branches.depths[:, 1:] <= room)
+        depths = branches.depths[:, 1:]
+        # A tree deeper than it says has nodes that do not see all that is above them.
+        whole = (depths == 1 + mx.take_along_axis(branches.depths, tree.parents, axis=1)) & (depths <= tree.levels)
+        valid = (mx.arange(count) < draft.lengths[:, None]) & (depths <= room) & whole
         positions = self.cache.lengths.places(count + 1) + 1
         return verify_tree(logits, draft.tokens, valid, tree, branches, self.sampling, positions)
 
@@ -324,14 +348,17 @@ class Batch:
         logprobs = landed.logprobs.read(emitted) if landed.logprobs else {}
         taken = []
         for index, (row, answer) in enumerate(zip(self.rows, answers, strict=True)):
-            if answer.no_numbers:
+            if answer.nan == _NaN.KEPT:
                 row.fail("the model's logits are not numbers (NaN)")
                 self.cache.scrub(index)
             taken.append(row.take(answer.emitted, answer.drafted, logprobs.get(index, ())))
+            if answer.nan == _NaN.REJECTED:
+                self.cache.scrub(index, row.length)
         if landed.width > 1:
             self.cache.settle([row.length for row in self.rows])
         if self.state is not None:
-            self.state.observe(Observation(emitted, landed.aux))
+            numbers = all(answer.nan == _NaN.NOWHERE for answer in answers)
+            self.state.observe(Observation(emitted, landed.aux if numbers else tuple(map(mx.nan_to_num, landed.aux))))
         return Landing([a.drafted for a in answers], [a.accepted for a in answers], taken, [a.kept for a in answers])
 
     def cancel(self, launched: Round) -> None:
@@ -382,3 +409,11 @@ class Batch:
             self.cache.settle([row.length for row in self.rows])  # the longest may have left, and plain rounds only add
             self._arrange()
         return released
+
+
+def _nan_in(logits: mx.array, verdict: Verdict) -> mx.array:
+    """[B] int32, a `_NaN` for each row. logits: [B, n+1, V], of all positions of a verify."""
+    nan = mx.any(mx.isnan(logits), axis=-1)
+    said = nan if verdict.path is None else mx.take_along_axis(nan, verdict.path, axis=1)
+    kept = said & (mx.arange(said.shape[1]) <= verdict.accepted[:, None])
+    return mx.any(nan, axis=1).astype(mx.int32) + mx.any(kept, axis=1).astype(mx.int32)

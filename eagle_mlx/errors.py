@@ -8,6 +8,7 @@ EagleError
 ├── DataError        a conversation or a data file, with file and line
 ├── ShardError       a hidden-state shard that is damaged or missing
 ├── PromptError      a prompt that the target cannot take
+├── ProposerError    a draft that no verify can read
 └── OutputError      a place that cannot be written to
 
 HeadWarning, a UserWarning: a head that loads and fits, but hardly drafts anything that its target says.
@@ -37,6 +38,9 @@ class ShardError(EagleError): ...
 
 
 class PromptError(EagleError): ...
+
+
+class ProposerError(EagleError): ...
 
 
 class OutputError(EagleError): ...

@@ -10,9 +10,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from eagle_mlx.params import Grammar, SamplingParams
 from eagle_mlx.streaming import IncrementalText
 
-_LONGEST_CHARACTER = 8
-"""Tokens after which a character that is still not complete never will be."""
-
 
 @dataclass(frozen=True)
 class TokenLogprob:
@@ -41,15 +38,10 @@ class StopStrings:
 
     def complete(self, token: int) -> bool:
         """Take the next token; whether a string is in the text now."""
-        new = self._texts.add([token])
-        seen = self._tail + new
-        if any(text in seen for text in self.strings):
-            return True
-        whole = bool(new) and not new.endswith("\ufffd")
-        if whole or self._texts.waiting >= _LONGEST_CHARACTER:
-            self._tail = seen[len(seen) - min(self._reach, len(seen)) :]
-            self._texts.settle()
-        return False
+        certain, open_end = self._texts.add([token])
+        seen = self._tail + certain
+        self._tail = seen[len(seen) - min(self._reach, len(seen)) :]
+        return any(text in seen + open_end for text in self.strings)
 
     def cut(self, text: str) -> str:
         """The text up to the earliest string."""

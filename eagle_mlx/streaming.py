@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
+_CHARACTER = 4
+"""Bytes of the longest character (RFC 3629, section 3), and so the tokens that it can take."""
+
+
 class IncrementalText:
     """The text that tokens add to those before them, from the tokenizer's own `decode`.
 
@@ -25,22 +29,43 @@ class IncrementalText:
         """Tokens that are decoded again with the next."""
         return len(self._window)
 
-    @property
-    def waiting(self) -> int:
-        """Tokens that have not been settled."""
-        return len(self._window) - self._settled
+    def add(self, tokens: Sequence[int]) -> tuple[str, str]:
+        """What is certain now of the text behind that which was certain before, and what follows it for the moment.
 
-    def add(self, tokens: Sequence[int]) -> str:
-        """The text of all tokens that have not been settled; it may end with a part of a character, as U+FFFD."""
+        The latter ends with a part of a character, as far as can be told, as U+FFFD.
+        """
         self._window += tokens
-        before = self._tokenizer.decode(self._window[: self._settled])
-        text: str = self._tokenizer.decode(self._window)
-        return text[len(before) :]
+        before, text = self._decoded(self._settled), self._decoded(len(self._window))
+        end = self._certain(before, text)
+        certain = "" if end is None else text if end == len(self._window) else self._decoded(end)
+        if end is None or len(certain) <= len(before):  # tokens without a text stay, for what the next looks like
+            return "", text[len(before) :]
+        self._window, self._settled = self._window[self._settled :], end - self._settled
+        return certain[len(before) :], text[len(certain) :]
 
-    def settle(self) -> None:
-        """What `add` gave last has been taken."""
-        self._window = self._window[self._settled :]
-        self._settled = len(self._window)
+    def _certain(self, before: str, text: str) -> int | None:
+        """How many of the tokens make a text that no later token can change; None where that is not known of more."""
+        count = len(self._window)
+        if not _ends_open(before, text):
+            return count
+        if count - self._settled < _CHARACTER:
+            return None
+        # A character that is not complete began with one of the last tokens, behind a text that was whole.
+        for end in range(count - 1, max(count - _CHARACTER, self._settled), -1):
+            if not _ends_open(before, self._decoded(end)):
+                return end
+        # None did: what is there are bytes that will never be one, but for those of the last U+FFFD.
+        ends = range(count - 1, self._settled, -1)
+        return next((end for end in ends if text[:-1].startswith(self._decoded(end))), None)
+
+    def _decoded(self, end: int) -> str:
+        text: str = self._tokenizer.decode(self._window[:end])
+        return text
+
+
+def _ends_open(before: str, text: str) -> bool:
+    """Whether a text that went on from `before` may end with a part of a character."""
+    return len(text) <= len(before) or text.endswith("\ufffd")
 
 
 class TextStream:
@@ -58,18 +83,12 @@ class TextStream:
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that is certain after these tokens, from where the last call ended."""
-        text = self._waiting + self._new_text(tokens)
+        new, _ = self._texts.add(tokens) if tokens else ("", "")
+        text = self._waiting + new
         certain = len(text) - held_back(text, self._stop)
         self._waiting = text[certain:]
         self._shown += certain
         return text[:certain]
-
-    def _new_text(self, tokens: Sequence[int]) -> str:
-        new = self._texts.add(tokens) if tokens else ""
-        if not tokens or new.endswith("\ufffd"):  # part of a character, as far as can be told
-            return ""
-        self._texts.settle()
-        return new
 
     def finish(self, text: str) -> str:
         """What is left of the finished text."""

@@ -87,8 +87,11 @@ def walk(samples: mx.array, drafts: mx.array, valid: mx.array, tree: Tree, branc
     # A node is kept where all nodes of its branch stand.
     kept = ~mx.any(branches.seen & ~stands[:, None], axis=-1)
     accepted = mx.max(mx.where(kept, branches.depths, 0), axis=-1)
+    # The branch of one node, also where a proposer gave siblings the same token, so that two branches stand.
+    deepest = mx.argmax(mx.where(kept, branches.depths, -1), axis=-1)
+    branch = mx.take_along_axis(branches.seen, deepest[:, None, None], axis=1)  # [B, 1, n+1]
     levels = mx.arange(tree.levels + 1, dtype=mx.int32)
-    at_level = kept[:, None] & (branches.depths[:, None] == levels[:, None])
+    at_level = branch & (branches.depths[:, None] == levels[:, None])
     return Path(mx.argmax(at_level, axis=-1).astype(mx.int32), accepted)
 
 

@@ -117,10 +117,10 @@ class RaggedKV:
             other.keys, other.values = (own(x[row : row + 1, :, :slots]) for x in (self.keys, self.values))
         return other
 
-    def scrub(self, row: int) -> None:
+    def scrub(self, row: int, start: int = 0) -> None:
         """Forget what a row holds that nobody may see, even multiplied by nothing: entries that are not numbers."""
         if self.keys is not None and self.values is not None:
-            self.keys[row], self.values[row] = 0, 0
+            self.keys[row, :, start:], self.values[row, :, start:] = 0, 0
 
     @property
     def state(self) -> list[mx.array]:

@@ -62,9 +62,9 @@ class RaggedQuantized:
         other.parts = [part.fork(row, length, lengths) for part in self.parts]
         return other
 
-    def scrub(self, row: int) -> None:
+    def scrub(self, row: int, start: int = 0) -> None:
         for part in self.parts:
-            part.scrub(row)
+            part.scrub(row, start)
 
     @property
     def state(self) -> list[mx.array]:

@@ -139,10 +139,14 @@ class RaggedCache(Sequence[Any]):
         """Whether a fork may hold fewer positions than there are: no recurrent state, no ring that is full."""
         return not self.recurrent and all(self.lengths.upper <= window.ring for window in self.windows)
 
-    def scrub(self, row: int) -> None:
-        """Before a row leaves that holds what is no number: its place will be another's, whose mask multiplies by 0."""
+    def scrub(self, row: int, start: int = 0) -> None:
+        """Forget what a row holds from position `start` on, which is no number: masks multiply by 0, and NaN stays.
+
+        All of it before the row leaves, for its place will be another's; what lies behind its length after a draft that
+        reads as no number was rejected.
+        """
         for layer in self.layers:
-            layer.scrub(row)
+            layer.scrub(row, start)
 
     @property
     def state(self) -> list[mx.array]:

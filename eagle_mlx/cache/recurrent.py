@@ -153,8 +153,8 @@ class RecurrentState(_ArraysCache):  # type: ignore[misc]  # some layers ask whe
         other.cache = [x if x is None else own(x[row : row + 1]) for x in self.cache]
         return other
 
-    def scrub(self, row: int) -> None:
-        """Nothing outlives a row."""
+    def scrub(self, row: int, start: int = 0) -> None:
+        """Nothing outlives a row, and what was rejected was never taken in."""
 
     @property
     def state(self) -> list[mx.array]:
@@ -185,9 +185,9 @@ class RaggedList:
     def fork(self, row: int, length: int, lengths: RowLengths) -> RaggedList:
         return RaggedList([cache.fork(row, length, lengths) for cache in self.caches])
 
-    def scrub(self, row: int) -> None:
+    def scrub(self, row: int, start: int = 0) -> None:
         for cache in self.caches:
-            cache.scrub(row)
+            cache.scrub(row, start)
 
     @property
     def state(self) -> list[mx.array]:

@@ -77,6 +77,15 @@ class RaggedWindow(RaggedKV):
             held = ring_positions(self.lengths.offset - 1, ring) % old
             self.keys, self.values = (x if x is None else _gathered(x, held, old) for x in (self.keys, self.values))
 
+    def scrub(self, row: int, start: int = 0) -> None:
+        if self.keys is None or self.values is None or start < self.window:  # what is behind `start` has not wrapped
+            super().scrub(row, start)
+            return
+        # The position at `start` sees the window - 1 entries before it; all other slots hold nothing that is seen.
+        slots = mx.arange(start, start + self.ring - self.window + 1) % self.ring
+        slots = mx.minimum(slots, self.keys.shape[2] - 1)  # a buffer that is not full ends behind `start`
+        self.keys[row : row + 1, :, slots], self.values[row : row + 1, :, slots] = 0, 0
+
     def _used(self, length: int) -> int:
         return min(length, self.ring)
 

@@ -48,7 +48,7 @@ class Prospects:
         return self._hits[bin] / self._tries[bin]
 
     def _bin(self, chance: float) -> int:
-        return max(0, min(int(chance * self._BINS), self._BINS - 1))
+        return min(int(max(0.0, min(chance, 1.0)) * self._BINS), self._BINS - 1)  # what is no number counts as 0
 
 
 @dataclass

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from hypothesis import example, given
+import numpy as np
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from eagle_mlx.row import StopStrings
 from eagle_mlx.streaming import TextStream, held_back
 from tests.fakes import tiny_target
 
@@ -32,3 +34,67 @@ def test_what_may_become_a_stop_string_waits(text: str, stop: list[str]) -> None
     held = held_back(text, stop)
     starts = {s[:n] for s in stop for n in range(1, len(s))}
     assert held == max((len(start) for start in starts if text.endswith(start)), default=0)
+
+
+def byte_tokens() -> list[int]:
+    """The tokens of single bytes, by byte; those that text never has are left out."""
+    assert TOKENIZER is not None
+    texts = {TOKENIZER.decode([token]): token for token in range(TOKENIZER.vocab_size)}
+    found = {text.encode()[0]: token for text, token in texts.items() if len(text.encode()) == 1}
+    for character in "é—🦅ñ한߷":
+        encoded = TOKENIZER.encode(character, add_special_tokens=False)
+        if len(encoded) == len(character.encode()):
+            found |= dict(zip(character.encode(), encoded, strict=True))
+    return sorted(found.values())
+
+
+BYTES = byte_tokens()
+ANY = st.one_of(
+    st.lists(st.sampled_from(BYTES), max_size=40),
+    st.lists(st.sampled_from([t for t in BYTES if TOKENIZER and TOKENIZER.decode([t]) == "\ufffd"]), max_size=40),
+    st.lists(st.integers(0, 4095), max_size=40),
+    st.lists(st.one_of(st.sampled_from(BYTES), st.integers(0, 5000)), max_size=60),
+)
+"""Any tokens, those of bytes that are no character and ids that the tokenizer does not have included."""
+
+
+@settings(max_examples=300)
+@given(ANY, st.integers(0, 60), st.integers(1, 6), PIECES)
+def test_what_is_streamed_is_the_text_and_no_stop_string_is_missed(
+    tokens: list[int], start: int, length: int, sizes: list[int]
+) -> None:
+    assert TOKENIZER is not None
+    texts = [TOKENIZER.decode(tokens[:count]) for count in range(len(tokens) + 1)]
+    whole = texts[-1]
+    assume(whole)
+    stop = (whole[start % len(whole) :][:length], "\x00never")
+    end = next(count for count, text in enumerate(texts) if stop[0] in text)
+    watch = StopStrings(stop, TOKENIZER)
+    assert [watch.complete(token) for token in tokens[:end]] == [False] * (end - 1) + [True]
+    stream, shown, at = TextStream(TOKENIZER, stop), "", 0
+    final = watch.cut(texts[end])
+    while at < end:
+        size = sizes[at % len(sizes)]
+        at += size
+        shown += stream.push(tokens[at - size : at]) if at < end else stream.finish(final)
+    assert shown == final
+    stream, shown = TextStream(TOKENIZER), ""
+    for token in tokens:
+        shown += stream.push([token])
+        assert whole.startswith(shown)
+    assert shown + stream.finish(whole) == whole
+
+
+def test_bytes_that_never_become_a_character_are_shown_and_let_go() -> None:
+    """For as many tokens as they are: what is decoded again stays short, and what is certain is not held back."""
+    assert TOKENIZER is not None
+    rng = np.random.default_rng(0)
+    tail = [token for token in BYTES if TOKENIZER.decode([token]) == "\ufffd"]
+    tokens = [int(token) for token in rng.choice(tail, 400)]
+    stream, watch, shown = TextStream(TOKENIZER), StopStrings(("never",), TOKENIZER), ""
+    for count, token in enumerate(tokens, 1):
+        shown += stream.push([token])
+        assert not watch.complete(token)
+        assert watch.window < 20
+        assert len(TOKENIZER.decode(tokens[:count])) - len(shown) < 8
+    assert TOKENIZER.decode(tokens).startswith(shown)

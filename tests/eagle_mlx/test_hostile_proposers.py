@@ -1,0 +1,351 @@
+"""Proposers of third parties that draft anything: a poor draft costs time, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models import qwen3
+
+import eagle_mlx as em
+from eagle_mlx.cache import RaggedCache
+from eagle_mlx.cache.lengths import RowLengths
+from eagle_mlx.cache.window import RaggedWindow
+from eagle_mlx.errors import ProposerError
+from eagle_mlx.policy import Limits, Outcome, Shape
+from eagle_mlx.proposers.base import Draft, Observation, ProposerState
+from eagle_mlx.sampling import SamplingBatch, distribution
+from eagle_mlx.tree import Tree
+from tests.fakes import randomize, tiny_config, tiny_target
+
+TARGET = tiny_target()
+RNG = np.random.default_rng(0)
+PROMPTS = [[int(t) for t in RNG.integers(3, 128, n)] for n in (5, 40, 17, 2, 33)]
+COUNT = 14
+GREEDY = em.SamplingParams(max_tokens=COUNT)
+SEEDED = em.SamplingParams(max_tokens=COUNT, temperature=1.0, seed=3)
+Change = Callable[[Draft], Any]
+
+
+def plain(target: em.Target, params: em.SamplingParams) -> list[list[int]]:
+    return [em.Engine(target, max_batch=1).generate([prompt], params)[0].tokens for prompt in PROMPTS]
+
+
+ALONE = {params: plain(TARGET, params) for params in (GREEDY, SEEDED)}
+
+
+class Hostile:
+    """Knows what the rows will say, by which it drafts what is right as far as it goes, and then spoils it.
+
+    Every round it draws anew how long its draft is, how wrong, and, with `spoil`, what else is the matter with it.
+    """
+
+    name = "hostile"
+    aux_layers = (1,)
+
+    def __init__(self, texts: Sequence[Sequence[int]], seed: int, spoil: Change | None = None, vocab: int = 128):
+        self.texts = {tuple(p): list(text) for p, text in zip(PROMPTS, texts, strict=True)}
+        self.rng, self.spoil, self.vocab = np.random.default_rng(seed), spoil, vocab
+
+    def bind(self, target: em.Target) -> None:
+        """Any target will do."""
+
+    def open(self, prompts: Sequence[Sequence[int]]) -> HostileState:
+        return HostileState(self, [(self.texts[tuple(prompt)], 0) for prompt in prompts])
+
+
+class HostileState:
+    def __init__(self, proposer: Hostile, rows: list[tuple[list[int], int]]):
+        self.proposer, self.rows = proposer, rows
+
+    def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        return self._spoilt(self._known(int(self.proposer.rng.integers(0, 2 * depth + 1))))
+
+    def propose_until(self, limits: Limits, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        if limits.beside is None:
+            return self.propose(depth, sampling, positions)
+        return self.propose_tree(depth, 2 * depth, sampling, positions)
+
+    def propose_tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        """A chain of what is right first, and anything behind it: parents that come later, are out of range or loop,
+        siblings with one token, and less depth than there is.
+        """
+        rng = self.proposer.rng
+        draft = self._known(int(rng.integers(1, 2 * nodes)))
+        rows, width = draft.tokens.shape
+        chain = np.arange(width)[None].repeat(rows, 0)
+        parents = np.where(rng.random((rows, width)) < 0.6, chain, rng.integers(-3, width + 3, (rows, width)))
+        return self._spoilt(replace(draft, tree=Tree(mx.array(parents), int(rng.integers(1, 2 * depth)))))
+
+    def _known(self, width: int) -> Draft:
+        rng, vocab = self.proposer.rng, self.proposer.vocab
+        tokens = [(text[at : at + width] + [0] * width)[:width] for text, at in self.rows]
+        wrong = rng.random((len(self.rows), width)) < 0.2
+        drafts = np.where(wrong, rng.integers(0, vocab, wrong.shape), np.array(tokens, np.int64).reshape(wrong.shape))
+        return Draft(mx.array(drafts), mx.array(rng.integers(0, width + 1, len(self.rows))))
+
+    def _spoilt(self, draft: Draft) -> Draft:
+        out: Draft = draft if self.proposer.spoil is None else self.proposer.spoil(draft)
+        return out
+
+    def prefill(self, seen: Observation) -> None:
+        assert all(bool(mx.all(mx.isfinite(x))) for x in seen.aux)
+
+    def observe(self, seen: Observation) -> None:
+        assert all(bool(mx.all(mx.isfinite(x))) for x in seen.aux)
+        self.rows = [(text, at + len(new)) for (text, at), new in zip(self.rows, seen.tokens, strict=True)]
+
+    def append(self, other: ProposerState) -> None:
+        assert isinstance(other, HostileState)
+        self.rows += other.rows
+
+    def remove(self, row: int) -> None:
+        self.rows[row] = self.rows[-1]
+        self.rows.pop()
+
+
+def spoiler(seed: int, dtypes: Sequence[mx.Dtype]) -> Change:
+    """Lengths and ids that nobody could mean, of any whole-number type, and probabilities that are none."""
+    rng = np.random.default_rng(seed)
+
+    def spoil(draft: Draft) -> Draft:
+        tokens, lengths = np.array(draft.tokens, np.int64), np.array(draft.lengths, np.int64)
+        lengths = np.where(rng.random(lengths.shape) < 0.5, rng.integers(-9, 40, lengths.shape), lengths)
+        outside = rng.choice([-1, -(2**31), 128, 129, 5000, 2**31 - 1], tokens.shape)
+        tokens = np.where(rng.random(tokens.shape) < 0.1, outside, tokens)
+        dtype = dtypes[int(rng.integers(len(dtypes)))]
+        probs = None
+        if rng.random() < 0.5:
+            probs = mx.array(rng.choice([0.0, 1.0, -1.0, np.nan, np.inf], (*tokens.shape, 128)), mx.float32)
+        return replace(draft, tokens=mx.array(tokens).astype(dtype), lengths=mx.array(lengths), probs=probs)
+
+    return spoil
+
+
+class Free(em.FixedPolicy):
+    """Asks for elastic drafts, with tokens beside them where they can be had."""
+
+    def shape(self, rows: int, trees: bool, elastic: bool = False) -> Shape:
+        return Shape(self.k, self.k, elastic)
+
+    def limits(self, rows: int, trees: bool) -> Limits:
+        return Limits(lambda chances: False, (lambda length, chances: 3) if trees else None)
+
+    def observe_elastic(self, outcome: Outcome, seconds: float) -> None:
+        assert all(0 <= a <= d for a, d in zip(outcome.accepted, outcome.drafted, strict=True))
+
+
+POLICIES = [em.FixedPolicy(3), em.FixedPolicy(3, nodes=9), Free(4), Free(4, nodes=9)]
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 999),
+    st.sampled_from(POLICIES),
+    st.sampled_from([GREEDY, SEEDED]),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_text_is_the_targets_own_whatever_is_drafted(
+    seed: int, policy: em.FixedPolicy, params: em.SamplingParams, max_batch: int, stops: bool
+) -> None:
+    spoil = spoiler(seed, [mx.int32, mx.int64, mx.uint32])
+    engine = em.Engine(TARGET, Hostile(ALONE[params], seed, spoil), policy, max_batch, prefix_cache_bytes=1 << 20)
+    each = [replace(params, max_tokens=COUNT - (index if stops else 0)) for index in range(len(PROMPTS))]
+    outputs = engine.generate(PROMPTS, each)
+    assert [o.tokens for o in outputs] == [t[: p.max_tokens] for t, p in zip(ALONE[params], each, strict=True)]
+    assert sum(output.accepted for output in outputs) > 0
+    assert all(output.accepted <= output.drafted for output in outputs)
+
+
+def test_probabilities_that_are_none_are_not_judged_by() -> None:
+    """A position whose q is no distribution ends the draft there, so that what is emitted follows p all the same."""
+    target = tiny_target(vocab=16, seed=4)
+    prompt, draws = [3, 7, 9], 1500
+    sampled = em.SamplingParams(temperature=1.0, max_tokens=2)
+    logits = target.forward(mx.array([[*[5] * 128, *prompt]]), None).logits[:, -1:]
+    law = np.array(distribution(logits, SamplingBatch.of([sampled], [0])))[0, 0]
+
+    def spoil(draft: Draft) -> Draft:
+        q = np.full((*draft.tokens.shape, 16), 1 / 16, np.float32)
+        q[..., 0] = np.nan
+        q[:, :, 1] = -3
+        return replace(draft, tokens=mx.full(draft.tokens.shape, 2), probs=mx.array(q))
+
+    class Uniform(Hostile):
+        def open(self, prompts: Sequence[Sequence[int]]) -> HostileState:
+            return HostileState(self, [([], 0) for _ in prompts])
+
+    engine = em.Engine(target, Uniform([[]] * len(PROMPTS), 0, spoil, 16), em.FixedPolicy(2), 64)
+    long = [5] * 128  # no prompt that is read to its end: the first token comes from a round that drafts
+    outputs = engine.generate([[*long, *prompt]] * draws, sampled)
+    assert all(output.accepted == 0 for output in outputs)
+    first = np.bincount([output.tokens[0] for output in outputs], minlength=16) / draws
+    assert np.abs(first - law).sum() / 2 < 0.05
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: None, "None as a draft"),
+        (lambda d: replace(d, tokens=d.tokens[0]), r"\[3\] int32 as tokens; give \[2, k\] int32"),
+        (lambda d: replace(d, tokens=d.tokens[:1]), r"\[1, 3\] int32 as tokens"),
+        (lambda d: replace(d, tokens=d.tokens.astype(mx.float32)), r"\[2, 3\] float32 as tokens"),
+        (lambda d: replace(d, tokens=[[1], [2]]), r"\[\[1\], \[2\]\] as tokens"),
+        (lambda d: replace(d, lengths=d.lengths[:1]), r"\[1\] int32 as lengths; give \[2\] int32"),
+        (lambda d: replace(d, lengths=3), "3 as lengths"),
+        (lambda d: replace(d, lengths=d.lengths.astype(mx.float32)), "float32 as lengths"),
+        (lambda d: replace(d, probs=mx.zeros((2, 3, 5))), r"\[2, 3, 5\] float32 as probs; give \[2, 3, 128\] float32"),
+        (lambda d: replace(d, tree=Tree(mx.zeros((2, 3), mx.int32), 3)), "a tree where a chain was asked for"),
+        (lambda d: replace(d, chances=[[0.5]]), "as chances; give what limits.enough was told: 2 numbers"),
+        (lambda d: replace(d, chances=[[0.5, float("nan")]]), "as chances"),
+    ],
+)
+def test_what_cannot_be_read_at_all_is_refused_by_name(change: Change, message: str) -> None:
+    def spoil(draft: Draft) -> Draft:
+        rows = draft.lengths.size
+        out: Draft = change(Draft(mx.zeros((rows, 3), mx.int32), mx.full((rows,), 3, mx.int32)))
+        return out
+
+    engine = em.Engine(TARGET, Hostile(ALONE[GREEDY], 0, spoil), em.FixedPolicy(3))
+    with pytest.raises(ProposerError, match="the proposer 'hostile' gave .*" + message):
+        engine.generate(PROMPTS[:2], GREEDY)
+    assert engine.idle
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (Tree(mx.zeros((1, 2), mx.int32), 2), "as a tree's parents"),
+        (Tree(mx.zeros((1, 3), mx.float32), 2), "float32 as a tree's parents"),
+        (Tree(mx.zeros((1, 3), mx.int32), 0), "0 as a tree's levels"),
+        (Tree(mx.zeros((1, 3), mx.int32), 2.5), "2.5 as a tree's levels"),  # type: ignore[arg-type]
+    ],
+)
+def test_trees_that_cannot_be_read_are_refused(tree: Tree, message: str) -> None:
+    def spoil(draft: Draft) -> Draft:
+        return Draft(mx.zeros((1, 3), mx.int32), mx.array([3]), tree=tree)
+
+    engine = em.Engine(TARGET, Hostile(ALONE[GREEDY], 0, spoil), em.FixedPolicy(3, nodes=8))
+    with pytest.raises(ProposerError, match=message):
+        engine.generate(PROMPTS[:1], GREEDY)
+
+
+def poisoned(poison: Sequence[int]) -> em.Target:
+    """A target that reads some of its tokens as no numbers, and hardly ever says token 0."""
+    args = qwen3.ModelArgs(**{**tiny_config(), "tie_word_embeddings": False, "head_dim": 32})  # type: ignore[arg-type]
+    model = qwen3.Model(args)
+    randomize(model, 0, 0.2)
+    model.lm_head.weight[0] = 0
+    for token in poison:
+        model.model.embed_tokens.weight[token] = mx.nan
+    return em.Target(model, name="poisoned")
+
+
+CHAIN_AND_TREE = pytest.mark.parametrize(
+    "policy", [em.FixedPolicy(4), em.FixedPolicy(4, nodes=9)], ids=["chain", "tree"]
+)
+
+
+@CHAIN_AND_TREE
+def test_padding_that_would_read_as_no_number_is_not_read(policy: em.FixedPolicy) -> None:
+    """That of drafts, behind their lengths, and that of prompts which are read side by side."""
+    texts = plain(poisoned([]), GREEDY)
+    said = {token for text in [*texts, *PROMPTS] for token in text}
+    assert 0 not in said
+    target = poisoned([token for token in range(128) if token not in said])
+
+    def spoil(draft: Draft) -> Draft:
+        counts = mx.arange(draft.tokens.shape[1]) < draft.lengths[:, None]
+        right = mx.array(np.isin(np.array(draft.tokens), list(said)).all(axis=1))
+        return replace(draft, tokens=mx.where(counts, draft.tokens, 0), lengths=mx.where(right, draft.lengths, 0))
+
+    for seed in range(3):
+        engine = em.Engine(target, Hostile(texts, seed, spoil), policy, max_batch=3, prefill_chunk=16)
+        outputs = engine.generate(PROMPTS, GREEDY)
+        assert [(output.error, output.tokens) for output in outputs] == [(None, text) for text in texts]
+
+
+@CHAIN_AND_TREE
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_rejected_draft_whose_logits_are_no_numbers_costs_its_row_nothing(
+    policy: em.FixedPolicy, spread: bool
+) -> None:
+    """`spread`: what the caches hold of it is no number either, as where attention leaves masked entries unread."""
+    target = tiny_target()
+    said = {token for text in ALONE[GREEDY] for token in text}
+    bad = next(token for token in range(128) if token not in said)
+    base = type(target.model)
+    spoilt: list[int] = []
+
+    def call(self: Any, inputs: mx.array, cache: Any = None) -> mx.array:
+        logits: mx.array = base.__call__(self, inputs, cache)
+        drafted = (inputs == bad) if inputs.shape[1] > 1 else mx.zeros(inputs.shape, mx.bool_)
+        spoilt.append(int(drafted.sum()))
+        if spread and cache is not None and inputs.shape[1] > 1:
+            start = cache[0].lengths.offset[:, None] + mx.arange(inputs.shape[1])
+            for layer in cache:
+                wrong = mx.where(drafted, mx.nan, 0.0)[:, None, :, None]
+                held = mx.zeros(layer.values.shape[:1] + (1, layer.values.shape[2], 1))
+                rows = inputs.shape[0]
+                at = mx.broadcast_to(start[:, None, :, None], wrong.shape)
+                held = mx.concatenate([mx.put_along_axis(held[:rows], at, wrong, axis=2), held[rows:]], axis=0)
+                layer.values = layer.values + held
+        return mx.where(drafted[..., None], mx.nan, logits)
+
+    target.model.__class__ = type("Poisoned", (base,), {"__call__": call})
+    rng = np.random.default_rng(1)
+
+    def spoil(draft: Draft) -> Draft:
+        return replace(draft, tokens=mx.where(mx.array(rng.random(draft.tokens.shape) < 0.2), bad, draft.tokens))
+
+    prompts = [prompt for prompt in PROMPTS if bad not in prompt]
+    wanted = [ALONE[GREEDY][PROMPTS.index(prompt)] for prompt in prompts]
+    for seed in range(3):
+        engine = em.Engine(target, Hostile(ALONE[GREEDY], seed, spoil), policy, max_batch=3)
+        outputs = engine.generate(prompts, GREEDY)
+        assert [(output.error, output.tokens) for output in outputs] == [(None, text) for text in wanted]
+    assert sum(spoilt) > 10
+
+
+def test_logits_of_half_precision_that_overflow_together_are_numbers() -> None:
+    """Their sum is not one: infinity less infinity."""
+    target = tiny_target()
+    base = type(target.model)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> mx.array:
+        logits: mx.array = base.__call__(self, *args, **kwargs)
+        ends = mx.concatenate([mx.full(64, 60000.0), mx.full(64, -60000.0)])
+        ends = mx.where(mx.arange(128) % 64 < 8, ends, 0.0)
+        return mx.clip(logits + ends, -65000, 65000).astype(mx.float16)
+
+    target.model.__class__ = type("Loud", (base,), {"__call__": call})
+    outputs = em.Engine(target, em.NgramProposer(), em.FixedPolicy(3)).generate(PROMPTS, GREEDY)
+    assert [output.finish_reason for output in outputs] == ["length"] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("length", [3, 8, 9, 23, 24, 25, 31, 60])
+def test_a_ring_forgets_what_lies_behind_a_row_and_nothing_that_is_seen(length: int) -> None:
+    cache = RaggedCache(0, 2)
+    lengths = RowLengths(2)
+    ring = RaggedWindow(lengths, 8)
+    ring.ring = 24
+    cache._hold(lengths, [ring])
+    for place in range(length):
+        ring.update_and_fetch(mx.full((2, 1, 1, 4), place + 1.0), mx.full((2, 1, 1, 4), place + 1.0))
+        lengths.advance(1)
+    bad = mx.full((2, 1, 9, 4), mx.nan)
+    ring.update_and_fetch(bad, bad)
+    cache.scrub(0, length)
+    cache.scrub(1, length)
+    assert ring.keys is not None
+    held = np.array(ring.keys[:, 0, :, 0])
+    assert np.isfinite(held[:2]).all()
+    for place in range(max(0, length - 7), length):
+        assert (held[:, place % 24] == place + 1).all()
