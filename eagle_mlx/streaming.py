@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-
 _CHARACTER = 4
 """Bytes of the longest character (RFC 3629, section 3), and so the tokens that it can take."""
 

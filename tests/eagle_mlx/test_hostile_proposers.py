@@ -292,7 +292,7 @@ def test_a_rejected_draft_whose_logits_are_no_numbers_costs_its_row_nothing(
             start = cache[0].lengths.offset[:, None] + mx.arange(inputs.shape[1])
             for layer in cache:
                 wrong = mx.where(drafted, mx.nan, 0.0)[:, None, :, None]
-                held = mx.zeros(layer.values.shape[:1] + (1, layer.values.shape[2], 1))
+                held = mx.zeros((layer.values.shape[0], 1, layer.values.shape[2], 1))
                 rows = inputs.shape[0]
                 at = mx.broadcast_to(start[:, None, :, None], wrong.shape)
                 held = mx.concatenate([mx.put_along_axis(held[:rows], at, wrong, axis=2), held[rows:]], axis=0)
