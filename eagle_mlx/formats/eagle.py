@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.formats.fields import layer_fields, read_config, reading, refuse, window_json
-from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, read_tensors, with_embedding, without_copy, write_head
+from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, read_weights, with_embedding, without_copy, write_head
 from eagle_mlx.heads.eagle import EagleConfig, EagleHead
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
@@ -58,7 +58,7 @@ def load_eagle(folder: str | Path) -> EagleHead:
     """
     folder = Path(folder)
     written = read_config(folder)
-    tensors = {name.removeprefix("model."): value for name, value in read_tensors(folder).items()}
+    tensors = {name.removeprefix("model."): value for name, value in read_weights(folder).items()}
     tensors = without_copy(written, tensors)
     config = _from_json(folder, written, tensors)
     with reading(folder / "config.json"):

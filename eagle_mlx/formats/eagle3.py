@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.formats.fields import LAYER_IDS, aux_layer_ids, layer_fields, read_config, reading, refuse, window_json
-from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, read_tensors, weights_of, write_head
+from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, read_weights, weights_of, write_head
 from eagle_mlx.formats.vocabulary import take_draft_vocabulary, vocabulary_tensors
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 
@@ -57,7 +57,7 @@ def load_eagle3(folder: str | Path, target_layers: int | None = None) -> Eagle3H
     """
     folder = Path(folder)
     written = read_config(folder)
-    raw = read_tensors(folder)
+    raw = read_weights(folder)
     by_specforge = any(name.startswith("midlayer.") for name in raw) and "norm_before_residual" not in written
     tensors = inner_tensors(folder, raw)
     config = _from_json(folder, written, tensors, target_layers, by_specforge)

@@ -18,7 +18,7 @@ import mlx.nn as nn
 from eagle_mlx.errors import CheckpointError, ConfigError
 from eagle_mlx.formats.fields import read_config, reading
 from eagle_mlx.formats.mtp_source import mtp_of_speculators
-from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, read_tensors, weights_of, write_head
+from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, read_weights, weights_of, write_head
 from eagle_mlx.heads.mtp import MTPConfig, MTPHead
 
 FIELD = "eagle_mlx_mtp"
@@ -64,7 +64,7 @@ def load_mtp(folder: str | Path) -> MTPHead:
     unknown or of the wrong shape.
     """
     folder = Path(folder)
-    written, tensors = read_config(folder), read_tensors(folder)
+    written, tensors = read_config(folder), read_weights(folder)
     if written.get("speculators_model_type") == "mtp":
         with reading(folder / "config.json"):
             config, tensors, _ = mtp_of_speculators(written, tensors)

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import mlx.core as mx
 
 from eagle_mlx.errors import CheckpointError
-from eagle_mlx.formats.tensors import read_safetensors, read_tensors
+from eagle_mlx.formats.tensors import INDEX, check_floating, read_index, read_safetensors, read_tensors
 
-INDEX = "model.safetensors.index.json"
 SHARED = ("model.embed_tokens.weight", "lm_head.weight")
 """The model's own, which a layer's copies are compared with where they are at hand."""
-
-
-def read_index(file: Path) -> dict[str, str]:
-    """The tensors of a model and the files that hold them. Raises CheckpointError."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(shard) for name, shard in found.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise CheckpointError(f"{file} is no index of a model's weights; fetch it again") from e
 
 
 def shards_of(where: str | Path, weight_map: Mapping[str, str], prefix: str) -> list[str]:
@@ -42,8 +31,12 @@ def read_mtp_tensors(folder: Path, prefix: str) -> dict[str, mx.array]:
     Other files of the model may be missing. Raises CheckpointError for a file that is missing or damaged.
     """
     index = folder / INDEX
-    if not index.exists():
-        return _wanted(read_tensors(folder), prefix)
+    found = _wanted(read_tensors(folder), prefix) if not index.exists() else _of_shards(folder, index, prefix)
+    check_floating(folder, {name: value for name, value in found.items() if name not in SHARED})
+    return found
+
+
+def _of_shards(folder: Path, index: Path, prefix: str) -> dict[str, mx.array]:
     weight_map = read_index(index)
     shards = shards_of(folder, weight_map, prefix)
     missing = [shard for shard in shards if not (folder / shard).exists()]

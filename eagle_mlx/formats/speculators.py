@@ -14,7 +14,7 @@ import mlx.core as mx
 from eagle_mlx.errors import CheckpointError, ConfigError
 from eagle_mlx.formats.eagle3 import build_eagle3, inner_tensors, outer_name
 from eagle_mlx.formats.fields import LAYER_IDS, aux_layer_ids, layer_fields, read_config, reading, refuse, window_json
-from eagle_mlx.formats.tensors import DTYPE_NAMES, read_tensors, with_embedding, without_copy, write_head
+from eagle_mlx.formats.tensors import DTYPE_NAMES, read_weights, with_embedding, without_copy, write_head
 from eagle_mlx.formats.vocabulary import vocabulary_tensors
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 
@@ -57,7 +57,7 @@ def load_speculators(folder: str | Path, target_layers: int | None = None) -> Ea
     kind = config.get("speculators_model_type")
     if kind != "eagle3":
         raise CheckpointError(f"{folder / 'config.json'} is a speculator of type {kind}; only eagle3 can be read so")
-    tensors = inner_tensors(folder, read_tensors(folder))
+    tensors = inner_tensors(folder, read_weights(folder))
     tensors = {name: value for name, value in without_copy(config, tensors).items() if name not in _NOT_READ}
     return build_eagle3(folder, _from_json(folder, config, tensors, target_layers), tensors)
 

@@ -27,6 +27,11 @@ _BYTES = {
 }
 """The types of safetensors."""
 
+INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
+_MAPS = ("d2t", "t2d")
+"""Tensors of a head that are no weights."""
+
 COPY = "holds_the_targets_embedding"
 """Says in a config, under `eagle_mlx`, that the embedding in the file is a copy of the target's, for other loaders."""
 
@@ -73,9 +78,11 @@ def write_head(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[s
 def read_tensors(folder: Path) -> dict[str, mx.array]:
     """All tensors of a folder's safetensors files, or of its PyTorch files where it has no others.
 
-    Raises CheckpointError for none, for a file that is damaged, and for a name that two files hold.
+    Raises CheckpointError for none, for a file that is damaged or that the index names and the folder lacks, and for a
+    name that two files hold.
     """
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    files = _files(folder)
+    _check_shards(folder)
     if not files:
         raise CheckpointError(f"{folder} holds no weights: neither .safetensors files nor pytorch_model.bin")
     tensors: dict[str, mx.array] = {}
@@ -86,6 +93,66 @@ def read_tensors(folder: Path) -> dict[str, mx.array]:
             raise CheckpointError(f"{file} holds {twice[0]}, which another file of the folder holds too; keep one")
         tensors.update(loaded)
     return tensors
+
+
+def read_weights(folder: Path) -> dict[str, mx.array]:
+    """The tensors of a head's folder. Raises CheckpointError as `read_tensors` and `check_floating` do."""
+    tensors = read_tensors(folder)
+    check_floating(folder, tensors)
+    return tensors
+
+
+def check_floating(folder: Path, tensors: Mapping[str, mx.array]) -> None:
+    """Raise CheckpointError for weights that are no floating numbers and have no scales beside them.
+
+    MLX gives 8-bit floats as uint8, so that -0.1 would be read as 156. Weights with scales are left to whoever knows
+    the scheme. `tensors` have the names of the files in `folder`.
+    """
+    for name, value in tensors.items():
+        scales = (f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scales")
+        if (
+            mx.issubdtype(value.dtype, mx.floating)
+            or name.rpartition(".")[2] in _MAPS
+            or any(scale in tensors for scale in scales)
+        ):
+            continue
+        file, written = _written_as(folder, name, value)
+        raise CheckpointError(
+            f"{name} in {file} is of type {written}, and nothing there says by what scale it becomes a weight; take "
+            "the head as it was before it was quantised, in bfloat16, float16 or float32"
+        )
+
+
+def _written_as(folder: Path, name: str, value: mx.array) -> tuple[Path, str]:
+    """The file that holds a tensor, and its type by that file's own account."""
+    for file in folder.glob("*.safetensors"):
+        spec = _header(file)[0].get(name)
+        if spec is not None:
+            return file, str(spec["dtype"])
+    return folder, str(value.dtype).rpartition(".")[2]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+
+
+def read_index(file: Path) -> dict[str, str]:
+    """The tensors of a model and the files that hold them. Raises CheckpointError."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(shard) for name, shard in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise CheckpointError(f"{file} is no index of a model's weights; fetch it again") from e
+
+
+def _check_shards(folder: Path) -> None:
+    """An index beside a file that holds everything is one that was left there, as transformers reads it too."""
+    index = folder / INDEX
+    if not index.exists() or (folder / _WHOLE).exists():
+        return
+    missing = sorted(shard for shard in set(read_index(index).values()) if not (folder / shard).exists())
+    if missing:
+        raise CheckpointError(f"{folder} lacks {', '.join(missing)}, which its {INDEX} names; fetch it again")
 
 
 def read_safetensors(file: Path) -> dict[str, mx.array]:
@@ -152,19 +219,29 @@ def check_shapes(where: Path, tensors: Mapping[str, mx.array], expected: Mapping
 def _check_length(file: Path) -> None:
     """A file cut short loads lazily and fails late, or not at all: compare its size with what its header promises."""
     size = file.stat().st_size
+    header, begins = _header(file)
     try:
-        with file.open("rb") as raw:
-            header_size = int.from_bytes(raw.read(8), "little")
-            if size < 8 or header_size > size - 8:
-                raise CheckpointError(f"{file} is cut short ({size} bytes); fetch or make it again")
-            header = json.loads(raw.read(header_size))
-        promised = _promised(file, {name: spec for name, spec in header.items() if name != "__metadata__"})
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        promised = begins + _promised(file, {name: spec for name, spec in header.items() if name != "__metadata__"})
+    except (ValueError, KeyError, TypeError) as e:
         raise CheckpointError(f"{file} is no safetensors file; fetch or make it again") from e
-    if size != 8 + header_size + promised:
-        raise CheckpointError(
-            f"{file} has {size} bytes but its header promises {8 + header_size + promised}; fetch or make it again"
-        )
+    if size != promised:
+        raise CheckpointError(f"{file} has {size} bytes but its header promises {promised}; fetch or make it again")
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """What a file says of its tensors, and the byte at which these begin. Raises CheckpointError."""
+    size = file.stat().st_size
+    with file.open("rb") as raw:
+        length = int.from_bytes(raw.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise CheckpointError(f"{file} is cut short ({size} bytes); fetch or make it again")
+        try:
+            header = json.loads(raw.read(length))
+        except ValueError as e:
+            raise CheckpointError(f"{file} is no safetensors file; fetch or make it again") from e
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file} is no safetensors file; fetch or make it again")
+    return header, 8 + length
 
 
 def _promised(file: Path, header: Mapping[str, Any]) -> int:

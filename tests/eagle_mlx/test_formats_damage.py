@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eagle_mlx.errors import CheckpointError, EagleError
-from eagle_mlx.formats import load_head, save_eagle, save_eagle3, save_mtp, save_speculators
+from eagle_mlx.formats import load_head, mtp_of_model, save_eagle, save_eagle3, save_mtp, save_speculators
 from eagle_mlx.formats.tensors import read_tensors
+from tests.eagle_mlx import test_heads_golden as golden
 from tests.eagle_mlx.heads import KINDS, eagle, eagle3, mtp
 from tests.fakes import tiny_target
 
@@ -116,6 +118,60 @@ def test_weights_that_are_no_numbers_are_named(bad: float, name: str, tmp_path: 
     rewrite(tmp_path / "h", **{name: mx.where(mx.arange(weight.size).reshape(weight.shape) == 3, bad, weight)})
     with pytest.raises(CheckpointError, match=rf"hold NaN or infinity: {name};"):
         load_head(tmp_path / "h")
+
+
+def retype(file: Path, name: str, dtype: str) -> None:
+    """Say in a safetensors file that a tensor is of another type with as many bytes."""
+    raw = file.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    header[name]["dtype"] = dtype
+    said = json.dumps(header).encode()
+    file.write_bytes(len(said).to_bytes(8, "little") + said + raw[8 + size :])
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "U8"])
+@pytest.mark.parametrize("layout", WRITERS)
+def test_weights_in_8_bits_without_scales_are_named(
+    layout: str, dtype: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """MLX gives 8-bit floats as whole numbers: -0.1 would be read as 156."""
+    folder = tmp_path / "h"
+    shutil.copytree(folders[layout], folder)
+    name = next(n for n in read_tensors(folder) if n.endswith("mlp.up_proj.weight"))
+    rewrite(folder, **{name: mx.to_fp8(read_tensors(folder)[name])})
+    retype(folder / "model.safetensors", name, dtype)
+    wanted = rf"{name} in .*model\.safetensors is of type {dtype}, .* scale .* bfloat16"
+    with pytest.raises(CheckpointError, match=wanted):
+        load_head(folder)
+
+
+def test_a_published_mtp_layer_in_8_bits_without_scales_is_named(tmp_path: Path) -> None:
+    folder = golden.written(tmp_path / "m", "mtp-mimo")
+    name = "model.mtp_layers.0.mlp.up_proj.weight"
+    rewrite(folder, **{name: mx.to_fp8(read_tensors(folder)[name])})
+    with pytest.raises(CheckpointError, match=rf"{name} in .*model\.safetensors is of type U8,"):
+        mtp_of_model(folder)
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_shard_that_the_index_names_is_said_to_be_missing(lost: int, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "h")
+    whole = folder / "model.safetensors"
+    tensors = read_tensors(folder)
+    where = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(tensors)}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "of-an-older-head.safetensors")}))
+    assert load_head(folder), "one file that holds everything needs no index"
+    for shard in set(where.values()):
+        mx.save_safetensors(str(folder / shard), {name: x for name, x in tensors.items() if where[name] == shard})
+    whole.unlink()
+    index.write_text(json.dumps({"weight_map": where}))
+    assert load_head(folder)
+    name = f"model-0000{lost}-of-00002.safetensors"
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"lacks {name}, which its model.safetensors.index.json names; fetch"):
+        load_head(folder)
 
 
 @pytest.mark.parametrize(

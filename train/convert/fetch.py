@@ -6,8 +6,9 @@ from pathlib import Path
 
 from eagle_mlx import hub
 from eagle_mlx.formats.fields import read_config, reading
-from eagle_mlx.formats.mtp_files import INDEX, read_index, shards_of
+from eagle_mlx.formats.mtp_files import shards_of
 from eagle_mlx.formats.mtp_source import mtp_prefix
+from eagle_mlx.formats.tensors import INDEX, read_index
 
 _WHOLE = "model.safetensors"
 
