@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from eagle_mlx.errors import CheckpointError, OutputError
 from eagle_mlx.folders import new_folder
+from eagle_mlx.formats.tensors import write_tensors
 
 from .evaluate import Acceptance
 from .kinds import Head
@@ -61,16 +62,20 @@ def save(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Write a checkpoint into the folder of a run, then remove all but the newest `keep`.
 
     It is there under its name whole or not at all, on the disk and not only in the system's memory. Raises OutputError
-    where the disk has no room for it or cannot be written; checkpoints that were there are not touched then.
+    where the disk has no room for it or cannot be written; checkpoints that were there are not touched then, and the
+    newest of them is named.
     """
     _check_room(run, checkpoint)
     folder = run / STATES / f"step-{checkpoint.state.progress.step:08d}"
-    with new_folder(folder, overwrite=True) as part:
-        mx.save_safetensors(str(part / _HEAD), checkpoint.head)
-        mx.save_safetensors(str(part / _STEPPER), checkpoint.stepper)
-        sums = {name: _digest(part / name) for name in (_HEAD, _STEPPER)}
-        about = {"version": _VERSION, "sha256": sums, "state": dataclasses.asdict(checkpoint.state)}
-        (part / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+    try:
+        with new_folder(folder, overwrite=True) as part:
+            write_tensors(part / _HEAD, checkpoint.head)
+            write_tensors(part / _STEPPER, checkpoint.stepper)
+            sums = {name: _digest(part / name) for name in (_HEAD, _STEPPER)}
+            about = {"version": _VERSION, "sha256": sums, "state": dataclasses.asdict(checkpoint.state)}
+            (part / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+    except OutputError as e:
+        raise OutputError(f"{e}; {_earlier(run)}") from e
     for old in _folders(run)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return folder
@@ -166,5 +171,13 @@ def _check_room(run: Path, checkpoint: Checkpoint) -> None:
     if free < 1.05 * size:
         raise OutputError(
             f"{run} has {free / 1e6:,.0f} MB free, and the state after step {checkpoint.state.progress.step} takes "
-            f"{size / 1e6:,.0f} MB; make room and go on with `eagle-train --resume {run}`"
+            f"{size / 1e6:,.0f} MB; {_earlier(run)}"
         )
+
+
+def _earlier(run: Path) -> str:
+    """What to do when a state could not be written."""
+    folders = _folders(run)
+    if not folders:
+        return "there is no earlier state, so make room and begin again"
+    return f"{folders[0]} is whole: make room and go on from there with `eagle-train --resume {run}`"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -184,6 +185,30 @@ def test_a_full_disk_leaves_the_state_before(
         patch.setattr(state.shutil, "disk_usage", full)
         assert main(flags(target, chats, out, "--max-steps", "3", "--eval-steps", "1")) == 2
     assert "0 MB free, and the state after step 2 takes" in capsys.readouterr().err
+    assert main(["--resume", str(out)]) == 0
+
+
+def test_a_disk_that_fills_while_a_state_is_written_leaves_the_state_before(
+    target: Path, chats: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit on the size of files stands for the full disk: the system refuses to write on in the same way."""
+    out, check, limits = tmp_path / "out", state._check_room, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def check_and_fill(run: Path, checkpoint: state.Checkpoint) -> None:
+        check(run, checkpoint)
+        if state.exists(run):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(state, "_check_room", check_and_fill)
+            assert main(flags(target, chats, out, "--max-steps", "3", "--eval-steps", "1")) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    [earlier] = (out / "checkpoints").iterdir()
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "step-00000002 could not be written: File too large; nothing was left behind" in error
+    assert f"{earlier} is whole: make room and go on from there with `eagle-train --resume {out}`" in error
     assert main(["--resume", str(out)]) == 0
 
 
