@@ -241,7 +241,7 @@ def _by_substitution(template: _Template, messages: Messages, turn: int, text: s
         except Exception:  # whatever a template raises
             continue
         end = len(text) - len(after)
-        if mark and len(before) < end and text.startswith(before) and text.endswith(after):
+        if mark and len(before) <= end and text.startswith(before) and text.endswith(after):
             return len(before), end
     return None
 

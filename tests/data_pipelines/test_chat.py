@@ -37,6 +37,14 @@ THINKING = (
 
 FORCED_THINKING = THINKING.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 
+QWEN3 = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The last turn gets empty thoughts, which it loses once another follows."""
+
 SYSTEM_LAST = (
     "{% set system = messages[0]['content'] if messages[0]['role'] == 'system' else '' %}"
     "{% for m in messages if m['role'] != 'system' %}"
@@ -155,9 +163,21 @@ def shown(template: str | None, *turns: tuple[str, str]) -> str:
             "<|im_start|>assistant\n⟦Hello!<|im_end|>⟧\n"
             "<|im_start|>user\nsame<|im_end|>\n<|im_start|>assistant\n⟦same<|im_end|>⟧\n",
         ),
+        (
+            QWEN3,
+            [(U, "a"), (A, ""), (U, "c"), (A, "d")],
+            "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n⟦<|im_end|>⟧\n"
+            "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n⟦<think>\n\n</think>\n\nd<|im_end|>⟧\n",
+        ),
+        (
+            CHATML,
+            [(U, "a"), (A, ""), (U, "c"), (A, "d")],
+            "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n⟦<|im_end|>⟧\n"
+            "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n⟦d<|im_end|>⟧\n",
+        ),
     ],
     ids=["one turn", "system and turns", "tags", "thinking", "forced thinking", "system last", "no special tokens",
-         "closing token", "strict", "greeting and repetition"],
+         "closing token", "strict", "greeting and repetition", "empty turn of Qwen3", "empty turn"],
 )  # fmt: skip
 def test_the_mask_covers_what_the_assistant_says(
     template: str | None, turns: list[tuple[str, str]], expected: str
