@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from eagle_mlx.errors import CheckpointError
-from eagle_mlx.formats.fields import layer_fields, read_config, reading, refuse, window_json
+from eagle_mlx.formats.fields import layer_fields, read_config, reading, refuse, warn_of_unknown, window_json
 from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, read_weights, with_embedding, without_copy, write_head
 from eagle_mlx.heads.eagle import EagleConfig, EagleHead
 
@@ -69,6 +69,7 @@ def load_eagle(folder: str | Path) -> EagleHead:
 
 def _from_json(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> EagleConfig:
     file = folder / "config.json"
+    warn_of_unknown(file, config)
     refuse(file, {**config, "tie_word_embeddings": False})  # it has no output projection that could be tied
     with reading(file):
         flags = {name: config[name] for name in ("bias", "eagle_fc_bias") if config.get(name) is not None}

@@ -16,7 +16,16 @@ from typing import Any
 import mlx.core as mx
 
 from eagle_mlx.errors import CheckpointError
-from eagle_mlx.formats.fields import LAYER_IDS, aux_layer_ids, layer_fields, read_config, reading, refuse, window_json
+from eagle_mlx.formats.fields import (
+    LAYER_IDS,
+    aux_layer_ids,
+    layer_fields,
+    read_config,
+    reading,
+    refuse,
+    warn_of_unknown,
+    window_json,
+)
 from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, read_weights, weights_of, write_head
 from eagle_mlx.formats.vocabulary import take_draft_vocabulary, vocabulary_tensors
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
@@ -139,6 +148,7 @@ def _from_json(
     file = folder / "config.json"
     nested = config.get("eagle_config") or {}
     refuse(file, config)
+    warn_of_unknown(file, config)
     _check_nested(file, nested)
     with_aux = bool(nested.get("use_aux_hidden_state", True))
     with reading(file):

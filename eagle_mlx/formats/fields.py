@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from eagle_mlx.errors import CheckpointError, ConfigError
+from eagle_mlx.errors import CheckpointError, ConfigError, HeadWarning
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -35,12 +36,36 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 """Fields that change the forward in ways that are not implemented: the values that change nothing, and the reason."""
 
-
 _FLAGS = (
     *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm", "hidden_norm"),
     *("attention_bias", "qkv_bias", "mlp_bias", "bias", "eagle_fc_bias", "use_sliding_window"),
 )
 _OBJECTS = ("eagle_config", "eagle_mlx", "rope_scaling", "rope_parameters", "text_config", "speculators_config")
+_KNOWN = frozenset(
+    (
+        *_REFUSED,
+        *_FLAGS,
+        *_OBJECTS,
+        # Read here.
+        *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+        *(
+            "num_hidden_layers",
+            "max_position_embeddings",
+            "rms_norm_eps",
+            "rope_theta",
+            "sliding_window",
+            "layer_types",
+        ),
+        *("draft_vocab_size", "target_hidden_size", LAYER_IDS, "transformer_layer_config", "speculators_model_type"),
+        # What transformers and the trainers write beside it, which says nothing about a draft.
+        *("architectures", "model_type", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"),
+        *("speculators_version", "embed_requires_grad", "initializer_range", "attention_dropout", "pretraining_tp"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "max_window_layers", "output_attentions", "return_dict"),
+        *("output_hidden_states", "chunk_size_feed_forward", "id2label", "label2id", "problem_type"),
+        *("is_encoder_decoder", "is_decoder", "cache_implementation"),
+    )
+)
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _MOST_LAYERS = 64
 _MOST = 1 << 31
 
@@ -84,6 +109,22 @@ def refuse(file: Path, config: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{file} sets {name} to {config[name]!r}; it must be true or false")
 
 
+def warn_of_unknown(file: Path, config: Mapping[str, Any]) -> None:
+    """A HeadWarning that names the fields that nobody here knows, unless they are off."""
+    unknown = sorted(
+        name
+        for name, value in config.items()
+        if name not in _KNOWN and not name.startswith("_") and value not in (None, False, "", [], {})
+    )
+    if unknown:
+        warnings.warn(
+            f"{file} sets {', '.join(unknown)}, not known here; if that changes what the head computes, it will draft "
+            "badly",
+            HeadWarning,
+            stacklevel=2,
+        )
+
+
 def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that every decoder layer has, as the head configs name them. Raises KeyError, ConfigError."""
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
@@ -91,7 +132,8 @@ def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if layers > _MOST_LAYERS:
         raise ConfigError(f"num_hidden_layers is {layers}; that is a model, heads have a few")
     longest = _size(config, "max_position_embeddings", 2048)
-    theta, scaling = rope_fields(config, longest)
+    windows = _windows(config, layers)
+    theta, scaling = rope_fields(config, longest, windows)
     return {
         "hidden_size": hidden,
         "intermediate_size": _size(config, "intermediate_size"),
@@ -107,7 +149,7 @@ def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "qkv_bias": bool(config.get("qkv_bias", False)),
         "mlp_bias": bool(config.get("mlp_bias", False)),
         "num_hidden_layers": layers,
-        "windows": _windows(config, layers),
+        "windows": windows,
     }
 
 
@@ -120,12 +162,15 @@ def _size(config: Mapping[str, Any], name: str, otherwise: int | None = None) ->
     return size
 
 
-def rope_fields(config: Mapping[str, Any], longest: int) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling, from the fields of older or newer transformers. Raises ConfigError for a kind not known."""
-    newer = config.get("rope_parameters") or {}
-    theta = float(config.get("rope_theta") or newer.get("rope_theta") or 10000.0)
-    scaling = dict(config.get("rope_scaling") or newer)
-    scaling.pop("rope_theta", None)
+def rope_fields(
+    config: Mapping[str, Any], longest: int, windows: Sequence[int | None] = ()
+) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling, from the fields of older or newer transformers. Raises ConfigError for a kind not known.
+
+    As in transformers, `rope_scaling` stands before `rope_parameters`, and a base in either before one at the top.
+    """
+    scaling = _rope_of(config.get("rope_scaling") or config.get("rope_parameters") or {}, windows)
+    theta = float(scaling.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
     if scaling.get("partial_rotary_factor", 1) != 1:
         raise ConfigError("partial_rotary_factor is set; RoPE turns whole heads")
     scaling.pop("partial_rotary_factor", None)
@@ -147,6 +192,29 @@ def rope_fields(config: Mapping[str, Any], longest: int) -> tuple[float, dict[st
     if kind == "yarn":
         scaling.setdefault("original_max_position_embeddings", longest)
     return theta, {"rope_type": kind, **scaling}
+
+
+def _rope_of(parameters: Mapping[str, Any], windows: Sequence[int | None]) -> dict[str, Any]:
+    """RoPE parameters; of those by type of layer the ones of a head's layers, which must be the same for all of them.
+
+    Raises ConfigError for nesting of another kind.
+    """
+    if not any(isinstance(value, dict) for value in parameters.values()):
+        return dict(parameters)
+    unknown = sorted(parameters.keys() - _LAYER_TYPES)
+    if unknown:
+        raise ConfigError(
+            f"RoPE parameters for {', '.join(unknown)} are not known; known are single ones, and those for "
+            f"{' and '.join(sorted(_LAYER_TYPES))}"
+        )
+    used = {"full_attention" if window is None else "sliding_attention" for window in windows or (None,)}
+    lacking = sorted(kind for kind in used if not isinstance(parameters.get(kind), dict))
+    if lacking:
+        raise ConfigError(f"there are no RoPE parameters for layers of {' and '.join(lacking)}, which the head has")
+    first, *others = (parameters[kind] for kind in used)
+    if any(other != first for other in others):
+        raise ConfigError("the RoPE parameters differ by type of layer; all layers of a head turn alike")
+    return dict(first)
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:

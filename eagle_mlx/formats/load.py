@@ -59,10 +59,8 @@ def kind_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.ar
     for field, what in _OTHERS.items():
         if field in config:
             raise CheckpointError(f"{folder} holds {what}; EAGLE and MTP heads are known")
-    if "speculators_model_type" in config:
-        if config["speculators_model_type"] == "mtp":
-            return "mtp"
-        return "speculators"
+    if config.get("speculators_model_type") is not None:
+        return "mtp" if config["speculators_model_type"] == "mtp" else "speculators"
     if mtp.FIELD in config:
         return "mtp"
     if is_source(tensors):

@@ -13,7 +13,16 @@ import mlx.core as mx
 
 from eagle_mlx.errors import CheckpointError, ConfigError
 from eagle_mlx.formats.eagle3 import build_eagle3, inner_tensors, outer_name
-from eagle_mlx.formats.fields import LAYER_IDS, aux_layer_ids, layer_fields, read_config, reading, refuse, window_json
+from eagle_mlx.formats.fields import (
+    LAYER_IDS,
+    aux_layer_ids,
+    layer_fields,
+    read_config,
+    reading,
+    refuse,
+    warn_of_unknown,
+    window_json,
+)
 from eagle_mlx.formats.tensors import DTYPE_NAMES, read_weights, with_embedding, without_copy, write_head
 from eagle_mlx.formats.vocabulary import vocabulary_tensors
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
@@ -56,7 +65,8 @@ def load_speculators(folder: str | Path, target_layers: int | None = None) -> Ea
     config = read_config(folder)
     kind = config.get("speculators_model_type")
     if kind != "eagle3":
-        raise CheckpointError(f"{folder / 'config.json'} is a speculator of type {kind}; only eagle3 can be read so")
+        what = "does not say of which type of speculators it is" if kind is None else f"is a speculator of type {kind}"
+        raise CheckpointError(f"{folder / 'config.json'} {what}; eagle3 can be read so")
     tensors = inner_tensors(folder, read_weights(folder))
     tensors = {name: value for name, value in without_copy(config, tensors).items() if name not in _NOT_READ}
     return build_eagle3(folder, _from_json(folder, config, tensors, target_layers), tensors)
@@ -73,9 +83,10 @@ def _from_json(
     if not isinstance(kind, str) or kind not in _LAYER_DEFAULTS:
         raise CheckpointError(f"{file} describes a layer of {kind}; only llama and qwen3 layers can be read")
     refuse(file, {**layer, "tie_word_embeddings": False})  # it is the verifier's field, not the head's
+    warn_of_unknown(file, {**layer, **config})
     refuse(file, {name: value for name, value in config.items() if name != "tie_word_embeddings"})
     with reading(file):
-        fields = layer_fields({**_LAYER_DEFAULTS[kind], **layer})
+        fields = layer_fields({**_LAYER_DEFAULTS[kind], **_one_rope(layer)})
         size = fields["hidden_size"]
         if config.get("target_hidden_size") not in (None, size):
             raise ConfigError(f"target_hidden_size is {config['target_hidden_size']} but the head's own is {size}")
@@ -91,6 +102,14 @@ def _from_json(
             qk_norm=kind == "qwen3",
             own_embedding="embed_tokens.weight" in tensors,
         )
+
+
+def _one_rope(layer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where RoPE parameters are by type of layer, speculators turns all layers by those of the sliding ones."""
+    by_type = layer.get("rope_parameters")
+    if isinstance(by_type, dict) and "sliding_attention" in by_type:
+        return {**layer, "rope_parameters": by_type["sliding_attention"]}
+    return layer
 
 
 def _aux_layers(file: Path, ids: Any, target_layers: int | None) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from eagle_mlx.errors import CheckpointError, HeadError, OutputError
-from eagle_mlx.formats import load_eagle3, load_head, save_eagle3
+from eagle_mlx.errors import CheckpointError, HeadError, HeadWarning, OutputError
+from eagle_mlx.formats import load_eagle3, load_head, load_speculators, save_eagle3, save_speculators
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads.eagle3 import Eagle3Head
+from tests.eagle_mlx import test_heads_golden as golden
 from tests.fakes import tiny_head, tiny_target
 
 TENSORS = {
@@ -130,6 +132,57 @@ def test_configs_of_newer_transformers(tmp_path: Path) -> None:
     assert config.rope_scaling["rope_type"] == "llama3"
 
 
+FULL, SLIDING = {"rope_type": "default", "rope_theta": 5e5}, {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}
+TWO_KINDS = {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
+BY_TYPE = {"full_attention": FULL, "sliding_attention": SLIDING}
+
+
+def test_rope_parameters_by_type_of_layer(tmp_path: Path) -> None:
+    saved(tmp_path / "h")
+    folder = tmp_path / "h"
+    reconfigure(folder, rope_theta="gone", rope_scaling="gone", rope_parameters=BY_TYPE)
+    assert (load_eagle3(folder).config.rope_theta, load_eagle3(folder).config.rope_scaling) == (5e5, None)
+    reconfigure(folder, rope_theta=3.0)
+    assert load_eagle3(folder).config.rope_theta == 5e5, "as in transformers, the inner one stands before the other"
+    reconfigure(folder, rope_parameters={"full_attention": {"rope_type": "default"}})
+    assert load_eagle3(folder).config.rope_theta == 3.0
+    reconfigure(folder, rope_parameters=BY_TYPE, use_sliding_window=True, sliding_window=8)
+    config = load_eagle3(folder).config
+    assert (config.rope_theta, config.rope_scaling) == (7.0, {"rope_type": "linear", "factor": 2.0})
+
+
+def test_speculators_turns_all_layers_as_the_sliding_ones(tmp_path: Path) -> None:
+    target, head = tiny_target(), tiny_head(tiny_target(), draft_vocab=48)
+    head.attach(target)
+    save_speculators(head, tmp_path / "h")
+    layer = json.loads((tmp_path / "h" / "config.json").read_text())["transformer_layer_config"]
+    reconfigure(tmp_path / "h", transformer_layer_config=layer | {"rope_parameters": BY_TYPE})
+    config = load_speculators(tmp_path / "h").config
+    assert (config.rope_theta, config.rope_scaling) == (7.0, {"rope_type": "linear", "factor": 2.0})
+
+
+def test_fields_that_nobody_here_knows_are_named(tmp_path: Path) -> None:
+    saved(tmp_path / "h")
+    reconfigure(tmp_path / "h", mask_token_id=9, block_size=16, markov_rank=256, colour=None, blue=False, _shade={})
+    with pytest.warns(HeadWarning, match=r"config\.json sets block_size, markov_rank, mask_token_id, not known here"):
+        load_eagle3(tmp_path / "h")
+
+
+def test_a_type_of_speculator_that_is_null_is_none(tmp_path: Path) -> None:
+    saved(tmp_path / "h")
+    reconfigure(tmp_path / "h", speculators_model_type=None)
+    assert isinstance(load_head(tmp_path / "h"), Eagle3Head)
+    with pytest.raises(CheckpointError, match="does not say of which type of speculators it is; eagle3 can be read so"):
+        load_speculators(tmp_path / "h")
+
+
+@pytest.mark.parametrize("name", [name for name in golden.NAMES if not golden.published(name)])
+def test_what_trainers_write_is_known(name: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HeadWarning)
+        golden.loaded(golden.written(tmp_path / "h", name), name)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -165,6 +218,10 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, change: Any, message:
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "type longrope is not known"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "attention_factor": 2}}, "yarn with attention_factor"),
         ({"rope_scaling": {"type": "linear"}}, "linear lacks factor"),
+        ({"rope_parameters": {"main": {}, "rope_theta": 3.0}}, "RoPE parameters for main, rope_theta are not known"),
+        ({"rope_parameters": {"sliding_attention": {}}}, "no RoPE parameters for layers of full_attention"),
+        ({"rope_parameters": {"full_attention": None, "sliding_attention": {}}}, "for layers of full_attention"),
+        ({"rope_parameters": BY_TYPE, **TWO_KINDS}, "RoPE parameters differ by type of layer"),
         ({"use_sliding_window": True}, "sliding_window is not given"),
         ({"layer_types": ["chunked_attention"]}, "layer_types name chunked_attention"),
         ({"fc_norm": True}, "missing: fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight"),

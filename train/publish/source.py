@@ -115,7 +115,7 @@ def read_source(folder: str | Path) -> Source:
     config = read_config(place)
     head = load_head(place)
     kind = kind_of(place, config, read_tensors(place))
-    of_speculators = kind == "mtp" and "speculators_model_type" in config
+    of_speculators = kind == "mtp" and config.get("speculators_model_type") == "mtp"
     layout = _MTP_OF_SPECULATORS if of_speculators else _LAYOUTS[kind]
     report = _read_report(run / REPORT) if run is not None else None
     plots = tuple(run / name for name in OF_THE_HEAD if (run / name).is_file()) if run is not None else ()
