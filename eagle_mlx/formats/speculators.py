@@ -126,6 +126,7 @@ def save_speculators(
     folder: str | Path,
     *,
     target_name: str | None = None,
+    base_model: str | None = None,
     target_architectures: Sequence[str] = (),
     extra: Mapping[str, Any] | None = None,
     depth: int = 3,
@@ -134,10 +135,13 @@ def save_speculators(
 ) -> None:
     """Write a head in this layout, as a folder that appears whole or not at all.
 
-    `depth` is how many tokens a server should draft. `extra` is kept under the key `eagle_mlx`. Without an embedding
-    in the file speculators would draft with whatever was in its memory: the target's is written where the head has
-    none of its own, so attach one first. Raises ConfigError for a head that this layout has no words for, HeadError
-    for one with no embedding and no target, OutputError for a place that cannot be written.
+    `base_model` is the target as other servers load it, a hub id or a folder of this machine: speculators reads the
+    embedding and projection there, which it cannot do in what MLX has quantised, and loads no head without. `depth` is
+    how many tokens a server should draft. `target_name` and `extra` are kept under the key `eagle_mlx`.
+
+    Without an embedding in the file speculators would draft with whatever was in its memory: the target's is written
+    where the head has none of its own, so attach one first. Raises ConfigError for a head that this layout has no words
+    for, HeadError for one with no embedding and no target, OutputError for a place that cannot be written.
     """
     config = head.config
     _check_sayable(config)
@@ -156,7 +160,7 @@ def save_speculators(
         LAYER_IDS: [k + 1 for k in config.aux_layers],
         "tie_word_embeddings": False,
         "transformer_layer_config": _layer_json(config),
-        "speculators_config": proposal_json("eagle3", target_name, target_architectures, depth),
+        "speculators_config": proposal_json("eagle3", base_model, target_architectures, depth),
         "torch_dtype": DTYPE_NAMES[dtype],
         "eagle_mlx": {"target": target_name, **noted, **(extra or {})},
     }
@@ -206,7 +210,7 @@ def _layer_json(config: Eagle3Config) -> dict[str, Any]:
     return layer
 
 
-def proposal_json(algorithm: str, target_name: str | None, architectures: Sequence[str], depth: int) -> dict[str, Any]:
+def proposal_json(algorithm: str, base_model: str | None, architectures: Sequence[str], depth: int) -> dict[str, Any]:
     """What a speculators config says of its target and of how deep to draft."""
     return {
         "algorithm": algorithm,
@@ -214,5 +218,5 @@ def proposal_json(algorithm: str, target_name: str | None, architectures: Sequen
         "proposal_methods": [
             {"proposal_type": "greedy", "speculative_tokens": depth, "accept_tolerance": 0.0, "verifier_accept_k": 1}
         ],
-        "verifier": {"name_or_path": target_name, "architectures": list(architectures)},
+        "verifier": {"name_or_path": base_model, "architectures": list(architectures)},
     }

@@ -27,6 +27,7 @@ def save_speculators_mtp(
     folder: str | Path,
     *,
     target_name: str | None = None,
+    base_model: str | None = None,
     target_architectures: Sequence[str] = (),
     extra: Mapping[str, Any] | None = None,
     depth: int = 3,
@@ -37,8 +38,8 @@ def save_speculators_mtp(
 
     Norms that their makers publish zero-centred are written so; one that would lose a digit by it in `dtype` is written
     in float32 (of a head in float32 the last digit may go). Which hidden state goes in the layout does not say: it is
-    noted under `eagle_mlx`, with `extra`. `depth` is how many tokens a server should draft. Raises ConfigError for a
-    head that this layout has no words for, OutputError for a place that cannot be written.
+    noted under `eagle_mlx`, with `target_name` and `extra`. `base_model` and `depth` are those of `save_speculators`.
+    Raises ConfigError for a head that this layout has no words for, OutputError for a place that cannot be written.
     """
     config = head.config
     _check_sayable(config)
@@ -54,7 +55,7 @@ def save_speculators_mtp(
         "num_nextn_predict_layers": 1,
         "tie_word_embeddings": False,
         "transformer_layer_config": {**config.layer, "model_type": _layer_type(config)},
-        "speculators_config": proposal_json("mtp", target_name, target_architectures, depth),
+        "speculators_config": proposal_json("mtp", base_model, target_architectures, depth),
         "torch_dtype": DTYPE_NAMES[dtype],
         "eagle_mlx": {
             "target": target_name,

@@ -73,7 +73,7 @@ def test_the_round_trip_is_exact(name: str, tmp_path: Path) -> None:
 def test_the_round_trip_through_speculators_is_exact(name: str, tmp_path: Path) -> None:
     head: Any = KINDS[name](TARGET)
     head.attach(TARGET)
-    save_speculators(head, tmp_path / "s", target_name="org/model", target_architectures=["Qwen3ForCausalLM"], depth=5)
+    save_speculators(head, tmp_path / "s", base_model="org/model", target_architectures=["Qwen3ForCausalLM"], depth=5)
     again = load_head(tmp_path / "s", TARGET)
     assert again.config == head.config
     assert same_weights(again, head, mx.bfloat16)
@@ -117,7 +117,7 @@ def test_speculators_own_package_reads_it(tmp_path: Path) -> None:
     for name in SAYABLE:
         head: Any = KINDS[name](target)
         head.attach(target)
-        save_speculators(head, tmp_path / name, target_name=str(tmp_path / "target"), dtype=mx.float32)
+        save_speculators(head, tmp_path / name, base_model=str(tmp_path / "target"), dtype=mx.float32)
         model = speculators.Eagle3DraftModel.from_pretrained(str(tmp_path / name))
         model.config.transformer_layer_config._attn_implementation = "eager"
         again = speculators.Eagle3DraftModel(model.config).float().eval()

@@ -133,7 +133,8 @@ def test_a_head_narrower_than_its_target(tmp_path: Path) -> None:
 
 def test_eagle_3_for_speculators(tmp_path: Path) -> None:
     head = eagle3(TARGET, draft_vocab=VD)
-    how = {"target_name": "org/model", "target_architectures": ["Qwen3ForCausalLM"], "depth": 5}
+    how: dict[str, Any] = {"target_name": "mlx/model-4bit", "base_model": "org/model", "depth": 5}
+    how["target_architectures"] = ["Qwen3ForCausalLM"]
     got = write(save_speculators, head, tmp_path / "h", **how)
     assert got.shapes == (
         AROUND
@@ -197,7 +198,8 @@ def test_eagle_1_for_safeailab_and_sglang(bias: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_next"])
 def test_mtp_for_speculators(model: str, tmp_path: Path) -> None:
-    how = {"target_name": "org/model", "target_architectures": ["Qwen3ForCausalLM"], "dtype": mx.float32}
+    how: dict[str, Any] = {"target_name": "mlx/model-4bit", "base_model": "org/model", "dtype": mx.float32}
+    how["target_architectures"] = ["Qwen3ForCausalLM"]
     head = mtp(TARGET, model_type=model, norm_output=True)
     got = write(save_speculators_mtp, head, tmp_path / "h", **how)
     golden = json.loads((Path(__file__).parents[1] / "golden" / f"speculators-mtp-{model}.json").read_text())

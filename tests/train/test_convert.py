@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,9 @@ from hypothesis import strategies as st
 from eagle_mlx.formats import load_head, save_eagle, save_eagle3, save_mtp
 from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.target import Target, load_target
+from eagle_mlx.train.base_model import base_model_of
 from eagle_mlx.train.convert.cli import main
+from tests import hub_server
 from tests.eagle_mlx.heads import eagle, eagle3, mtp
 from tests.eagle_mlx.test_formats_torch import _Storage as Storage
 from tests.eagle_mlx.test_formats_torch import tensor, torch_file
@@ -135,14 +138,117 @@ def test_a_head_that_borrows_its_targets_embedding(tmp_path: Path, capsys: pytes
     assert "with a copy of the target's embedding" in said.out
     assert "EAGLE-MLX, speculators and vLLM load it" in said.out
     assert "warning: in " in said.err, "its weights are random, and the target is at hand to see it"
+    assert "warning: nothing certain says which model the target was made of" in said.err
     held = read_tensors(tmp_path / "b")
     assert mx.allclose(held["embed_tokens.weight"], target.embed(mx.arange(4096)), atol=1e-2)
     proposal = json.loads((tmp_path / "b" / "config.json").read_text())["speculators_config"]
     assert proposal["proposal_methods"][0]["speculative_tokens"] == 5
-    assert proposal["verifier"]["name_or_path"] == "target"
+    assert proposal["verifier"]["name_or_path"] is None, "speculators would look for the folder's name on the hub"
     convert(tmp_path / "b", "eagle3", tmp_path / "c")
     tensors = [read_tensors(tmp_path / name) for name in "ac"]
     assert all(mx.array_equal(x, tensors[1][name]) for name, x in tensors[0].items())
+
+
+ORIGINAL, FOUR_BITS = "owner/tiny", {"quantization": {"group_size": 32, "bits": 4}}
+CARD = {"library_name": "mlx", "tags": ["mlx"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "card", "base"),
+    [
+        (FOUR_BITS, CARD | {"base_model": ORIGINAL}, ORIGINAL),
+        (FOUR_BITS, CARD | {"base_model": [ORIGINAL], "base_model_relation": "quantized"}, ORIGINAL),
+        (FOUR_BITS, CARD | {"base_model": [ORIGINAL, "owner/other"]}, None),
+        (FOUR_BITS, CARD | {"base_model": ORIGINAL, "base_model_relation": "finetune"}, None),
+        (FOUR_BITS, CARD | {"base_model": "mlx-community/tiny-bf16"}, None),
+        (FOUR_BITS, CARD | {"base_model": "/home/me/tiny"}, None),
+        (FOUR_BITS, CARD, None),
+        (FOUR_BITS, None, None),
+        ({}, CARD | {"base_model": ORIGINAL}, None),
+    ],
+)
+def test_the_model_of_which_a_conversion_was_made(
+    config: dict[str, Any], card: dict[str, Any] | None, base: str | None, tmp_path: Path
+) -> None:
+    folder = tiny_target_folder(tmp_path / "target")
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | config))
+    if card is not None:
+        (folder / "README.md").write_text(f"---\n{json.dumps(card)}\n---\n\nA model.\n")
+    assert base_model_of(str(folder)) == base
+
+
+@pytest.mark.parametrize("card", ["---\nbase_model: [\n---\n", "---\n- base_model\n---\n", "no front matter"])
+def test_a_card_that_says_nothing(card: str, tmp_path: Path) -> None:
+    folder = tiny_target_folder(tmp_path / "target")
+    (folder / "config.json").write_text(json.dumps(FOUR_BITS))
+    (folder / "README.md").write_text(card)
+    assert base_model_of(str(folder)) is None
+
+
+def quantized(folder: Path, original: Path) -> Path:
+    """What `mlx_lm.convert` makes of a model of the hub."""
+    mlx_lm.convert(str(original), mlx_path=str(folder), quantize=True, q_group_size=32)
+    (folder / "README.md").write_text(f"---\n{json.dumps(CARD | {'base_model': ORIGINAL})}\n---\n")
+    return folder
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def written_by_torch(folder: Path) -> Path:
+    """The same numbers with the mark of another framework."""
+    mx.save_safetensors(str(folder / "model.safetensors"), read_tensors(folder), metadata={"format": "pt"})
+    return folder
+
+
+def verifier(folder: Path) -> Any:
+    return json.loads((folder / "config.json").read_text())["speculators_config"]["verifier"]["name_or_path"]
+
+
+def test_speculators_is_given_the_model_that_it_can_read(
+    tmp_path: Path, online: hub_server.Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = written_by_torch(tiny_target_folder(tmp_path / "original"))
+    folder = quantized(tmp_path / "tiny-4bit", original)
+    online.put(ORIGINAL, files_of(original))
+    online.put("user/tiny-4bit", files_of(folder))
+    save_eagle3(eagle3(load_target(original), draft_vocab=40), tmp_path / "a", target_name="tiny-4bit")
+    cases = {
+        "a card here": (str(folder), [], ORIGINAL),
+        "a card there": ("user/tiny-4bit", [], ORIGINAL),
+        "no conversion": (ORIGINAL, [], ORIGINAL),
+        "given": (str(folder), ["--base-model", "owner/other"], "owner/other"),
+        "a folder": (str(folder), ["--base-model", str(original)], str(original)),
+        "a folder that has no other name": (str(original), [], None),
+    }
+    for name, (target, more, base) in cases.items():
+        out = tmp_path / name
+        convert(tmp_path / "a", "speculators", out, "--target", target, *more)
+        assert verifier(out) == base, name
+        assert ("warning: nothing certain" in capsys.readouterr().err) == (base is None)
+        assert json.loads((out / "config.json").read_text())["eagle_mlx"]["target"] == target.split(f"{tmp_path}/")[-1]
+    convert(tmp_path / "a card here", "eagle3", tmp_path / "b")
+    convert(tmp_path / "b", "speculators", tmp_path / "c", "--target", str(original))
+    assert verifier(tmp_path / "c") == ORIGINAL, "it is kept where a layout has no place for it"
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_speculators_loads_an_export_with_no_help(kind: str, tmp_path: Path, online: hub_server.Hub) -> None:
+    speculators = pytest.importorskip("speculators")
+    original = written_by_torch(tiny_target_folder(tmp_path / "original"))
+    folder = quantized(tmp_path / "tiny-4bit", original)
+    online.put(ORIGINAL, files_of(original))
+    target = load_target(folder)
+    if kind == "mtp":
+        save_mtp(mtp(target, norm_output=True), tmp_path / "a", target_name="tiny-4bit")
+    else:
+        save_eagle3(eagle3(target, draft_vocab=40), tmp_path / "a", target_name="tiny-4bit")
+    convert(tmp_path / "a", "speculators", tmp_path / "b", "--target", str(folder))
+    head = speculators.SpeculatorModel.from_pretrained(str(tmp_path / "b"))
+    for name, value in head.state_dict().items():
+        assert not bool(value.isnan().any()), name
+    assert head.config.speculators_config.verifier.name_or_path == ORIGINAL
 
 
 def test_an_eagle_1_head_of_pytorchs_becomes_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +352,11 @@ def head_of(target: Target, kind: str, folder: Path) -> Path:
         ("eagle3", ["--to", "speculators"], "name the target with --target"),
         ("eagle3", ["--to", "speculators", "--depth", "0"], "--depth must be at least 1"),
         ("eagle3", ["--to", "eagle3", "--source", "x"], "name one head"),
+        (
+            "eagle3",
+            ["--to", "speculators", "--base-model", "a/b/c"],
+            "--base-model: 'a/b/c' is no name of a repository",
+        ),
         ("mtp", ["--to", "speculators"], "speculators has no word for norm_output=False"),
         ("eagle3", ["--to", "speculators", "--target", "TARGET"], "head expects a target of vocabulary 64 but"),
     ],

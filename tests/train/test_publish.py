@@ -409,6 +409,33 @@ def test_a_head_for_a_conversion_points_other_servers_to_the_original(
     assert "eagle-serve --target mlx-community/Tiny-4bit" in shown
 
 
+@pytest.mark.parametrize(
+    ("exported", "given", "published"),
+    [
+        ("owner/Tiny", None, "owner/Tiny"),
+        (None, "owner/Tiny", "owner/Tiny"),
+        ("owner/Tiny", "owner/Other", "owner/Other"),
+        ("/home/me/tiny", "owner/Tiny", "owner/Tiny"),
+        (None, None, None),
+        ("mlx-community/Tiny-4bit", None, None),
+    ],
+)
+def test_an_export_for_speculators_names_the_model_that_it_can_read(
+    exported: str | None, given: str | None, published: str | None, online: hub_server.Hub, tmp_path: Path
+) -> None:
+    head, conversion = tiny_head(tiny_target()), "mlx-community/Tiny-4bit"
+    head.attach(tiny_target())
+    save_speculators(head, tmp_path / "head", target_name=conversion, base_model=exported)
+    more = ["--base-model", given] if given else []
+    assert main([str(tmp_path / "head"), "--repo", REPO, "--license", "mit", *more]) == 0
+    files = online.repos[REPO].files
+    config = json.loads(files["config.json"])
+    assert config["speculators_config"]["verifier"]["name_or_path"] == published
+    assert config["eagle_mlx"]["target"] == conversion
+    assert ModelCard(files["README.md"].decode()).data.base_model == (published or conversion)
+    assert f"eagle-serve --target {conversion}" in files["README.md"].decode()
+
+
 def test_another_licence_is_named_and_linked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head_folder(tmp_path / "head")
     capsys.readouterr()

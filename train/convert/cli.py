@@ -94,6 +94,12 @@ def _conversion(given: Sequence[str]) -> Conversion:
     parser.add_argument("--to", required=True, choices=get_args(Layout), help="layout to write")
     parser.add_argument("--output", required=True, metavar="DIR", help="where it goes")
     parser.add_argument("--target", metavar="MODEL", help="folder or hub id of the model that the head is for")
+    parser.add_argument(
+        "--base-model",
+        metavar="MODEL",
+        help="folder or hub id of the model that speculators and vLLM load in the target's place (default: what the "
+        "card of a quantised target names, or the target itself where MLX has not written it)",
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="type of the numbers (default: the source's, nothing is lost)")
     parser.add_argument("--depth", type=int, metavar="N", help="speculators: how many tokens to draft (default 3)")
     _add_overwrite(parser)

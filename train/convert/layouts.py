@@ -30,6 +30,7 @@ from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.sanity import doubt
 from eagle_mlx.target import Target, load_target
 
+from ..base_model import BASE_MODEL, base_model_of, check_id
 from .extract import DTYPES
 
 Layout = Literal["eagle", "eagle3", "mtp", "speculators"]
@@ -55,7 +56,11 @@ _UNUSUAL = (
     *("norm_before_fc", "fc_norm", "norm_output", "qk_norm", "qkv_bias", "attention_bias", "mlp_bias", "norm_logits"),
     *("input_layernorm", "hidden_norm", "use_aux_hidden_state", "num_hidden_layers", "windows"),
 )
-_OURS = ("target", COPY, NOTED, "target_norm")
+_NO_VERIFIER = (
+    "nothing certain says which model the target was made of, so the config names no verifier, and speculators cannot "
+    "load the head; name that model with --base-model"
+)
+_OURS = ("target", BASE_MODEL, COPY, NOTED, "target_norm")
 """What a writer itself notes under `eagle_mlx`."""
 
 
@@ -67,6 +72,8 @@ class Conversion:
     to: Layout
     output: str
     target: str | None = None
+    base_model: str | None = None
+    """Hub id or folder of the model that other servers load in the target's place; by default what is certain."""
     dtype: str | None = None
     """By default the smallest in which the source's numbers are the same."""
     depth: int | None = None
@@ -76,6 +83,8 @@ class Conversion:
     def __post_init__(self) -> None:
         if self.depth is not None and self.depth < 1:
             raise ConfigError(f"--depth must be at least 1; got {self.depth}")
+        if self.base_model is not None and not Path(self.base_model).expanduser().is_dir():
+            check_id(self.base_model)
 
 
 def convert(what: Conversion, say: Callable[[str], None]) -> str:
@@ -99,14 +108,20 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
         say(f"warning: {said}")
     config = read_config(folder)
     dtype = DTYPES[what.dtype] if what.dtype else _exact_dtype(folder, config)
+    base = _base_model(what, config)
     options: dict[str, Any] = {}
     if what.to == "speculators":
-        options = {"depth": what.depth or _depth(config), "target_architectures": _architectures(what.target, config)}
+        say(f"verifier: {base}" if base is not None else f"warning: {_NO_VERIFIER}")
+        options = {
+            "base_model": base,
+            "depth": what.depth or _depth(config),
+            "target_architectures": _architectures(what.target, config),
+        }
     write(
         head,
         what.output,
         target_name=_target_name(what.target, config),
-        extra={name: value for name, value in (config.get("eagle_mlx") or {}).items() if name not in _OURS},
+        extra=_extra(config, base),
         dtype=dtype,
         overwrite=what.overwrite,
         **options,
@@ -152,6 +167,22 @@ def _target_name(given: str | None, config: Mapping[str, Any]) -> str | None:
         return hub.public_name(given)
     name = (config.get("eagle_mlx") or {}).get("target") or _verifier(config).get("name_or_path")
     return str(name) if name else None
+
+
+def _base_model(what: Conversion, config: Mapping[str, Any]) -> str | None:
+    """What other servers load in the target's place: as given, as the target says, or as the source does."""
+    if what.base_model is not None:
+        folder = Path(what.base_model).expanduser()
+        return str(folder.resolve()) if folder.is_dir() else what.base_model
+    found = base_model_of(what.target) if what.target is not None else None
+    noted, named = config.get("eagle_mlx") or {}, _verifier(config).get("name_or_path")
+    return found or noted.get(BASE_MODEL) or (named if named != noted.get("target") else None)
+
+
+def _extra(config: Mapping[str, Any], base: str | None) -> dict[str, Any]:
+    """What goes under `eagle_mlx` beside what a writer itself notes."""
+    noted = {name: value for name, value in (config.get("eagle_mlx") or {}).items() if name not in _OURS}
+    return {**noted, BASE_MODEL: base} if base is not None and hub.full_id(base) else noted
 
 
 def _architectures(target: str | None, config: Mapping[str, Any]) -> list[str]:

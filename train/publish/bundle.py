@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 
 from eagle_mlx.errors import OutputError
 
+from ..base_model import BASE_MODEL, by_mlx_community
 from ..loop import REPORT
 from .public import public
 from .source import CONFIG, Source, fields_of
@@ -58,14 +59,15 @@ def _fill(folder: Path, source: Source, card: ModelCard, base: str) -> None:
 
 
 def _write_config(folder: Path, source: Source, base: str) -> None:
-    """The config as it is, byte for byte, unless it names a folder of this machine as the target, or other paths."""
+    """The config as it is, byte for byte, unless it names another model than `base` for others, or paths."""
     config = public(source.config)
-    if source.trained_on is None:
-        if isinstance(config.get("eagle_mlx"), dict):
-            config["eagle_mlx"]["target"] = base
-        verifier = fields_of(fields_of(config, "speculators_config"), "verifier")
-        if isinstance(verifier, dict):
-            verifier["name_or_path"] = base
+    noted = config.get("eagle_mlx")
+    if isinstance(noted, dict):
+        noted |= {"target": base} if source.trained_on is None else {}
+        noted |= {BASE_MODEL: base} if BASE_MODEL in noted else {}
+    verifier = fields_of(fields_of(config, "speculators_config"), "verifier")
+    if isinstance(verifier, dict):
+        verifier["name_or_path"] = None if by_mlx_community(base) else base
     if config == source.config:
         shutil.copyfile(source.folder / CONFIG, folder / CONFIG)
     else:

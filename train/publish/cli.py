@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eagle_mlx import hub
-from eagle_mlx.errors import ConfigError, EagleError
+from eagle_mlx.errors import ConfigError
 
+from ..base_model import check_id
 from ..command import exit_code
 from .bundle import CARD, bundle, listing, pictures
 from .card import Licence, make_card
@@ -84,16 +85,12 @@ def _licence(args: argparse.Namespace) -> Licence:
 def _base_model(source: Source, given: str | None) -> str:
     """Hub id of the model that the head is for."""
     if given is not None:
-        try:
-            hub.check_full_id(given)
-        except EagleError as e:
-            raise ConfigError(f"--base-model: {e}; give the hub id of the model, such as Qwen/Qwen3-4B") from e
-        return given
-    if source.trained_on is None:
+        return check_id(given)
+    if source.base_model is None:
         named = next(iter(source.target_names), None)
         what = f"names its target {named!r}, which is no hub id" if named else "does not name its target"
         raise ConfigError(f"the head's config {what}; name the model that the head is for with --base-model user/name")
-    return source.trained_on
+    return source.base_model
 
 
 def _figures(source: Source, files: Sequence[Path], repo: str, target: str) -> list[Figures]:

@@ -19,6 +19,7 @@ from eagle_mlx.formats.load import kind_of
 from eagle_mlx.formats.tensors import read_tensors, weights_of
 from eagle_mlx.heads.base import DraftHead
 
+from ..base_model import BASE_MODEL
 from ..loop import BEST, LAST, REPORT
 from ..plots import OF_THE_HEAD
 
@@ -66,9 +67,18 @@ class Source:
     @property
     def target_names(self) -> list[str]:
         """What the config calls the head's target, hub id or not."""
-        verifier = fields_of(fields_of(self.config, "speculators_config"), "verifier")
-        names = (self.noted.get("target"), verifier.get("name_or_path"))
+        names = (self.noted.get("target"), self._verifier)
         return [name for name in names if isinstance(name, str) and name]
+
+    @property
+    def base_model(self) -> str | None:
+        """Hub id of the model that other servers load in the target's place, or of the target where none is named."""
+        names = (self.noted.get(BASE_MODEL), self._verifier, self.trained_on)
+        return next((name for name in names if isinstance(name, str) and hub.full_id(name)), None)
+
+    @property
+    def _verifier(self) -> Any:
+        return fields_of(fields_of(self.config, "speculators_config"), "verifier").get("name_or_path")
 
     @property
     def trained_on(self) -> str | None:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from eagle_mlx.heads.eagle3 import Eagle3Head
 
+from ..base_model import by_mlx_community
 from .source import Source
 
 DEPTH = 4
 """Draft tokens a round where nothing was measured: the default of eagle-serve."""
-_CONVERSIONS = "mlx-community/"
 
 
 def sections(source: Source, repo: str, target: str, base: str, depth: int) -> str:
@@ -21,7 +21,7 @@ def sections(source: Source, repo: str, target: str, base: str, depth: int) -> s
     `target` is what the head was trained on, for MLX; `base` is the model that other servers load.
     """
     parts = [_eagle_mlx(repo, target)]
-    if source.layout.engines and base.startswith(_CONVERSIONS):
+    if source.layout.engines and by_mlx_community(base):
         parts.append(
             f"The servers below do not read MLX's conversions: in place of `{base}` give them the model that it was "
             "made of."
