@@ -11,7 +11,8 @@ EagleError
 ├── ProposerError    a draft that no verify can read
 └── OutputError      a place that cannot be written to
 
-HeadWarning, a UserWarning: a head that loads and fits, but hardly drafts anything that its target says.
+HeadWarning, a UserWarning: a head that loads and fits, but hardly drafts anything that its target says, or may not,
+since its config sets fields that are not known.
 """
 
 

@@ -41,30 +41,20 @@ _FLAGS = (
     *("attention_bias", "qkv_bias", "mlp_bias", "bias", "eagle_fc_bias", "use_sliding_window"),
 )
 _OBJECTS = ("eagle_config", "eagle_mlx", "rope_scaling", "rope_parameters", "text_config", "speculators_config")
-_KNOWN = frozenset(
-    (
-        *_REFUSED,
-        *_FLAGS,
-        *_OBJECTS,
-        # Read here.
-        *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
-        *(
-            "num_hidden_layers",
-            "max_position_embeddings",
-            "rms_norm_eps",
-            "rope_theta",
-            "sliding_window",
-            "layer_types",
-        ),
-        *("draft_vocab_size", "target_hidden_size", LAYER_IDS, "transformer_layer_config", "speculators_model_type"),
-        # What transformers and the trainers write beside it, which says nothing about a draft.
-        *("architectures", "model_type", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"),
-        *("speculators_version", "embed_requires_grad", "initializer_range", "attention_dropout", "pretraining_tp"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "max_window_layers", "output_attentions", "return_dict"),
-        *("output_hidden_states", "chunk_size_feed_forward", "id2label", "label2id", "problem_type"),
-        *("is_encoder_decoder", "is_decoder", "cache_implementation"),
-    )
+_READ = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("num_hidden_layers", "max_position_embeddings", "rms_norm_eps", "rope_theta", "sliding_window", "layer_types"),
+    *("draft_vocab_size", "target_hidden_size", LAYER_IDS, "transformer_layer_config", "speculators_model_type"),
 )
+_HARMLESS = (
+    *("architectures", "model_type", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"),
+    *("speculators_version", "embed_requires_grad", "initializer_range", "attention_dropout", "pretraining_tp"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "max_window_layers", "output_attentions", "return_dict"),
+    *("output_hidden_states", "chunk_size_feed_forward", "id2label", "label2id", "problem_type"),
+    *("is_encoder_decoder", "is_decoder", "cache_implementation"),
+)
+"""What transformers and the trainers write beside the fields that are read, and what changes no draft."""
+_KNOWN = frozenset((*_READ, *_HARMLESS, *_FLAGS, *_OBJECTS, *_REFUSED))
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _MOST_LAYERS = 64
 _MOST = 1 << 31

@@ -125,11 +125,13 @@ def check_floating(folder: Path, tensors: Mapping[str, mx.array]) -> None:
 
 def _written_as(folder: Path, name: str, value: mx.array) -> tuple[Path, str]:
     """The file that holds a tensor, and its type by that file's own account."""
-    for file in folder.glob("*.safetensors"):
-        spec = _header(file)[0].get(name)
-        if spec is not None:
-            return file, str(spec["dtype"])
-    return folder, str(value.dtype).rpartition(".")[2]
+    kind = str(value.dtype).rpartition(".")[2]
+    for file in _files(folder):
+        if file.suffix == ".bin" and name in read_torch(file):
+            return file, kind
+        if file.suffix == ".safetensors" and name in (header := _header(file)[0]):
+            return file, str(header[name]["dtype"])
+    return folder, kind
 
 
 def _files(folder: Path) -> list[Path]:

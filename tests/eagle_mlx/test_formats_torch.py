@@ -187,19 +187,32 @@ def test_damaged_archives(tmp_path: Path, damage: Callable[[Path], None], messag
         read_torch(file)
 
 
+def in_a_file_of_torchs(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: mx.array) -> None:
+    """Put a head's tensors, perhaps changed, into a file as torch.save writes it."""
+    kinds = {mx.float32: "FloatStorage", mx.int64: "LongStorage", mx.bool_: "BoolStorage", mx.int8: "CharStorage"}
+    what, storages = {}, {}
+    for key, (name, value) in enumerate((read_tensors(folder) | changes).items()):
+        strides = tuple(n // value.itemsize for n in np.array(value).strides)
+        what[name] = tensor(_Storage(kinds[value.dtype], str(key), value.size), 0, tuple(value.shape), strides)
+        storages[f"s{key}"] = np.array(value).tobytes()
+    (folder / "model.safetensors").unlink()
+    torch_file(folder / "pytorch_model.bin", what, monkeypatch, **storages)
+
+
 def test_a_head_in_a_file_of_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = tiny_head(tiny_target(), draft_vocab=48)
     save_eagle3(head, tmp_path / "h", dtype=mx.float32)
     wanted = load_head(tmp_path / "h")
-    kinds = {mx.float32: "FloatStorage", mx.int64: "LongStorage", mx.bool_: "BoolStorage"}
-    what, storages = {}, {}
-    for key, (name, value) in enumerate(read_tensors(tmp_path / "h").items()):
-        strides = tuple(n // value.itemsize for n in np.array(value).strides)
-        what[name] = tensor(_Storage(kinds[value.dtype], str(key), value.size), 0, tuple(value.shape), strides)
-        storages[f"s{key}"] = np.array(value).tobytes()
-    (tmp_path / "h" / "model.safetensors").unlink()
-    torch_file(tmp_path / "h" / "pytorch_model.bin", what, monkeypatch, **storages)
+    in_a_file_of_torchs(tmp_path / "h", monkeypatch)
     got = load_head(tmp_path / "h")
     assert got.config == wanted.config
     assert mx.array_equal(got.fc.weight, wanted.fc.weight)
     assert mx.array_equal(got.token_ids, wanted.token_ids)
+
+
+def test_whole_numbers_in_a_file_of_torchs_are_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = tiny_head(tiny_target())
+    save_eagle3(head, tmp_path / "h", dtype=mx.float32)
+    in_a_file_of_torchs(tmp_path / "h", monkeypatch, **{"fc.weight": head.fc.weight.astype(mx.int8)})
+    with pytest.raises(CheckpointError, match=r"fc.weight in .*pytorch_model\.bin is of type int8, .* bfloat16"):
+        load_head(tmp_path / "h")

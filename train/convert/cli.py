@@ -27,6 +27,7 @@ layouts:
 _EXAMPLES = """\
 examples:
   eagle-convert out/head/best --to speculators --target Qwen3-4B-4bit --output out/speculators
+  eagle-convert out/head/best --to speculators --target models/mine-4bit --base-model you/mine --output out/speculators
   eagle-convert someone/llama-3.1-8b-speculator.eagle3 --to eagle3 --output out/portable
   eagle-convert yuhuili/EAGLE-Vicuna-7B-v1.3 --to eagle --target lmsys/vicuna-7b-v1.3 --output out/eagle
   eagle-convert mtp --source Qwen/Qwen3-Next-80B-A3B-Instruct --bits 4 --output out/mtp
