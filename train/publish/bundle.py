@@ -63,8 +63,10 @@ def _write_config(folder: Path, source: Source, base: str) -> None:
     config = public(source.config)
     noted = config.get("eagle_mlx")
     if isinstance(noted, dict):
-        noted |= {"target": base} if source.trained_on is None else {}
-        noted |= {BASE_MODEL: base} if BASE_MODEL in noted else {}
+        if source.trained_on is None:
+            noted["target"] = base
+        if BASE_MODEL in noted:
+            noted[BASE_MODEL] = base
     verifier = fields_of(fields_of(config, "speculators_config"), "verifier")
     if isinstance(verifier, dict):
         verifier["name_or_path"] = None if by_mlx_community(base) else base
