@@ -373,14 +373,14 @@ class Batch:
         row, length = self.rows[index], self.rows[index].length
         if row.error or (row.overran and self.cache.recurrent):
             return None
-        if self.proposer is None or not self.proposer.aux_layers:
-            return Prefix(length, self.cache.fork(index, length), None)
-        if not isinstance(self.state, Forkable):
+        reads = self.proposer is not None and bool(self.proposer.aux_layers)
+        if reads and not isinstance(self.state, Forkable):
             return None
-        known = min(length, self.state.length(index))
-        if known < length and not self.cache.may_cut:
+        state = self.state if reads and isinstance(self.state, Forkable) else None
+        known = length if state is None else min(length, state.length(index))
+        if known < self.cache.shortest(index):
             return None
-        return Prefix(known, self.cache.fork(index, known), self.state.fork(index, known))
+        return Prefix(known, self.cache.fork(index, known), state.fork(index, known) if state is not None else None)
 
     def append(self, other: Batch) -> None:
         """Another batch's rows join behind this one's."""

@@ -19,12 +19,16 @@ LEAST = 16
 
 @dataclass(frozen=True)
 class Prefix:
-    """A past of one row, of which a new row may take up to `length` positions over."""
+    """A past of one row, of which a new row may take from `shortest` up to `length` positions over."""
 
     length: int
     cache: RaggedCache
     state: ForkableState | None
     """The proposer's, where it reads the target's hidden states."""
+
+    @property
+    def shortest(self) -> int:
+        return self.cache.shortest(0)
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,10 @@ class _Entry:
     """[N] int64, a row's prompt and text: N - 1 positions are in its caches."""
     past: Prefix
     nbytes: int
+
+    def covers(self, other: _Entry) -> bool:
+        """Whether whatever could be taken over of the other could be taken over of this one."""
+        return self.past.shortest <= other.past.shortest and _begins(self.tokens, other.tokens)
 
 
 class PrefixCache:
@@ -79,7 +87,7 @@ class PrefixCache:
         )
         # A head's entry at a position is made with the token after it, which must be the same one too.
         length = min(same - 1, entry.past.length, len(wanted) - 2)
-        return length if length == entry.past.length or entry.past.cache.may_cut else 0
+        return length if length >= entry.past.shortest else 0
 
     def keep(self, tokens: Sequence[int], past: Prefix) -> None:
         """Remember a past; the arrays are its own."""
@@ -88,9 +96,8 @@ class PrefixCache:
         entry = _Entry(np.asarray(tokens, np.int64), past, sum(x.nbytes for x in arrays))
         if past.length < LEAST or entry.nbytes > self.capacity:
             return
-        if past.cache.may_cut:  # what it begins with is in it
-            for name in [n for n, e in self._entries.items() if _begins(entry.tokens, e.tokens)]:
-                self._drop(name)
+        for name in [name for name, other in self._entries.items() if entry.covers(other)]:
+            self._drop(name)
         self._entries[next(self._names)] = entry
         self.nbytes += entry.nbytes
         while self.nbytes > self.capacity:

@@ -389,8 +389,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def tiny_model(name: str) -> nn.Module:
-    """A model of mlx-lm's file `name`, or of its variant `name:variant`, with the weights that mlx-lm gives it."""
+WINDOWS = frozenset({"attention_chunk_size", "attention_window_size", "loop_window_size", "sliding_window"})
+
+
+def tiny_model(name: str, window: int | None = None) -> nn.Module:
+    """A model of mlx-lm's file `name`, or of its variant `name:variant`, with the weights that mlx-lm gives it.
+
+    window: how long its windows and chunks are instead.
+    """
     arch = importlib.import_module(f"mlx_lm.models.{name.split(':')[0]}")
     config = {"model_type": name, **COMMON, **CONFIGS[name]}
-    return arch.Model(arch.ModelArgs.from_dict(config))
+    return arch.Model(arch.ModelArgs.from_dict(config if window is None else _seeing(config, window)))
+
+
+def _seeing(config: dict[str, Any], window: int) -> dict[str, Any]:
+    """The configuration with windows and chunks of another length."""
+    inner = {key: _seeing(value, window) for key, value in config.items() if isinstance(value, dict)}
+    return {**config, **inner, **{key: window for key in config if key in WINDOWS}}

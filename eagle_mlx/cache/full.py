@@ -117,6 +117,10 @@ class RaggedKV:
             other.keys, other.values = (own(x[row : row + 1, :, :slots]) for x in (self.keys, self.values))
         return other
 
+    def shortest(self, row: int) -> int:
+        """The fewest positions that a fork of a row may hold: any, because all entries stay where they are."""
+        return 0
+
     def scrub(self, row: int, start: int = 0) -> None:
         """Forget what a row holds that nobody may see, even multiplied by nothing: entries that are not numbers."""
         if self.keys is not None and self.values is not None:

@@ -43,16 +43,22 @@ class Moves:
         return cls(mx.array(old, mx.int32), mx.array(new, mx.int32), mx.array(old[0], mx.int32), start)
 
 
+SavedLengths = tuple[int, list[int], bool, mx.array | None]
+"""`upper`, `bounds`, `uniform` and `offset`."""
+
+
 class RowLengths:
     """The lengths of a batch's rows, shared by the caches of all layers.
 
-    On the device `offset` [B] int32 is exact at all times. On the host `upper` bounds it, for allocation and slicing;
-    `uniform` says that every row's length is `upper`, which allows the cheap masks and writes.
+    On the device `offset` [B] int32 is exact at all times. On the host `bounds` bound it row by row and `upper` over
+    all rows, for allocation and slicing; `uniform` says that every row's length is `upper`, which allows the cheap
+    masks and writes.
     """
 
     def __init__(self, rows: int):
         self.rows = rows
         self.upper = 0
+        self.bounds = [0] * rows
         self.uniform = True
         self.valid: mx.array | None = None
         """[B] int32, how many of the next forward's entries count, where that is known before it and differs."""
@@ -84,35 +90,39 @@ class RowLengths:
         self.valid = self.branches = None
         if isinstance(count, int):
             self._offset = None if self.uniform else self.offset + count
-            self.upper += count
+            most = count
         else:
             assert at_most is not None
             self._offset = self.offset + count
-            self.upper += at_most
             self.uniform = False
+            most = at_most
+        self.upper += most
+        self.bounds = [bound + most for bound in self.bounds]
 
     def settle(self, lengths: Sequence[int]) -> None:
         """The host has read the rows' real lengths: tighten the bound."""
         self._memo.clear()
+        self.bounds = list(lengths)
         self.upper = max(lengths, default=0)
         self.uniform = all(length == self.upper for length in lengths)
         if self.uniform:
             self._offset = None
 
-    def save(self) -> tuple[int, bool, mx.array | None]:
-        return self.upper, self.uniform, self._offset
+    def save(self) -> SavedLengths:
+        return self.upper, self.bounds, self.uniform, self._offset
 
-    def restore(self, state: tuple[int, bool, mx.array | None]) -> None:
+    def restore(self, state: SavedLengths) -> None:
         """Back to a saved state: what was written since is masked now and overwritten later."""
         self._memo.clear()
         self.branches = None
-        self.upper, self.uniform, self._offset = state
+        self.upper, self.bounds, self.uniform, self._offset = state
 
     def append(self, other: RowLengths) -> None:
         offset = mx.concatenate([self.offset, other.offset])
         self.uniform = self.uniform and other.uniform and (self.upper == other.upper or not self.rows)
         self._memo.clear()
         self.rows, self.upper = self.rows + other.rows, max(self.upper, other.upper)
+        self.bounds = [*self.bounds, *other.bounds]
         self._offset = None if self.uniform else offset
 
     def remove(self, row: int) -> None:
@@ -120,6 +130,7 @@ class RowLengths:
         offset = None if self.uniform else without_row(self.offset, row)
         self._memo.clear()
         self.rows -= 1
+        self.bounds = moved_up(self.bounds, row)
         self._offset = offset
 
     def places(self, count: int) -> mx.array:
@@ -211,6 +222,12 @@ class RowLengths:
 def ring_positions(newest: mx.array, size: int) -> mx.array:
     """newest [B] int32 -> [B, size] int32: the position whose entry lies in each slot; below 0 for slots not used."""
     return newest[:, None] - (newest[:, None] - mx.arange(size)) % size
+
+
+def moved_up(values: Sequence[int], row: int) -> list[int]:
+    """A value for each row without one row, the last one in its place."""
+    last = len(values) - 1
+    return [values[last if index == row else index] for index in range(last)]
 
 
 def without_row(x: mx.array, row: int) -> mx.array:

@@ -62,6 +62,9 @@ class RaggedQuantized:
         other.parts = [part.fork(row, length, lengths) for part in self.parts]
         return other
 
+    def shortest(self, row: int) -> int:
+        return self.parts[0].shortest(row)
+
     def scrub(self, row: int, start: int = 0) -> None:
         for part in self.parts:
             part.scrub(row, start)

@@ -12,13 +12,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from eagle_mlx.cache.chunked import RaggedChunked
 from eagle_mlx.cache.full import RaggedKV
 from eagle_mlx.cache.kinds import ragged
-from eagle_mlx.cache.lengths import Moves, RowLengths
+from eagle_mlx.cache.lengths import Moves, RowLengths, SavedLengths
 from eagle_mlx.cache.quantized import RaggedQuantized
 from eagle_mlx.cache.recurrent import RaggedList, RecurrentState, note_calls
 from eagle_mlx.cache.window import RaggedWindow
 from eagle_mlx.tree import Branches
 
-Saved = tuple[tuple[int, bool, mx.array | None], list[list[mx.array | None]]]
+Saved = tuple[SavedLengths, list[list[mx.array | None]]]
 """The lengths, and the arrays of every recurrent state."""
 
 
@@ -127,17 +127,19 @@ class RaggedCache(Sequence[Any]):
         self.lengths.remove(row)
 
     def fork(self, row: int, length: int) -> RaggedCache:
-        """A cache of one row that holds the first `length` positions of one of these; all of them unless `may_cut`."""
+        """A cache of one row that holds the first `length` positions of one of these, at least `shortest(row)`."""
         other = RaggedCache.__new__(RaggedCache)
         lengths = RowLengths(1)
         lengths.settle([length])
         other._hold(lengths, [layer.fork(row, length, lengths) for layer in self.layers])
         return other
 
-    @property
-    def may_cut(self) -> bool:
-        """Whether a fork may hold fewer positions than there are: no recurrent state, no ring that is full."""
-        return not self.recurrent and all(self.lengths.upper <= window.ring for window in self.windows)
+    def shortest(self, row: int) -> int:
+        """The fewest positions that a fork of a row may hold: those whose next position sees only what is still here.
+
+        It can be more than the row's length, where a state has read further than the row's text goes.
+        """
+        return max((layer.shortest(row) for layer in self.layers), default=0)
 
     def scrub(self, row: int, start: int = 0) -> None:
         """Forget what a row holds from position `start` on, which is no number: masks multiply by 0, and NaN stays.

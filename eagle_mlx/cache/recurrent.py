@@ -153,6 +153,10 @@ class RecurrentState(_ArraysCache):  # type: ignore[misc]  # some layers ask whe
         other.cache = [x if x is None else own(x[row : row + 1]) for x in self.cache]
         return other
 
+    def shortest(self, row: int) -> int:
+        """A state is that of all positions and of no fewer."""
+        return self.rows.bounds[row]
+
     def scrub(self, row: int, start: int = 0) -> None:
         """Nothing outlives a row, and what was rejected was never taken in."""
 
@@ -184,6 +188,9 @@ class RaggedList:
 
     def fork(self, row: int, length: int, lengths: RowLengths) -> RaggedList:
         return RaggedList([cache.fork(row, length, lengths) for cache in self.caches])
+
+    def shortest(self, row: int) -> int:
+        return max(cache.shortest(row) for cache in self.caches)
 
     def scrub(self, row: int, start: int = 0) -> None:
         for cache in self.caches:

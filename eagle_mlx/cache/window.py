@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import mlx.core as mx
 
 from eagle_mlx.cache.full import RaggedKV, room, scattered
-from eagle_mlx.cache.lengths import Moves, RowLengths, ring_positions
+from eagle_mlx.cache.lengths import Moves, RowLengths, moved_up, ring_positions
 from eagle_mlx.errors import TargetError
 
 SLACK = 16
@@ -19,12 +21,17 @@ class RaggedWindow(RaggedKV):
     positions displaces at most the position L - 1 - ring behind its first, and whatever of it is rejected, the next
     query sees no further back than window - 1: with ring >= window + L - 1 nothing that is seen is ever lost, and
     what a slot holds follows from the lengths alone.
+
+    A row that is cut back further sees further back. What has been displaced by then depends on the furthest position
+    that was ever written, rejected or not, so that is remembered.
     """
 
     def __init__(self, lengths: RowLengths, window: int):
         super().__init__(lengths)
         self.window = window
         self.ring = window + SLACK
+        self._displaced = [0] * lengths.rows
+        """Row by row, the position from which on no entry of its text has been displaced."""
 
     def make_mask(
         self, count: int, return_array: bool = False, window_size: int | None = None
@@ -41,6 +48,7 @@ class RaggedWindow(RaggedKV):
         """Write [B, heads, L, D] into the ring; return what the mask spans: all of it, or its start before it wraps."""
         rows, count = keys.shape[0], keys.shape[2]
         self.resize(self._ring_for(count))
+        self._displace(count)
         end = self.lengths.upper + count
         if end <= self.ring:
             return super().update_and_fetch(keys, values)
@@ -48,6 +56,11 @@ class RaggedWindow(RaggedKV):
         self.values = self._turned(room(self.values, values, rows, self.ring), values)
         self._shown = rows, self.ring
         return self.keys_and_values()
+
+    def _displace(self, count: int) -> None:
+        """Note that entries up to `count` positions behind each row's length have a place in the ring."""
+        ends = (bound + count for bound in self.lengths.bounds)
+        self._displaced = [max(old, end - self.ring) for old, end in zip(self._displaced, ends, strict=True)]
 
     def _moved(self, buffer: mx.array, moves: Moves) -> mx.array:
         old = (moves.old % self.ring)[:, None, :, None]
@@ -73,6 +86,7 @@ class RaggedWindow(RaggedKV):
         if ring == self.ring:
             return
         smaller, self.ring, old = min(ring, self.ring), ring, self.ring
+        self._displace(0)
         if self.lengths.upper > smaller:
             held = ring_positions(self.lengths.offset - 1, ring) % old
             self.keys, self.values = (x if x is None else _gathered(x, held, old) for x in (self.keys, self.values))
@@ -98,6 +112,21 @@ class RaggedWindow(RaggedKV):
         else:
             self.ring = other.ring
         super().append(other)
+        self._displaced = [*self._displaced, *other._displaced]
+
+    def remove(self, row: int, last: Self | None) -> None:
+        super().remove(row, last)
+        self._displaced = moved_up(self._displaced, row)
+
+    def fork(self, row: int, length: int, lengths: RowLengths) -> Self:
+        other = super().fork(row, length, lengths)
+        other._displaced = [self._displaced[row]]
+        return other
+
+    def shortest(self, row: int) -> int:
+        """The fewest positions behind which the whole window is still there."""
+        displaced = self._displaced[row]
+        return displaced + self.window - 1 if displaced else 0
 
 
 def _gathered(buffer: mx.array, slots: mx.array, ring: int) -> mx.array:

@@ -141,6 +141,8 @@ class Ring:
         self.cache = RaggedWindow(RowLengths(rows), window)
         self.rows: list[list[int]] = [[] for _ in range(rows)]
         self.next = first
+        self.guessed = False
+        """Whether the host did not know the lengths for a while."""
 
     def write(self, width: int, kept: list[int], settle: bool) -> None:
         """A forward of `width` numbers, of which row i keeps kept[i]; checks what every position sees."""
@@ -159,6 +161,7 @@ class Ring:
         for row, numbers, count in zip(self.rows, new, kept, strict=True):
             row.extend(numbers[:count].tolist())
         self.cache.lengths.advance(mx.array(kept, mx.int32), at_most=width)
+        self.guessed |= not settle
         if settle:
             self.cache.lengths.settle([len(row) for row in self.rows])
 
@@ -166,6 +169,14 @@ class Ring:
         self.cache.append(other.cache)
         self.cache.lengths.append(other.cache.lengths)
         self.rows += other.rows
+
+    def cut(self, row: int, length: int) -> Ring:
+        """A fork of the first `length` numbers of a row."""
+        lengths = RowLengths(1)
+        lengths.settle([length])
+        other = Ring(self.window, 1, first=self.next + 200_000)
+        other.cache, other.rows = self.cache.fork(row, length, lengths), [self.rows[row][:length]]
+        return other
 
     def leave(self, row: int) -> None:
         lengths, last = self.cache.lengths, len(self.rows) - 1
@@ -186,7 +197,7 @@ def test_a_window_shows_the_last_positions_after_any_history(window: int, rows: 
         if data.draw(st.booleans()):
             kept = [width] * len(kept)
         ring.write(width, kept, data.draw(st.booleans()))
-        event = data.draw(st.sampled_from(["stay", "stay", "compact", "join", "leave"]))
+        event = data.draw(st.sampled_from(["stay", "stay", "compact", "join", "leave", "cut"]))
         if event == "compact":
             ring.cache.compact()
         elif event == "join" and len(ring.rows) < 5:
@@ -194,8 +205,37 @@ def test_a_window_shows_the_last_positions_after_any_history(window: int, rows: 
             other.write(30, [data.draw(st.integers(0, 30))], True)
             other.cache.compact()
             ring.join(other)
+        elif event == "cut":
+            check_cuts(ring, data)
         elif event == "leave" and len(ring.rows) > 1:
             ring.leave(data.draw(st.integers(0, len(ring.rows) - 1)))
+
+
+def check_cuts(ring: Ring, data: st.DataObject) -> None:
+    """Rows cut back to whatever length they may be see what they would have seen at that length."""
+    ring.cache.lengths.settle([len(row) for row in ring.rows])
+    for row, text in enumerate(ring.rows):
+        shortest = ring.cache.shortest(row)
+        if shortest > len(text):  # a row's own length can always be taken over where it was always known
+            assert ring.guessed
+            continue
+        part = ring.cut(row, data.draw(st.integers(shortest, len(text))))
+        for width in (data.draw(st.sampled_from([1, 9, 40])), 2):
+            part.write(width, [width], True)
+            part.cache.compact()
+
+
+def test_a_row_can_be_cut_back_as_far_as_its_window_is_whole() -> None:
+    ring = Ring(8, 2)
+    ring.write(20, [20, 20], True)
+    ring.cache.compact()
+    assert [ring.cache.shortest(row) for row in range(2)] == [0, 0]
+    ring.write(6, [1, 0], True)  # 26 positions in 24 places, whatever is kept of them
+    assert [ring.cache.shortest(row) for row in range(2)] == [9, 9]
+    ring.write(9, [9, 0], True)
+    assert [ring.cache.shortest(row) for row in range(2)] == [13, 12]
+    ring.leave(0)
+    assert ring.cache.shortest(0) == 12
 
 
 def test_a_ring_does_not_grow_with_the_text() -> None:
