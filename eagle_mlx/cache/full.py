@@ -85,11 +85,14 @@ class RaggedKV:
 
     def append(self, other: RaggedKV) -> None:
         """Take over the other's rows; call before the lengths are joined."""
-        if other.keys is None or other.values is None:
-            return
         mine, theirs, end = self.lengths.rows, other.lengths.rows, self._used(other.lengths.upper)
         if not mine:
             self.keys, self.values = other.keys, other.values
+            return
+        if other.keys is None or other.values is None:
+            if self.keys is not None and self.values is not None:  # its rows have nothing yet, but a place to move from
+                self.keys = room(self.keys, self.keys, mine + theirs, 1)
+                self.values = room(self.values, self.values, mine + theirs, 1)
             return
         self.keys = room(self.keys, other.keys, mine + theirs, max(end, 1))
         self.values = room(self.values, other.values, mine + theirs, max(end, 1))

@@ -97,6 +97,27 @@ def live_through(target: Target, rows: int, steps: list) -> None:  # type: ignor
             texts.pop()
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "lfm2", "falcon_h1", "rwkv7", "deepseek_v3"])
+@pytest.mark.parametrize("leaving", [0, 1, 2])
+def test_rows_of_which_nothing_was_read_join_and_leave(name: str, leaving: int) -> None:
+    target = target_of(name)
+    cache, texts = RaggedCache.of(target.model, 2), [[], []]
+    run(cache, texts, [[1, 2, 3], [4, 5, 6]], [3, 2], True, target)
+    for _ in range(2):
+        cache.append(RaggedCache.of(target.model, 1))
+        texts.append([])
+    cache.remove(leaving)
+    texts[leaving] = texts[-1]
+    texts.pop()
+    cache.settle([len(text) for text in texts])
+    run(cache, texts, [[7, 8], [9, 10], [11, 12]], [2, 1, 2], True, target)
+    other = RaggedCache.of(target.model, 1)
+    other.append(RaggedCache.of(target.model, 1))
+    cache.append(other)
+    texts += [[], []]
+    run(cache, texts, [[7, 1], [9, 1], [11, 1], [3, 1], [5, 1]], [1, 2, 1, 2, 1], True, target)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_buffers_grow_past_their_step(rows: int) -> None:
     rng = np.random.default_rng(0)

@@ -102,6 +102,37 @@ def test_the_text_is_the_targets(params: SamplingParams) -> None:
         assert [output.tokens for output in engine.generate(PROMPTS, params)] == [output.tokens for output in plain]
 
 
+class Phases:
+    """A policy that drafts in the rounds that it is told to."""
+
+    def __init__(self, *depths: int):
+        self.depths = list(depths)
+
+    def depth(self, rows: int) -> int:
+        return self.depths[0] if self.depths else 2
+
+    def observe(self, depth: int, drafted: list[int], accepted: list[int], seconds: float) -> None:
+        self.depths = self.depths[1:]
+
+
+def test_a_prompt_of_one_token_joins_while_decoding_is_plain_and_an_earlier_row_leaves() -> None:
+    """Its row of the draft model's cache is empty until the next draft, and so moves into the gap."""
+    params = [em.SamplingParams(max_tokens=n) for n in (6, 20, 20)]
+    prompts = [[1, 2, 3], [4, 5, 6, 7], [9]]
+    engine = em.Engine(TARGET, em.DraftModelProposer(DRAFT), Phases(2, 2, *([0] * 8)), max_batch=3)
+    rows = [engine.prepare(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+    engine.submit(rows[0])
+    engine.submit(rows[1])
+    for _ in range(3):
+        engine.step()
+    assert rows[0].finish_reason is None
+    engine.submit(rows[2])
+    while not engine.idle:
+        engine.step()
+    plain = em.Engine(TARGET).generate(prompts, params)
+    assert [row.tokens for row in rows] == [output.tokens for output in plain]
+
+
 @pytest.mark.parametrize("vocab", [96, 160])
 def test_padding_of_the_vocabulary_does_not_matter(vocab: int) -> None:
     """The tokenizer is the same; only the embeddings are padded to another size."""
