@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx import hub
 from eagle_mlx.errors import TargetError
+from eagle_mlx.recording import Recording, WatchedLayer, WatchedNorm, watch
 from eagle_mlx.rope import place_one_by_one
 
 # Where mlx-lm's architectures keep their parts, in the order in which they are looked for.
@@ -66,13 +67,9 @@ class Target:
         self._lm_head = _find(model, _LM_HEADS) or self._embed.as_linear
         self._layers: list[nn.Module] = list(model.layers)
         self._angles = place_one_by_one(model)
-        self._tape: dict[int, mx.array] = {}
-        self._ends: mx.array | None = None
-        """[B, 1, 1] int32 during a forward of which only these positions' logits are wanted."""
-        self._normed: list[bool] = []
-        """Calls of the final norm in such a forward: whether the last layer was behind it."""
         self._norm_is_last: bool | None = None
-        """Whether there is one call, behind all layers, so that it can be cut short; None before the first forward."""
+        """Whether the final norm is called once, behind all layers, so that it can be cut short; None before the first
+        forward that would have a use for it."""
         args = getattr(model, "args", None)
         args = getattr(args, "text_config", None) or args
         self.context_length = int(_argument(args, ("max_position_embeddings", "max_seq_len", "n_ctx"), 1 << 20))
@@ -111,61 +108,43 @@ class Target:
         """Run the model over tokens [B, L] and keep the outputs of `aux_layers` (counted from 0).
 
         Whatever the caller does not use is never computed: MLX evaluates lazily. `ends`: row by row, the one position
-        whose logits are wanted; they come as [B, 1, V], and the others are not computed either.
+        whose logits are wanted; they come as [B, 1, V], and the others are not computed either. Raises TargetError for
+        layers that the model lacks, or whose outputs are not one hidden state for each token.
         """
         for layer in aux_layers:
             self._watch(layer)
-        self._tape.clear()
+        recording = Recording()
         if ends is not None:
             self._watch(self.num_layers - 1)
-            self._watch_norm()
-            self._normed.clear()
-            self._ends = mx.array(list(ends), mx.int32)[:, None, None]
-        try:
-            with self._angles.sharing():
-                logits = self.model(tokens, cache=None if cache is None else list(cache))
-        finally:
-            wanted, self._ends = self._ends, None
-        if wanted is not None:
-            self._norm_is_last = self._normed == [True]
-            logits = logits if logits.shape[1] == 1 else mx.take_along_axis(logits, wanted, axis=1)
-        aux = tuple(self._tape[layer] for layer in aux_layers)
-        self._tape.clear()
-        return Forward(logits, aux)
+            watch(self._norm, WatchedNorm)
+            wanted = mx.array(list(ends), mx.int32)[:, None, None]
+            recording = Recording(wanted, self._layers[-1], self._norm, cut=bool(self._norm_is_last))
+        with self._angles.sharing(), recording.running():
+            logits = self.model(tokens, cache=None if cache is None else list(cache))
+        if recording.ends is not None:
+            self._norm_is_last = recording.normed == [True]
+            logits = logits if logits.shape[1] == 1 else mx.take_along_axis(logits, recording.ends, axis=1)
+        return Forward(logits, tuple(self._recorded(recording, layer, tokens) for layer in aux_layers))
 
     def _watch(self, index: int) -> None:
-        """Give one layer a subclass of its own class that records what the layer returns."""
         if not 0 <= index < self.num_layers:
             raise TargetError(f"layer {index} was asked for, but the target has layers 0 to {self.num_layers - 1}")
-        layer = self._layers[index]
-        if isinstance(layer, _Watched):
-            return
-        tape, base = self._tape, type(layer)
+        watch(self._layers[index], WatchedLayer)
 
-        def record(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            out = base.__call__(self, *args, **kwargs)
-            tape[index] = out[0] if isinstance(out, tuple) else out
+    def _recorded(self, recording: Recording, index: int, tokens: mx.array) -> mx.array:
+        """What a layer has returned, where that is [B, L, H]."""
+        out, wanted = recording.outputs.get(id(self._layers[index])), (*tokens.shape, self.hidden_size)
+        if out is None:
+            reason = "its layers are not called whole"
+        elif out.shape != wanted:
+            reason = f"its layers give {list(out.shape)} for {list(wanted[:2])} tokens of {wanted[2]} numbers each"
+        else:
             return out
-
-        layer.__class__ = type(base.__name__, (_Watched, base), {"__call__": record})
-
-    def _watch_norm(self) -> None:
-        """Let the final norm go on with the wanted positions alone, in models that call it once, behind all layers."""
-        if isinstance(self._norm, _Watched):
-            return
-        target, base = self, type(self._norm)
-
-        def cut(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-            if target._ends is not None:
-                target._normed.append(target.num_layers - 1 in target._tape)
-                x = mx.take_along_axis(x, target._ends, axis=1) if target._norm_is_last else x
-            return base.__call__(self, x, *args, **kwargs)
-
-        self._norm.__class__ = type(base.__name__, (_Watched, base), {"__call__": cut})
-
-
-class _Watched:
-    """Marks a module that does more than its class does."""
+        kind = type(self.model).__module__.rsplit(".", 1)[-1]
+        raise TargetError(
+            f"the hidden states of models of type {kind} cannot be read: {reason}; draft without a head, with n-grams "
+            "or a draft model"
+        )
 
 
 def load_target(name: str | Path, dtype: mx.Dtype | None = None) -> Target:

@@ -190,7 +190,8 @@ class RaggedList:
         return RaggedList([cache.fork(row, length, lengths) for cache in self.caches])
 
     def shortest(self, row: int) -> int:
-        return max(cache.shortest(row) for cache in self.caches)
+        longest: int = max(cache.shortest(row) for cache in self.caches)
+        return longest
 
     def scrub(self, row: int, start: int = 0) -> None:
         for cache in self.caches:

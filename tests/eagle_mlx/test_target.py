@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,9 +11,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+import eagle_mlx as em
 from eagle_mlx.errors import TargetError
 from eagle_mlx.target import Target, load_target
-from tests.fakes import tiny_target, tiny_target_folder
+from tests.architectures import tiny_model
+from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
 TOKENS = mx.array([[1, 5, 9, 2], [3, 3, 7, 8]])
 
@@ -42,6 +46,40 @@ def test_a_layer_watched_twice_is_watched_once() -> None:
     second = target.forward(TOKENS, aux_layers=(1, 2)).aux[0]
     assert type(target.model.layers[1]) is kind
     assert mx.array_equal(first, second)
+
+
+def test_targets_of_one_model_do_not_know_of_one_another() -> None:
+    first = tiny_target()
+    second = Target(first.model)
+    wanted = tiny_target().forward(TOKENS, aux_layers=(1, 3), ends=[1, 2])
+    for target in (first, second, first, Target(first.model)):
+        out = target.forward(TOKENS, aux_layers=(1, 3), ends=[1, 2])
+        for got, want in zip((out.logits, *out.aux), (wanted.logits, *wanted.aux), strict=True):
+            np.testing.assert_allclose(np.array(got), np.array(want), rtol=1e-4, atol=1e-5)
+
+
+def test_a_target_that_is_gone_leaves_nothing_in_its_model() -> None:
+    target = tiny_target()
+    model, gone = target.model, weakref.ref(target)
+    target.forward(TOKENS, aux_layers=(1, 3), ends=[1, 2])
+    del target
+    gc.collect()
+    assert gone() is None
+    assert mx.array_equal(model(TOKENS), tiny_target().model(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("gemma3n", r"give \[4, 1, 2, 32\] for \[1, 2\] tokens of 32"), ("iquestloopcoder", "not called whole")],
+)
+def test_hidden_states_that_are_none_are_refused(name: str, reason: str) -> None:
+    target = Target(tiny_model(name))
+    assert target.forward(mx.array([[1, 2]])).logits.shape == (1, 2, target.vocab_size)
+    with pytest.raises(TargetError, match=f"models of type {name} cannot be read.*{reason}.*without a head"):
+        target.forward(mx.array([[1, 2]]), aux_layers=(0,))
+    with pytest.raises(TargetError, match=f"models of type {name} cannot be read"):
+        em.Engine(target, em.HeadProposer(tiny_head(target)))
+    em.Engine(target, em.NgramProposer())
 
 
 def test_a_layer_that_the_target_lacks_is_named() -> None:
