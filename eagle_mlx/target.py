@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx import hub
 from eagle_mlx.errors import TargetError
+from eagle_mlx.positions import bound_positions
 from eagle_mlx.recording import Recording, WatchedLayer, WatchedNorm, watch
 from eagle_mlx.rope import place_one_by_one
 
@@ -72,7 +73,10 @@ class Target:
         forward that would have a use for it."""
         args = getattr(model, "args", None)
         args = getattr(args, "text_config", None) or args
-        self.context_length = int(_argument(args, ("max_position_embeddings", "max_seq_len", "n_ctx"), 1 << 20))
+        self.context_length = min(
+            _argument(args, ("max_position_embeddings", "max_seq_len", "n_ctx"), 1 << 20),
+            bound_positions(backbone) or 1 << 20,
+        )
         self.num_layers = len(self._layers)
         probe = self.embed(mx.zeros((1, 1), mx.int32))
         self.hidden_size = int(probe.shape[-1])

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
@@ -104,6 +105,34 @@ def test_a_head_drafts_for_windows_and_states(name: str) -> None:
     head = em.HeadProposer(tiny_head(target(name)))
     outputs = em.Engine(target(name), head, em.FixedPolicy(4), max_batch=3).generate(PROMPTS, GREEDY)
     assert [first_difference(o.tokens, *p) for o, p in zip(outputs, plains, strict=True)] == [None] * len(PROMPTS)
+
+
+class Strict(nn.Embedding):
+    """A table of positions behind whose end lies what is no number."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        end = self.weight.shape[0]
+        return mx.where((x < end)[..., None], super().__call__(mx.minimum(x, end - 1)), mx.array(mx.nan))
+
+
+@pytest.mark.parametrize(("name", "rows"), [("gpt2", 3), ("gpt_bigcode", 1)])
+@pytest.mark.parametrize("drafting", ["oracle", "model"])
+def test_rows_near_their_context_read_nothing_behind_it(name: str, rows: int, drafting: str) -> None:
+    context = 48
+    model = tiny_model(name)
+    backbone = model.model if name == "gpt2" else model.transformer
+    backbone.wpe = Strict(context, 32)
+    randomize(model, 0, 0.2)
+    short = em.Target(model, name=name)
+    assert short.context_length == context
+    prompts = [PROMPTS[1], [*PROMPTS[4], *PROMPTS[2]], PROMPTS[0], [*PROMPTS[1], *PROMPTS[2]]]
+    params = em.SamplingParams(max_tokens=44)
+    plains = [em.Engine(short, max_batch=1).generate([prompt], params)[0] for prompt in prompts]
+    assert [(len(o.tokens), o.error) for o in plains] == [(min(44, context - len(p)), None) for p in prompts]
+    texts = {tuple(p): o.tokens for p, o in zip(prompts, plains, strict=True)}
+    proposer = Oracle(texts, wrong=0.5) if drafting == "oracle" else em.DraftModelProposer(short)
+    outputs = em.Engine(short, proposer, em.FixedPolicy(8), max_batch=rows).generate(prompts, params)
+    assert [(o.error, o.tokens) for o in outputs] == [(None, o.tokens) for o in plains]
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "granitemoehybrid", "rwkv7"])
