@@ -32,6 +32,13 @@ ONE_ROW = {
 }
 """mlx-lm's model files that cannot decode rows of different lengths together, and why."""
 
+OWN_POSITIONS = {
+    "gpt2": "its learned positions follow one another",
+    "ministral3": "it scales its queries by positions of its own",
+    "mistral4": "it scales its queries by positions of its own",
+}
+"""mlx-lm's model files that compute something of positions beside their rotary modules, so that they read no trees."""
+
 REFUSED = {
     "kimi_k3": "its layers add to sums that they share, so that none can be called twice",
     "longcat_flash_ngram": "its embedding keeps the last tokens, which are no layer's to roll back",
