@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from eagle_mlx.batch import Batch
 from eagle_mlx.cache import may_pad
 from eagle_mlx.prefix import Prefix, PrefixCache
 from eagle_mlx.proposers.base import Proposer
+from eagle_mlx.request_queue import RequestQueue
 from eagle_mlx.row import Row
 from eagle_mlx.target import Target
 
 
 class Admission:
-    """Reads prompts in the order in which they came, a chunk at a time, so that nobody waits long for a long prompt.
+    """Reads the prompts of those whose turn it is, a chunk at a time, so that nobody waits long for a long prompt.
 
     Prompts that fit into one chunk are read side by side; a longer one, or one whose beginning is in the prefix cache,
     is read alone.
@@ -29,7 +28,7 @@ class Admission:
     ):
         self.target, self.proposer, self.chunk, self.prefixes = target, proposer, chunk, prefixes
         self.kv_bits = kv_bits
-        self.waiting: deque[Row] = deque()
+        self.waiting = RequestQueue(chunk)
         self._may_pad = may_pad(target.model)
         self.rows: list[Row] = []
         """Those whose prompts are being read, from when they stop waiting until `joined`."""
@@ -73,10 +72,11 @@ class Admission:
     def _next(self, room: int) -> Batch | None:
         rows = self.rows
         while self.waiting and len(rows) < room:
-            prefix = self._known(self.waiting[0])
-            if rows and (prefix is not None or not self._side_by_side(self.waiting[0])):
+            following = self.waiting.peek()
+            prefix = self._known(following)
+            if rows and (prefix is not None or not self._side_by_side(following)):
                 break
-            rows.append(self.waiting.popleft())
+            rows.append(self.waiting.pop())
             if prefix is not None:
                 rows[0].cached_tokens = prefix.length
                 return Batch(self.target, self.proposer, rows, prefix, self.kv_bits)

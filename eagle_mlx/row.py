@@ -61,6 +61,8 @@ class Row:
     stops: StopStrings | None = None
     grammar: Grammar | None = None
     """Stands behind the tokens."""
+    client: str = ""
+    """Who asks: clients take turns where requests wait. Those of the empty name are one client."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     rounds: int = 0

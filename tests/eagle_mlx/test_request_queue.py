@@ -1,0 +1,122 @@
+"""Whose turn it is: clients one after the other, short prompts before long ones, and nobody passed over for ever."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+import eagle_mlx as em
+from eagle_mlx.request_queue import MOST_SKIPS, RequestQueue
+from eagle_mlx.row import Row
+from tests.fakes import tiny_target
+
+CHUNK = 10
+
+
+def row(client: str = "", length: int = 5) -> Row:
+    params = em.SamplingParams(max_tokens=4)
+    return Row([3] * length, params, seed=0, limit=4, stop_ids=frozenset(), client=client)
+
+
+def queue(*rows: Row) -> RequestQueue:
+    made = RequestQueue(CHUNK)
+    for each in rows:
+        made.append(each)
+    return made
+
+
+def drained(waiting: RequestQueue) -> list[Row]:
+    order = []
+    while waiting:
+        first = waiting.peek()
+        assert waiting.pop() is first
+        order.append(first)
+    return order
+
+
+def test_one_client_with_prompts_of_like_size_is_served_in_order() -> None:
+    rows = [row(length=1 + n % CHUNK) for n in range(20)]
+    assert drained(queue(*rows)) == rows
+
+
+def test_clients_take_turns() -> None:
+    many = [row("a") for _ in range(40)]
+    late, later = row("b"), row("c")
+    assert drained(queue(*many, late, later))[:4] == [many[0], late, later, many[1]]
+
+
+def test_short_prompts_go_before_long_ones_so_many_times() -> None:
+    long, short = row(length=100), [row() for _ in range(MOST_SKIPS + 3)]
+    assert drained(queue(long, *short)) == [*short[:MOST_SKIPS], long, *short[MOST_SKIPS:]]
+
+
+def test_a_row_that_leaves_takes_no_turn() -> None:
+    gone, stays, other = row("a"), row("a"), row("b")
+    waiting = queue(gone, stays, other)
+    waiting.remove(gone)
+    assert gone not in waiting
+    assert drained(waiting) == [stays, other]
+    waiting = queue(gone, stays)
+    waiting.clear()
+    assert not waiting
+    assert list(waiting) == []
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 60), st.booleans()), max_size=60))
+def test_nobody_is_lost_and_nobody_waits_longer_than_promised(events: list[tuple[str, int, bool]]) -> None:
+    """A row goes after at most so many turns of its own client as those before it can be passed."""
+    waiting, order, ahead = RequestQueue(CHUNK), [], {}
+    taken: Counter[str] = Counter()
+
+    def take() -> None:
+        each = waiting.pop()
+        order.append(each)
+        taken[each.client] += 1
+        depth, before = ahead[id(each)]
+        assert taken[each.client] - before <= (depth + 1) * (MOST_SKIPS + 1)
+
+    rows = []
+    for client, length, pops in events:
+        rows.append(row(client, length))
+        ahead[id(rows[-1])] = (sum(each.client == client for each in waiting), taken[client])
+        waiting.append(rows[-1])
+        if pops:
+            take()
+    while waiting:
+        take()
+    assert sorted(map(id, order)) == sorted(map(id, rows))
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=40))
+def test_between_two_turns_of_a_client_every_other_has_one(clients: list[str]) -> None:
+    order = drained(queue(*(row(client) for client in clients)))
+    for (i, first), (j, second) in itertools.combinations(enumerate(order), 2):
+        if first.client != second.client:
+            continue
+        between = {each.client for each in order[i + 1 : j]}
+        assert {each.client for each in order[j:]} <= between | {first.client}
+
+
+def test_a_short_request_does_not_wait_for_all_of_another_clients() -> None:
+    engine = em.Engine(tiny_target(), max_batch=2)
+    rng = np.random.default_rng(0)
+    long = [
+        engine.prepare([int(t) for t in rng.integers(3, 128, 50)], em.SamplingParams(max_tokens=30)) for _ in range(12)
+    ]
+    for each in long:
+        each.client = "many"
+        engine.submit(each)
+    engine.step()
+    short = engine.prepare([5, 6, 7], em.SamplingParams(max_tokens=2))
+    short.client = "one"
+    engine.submit(short)
+    while short.finish_reason is None:
+        engine.step()
+    assert sum(each.finish_reason is not None for each in long) <= 2
+    while not engine.idle:
+        engine.step()
+    assert {each.finish_reason for each in long} == {"length"}
