@@ -28,6 +28,7 @@ def create_app(settings: Settings, worker: Worker) -> FastAPI:
         worker.observer = service.totals.observe
         worker.start(asyncio.get_running_loop())
         yield
+        service.pools.close()
         await asyncio.to_thread(worker.stop)
 
     app = FastAPI(title="eagle-serve", version="1", docs_url=None, redoc_url=None, lifespan=lifespan)

@@ -20,7 +20,7 @@ from .flow import in_thread, opened, respond
 from .logprobs import chat_logprobs
 from .model import Loaded
 from .responses import ERRORS, EVENTS, ChatCompletion, documented
-from .sampling import check_context, sampling
+from .sampling import check_context, check_text, sampling
 from .schema import ChatRequest
 from .service import Call
 from .stream import Frame, dumps, events, quote
@@ -39,7 +39,7 @@ async def chat_completions(request: Request) -> Response:
         raise ApiError(400, "max_tokens and max_completion_tokens differ; give one", "max_completion_tokens")
 
     async def prepare(_: Call) -> ChatAnswer:
-        return await in_thread(lambda: _prepare(asked, loaded))
+        return await in_thread(request, lambda: _prepare(asked, loaded))
 
     return await respond(request, asked.answers, prepare, bool(asked.stream))
 
@@ -104,9 +104,13 @@ def _prepare(asked: ChatRequest, loaded: Loaded) -> ChatAnswer:
     if asked.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", asked.reasoning_effort)
     messages = [message.plain() for message in asked.messages]
-    prompt = loaded.chat.prompt(messages, tools, choice_given, arguments)
-    thinking = loaded.chat.starts_in_reasoning(prompt)
     max_tokens = asked.max_completion_tokens or asked.max_tokens
+
+    def check(text: str) -> None:
+        check_text(text, max_tokens, loaded, "messages")
+
+    prompt = loaded.chat.prompt(messages, tools, choice_given, arguments, check)
+    thinking = loaded.chat.starts_in_reasoning(prompt)
     check_context(len(prompt), max_tokens, loaded, "messages")
     grammar = loaded.grammars.grammar(asked.answer_format, offer, thinking)
     top = (asked.top_logprobs or 0) if asked.logprobs else None

@@ -20,7 +20,7 @@ from .flow import in_thread, opened, respond, service_of
 from .logprobs import CompletionLogprobs, joined
 from .model import Loaded
 from .responses import ERRORS, EVENTS, Completion, documented
-from .sampling import check_context, sampling
+from .sampling import check_context, check_text, sampling
 from .schema import CompletionRequest
 from .score import score_prompt
 from .service import Call
@@ -41,7 +41,7 @@ async def completions(request: Request) -> Response:
         raise ApiError(400, "max_tokens is 0, which asks for nothing without echo", "max_tokens")
 
     async def prepare(call: Call) -> CompletionAnswer:
-        answer = await in_thread(lambda: _prepare(asked, loaded))
+        answer = await in_thread(request, lambda: _prepare(asked, loaded))
         if asked.echo and asked.logprobs is not None:
             for prompt in answer.prompts:
                 prompt.scores = await call.service.worker.score(
@@ -62,6 +62,11 @@ class _Prompt:
 
 def _prepare(asked: CompletionRequest, loaded: Loaded) -> CompletionAnswer:
     """Encode and check the prompts. Raises PromptError or ApiError."""
+    for given in asked.prompts:
+        if isinstance(given, str):
+            check_text(given, asked.max_tokens, loaded, "prompt")
+        else:
+            check_context(len(given), asked.max_tokens, loaded, "prompt")
     prompts = [_prompt(given, loaded) for given in asked.prompts]
     grammar = loaded.grammars.grammar(asked.answer_format)
     params = sampling(asked, loaded, asked.max_tokens, asked.logprobs, grammar)

@@ -27,8 +27,6 @@ from .service import Call, Service
 
 T = TypeVar("T")
 R = TypeVar("R", bound=schema.Request)
-_LARGE = 1 << 16
-"""Bytes of a body whose reading would be noticed by others."""
 
 
 class Answer(Protocol):
@@ -65,6 +63,11 @@ def service_of(request: Request) -> Service:
     return service
 
 
+def client_of(request: Request) -> str:
+    """Who asks, for taking turns. There is one key for all, so it is the address that tells clients apart."""
+    return request.client.host if request.client is not None else ""
+
+
 def json_response(body: Any, status: int = 200) -> Response:
     text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return Response(text, status, media_type="application/json")
@@ -72,8 +75,10 @@ def json_response(body: Any, status: int = 200) -> Response:
 
 async def body_of(request: Request, kind: type[B]) -> B:
     """The body of a request, read and checked. Raises ApiError."""
-    body = await read_body(request, service_of(request).settings.limits)
-    return read(kind, body) if len(body) < _LARGE else await asyncio.to_thread(read, kind, body)
+    service = service_of(request)
+    body = await read_body(request, service.settings.limits)
+    request.state.size = len(body)
+    return await service.pools.read(lambda: read(kind, body), len(body))
 
 
 async def opened(request: Request, kind: type[R]) -> tuple[R, Loaded]:
@@ -86,13 +91,13 @@ async def opened(request: Request, kind: type[R]) -> tuple[R, Loaded]:
     return asked, loaded
 
 
-async def in_thread(work: Callable[[], T]) -> T:
+async def in_thread(request: Request, work: Callable[[], T]) -> T:
     """Do what may take a while, such as the encoding of a long prompt, beside the event loop.
 
-    What the library refuses comes back as ApiError 400.
+    The body must have been read. What the library refuses comes back as ApiError 400.
     """
     try:
-        return await asyncio.to_thread(work)
+        return await service_of(request).pools.encode(work, request.state.size)
     except EagleError as e:
         raise refused(e) from e
 
@@ -101,7 +106,7 @@ async def respond(
     request: Request, places: int, prepare: Callable[[Call], Awaitable[Answer]], stream: bool
 ) -> Response:
     """Serve a request of so many rows, in whole or in pieces."""
-    call = service_of(request).admit(places)
+    call = service_of(request).admit(places, client_of(request))
     streaming = False
     try:
         answer = await unless_gone(request, prepare(call))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,18 @@ class Limits:
     stops: int = 16
     stop_length: int = 256
     """Characters of a stop string."""
+    long_bytes: int = 1 << 16
+    """Requests of so many bytes are long: they wait for each other, and nobody else waits for them."""
+    short_threads: int = 4
+    """Others that are encoded at once."""
+    connections: int = 1000
+    """Open at once. mlx-lm allows the process 2048 files at least; half of them are for the rest."""
+    head_seconds: float = 60.0
+    """For the head of a request to come; as nginx's client_header_timeout."""
+    body_seconds: float = 60.0
+    """For its body to come, all of it."""
+    send_seconds: float = 60.0
+    """That a client may let pass without reading anything of its answer; as nginx's send_timeout."""
 
     def __post_init__(self) -> None:
         if self.body_bytes < 1024:
@@ -56,7 +69,7 @@ class Limits:
 async def read_body(request: Request, limits: Limits) -> bytes:
     """The body, no more of it in memory than is allowed, whatever its headers say.
 
-    Raises ApiError 400, 413, or 499 where the client leaves.
+    Raises ApiError 400, 408 where it does not come in time, 413, or 499 where the client leaves.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # which no web page of another origin can send without being let
@@ -66,12 +79,16 @@ async def read_body(request: Request, limits: Limits) -> bytes:
         raise _too_large(limits)  # the client waits for leave to send it
     body, size = bytearray(), 0
     try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size <= limits.body_bytes:
-                body += chunk
-            elif size > _LINGERING * limits.body_bytes:
-                break
+        async with asyncio.timeout(limits.body_seconds):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size <= limits.body_bytes:
+                    body += chunk
+                elif size > _LINGERING * limits.body_bytes:
+                    break
+    except TimeoutError as e:
+        message = f"the body did not come within {limits.body_seconds:g} seconds"
+        raise ApiError(408, message, code="request_timeout", headers={"Connection": "close"}) from e
     except ClientDisconnect as e:
         raise ApiError(499, "the client has closed the connection") from e
     if size > limits.body_bytes:

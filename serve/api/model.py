@@ -18,6 +18,7 @@ from eagle_mlx.params import SamplingParams
 from eagle_mlx.target import Target
 
 from ..chat import ChatFormat, Grammars
+from .text_size import TokenSize, token_size
 from .tokens import TokenTexts
 
 
@@ -49,6 +50,11 @@ class Loaded:
     @cached_property
     def grammars(self) -> Grammars:
         return Grammars.of(self.target, self.chat)
+
+    @cached_property
+    def token_size(self) -> TokenSize | None:
+        """What a token stands for at most; None where that is not known."""
+        return token_size(self.tokenizer)
 
     @cached_property
     def texts(self) -> TokenTexts:

@@ -76,10 +76,16 @@ def _drafts(request: Request, loaded: Loaded) -> int | None:
     return 0 if mode == "none" else most
 
 
-def check_context(prompt: int, max_tokens: int | None, loaded: Loaded, param: str) -> None:
+def check_text(text: str, max_tokens: int | None, loaded: Loaded, param: str) -> None:
+    """Raise ApiError 400 where a text is so long that it need not be encoded to know that it does not fit."""
+    if loaded.token_size is not None:
+        check_context(loaded.token_size.least_tokens(text), max_tokens, loaded, param, "at least ")
+
+
+def check_context(prompt: int, max_tokens: int | None, loaded: Loaded, param: str, about: str = "") -> None:
     """Raise ApiError 400 where a prompt of so many tokens, and its answer, do not fit."""
     context = loaded.target.context_length
     if prompt + (max_tokens or 1) > context:
         wanted = f" and {max_tokens} to generate" if max_tokens else ""
-        message = f"the context is {context} tokens, but the prompt has {prompt}{wanted}; shorten one of them"
+        message = f"the context is {context} tokens, but the prompt has {about}{prompt}{wanted}; shorten one of them"
         raise ApiError(400, message, param, "context_length_exceeded")

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from eagle_mlx.errors import ConfigError
 
+from .connection import Connection, close_overdue
 from .service import Service
 
 _LAST_WORDS = 2.0
@@ -32,6 +33,8 @@ class Server(uvicorn.Server):
             timeout_keep_alive=75,
             timeout_graceful_shutdown=5,
             lifespan="on",
+            http=Connection,
+            ws="none",
         )
         super().__init__(config)
         self.service: Service = app.state.service
@@ -55,6 +58,8 @@ class Server(uvicorn.Server):
             self.should_exit = True
         elif self._end is not None:
             self._drain(monotonic())
+        open_now = [each for each in self.server_state.connections if isinstance(each, Connection)]
+        close_overdue(open_now, self.service.settings.limits, monotonic())
         return await super().on_tick(counter)
 
     def _drain(self, now: float) -> None:

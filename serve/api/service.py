@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal
@@ -14,6 +15,7 @@ from eagle_mlx.row import Row
 from .errors import ApiError
 from .limits import Limits
 from .model import Loaded
+from .pools import Pools
 from .totals import Totals
 from .worker import Job, News, Worker
 
@@ -43,7 +45,10 @@ class Service:
         self.started = int(time.time())
         self.fingerprint = f"fp_{secrets.token_hex(5)}"
         self.draining = False
-        self._taken = 0
+        self.pools = Pools(settings.limits)
+        self._calls: set[Call] = set()
+        self._encoding = 0
+        """Requests that take a place and decode nothing."""
 
     @property
     def state(self) -> State:
@@ -58,7 +63,7 @@ class Service:
     @property
     def idle(self) -> bool:
         """Whether no request is under way."""
-        return not self._taken
+        return not self._calls and not self._encoding
 
     @property
     def rows(self) -> int:
@@ -67,7 +72,12 @@ class Service:
 
     @property
     def queue(self) -> int:
-        return max(0, self._taken - self.rows)
+        return max(0, self.taken - self._encoding - self.rows)
+
+    @property
+    def taken(self) -> int:
+        """Places. A row that has ended holds none, whether or not its text has been read."""
+        return sum(call.unfinished for call in self._calls) + self._encoding
 
     @property
     def most_rows(self) -> int:
@@ -85,20 +95,34 @@ class Service:
             raise ApiError(404, said, "model", "model_not_found")
         return loaded
 
-    def admit(self, rows: int) -> Call:
+    def admit(self, rows: int, client: str = "") -> Call:
         """Take a request of so many rows. Raises ApiError 429 where the queue is full, 400 where it never has room."""
+        self._check_room(rows)
+        call = Call(self, rows, client)
+        self._calls.add(call)
+        return call
+
+    def leave(self, call: Call) -> None:
+        self._calls.discard(call)
+
+    @contextmanager
+    def encoding(self) -> Iterator[None]:
+        """Take a request that decodes nothing: one place, for as long as this context. Raises ApiError 429."""
+        self._check_room(1)
+        self._encoding += 1
+        try:
+            yield
+        finally:
+            self._encoding -= 1
+
+    def _check_room(self, rows: int) -> None:
         places = self.settings.max_batch + self.settings.limits.queue
         if rows > places:
             raise ApiError(400, f"the request asks for {rows} answers; at most {places} fit at once", "n")
-        if self._taken + rows > places:
+        if self.taken + rows > places:
             self.totals.requests["refused"] += 1
             wait = str(self._patience())
             raise ApiError(429, "the queue is full; try again later", code="queue_full", headers={"Retry-After": wait})
-        self._taken += rows
-        return Call(self, rows)
-
-    def leave(self, call: Call) -> None:
-        self._taken -= call.places
 
     def _patience(self) -> int:
         """Seconds after which somebody who was sent away may find room: as long as a request has taken on average."""
@@ -109,8 +133,8 @@ class Service:
 class Call:
     """One request under way, from its admission to its last byte."""
 
-    def __init__(self, service: Service, places: int):
-        self.service, self.places = service, places
+    def __init__(self, service: Service, places: int, client: str):
+        self.service, self.places, self.client = service, places, client
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
         self.arrived = perf_counter()
@@ -119,7 +143,14 @@ class Call:
         self.job: Job | None = None
         self._closed = False
 
+    @property
+    def unfinished(self) -> int:
+        """Rows that have not ended, and those that are still to be made."""
+        return self.places if self.job is None else self.job.unfinished
+
     def submit(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            row.client = self.client
         self.job = self.service.worker.submit(rows)
 
     async def news(self) -> list[News]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from .errors import ApiError
-from .flow import body_of, in_thread, json_response, service_of
+from .flow import body_of, in_thread, json_response, service_of, unless_gone
 from .model import Loaded
 from .responses import ERRORS, Text, Tokens, documented
 from .schema import DetokenizeRequest, TokenizeRequest
@@ -19,18 +20,22 @@ router = APIRouter()
 @router.post("/tokenize", responses=documented(Tokens, *ERRORS))
 async def tokenize(request: Request) -> Response:
     """The tokens of a text, or of a conversation as the model would read it."""
+    service_of(request).loaded()
     asked = await body_of(request, TokenizeRequest)
     loaded = service_of(request).loaded(asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "give prompt, a text, or messages", "prompt")
-    tokens = await in_thread(lambda: _encode(asked, loaded))
-    body: dict[str, Any] = {
+    return await _answered(request, lambda: _tokens(asked, loaded))
+
+
+def _tokens(asked: TokenizeRequest, loaded: Loaded) -> dict[str, Any]:
+    tokens = _encode(asked, loaded)
+    return {
         "count": len(tokens),
         "max_model_len": loaded.target.context_length,
         "tokens": tokens,
         "token_strs": [loaded.texts[token][0] for token in tokens] if asked.return_token_strs else None,
     }
-    return json_response(body)
 
 
 def _encode(asked: TokenizeRequest, loaded: Loaded) -> list[int]:
@@ -42,8 +47,19 @@ def _encode(asked: TokenizeRequest, loaded: Loaded) -> list[int]:
 @router.post("/detokenize", responses=documented(Text, *ERRORS))
 async def detokenize(request: Request) -> Response:
     """The text of tokens."""
+    service_of(request).loaded()
     asked = await body_of(request, DetokenizeRequest)
     loaded = service_of(request).loaded(asked.model)
+    return await _answered(request, lambda: _text(asked, loaded))
+
+
+def _text(asked: DetokenizeRequest, loaded: Loaded) -> dict[str, Any]:
     if max(asked.tokens, default=0) >= loaded.target.vocab_size:
         raise ApiError(400, f"tokens holds an id outside the vocabulary of {loaded.target.vocab_size}", "tokens")
-    return json_response({"prompt": await in_thread(lambda: loaded.tokenizer.decode(asked.tokens))})
+    return {"prompt": loaded.tokenizer.decode(asked.tokens)}
+
+
+async def _answered(request: Request, work: Callable[[], dict[str, Any]]) -> Response:
+    """Do the work in a place of the queue, and write its result down beside it; both may be long."""
+    with service_of(request).encoding():
+        return await unless_gone(request, in_thread(request, lambda: json_response(work())))

@@ -19,7 +19,8 @@ def _byte_letters() -> dict[str, int]:
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
-_LETTERS = _byte_letters()
+BYTE_LETTERS = _byte_letters()
+"""Each of the 256 bytes by its letter."""
 
 
 class TokenTexts:
@@ -46,8 +47,8 @@ class TokenTexts:
         raw = text.encode()
         if match := _BYTE.fullmatch(written):
             raw = bytes([int(match[1], 16)])
-        elif all(letter in _LETTERS for letter in written):
-            raw = bytes(_LETTERS[letter] for letter in written)
+        elif all(letter in BYTE_LETTERS for letter in written):
+            raw = bytes(BYTE_LETTERS[letter] for letter in written)
         try:
             return raw.decode(), raw
         except UnicodeDecodeError:

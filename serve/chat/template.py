@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,13 +58,15 @@ class ChatFormat:
         tools: Sequence[Tool] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        check_text: Callable[[str], None] = lambda _: None,
     ) -> list[int]:
         """The token ids of a chat that the model is to answer.
 
         messages, tools, tool_choice: as in OpenAI's API; of calls' arguments both objects and JSON texts are read.
         template_kwargs: what else the template takes, such as `enable_thinking`; names that it does not know are of no
-        effect, as in the template itself. Raises PromptError, with the place, for what cannot be used, and where the
-        template would leave tools or calls out.
+        effect, as in the template itself. check_text: called with the chat's text before it is encoded, to raise where
+        that is too long. Raises PromptError, with the place, for what cannot be used, and where the template would
+        leave tools or calls out.
         """
         read, offer = read_messages(messages), ToolOffer.of(tools, tool_choice)
         arguments = _check_kwargs(template_kwargs or {})
@@ -80,6 +82,7 @@ class ChatFormat:
             read, text = self._rendered(read, arguments)
         except Exception as e:  # a template is a program of its own, and raises what it wants
             raise PromptError(f"messages: the model's chat template refuses them: {e}") from e
+        check_text(text)
         self._check_nothing_left_out(read, arguments, text)
         assert self.tokenizer is not None
         return list(self.tokenizer.apply_chat_template(read, tokenize=True, **arguments))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,12 +90,20 @@ def wide(limits: Limits | None = None, **settings: object) -> Settings:
 
 @contextmanager
 def live(
-    load: Callable[[], Loaded] | None = None, settings: Settings | None = None, wait: bool = True
+    load: Callable[[], Loaded] | None = None,
+    settings: Settings | None = None,
+    wait: bool = True,
+    unread_bytes: int | None = None,
 ) -> Iterator[Live]:
-    """Start a server, wait until it is ready, and end it."""
+    """Start a server, wait until it is ready, and end it.
+
+    unread_bytes: what the system keeps of an answer that is not read, where it is to be less than usual.
+    """
     load = load or (lambda: Loaded(engine(), "ngram", DEPTH, {"temperature": 0.0}))
     server = Server(create_app(settings or wide(), Worker(load)))
     sock = listen("127.0.0.1", 0)
+    if unread_bytes is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, unread_bytes)
     running = Live(server, address(sock))
     thread = Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()

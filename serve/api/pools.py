@@ -1,0 +1,43 @@
+"""Threads for what is done to a request before it is decoded: reading it, and making tokens of its text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from .limits import Limits
+
+T = TypeVar("T")
+
+
+class Pools:
+    """A pool for each kind of work, so that short requests never wait for long ones.
+
+    Long ones are taken one at a time: encoding megabytes keeps a core busy for seconds, and the engine needs one too.
+    Work that has not begun when its request is cancelled never does.
+    """
+
+    def __init__(self, limits: Limits):
+        self._long_bytes = limits.long_bytes
+        self._reading = ThreadPoolExecutor(1, "reading")
+        self._short = ThreadPoolExecutor(limits.short_threads, "short")
+        self._long = ThreadPoolExecutor(1, "long")
+
+    async def read(self, work: Callable[[], T], size: int) -> T:
+        """Read a body of so many bytes; a short one at once, which takes less than to hand it over."""
+        return await _in(self._reading, work) if size >= self._long_bytes else work()
+
+    async def encode(self, work: Callable[[], T], size: int) -> T:
+        """Make a request of so many bytes ready to be decoded, beside the event loop. Raises what `work` raises."""
+        return await _in(self._long if size >= self._long_bytes else self._short, work)
+
+    def close(self) -> None:
+        """Begin nothing more; what has begun is not waited for."""
+        for pool in (self._reading, self._short, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+async def _in(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(pool, work)

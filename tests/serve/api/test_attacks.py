@@ -1,0 +1,269 @@
+"""What one client may do to the others: send much, send nothing, read nothing, ask for everything at once."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Event
+from typing import Any
+
+import httpx
+import pytest
+
+from eagle_mlx.serve.api.limits import Limits
+from eagle_mlx.serve.api.model import Loaded
+from tests.serve.api.live import DEPTH, Live, engine, live, wide
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SHORT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+MEGABYTES = "def f(x):\n    return x\n" * 100_000
+"""More than two of them."""
+LONG = MEGABYTES[:200_000]
+
+
+def connect(server: Live, data: bytes = b"", unread_bytes: int | None = None) -> socket.socket:
+    host, port = server.base.removeprefix("http://").split(":")
+    raw = socket.socket()
+    if unread_bytes is not None:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, unread_bytes)
+    raw.settimeout(20)
+    raw.connect((host, int(port)))
+    raw.sendall(data)
+    return raw
+
+
+def request(path: str, body: Any) -> bytes:
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
+
+
+def closed(raw: socket.socket) -> bool:
+    """Whether the server has closed a connection on which nothing has been said."""
+    raw.setblocking(False)
+    try:
+        return raw.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def is_served(server: Live) -> bool:
+    return server.http.post(CHAT, json=SHORT).status_code == 200
+
+
+@pytest.fixture
+def unread() -> Iterator[Callable[[Live], socket.socket]]:
+    """Begins streams of megabytes that nobody reads."""
+    opened = []
+    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "n": 4, "stream": True}
+    asked |= {"ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+
+    def begin(server: Live) -> socket.socket:
+        opened.append(connect(server, request(CHAT, asked), unread_bytes=4096))
+        return opened[-1]
+
+    yield begin
+    for raw in opened:
+        raw.close()
+
+
+def test_rows_that_have_ended_hold_no_place_though_nobody_reads_their_text(
+    unread: Callable[[Live], socket.socket],
+) -> None:
+    with live(settings=wide(Limits(queue=0)), unread_bytes=4096) as server:
+        raw = unread(server)
+        server.until(lambda: server.service.rows > 0)
+        assert server.http.post(CHAT, json=SHORT).status_code == 429
+        server.until(lambda: server.service.rows == 0)
+        server.until(lambda: is_served(server))
+        assert not server.service.idle  # the stream is still there
+        assert "eagle:queue 0.0" in server.http.get("/metrics").text
+        raw.close()
+        server.until(lambda: server.idle)
+
+
+def test_a_stream_that_nobody_reads_is_ended(unread: Callable[[Live], socket.socket]) -> None:
+    with live(settings=wide(Limits(send_seconds=0.3)), unread_bytes=4096) as server:
+        unread(server)
+        server.until(lambda: not server.service.idle)
+        server.until(lambda: server.idle)
+        server.until(lambda: len(server.server.server_state.connections) == 0)
+        assert is_served(server)
+
+
+def test_a_whole_answer_that_nobody_reads_is_ended_too() -> None:
+    asked = {"prompt": MEGABYTES[:60_000], "return_token_strs": True}
+    with live(settings=wide(Limits(send_seconds=0.3)), unread_bytes=4096) as server:
+        raws = [connect(server, request("/tokenize", asked), unread_bytes=4096) for _ in range(3)]
+        server.until(lambda: len(server.server.server_state.connections) == 3)
+        server.until(lambda: len(server.server.server_state.connections) == 0)
+        for raw in raws:
+            raw.close()
+
+
+def test_who_reads_slowly_is_not_cut_off() -> None:
+    asked = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True, "logprobs": 20}
+    with live(settings=wide(Limits(send_seconds=1.0)), unread_bytes=4096) as server:
+        with connect(server, request(COMPLETIONS, asked), unread_bytes=4096) as raw:
+            read = b""
+            while not read.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+                piece = raw.recv(2048)
+                assert piece, read[-300:]
+                read += piece
+                server.http.get("/health")  # takes a while
+        server.until(lambda: server.idle)
+
+
+def test_connections_that_do_not_send_a_request_are_closed() -> None:
+    with live(settings=wide(Limits(head_seconds=0.3))) as server:
+        assert server.http.get("/health").status_code == 200  # and its connection is kept
+        silent = [connect(server) for _ in range(10)]
+        slow = [connect(server, b"POST /tokenize HTTP/1.1\r\nHost: x\r\n") for _ in range(10)]
+        second = connect(server, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert second.recv(4096).startswith(b"HTTP/1.1 200")
+        second.sendall(b"GET /health HTT")
+        unread = connect(server, b"DELETE /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nx")
+        assert unread.recv(4096).startswith(b"HTTP/1.1 405")
+        unread.sendall(b"x")
+        for raw in (*silent, *slow, second, unread):
+            server.until(lambda raw=raw: closed(raw))  # type: ignore[misc]
+            raw.close()
+        assert len(server.server.server_state.connections) == 1
+        assert server.http.get("/health").status_code == 200
+
+
+def test_a_body_that_does_not_come_is_answered_with_408() -> None:
+    with live(settings=wide(Limits(body_seconds=0.2))) as server:
+        with connect(server, request(COMPLETIONS, {"prompt": "x"})[:-3]) as raw:
+            answer = b""
+            while piece := raw.recv(4096):
+                answer += piece
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
+        assert is_served(server)
+
+
+def test_beyond_the_limit_connections_that_wait_longest_make_room() -> None:
+    with live(settings=wide(Limits(connections=8))) as server:
+        with server.slowed(0.01), server.http.stream("POST", COMPLETIONS, json={"prompt": "x", "stream": True}) as held:
+            raws = [connect(server) for _ in range(30)]
+            server.until(lambda: len(server.server.server_state.connections) <= 8)
+            with httpx.Client(base_url=server.base) as other:
+                assert other.get("/health").status_code == 200
+        assert held.status_code == 200
+        for raw in raws:
+            raw.close()
+
+
+class Encoder:
+    """Counts the long texts that are made into tokens, and keeps each until it may go on."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = 0, Event()
+
+    def wait(self, text: Any) -> None:
+        if isinstance(text, str) and len(text) > 100_000:
+            self.begun += 1
+            assert self.go_on.wait(60)
+
+
+@pytest.fixture
+def encoder(monkeypatch: pytest.MonkeyPatch) -> Encoder:
+    made = Encoder()
+    tokenizer = type(engine("none").target.tokenizer._tokenizer)  # type: ignore[union-attr]
+    encode = tokenizer._encode_plus
+
+    def held(self: Any, text: Any, *args: Any, **kwargs: Any) -> Any:
+        made.wait(text)
+        return encode(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(tokenizer, "_encode_plus", held)
+    return made
+
+
+def unbounded() -> Loaded:
+    """A model with a context that a few megabytes of text could fit into."""
+    return Loaded(engine(context=1 << 22), "ngram", DEPTH, {"temperature": 0.0})
+
+
+@contextmanager
+def many_long_texts(server: Live, path: str, count: int) -> Iterator[list[socket.socket]]:
+    body = {"prompt": LONG} if path == "/tokenize" else {**SHORT, "messages": [{"role": "user", "content": LONG}]}
+    with ThreadPoolExecutor(count) as pool:
+        raws = list(pool.map(lambda _: connect(server, request(path, body)), range(count)))
+    try:
+        yield raws
+    finally:
+        for raw in raws:
+            raw.close()
+
+
+@pytest.mark.parametrize("path", ["/tokenize", CHAT])
+def test_long_texts_keep_nobody_waiting_and_are_forgotten_with_their_client(path: str, encoder: Encoder) -> None:
+    with live(unbounded) as server:
+        with many_long_texts(server, path, 8):
+            server.until(lambda: server.service.taken == 8 and encoder.begun == 1)
+            for _ in range(3):
+                assert is_served(server)
+                assert server.http.post("/tokenize", json={"prompt": "x"}).status_code == 200
+        server.until(lambda: server.idle)
+        encoder.go_on.set()
+        assert server.http.post("/tokenize", json={"prompt": LONG}).status_code == 200
+        assert encoder.begun == 2  # those who had left were not encoded
+
+
+def test_tokenizing_takes_a_place_in_the_queue(encoder: Encoder) -> None:
+    with live(unbounded, wide(Limits(queue=0))) as server:
+        with many_long_texts(server, "/tokenize", 4):
+            server.until(lambda: server.service.taken == 4)
+            for path, body in [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]}), (CHAT, SHORT)]:
+                answer = server.http.post(path, json=body)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+                assert answer.headers["retry-after"]
+            encoder.go_on.set()
+        server.until(lambda: server.idle)
+        assert server.http.post("/tokenize", json={"prompt": "x"}).status_code == 200
+        server.terminate()
+        assert server.http.post("/tokenize", json={"prompt": "x"}).status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": MEGABYTES}),
+        (COMPLETIONS, {"prompt": ["x", MEGABYTES]}),
+        (CHAT, {"messages": [{"role": "user", "content": MEGABYTES}]}),
+    ],
+)
+def test_texts_that_cannot_fit_are_refused_before_they_are_encoded(
+    server: Live, encoder: Encoder, path: str, body: dict[str, Any]
+) -> None:
+    answer = server.http.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "at least" in answer.json()["error"]["message"]
+    assert encoder.begun == 0
+
+
+def test_a_short_request_does_not_wait_for_all_of_another_clients() -> None:
+    long = {"prompt": ["x"] * 40, "max_tokens": 20, "ignore_eos": True, "stream": True}
+    with (
+        live() as server,
+        httpx.Client(
+            base_url=server.base, transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=60
+        ) as other,
+        server.http.stream("POST", COMPLETIONS, json=long) as many,
+    ):
+        pieces = many.iter_text()
+        assert next(pieces)
+        assert other.post(CHAT, json=SHORT).status_code == 200
+        loaded = server.service.worker.loaded
+        assert loaded is not None
+        assert loaded.engine.waiting >= 20
+        assert "".join(pieces).endswith("data: [DONE]\n\n")
