@@ -12,6 +12,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from . import chat, completions, metrics, page, status, tokenize
 from .auth import KeyGuard
 from .errors import add_handlers
+from .guard import FramingGuard, HostGuard
 from .openapi import add_schema
 from .service import Service, Settings
 from .worker import Worker
@@ -43,5 +44,8 @@ def create_app(settings: Settings, worker: Worker) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
+    if settings.hosts is not None:
+        app.add_middleware(HostGuard, allowed=settings.hosts)
+    app.add_middleware(FramingGuard)
     add_schema(app, settings.name)
     return app

@@ -7,6 +7,7 @@ import hmac
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .errors import ApiError
+from .guard import header
 
 OPEN = frozenset({"/", "/health", "/metrics"})
 """What needs no key: it tells nothing of what is asked or answered."""
@@ -17,7 +18,7 @@ class KeyGuard:
 
     def __init__(self, app: ASGIApp, key: str):
         self.app = app
-        self._expected = f"Bearer {key}".encode()
+        self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN or self._knows(scope):
@@ -28,5 +29,5 @@ class KeyGuard:
         await refusal.response()(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, self._expected)
+        scheme, _, given = (header(scope, b"authorization") or "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._key)

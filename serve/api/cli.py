@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,6 +17,7 @@ from eagle_mlx.errors import ConfigError, EagleError
 from ..speculation import add_arguments, from_arguments
 from .app import create_app
 from .check import check
+from .guard import is_loopback
 from .limits import Limits
 from .loader import Plan, load
 from .server import Server, listen, run
@@ -72,11 +75,17 @@ def say(text: str) -> None:
 
 def _serve(plan: Plan, settings: Settings, args: argparse.Namespace) -> None:
     sock = listen(args.host, args.port)
+    settings = replace(settings, hosts=_hosts(sock, args.allowed_host))
     say(f"model: {settings.name}")
-    if settings.api_key is None and args.host not in ("127.0.0.1", "localhost", "::1"):
+    if settings.api_key is None and not is_loopback(sock.getsockname()[0]):
         say(f"note: whoever reaches {args.host} can use this server; an --api-key would keep others out")
     with sock:
         run(Server(create_app(settings, Worker(lambda: load(plan, say))), say), sock)
+
+
+def _hosts(sock: socket.socket, named: Sequence[str]) -> tuple[str, ...] | None:
+    """The hosts to serve: on a loopback address only those of this machine and those named, else any or those named."""
+    return tuple(named) if named or is_loopback(sock.getsockname()[0]) else None
 
 
 def _plan(args: argparse.Namespace) -> Plan:
@@ -100,6 +109,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         limits=Limits(body_bytes=int(args.max_body_mb * (1 << 20)), queue=args.max_queue),
         api_key=key,
         origins=tuple(args.allow_origin),
+        ignore_unknown_fields=args.ignore_unknown_fields,
         drain_seconds=args.drain_seconds,
     )
 
@@ -126,6 +136,18 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--served-model-name", metavar="NAME", help="default: the folder's name or the hub id")
     where.add_argument(
         "--allow-origin", action="append", default=[], metavar="URL", help="let web pages from there in; repeatable"
+    )
+    where.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name of this server in requests, beside localhost; repeatable (default: any, at 127.0.0.1 none)",
+    )
+    where.add_argument(
+        "--ignore-unknown-fields",
+        action="store_true",
+        help="drop fields that are not known, as vLLM and llama.cpp do, where they are refused otherwise",
     )
     add_arguments(parser)
     much = parser.add_argument_group("how much")

@@ -70,6 +70,8 @@ def add_handlers(app: FastAPI) -> None:
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {HTTPStatus(error.status_code).phrase.lower()}"
+        if error.status_code == 404:
+            message += f"; there are {', '.join(sorted(app.openapi()['paths']))}"
         return ApiError(error.status_code, message, headers=error.headers).response()
 
     async def unforeseen(_: Request, error: Exception) -> Response:

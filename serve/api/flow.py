@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from fastapi import Request
 from sse_starlette import EventSourceResponse
@@ -78,7 +78,8 @@ async def body_of(request: Request, kind: type[B]) -> B:
     service = service_of(request)
     body = await read_body(request, service.settings.limits)
     request.state.size = len(body)
-    return await service.pools.read(lambda: read(kind, body), len(body))
+    unknown: Literal["forbid", "ignore"] = "ignore" if service.settings.ignore_unknown_fields else "forbid"
+    return await service.pools.read(lambda: read(kind, body, unknown), len(body))
 
 
 async def opened(request: Request, kind: type[R]) -> tuple[R, Loaded]:

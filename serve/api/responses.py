@@ -18,6 +18,10 @@ class ErrorBody(Shape):
     code: str | None
 
 
+class Version(Shape):
+    version: str
+
+
 class Error(Shape):
     error: ErrorBody
 

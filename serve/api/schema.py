@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
+from ..chat.messages import why_unsupported
 from .errors import ApiError
 
 T = TypeVar("T")
@@ -125,6 +127,13 @@ class Part(Body):
     refusal: str | None = None
 
 
+def _supported(part: object) -> object:
+    """Say of parts that are no text what they are, which the list of those that are would not."""
+    if isinstance(part, dict) and (why := why_unsupported(part.get("type"))):
+        raise ValueError(why)
+    return part
+
+
 class FunctionCall(Body):
     name: str
     arguments: str
@@ -139,9 +148,11 @@ class ToolCall(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Many[Part] | None = None
+    content: str | Many[Annotated[Part, BeforeValidator(_supported)]] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same under vLLM's newer name."""
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     # What clients send back of an answer of ours, or of OpenAI's.
@@ -221,18 +232,21 @@ class DetokenizeRequest(Body):
 B = TypeVar("B", bound=Body)
 
 
-def read(kind: type[B], body: bytes) -> B:
-    """A body as the request that it should be. Raises ApiError 400 that names the field."""
+def read(kind: type[B], body: bytes, unknown: Literal["forbid", "ignore"] = "forbid") -> B:
+    """A body as the request that it should be. Raises ApiError 400 that names the field.
+
+    unknown: what becomes of fields that are not known.
+    """
     try:
         fields = from_json(body, allow_inf_nan=False)
     except ValueError as e:
         raise ApiError(400, f"the body is not JSON that can be used: {e}") from e
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object")
-    if unknown := sorted(fields.keys() - kind.model_fields.keys()):
-        raise ApiError(400, f"{_short(unknown[0])} is not a known field", _short(unknown[0]), "unknown_parameter")
+    if unknown == "forbid" and (strange := sorted(fields.keys() - kind.model_fields.keys())):
+        raise ApiError(400, f"{_short(strange[0])} is not a known field", _short(strange[0]), "unknown_parameter")
     try:
-        return kind.model_validate(fields)
+        return kind.model_validate(fields, extra=unknown)
     except ValidationError as e:
         raise _explained(e.errors(include_url=False, include_context=False, include_input=False)) from e
 
@@ -241,13 +255,23 @@ def _explained(details: list[ErrorDetails]) -> ApiError:
     """The first field that is wrong; of several ways to read it, the one that came farthest."""
     field = details[0]["loc"][0] if details[0]["loc"] else None
     about = max((d for d in details if d["loc"][:1] == details[0]["loc"][:1]), key=_progress)
-    path = _short(".".join(str(step) for step in about["loc"] if isinstance(step, int) or step.isidentifier()))
+    path = _short(_path(about["loc"]))
     if about["type"] == "none_required":
         return ApiError(400, f"{path} is not supported by this server", path, "unsupported_parameter")
     if about["type"] == "extra_forbidden":
         return ApiError(400, f"{path} is not a known field", path, "unknown_parameter")
     said = about["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{path}: {said[:1].lower()}{said[1:]}", None if field is None else path)
+
+
+def _path(steps: Iterable[int | str]) -> str:
+    """A place in a body as OpenAI writes it, `messages[0].content`; without the ways in which it could be read."""
+    named = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps if _is_field(step))
+    return "".join(named).removeprefix(".")
+
+
+def _is_field(step: int | str) -> bool:
+    return isinstance(step, int) or step.isidentifier()
 
 
 def _progress(detail: ErrorDetails) -> tuple[int, int, bool]:

@@ -33,6 +33,10 @@ class Settings:
     api_key: str | None = None
     origins: tuple[str, ...] = ()
     """Web pages of these origins may use the server; `*` is all."""
+    hosts: tuple[str, ...] | None = None
+    """Names of this server beside the loopback ones, as clients may write them; None serves any."""
+    ignore_unknown_fields: bool = False
+    """Whether fields of requests that nobody would heed are dropped, and not refused."""
     drain_seconds: float = 30.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,17 +12,24 @@ from starlette.responses import PlainTextResponse, Response
 from .errors import ApiError
 from .flow import json_response, service_of
 from .metrics import speculation_json
-from .responses import Health, Model, ModelList, SpeculationSummary, documented
+from .responses import Health, Model, ModelList, SpeculationSummary, Version, documented
 from .service import Service
 
 router = APIRouter()
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", responses={**documented(Health), 503: {"model": Health}})
 async def health(request: Request) -> Response:
     """Whether requests are taken: 200 when ready, 503 while starting or draining."""
     state = service_of(request).state
     return json_response({"status": state}, 200 if state == "ready" else 503)
+
+
+@router.get("/version", responses=documented(Version, 401))
+async def version() -> Response:
+    """The server's version."""
+    return json_response({"version": metadata.version("eagle-mlx")})
 
 
 @router.get("/v1/models", responses=documented(ModelList, 401))

@@ -20,6 +20,23 @@ _KEYS = {
 }
 
 
+_NOT_TEXT = {
+    "image": "images are",
+    "image_url": "images are",
+    "input_image": "images are",
+    "input_audio": "sound is",
+    "audio_url": "sound is",
+    "video_url": "videos are",
+    "file": "files are",
+}
+
+
+def why_unsupported(kind: object) -> str | None:
+    """Why a part of this type cannot be read; None for what is text, and for types that nobody knows."""
+    known = _NOT_TEXT.get(kind) if isinstance(kind, str) else None
+    return f"{known} not supported; this server reads text alone" if known else None
+
+
 def read_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The messages as templates take them: contents as text, arguments of calls as objects, `developer` as `system`.
 
@@ -67,7 +84,8 @@ def _content(content: Any, may_lack: bool, where: str) -> str:
 def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind != "text":
-        raise PromptError(f"{where}: only parts of type 'text' are supported; got {kind!r}")
+        reason = why_unsupported(kind) or f"only parts of type 'text' are supported; got {kind!r}"
+        raise PromptError(f"{where}: {reason}")
     text: Any = part.get("text")
     if not isinstance(text, str):
         raise PromptError(f"{where}.text: must be text")

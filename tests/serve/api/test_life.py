@@ -261,6 +261,7 @@ def test_the_command_serves_and_ends_in_order(tmp_path: Path) -> None:
             assert word in text
         base, headers = said[-1].removeprefix("ready: "), {"Authorization": "Bearer k"}
         assert httpx.post(f"{base}/tokenize", json={"prompt": "x"}).status_code == 401
+        assert httpx.get(f"{base}/health", headers={"Host": "evil.example"}).status_code == 403
         with httpx.stream("POST", f"{base}{COMPLETIONS}", json={**LONG, "stream": True}, headers=headers) as stream:
             pieces = stream.iter_text()
             text = next(pieces)

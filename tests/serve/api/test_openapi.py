@@ -29,7 +29,7 @@ CASES = int(os.environ.get("SCHEMA_CASES", "30"))
 """For each route and each kind of case."""
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 BODIES = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
-READS = ("/health", "/v1/models", "/v1/models/{model}", "/metrics", "/v1/spec_decode/metrics")
+READS = ("/health", "/version", "/v1/models", "/v1/models/{model}", "/metrics", "/v1/spec_decode/metrics")
 Mode = schemathesis.GenerationMode
 
 

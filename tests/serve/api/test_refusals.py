@@ -16,6 +16,10 @@ from tests.serve.api.live import NAME, Live, live, wide
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
+IMAGE = {
+    "role": "user",
+    "content": [{"type": "text", "text": "what is this?"}, {"type": "image_url", "image_url": {"url": "data:,"}}],
+}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
@@ -51,10 +55,10 @@ def still_serves(server: Live) -> None:
         (COMPLETIONS, {"prompt": []}, "prompt", "empty list"),
         (COMPLETIONS, {"prompt": [[]]}, None, "empty"),
         (COMPLETIONS, {"prompt": ["x"] * 65}, "prompt", "at most 64"),
-        (COMPLETIONS, {"prompt": [1, "x"]}, "prompt.1", "valid"),
+        (COMPLETIONS, {"prompt": [1, "x"]}, "prompt[1]", "valid"),
         (COMPLETIONS, {"prompt": [4096]}, "prompt", "vocabulary of 4096"),
-        (COMPLETIONS, {"prompt": [-1]}, "prompt.0", "greater than"),
-        (COMPLETIONS, {"prompt": [10**30]}, "prompt.0", "less"),
+        (COMPLETIONS, {"prompt": [-1]}, "prompt[0]", "greater than"),
+        (COMPLETIONS, {"prompt": [10**30]}, "prompt[0]", "less"),
         (COMPLETIONS, {"prompt": "x", "temperature": "1"}, "temperature", "number"),
         (COMPLETIONS, {"prompt": "x", "temperature": True}, "temperature", "number"),
         (COMPLETIONS, {"prompt": "x", "temperature": -1}, "temperature", "greater"),
@@ -91,9 +95,12 @@ def still_serves(server: Live) -> None:
         ),
         (COMPLETIONS, {"prompt": "x", "store": True}, "store", "False"),
         (CHAT, {"messages": []}, "messages", "at least 1"),
-        (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role", "system"),
+        (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "system"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "text"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "must be text"),
+        (CHAT, {"messages": [*USER, {**IMAGE}]}, "messages[1].content[1]", "images are not supported"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, None, "sound is not supported"),
+        (CHAT, {"messages": [{**USER[0], "colour": 1}]}, "messages[0].colour", "not a known field"),
         (CHAT, {"messages": USER, "audio": {}}, "audio", "not supported"),
         (CHAT, {"messages": USER, "functions": []}, "functions", "not supported"),
         (CHAT, {"messages": USER, "top_logprobs": 1}, "top_logprobs", "logprobs"),
@@ -149,6 +156,31 @@ def test_other_models_and_paths(server: Live) -> None:
         answer = server.http.request(method, path)
         assert answer.status_code == status
         assert answer.json()["error"]["message"]
+
+
+def test_a_path_that_is_not_there_names_those_that_are(server: Live) -> None:
+    said = server.http.get("/v1/nothing").json()["error"]["message"]
+    for path in (CHAT, COMPLETIONS, "/tokenize", "/v1/models/{model}", "/health"):
+        assert path in said
+
+
+def test_fields_that_are_not_known_are_ignored_where_the_operator_says_so() -> None:
+    strange = {"cache_prompt": True, "stream_options": None, "id_slot": 3}
+    with live(settings=wide(ignore_unknown_fields=True)) as server:
+        for path, body in [
+            (COMPLETIONS, {"prompt": "x", "max_tokens": 1}),
+            (CHAT, {"messages": [{**USER[0], "colour": 1}], "max_tokens": 1}),
+            ("/tokenize", {"prompt": "x"}),
+        ]:
+            assert server.http.post(path, json={**body, **strange}).status_code == 200
+        for body in ({"prompt": "x", "n": "1", **strange}, {"prompt": "x", "suffix": "y"}, strange):
+            assert server.http.post(COMPLETIONS, json=body).status_code == 400
+
+
+def test_thoughts_are_taken_back_under_both_names(server: Live) -> None:
+    for name in ("reasoning", "reasoning_content"):
+        messages = [*USER, {"role": "assistant", "content": "x", name: "hm"}, *USER]
+        assert server.http.post(CHAT, json={"messages": messages, "max_tokens": 1}).status_code == 200
 
 
 def test_harmless_fields_are_taken(server: Live) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from eagle_mlx.serve.api.model import Loaded
@@ -27,6 +30,23 @@ def test_the_model_is_listed(server: Live) -> None:
     assert (model.id, model.object, model.owned_by) == (NAME, "model", "eagle-mlx")
     assert server.openai.models.retrieve(NAME).model_dump() == model.model_dump()
     assert server.http.get("/v1/models").json()["data"][0]["max_model_len"] == 512
+
+
+def test_the_version_is_told(server: Live) -> None:
+    assert server.http.get("/version").json() == {"version": metadata.version("eagle-mlx")}
+
+
+def test_health_can_be_asked_without_a_body(server: Live) -> None:
+    answer = server.http.head("/health")
+    assert (answer.status_code, answer.content) == (200, b"")
+
+
+def test_who_asks_for_a_websocket_gets_an_answer_and_no_line_in_the_log(
+    server: Live, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    assert server.http.get("/health", headers=asked).status_code == 200
+    assert not caplog.records
 
 
 def test_the_numbers_add_up() -> None:

@@ -1,0 +1,105 @@
+"""Which requests are turned away at the door: other hosts' names, two lengths, wrong keys."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from eagle_mlx.serve.api.cli import _hosts
+from tests.serve.api.live import Live, live, wide
+
+MODELS = "/v1/models"
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Live]:
+    with live(settings=wide(hosts=("llm.local",), api_key="secret", origins=("*",))) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1:8000",
+        "127.0.0.1",
+        "127.8.9.10:1",
+        "localhost",
+        "LOCALHOST:80",
+        "[::1]:8000",
+        "llm.local",
+        "LLM.local:9",
+    ],
+)
+def test_names_of_this_machine_are_served(guarded: Live, host: str) -> None:
+    assert guarded.http.get(MODELS, headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8000",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "evil.llm.local",
+        "",
+        "[",
+        "1.2.3.4",
+        "[::1].evil.example",
+        "localhost@evil.example",
+        "127.0.0.1:x",
+        "192.168.0.1:80",
+    ],
+)
+def test_a_page_cannot_give_its_own_name_this_machines_address(guarded: Live, host: str) -> None:
+    for method, path in (("GET", MODELS), ("POST", "/v1/completions"), ("GET", "/health"), ("OPTIONS", "/tokenize")):
+        answer = guarded.http.request(method, path, headers={"Host": host, "Origin": f"http://{host}"})
+        assert answer.status_code == 403
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("permission_error", "host_not_allowed")
+        assert "--allowed-host" in error["message"]
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_only_at_a_loopback_address_names_are_looked_at_unasked() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as here, socket.create_server(("0.0.0.0", 0)) as anywhere:
+        assert _hosts(here, []) == ()
+        assert _hosts(here, ["llm.local"]) == ("llm.local",)
+        assert _hosts(anywhere, []) is None
+        assert _hosts(anywhere, ["llm.local"]) == ("llm.local",)
+
+
+def test_a_body_has_one_length(server: Live) -> None:
+    host, port = server.base.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as raw:
+        raw.sendall(
+            b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 5\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        )
+        answer = b""
+        while piece := raw.recv(4096):
+            answer += piece
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"Transfer-Encoding" in answer
+    assert answer.count(b"HTTP/1.1") == 1  # what follows is not taken for a request
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        ("Bearer secret", 200),
+        ("bearer secret", 200),
+        ("BEARER  secret", 200),
+        ("Basic secret", 401),
+        ("secret", 401),
+        ("Bearer", 401),
+        ("Bearer wrong", 401),
+        ("Bearer sécret", 401),
+        ("Bearersecret", 401),
+    ],
+)
+def test_the_scheme_of_a_key_may_be_written_as_one_likes(guarded: Live, given: str, status: int) -> None:
+    headers = {"Authorization": given.encode("latin-1")}
+    assert guarded.http.get(MODELS, headers=headers).status_code == status  # type: ignore[arg-type]
