@@ -98,7 +98,7 @@ async def in_thread(request: Request, work: Callable[[], T]) -> T:
     The body must have been read. What the library refuses comes back as ApiError 400.
     """
     try:
-        return await service_of(request).pools.encode(work, request.state.size)
+        return await service_of(request).pools.encode(work, request.state.size, client_of(request))
     except EagleError as e:
         raise refused(e) from e
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from .limits import Limits
+from .turns import Turns
 
 T = TypeVar("T")
 
@@ -16,6 +17,7 @@ class Pools:
     """A pool for each kind of work, so that short requests never wait for long ones.
 
     Long ones are taken one at a time: encoding megabytes keeps a core busy for seconds, and the engine needs one too.
+    Their clients take turns.
     Work that has not begun when its request is cancelled never does.
     """
 
@@ -24,14 +26,18 @@ class Pools:
         self._reading = ThreadPoolExecutor(1, "reading")
         self._short = ThreadPoolExecutor(limits.short_threads, "short")
         self._long = ThreadPoolExecutor(1, "long")
+        self._turns = Turns()
 
     async def read(self, work: Callable[[], T], size: int) -> T:
         """Read a body of so many bytes; a short one at once, which takes less than to hand it over."""
         return await _in(self._reading, work) if size >= self._long_bytes else work()
 
-    async def encode(self, work: Callable[[], T], size: int) -> T:
-        """Make a request of so many bytes ready to be decoded, beside the event loop. Raises what `work` raises."""
-        return await _in(self._long if size >= self._long_bytes else self._short, work)
+    async def encode(self, work: Callable[[], T], size: int, client: str) -> T:
+        """Make a client's request of so many bytes ready to be decoded. Raises what `work` raises."""
+        if size < self._long_bytes:
+            return await _in(self._short, work)
+        async with self._turns.turn(client):
+            return await _in(self._long, work)
 
     def close(self) -> None:
         """Begin nothing more; what has begun is not waited for."""

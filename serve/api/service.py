@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from .pools import Pools
 from .totals import Totals
 from .worker import Job, News, Worker
 
+_KEPT = 8
+"""One of so many places is kept for clients that have none, so that no client can take them all."""
 State = Literal["starting", "ready", "draining"]
 
 
@@ -51,8 +54,8 @@ class Service:
         self.draining = False
         self.pools = Pools(settings.limits)
         self._calls: set[Call] = set()
-        self._encoding = 0
-        """Requests that take a place and decode nothing."""
+        self._encoding: Counter[str] = Counter()
+        """Requests that take a place and decode nothing, by client."""
 
     @property
     def state(self) -> State:
@@ -67,7 +70,7 @@ class Service:
     @property
     def idle(self) -> bool:
         """Whether no request is under way."""
-        return not self._calls and not self._encoding
+        return not self._calls and not self._encoding.total()
 
     @property
     def rows(self) -> int:
@@ -76,12 +79,12 @@ class Service:
 
     @property
     def queue(self) -> int:
-        return max(0, self.taken - self._encoding - self.rows)
+        return max(0, self.taken - self._encoding.total() - self.rows)
 
     @property
     def taken(self) -> int:
         """Places. A row that has ended holds none, whether or not its text has been read."""
-        return sum(call.unfinished for call in self._calls) + self._encoding
+        return sum(call.unfinished for call in self._calls) + self._encoding.total()
 
     @property
     def most_rows(self) -> int:
@@ -101,7 +104,7 @@ class Service:
 
     def admit(self, rows: int, client: str = "") -> Call:
         """Take a request of so many rows. Raises ApiError 429 where the queue is full, 400 where it never has room."""
-        self._check_room(rows)
+        self._check_room(rows, client)
         call = Call(self, rows, client)
         self._calls.add(call)
         return call
@@ -110,20 +113,22 @@ class Service:
         self._calls.discard(call)
 
     @contextmanager
-    def encoding(self) -> Iterator[None]:
+    def encoding(self, client: str) -> Iterator[None]:
         """Take a request that decodes nothing: one place, for as long as this context. Raises ApiError 429."""
-        self._check_room(1)
-        self._encoding += 1
+        self._check_room(1, client)
+        self._encoding[client] += 1
         try:
             yield
         finally:
-            self._encoding -= 1
+            self._encoding[client] -= 1
+            self._encoding += Counter()  # forgets clients that have none
 
-    def _check_room(self, rows: int) -> None:
+    def _check_room(self, rows: int, client: str) -> None:
         places = self.settings.max_batch + self.settings.limits.queue
         if rows > places:
             raise ApiError(400, f"the request asks for {rows} answers; at most {places} fit at once", "n")
-        if self.taken + rows > places:
+        waits = self._encoding[client] or any(call.client == client and call.unfinished for call in self._calls)
+        if self.taken + rows > places - (places // _KEPT if waits else 0):
             self.totals.requests["refused"] += 1
             wait = str(self._patience())
             raise ApiError(429, "the queue is full; try again later", code="queue_full", headers={"Retry-After": wait})

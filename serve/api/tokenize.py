@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from .errors import ApiError
-from .flow import body_of, in_thread, json_response, service_of, unless_gone
+from .flow import body_of, client_of, in_thread, json_response, service_of, unless_gone
 from .model import Loaded
 from .responses import ERRORS, Text, Tokens, documented
 from .schema import DetokenizeRequest, TokenizeRequest
@@ -61,5 +61,5 @@ def _text(asked: DetokenizeRequest, loaded: Loaded) -> dict[str, Any]:
 
 async def _answered(request: Request, work: Callable[[], dict[str, Any]]) -> Response:
     """Do the work in a place of the queue, and write its result down beside it; both may be long."""
-    with service_of(request).encoding():
+    with service_of(request).encoding(client_of(request)):
         return await unless_gone(request, in_thread(request, lambda: json_response(work())))

@@ -35,12 +35,10 @@ def connect(server: Live, data: bytes = b"", unread_bytes: int | None = None) ->
     return raw
 
 
-def request(path: str, body: Any) -> bytes:
+def request(path: str, body: Any, client: str = "127.0.0.1") -> bytes:
     content = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
-    return head.encode() + content
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nX-Forwarded-For: {client}\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
 def closed(raw: socket.socket) -> bool:
@@ -197,10 +195,10 @@ def unbounded() -> Loaded:
 
 
 @contextmanager
-def many_long_texts(server: Live, path: str, count: int) -> Iterator[list[socket.socket]]:
+def many_long_texts(server: Live, path: str, count: int, client: str = "127.0.0.1") -> Iterator[list[socket.socket]]:
     body = {"prompt": LONG} if path == "/tokenize" else {**SHORT, "messages": [{"role": "user", "content": LONG}]}
     with ThreadPoolExecutor(count) as pool:
-        raws = list(pool.map(lambda _: connect(server, request(path, body)), range(count)))
+        raws = list(pool.map(lambda _: connect(server, request(path, body, client)), range(count)))
     try:
         yield raws
     finally:
@@ -264,3 +262,18 @@ def test_a_short_request_does_not_wait_for_all_of_another_clients() -> None:
         assert server.service.worker.loaded is not None
         assert server.service.worker.loaded.engine.waiting >= 20
         assert "".join(pieces).endswith("data: [DONE]\n\n")
+
+
+def test_one_client_cannot_take_all_places(encoder: Encoder) -> None:
+    other = {"X-Forwarded-For": "192.0.2.7"}
+    with live(unbounded, wide(Limits(queue=12))) as server, many_long_texts(server, "/tokenize", 14):
+        server.until(lambda: server.service.taken == 14)
+        for path, body in [(CHAT, SHORT), ("/tokenize", {"prompt": "x"})]:
+            assert server.http.post(path, json=body).status_code == 429
+            assert server.http.post(path, json=body, headers=other).status_code == 200
+        with many_long_texts(server, "/tokenize", 1, "192.0.2.7") as (waiting,):
+            server.until(lambda: server.service.taken == 15)
+            encoder.go_on.set()
+            assert waiting.recv(100).startswith(b"HTTP/1.1 200")
+            assert encoder.begun <= 4  # its turn was the second
+    server.until(lambda: server.idle)

@@ -1,0 +1,64 @@
+"""Turns go round among clients; who leaves takes none, and loses none for the others."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle_mlx.serve.api.turns import Turns
+
+
+async def ended(tasks: list[asyncio.Task[None]]) -> None:
+    async with asyncio.timeout(10):
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_clients_take_turns() -> None:
+    async def run() -> list[str]:
+        turns, order = Turns(), []
+
+        async def one(client: str, name: str) -> None:
+            async with turns.turn(client):
+                await asyncio.sleep(0)
+                order.append(name)
+
+        asked = [("a", f"a{n}") for n in range(4)] + [("b", "b0"), ("c", "c0"), ("b", "b1")]
+        await ended([asyncio.create_task(one(*each)) for each in asked])
+        return order
+
+    assert asyncio.run(run()) == ["a0", "a1", "b0", "c0", "a2", "b1", "a3"]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6), st.booleans()), max_size=12))
+def test_whoever_leaves_whenever_the_others_have_their_turns(asked: list[tuple[str, int, bool]]) -> None:
+    """asked: the client, the steps of the event loop until it leaves, and whether it does."""
+
+    async def run() -> None:
+        turns, inside, served = Turns(), 0, 0
+
+        async def one(client: str) -> None:
+            nonlocal inside, served
+            async with turns.turn(client):
+                inside += 1
+                assert inside == 1
+                try:
+                    await asyncio.sleep(0)
+                finally:
+                    inside -= 1
+                served += 1
+
+        tasks = [asyncio.create_task(one(client)) for client, _, _ in asked]
+        for step in range(7):
+            for task, (_, when, leaves) in zip(tasks, asked, strict=True):
+                if leaves and when == step:
+                    task.cancel()
+            await asyncio.sleep(0)
+        await ended(tasks)
+        assert [task.exception() for task in tasks if not task.cancelled()] == [None] * served
+        assert served >= sum(not leaves for _, _, leaves in asked)
+        async with asyncio.timeout(10), turns.turn("late"):
+            pass
+
+    asyncio.run(run())
