@@ -1,0 +1,133 @@
+"""What mlx-lm itself says of a text: whole forwards of a model that nothing of this library has touched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import eagle_mlx  # noqa: F401  (brings the fast BLAS before MLX)
+
+import mlx.core as mx  # isort: skip
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+
+from eagle_mlx.params import SamplingParams
+from eagle_mlx.sampling import SamplingBatch, distribution, gumbel, sample
+from tests.architectures import tiny_model
+from tests.fakes import randomize
+
+TOLERANCE = 1e-3
+"""Logits this close, in standard deviations of a position's logits, may fall either way.
+
+Of mlx-lm's own models a forward of a whole text and forwards of its tokens differ by up to 2e-4 (gemma4).
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A token that the target would not have drawn."""
+
+    place: int
+    token: int
+    wanted: int
+    behind: float
+    """How far its score is behind the best, in standard deviations of the logits."""
+
+    def __str__(self) -> str:
+        return f"token {self.place} is {self.token}, not {self.wanted} ({self.behind:.3g} behind)"
+
+
+class Judge:
+    """Judges texts by one forward over each, with mlx-lm's own model and caches."""
+
+    def __init__(self, name: str, weights: int):
+        """One of `tests.architectures`, with weights of this seed."""
+        self.model = tiny_model(name)
+        randomize(self.model, weights, 0.2)
+        self._layers: dict[int, mx.array] = {}
+
+    @property
+    def has_windows(self) -> bool:
+        caches = make_prompt_cache(self.model)
+        return any(isinstance(part, RotatingKVCache) for each in caches for part in getattr(each, "caches", [each]))
+
+    def logits(self, text: Sequence[int]) -> mx.array:
+        """[1, L, V], of what follows each token."""
+        logits: mx.array = self.model(mx.array([list(text)], mx.int32), cache=make_prompt_cache(self.model))
+        return logits
+
+    def texts(self, prompts: Sequence[Sequence[int]], sampling: SamplingBatch, count: int) -> list[list[int]]:
+        """Each prompt, of one length, and the next `count` tokens, decoded with mlx-lm's own cache."""
+        caches, texts = make_prompt_cache(self.model), mx.array([list(prompt) for prompt in prompts], mx.int32)
+        new = texts
+        for _ in range(count):
+            logits = self.model(new, cache=caches)[:, -1:]
+            new = sample(logits, sampling, mx.full(logits.shape[:2], texts.shape[1], mx.int32))
+            texts = mx.concatenate([texts, new], axis=1)
+            mx.eval(texts)
+        said: list[list[int]] = texts.tolist()  # type: ignore[assignment]
+        return said
+
+    def faults(self, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams) -> tuple[list[Fault], int]:
+        """The tokens that are not the target's, and how many others are only as good as its own.
+
+        Greedy and coupled tokens must be the ones that plain decoding draws, others ones that it could draw.
+        """
+        logits = self.logits([*prompt, *tokens][:-1])[:, len(prompt) - 1 :].astype(mx.float32)
+        sampling = SamplingBatch.of([params], [params.seed or 0])
+        positions = mx.arange(len(prompt), len(prompt) + len(tokens), dtype=mx.int32)[None]
+        wanted = np.array(sample(logits, sampling, positions))[0]
+        noise = np.array(gumbel(sampling, positions, logits.shape[-1]))[0] * params.temperature
+        values, allowed = np.array(logits)[0], np.array(distribution(logits, sampling))[0] > 0
+        faults, excused = [], 0
+        for place, token in enumerate(tokens):
+            spread = float(values[place].std())
+            floor = values[place][allowed[place]].min()
+            if params.rule == "rejection":
+                behind = (floor - values[place][token]) / spread
+            elif token == wanted[place]:
+                continue
+            else:
+                scores = values[place] + (noise[place] if params.rule == "coupled" else 0)
+                behind = (scores[wanted[place]] - scores[token]) / spread
+                if params.rule == "coupled":
+                    behind = max(behind, (floor - values[place][token]) / spread)
+            if not behind <= TOLERANCE:
+                faults.append(Fault(place, token, int(wanted[place]), behind))
+            elif params.rule != "rejection" or behind > 0:
+                excused += 1
+        return faults, excused
+
+    def hidden(self, text: Sequence[int], layers: Sequence[int]) -> np.ndarray[Any, Any]:
+        """The outputs of some layers side by side, [L, H * layers]."""
+        for layer in layers:
+            self._watch(layer)
+        mx.eval(self.logits(text))
+        return np.concatenate([np.array(self._layers[layer])[0] for layer in layers], axis=-1)
+
+    def _watch(self, index: int) -> None:
+        layer, seen = self.model.layers[index], self._layers
+        if type(layer).__name__ == "Watched":
+            return
+
+        class Watched(type(layer)):  # type: ignore[misc]
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                out = super().__call__(*args, **kwargs)
+                seen[index] = out[0] if isinstance(out, tuple) else out
+                return out
+
+        layer.__class__ = Watched
+
+
+@lru_cache(maxsize=1)
+def judge(name: str, weights: int) -> Judge:
+    """The same one as long as it is asked for again and again."""
+    return Judge(name, weights)
+
+
+def untouched(model: nn.Module) -> bool:
+    """Whether all of a model is mlx-lm's or MLX's own."""
+    return all(type(part).__module__.startswith(("mlx.", "mlx_lm.")) for part in model.modules())
