@@ -148,6 +148,7 @@ class HostileState:
         self.rows.extend(other.rows)
 
     def remove(self, row: int) -> None:
+        self.proposer.fail_by_chance()
         self.rows[row] = self.rows[-1]
         self.rows.pop()
 
@@ -159,6 +160,7 @@ class HostileState:
         return len(self.rows[row].text) - 1
 
     def fork(self, row: int, length: int) -> HostileState:
+        self.proposer.fail_by_chance()
         sight = self.rows[row]
         assert length < len(sight.text)
         return HostileState(self.proposer, [self.proposer.sight(sight.text[: length + 1], sight.hidden[:length])])

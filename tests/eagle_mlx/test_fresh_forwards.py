@@ -191,8 +191,8 @@ class History:
             if len(self.rows) < REQUESTS and (self.engine.idle or self._chance(0.12)):
                 for _ in range(int(self.rng.integers(1, 4))):
                     self._submit()
-            self._cancel()
             try:
+                self._cancel()
                 self.engine.step()
             except ProposerRaised:
                 if not self.manners.raises:
