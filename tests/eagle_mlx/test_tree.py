@@ -88,3 +88,35 @@ def test_states_are_taken_along_a_path() -> None:
         [states[0, 0].tolist(), states[0, 2].tolist()],
         [states[1, 0].tolist(), states[1, 3].tolist()],
     ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 12), st.integers(0, 2**32 - 1))
+def test_parents_that_are_wrong_cost_the_nodes_and_nothing_else(levels: int, count: int, seed: int) -> None:
+    """Parents that there are not or that run in a circle, trees deeper than they say, and equal siblings."""
+    rng = np.random.default_rng(seed)
+    parents = np.where(rng.random(count) < 0.6, np.arange(count), rng.integers(-3, count + 5, count))
+    real = [int(parent) if 0 <= parent <= count else 0 for parent in parents]
+    drafts = rng.integers(0, 2, count)
+
+    def text(node: int) -> list[int]:
+        """The draft tokens down to a node; endless in a circle, of which more than there are nodes is enough."""
+        said: list[int] = []
+        while node and len(said) <= count:
+            said.insert(0, int(drafts[node - 1]))
+            node = real[node - 1]
+        return said
+
+    drawn = {tuple(text(node)): int(rng.integers(0, 2)) for node in range(count + 1)}
+    samples = np.array([drawn[tuple(text(node))] for node in range(count + 1)])
+    tree = Tree(mx.array(parents[None], mx.int32), levels)
+    arrays = (mx.array(x[None], mx.int32) for x in (samples, drafts))
+    path = walk(*arrays, mx.ones((1, count), mx.bool_), tree, tree.branches())
+    accepted, nodes = int(path.accepted.item()), np.array(path.nodes)[0]
+    longest: list[int] = []  # what plain decoding says, as far as there is a node for it
+    while len(longest) < levels and tuple(longest) in drawn:
+        longest.append(drawn[tuple(longest)])
+    texts = [text(node) for node in range(count + 1)]
+    wanted = max(length for length in range(len(longest) + 1) if longest[:length] in texts)
+    assert accepted == wanted
+    assert [text(node) for node in nodes[: accepted + 1].tolist()] == [longest[:n] for n in range(accepted + 1)]
