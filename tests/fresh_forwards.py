@@ -76,7 +76,10 @@ class Judge:
 
         Greedy and coupled tokens must be the ones that plain decoding draws, others ones that it could draw.
         """
-        logits = self.logits([*prompt, *tokens][:-1])[:, len(prompt) - 1 :].astype(mx.float32)
+        logits = self._behind(prompt, tokens)
+        for process in params.logits_processors:
+            seen = [[*prompt, *tokens[:place]] for place in range(len(tokens))]
+            logits = mx.stack([process(text, logits[:, place]) for place, text in enumerate(seen)], axis=1)
         sampling = SamplingBatch.of([params], [params.seed or 0])
         positions = mx.arange(len(prompt), len(prompt) + len(tokens), dtype=mx.int32)[None]
         wanted = np.array(sample(logits, sampling, positions))[0]
@@ -84,7 +87,7 @@ class Judge:
         values, allowed = np.array(logits)[0], np.array(distribution(logits, sampling))[0] > 0
         faults, excused = [], 0
         for place, token in enumerate(tokens):
-            spread = float(values[place].std())
+            spread = float(values[place][np.isfinite(values[place])].std())
             floor = values[place][allowed[place]].min()
             if params.rule == "rejection":
                 behind = (floor - values[place][token]) / spread
@@ -100,6 +103,16 @@ class Judge:
             elif params.rule != "rejection" or behind > 0:
                 excused += 1
         return faults, excused
+
+    def _behind(self, prompt: Sequence[int], tokens: Sequence[int]) -> mx.array:
+        """The logits [1, L, V] float32 that each of the tokens is drawn by."""
+        return self.logits([*prompt, *tokens][:-1])[:, len(prompt) - 1 :].astype(mx.float32)
+
+    def logprobs(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """What the target thinks of each token."""
+        logits = self._behind(prompt, tokens)
+        chances = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        return [float(chances[0, place, token].item()) for place, token in enumerate(tokens)]
 
     def hidden(self, text: Sequence[int], layers: Sequence[int]) -> np.ndarray[Any, Any]:
         """The outputs of some layers side by side, [L, H * layers]."""

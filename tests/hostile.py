@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import eagle_mlx  # noqa: F401  (brings the fast BLAS before MLX)
@@ -34,6 +34,8 @@ class Manners:
     """Gives lengths beyond its draft and below 0, and drafts wider than was asked for."""
     ids: bool = False
     """Drafts token ids outside the vocabulary."""
+    trees: bool = False
+    """Gives parents that there are not or that stand in a circle, equal siblings, and levels that are not all."""
     raises: float = 0.0
     """How often a call raises."""
 
@@ -112,8 +114,8 @@ class HostileState:
         self._check(positions)
         wide = self.proposer.manners.lengths and self.proposer.rng.random() < 0.3
         if self.proposer.rng.random() < 0.5:
-            return self._chain(depth)
-        return self._chain(int(self.proposer.rng.integers(0, depth + 4 if wide else depth + 1)))
+            return self._chain(depth, sampling)
+        return self._chain(int(self.proposer.rng.integers(0, depth + 4 if wide else depth + 1)), sampling)
 
     def propose_until(self, limits: Limits, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
         """A chain that ends when the policy says so, and sometimes tokens beside it."""
@@ -127,8 +129,8 @@ class HostileState:
             length += 1
         more = 0 if limits.beside is None else limits.beside(length, chances)
         if not more:
-            chain = self._chain(length)
-            return Draft(chain.tokens, mx.full((len(self.rows),), length, mx.int32), chances=chances)
+            chain = self._chain(length, sampling)
+            return replace(chain, chances=chances)
         grown = [self._grown(length, length + more, list(range(length))) for _ in self.rows]
         return self._tree(length, [self._drafted(row, *tree) for row, tree in zip(self.rows, grown, strict=True)])
 
@@ -138,7 +140,7 @@ class HostileState:
         rng = self.proposer.rng
         count = int(rng.integers(0, nodes + 1))
         if not count or rng.random() < 0.1:
-            return self._chain(min(count, depth))
+            return self._chain(min(count, depth), sampling)
         grown = [self._grown(depth, count, []) for _ in self.rows]
         return self._tree(depth, [self._drafted(row, *tree) for row, tree in zip(self.rows, grown, strict=True)])
 
@@ -170,11 +172,20 @@ class HostileState:
         self.proposer.fail_by_chance()
         assert positions.tolist() == [len(row.text) for row in self.rows]
 
-    def _chain(self, width: int) -> Draft:
+    def _chain(self, width: int, sampling: SamplingBatch) -> Draft:
         if not width:
             return Draft(mx.zeros((len(self.rows), 0), mx.int32), self._lengths(0))
         tokens = [self._spoiled(self.proposer.continuation(row.text, width)) for row in self.rows]
-        return Draft(mx.array(tokens, mx.int32), self._lengths(width))
+        return Draft(
+            mx.array(tokens, mx.int32), self._lengths(width), self._probs(width) if sampling.any_rejection else None
+        )
+
+    def _probs(self, width: int) -> mx.array | None:
+        """Distributions that the tokens might have been drawn from, or none."""
+        if self.proposer.rng.random() < 0.5:
+            return None
+        shape = (len(self.rows), width)
+        return mx.array(self.proposer.rng.dirichlet(np.ones(self.proposer.vocab), shape), mx.float32)
 
     def _lengths(self, width: int) -> mx.array:
         """How many tokens count, row by row."""
@@ -198,8 +209,13 @@ class HostileState:
         levels = [0]
         for above in parents:
             levels.append(levels[above] + 1)
+        rng = self.proposer.rng
+        straight = rng.random()
         while len(parents) < count:
-            parents.append(int(self.proposer.rng.choice([n for n, level in enumerate(levels) if level < depth])))
+            above = len(parents)  # the newest
+            if levels[above] == depth or rng.random() > straight:
+                above = int(rng.choice([n for n, level in enumerate(levels) if level < depth]))
+            parents.append(above)
             levels.append(levels[parents[-1]] + 1)
         return parents
 
@@ -225,6 +241,12 @@ class HostileState:
 
     def _tree(self, depth: int, rows: list[tuple[list[int], list[int]]]) -> Draft:
         tokens, parents = (mx.array([row[part] for row in rows], mx.int32) for part in (0, 1))
+        if self.proposer.manners.trees:
+            rng, count = self.proposer.rng, tokens.shape[1]
+            wrong = mx.array(rng.random(parents.shape) < rng.choice([0.0, 0.0, 0.1, 0.5]))
+            parents = mx.where(wrong, mx.array(rng.integers(-2, count + 4, parents.shape), mx.int32), parents)
+            tokens = mx.where(mx.array(rng.random(tokens.shape) < 0.1), mx.roll(tokens, 1, axis=1), tokens)
+            depth = int(rng.integers(1, depth + 1))
         return Draft(tokens, self._lengths(tokens.shape[1]), tree=Tree(parents, depth))
 
 

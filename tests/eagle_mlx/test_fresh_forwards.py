@@ -115,6 +115,12 @@ def roots(name: str, weights: int) -> list[list[int]]:
     return judge(name, weights).texts(prompts, SamplingBatch.of(ROOTS, [p.seed or 0 for p in ROOTS]), 56)
 
 
+def forbids(text: list[int], logits: mx.array) -> mx.array:
+    """A logits processor: half of the vocabulary, which half hangs on the text's last tokens."""
+    allowed = (np.arange(logits.shape[-1]) + sum(text[-2:])) % 2 == 0
+    return mx.where(mx.array(allowed), logits, -mx.inf)
+
+
 class History:
     """Requests that come and go at random, all of it drawn from one seed."""
 
@@ -154,11 +160,12 @@ class History:
         shows = self._chance(0.5) and not (
             self.name in ("gemma3n", "iquestloopcoder") and "hidden states of gemma3n and iquestloopcoder" in KNOWN
         )
-        lengths, ids, raises = self._chance(0.3), self._chance(0.3), self._chance(0.2)
+        lengths, ids, trees, raises = (self._chance(share) for share in (0.3, 0.3, 0.3, 0.2))
         return Manners(
             aux_layers=(0, layers - 1) if shows else (),
             lengths=lengths and "lengths that lie" not in KNOWN,
             ids=ids and "ids outside the vocabulary" not in KNOWN,
+            trees=trees,
             raises=0.05 if raises and "proposers that raise" not in KNOWN else 0.0,
         )
 
@@ -253,6 +260,8 @@ class History:
             acceptance=params.acceptance,
             stop_token_ids=tuple(stops),
             max_tokens=most,
+            logits_processors=(forbids,) if self._chance(0.08) else (),
+            logprobs=self._chance(0.1),
             num_speculative_tokens=int(self.rng.integers(0, 4)) if self._chance(0.1) else None,
         )
 
@@ -288,6 +297,11 @@ class History:
         elif tokens:
             faults, excused = self.judge.faults(row.prompt, tokens, params)
             figures.excused += excused
+            if params.logprobs:
+                reported = [each.logprob for each in row.logprobs]
+                wanted = self.judge.logprobs(row.prompt, tokens)
+                if len(reported) != len(wanted) or not np.allclose(reported, wanted, atol=1e-2):
+                    self._fault(f"{said} reports log probabilities of {reported}")
             if faults:
                 more = f" and {len(faults) - 1} more" if faults[1:] else ""
                 self._fault(f"{said}: {faults[0]}{more}, of {len(tokens)}")
