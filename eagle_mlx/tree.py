@@ -54,25 +54,19 @@ class Tree:
         """As the target's verify reads it: each node sees itself and its ancestors.
 
         With the steps to a node's parent and to itself as a matrix, its second power reaches two steps up, its fourth
-        four, and so on. The entries count ways, of which there are few. A node deeper than `levels`, or that hangs
-        below no text because a proposer's parents run in a circle, sees itself alone, and so is on no path.
+        four, and so on. The entries count ways, of which there are few. A node deeper than `levels` sees itself alone,
+        and so is on no path: it may have been reached in part only.
         """
         nodes = mx.arange(self.parents.shape[1] + 1, dtype=mx.int32)
-        above = mx.pad(self.above, [(0, 0), (1, 0)])  # the newest token's is itself
+        above = mx.pad(self.parents, [(0, 0), (1, 0)])  # the newest token's is itself
         itself = nodes[:, None] == nodes
         reach = ((above[..., None] == nodes) | itself).astype(mx.float32)
         for _ in range((self.levels - 1).bit_length()):
             reach = reach @ reach
         seen = reach > 0
         depths = seen.sum(axis=-1) - 1
-        stands = seen[..., 0] & (depths <= self.levels)
-        return Branches(mx.where(stands[..., None], seen, itself), mx.where(stands, depths, 0))
-
-    @property
-    def above(self) -> mx.array:
-        """[B, n] int32: the parents; for a number that no node has, the newest token's."""
-        known = (self.parents >= 0) & (self.parents <= self.parents.shape[1])
-        return mx.where(known, self.parents, 0)
+        whole = seen[..., 0] & (depths <= self.levels)
+        return Branches(mx.where(whole[..., None], seen, itself), mx.where(whole, depths, 0))
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,7 @@ def walk(samples: mx.array, drafts: mx.array, valid: mx.array, tree: Tree, branc
     valid: [B, n] bool, which of them count. So at most one branch stands, and what it says is what plain decoding
     would have said.
     """
-    drawn = mx.take_along_axis(samples, tree.above, axis=1)
+    drawn = mx.take_along_axis(samples, tree.parents, axis=1)
     stands = mx.pad((drafts == drawn) & valid, [(0, 0), (1, 0)], constant_values=mx.array(True))
     # A node is kept where all nodes of its branch stand.
     kept = ~mx.any(branches.seen & ~stands[:, None], axis=-1)

@@ -51,6 +51,7 @@ KNOWN = (
     "trees of afm7",
     "lengths that lie",
     "ids outside the vocabulary",
+    "trees that lie",
     "proposers that raise",
     "draft models",
     "cancels inside a step",
@@ -165,7 +166,7 @@ class History:
             aux_layers=(0, layers - 1) if shows else (),
             lengths=lengths and "lengths that lie" not in KNOWN,
             ids=ids and "ids outside the vocabulary" not in KNOWN,
-            trees=trees,
+            trees=trees and "trees that lie" not in KNOWN,
             raises=0.05 if raises and "proposers that raise" not in KNOWN else 0.0,
         )
 

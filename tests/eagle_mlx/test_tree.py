@@ -92,20 +92,15 @@ def test_states_are_taken_along_a_path() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(0, 2**32 - 1))
-def test_parents_that_are_wrong_cost_the_nodes_and_nothing_else(levels: int, count: int, seed: int) -> None:
-    """Parents that there are not or that run in a circle, trees deeper than they say, and equal siblings."""
+def test_nodes_deeper_than_a_tree_says_are_lost_and_no_others(levels: int, count: int, seed: int) -> None:
+    """And equal siblings are one node."""
     rng = np.random.default_rng(seed)
-    parents = np.where(rng.random(count) < 0.6, np.arange(count), rng.integers(-3, count + 5, count))
-    real = [int(parent) if 0 <= parent <= count else 0 for parent in parents]
+    parents = np.where(rng.random(count) < 0.6, np.arange(count), rng.integers(0, np.arange(1, count + 1)))
     drafts = rng.integers(0, 2, count)
 
     def text(node: int) -> list[int]:
-        """The draft tokens down to a node; endless in a circle, of which more than there are nodes is enough."""
-        said: list[int] = []
-        while node and len(said) <= count:
-            said.insert(0, int(drafts[node - 1]))
-            node = real[node - 1]
-        return said
+        """The draft tokens down to a node."""
+        return [*text(int(parents[node - 1])), int(drafts[node - 1])] if node else []
 
     drawn = {tuple(text(node)): int(rng.integers(0, 2)) for node in range(count + 1)}
     samples = np.array([drawn[tuple(text(node))] for node in range(count + 1)])
