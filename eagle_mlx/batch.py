@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -88,8 +89,10 @@ class _Answer:
     """One row of `Round.answer`."""
 
     def __init__(self, width: int, nan: int, accepted: int, drafted: int, *rest: int):
-        self.nan, self.accepted, self.drafted = _NaN(nan), accepted, drafted
+        self.nan = _NaN(nan)
         self.emitted = rest[: accepted + 1]
+        """Nothing where the row sat the round out."""
+        self.accepted, self.drafted = (accepted, drafted) if self.emitted else (0, 0)
         self.kept = [node - 1 for node in rest[width + 1 : width + accepted + 1]]
 
 
@@ -141,6 +144,12 @@ class Batch:
             return False
         return not (self.sampling.any_rejection or self.sampling.any_threshold)
 
+    def may_decode(self) -> bool:
+        """Whether a round gives anything: some row does not wait for masks. Where all do, they are waited for a little,
+        so that whoever steps the engine can do other things between.
+        """
+        return self.processors is None or self.processors.may_decode()
+
     @property
     def may_stop(self) -> bool:
         """Whether a chain can end where the next token is not worth drafting."""
@@ -188,7 +197,7 @@ class Batch:
         ends = [count - 1 for count in counts]
         out = self._forward(pieces, counts, ends)
         nothing = self._no_draft()
-        logits = self.processors.apply(out.logits, nothing) if self.processors else out.logits
+        logits = self.processors.apply(out.logits, nothing, math.inf) if self.processors else out.logits
         read = mx.array(counts, mx.int32)
         positions = (self.cache.lengths.offset + read)[:, None]
         verdict = verify(logits, nothing.tokens, nothing.lengths, None, self.sampling, positions)
@@ -231,7 +240,7 @@ class Batch:
         draft_seconds = perf_counter() - started if timed else None
         out = self.read(draft)
         _, verdict = self.judge(out, draft)
-        self.commit(verdict)
+        self.commit(verdict, before)
         said = (out.logits, *out.aux) if verdict.path is None else along((out.logits, *out.aux), verdict.path)
         nan = _nan_in(out.logits, verdict)
         return self._sent(shape, before, draft, verdict, said[0], said[1:], nan, draft_seconds)
@@ -303,7 +312,12 @@ class Batch:
         if draft.tree is not None:
             return logits, self._judge_tree(logits, draft, draft.tree)
         positions = self._positions(logits.shape[1])
-        return logits, verify(logits, draft.tokens, draft.lengths, draft.probs, self.sampling, positions)
+        reach = self.processors.reach if self.processors else None
+        if reach is None:
+            return logits, verify(logits, draft.tokens, draft.lengths, draft.probs, self.sampling, positions)
+        lengths = mx.minimum(draft.lengths, mx.maximum(reach, 0))
+        verdict = verify(logits, draft.tokens, lengths, draft.probs, self.sampling, positions)
+        return logits, replace(verdict, accepted=mx.where(reach < 0, -1, verdict.accepted))
 
     def _judge_tree(self, logits: mx.array, draft: Draft, tree: Tree) -> Verdict:
         branches = self.cache.lengths.branches
@@ -317,14 +331,18 @@ class Batch:
         positions = self.cache.lengths.places(count + 1) + 1
         return verify_tree(logits, draft.tokens, valid, tree, branches, self.sampling, positions)
 
-    def commit(self, verdict: Verdict) -> None:
+    def commit(self, verdict: Verdict, before: _Before | None = None) -> None:
         """Move each row on by what it keeps; the rest is rolled back by being behind its length.
 
-        What is kept of a tree lies between what is not, until the host knows which it is.
+        What is kept of a tree lies between what is not, until the host knows which it is. Rows that sit the round out
+        (accepted is -1) stay as they were `before`.
         """
         width = verdict.tokens.shape[1]
-        self.last = mx.take_along_axis(verdict.tokens, verdict.accepted[:, None], axis=1)
-        if width == 1:
+        self.last = mx.take_along_axis(verdict.tokens, mx.maximum(verdict.accepted, 0)[:, None], axis=1)
+        if before is not None and self.processors is not None and self.processors.reach is not None:
+            self.last = mx.where(verdict.accepted[:, None] < 0, before.last, self.last)
+            self.cache.advance_some(verdict.accepted + 1, width, before.cache)
+        elif width == 1:
             self.cache.advance(1)
         else:
             self.cache.advance(verdict.accepted + 1, at_most=width)
@@ -343,6 +361,7 @@ class Batch:
     def land(self, landed: Round) -> Landing:
         """Wait for a round and give every row its tokens: the one place where the host reads the device."""
         answers = [_Answer(landed.width, *answer) for answer in cast(list[list[int]], landed.answer.tolist())]
+        sat_out = any(not answer.emitted for answer in answers)
         emitted = [answer.emitted for answer in answers]
         self.cache.keep([answer.kept for answer in answers], [row.length for row in self.rows])
         logprobs = landed.logprobs.read(emitted) if landed.logprobs else {}
@@ -354,9 +373,9 @@ class Batch:
             taken.append(row.take(answer.emitted, answer.drafted, logprobs.get(index, ())))
             if answer.nan == _NaN.REJECTED:
                 self.cache.scrub(index, row.length)
-        if landed.width > 1:
+        if landed.width > 1 or sat_out:
             self.cache.settle([row.length for row in self.rows])
-        if self.state is not None:
+        if self.state is not None and any(emitted):
             numbers = all(answer.nan == _NaN.NOWHERE for answer in answers)
             self.state.observe(Observation(emitted, landed.aux if numbers else tuple(map(mx.nan_to_num, landed.aux))))
         return Landing([a.drafted for a in answers], [a.accepted for a in answers], taken, [a.kept for a in answers])

@@ -247,6 +247,8 @@ class Engine:
         ended = [row for row in joined if row.finish_reason]
         if self._batch is None or (alone and any(row.tokens for row in joined)):
             return ended  # nobody waits for a round while first tokens are told
+        if self._ahead is None and not self._batch.may_decode():
+            return ended
         decoding = [row for row in self._batch.rows if row.finish_reason is None]
         current = self._ahead or self._launch()
         self._ahead = self._batch.launch(_NONE) if current.shape == _NONE and self._may_run_ahead() else None

@@ -33,12 +33,13 @@ def make_row(target: Target, prompt: Prompt, params: SamplingParams) -> Row:
         raise PromptError(f"a prompt holds a token id outside the target's vocabulary of {target.vocab_size}")
     if max(params.logit_bias, default=0) >= target.vocab_size:
         raise PromptError(f"logit_bias names a token id outside the target's vocabulary of {target.vocab_size}")
+    goes_on = params.ignore_eos and params.grammar is None
     return Row(
         prompt=tokens,
         params=params,
         seed=secrets.randbits(63) if params.seed is None else params.seed,
         limit=min(params.max_tokens, context - len(tokens)),
-        stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else target.eos_token_ids),
+        stop_ids=frozenset(params.stop_token_ids) | (frozenset() if goes_on else target.eos_token_ids),
         stops=_stops(target, params),
         grammar=params.grammar() if params.grammar else None,
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import mlx.core as mx
 
@@ -37,7 +37,7 @@ class Grammar(Protocol):
     """
 
     def mask(self) -> mx.array:
-        """[V] bool, the tokens allowed next; end-of-sequence tokens where the text may end."""
+        """[V] bool, the tokens allowed next; end-of-sequence tokens where the text may end, none where it must."""
         ...
 
     def advance(self, token: int) -> bool:
@@ -46,6 +46,25 @@ class Grammar(Protocol):
 
     def rollback(self, count: int) -> None:
         """Undo the last `count` tokens taken."""
+        ...
+
+
+@runtime_checkable
+class AsyncGrammar(Grammar, Protocol):
+    """A grammar that finds its masks elsewhere, in a thread or a process, while the target reads the draft.
+
+    A row whose masks are late sits the round out, and the others go on. Nothing else is called between `ask` and an
+    answer that is not None.
+    """
+
+    def ask(self, draft: Sequence[int]) -> None:
+        """Begin to find the masks along a draft, which holds no token that ends the text; wait for nothing."""
+        ...
+
+    def answer(self, seconds: float) -> list[mx.array] | None:
+        """The masks at the draft's positions, each [V] bool, up to its first illegal token; the grammar stands where it
+        stood. None where they are not there after so many seconds; then it is called again.
+        """
         ...
 
 
@@ -84,7 +103,7 @@ class SamplingParams:
     threshold: float = 0.3
     """The least probability of a draft token that `threshold` acceptance keeps; where greedy, only the argmax is."""
     ignore_eos: bool = False
-    """Generate on after an end-of-sequence token."""
+    """Generate on after an end-of-sequence token. Nothing can follow one in a text with a grammar: it ends anyway."""
     stop: tuple[str, ...] = ()
     """Strings that end the text, which is cut before the earliest; the token that completes one is the last."""
     repetition_penalty: float = 1.0
@@ -98,7 +117,11 @@ class SamplingParams:
     logits_processors: tuple[LogitsProcessor, ...] = ()
     """Callables on the host. They cost a second wait for the device in each round of the batch."""
     grammar: Callable[[], Grammar] | None = None
-    """Makes the grammar that the text must follow. Costs a second wait a round, as processors do."""
+    """Makes the grammar that the text must follow. Costs a second wait a round, as processors do.
+
+    The finish reason is `stop` only where the grammar allowed the text to end; a grammar that contradicts its own mask
+    ends the row with an error.
+    """
     logprobs: bool = False
     """Report the target's own log probability of every token: of its logits as they are, whatever stands above."""
     top_logprobs: int = 0

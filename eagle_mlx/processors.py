@@ -14,10 +14,12 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from eagle_mlx.params import Grammar
+from eagle_mlx.masks import PATIENCE, RowMasks, ask, collect, may_decode
 from eagle_mlx.proposers.base import Draft
 from eagle_mlx.row import Row
 from eagle_mlx.verify import Verdict
+
+_MOST_DRAFTS = 2**31 - 1
 
 
 class Processors:
@@ -28,6 +30,11 @@ class Processors:
         self.biased, self.bias = _dense_bias(rows, vocab)
         self.on_host = [index for index, row in enumerate(rows) if row.params.needs_host]
         """The rows whose processors run on the host, which must read the draft for them."""
+        self.reach: mx.array | None = None
+        """[B] int32, how many draft tokens of each row the last round can judge: -1 where a row's masks are late, so
+        that not even the token behind its newest can be; None where all can.
+        """
+        self._all_rows = rows
         self._rows = [rows[index] for index in self.on_host]
         self._count = len(rows)
 
@@ -37,9 +44,18 @@ class Processors:
         asking = (row.params.penalizes or row.params.logit_bias or row.params.needs_host for row in rows)
         return cls(rows, vocab) if any(asking) else None
 
-    def apply(self, logits: mx.array, draft: Draft) -> mx.array:
-        """logits: [B, n+1, V]. Returns them as each row wants them, [B, n+1, V] float32."""
+    def may_decode(self) -> bool:
+        """Whether some row does not wait for masks, now or after a while."""
+        return may_decode(self._all_rows)
+
+    def apply(self, logits: mx.array, draft: Draft, patience: float = PATIENCE) -> mx.array:
+        """logits: [B, n+1, V]. Returns them as each row wants them, [B, n+1, V] float32.
+
+        patience: seconds that masks are waited for which are found elsewhere.
+        """
         drafts = self._read(draft, logits) if self.on_host else []
+        for row, drafted in zip(self._rows, drafts, strict=True):
+            ask(row, drafted)
         logits = logits.astype(mx.float32)
         if self.penalties is not None:
             penalties, tokens = self.penalties, draft.tokens[self.penalties.rows]
@@ -47,8 +63,20 @@ class Processors:
         if self.biased.size:
             logits = self._on(self.biased, logits, lambda x: x + self.bias)
         if self.on_host:
-            logits = self._on(mx.array(self.on_host), logits, lambda x: _on_host(x, self._rows, drafts))
+            masks = collect(self._rows, drafts, logits, patience)
+            self._note(drafts, masks)
+            logits = self._on(mx.array(self.on_host), logits, lambda x: _on_host(x, self._rows, drafts, masks))
         return logits
+
+    def _note(self, drafts: Sequence[list[int]], masks: Sequence[RowMasks]) -> None:
+        """What of the drafts can be judged."""
+        judged = [count for _, count in masks]
+        self.reach = None
+        if judged != list(map(len, drafts)):
+            reach = [_MOST_DRAFTS] * self._count
+            for place, count in zip(self.on_host, judged, strict=True):
+                reach[place] = count
+            self.reach = mx.array(reach, mx.int32)
 
     def _read(self, draft: Draft, logits: mx.array) -> list[list[int]]:
         """The drafts of the host's rows; the device goes on with the target's forward while the host works on them."""
@@ -139,49 +167,32 @@ def _dense_bias(rows: Sequence[Row], vocab: int) -> tuple[mx.array, mx.array]:
     return mx.array(places, mx.int32), mx.array(bias)
 
 
-def _on_host(logits: mx.array, rows: Sequence[Row], drafts: Sequence[list[int]]) -> mx.array:
+def _on_host(logits: mx.array, rows: Sequence[Row], drafts: Sequence[list[int]], masks: Sequence[RowMasks]) -> mx.array:
     """Callables and grammars, row by row. logits: [M, n+1, V] float32; drafts: row by row, at most n tokens."""
     out = []
-    for x, row, draft in zip(logits, rows, drafts, strict=True):
-        try:
-            out.append(_of_row(x, row, draft))
-        except Exception as e:  # whatever a request's own callables raise is no other row's trouble
-            row.fail(f"a logits processor or the grammar failed: {e}")
-            out.append(x)
+    for x, row, draft, (found, _) in zip(logits, rows, drafts, masks, strict=True):
+        if row.params.logits_processors:
+            x = _called(x, row, draft)
+        if found:
+            found = [*found, *[found[-1]] * (len(x) - len(found))]
+            x = mx.where(mx.stack(found[: len(x)]), x, -math.inf)
+        out.append(x)
     return mx.stack(out)
-
-
-def _of_row(logits: mx.array, row: Row, draft: list[int]) -> mx.array:
-    """logits: [n+1, V] float32."""
-    if row.params.logits_processors:
-        logits = _called(logits, row, draft)
-    if row.grammar is not None:
-        masks = walk(row.grammar, draft)
-        masks += [masks[-1]] * (logits.shape[0] - len(masks))
-        logits = mx.where(mx.stack(masks), logits, -math.inf)
-    return logits
 
 
 def _called(logits: mx.array, row: Row, draft: list[int]) -> mx.array:
     """The row's callables at every position that its draft reaches. logits: [n+1, V] float32."""
     text = row.history
     parts = []
-    for position in range(len(draft) + 1):
-        part = logits[position : position + 1]
-        for processor in row.params.logits_processors:
-            part = processor(text, part)
-        parts.append(part.astype(mx.float32))
-        text += draft[position : position + 1]
-    del text[len(text) - len(draft) :]
-    return mx.concatenate([*parts, logits[len(parts) :]])
-
-
-def walk(grammar: Grammar, draft: Sequence[int]) -> list[mx.array]:
-    """The masks, each [V] bool, at the positions of a draft up to its first illegal token, behind which none counts."""
-    masks = [grammar.mask()]
-    for token in draft:
-        if not grammar.advance(token):
-            break
-        masks.append(grammar.mask())
-    grammar.rollback(len(masks) - 1)
-    return masks
+    try:
+        for position in range(len(draft) + 1):
+            part = logits[position : position + 1]
+            for processor in row.params.logits_processors:
+                part = processor(text, part)
+            parts.append(part.astype(mx.float32))
+            text += draft[position : position + 1]
+        del text[len(text) - len(draft) :]
+        return mx.concatenate([*parts, logits[len(parts) :]])
+    except Exception as e:  # whatever a request's own callables raise is no other row's trouble
+        row.fail(f"a logits processor failed: {e}")
+        return logits

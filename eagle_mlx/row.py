@@ -63,6 +63,10 @@ class Row:
     """Stands behind the tokens."""
     client: str = ""
     """Who asks: clients take turns where requests wait. Those of the empty name are one client."""
+    asked: list[int] | None = None
+    """The draft that an AsyncGrammar has been asked about and has not answered."""
+    slow: bool = False
+    """Whether its grammar's last answer was late."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     rounds: int = 0
@@ -88,9 +92,12 @@ class Row:
         return len(self.prompt) + len(self.tokens) - 1
 
     def take(self, tokens: Sequence[int], drafted: int, logprobs: Sequence[TokenLogprob] = ()) -> int:
-        """Take a round's tokens in order, up to the first that ends the row, and return how many; only they count."""
-        if self.finish_reason:
-            self.overran = True
+        """Take a round's tokens in order, up to the first that ends the row, and return how many; only they count.
+
+        A row that sat the round out takes none.
+        """
+        if self.finish_reason or not tokens:
+            self.overran = bool(tokens)
             return 0
         self.rounds += 1
         before = len(self.tokens)
@@ -118,7 +125,7 @@ class Row:
 
     def _add(self, token: int) -> None:
         ends = token in self.stop_ids
-        if not ends and self.grammar is not None and not self._allowed(self.grammar, token):
+        if self.grammar is not None and not self._allowed(self.grammar, token, ends):
             return
         self.tokens.append(token)
         if self.params.logits_processors:
@@ -128,12 +135,18 @@ class Row:
         elif len(self.tokens) >= self.limit:
             self.finish_reason = "length"
 
-    def _allowed(self, grammar: Grammar, token: int) -> bool:
-        """Move the grammar on; where it cannot, the text ends before the token."""
+    def _allowed(self, grammar: Grammar, token: int, ends: bool) -> bool:
+        """Move the grammar on; where nothing is allowed any more, the text ends before the token."""
         try:
-            if grammar.advance(token):
+            if not ends and grammar.advance(token):
                 return True
-            self.finish_reason = "stop"
+            mask = grammar.mask()
+            if ends and mask[token].item():
+                return True
+            if mask.any().item():
+                self.fail(f"the grammar does not take token {token}, though the text may not end there")
+            else:
+                self.finish_reason = "stop"
         except Exception as e:  # whatever a grammar raises is no other row's trouble
             self.fail(f"the grammar failed: {e}")
         return False

@@ -71,6 +71,13 @@ class RaggedCache(Sequence[Any]):
             state.commit(count)
         self.lengths.advance(count, at_most)
 
+    def advance_some(self, count: mx.array, at_most: int, saved: Saved) -> None:
+        """The same where count [B] int32 may be 0: these rows stay as they were in `saved`, before the forward."""
+        for state, before in zip(self.recurrent, saved[1], strict=True):
+            state.commit(1 if at_most == 1 else mx.maximum(count, 1))
+            state.stay(count == 0, before)
+        self.lengths.advance(count, at_most)
+
     def branch(self, branches: Branches) -> None:
         """Before a forward: its positions are those of a tree."""
         self.lengths.branch(branches)

@@ -114,6 +114,10 @@ class RecurrentState(_ArraysCache):  # type: ignore[misc]  # some layers ask whe
             self._read_stepwise(call, count)
         self._accepted = None
 
+    def stay(self, rows: mx.array, before: Sequence[mx.array | None]) -> None:
+        """Let some rows, [B] bool, have the state that they had before."""
+        self.cache = [x if x is None else _where(rows, old, x) for x, old in zip(self.cache, before, strict=True)]
+
     def _read_masked(self, call: _Call, count: mx.array) -> None:
         self.cache = list(call.before)
         mask = mx.arange(call.width) < count[:, None]
@@ -244,6 +248,12 @@ def _picked(states: mx.array, count: mx.array) -> mx.array:
     """states [B, L + 1, ...] -> [B, ...]: row b's state after count[b] positions."""
     index = count.reshape(-1, *[1] * (states.ndim - 1))
     return mx.take_along_axis(states, index, axis=1).squeeze(1)
+
+
+def _where(rows: mx.array, these: mx.array | None, those: mx.array) -> mx.array:
+    """`these` [B, ...], zeros for None, in some rows [B] bool, and `those` in the others."""
+    these = mx.zeros_like(those) if these is None else these
+    return mx.where(rows.reshape(-1, *[1] * (those.ndim - 1)), these, those)
 
 
 def _joined(a: mx.array | None, rows_a: int, b: mx.array | None, rows_b: int) -> mx.array | None:

@@ -41,7 +41,8 @@ class Observation:
     """Positions that the target has read since the last observation, the same for every layer of interest."""
 
     tokens: Sequence[Sequence[int]]
-    """Row by row, the token that follows each of those positions; at least one in each row."""
+    """Row by row, the token that follows each of those positions; none in a row that sat the round out, because its
+    grammar's masks were late."""
     aux: tuple[mx.array, ...]
     """The proposer's aux layers at those positions, each [B, L, H], right-padded."""
 

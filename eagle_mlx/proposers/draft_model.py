@@ -54,6 +54,8 @@ class _Text:
 
     unread: list[int]
     """The newest tokens, which the cache does not hold; at least one."""
+    newest_read: int = 0
+    """The last token that the cache holds."""
     read: int = 0
     """Tokens of the row's text that the cache holds."""
     guessed: int = 0
@@ -142,6 +144,7 @@ class DraftModelState:
         for text, piece in zip(self.texts, pieces, strict=True):
             text.unread = text.unread[len(piece) :]
             text.read += len(piece)
+            text.newest_read = piece[-1] if piece else text.newest_read
         self._settle()
         return mx.take_along_axis(logits, mx.maximum(counts - 1, 0)[:, None, None], axis=1)
 
@@ -151,8 +154,12 @@ class DraftModelState:
     def observe(self, seen: Observation) -> None:
         kept = []
         for text, tokens in zip(self.texts, seen.tokens, strict=True):
-            kept.append(min(text.guessed, len(tokens) - 1))
-            text.unread += tokens[kept[-1] :]
+            if tokens or text.unread:
+                kept.append(min(text.guessed, max(0, len(tokens) - 1)))
+                text.unread += tokens[kept[-1] :]
+            else:  # it sat the round out, and reads its newest token again to draft behind it
+                kept.append(-1)
+                text.unread = [text.newest_read]
             text.read, text.guessed = text.read + kept[-1], 0
         if any(kept):
             self.cache.advance(mx.array(kept, mx.int32), at_most=max(kept))

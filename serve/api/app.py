@@ -15,6 +15,7 @@ from .errors import add_handlers
 from .guard import FramingGuard, HostGuard
 from .openapi import add_schema
 from .service import Service, Settings
+from .threads import Threads
 from .worker import Worker
 
 ROUTERS = (chat.router, completions.router, status.router, tokenize.router, page.router)
@@ -26,11 +27,15 @@ def create_app(settings: Settings, worker: Worker) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(Threads(thread_name_prefix="request"))
         worker.observer = service.totals.observe
-        worker.start(asyncio.get_running_loop())
+        worker.start(loop)
         yield
         service.pools.close()
-        await asyncio.to_thread(worker.stop)
+        worker.stop()  # not in a thread of the pool: work that hangs may hold all of them
+        if worker.loaded is not None:
+            worker.loaded.grammars.end()
 
     app = FastAPI(title="eagle-serve", version="1", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.service = service

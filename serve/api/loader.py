@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +70,8 @@ def load(plan: Plan, say: Callable[[str], None]) -> Loaded:
     )
     drafts = plan.speculation.deepest if proposer is not None else 0
     loaded = Loaded(engine, proposer.name if proposer is not None else "none", drafts, sampling_defaults(plan.target))
+    with suppress(ConfigError):  # requests that want a grammar are told why there is none
+        loaded.grammars.start()
     for line in _description(plan, loaded):
         say(line)
     return loaded

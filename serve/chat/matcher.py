@@ -1,127 +1,205 @@
-"""llguidance's matcher as the grammar of a row: which tokens may come next, in a text that must follow a grammar."""
+"""llguidance's matcher as the grammar of a row: which tokens may come next, in a text that must follow a grammar.
+
+The matchers live in processes of their own (`processes.py`), one for each grammar and one for each row.
+"""
 
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from threading import Lock
+from time import monotonic
 
-import llguidance
 import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from numpy.typing import NDArray
 
 from eagle_mlx.errors import ConfigError
 
-# About 20 ms of work for one mask at most, and some 100 MB; what needs more ends its own request.
-_LIMITS = llguidance.LLParserLimits(
-    max_lexer_states=50_000, max_grammar_size=200_000, precompute_large_lexemes=False, verbose_errors=False
-)
-_DEEP_STACK = 64 << 20
-"""Bytes; a schema of 64 KiB that is nothing but references takes half."""
-_STARTING = threading.Lock()
+from .matcher_process import Places
+from .processes import MOST_MEMORY, Process, ProcessEnded
+
+COMPILE_SECONDS = 5.0
+"""Ordinary schemas take under 0.1 s, those of 64 KiB up to 1 s, on a machine with nothing else to do."""
+MASK_SECONDS = 10.0
+"""Of the masks of one round; beyond them the row ends. Ordinary masks take under 10 ms."""
+_TOKENIZER_SECONDS = 60.0
 _LONGEST_REASON = 400
 
-Places = tuple[tuple[str, str], ...]
-"""Schemas as JSON texts, each behind its place in the request."""
-Made = TypeVar("Made")
 
+class MatcherServer:
+    """The first of the processes, which compiles grammars for one tokenizer. Any thread may use it.
 
-def make_tokenizer(tokenizer: TokenizerWrapper, vocab_size: int, ends: Iterable[int]) -> llguidance.LLTokenizer:
-    """llguidance's view of a tokenizer, which costs a second for a large vocabulary.
-
-    Raises ConfigError for a tokenizer that is not of the `tokenizers` library, and where no token ends a text.
+    Raises ConfigError for a tokenizer that is not of the `tokenizers` library, that llguidance cannot read, or in which
+    no token ends a text.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ConfigError("grammars need a fast tokenizer (tokenizer.json); this model's tokenizer is a slow one")
-    backend = copy.copy(backend)
-    backend.no_padding()
-    backend.no_truncation()
-    size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
-    known = sorted(token for token in set(ends) if 0 <= token < vocab_size)
-    if not known:
-        raise ConfigError("grammars need a token that ends the text, and this model has none")
-    try:
-        return llguidance.LLTokenizer(backend.to_str(), n_vocab=size, eos_token=known)
-    except (ValueError, RuntimeError) as e:
-        raise ConfigError(f"grammars cannot be had with this model's tokenizer: {e}") from e
 
+    def __init__(self, tokenizer: TokenizerWrapper, vocab_size: int, ends: Iterable[int]):
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ConfigError("grammars need a fast tokenizer (tokenizer.json); this model's tokenizer is a slow one")
+        backend = copy.copy(backend)
+        backend.no_padding()
+        backend.no_truncation()
+        self._vocab, self._ends = vocab_size, frozenset(ends)
+        size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
+        known = sorted(token for token in self._ends if 0 <= token < vocab_size)
+        if not known:
+            raise ConfigError("grammars need a token that ends the text, and this model has none")
+        self._opening = ("open", backend.to_str(), size, known)
+        self._starting = Lock()
+        self._process: Process | None = None
+        self.special: frozenset[int] = frozenset()
+        """Tokens that grammars name by their ids: no text allows them."""
+        self.start()
 
-def compile_matcher(tokenizer: llguidance.LLTokenizer, grammar: str, schemas: Places) -> llguidance.LLMatcher:
-    """A matcher at the beginning of a text, to be copied for each row.
+    def start(self) -> Process:
+        """The process, in place of one that somebody has killed."""
+        with self._starting:
+            if self._process is None or not self._process.alive:
+                self._process = Process.start()
+                self._process.ask(*self._opening)
+                answer = self._process.answer(_TOKENIZER_SECONDS)
+                if answer is None or answer[1]:
+                    reason = answer[1] if answer else f"it was not read within {_TOKENIZER_SECONDS:g} seconds"
+                    raise ConfigError(f"grammars cannot be had with this model's tokenizer: {_on_one_line(reason)}")
+                self.special = frozenset(answer[0])
+            return self._process
 
-    schemas: those in the grammar. Raises ConfigError with the place and llguidance's reason.
-    """
-    return _on_deep_stack(lambda: _compile(tokenizer, grammar, schemas))
-
-
-def _compile(tokenizer: llguidance.LLTokenizer, grammar: str, schemas: Places) -> llguidance.LLMatcher:
-    for where, schema in schemas:
-        alone = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": False})
-        if reason := llguidance.LLMatcher.validate_grammar(alone, limits=_LIMITS):
-            raise ConfigError(f"{where}: {_on_one_line(reason)}")
-    matcher = llguidance.LLMatcher(
-        tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0, limits=_LIMITS
-    )
-    begun = matcher.deep_copy()  # some schemas turn out to allow nothing, or too much, when the first mask is made
-    begun.compute_bitmask()
-    if begun.is_error():
-        raise ConfigError(
-            f"{', '.join(where for where, _ in schemas)}: no text can follow this ({_on_one_line(begun.get_error())})"
-        )
-    return matcher
-
-
-def _on_deep_stack(work: Callable[[], Made]) -> Made:
-    """llguidance follows a schema's references by recursion: a long chain would overflow an ordinary thread's stack."""
-    made: Future[Made] = Future()
-
-    def run() -> None:
+    def compile(self, grammar: str, schemas: Places) -> CompiledGrammar:
+        """schemas: those in the grammar. Raises ConfigError with the place and the reason."""
+        where = ", ".join(where for where, _ in schemas)
         try:
-            made.set_result(work())
-        except BaseException as e:  # it is raised where the result is waited for
-            made.set_exception(e)
+            process = self.start().fork()
+            process.ask("compile", grammar, schemas)
+            answer = process.answer(COMPILE_SECONDS)
+        except ProcessEnded as e:
+            raise ConfigError(
+                f"{where}: too complex: to compile it takes more than {MOST_MEMORY >> 20} MB of memory; simplify it"
+            ) from e
+        if answer is None:
+            process.end()
+            raise ConfigError(f"{where}: too complex: it was not compiled within {COMPILE_SECONDS:g} s; simplify it")
+        first, reason = answer
+        if reason:
+            raise ConfigError(_on_one_line(reason))
+        return CompiledGrammar(process, _unpacked(first, self._vocab), self._vocab, self._ends)
 
-    with _STARTING:
-        before = threading.stack_size(_DEEP_STACK)
-        try:
-            threading.Thread(target=run, name="grammar").start()
-        finally:
-            threading.stack_size(before)
-    return made.result()
+    def end(self) -> None:
+        """Kill all processes, whatever they are doing."""
+        if self._process is not None:
+            self._process.end()
+
+
+class CompiledGrammar:
+    """A grammar in a process of its own, at the beginning of a text."""
+
+    def __init__(self, process: Process, first: NDArray[np.bool_], vocab_size: int, ends: frozenset[int]):
+        self.process, self.first, self.vocab_size, self.ends = process, first, vocab_size, ends
+
+    @property
+    def alive(self) -> bool:
+        return self.process.alive
 
 
 class MatcherGrammar:
-    """A row's own matcher, as `eagle_mlx.params.Grammar` wants it."""
+    """A row's own matcher, as `eagle_mlx.params.AsyncGrammar` wants it.
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, ends: frozenset[int]):
-        self._matcher, self._vocab, self._ends = matcher, vocab_size, ends
+    Raises ConfigError where the grammar has become too complex to follow. What it has been told is sent when the next
+    masks are asked for; until then the masks that are known say which tokens are allowed.
+    """
+
+    def __init__(self, compiled: CompiledGrammar):
+        self._compiled = compiled
+        self._process: Process | None = None
+        """Forked when it is needed: many rows wait in a queue."""
+        self._undo = 0
+        self._taken: list[int] = []
+        """What the process does not know yet: tokens to undo, then those to take."""
+        self._masks = [compiled.first]
+        """Those that are known, the next token's first."""
+        self._draft: list[int] = []
+        """The tokens that lie between the masks."""
+        self._asked: float | None = None
+        """When the masks were asked for that have not come."""
+
+    def ask(self, draft: Sequence[int]) -> None:
+        if self._masks and not draft:
+            return
+        try:
+            if self._process is None:
+                self._process = self._compiled.process.fork()
+            self._process.ask("masks", self._undo, self._taken, list(draft))
+        except ProcessEnded as e:
+            raise ConfigError(_ended()) from e
+        self._undo, self._taken, self._masks, self._draft = 0, [], [], list(draft)
+        self._asked = monotonic()
+
+    def answer(self, seconds: float) -> list[mx.array] | None:
+        if self._asked is not None and not self._receive(seconds):
+            return None
+        return [mx.array(mask) for mask in self._masks]
+
+    def _receive(self, seconds: float) -> bool:
+        assert self._process is not None
+        assert self._asked is not None
+        left = self._asked + MASK_SECONDS - monotonic()
+        try:
+            answer = self._process.answer(max(0.0, min(seconds, left)))
+        except ProcessEnded as e:
+            raise ConfigError(_ended()) from e
+        if answer is None:
+            if seconds < left:
+                return False
+            self._process.end()
+            raise ConfigError(f"{_FAILED}: to find what may come next takes more than {MASK_SECONDS:g} s")
+        masks, reason = answer
+        if reason:
+            raise ConfigError(f"{_FAILED}: {_on_one_line(reason)}")
+        self._asked, self._masks = None, [_unpacked(mask, self._compiled.vocab_size) for mask in masks]
+        return True
+
+    def _known(self) -> NDArray[np.bool_]:
+        """The next token's mask."""
+        if not self._masks:
+            if self._asked is None:
+                self.ask([])
+            self._receive(MASK_SECONDS)
+        if not self._masks[0].any():
+            raise ConfigError(f"{_FAILED}: nothing may come next, and the text may not end")
+        return self._masks[0]
 
     def mask(self) -> mx.array:
-        """[V] bool. Raises ConfigError where the grammar has become too complex to follow."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        if self._matcher.is_error():
-            raise ConfigError(self._failed())
-        return mx.array(np.unpackbits(bits, count=self._vocab, bitorder="little").view(np.bool_))
+        """[V] bool."""
+        return mx.array(self._known())
 
     def advance(self, token: int) -> bool:
-        """Raises ConfigError where the grammar has become too complex to follow."""
-        if token in self._ends:
+        if token in self._compiled.ends or not self._known()[token]:
             return False
-        taken = self._matcher.try_consume_tokens([token]) == 1
-        if self._matcher.is_error():
-            raise ConfigError(self._failed())
-        return taken
+        self._taken.append(token)
+        foreseen = len(self._masks) > 1 and self._draft[0] == token
+        self._masks, self._draft = (self._masks[1:], self._draft[1:]) if foreseen else ([], [])
+        return True
 
     def rollback(self, count: int) -> None:
-        if count and not self._matcher.rollback(count):
-            raise ConfigError(self._failed())
+        if count:
+            kept = max(0, len(self._taken) - count)
+            self._undo += count - (len(self._taken) - kept)
+            del self._taken[kept:]
+            self._masks, self._draft = [], []
 
-    def _failed(self) -> str:
-        return f"the grammar cannot be followed any further: {_on_one_line(self._matcher.get_error())}"
+
+_FAILED = "the grammar cannot be followed any further"
+
+
+def _ended() -> str:
+    return f"{_FAILED}: it takes more than {MOST_MEMORY >> 20} MB of memory"
+
+
+def _unpacked(bits: bytes, count: int) -> NDArray[np.bool_]:
+    packed = np.frombuffer(bits, np.uint8)
+    return np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)
 
 
 def _on_one_line(reason: str) -> str:

@@ -8,20 +8,19 @@ from functools import lru_cache
 from threading import Lock
 from typing import Any
 
-import llguidance
-
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.params import Grammar
 from eagle_mlx.target import Target
 
 from .lark import Schema, grammar_text, parameters_of
-from .matcher import MatcherGrammar, Places, compile_matcher, make_tokenizer
+from .matcher import CompiledGrammar, MatcherGrammar, MatcherServer
+from .matcher_process import Places
 from .template import ChatFormat
 from .tools import ToolOffer
 
 MOST_SCHEMA_BYTES = 64 * 1024
 """The schemas of one request, as JSON text."""
-_MOST_KEPT = 32
+_MOST_KEPT = 16
 """Compiled grammars kept for requests that ask for the same."""
 _DEEPEST_SCHEMA = 100
 _FORCED = ("json_tools",)
@@ -29,14 +28,14 @@ _FORCED = ("json_tools",)
 
 
 class Grammars:
-    """Compiles what requests ask of their answers' form, for one target; llguidance's tokenizer is made once.
+    """Compiles what requests ask of their answers' form, for one target, in processes that are started once.
 
     May be used from any thread, while the target decodes in its own.
     """
 
     def __init__(self, format: ChatFormat, vocab_size: int, eos_token_ids: Iterable[int]):
         self._format, self._vocab, self._ends = format, vocab_size, frozenset(eos_token_ids)
-        self._made: llguidance.LLTokenizer | None = None
+        self._server: MatcherServer | None = None
         self._lock = Lock()
         self._compiled = lru_cache(_MOST_KEPT)(self._compile)
 
@@ -56,8 +55,8 @@ class Grammars:
         where the model must call one, the answer is nothing but calls, and where it may, with a response format, the
         answer is either calls or that. The model may think before, and the grammar begins where the thought ends.
 
-        It takes as long as the schema is complicated, up to some 100 ms. Raises ConfigError, with the reason, for a
-        schema that is malformed, too large or too complex, or holds keywords that could not be kept, and for calls
+        It takes as long as the schema is complicated, up to `COMPILE_SECONDS`. Raises ConfigError, with the reason, for
+        a schema that is malformed, too large or too complex, or holds keywords that could not be kept, and for calls
         that this model does not write as JSON.
         """
         schema, offer = read_response_format(response_format), offer or ToolOffer()
@@ -73,26 +72,36 @@ class Grammars:
         schemas |= {f"tools[{offer.tools.index(tool)}].function.parameters": parameters_of(tool) for tool in tools}
         places = _as_texts(schemas)
         text = grammar_text(schema, tools, calls, offer.several, thoughts, starts_in_reasoning, self._tag)
-        matcher = self._compiled(text, places)
-        return lambda: MatcherGrammar(matcher.deep_copy(), self._vocab, self._ends)
+        compiled = self._compiled(text, places)
+        if not compiled.alive:  # somebody has killed it
+            self._compiled.cache_clear()
+            compiled = self._compiled(text, places)
+        return lambda: MatcherGrammar(compiled)
 
-    def _compile(self, text: str, places: Places) -> llguidance.LLMatcher:
-        return compile_matcher(self._tokenizer(), text, places)
-
-    def _tokenizer(self) -> llguidance.LLTokenizer:
+    def start(self) -> MatcherServer:
+        """Start the processes, which takes a second, unless they run. Raises ConfigError where grammars cannot be."""
         with self._lock:
-            if self._made is None:
+            if self._server is None:
                 if self._format.tokenizer is None:
                     raise ConfigError("grammars need a tokenizer, and this model has none")
-                self._made = make_tokenizer(self._format.tokenizer, self._vocab, self._ends)
-            return self._made
+                self._server = MatcherServer(self._format.tokenizer, self._vocab, self._ends)
+            return self._server
+
+    def end(self) -> None:
+        """Kill the processes; rows that follow a grammar end with an error."""
+        with self._lock:
+            if self._server is not None:
+                self._server.end()
+
+    def _compile(self, text: str, places: Places) -> CompiledGrammar:
+        return self.start().compile(text, places)
 
     def _tag(self, tag: str) -> str:
         """Special tokens by their ids, other text as it is. Raises ConfigError for a tag of both kinds."""
-        tokenizer = self._tokenizer()
+        server = self.start()
         assert self._format.tokenizer is not None
         tokens = self._format.tokenizer.encode(tag, add_special_tokens=False)
-        special = [tokenizer.is_special_token(token) for token in tokens]
+        special = [token in server.special for token in tokens]
         if all(special):
             return " ".join(f"<[{token}]>" for token in tokens)
         if any(special):

@@ -17,9 +17,10 @@ from mlx_lm.generate import generate_step
 import eagle_mlx as em
 from eagle_mlx.batch import Batch
 from eagle_mlx.errors import PromptError
+from eagle_mlx.masks import walk
 from eagle_mlx.params import SamplingParams
 from eagle_mlx.policy import Shape
-from eagle_mlx.processors import Penalties, Processors, walk
+from eagle_mlx.processors import Penalties, Processors
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
 from eagle_mlx.row import Row, StopStrings
 from eagle_mlx.sampling import SamplingBatch

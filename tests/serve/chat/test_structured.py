@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.masks import walk
 from eagle_mlx.params import Grammar
-from eagle_mlx.processors import walk
 from eagle_mlx.serve.chat import Grammars, ToolOffer
 from eagle_mlx.serve.chat.structured import MOST_SCHEMA_BYTES
 from tests.fakes import tiny_target
