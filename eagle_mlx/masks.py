@@ -45,10 +45,11 @@ def collect(rows: Sequence[Row], drafts: Sequence[list[int]], logits: mx.array, 
 
 def may_decode(rows: Sequence[Row]) -> bool:
     """Whether some row does not wait for masks. Where all do, the first's are waited for a while."""
+    if any(row.finish_reason or row.asked is None for row in rows):
+        return True
     patience = PATIENCE
     for row in rows:
-        if row.finish_reason or row.asked is None or not isinstance(row.grammar, AsyncGrammar):
-            return True
+        assert isinstance(row.grammar, AsyncGrammar)
         try:
             if row.grammar.answer(patience) is not None:
                 return True

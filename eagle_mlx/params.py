@@ -53,8 +53,8 @@ class Grammar(Protocol):
 class AsyncGrammar(Grammar, Protocol):
     """A grammar that finds its masks elsewhere, in a thread or a process, while the target reads the draft.
 
-    A row whose masks are late sits the round out, and the others go on. Nothing else is called between `ask` and an
-    answer that is not None.
+    A row whose masks are late sits the round out, and the others go on. Between `ask` and an answer that is not None
+    nothing else is called.
     """
 
     def ask(self, draft: Sequence[int]) -> None:
@@ -63,7 +63,7 @@ class AsyncGrammar(Grammar, Protocol):
 
     def answer(self, seconds: float) -> list[mx.array] | None:
         """The masks at the draft's positions, each [V] bool, up to its first illegal token; the grammar stands where it
-        stood. None where they are not there after so many seconds; then it is called again.
+        stood. None where they are not there after so many seconds. It may be called again either way.
         """
         ...
 

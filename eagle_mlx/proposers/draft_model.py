@@ -104,6 +104,7 @@ class DraftModelState:
         return mx.full((len(self.texts),), drafted, mx.int32)
 
     def _chain(self, depth: int, draw: Draw, gauge: Gauge | None = None) -> list[mx.array]:
+        self._unread_newest()
         first = self._read([list(text.unread) for text in self.texts])
         committed = self.cache.save()
 
@@ -119,6 +120,15 @@ class DraftModelState:
         for text in self.texts:
             text.guessed = len(tokens) - 1
         return tokens
+
+    def _unread_newest(self) -> None:
+        """Let rows that sat out the round that they last drafted for read their newest token again."""
+        back = [0 if text.unread else 1 for text in self.texts]
+        if any(back):
+            for text, count in zip(self.texts, back, strict=True):
+                text.unread, text.read = text.unread or [text.newest_read], text.read - count
+            self.cache.advance(-mx.array(back, mx.int32), at_most=0)
+            self._settle()
 
     def _reread(self) -> None:
         """Read again whatever is kept of the draft: it may leave the chain that was read."""
@@ -154,12 +164,8 @@ class DraftModelState:
     def observe(self, seen: Observation) -> None:
         kept = []
         for text, tokens in zip(self.texts, seen.tokens, strict=True):
-            if tokens or text.unread:
-                kept.append(min(text.guessed, max(0, len(tokens) - 1)))
-                text.unread += tokens[kept[-1] :]
-            else:  # it sat the round out, and reads its newest token again to draft behind it
-                kept.append(-1)
-                text.unread = [text.newest_read]
+            kept.append(min(text.guessed, max(0, len(tokens) - 1)))
+            text.unread += tokens[kept[-1] :]
             text.read, text.guessed = text.read + kept[-1], 0
         if any(kept):
             self.cache.advance(mx.array(kept, mx.int32), at_most=max(kept))
