@@ -12,6 +12,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.params import Grammar
 from eagle_mlx.target import Target
 
+from .bounds import too_much
 from .lark import Schema, grammar_text, parameters_of
 from .matcher import CompiledGrammar, MatcherGrammar, MatcherServer
 from .matcher_process import Places
@@ -145,6 +146,8 @@ def _as_texts(schemas: Mapping[str, Schema]) -> Places:
             raise ConfigError(f"{where}: unknown key 'x-guidance'")
         if _depth(schema) > _DEEPEST_SCHEMA:
             raise ConfigError(f"{where}: it is nested too deep; {_DEEPEST_SCHEMA} levels of JSON are the most")
+        if reason := too_much(schema):
+            raise ConfigError(f"{where}: {reason}")
         places.append((where, json.dumps(schema)))
     size = sum(len(text) for _, text in places)
     if size > MOST_SCHEMA_BYTES:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import signal
+import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +20,10 @@ from hypothesis import strategies as st
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.masks import walk
-from eagle_mlx.params import Grammar
-from eagle_mlx.serve.chat import Grammars, ToolOffer
+from eagle_mlx.params import AsyncGrammar, Grammar
+from eagle_mlx.serve.chat import Grammars, ToolOffer, matcher, structured
+from eagle_mlx.serve.chat.bounds import repeats
+from eagle_mlx.serve.chat.processes import Process
 from eagle_mlx.serve.chat.structured import MOST_SCHEMA_BYTES
 from tests.fakes import tiny_target
 from tests.serve.chat.formats import (
@@ -161,7 +169,10 @@ def test_beside_tools_an_answer_is_either() -> None:
         (by_schema({"enum": []}), "Unsatisfiable"),
         (by_schema({"type": "object", "properties": {"a": False}, "required": ["a"]}), "unsatisfiable"),
         (by_schema({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), "no text can follow"),
-        (by_schema({"type": "integer", "multipleOf": 999999937}), "fuel exhausted"),
+        (by_schema({"type": "integer", "multipleOf": 999999937}), "multipleOf 999999937 is too large; 10000 is the"),
+        (by_schema({"type": "integer", "multipleOf": 99999999}), "multipleOf 99999999 is too large"),
+        (by_schema({"items": {"pattern": "^((a{1000}){1000}){100}$"}}), "pattern .* repeats what repeats"),
+        (by_schema({"type": "number", "multipleOf": 9.9991}), "multipleOf 9.9991 is too large"),
         (by_schema({"type": "string", "pattern": "a?" * 20_000}), "too many expressions"),
         (by_schema({"enum": ["x" * MOST_SCHEMA_BYTES]}), "too large"),
     ],
@@ -299,3 +310,137 @@ def test_a_token_that_ends_the_text_is_not_taken() -> None:
     assert before.sum() > 1
     assert not grammar.advance(END)
     assert (masks_of(grammar) == before).all()
+
+
+HANGS = {"type": "integer", "multipleOf": 99999999}
+HUNGRY = {"type": "string", "pattern": "^((a{1000}){1000}){100}$"}
+
+
+def until_gone(*ids: int) -> None:
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{each}").exists() for each in ids):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("schema", [HANGS, HUNGRY], ids=["hangs", "hungry"])
+def test_what_compiles_without_end_is_killed_and_hurts_nobody(schema: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing is known against it beforehand."""
+    monkeypatch.setattr(structured, "too_much", lambda schema: None)
+    monkeypatch.setattr(matcher, "COMPILE_SECONDS", 0.5)
+    started: list[Process] = []
+    fork = Process.fork
+
+    def noted(self: Process) -> Process:
+        started.append(fork(self))
+        return started[-1]
+
+    monkeypatch.setattr(Process, "fork", noted)
+    grammars = GRAMMARS["plain", False]
+    with pytest.raises(ConfigError, match=r"schema: too complex: it was not compiled within 0\.5 s"):
+        grammars.grammar(by_schema(schema))
+    (killed,) = started
+    until_gone(*killed._id)
+    monkeypatch.setattr(matcher, "COMPILE_SECONDS", 60.0)
+    assert allows(grammars.grammar(by_schema({"type": "integer", "multipleOf": 7})), "21")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is bounded on Linux")
+def test_what_needs_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured, "too_much", lambda schema: None)
+    monkeypatch.setattr(matcher, "COMPILE_SECONDS", 60.0)
+    start = Process.start
+    monkeypatch.setattr(Process, "start", lambda: start(memory=80 << 20))
+    grammars = Grammars.of(target_of("plain"))
+    with pytest.raises(ConfigError, match="too complex: to compile it takes more than 256 MB"):
+        grammars.grammar(by_schema(HUNGRY))
+    assert allows(grammars.grammar(by_schema(SCHEMA)), ANSWER)
+
+
+def until_it_fails(grammar: Grammar) -> None:
+    rng = np.random.default_rng(0)
+    while grammar.advance(int(rng.choice(np.flatnonzero(masks_of(grammar))))):
+        pass
+
+
+def test_a_row_that_meets_the_lexers_limit_leaves_the_grammar_as_it_was() -> None:
+    """llguidance's copies of a matcher share a lexer, and with it the limit that one of them has met."""
+    make = compiled(by_schema({"type": "string", "pattern": ".{0,200}(a|e).{0,200}(t|s).{0,200}(red|blue)"}))
+    begun = fresh(make, tokenizer_of("plain").encode('"at', add_special_tokens=False))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="cannot be followed any further: lexer error"):
+            until_it_fails(make())
+        assert allows(make, '"atred"')
+    assert begun.advance(tokenizer_of("plain").encode("red", add_special_tokens=False)[0])
+
+
+def test_processes_that_somebody_kills_are_started_anew() -> None:
+    grammars = Grammars.of(target_of("plain"))
+    make = grammars.grammar(by_schema(SCHEMA))
+    assert make is not None
+    row = fresh(make, tokenizer_of("plain").encode('{"name":', add_special_tokens=False))
+    row.mask()
+    grammars.end()
+    row.rollback(1)
+    with pytest.raises(ConfigError, match="cannot be followed any further"):
+        row.mask()
+    assert allows(grammars.grammar(by_schema(SCHEMA)), ANSWER)
+
+
+def test_no_process_outlives_its_row_or_all_the_grammars() -> None:
+    grammars = Grammars.of(target_of("plain"))
+    make: Any = grammars.grammar(by_schema(SCHEMA))
+    row: Any = fresh(make, tokenizer_of("plain").encode('{"name":', add_special_tokens=False))
+    row.mask()
+    first = grammars.start().start()
+    ids = [process._id[0] for process in (row._process, row._compiled.process, first)]
+    assert all(Path(f"/proc/{each}").exists() for each in ids)
+    del row
+    until_gone(ids[0])
+    assert allows(make, ANSWER)
+    grammars.end()
+    until_gone(*ids)
+
+
+def test_a_mask_that_takes_too_long_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    row: Any = compiled(by_schema(SCHEMA))()
+    first = int(np.flatnonzero(masks_of(row))[0])
+    row.ask([first])
+    assert row.answer(60.0) is not None
+    assert row.advance(first)
+    process = row._process._id[0]
+    os.kill(process, signal.SIGSTOP)
+    row.ask([int(np.flatnonzero(row._masks[0])[0])])
+    assert row.answer(0.0) is None
+    monkeypatch.setattr(matcher, "MASK_SECONDS", 0.0)
+    with pytest.raises(ConfigError, match="takes more than 0 s"):
+        row.answer(60.0)
+    until_gone(process)
+
+
+def test_asking_elsewhere_gives_what_walking_here_does() -> None:
+    make = compiled(by_schema(SCHEMA))
+    tokens = tokenizer_of("plain").encode(ANSWER, add_special_tokens=False)
+    asking, walking = make(), make()
+    assert isinstance(asking, AsyncGrammar)
+    rng = np.random.default_rng(0)
+    place = 0
+    while place < len(tokens):
+        draft = [*tokens[place : place + 3], int(rng.integers(3, VOCAB)), 5]
+        asking.ask(draft)
+        found = asking.answer(60.0)
+        wanted = walk(walking, draft)
+        assert found is not None
+        assert np.array_equal(np.array(found), np.array(wanted))
+        for token in tokens[place : place + int(rng.integers(1, 5))]:
+            assert asking.advance(token)
+            assert walking.advance(token)
+            place += 1
+
+
+@given(st.lists(st.sampled_from([2, 3, 7]), min_size=1, max_size=4))
+def test_repeats_within_repeats_are_multiplied(counts: list[int]) -> None:
+    pattern = "a"
+    for count in counts:
+        pattern = f"(?:{pattern}{{{count}}}|[b{{9}}(]\\({{0,2}})"
+    assert repeats(f"{pattern}+") == math.prod(counts)

@@ -1,0 +1,100 @@
+"""Schemas that cost too much: they are refused, and no other client notices; the server ends in time whatever hangs."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+
+from eagle_mlx.serve.api import chat
+from eagle_mlx.serve.api.app import create_app
+from eagle_mlx.serve.api.model import Loaded
+from eagle_mlx.serve.api.server import Server, address, listen
+from eagle_mlx.serve.api.worker import Worker
+from eagle_mlx.serve.chat import matcher, structured
+from eagle_mlx.serve.chat.processes import Process
+from tests.serve.api.live import DEPTH, Live, engine, live, wide
+from tests.serve.chat.formats import by_schema
+
+CHAT = "/v1/chat/completions"
+HANGS = {"type": "integer", "multipleOf": 99999999}
+
+
+def asking(schema: Any, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "x"}]
+    return {"messages": messages, "max_tokens": 60, "response_format": by_schema(schema), **more}
+
+
+def test_a_schema_that_is_known_to_hang_is_refused_at_once(server: Live) -> None:
+    answer = server.http.post(CHAT, json=asking(HANGS))
+    assert answer.status_code == 400
+    assert "multipleOf 99999999 is too large" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "response_format.json_schema.schema"
+
+
+def test_a_schema_that_turns_out_to_hang_is_refused_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured, "too_much", lambda schema: None)
+    monkeypatch.setattr(matcher, "COMPILE_SECONDS", 2.0)
+    with live() as server, ThreadPoolExecutor(1) as pool:
+        hanging = pool.submit(server.http.post, CHAT, json=asking(HANGS))
+        while not hanging.done():
+            answer = server.http.post(CHAT, json=asking({"type": "boolean"}))
+            assert answer.status_code == 200
+            assert answer.json()["choices"][0]["message"]["content"] in ("true", "false")
+        assert hanging.result().status_code == 400
+        assert "was not compiled within 2 s" in hanging.result().json()["error"]["message"]
+
+
+def test_who_meets_a_limit_while_decoding_meets_it_alone() -> None:
+    """One pattern for all: the random model runs into the lexer's limit, and a bias lets it write what is allowed."""
+    pattern = {"type": "string", "pattern": ".{0,200}(a|e).{0,200}(t|s).{0,200}(red|blue)"}
+    with live() as server:
+        for seed in range(3):
+            answer = server.http.post(CHAT, json=asking(pattern, temperature=1.5, seed=seed))
+            assert answer.status_code == 500
+            assert "the grammar cannot be followed any further: lexer error" in answer.json()["error"]["message"]
+            loaded = server.service.worker.loaded
+            assert loaded is not None
+            tokens = loaded.tokenizer.encode('"atred"', add_special_tokens=False)
+            bias = {str(token): 100.0 for token in tokens}
+            good = asking(pattern, temperature=0, logit_bias=bias, max_tokens=1)
+            assert server.http.post(CHAT, json=good).status_code == 200
+
+
+def test_a_server_whose_threads_all_hang_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = Event()
+    monkeypatch.setattr(chat, "_prepare", lambda asked, loaded: over.wait(60))
+    made = Server(
+        create_app(wide(drain_seconds=0.1), Worker(lambda: Loaded(engine(), "ngram", DEPTH, {"temperature": 0.0})))
+    )
+    sock = listen("127.0.0.1", 0)
+    thread = Thread(target=made.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    server = Live(made, address(sock))
+    try:
+        server.until(lambda: server.service.ready)
+        with ThreadPoolExecutor(40) as pool:
+            asked = [pool.submit(server.http.post, CHAT, json=asking({})) for _ in range(40)]
+            server.until(lambda: server.service.queue == 40)
+            server.terminate()
+            server.until(lambda: not thread.is_alive(), seconds=30)
+            assert all(each.exception() is not None or each.result().status_code >= 400 for each in asked)
+    finally:
+        over.set()
+        server.http.close()
+        server.openai.close()
+        sock.close()
+
+
+def test_no_process_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Process] = []
+    fork, start = Process.fork, Process.start
+    monkeypatch.setattr(Process, "fork", lambda self: started.append(fork(self)) or started[-1])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(Process, "start", lambda: started.append(start()) or started[-1])  # type: ignore[func-returns-value]
+    with live() as server:
+        assert server.http.post(CHAT, json=asking({"type": "string", "maxLength": 5})).status_code == 200
+        assert len(started) == 3
+    server.until(lambda: not any(Path(f"/proc/{each._id[0]}").exists() for each in started))
