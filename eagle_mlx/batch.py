@@ -414,6 +414,8 @@ class Batch:
         """Let the finished rows leave; the last row moves into each gap."""
         ended = [index for index, row in enumerate(self.rows) if row.finish_reason]
         released = [self.rows[index] for index in ended]
+        for row in released:
+            row.grammar = None  # it may hold a process, and the row waits for whoever reads it
         if len(ended) == len(self.rows):
             self.rows = []
             return released

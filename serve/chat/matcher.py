@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from threading import Lock
+from threading import BoundedSemaphore, Lock
 from time import monotonic
 
 import mlx.core as mx
@@ -24,7 +24,10 @@ COMPILE_SECONDS = 5.0
 """Ordinary schemas take under 0.1 s, those of 64 KiB up to 1 s, on a machine with nothing else to do."""
 MASK_SECONDS = 10.0
 """Of the masks of one round; beyond them the row ends. Ordinary masks take under 10 ms."""
+_COMPILED_AT_ONCE = 4
+"""Grammars, each with a core and its memory."""
 _TOKENIZER_SECONDS = 60.0
+"""It takes 1 s for 49,152 tokens."""
 _LONGEST_REASON = 400
 
 
@@ -49,6 +52,7 @@ class MatcherServer:
             raise ConfigError("grammars need a token that ends the text, and this model has none")
         self._opening = ("open", backend.to_str(), size, known)
         self._starting = Lock()
+        self._compiling = BoundedSemaphore(_COMPILED_AT_ONCE)
         self._process: Process | None = None
         self.special: frozenset[int] = frozenset()
         """Tokens that grammars name by their ids: no text allows them."""
@@ -71,9 +75,10 @@ class MatcherServer:
         """schemas: those in the grammar. Raises ConfigError with the place and the reason."""
         where = ", ".join(where for where, _ in schemas)
         try:
-            process = self.start().fork()
-            process.ask("compile", grammar, schemas)
-            answer = process.answer(COMPILE_SECONDS)
+            with self._compiling:
+                process = self.start().fork()
+                process.ask("compile", grammar, schemas)
+                answer = process.answer(COMPILE_SECONDS)
         except ProcessEnded as e:
             raise ConfigError(
                 f"{where}: too complex: to compile it takes more than {MOST_MEMORY >> 20} MB of memory; simplify it"

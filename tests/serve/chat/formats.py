@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import string
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,8 @@ from tests.fakes import EMBEDDED_TARGET, TOKENIZER_FILES, tiny_target
 
 VOCAB = 4160
 """The models' vocabularies are wider than their tokenizers', as real ones are."""
+
+WIDE = 49_152
 
 _TURNS = """
 {%- for m in messages %}
@@ -147,3 +150,25 @@ def format_with_parser(parser: str) -> ChatFormat:
     """The format of a model whose calls one of mlx-lm's parsers reads."""
     target = tiny_target(layers=2)
     return ChatFormat.of(em.Target(target.model, tokenizer_of("qwen", parser=parser), name=parser))
+
+
+@cache
+def wide_tokenizer() -> TokenizerWrapper:
+    """49,152 tokens, as many models have: bytes, pairs and triples of letters, with a blank before them or without."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file in TOKENIZER_FILES:
+            shutil.copy(EMBEDDED_TARGET / file, Path(folder) / file)
+        path = Path(folder) / "tokenizer.json"
+        content = json.loads(path.read_text())
+        vocab, merges = dict(content["model"]["vocab"]), list(content["model"]["merges"])
+        letters = string.ascii_lowercase + string.ascii_uppercase
+        pairs = [(a, b) for a in ["\u0120", *letters] for b in letters]
+        pieces = [*pairs, *((a + b, c) for a, b in pairs for c in string.ascii_lowercase)]
+        for first, second in pieces:
+            if len(vocab) < WIDE and first in vocab and first + second not in vocab:
+                vocab[first + second] = len(vocab)
+                merges.append([first, second])
+        assert len(vocab) == WIDE
+        content["model"] |= {"vocab": vocab, "merges": merges}
+        path.write_text(json.dumps(content))
+        return load_tokenizer(Path(folder), {})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +15,20 @@ from eagle_mlx.params import SamplingParams
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.serve.chat import AnswerReader, ChatFormat, Grammars, ToolOffer
-from tests.serve.chat.formats import ANSWER, CALL, CLOCK, HELLO, SCHEMA, WEATHER, by_schema, target_of, tokenizer_of
+from tests.fakes import tiny_target
+from tests.serve.chat.formats import (
+    ANSWER,
+    CALL,
+    CLOCK,
+    HELLO,
+    SCHEMA,
+    WEATHER,
+    WIDE,
+    by_schema,
+    target_of,
+    tokenizer_of,
+    wide_tokenizer,
+)
 
 CASES = {
     "greedy": SamplingParams(max_tokens=400),
@@ -108,3 +123,33 @@ def test_schemas_that_are_too_complex_to_follow_fail_alone() -> None:
         engine.step()
     assert [row.finish_reason for row in rows] == ["error", "length"]
     assert "the grammar cannot be followed any further" in (rows[0].error or "")
+
+
+def test_a_mask_of_a_wide_vocabulary_holds_no_other_row_up() -> None:
+    """The process that finds it is stopped, as if it had much to do, and goes on when the other row has ended."""
+    target = em.Target(tiny_target(layers=2, vocab=WIDE).model, wide_tokenizer(), name="wide")
+    grammars = Grammars(ChatFormat.of(target), WIDE, [2])
+    params = SamplingParams(max_tokens=400, temperature=1.0, seed=4, grammar=grammars.grammar(by_schema(SCHEMA)))
+    wanted = em.Engine(target).generate([[5, 6]], params)[0]
+    assert wanted.finish_reason == "stop"
+    assert by_the_schema(wanted.text)
+    engine = em.Engine(target, NgramProposer(), FixedPolicy(2))
+    rows = [engine.prepare([5, 6], params), engine.prepare([7, 8], SamplingParams(max_tokens=60))]
+    for row in rows:
+        engine.submit(row)
+    while len(rows[0].tokens) < 3:
+        engine.step()
+    process = rows[0].grammar._process._id[0]  # type: ignore[union-attr]
+    os.kill(process, signal.SIGSTOP)
+    stopped_at = len(rows[0].tokens)
+    while not rows[1].finish_reason:
+        before = len(rows[1].tokens)
+        engine.step()
+        assert len(rows[1].tokens) > before
+    assert rows[0].slow
+    assert len(rows[0].tokens) <= stopped_at + 3
+    os.kill(process, signal.SIGCONT)
+    while not engine.idle:
+        engine.step()
+    assert rows[0].tokens == wanted.tokens
+    assert rows[1].tokens == em.Engine(target).generate([[7, 8]], SamplingParams(max_tokens=60))[0].tokens
