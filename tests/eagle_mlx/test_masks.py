@@ -82,7 +82,7 @@ def params_of(grammar: Any, kind: str, **more: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["llama", "qwen3_next", "mamba2", "lfm2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "mamba2", "lfm2", "gemma3_text", "gpt_oss"])
 def test_rows_that_sit_rounds_out_say_the_same_and_so_do_the_others(name: str, kind: str) -> None:
     mx.random.seed(1)
     target = em.Target(tiny_model(name))
@@ -104,7 +104,7 @@ def test_rows_that_sit_rounds_out_say_the_same_and_so_do_the_others(name: str, k
 
     alone = [em.Engine(target).generate([p], asked(g, -1, []))[0].tokens for p, g in requests]
     texts = [[*prompt, *text] for (prompt, _), text in zip(requests, alone, strict=True)]
-    drafting: list[Any] = [None, em.NgramProposer(), Guess(texts), Guess(texts, 0.0)]
+    drafting: list[Any] = [None, em.NgramProposer(), Guess(texts, vocab=96), Guess(texts, 0.0)]
     for proposer in drafting:
         made: list[LateSteps] = []
         engine = em.Engine(target, proposer, em.FixedPolicy(3), max_batch=4)

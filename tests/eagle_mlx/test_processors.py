@@ -40,8 +40,8 @@ class Guess:
     name = "guess"
     aux_layers: tuple[int, ...] = ()
 
-    def __init__(self, texts: list[list[int]], wrong: float = 0.3):
-        self.texts, self.wrong, self.rng = texts, wrong, np.random.default_rng(0)
+    def __init__(self, texts: list[list[int]], wrong: float = 0.3, vocab: int = VOCAB):
+        self.texts, self.wrong, self.vocab, self.rng = texts, wrong, vocab, np.random.default_rng(0)
 
     def bind(self, target: em.Target) -> None: ...
 
@@ -60,7 +60,9 @@ class GuessState:
         for row in self.rows:
             text = next((t for t in self.guess.texts if t[: len(row)] == row), [])
             known = (text[len(row) : len(row) + depth] + [0] * depth)[:depth]
-            tokens.append([int(rng.integers(VOCAB)) if rng.random() < self.guess.wrong else t for t in known])
+            tokens.append(
+                [int(rng.integers(self.guess.vocab)) if rng.random() < self.guess.wrong else t for t in known]
+            )
         lengths = rng.integers(depth // 2, depth + 1, len(tokens))
         return Draft(mx.array(tokens, mx.int32), mx.array(lengths, mx.int32))
 
