@@ -145,9 +145,7 @@ class Batch:
         return not (self.sampling.any_rejection or self.sampling.any_threshold)
 
     def may_decode(self) -> bool:
-        """Whether a round gives anything: some row does not wait for masks. Where all do, they are waited for a little,
-        so that whoever steps the engine can do other things between.
-        """
+        """Whether a round gives anything, now or after a short wait: not every row's masks are late."""
         return self.processors is None or self.processors.may_decode()
 
     @property
@@ -313,11 +311,10 @@ class Batch:
             return logits, self._judge_tree(logits, draft, draft.tree)
         positions = self._positions(logits.shape[1])
         reach = self.processors.reach if self.processors else None
-        if reach is None:
-            return logits, verify(logits, draft.tokens, draft.lengths, draft.probs, self.sampling, positions)
-        lengths = mx.minimum(draft.lengths, mx.maximum(reach, 0))
+        lengths = draft.lengths if reach is None else mx.minimum(draft.lengths, mx.maximum(reach, 0))
         verdict = verify(logits, draft.tokens, lengths, draft.probs, self.sampling, positions)
-        return logits, replace(verdict, accepted=mx.where(reach < 0, -1, verdict.accepted))
+        late = None if reach is None else replace(verdict, accepted=mx.where(reach < 0, -1, verdict.accepted))
+        return logits, late or verdict
 
     def _judge_tree(self, logits: mx.array, draft: Draft, tree: Tree) -> Verdict:
         branches = self.cache.lengths.branches
@@ -334,8 +331,8 @@ class Batch:
     def commit(self, verdict: Verdict, before: _Before | None = None) -> None:
         """Move each row on by what it keeps; the rest is rolled back by being behind its length.
 
-        What is kept of a tree lies between what is not, until the host knows which it is. Rows that sit the round out
-        (accepted is -1) stay as they were `before`.
+        What is kept of a tree lies between what is not, until the host knows which it is. Rows that sit the round out,
+        whose accepted count is -1, stay as they were `before`.
         """
         width = verdict.tokens.shape[1]
         self.last = mx.take_along_axis(verdict.tokens, mx.maximum(verdict.accepted, 0)[:, None], axis=1)
@@ -415,7 +412,7 @@ class Batch:
         ended = [index for index, row in enumerate(self.rows) if row.finish_reason]
         released = [self.rows[index] for index in ended]
         for row in released:
-            row.grammar = None  # it may hold a process, and the row waits for whoever reads it
+            row.grammar = None  # it may hold a process
         if len(ended) == len(self.rows):
             self.rows = []
             return released
