@@ -93,6 +93,7 @@ class Grammars:
         with self._lock:
             if self._server is not None:
                 self._server.end()
+            self._compiled.cache_clear()
 
     def _compile(self, text: str, places: Places) -> CompiledGrammar:
         return self.start().compile(text, places)
