@@ -45,7 +45,7 @@ def test_a_schema_that_turns_out_to_hang_is_refused_and_others_go_on(monkeypatch
             assert answer.status_code == 200
             assert answer.json()["choices"][0]["message"]["content"] in ("true", "false")
         assert hanging.result().status_code == 400
-        assert "was not compiled within 2 s" in hanging.result().json()["error"]["message"]
+        assert ": too complex: " in hanging.result().json()["error"]["message"]  # of time or of memory
 
 
 def test_who_meets_a_limit_while_decoding_meets_it_alone() -> None:
