@@ -26,7 +26,7 @@ def ask(row: Row, draft: Sequence[int]) -> None:
         try:
             row.grammar.ask(row.asked)
         except Exception as e:  # whatever a grammar raises is no other row's trouble
-            row.fail(f"the grammar failed: {e}")
+            row.fail_by_grammar(e)
 
 
 def collect(rows: Sequence[Row], drafts: Sequence[list[int]], logits: mx.array, patience: float) -> list[RowMasks]:
@@ -54,7 +54,7 @@ def may_decode(rows: Sequence[Row]) -> bool:
             if row.grammar.answer(patience) is not None:
                 return True
         except Exception as e:
-            row.fail(f"the grammar failed: {e}")
+            row.fail_by_grammar(e)
             return True
         patience = 0.0
     return False
@@ -69,7 +69,7 @@ def _found(row: Row, draft: list[int], seconds: float) -> RowMasks:
             return walk(row.grammar, text), len(draft)
         masks = row.grammar.answer(seconds)
     except Exception as e:
-        row.fail(f"the grammar failed: {e}")
+        row.fail_by_grammar(e)
         return [], len(draft)
     if masks is None:
         row.slow = True

@@ -36,6 +36,8 @@ class Output:
     """Prompt tokens that were not read again, because an earlier request began with them."""
     error: str | None = None
     """What went wrong with this request alone, where the finish reason is `error`."""
+    refused: bool = False
+    """Whether that is about what the request asked for, such as a grammar too complex to follow."""
 
     @property
     def acceptance_length(self) -> float:
@@ -62,6 +64,7 @@ class Output:
             lossless=row.params.lossless,
             cached_tokens=row.cached_tokens,
             error=row.error,
+            refused=row.refused,
         )
 
 

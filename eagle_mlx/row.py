@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from eagle_mlx.errors import ConfigError
 from eagle_mlx.params import Grammar, SamplingParams
 from eagle_mlx.streaming import IncrementalText
 
@@ -75,6 +76,8 @@ class Row:
     finish_reason: str | None = None
     """`stop`, `length`, `cancelled` or `error`; None while it decodes."""
     error: str | None = None
+    refused: bool = False
+    """Whether the error is about what the request asked for, and not about the engine."""
     cached_tokens: int = 0
     """Prompt tokens that an earlier request has left in the prefix cache."""
     overran: bool = False
@@ -111,10 +114,14 @@ class Row:
         self._count(drafted, min(taken, len(tokens) - 1))
         return taken
 
-    def fail(self, reason: str) -> None:
-        """End with an error, which is this row's alone."""
+    def fail(self, reason: str, refused: bool = False) -> None:
+        """End with an error, which is this row's alone. refused: whether what the request asked for cannot be had."""
         if self.finish_reason is None:
-            self.finish_reason, self.error = "error", reason
+            self.finish_reason, self.error, self.refused = "error", reason, refused
+
+    def fail_by_grammar(self, error: Exception) -> None:
+        """End because the grammar raised; a ConfigError says that it has become too complex to follow."""
+        self.fail(f"the grammar failed: {error}", refused=isinstance(error, ConfigError))
 
     @property
     def room(self) -> int:
@@ -148,7 +155,7 @@ class Row:
             else:
                 self.finish_reason = "stop"
         except Exception as e:  # whatever a grammar raises is no other row's trouble
-            self.fail(f"the grammar failed: {e}")
+            self.fail_by_grammar(e)
         return False
 
     def _count(self, drafted: int, accepted: int) -> None:

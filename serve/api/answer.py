@@ -15,8 +15,10 @@ from .service import Call
 
 def failure(outputs: Sequence[Output]) -> ApiError | None:
     """The error of the first row that ended with one."""
-    error = next((output.error for output in outputs if output.finish_reason == "error"), None)
-    return ApiError(500, error, code="generation_failed") if error is not None else None
+    failed = next((output for output in outputs if output.error is not None), None)
+    if failed is None:
+        return None
+    return ApiError(400 if failed.refused else 500, str(failed.error), code="generation_failed")
 
 
 def usage(outputs: Sequence[Output], answers: int) -> dict[str, Any]:

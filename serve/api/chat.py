@@ -39,7 +39,8 @@ async def chat_completions(request: Request) -> Response:
         raise ApiError(400, "max_tokens and max_completion_tokens differ; give one", "max_completion_tokens")
 
     async def prepare(_: Call) -> ChatAnswer:
-        return await in_thread(request, lambda: _prepare(asked, loaded))
+        forced = asked.tool_choice not in (None, "none", "auto")
+        return await in_thread(request, lambda: _prepare(asked, loaded), forced or asked.response_format is not None)
 
     return await respond(request, asked.answers, prepare, bool(asked.stream))
 

@@ -41,7 +41,7 @@ async def completions(request: Request) -> Response:
         raise ApiError(400, "max_tokens is 0, which asks for nothing without echo", "max_tokens")
 
     async def prepare(call: Call) -> CompletionAnswer:
-        answer = await in_thread(request, lambda: _prepare(asked, loaded))
+        answer = await in_thread(request, lambda: _prepare(asked, loaded), asked.response_format is not None)
         if asked.echo and asked.logprobs is not None:
             for prompt in answer.prompts:
                 prompt.scores = await call.service.worker.score(

@@ -92,13 +92,13 @@ async def opened(request: Request, kind: type[R]) -> tuple[R, Loaded]:
     return asked, loaded
 
 
-async def in_thread(request: Request, work: Callable[[], T]) -> T:
+async def in_thread(request: Request, work: Callable[[], T], has_schema: bool = False) -> T:
     """Do what may take a while, such as the encoding of a long prompt, beside the event loop.
 
     The body must have been read. What the library refuses comes back as ApiError 400.
     """
     try:
-        return await service_of(request).pools.encode(work, request.state.size, client_of(request))
+        return await service_of(request).pools.encode(work, request.state.size, client_of(request), has_schema)
     except EagleError as e:
         raise refused(e) from e
 

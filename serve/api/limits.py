@@ -34,6 +34,8 @@ class Limits:
     """Requests of so many bytes are long: they wait for each other, and nobody else waits for them."""
     short_threads: int = 4
     """Others that are encoded at once."""
+    schema_threads: int = 4
+    """Requests with a schema that are made ready at once; each may keep a core busy while it is compiled."""
     connections: int = 1000
     """Open at once. mlx-lm allows the process 2048 files at least; half of them are for the rest."""
     head_seconds: float = 60.0

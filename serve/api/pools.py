@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class Pools:
-    """A pool for each kind of work, so that short requests never wait for long ones.
+    """A pool for each kind of work, so that short requests never wait for long ones, nor for schemas.
 
     Long ones are taken one at a time: encoding megabytes keeps a core busy for seconds, and the engine needs one too.
-    Their clients take turns.
+    A schema may take seconds to compile, in a process of its own. Clients take turns for both.
     Work that has not begun when its request is cancelled never does.
     """
 
@@ -26,22 +26,27 @@ class Pools:
         self._reading = ThreadPoolExecutor(1, "reading")
         self._short = ThreadPoolExecutor(limits.short_threads, "short")
         self._long = ThreadPoolExecutor(1, "long")
-        self._turns = Turns()
+        self._schemas = ThreadPoolExecutor(limits.schema_threads, "schema")
+        self._long_turns, self._schema_turns = Turns(), Turns(limits.schema_threads)
 
     async def read(self, work: Callable[[], T], size: int) -> T:
         """Read a body of so many bytes; a short one at once, which takes less than to hand it over."""
         return await _in(self._reading, work) if size >= self._long_bytes else work()
 
-    async def encode(self, work: Callable[[], T], size: int, client: str) -> T:
+    async def encode(self, work: Callable[[], T], size: int, client: str, has_schema: bool = False) -> T:
         """Make a client's request of so many bytes ready to be decoded. Raises what `work` raises."""
-        if size < self._long_bytes:
+        if size >= self._long_bytes:
+            pool, turns = self._long, self._long_turns
+        elif has_schema:
+            pool, turns = self._schemas, self._schema_turns
+        else:
             return await _in(self._short, work)
-        async with self._turns.turn(client):
-            return await _in(self._long, work)
+        async with turns.turn(client):
+            return await _in(pool, work)
 
     def close(self) -> None:
         """Begin nothing more; what has begun is not waited for."""
-        for pool in (self._reading, self._short, self._long):
+        for pool in (self._reading, self._short, self._long, self._schemas):
             pool.shutdown(wait=False, cancel_futures=True)
 
 

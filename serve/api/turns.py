@@ -1,4 +1,4 @@
-"""One at a time, and clients one after the other."""
+"""A few at a time, and clients one after the other."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from contextlib import asynccontextmanager
 
 
 class Turns:
-    """A lock for which clients take turns: who has many that wait for it keeps nobody else waiting for them all.
+    """A semaphore for which clients take turns: who has many that wait for it keeps nobody else waiting for them all.
 
     Belongs to the event loop.
     """
 
-    def __init__(self) -> None:
-        self._taken = False
+    def __init__(self, at_once: int = 1) -> None:
+        self._free = at_once
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """By client, the one whose turn comes next first."""
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
         """Wait for a turn, and have it for as long as this context."""
-        if self._taken:
+        if self._free:
+            self._free -= 1
+        else:
             await self._wait(client)
-        self._taken = True
         try:
             yield
         finally:
@@ -41,7 +42,7 @@ class Turns:
             raise
 
     def _pass_on(self) -> None:
-        self._taken = False
+        """Give a turn that has ended to whoever is next, or to nobody."""
         while self._waiting:
             client = next(iter(self._waiting))
             line = self._waiting.pop(client)
@@ -49,6 +50,6 @@ class Turns:
             if line:
                 self._waiting[client] = line  # behind everybody else
             if not following.done():  # else its client has left
-                self._taken = True
                 following.set_result(None)
                 return
+        self._free += 1

@@ -195,7 +195,7 @@ class MatcherGrammar:
             self._masks, self._draft = [], []
 
 
-_FAILED = "the grammar cannot be followed any further"
+_FAILED = "it cannot be followed any further"
 
 
 def _ended() -> str:

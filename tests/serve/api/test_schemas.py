@@ -48,14 +48,28 @@ def test_a_schema_that_turns_out_to_hang_is_refused_and_others_go_on(monkeypatch
         assert ": too complex: " in hanging.result().json()["error"]["message"]  # of time or of memory
 
 
+def test_who_asks_for_no_schema_does_not_wait_for_those_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured, "too_much", lambda schema: None)
+    plain = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    with live() as server, ThreadPoolExecutor(6) as pool:
+        hanging = [pool.submit(server.http.post, CHAT, json=asking(HANGS)) for _ in range(6)]
+        server.until(lambda: server.service.queue == 6)
+        assert server.http.post(CHAT, json=plain).status_code == 200
+        assert not any(each.done() for each in hanging)
+        assert {each.result().status_code for each in hanging} == {400}
+
+
 def test_who_meets_a_limit_while_decoding_meets_it_alone() -> None:
     """One pattern for all: the random model runs into the lexer's limit, and a bias lets it write what is allowed."""
     pattern = {"type": "string", "pattern": ".{0,200}(a|e).{0,200}(t|s).{0,200}(red|blue)"}
     with live() as server:
         for seed in range(3):
             answer = server.http.post(CHAT, json=asking(pattern, temperature=1.5, seed=seed))
-            assert answer.status_code == 500
-            assert "the grammar cannot be followed any further: lexer error" in answer.json()["error"]["message"]
+            assert answer.status_code == 400
+            assert (
+                "the grammar failed: it cannot be followed any further: lexer error"
+                in answer.json()["error"]["message"]
+            )
             loaded = server.service.worker.loaded
             assert loaded is not None
             tokens = loaded.tokenizer.encode('"atred"', add_special_tokens=False)

@@ -122,7 +122,7 @@ def test_schemas_that_are_too_complex_to_follow_fail_alone() -> None:
     while not engine.idle:
         engine.step()
     assert [row.finish_reason for row in rows] == ["error", "length"]
-    assert "the grammar cannot be followed any further" in (rows[0].error or "")
+    assert "the grammar failed: it cannot be followed any further" in (rows[0].error or "")
 
 
 def test_a_mask_of_a_wide_vocabulary_holds_no_other_row_up() -> None:
