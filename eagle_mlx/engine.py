@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
+import mlx.core as mx
+
 from eagle_mlx.admission import Admission
 from eagle_mlx.bars import progress_bar
 from eagle_mlx.batch import Batch, Landing, Round
-from eagle_mlx.cache import check_cacheable
+from eagle_mlx.cache import RaggedCache, check_cacheable
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.intake import Prompt, make_row
 from eagle_mlx.output import Chunk, Output
@@ -88,6 +90,8 @@ class Engine:
         check_cacheable(target.model, max_batch, kv_bits)
         if proposer is not None:
             proposer.bind(target)
+            # Nothing of this is computed: hidden states that are not to be had are refused before the first prompt.
+            target.forward(mx.zeros((1, 2), mx.int32), RaggedCache.of(target.model, 1), proposer.aux_layers)
         self.target, self.proposer = target, proposer
         self.policy: Policy = policy or ThroughputPolicy()
         self._shape_policy = self.policy if isinstance(self.policy, ShapePolicy) else None

@@ -48,8 +48,6 @@ class HeadProposer:
         self.head.attach(target)
         if isinstance(self.head, nn.Module):
             place_one_by_one(self.head)
-        # Nothing of this is computed: it is refused here rather than with the first prompt.
-        target.forward(mx.zeros((1, 2), mx.int32), RaggedCache.of(target.model, 1), self.aux_layers)
         self._target = target
 
     def open(self, prompts: Sequence[Sequence[int]]) -> HeadState:

@@ -79,7 +79,11 @@ def test_hidden_states_that_are_none_are_refused(name: str, reason: str) -> None
         target.forward(mx.array([[1, 2]]), aux_layers=(0,))
     with pytest.raises(TargetError, match=f"models of type {name} cannot be read"):
         em.Engine(target, em.HeadProposer(tiny_head(target)))
-    em.Engine(target, em.NgramProposer())
+    reader = em.NgramProposer()
+    em.Engine(target, reader)
+    reader.aux_layers = (0,)
+    with pytest.raises(TargetError, match=f"models of type {name} cannot be read"):
+        em.Engine(target, reader)
 
 
 def test_a_layer_that_the_target_lacks_is_named() -> None:
