@@ -180,10 +180,10 @@ def draft_scores(
     return scores / _divisor(batch) + mx.where(batch.temperature[:, None, None] > 0, noise, 0.0)
 
 
-def doubt_of(logits: mx.array, batch: SamplingBatch) -> mx.array:
+def surprise_of(logits: mx.array, batch: SamplingBatch) -> mx.array:
     """Minus the logarithm of the likeliest token's chance at each row's temperature, 1 in greedy rows.
 
-    Filters are left out. logits: [B, n, Vd]. Returns [B, n], of their type: 0 where there is no doubt.
+    Filters are left out. logits: [B, n, Vd]. Returns [B, n], of their type: 0 where nothing else can come.
     """
     scores = logits if batch.all_greedy else logits / _divisor(batch)
     return mx.logsumexp(scores, axis=-1) - mx.max(scores, axis=-1)

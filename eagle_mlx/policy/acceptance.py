@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.plan import PLAIN, Abilities, Plan, RoundResult
 from eagle_mlx.policy.base import check_depth, check_share
 
 _START = 0.7
@@ -41,16 +41,23 @@ class AcceptancePolicy:
         if self.disable_at_rows is not None and self.disable_at_rows < 1:
             raise ConfigError(f"disable_at_rows must be an integer of at least 1, or None; got {self.disable_at_rows}")
 
-    def depth(self, rows: int) -> int:
+    @property
+    def wants_trees(self) -> bool:
+        return False
+
+    def plan(self, rows: int, can: Abilities) -> Plan:
         if self.disable_at_rows is not None and rows >= self.disable_at_rows:
-            return 0
+            return PLAIN
+        return Plan(self._depth())
+
+    def _depth(self) -> int:
         if self.rate < self.threshold:
             return min(1, self.k) if self._plain_rounds >= _PROBE_EVERY - 1 else 0
         if not self.adaptive or self.rate >= 0.8:
             return self.k
         return min(self.k, max(1, self.k - 2) if self.rate >= 0.5 else 1)
 
-    def observe(self, depth: int, drafted: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
-        self._plain_rounds = 0 if depth else self._plain_rounds + 1
-        if sum(drafted):
-            self.rate += self.alpha * (sum(accepted) / sum(drafted) - self.rate)
+    def observe(self, result: RoundResult) -> None:
+        self._plain_rounds = 0 if result.plan.depth else self._plain_rounds + 1
+        if sum(result.drafted):
+            self.rate += self.alpha * (sum(result.accepted) / sum(result.drafted) - self.rate)

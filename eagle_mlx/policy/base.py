@@ -1,141 +1,41 @@
-"""The protocol between a policy and the engine, what it may ask for, and the simplest policy."""
+"""The protocol between a policy and the engine, and the simplest policy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from eagle_mlx.errors import ConfigError
-
-Enough = Callable[[Sequence[float]], bool]
-"""Whether a chain is long enough; told, for each row, how likely it stands down to the token `BEHIND` the newest."""
-BEHIND = 2
-"""Draft tokens that are under way when the host asks, so that the device does not wait for the answer: they take about
-the time in which the host builds the verify.
-"""
-FLANK = 2
-"""Tokens beside one of an elastic chain, at most."""
-Beside = Callable[[int, Sequence[Sequence[float]]], int]
-"""How many tokens to draft beside a chain that has ended, told its length and all that `Enough` was told of it."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How far the elastic drafts of one round go."""
-
-    enough: Enough
-    beside: Beside | None = None
-    """None where only chains can be judged."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a round of elastic drafts."""
-
-    chances: Sequence[Sequence[float]]
-    """What `Enough` was told of each row, every time that it was asked."""
-    drafted: Sequence[int]
-    """Row by row, the tokens of the chain."""
-    accepted: Sequence[int]
-    """Those of them that were kept."""
-    beside: int = 0
-    """Tokens beside each chain."""
-    aside: Sequence[int | None] = ()
-    """Row by row, which of these was kept behind the chain's, by its number from 0 on, the likeliest first."""
-
-    @property
-    def depth(self) -> int:
-        return max(self.drafted)
-
-    @property
-    def kept(self) -> list[int]:
-        """Row by row, all draft tokens that were kept."""
-        aside = self.aside or [None] * len(self.accepted)
-        return [count + (number is not None) for count, number in zip(self.accepted, aside, strict=True)]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What to draft for each row: a chain of `depth` tokens, or a tree of more than that, at most so deep."""
-
-    depth: int
-    nodes: int
-    elastic: bool = False
-    """Whether a chain ends sooner where the policy says, while it is drafted, that it is long enough. What stands
-    beside it then is not counted in `nodes`."""
-
-    @classmethod
-    def chain(cls, depth: int) -> Shape:
-        return cls(depth, depth)
-
-    @property
-    def is_tree(self) -> bool:
-        return self.nodes > self.depth
-
-    def cut(self, most: int) -> Shape:
-        """The same where no row has a use for more than `most` tokens below one another."""
-        nodes = self.nodes if self.is_tree and most else min(self.nodes, most)
-        return Shape(min(self.depth, most), nodes, self.elastic and most > 0)
+from eagle_mlx.plan import Abilities, Plan, RoundResult
 
 
 class Policy(Protocol):
     """Asked before each round, told after it. One that learns serves one engine with one proposer."""
 
-    def depth(self, rows: int) -> int:
-        """Tokens to draft for each of `rows` rows in the next round; 0 decodes plainly.
+    @property
+    def wants_trees(self) -> bool:
+        """Whether it ever plans trees."""
+        ...
+
+    def plan(self, rows: int, can: Abilities) -> Plan:
+        """What to draft in the next round of `rows` rows.
 
         Asking changes nothing: while a plain round is under way the engine asks about the one after it, and starts
         that too if it is to be plain.
         """
         ...
 
-    def observe(self, depth: int, drafted: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
-        """A round has ended in which up to `depth` tokens were asked for each row.
-
-        drafted, accepted: row by row, the tokens that the proposer gave and those of them that the verify kept;
-        seconds: what the round took from the end of the one before it, drafting and the host's work between the two
-        included, reading prompts not.
-        """
-        ...
-
-
-@runtime_checkable
-class ShapePolicy(Policy, Protocol):
-    """A policy that may ask for more than chains of a depth that is known before."""
-
-    @property
-    def wants_trees(self) -> bool: ...
-
-    def shape(self, rows: int, trees: bool, elastic: bool = False) -> Shape:
-        """As `depth`; a tree, or an elastic chain, only where they can be had."""
-        ...
-
-    def observe_tree(self, shape: Shape, kept: Sequence[Sequence[int]], seconds: float) -> None:
-        """As `observe`, of a round with trees. kept: row by row, the draft tokens that were kept, by their numbers from
-        0 on, the likeliest first.
-        """
-        ...
-
-
-@runtime_checkable
-class ElasticPolicy(ShapePolicy, Protocol):
-    """A policy that may ask for elastic chains, and for tokens beside them."""
-
-    def limits(self, rows: int, trees: bool) -> Limits:
-        """For one round; with tokens beside the chain only where trees can be had."""
-        ...
-
-    def observe_elastic(self, outcome: Outcome, seconds: float) -> None:
-        """As `observe`, of a round of elastic drafts."""
+    def observe(self, result: RoundResult) -> None:
+        """A round has ended."""
         ...
 
 
 @dataclass(frozen=True)
 class FixedPolicy:
-    """Always k draft tokens. Raises ConfigError where k is not a whole number of at least 0."""
+    """Always the same plan. Raises ConfigError where a number is not a whole one of at least 0."""
 
     k: int
+    """Draft tokens of each row."""
     nodes: int = 0
     """Where it is more than k: tokens of a tree that is at most k deep, in place of a chain."""
 
@@ -143,20 +43,14 @@ class FixedPolicy:
         check_depth("k", self.k)
         check_depth("nodes", self.nodes)
 
-    def depth(self, rows: int) -> int:
-        return self.k
-
     @property
     def wants_trees(self) -> bool:
         return self.nodes > self.k > 0
 
-    def shape(self, rows: int, trees: bool, elastic: bool = False) -> Shape:
-        return Shape(self.k, self.nodes) if trees and self.wants_trees else Shape.chain(self.k)
+    def plan(self, rows: int, can: Abilities) -> Plan:
+        return Plan(self.k, self.nodes) if can.trees and self.wants_trees else Plan(self.k)
 
-    def observe(self, depth: int, drafted: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
-        """Nothing to learn."""
-
-    def observe_tree(self, shape: Shape, kept: Sequence[Sequence[int]], seconds: float) -> None:
+    def observe(self, result: RoundResult) -> None:
         """Nothing to learn."""
 
 

@@ -1,7 +1,7 @@
 """What every way to draft has in common: the protocol between a proposer and the engine.
 
 A proposer is shared by all batches; what it knows of a batch's rows lives in a state that it opens for them. Per round
-the engine calls `propose`, verifies, and calls `observe` with what the rows have become. A third party's proposer
+the engine calls `draft`, verifies, and calls `observe` with what the rows have become. A third party's proposer
 needs no base class, only these methods; `ngram.py` is the shortest example.
 """
 
@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
-from eagle_mlx.policy.base import Limits
+from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Target
 from eagle_mlx.tree import Tree
@@ -30,10 +30,9 @@ class Draft:
     probs: mx.array | None = None
     """[B, k, V] float32, the distributions that the tokens were drawn from; None where they were not drawn."""
     tree: Tree | None = None
-    """How the tokens hang together; None for chains. The likeliest come first, or a chain and then what is likeliest
-    beside it."""
-    chances: Sequence[Sequence[float]] = ()
-    """What `Enough` was told of each row, every time that it was asked."""
+    """How the tokens hang together; None for chains. The likeliest come first."""
+    confidences: Sequence[Sequence[float]] = ()
+    """Of early exits, as in `RoundResult`: the confidence of every row, for each time that the proposer looked."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,12 @@ class ProposerState(Protocol):
     def prefill(self, seen: Observation) -> None:
         """The target has read a chunk of the prompts that the state was opened with."""
 
-    def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        """Draft up to `depth` >= 1 tokens behind each row.
+    def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        """Draft what the plan asks for behind each row, or the nearest less that this proposer can; depth is >= 1.
+
+        Where `plan.stop_below` is given, a chain ends when the mean confidence of the rows falls below it, by the
+        proposer's own reckoning of the token `CONFIDENCE_LAG` before the newest. What has been drafted by then is kept:
+        to keep or drop a token for what it is would change what is emitted where tokens are drawn.
 
         `positions` [B] int32: the index in its sequence of each row's first draft token, which keys the noise.
         """
@@ -65,29 +68,6 @@ class ProposerState(Protocol):
 
     def remove(self, row: int) -> None:
         """A row leaves; the last one takes its place."""
-
-
-@runtime_checkable
-class Elastic(Protocol):
-    """What a state must have whose chains can end where the next token is not worth drafting."""
-
-    def propose_until(self, limits: Limits, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        """Draft until `limits.enough`, asked about each token `BEHIND` the newest, says so, or `depth`; then as many
-        tokens beside the chain as `limits.beside` says, if it is given and the state can; else as `propose`.
-
-        What has been drafted by then is kept: to keep or drop a token for what it is would change what is emitted where
-        tokens are drawn.
-        """
-        ...
-
-
-@runtime_checkable
-class Branching(Protocol):
-    """What a state must have that can draft trees."""
-
-    def propose_tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        """Draft `nodes` tokens behind each row, in a tree at most `depth` deep; else as `propose`."""
-        ...
 
 
 @runtime_checkable
@@ -118,6 +98,10 @@ class Proposer(Protocol):
     @property
     def aux_layers(self) -> tuple[int, ...]:
         """Target layers, counted from 0, whose outputs `observe` needs."""
+
+    @property
+    def abilities(self) -> Abilities:
+        """What its drafts can be beside chains of a depth that is known before."""
 
     def bind(self, target: Target) -> None:
         """Called once, when the engine is built. Raises an EagleError where the target does not fit."""

@@ -1,4 +1,4 @@
-"""A chain of draft tokens: drawn one after the other, for as long as the next one is worth it."""
+"""A chain of draft tokens, drawn one after the other, and its early exit."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import cast
 
 import mlx.core as mx
 
-from eagle_mlx.policy.base import BEHIND, Beside, Enough
+from eagle_mlx.plan import CONFIDENCE_LAG
 from eagle_mlx.proposers.base import Draft
-from eagle_mlx.proposers.growth import flanked
-from eagle_mlx.sampling import SamplingBatch, doubt_of, draft_sample, draft_scores
-from eagle_mlx.tree import Tree
+from eagle_mlx.sampling import SamplingBatch, surprise_of, draft_sample, draft_scores
 
 Forward = Callable[[mx.array | None], mx.array]
 """The chain's newest tokens [B, 1], None before the first -> logits [B, 1, Vd] of what follows."""
@@ -34,10 +32,10 @@ class Draws:
         self._probs += [] if q is None else [q]
         return token
 
-    def draft(self, tokens: list[mx.array], lengths: mx.array, gauge: Gauge | None = None) -> Draft:
+    def draft(self, tokens: list[mx.array], lengths: mx.array, exits: EarlyExit | None = None) -> Draft:
         """What was drawn, as far as the chain goes."""
         probs = mx.concatenate(self._probs[: len(tokens)], axis=1) if self._probs else None
-        return Draft(mx.concatenate(tokens, axis=1), lengths, probs, chances=gauge.chances if gauge else ())
+        return Draft(mx.concatenate(tokens, axis=1), lengths, probs, confidences=exits.confidences if exits else ())
 
 
 class Scores:
@@ -64,51 +62,46 @@ class Scores:
         return mx.concatenate(self._levels, axis=1)
 
 
-class Gauge:
-    """Reads, while a chain is drafted, how likely it is to stand by the proposer's own reckoning.
+class EarlyExit:
+    """Looks, while a chain is drafted, at how likely it is to be kept, by the proposer's own reckoning.
 
-    That is the product of the chances of the likeliest tokens, whatever was drawn.
+    A token's confidence is the product of the chances of the likeliest tokens down to it, whatever was drawn.
     """
 
-    def __init__(self, enough: Enough, sampling: SamplingBatch):
-        self._enough, self._sampling = enough, sampling
-        self._doubts: list[mx.array] = []
-        self.chances: list[list[float]] = []
-        """What it was told of each row, every time that it was asked."""
+    def __init__(self, stop_below: float, sampling: SamplingBatch):
+        self._stop_below, self._sampling = stop_below, sampling
+        self._surprises: list[mx.array] = []
+        """By token, the negative logarithm of its confidence, [B, 1]."""
+        self.confidences: list[list[float]] = []
+        """As in `Draft`."""
 
     def add(self, logits: mx.array) -> mx.array:
-        """Take the next token's logits [B, 1, Vd] into account: the doubts down to it, [B, 1], not computed yet."""
-        doubt = doubt_of(logits, self._sampling)
-        self._doubts.append(self._doubts[-1] + doubt if self._doubts else doubt)
-        return self._doubts[-1]
+        """Take the next token's logits [B, 1, Vd] into account; returns what is to be computed for it, [B, 1]."""
+        surprise = surprise_of(logits, self._sampling)
+        self._surprises.append(self._surprises[-1] + surprise if self._surprises else surprise)
+        return self._surprises[-1]
 
-    def stops(self) -> bool:
-        """Whether the chain is to end with the tokens that it has."""
-        known = len(self._doubts) - BEHIND
+    @property
+    def is_due(self) -> bool:
+        """Whether the chain is to end with the tokens that it has. Waits for the device, CONFIDENCE_LAG tokens back."""
+        known = len(self._surprises) - CONFIDENCE_LAG
         if known <= 0:
             return False
-        doubts = cast(list[list[float]], self._doubts[known - 1].tolist())
-        self.chances.append([exp(-doubt) for (doubt,) in doubts])
-        return self._enough(self.chances[-1])
+        surprises = cast(list[list[float]], self._surprises[known - 1].tolist())
+        self.confidences.append([exp(-surprise) for (surprise,) in surprises])
+        return sum(self.confidences[-1]) < self._stop_below * len(surprises)
 
 
-def draw_chain(depth: int, forward: Forward, draw: Draw, gauge: Gauge | None = None) -> list[mx.array]:
-    """The tokens of a chain, [B, 1] int32 each in the target's ids: `depth` of them, or fewer where the gauge stops.
+def draw_chain(depth: int, forward: Forward, draw: Draw, exits: EarlyExit | None = None) -> list[mx.array]:
+    """The tokens of a chain, [B, 1] int32 each in the target's ids: `depth` of them, or fewer where it exits early.
 
     The device drafts while the host builds the next step.
     """
     tokens: list[mx.array] = []
     for step in range(depth):
-        if gauge is not None and gauge.stops():
+        if exits is not None and exits.is_due:
             break
         logits = forward(tokens[-1] if tokens else None)
         tokens.append(draw(logits, step))
-        mx.async_eval(tokens[-1], *([] if gauge is None else [gauge.add(logits)]))
+        mx.async_eval(tokens[-1], *([] if exits is None else [exits.add(logits)]))
     return tokens
-
-
-def flank(chain: list[mx.array], scores: Scores, gauge: Gauge, beside: Beside) -> tuple[mx.array, Tree | None]:
-    """The tokens of a chain that has ended and of what `beside` wants beside it, and their tree, where that is any."""
-    tokens = mx.concatenate(chain, axis=1)
-    more = beside(tokens.shape[1], gauge.chances)
-    return flanked(tokens, scores.levels, more, scores.token_ids) if more else (tokens, None)

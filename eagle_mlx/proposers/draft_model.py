@@ -10,9 +10,9 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, check_cacheable
 from eagle_mlx.errors import TargetError
-from eagle_mlx.policy.base import Limits
+from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
-from eagle_mlx.proposers.chain import Draw, Draws, Gauge, Scores, draw_chain, flank
+from eagle_mlx.proposers.chain import Draw, Draws, EarlyExit, Scores, draw_chain
 from eagle_mlx.proposers.growth import beside
 from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Target
@@ -30,6 +30,7 @@ class DraftModelProposer:
 
     name = "draft"
     aux_layers: tuple[int, ...] = ()
+    abilities = Abilities(trees=True, early_exit=True)
 
     def __init__(self, draft: Target):
         check_cacheable(draft.model)
@@ -82,28 +83,18 @@ class DraftModelState:
     def prefill(self, seen: Observation) -> None:
         """The prompts were read when the state was opened."""
 
-    def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        return self._drawn(depth, sampling, positions)
-
-    def propose_until(self, limits: Limits, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        gauge = Gauge(limits.enough, sampling)
-        if limits.beside is None:
-            return self._drawn(depth, sampling, positions, gauge)
-        scores = Scores(sampling, positions, self.proposer.vocab_size)
-        tokens, tree = flank(self._chain(depth, scores, gauge), scores, gauge, limits.beside)
-        if tree is not None:
-            self._reread()
-        return Draft(tokens, self._counts(tokens.shape[1]), tree=tree, chances=gauge.chances)
-
-    def _drawn(self, depth: int, sampling: SamplingBatch, positions: mx.array, gauge: Gauge | None = None) -> Draft:
+    def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        if plan.is_tree:
+            return self._tree(plan.depth, plan.nodes, sampling, positions)
+        exits = EarlyExit(plan.stop_below, sampling) if plan.stop_below is not None else None
         draws = Draws(sampling, positions, self.proposer.vocab_size)
-        tokens = self._chain(depth, draws, gauge)
-        return draws.draft(tokens, self._counts(len(tokens)), gauge)
+        tokens = self._chain(plan.depth, draws, exits)
+        return draws.draft(tokens, self._counts(len(tokens)), exits)
 
     def _counts(self, drafted: int) -> mx.array:
         return mx.full((len(self.texts),), drafted, mx.int32)
 
-    def _chain(self, depth: int, draw: Draw, gauge: Gauge | None = None) -> list[mx.array]:
+    def _chain(self, depth: int, draw: Draw, exits: EarlyExit | None = None) -> list[mx.array]:
         self._unread_newest()
         first = self._read([list(text.unread) for text in self.texts])
         committed = self.cache.save()
@@ -115,7 +106,7 @@ class DraftModelState:
                 self.cache.advance(1)
             return _fitted(logits, self.proposer.vocab_size)
 
-        tokens = draw_chain(depth, forward, draw, gauge)
+        tokens = draw_chain(depth, forward, draw, exits)
         self.cache.restore(committed)
         for text in self.texts:
             text.guessed = len(tokens) - 1
@@ -130,16 +121,12 @@ class DraftModelState:
             self.cache.advance(-mx.array(back, mx.int32), at_most=0)
             self._settle()
 
-    def _reread(self) -> None:
-        """Read again whatever is kept of the draft: it may leave the chain that was read."""
-        for text in self.texts:
-            text.guessed = 0
-
-    def propose_tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+    def _tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
         """A chain of the likeliest tokens, and beside each of them the likeliest others."""
         scores = Scores(sampling, positions, self.proposer.vocab_size)
         self._chain(depth, scores)
-        self._reread()
+        for text in self.texts:
+            text.guessed = 0  # what is kept may leave the chain that was read
         tokens, tree = beside(scores.levels, nodes, max(2, -(-nodes // depth)), None)
         return Draft(tokens, self._counts(nodes), tree=tree)
 

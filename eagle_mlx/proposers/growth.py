@@ -14,7 +14,6 @@ import mlx.core as mx
 from eagle_mlx import fastmath
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.policy.base import FLANK
 from eagle_mlx.tree import Branches, Tree
 
 _LEAST = -50.0
@@ -107,23 +106,6 @@ def beside(scores: mx.array, nodes: int, children: int, token_ids: mx.array | No
     tokens = _in_target(along.ids, token_ids)
     pool = Nodes(tokens.reshape(rows, -1), along.joint.reshape(rows, -1), mx.repeat(above, count, axis=1), places)
     return best_of([pool], nodes, levels)
-
-
-def flanked(chain: mx.array, scores: mx.array, nodes: int, token_ids: mx.array | None) -> tuple[mx.array, Tree]:
-    """A chain, and behind it what is likeliest beside it, `nodes` tokens or as many as there are.
-
-    chain: [B, levels] int32, the likeliest by scores, in the target's ids; scores: as of `Along.of`. Returns tokens
-    [B, levels + nodes] and their tree.
-    """
-    rows, levels = chain.shape
-    along = Along.of(scores, FLANK + 1)
-    count = along.ids.shape[-1]
-    others = mx.where(mx.arange(count) == along.best[..., None], -mx.inf, along.joint).reshape(rows, -1)
-    picked = mx.argsort(-others, axis=1)[:, : min(nodes, levels * (count - 1))]
-    tokens = _in_target(mx.take_along_axis(along.ids.reshape(rows, -1), picked, axis=1), token_ids)
-    above = mx.broadcast_to(mx.arange(levels, dtype=mx.int32), chain.shape)
-    parents = mx.concatenate([above, (picked // count).astype(mx.int32)], axis=1)
-    return mx.concatenate([chain, tokens], axis=1), Tree(parents, levels)
 
 
 def grow(

@@ -13,9 +13,9 @@ from eagle_mlx.errors import HeadError
 from eagle_mlx.formats import check_fit
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.mtp import MTPHead
-from eagle_mlx.policy.base import Limits
+from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
-from eagle_mlx.proposers.chain import Draw, Draws, Gauge, Scores, draw_chain, flank
+from eagle_mlx.proposers.chain import Draw, Draws, EarlyExit, Scores, draw_chain
 from eagle_mlx.proposers.growth import Spread, beside, grow
 from eagle_mlx.rope import place_one_by_one
 from eagle_mlx.sampling import SamplingBatch
@@ -32,6 +32,8 @@ class HeadProposer:
     @property
     def name(self) -> str:
         return "mtp" if isinstance(self.head, MTPHead) else "eagle"
+
+    abilities = Abilities(trees=True, early_exit=True)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -189,26 +191,15 @@ class HeadState:
     def _forward(self, tokens: mx.array, features: mx.array) -> mx.array:
         return self.head(self.head.embed(tokens), features, self.cache)
 
-    def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        return self._drawn(depth, sampling, positions)
-
-    def propose_until(self, limits: Limits, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        gauge = Gauge(limits.enough, sampling)
-        if limits.beside is None:
-            return self._drawn(depth, sampling, positions, gauge)
-        scores = self._scores(sampling, positions)
-        tokens, tree = flank(self._chain(depth, scores, gauge), scores, gauge, limits.beside)
-        return Draft(tokens, self._counts(tokens.shape[1]), tree=tree, chances=gauge.chances)
-
-    def _scores(self, sampling: SamplingBatch, positions: mx.array) -> Scores:
-        return Scores(sampling, positions, self.target.vocab_size, self.head.token_ids)
-
-    def _drawn(self, depth: int, sampling: SamplingBatch, positions: mx.array, gauge: Gauge | None = None) -> Draft:
+    def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        if plan.is_tree:
+            return self._tree(plan.depth, plan.nodes, sampling, positions)
+        exits = EarlyExit(plan.stop_below, sampling) if plan.stop_below is not None else None
         draws = Draws(sampling, positions, self.target.vocab_size, self.head.token_ids)
-        tokens = self._chain(depth, draws, gauge)
-        return draws.draft(tokens, self._counts(len(tokens)), gauge)
+        tokens = self._chain(plan.depth, draws, exits)
+        return draws.draft(tokens, self._counts(len(tokens)), exits)
 
-    def _chain(self, depth: int, draw: Draw, gauge: Gauge | None = None) -> list[mx.array]:
+    def _chain(self, depth: int, draw: Draw, exits: EarlyExit | None = None) -> list[mx.array]:
         self._read_pending()
         committed = self.cache.lengths.save()
         hidden = self._hidden
@@ -220,7 +211,7 @@ class HeadState:
                 self.cache.lengths.advance(1)
             return self.head.logits(hidden)
 
-        tokens = draw_chain(depth, forward, draw, gauge)
+        tokens = draw_chain(depth, forward, draw, exits)
         self.cache.lengths.restore(committed)
         return tokens
 
@@ -228,8 +219,8 @@ class HeadState:
         """[B] int32: what each row has drafted, nothing where nothing was read."""
         return mx.array([drafted if length else 0 for length in self._lengths], mx.int32)
 
-    def propose_tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        scores = self._scores(sampling, positions)
+    def _tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        scores = Scores(sampling, positions, self.target.vocab_size, self.head.token_ids)
         spread = Spread.of(nodes, depth)
         if spread.width == 1:
             self._chain(depth, scores)

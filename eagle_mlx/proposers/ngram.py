@@ -9,6 +9,7 @@ from itertools import islice
 import mlx.core as mx
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
 from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Target
@@ -71,6 +72,7 @@ class NgramProposer:
 
     name = "ngram"
     aux_layers: tuple[int, ...] = ()
+    abilities = Abilities(trees=True)
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1, prompt_lookup: bool = True):
         if not 1 <= min_ngram <= max_ngram:
@@ -106,22 +108,25 @@ class NgramState:
     def __init__(self, rows: list[NgramIndex]):
         self.rows = rows
 
-    def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+    def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        return self._tree(plan) if plan.is_tree else self._chain(plan.depth)
+
+    def _chain(self, depth: int) -> Draft:
         found = [row.lookup(depth) for row in self.rows]
         width = max(map(len, found))  # the target need not read more
         padded = mx.array([tokens + [0] * (width - len(tokens)) for tokens in found], mx.int32)
         return Draft(padded.reshape(len(found), width), mx.array([len(tokens) for tokens in found], mx.int32))
 
-    def propose_tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        grown = [merged(islice(row.matches(depth), _BRANCHES), nodes) for row in self.rows]
+    def _tree(self, plan: Plan) -> Draft:
+        grown = [merged(islice(row.matches(plan.depth), _BRANCHES), plan.nodes) for row in self.rows]
         width = max(len(tokens) for tokens, _ in grown)
         if not width:
-            return self.propose(depth, sampling, positions)
+            return self._chain(plan.depth)
         tokens, parents = (
             mx.array([tree[part] + [0] * (width - len(tree[part])) for tree in grown], mx.int32) for part in (0, 1)
         )
         lengths = mx.array([len(tokens) for tokens, _ in grown], mx.int32)
-        return Draft(tokens, lengths, tree=Tree(parents, depth))
+        return Draft(tokens, lengths, tree=Tree(parents, plan.depth))
 
     def prefill(self, seen: Observation) -> None:
         """The prompts were indexed when the state was opened."""

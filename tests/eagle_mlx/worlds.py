@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from eagle_mlx.policy import Outcome, Policy, Shape, ThroughputPolicy
-from eagle_mlx.policy.base import BEHIND
+from eagle_mlx.plan import CONFIDENCE_LAG, Abilities, Plan, RoundResult
+from eagle_mlx.policy import Policy, ThroughputPolicy
 
 Cost = Callable[[int, int], float]
+CHAINS, EARLY_EXITS = Abilities(), Abilities(early_exit=True)
 
 
 @dataclass
@@ -30,14 +31,15 @@ class World:
         """The depths chosen, and the seconds and tokens of it all."""
         depths, clock, tokens = [], 0.0, 0
         for _ in range(rounds):
-            depth = policy.depth(rows)
-            assert policy.depth(rows) == depth  # asking changes nothing
+            plan = policy.plan(rows, CHAINS)
+            assert policy.plan(rows, CHAINS) == plan  # asking changes nothing
+            depth = plan.depth
             kept = [int(np.cumprod(self.rng.random(depth) < self.chance).sum()) for _ in range(rows)]
             seconds = self.cost(rows, depth) * max(0.2, self.rng.normal(1, self.noise))
             seconds *= 20 if self.rng.random() < 0.01 else 1  # something else had the machine
             seconds *= self.busy if self.rounds // 50 % 2 else 1
             self.rounds += 1
-            policy.observe(depth, [depth] * rows, kept, seconds)
+            policy.observe(result(plan, [depth] * rows, kept, seconds))
             depths.append(depth)
             clock += self.cost(rows, depth)
             tokens += rows + sum(kept)
@@ -68,74 +70,36 @@ class Moods(World):
     """That logarithm."""
     turning: float = 0.0
     """How much longer a round takes behind one of another shape, as a share."""
-    beside: float = 0.0
-    """How many of the tokens that a chain gets wrong are right beside it, at two nodes a level."""
-    node: float = 0.1
-    """Seconds of a token beside an elastic chain, for each row."""
-    flanked: int = 0
-    """Rounds with tokens beside elastic chains."""
 
-    def draft(
-        self, policy: ThroughputPolicy, rounds: int, rows: int = 1, trees: bool = False
-    ) -> tuple[list[Shape], float]:
-        """The shapes chosen, and the tokens per second."""
-        shapes: list[Shape] = []
+    def draft(self, policy: ThroughputPolicy, rounds: int, rows: int = 1) -> tuple[list[Plan], float]:
+        """The plans chosen, and the tokens per second."""
+        plans: list[Plan] = []
         clock, tokens = 0.0, 0
         for _ in range(rounds):
-            shape = policy.shape(rows, trees, elastic=True)
-            assert policy.shape(rows, trees, elastic=True) == shape  # asking changes nothing
+            plan = policy.plan(rows, EARLY_EXITS)
+            assert policy.plan(rows, EARLY_EXITS) == plan  # asking changes nothing
             truth = [self.chance if self.rng.random() < 0.5 else self.hard for _ in range(rows)]
             middle = (self.chance + self.hard) / 2
             claimed = [middle + self.insight * (chance - middle) for chance in truth]
-            depth, asked, chances, beside = shape.depth, 0, list[list[float]](), 0
-            if shape.elastic:
-                limits, depth = policy.limits(rows, trees), min(BEHIND + 1, shape.depth)
-                while depth < shape.depth:
-                    asked += 1
-                    chances.append([claim**asked for claim in claimed])
-                    if limits.enough(chances[-1]):
+            depth, confidences = plan.depth, list[list[float]]()
+            if plan.stop_below is not None:
+                depth = min(CONFIDENCE_LAG + 1, plan.depth)
+                while depth < plan.depth:
+                    confidences.append([claim ** (len(confidences) + 1) for claim in claimed])
+                    if sum(confidences[-1]) < plan.stop_below * rows:
                         break
                     depth += 1
-                beside = limits.beside(depth, chances) if limits.beside else 0
-                assert trees or not beside
-            self.flanked += beside > 0
-            crowd = shape.nodes / depth if shape.is_tree else 1.0
-            wide = min(1.0, crowd - 1) * self.beside
-            kept = [int(np.cumprod(self.rng.random(depth) < c + (1 - c) * wide).sum()) for c in truth]
-            aside = (
-                [self.sibling(claim, depth, count, beside) for claim, count in zip(claimed, kept, strict=True)]
-                if beside
-                else []
-            )
-            seconds = self.cost(rows, shape.nodes if shape.is_tree else depth) + self.waiting * asked
-            seconds += self.node * rows * beside
-            seconds *= 1 + self.turning if shapes and shape != shapes[-1] else 1
+            kept = [int(np.cumprod(self.rng.random(depth) < chance).sum()) for chance in truth]
+            seconds = self.cost(rows, depth) + self.waiting * len(confidences)
+            seconds *= 1 + self.turning if plans and alike(plan) != alike(plans[-1]) else 1
             measured = seconds * max(0.2, self.rng.normal(1, self.noise)) * (20 if self.rng.random() < 0.01 else 1)
             if self.swing:
                 self.weather = 0.99 * self.weather + self.swing * math.sqrt(1 - 0.99**2) * self.rng.normal()
                 measured *= math.exp(self.weather)
-            if shape.is_tree:
-                policy.observe_tree(shape, [[int(level * crowd) for level in range(count)] for count in kept], measured)
-            elif shape.elastic:
-                policy.observe_elastic(Outcome(chances, [depth] * rows, kept, beside, aside), measured)
-                tokens += sum(number is not None for number in aside)
-            else:
-                policy.observe(depth, [depth] * rows, kept, measured)
-            shapes.append(shape)
+            policy.observe(result(plan, [depth] * rows, kept, measured, confidences=confidences))
+            plans.append(plan)
             clock, tokens = clock + seconds, tokens + rows + sum(kept)
-        return shapes, tokens / clock
-
-    def sibling(self, claim: float, depth: int, kept: int, count: int) -> int | None:
-        """Which of `count` tokens beside a chain is right that failed behind `kept` of its `depth`."""
-        if kept == depth or not count:
-            return None
-        doubts = [
-            (claim**place * (1 - claim) * 0.5**number, place, number) for place in range(depth) for number in (1, 2)
-        ]
-        ranks = [(place, number) for _, place, number in sorted(doubts, reverse=True)][:count]
-        right = self.rng.random()
-        number = 1 if right < self.beside else 2 if right < 1.4 * self.beside else 3
-        return ranks.index((kept, number)) if (kept, number) in ranks else None
+        return plans, tokens / clock
 
     def fastest(self, rows: int, most: int = 8) -> float:
         """Tokens per second of the best fixed depth up to `most`."""
@@ -149,28 +113,46 @@ class Forest(World):
 
     gain: float = 0.5
 
-    def expected(self, shape: Shape) -> float:
-        if not shape.is_tree:
-            return sum(self.chance**i for i in range(shape.depth + 1))
-        return 1 + sum(self.gain / (i + 1) for i in range(shape.nodes))
+    def expected(self, plan: Plan) -> float:
+        if not plan.is_tree:
+            return sum(self.chance**i for i in range(plan.depth + 1))
+        return 1 + sum(self.gain / (i + 1) for i in range(plan.nodes))
 
-    def grow(
-        self, policy: ThroughputPolicy, rounds: int, rows: int = 1, trees: bool = True
-    ) -> tuple[list[Shape], float]:
-        """The shapes chosen, and the tokens per second."""
-        shapes, clock, tokens = [], 0.0, 0.0
+    def grow(self, policy: Policy, rounds: int, rows: int = 1, trees: bool = True) -> tuple[list[Plan], float]:
+        """The plans chosen, and the tokens per second."""
+        plans, clock, tokens = [], 0.0, 0.0
         for _ in range(rounds):
-            shape = policy.shape(rows, trees)
-            assert policy.shape(rows, trees) == shape  # asking changes nothing
-            seconds = self.cost(rows, shape.nodes)
+            plan = policy.plan(rows, Abilities(trees=trees))
+            assert policy.plan(rows, Abilities(trees=trees)) == plan  # asking changes nothing
+            seconds = self.cost(rows, plan.size)
             measured = seconds * max(0.2, self.rng.normal(1, self.noise))
-            if shape.is_tree:
-                kept = [[i for i in range(shape.nodes) if self.rng.random() < self.gain / (i + 1)] for _ in range(rows)]
-                policy.observe_tree(shape, kept, measured)
+            if plan.is_tree:
+                kept = [[i for i in range(plan.nodes) if self.rng.random() < self.gain / (i + 1)] for _ in range(rows)]
+                accepted = [len(path) for path in kept]
+                policy.observe(result(plan, [plan.depth] * rows, accepted, measured, paths=kept))
             else:
-                depth = shape.depth
+                depth = plan.depth
                 accepted = [int(np.cumprod(self.rng.random(depth) < self.chance).sum()) for _ in range(rows)]
-                policy.observe(depth, [depth] * rows, accepted, measured)
-            shapes.append(shape)
-            clock, tokens = clock + seconds, tokens + rows * self.expected(shape)
-        return shapes, tokens / clock
+                policy.observe(result(plan, [depth] * rows, accepted, measured))
+            plans.append(plan)
+            clock, tokens = clock + seconds, tokens + rows * self.expected(plan)
+        return plans, tokens / clock
+
+
+def alike(plan: Plan) -> tuple[int, int, bool]:
+    """What a plan drafts, wherever its chain ends."""
+    return plan.depth, plan.nodes, plan.stop_below is not None
+
+
+def result(
+    plan: Plan,
+    drafted: Sequence[int],
+    accepted: Sequence[int],
+    seconds: float,
+    paths: Sequence[Sequence[int]] = (),
+    confidences: Sequence[Sequence[float]] = (),
+) -> RoundResult:
+    """A round of rows that go on."""
+    return RoundResult(
+        plan, drafted, accepted, [kept + 1 for kept in accepted], seconds, paths=paths, confidences=confidences
+    )

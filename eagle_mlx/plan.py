@@ -1,0 +1,81 @@
+"""What a round is to draft and what it came to: two values of plain numbers, which can be logged, replayed and sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+CONFIDENCE_LAG = 2
+"""An early exit looks at the confidence of the token so many before the newest: the device drafts those meanwhile, so
+that it does not wait for the host."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the next round drafts for each row: nothing, a chain, or a tree."""
+
+    depth: int
+    """Tokens of a chain, or levels of a tree; 0 decodes plainly."""
+    nodes: int = 0
+    """Tokens of a tree; a chain where they are not more than `depth`."""
+    stop_below: float | None = None
+    """A chain ends early where its confidence falls below this; None drafts all of it."""
+
+    @property
+    def is_tree(self) -> bool:
+        return self.nodes > self.depth > 0
+
+    @property
+    def size(self) -> int:
+        """Draft tokens that the target reads."""
+        return self.nodes if self.is_tree else self.depth
+
+    def cut(self, most: int) -> Plan:
+        """The same where no row has a use for more than `most` tokens below one another."""
+        if most >= self.depth:
+            return self
+        return Plan(most, self.nodes if self.is_tree else 0, self.stop_below if most else None) if most > 0 else PLAIN
+
+
+PLAIN = Plan(0)
+"""A round in which nothing is drafted."""
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What proposer and rows allow in the next round."""
+
+    trees: bool = False
+    early_exit: bool = False
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What a round came to, row by row."""
+
+    plan: Plan
+    """What was drafted by, cut to what the rows had a use for."""
+    drafted: Sequence[int]
+    """Draft tokens of a chain, levels of a tree."""
+    accepted: Sequence[int]
+    """Draft tokens that the verify kept."""
+    taken: Sequence[int]
+    """Tokens that the row took, the bonus token included: fewer than the verify gave where the row ended."""
+    seconds: float
+    """From the end of what came before it; drafting and the host's work are part of it, prompts are not."""
+    draft_seconds: float | None = None
+    """What drafting took of it, in rounds in which that was measured."""
+    paths: Sequence[Sequence[int]] = ()
+    """Of trees: the numbers, from 0 on and the likeliest first, of the draft tokens that were kept."""
+    confidences: Sequence[Sequence[float]] = ()
+    """Of early exits: for each time that the proposer looked, the confidence of every row. The i-th look decides
+    whether the draft token number i + 1 + CONFIDENCE_LAG, from 0 on, is drafted."""
+
+    @property
+    def rows(self) -> int:
+        return len(self.accepted)
+
+    @property
+    def depth(self) -> int:
+        """Tokens of the longest draft."""
+        return max(self.drafted, default=0)
