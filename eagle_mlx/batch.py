@@ -13,10 +13,10 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, Saved, without_row
 from eagle_mlx.logprobs import Logprobs
-from eagle_mlx.policy.base import Limits, Outcome, Shape
+from eagle_mlx.plan import PLAIN, Abilities, Plan, RoundResult
 from eagle_mlx.prefix import Prefix
 from eagle_mlx.processors import Processors
-from eagle_mlx.proposers.base import Branching, Draft, Elastic, Forkable, Observation, Proposer, ProposerState
+from eagle_mlx.proposers.base import Draft, Forkable, Observation, Proposer, ProposerState
 from eagle_mlx.proposers.check import Asked, check_draft
 from eagle_mlx.row import Row
 from eagle_mlx.sampling import SamplingBatch
@@ -24,7 +24,6 @@ from eagle_mlx.target import Forward, Target
 from eagle_mlx.tree import Tree, along
 from eagle_mlx.verify import Verdict, verify, verify_tree
 
-_PLAIN = Shape.chain(0)
 _ANSWERED = 128
 """Positions, over all rows, that a forward may read of prompts to give their first tokens too: what the last layer
 costs is then less than a forward of its own for the last token.
@@ -35,8 +34,7 @@ costs is then less than a forward of its own for the last token.
 class Round:
     """A round that the device may still be working on."""
 
-    shape: Shape
-    """What was asked for each row."""
+    plan: Plan
     width: int
     """Tokens of the verdict: one more than the draft is deep."""
     answer: mx.array
@@ -47,32 +45,8 @@ class Round:
     before: _Before
     draft_seconds: float | None = None
     """What drafting took, where that was measured."""
-    chances: Sequence[Sequence[float]] = ()
+    confidences: Sequence[Sequence[float]] = ()
     """As of the draft."""
-    beside: int = 0
-    """Tokens beside the chain of an elastic draft."""
-
-
-@dataclass(frozen=True)
-class Landing:
-    """What a round came to, row by row."""
-
-    drafted: list[int]
-    accepted: list[int]
-    """Draft tokens that the verify kept."""
-    taken: list[int]
-    """Tokens that the row took: fewer than the verify gave where it ended."""
-    kept: list[list[int]]
-    """Of a tree, the numbers from 0 on of the draft tokens that the verify kept."""
-
-    def outcome(self, done: Round) -> Outcome:
-        """What became of an elastic draft."""
-        if not done.beside:
-            return Outcome(done.chances, self.drafted, self.accepted)
-        length = done.width - 1
-        chain = [sum(number < length for number in kept) for kept in self.kept]
-        aside = [next((number - length for number in kept if number >= length), None) for kept in self.kept]
-        return Outcome(done.chances, self.drafted, chain, done.beside, aside)
 
 
 class _NaN(IntEnum):
@@ -125,8 +99,6 @@ class Batch:
             self.state = past.state.fork(0, past.length)
         elif proposer:
             self.state = proposer.open([row.prompt for row in self.rows])
-        self._branching = self.state if isinstance(self.state, Branching) else None
-        self._elastic = self.state if isinstance(self.state, Elastic) else None
         self._read = past.length if past else 0
         self._arrange()
         self.last = mx.array([[row.prompt[-1]] for row in self.rows], mx.int32).reshape(-1, 1)
@@ -138,20 +110,16 @@ class Batch:
         self.processors = Processors.of(self.rows, self.target.vocab_size)
 
     @property
-    def may_branch(self) -> bool:
-        """Whether a tree can be judged: by the target's own draws, of its own logits."""
-        if self._branching is None or self.processors is not None:
-            return False
-        return not (self.sampling.any_rejection or self.sampling.any_threshold)
+    def abilities(self) -> Abilities:
+        """What the proposer can draft, and the rows can be judged by: a tree by the target's own draws alone."""
+        if self.proposer is None:
+            return Abilities()
+        drawn = self.processors is None and not (self.sampling.any_rejection or self.sampling.any_threshold)
+        return replace(self.proposer.abilities, trees=self.proposer.abilities.trees and drawn)
 
     def may_decode(self) -> bool:
         """Whether a round gives anything, now or after a short wait: not every row's masks are late."""
         return self.processors is None or self.processors.may_decode()
-
-    @property
-    def may_stop(self) -> bool:
-        """Whether a chain can end where the next token is not worth drafting."""
-        return self._elastic is not None
 
     @property
     def may_run_ahead(self) -> bool:
@@ -204,7 +172,7 @@ class Batch:
         if self.processors:
             self.processors.commit(verdict)
         newest = tuple(mx.take_along_axis(x, (read - 1)[:, None, None], axis=1) for x in out.aux)
-        answered = self._sent(_PLAIN, before, nothing, verdict, out.logits, newest, _nan_in(out.logits, verdict))
+        answered = self._sent(PLAIN, before, nothing, verdict, out.logits, newest, _nan_in(out.logits, verdict))
         self._show(start, ends, tuple(x[:, : max(ends)] for x in out.aux))
         self.land(answered)
         self.cache.settle([row.length for row in self.rows])
@@ -225,14 +193,14 @@ class Batch:
             following = [row.prompt[start + 1 : start + 1 + n] for row, n in zip(self.rows, counts, strict=True)]
             self.state.prefill(Observation(following, aux))
 
-    def launch(self, shape: Shape, limits: Limits | None = None, timed: bool = False) -> Round:
-        """Start a round on the device, at most `most_drafts` deep; an elastic draft ends where `limits` say so.
+    def launch(self, plan: Plan, timed: bool = False) -> Round:
+        """Start a round on the device, at most `most_drafts` deep.
 
-        Nothing is waited for but a draft that is to be timed, and what the limits must be told.
+        Nothing is waited for but a draft that is to be timed, and the confidences of one that may exit early.
         """
         before = self._before()
         started = perf_counter()
-        draft = self.draft(shape, limits)
+        draft = self.draft(plan)
         if timed:
             mx.eval(draft.tokens)
         draft_seconds = perf_counter() - started if timed else None
@@ -241,14 +209,14 @@ class Batch:
         self.commit(verdict, before)
         said = (out.logits, *out.aux) if verdict.path is None else along((out.logits, *out.aux), verdict.path)
         nan = _nan_in(out.logits, verdict)
-        return self._sent(shape, before, draft, verdict, said[0], said[1:], nan, draft_seconds)
+        return self._sent(plan, before, draft, verdict, said[0], said[1:], nan, draft_seconds)
 
     def _before(self) -> _Before:
         return _Before(self.cache.save(), self.last, self.processors.save() if self.processors else None)
 
     def _sent(
         self,
-        shape: Shape,
+        plan: Plan,
         before: _Before,
         draft: Draft,
         verdict: Verdict,
@@ -267,34 +235,21 @@ class Batch:
         mx.async_eval(answer, self.last, *aux, *(logprobs.arrays if logprobs else ()))
         mx.async_eval(self.cache.recurrent_state)  # after the answer, which does not wait for it
         width = verdict.tokens.shape[1]
-        beside = draft.tokens.shape[1] - draft.tree.levels if shape.elastic and draft.tree is not None else 0
-        return Round(shape, width, answer, logprobs, aux, before, draft_seconds, draft.chances, beside)
+        return Round(plan, width, answer, logprobs, aux, before, draft_seconds, draft.confidences)
 
     def _no_draft(self) -> Draft:
         return Draft(mx.zeros((len(self.rows), 0), mx.int32), mx.zeros((len(self.rows),), mx.int32))
 
-    def draft(self, shape: Shape, limits: Limits | None = None) -> Draft:
-        """A proposal of at most this shape, cut where a row has no use for so much, or where it is none.
+    def draft(self, plan: Plan) -> Draft:
+        """What the proposer drafts by a plan, cut where a row has no use for so much, or where it is none.
 
         Raises ProposerError where it cannot be read at all.
         """
-        depth = shape.depth
-        if self.state is None or not depth:
+        if self.state is None or not plan.depth:
             return self._no_draft()
-        first = self._positions(1)[:, 0]
-        free = limits is not None and limits.beside is not None
-        if shape.is_tree:
-            assert self._branching is not None
-            draft = self._branching.propose_tree(depth, shape.nodes, self.sampling, first)
-        elif limits is not None:
-            assert self._elastic is not None
-            draft = self._elastic.propose_until(limits, depth, self.sampling, first)
-        else:
-            draft = self.state.propose(depth, self.sampling, first)
         assert self.proposer is not None
-        name, rooms = self.proposer.name, [row.room for row in self.rows]
-        nodes = None if free else shape.nodes
-        asked = Asked(name, depth, nodes, free or shape.is_tree, rooms, self.target.vocab_size)
+        draft = self.state.draft(plan, self.sampling, self._positions(1)[:, 0])
+        asked = Asked(self.proposer.name, plan, [row.room for row in self.rows], self.target.vocab_size)
         return check_draft(draft, asked, self.last, self.sampling.rejects if self.sampling.any_rejection else None)
 
     def read(self, draft: Draft) -> Forward:
@@ -355,8 +310,11 @@ class Batch:
         """[B, count] int32: the places in each row's sequence of the next `count` tokens, which key the noise."""
         return self.cache.lengths.positions(count) + 1
 
-    def land(self, landed: Round) -> Landing:
-        """Wait for a round and give every row its tokens: the one place where the host reads the device."""
+    def land(self, landed: Round) -> RoundResult:
+        """Wait for a round and give every row its tokens: the one place where the host reads the device.
+
+        The result has no seconds yet.
+        """
         answers = [_Answer(landed.width, *answer) for answer in cast(list[list[int]], landed.answer.tolist())]
         sat_out = any(not answer.emitted for answer in answers)
         emitted = [answer.emitted for answer in answers]
@@ -375,7 +333,16 @@ class Batch:
         if self.state is not None and any(emitted):
             numbers = all(answer.nan == _NaN.NOWHERE for answer in answers)
             self.state.observe(Observation(emitted, landed.aux if numbers else tuple(map(mx.nan_to_num, landed.aux))))
-        return Landing([a.drafted for a in answers], [a.accepted for a in answers], taken, [a.kept for a in answers])
+        return RoundResult(
+            landed.plan,
+            drafted=[answer.drafted for answer in answers],
+            accepted=[answer.accepted for answer in answers],
+            taken=taken,
+            seconds=0.0,
+            draft_seconds=landed.draft_seconds,
+            paths=[answer.kept for answer in answers] if landed.plan.is_tree else (),
+            confidences=landed.confidences,
+        )
 
     def cancel(self, launched: Round) -> None:
         """Forget a round that was launched and is not wanted."""

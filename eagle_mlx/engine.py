@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from time import perf_counter
 
 import mlx.core as mx
 
 from eagle_mlx.admission import Admission
 from eagle_mlx.bars import progress_bar
-from eagle_mlx.batch import Batch, Landing, Round
+from eagle_mlx.batch import Batch, Round
 from eagle_mlx.cache import RaggedCache, check_cacheable
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.intake import Prompt, make_row
 from eagle_mlx.output import Chunk, Output
 from eagle_mlx.params import SamplingParams
-from eagle_mlx.policy import ElasticPolicy, Policy, Shape, ShapePolicy, ThroughputPolicy
+from eagle_mlx.plan import PLAIN, Plan, RoundResult
+from eagle_mlx.policy import Policy, ThroughputPolicy
 from eagle_mlx.prefix import PrefixCache
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.row import Row
@@ -26,28 +27,8 @@ from eagle_mlx.target import Target
 from eagle_mlx.tree_support import why_no_trees
 
 
-@dataclass(frozen=True)
-class RoundReport:
-    """What one round did, for whoever watches the engine."""
-
-    rows: int
-    depth: int
-    """Draft tokens that were asked for each row; of elastic chains those that there were."""
-    drafted: list[int]
-    accepted: list[int]
-    """Draft tokens that were accepted and emitted, row by row."""
-    emitted: int
-    seconds: float
-    draft_seconds: float
-    """The share of it that drafting had when that was last measured."""
-
-
 _TIMED = 32
 """Of so many drafting rounds one waits for its draft, so that it is known what drafting takes."""
-
-
-_NONE = Shape.chain(0)
-"""A plain round."""
 
 
 class Engine:
@@ -94,10 +75,8 @@ class Engine:
             target.forward(mx.zeros((1, 2), mx.int32), RaggedCache.of(target.model, 1), proposer.aux_layers)
         self.target, self.proposer = target, proposer
         self.policy: Policy = policy or ThroughputPolicy()
-        self._shape_policy = self.policy if isinstance(self.policy, ShapePolicy) else None
-        self._elastic_policy = self.policy if isinstance(self.policy, ElasticPolicy) else None
         self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
-        self.observer: Callable[[RoundReport], None] | None = None
+        self.observer: Callable[[RoundResult], None] | None = None
         """Told of every round after it."""
         self.clock: Callable[[], float] = perf_counter
         """Seconds by which rounds are timed."""
@@ -116,9 +95,7 @@ class Engine:
         self._draft_share = 0.0
 
     def _why_chains(self, kv_bits: int | None) -> str | None:
-        if self._shape_policy is None or not self._shape_policy.wants_trees:
-            return None
-        return why_no_trees(self.target, kv_bits)
+        return why_no_trees(self.target, kv_bits) if self.policy.wants_trees else None
 
     @property
     def active(self) -> int:
@@ -255,10 +232,10 @@ class Engine:
             return ended
         decoding = [row for row in self._batch.rows if row.finish_reason is None]
         current = self._ahead or self._launch()
-        self._ahead = self._batch.launch(_NONE) if current.shape == _NONE and self._may_run_ahead() else None
-        landing = self._batch.land(current)
-        self._was_plain = current.shape == _NONE
-        self._tell(current, landing, self._lap())
+        self._ahead = self._batch.launch(PLAIN) if current.plan == PLAIN and self._may_run_ahead() else None
+        landed = self._batch.land(current)
+        self._was_plain = current.plan == PLAIN
+        self._observe(self._timed(landed))
         if self._may_release():
             self._release()
         return ended + [row for row in decoding if row.finish_reason]
@@ -295,42 +272,29 @@ class Engine:
         emitted = sum(len(row.tokens) for row in rows)
         if self.observer is not None and emitted:
             nothing = [0] * len(rows)
-            self.observer(RoundReport(len(rows), 0, nothing, nothing, emitted, seconds, 0.0))
+            self.observer(RoundResult(PLAIN, nothing, nothing, [len(row.tokens) for row in rows], seconds))
 
     def _launch(self) -> Round:
         assert self._batch is not None
-        shape = self._shape()
-        self._drafting += shape.depth > 0
-        timed = self.observer is not None and shape.depth > 0 and self._drafting % _TIMED == 1
-        limits = None
-        if shape.elastic and self._elastic_policy is not None:
-            limits = self._elastic_policy.limits(len(self._batch.rows), self._may_branch)
-        return self._batch.launch(shape, limits, timed)
+        plan = self._plan()
+        self._drafting += plan.depth > 0
+        timed = self.observer is not None and plan.depth > 0 and self._drafting % _TIMED == 1
+        return self._batch.launch(plan, timed)
 
-    @property
-    def _may_branch(self) -> bool:
-        """Whether trees are asked for and can be had of the rows that there are."""
-        if self._batch is None or self._shape_policy is None or self.chains_only is not None:
-            return False
-        return self._shape_policy.wants_trees and self._batch.may_branch
-
-    def _shape(self) -> Shape:
+    def _plan(self) -> Plan:
         """What the next round is to draft."""
         if self._batch is None or self.proposer is None:
-            return _NONE
-        rows = len(self._batch.rows)
-        if self._shape_policy is not None:
-            elastic = self._elastic_policy is not None and self._batch.may_stop
-            wanted = self._shape_policy.shape(rows, self._may_branch, elastic)
-        else:
-            wanted = Shape.chain(self.policy.depth(rows))
-        return wanted.cut(self._batch.most_drafts)
+            return PLAIN
+        can = self._batch.abilities
+        if self.chains_only is not None or not self.policy.wants_trees:
+            can = replace(can, trees=False)
+        return self.policy.plan(len(self._batch.rows), can).cut(self._batch.most_drafts)
 
     def _may_run_ahead(self) -> bool:
         """Whether the next round is sure to be plain and wanted, so that it can start before this one is read."""
         if self._batch is None or self._admission.wants_in(self._places):
             return False
-        if not self._batch.may_run_ahead or self._shape() != _NONE:
+        if not self._batch.may_run_ahead or self._plan() != PLAIN:
             return False
         # Where launching waits for the device, as on a CPU, a round with another launched behind it takes the time of
         # both and that one none. In a run of plain rounds this evens out; a single one would be told of as too dear.
@@ -349,28 +313,20 @@ class Engine:
             self._batch.cancel(self._ahead)
         self._ahead = None
 
-    def _tell(self, done: Round, landing: Landing, seconds: float) -> None:
-        if self.proposer is not None:
-            self._teach(done, landing, seconds)
-        if self.observer is None:
-            return
-        if done.draft_seconds is not None:
-            self._draft_share = done.draft_seconds / seconds
-        drafting = self._draft_share * seconds if done.shape.depth else 0.0
-        kept = [min(a, taken) for a, taken in zip(landing.accepted, landing.taken, strict=True)]
-        rows, emitted = sum(map(bool, landing.taken)), sum(landing.taken)
-        depth = done.width - 1 if done.shape.elastic else done.shape.depth
-        self.observer(RoundReport(rows, depth, landing.drafted, kept, emitted, seconds, drafting))
+    def _timed(self, result: RoundResult) -> RoundResult:
+        """The result of the round that has just been read, with what it took."""
+        seconds = self._lap()
+        if result.draft_seconds is not None:
+            self._draft_share = result.draft_seconds / seconds
+        return replace(
+            result, seconds=seconds, draft_seconds=self._draft_share * seconds if result.plan.depth else 0.0
+        )
 
-    def _teach(self, done: Round, landing: Landing, seconds: float) -> None:
-        """Tell the policy what became of a round."""
-        shape = done.shape
-        if shape.is_tree and self._shape_policy is not None:
-            self._shape_policy.observe_tree(shape, landing.kept, seconds)
-        elif shape.elastic and self._elastic_policy is not None:
-            self._elastic_policy.observe_elastic(landing.outcome(done), seconds)
-        else:
-            self.policy.observe(shape.depth, landing.drafted, landing.accepted, seconds)
+    def _observe(self, result: RoundResult) -> None:
+        if self.proposer is not None:
+            self.policy.observe(result)
+        if self.observer is not None:
+            self.observer(result)
 
     def _may_release(self) -> bool:
         """Whether rows that have ended can leave now. While the others wait for a round that was launched ahead, they

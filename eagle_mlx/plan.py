@@ -64,7 +64,7 @@ class RoundResult:
     seconds: float
     """From the end of what came before it; drafting and the host's work are part of it, prompts are not."""
     draft_seconds: float | None = None
-    """What drafting took of it, in rounds in which that was measured."""
+    """What drafting took of it, by the share that it had when that was last measured."""
     paths: Sequence[Sequence[int]] = ()
     """Of trees: the numbers, from 0 on and the likeliest first, of the draft tokens that were kept."""
     confidences: Sequence[Sequence[float]] = ()
@@ -74,6 +74,16 @@ class RoundResult:
     @property
     def rows(self) -> int:
         return len(self.accepted)
+
+    @property
+    def kept(self) -> list[int]:
+        """Draft tokens that were accepted and emitted."""
+        return [min(accepted, taken) for accepted, taken in zip(self.accepted, self.taken, strict=True)]
+
+    @property
+    def emitted(self) -> int:
+        """Tokens of all rows."""
+        return sum(self.taken)
 
     @property
     def depth(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import exp
+from math import exp, isnan
 from typing import cast
 
 import mlx.core as mx
@@ -88,7 +88,7 @@ class EarlyExit:
         if known <= 0:
             return False
         surprises = cast(list[list[float]], self._surprises[known - 1].tolist())
-        self.confidences.append([exp(-surprise) for (surprise,) in surprises])
+        self.confidences.append([0.0 if isnan(surprise) else exp(-surprise) for (surprise,) in surprises])
         return sum(self.confidences[-1]) < self._stop_below * len(surprises)
 
 

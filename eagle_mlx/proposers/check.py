@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import mlx.core as mx
 
 from eagle_mlx.errors import ProposerError
+from eagle_mlx.plan import Plan
 from eagle_mlx.proposers.base import Draft
 from eagle_mlx.tree import Tree
 
@@ -22,12 +23,7 @@ class Asked:
 
     proposer: str
     """Its name, for errors."""
-    depth: int
-    """Draft tokens below one another."""
-    nodes: int | None
-    """Draft tokens in all; None where the proposer was free to add some beside its chain."""
-    trees: bool
-    """Whether a tree can be judged."""
+    plan: Plan
     rooms: Sequence[int]
     """Row by row, the draft tokens of a chain that there is a use for."""
     vocab: int
@@ -44,10 +40,10 @@ def check_draft(draft: Draft, asked: Asked, last: mx.array, rejects: mx.array | 
     that are judged by probabilities, None where none is. Raises ProposerError for shapes and types that cannot be used.
     """
     _check_arrays(draft, asked)
-    width = draft.tokens.shape[1] if asked.nodes is None else min(draft.tokens.shape[1], asked.nodes)
+    width = min(draft.tokens.shape[1], asked.plan.size)
     if not width:
         none = mx.zeros((len(asked.rooms),), mx.int32)
-        return Draft(mx.zeros((none.size, 0), mx.int32), none, chances=draft.chances)
+        return Draft(mx.zeros((none.size, 0), mx.int32), none, confidences=draft.confidences)
     tokens = draft.tokens[:, :width].astype(mx.int32)
     legal = tokens.astype(mx.uint32) < asked.vocab  # what is negative becomes large
     probs = None
@@ -82,7 +78,7 @@ def _cut_tree(tree: Tree, asked: Asked, width: int) -> Tree:
     another tree, and every tree is judged rightly.
     """
     parents = mx.clip(tree.parents[:, :width].astype(mx.int32), 0, mx.arange(width, dtype=mx.int32))
-    return Tree(parents, min(tree.levels, asked.depth, width))
+    return Tree(parents, min(tree.levels, asked.plan.depth, width))
 
 
 def _check_arrays(draft: Any, asked: Asked) -> None:
@@ -105,19 +101,15 @@ def _check_arrays(draft: Any, asked: Asked) -> None:
     if probs is not None and (not _holds(probs, mx.floating) or probs.shape != wanted):
         refuse(f"{_said(probs)} as probs", f"give {list(wanted)} float32, or None where nothing was drawn")
     if tree is not None:
-        if not asked.trees:
-            refuse(
-                "a tree where a chain was asked for", "give trees from propose_tree, and where limits.beside is given"
-            )
+        if not asked.plan.is_tree:
+            refuse("a tree where a chain was asked for", "give one only where plan.is_tree")
         if not _holds(tree.parents, mx.integer) or tree.parents.shape != tokens.shape:
             refuse(f"{_said(tree.parents)} as a tree's parents", f"give {list(tokens.shape)} int32, one for each token")
         if not isinstance(tree.levels, int) or tree.levels < 1:
             refuse(f"{tree.levels!r} as a tree's levels", "give a bound of its depth, at least 1")
-    for told in draft.chances:
-        if len(told) != rows or not all(0 <= chance <= 1 for chance in told):
-            refuse(
-                f"{told!r:.80} as chances", f"give what limits.enough was told: {rows} numbers from 0 to 1 each time"
-            )
+    for looked in draft.confidences:
+        if len(looked) != rows or not all(0 <= confidence <= 1 for confidence in looked):
+            refuse(f"{looked!r:.80} as confidences", f"give {rows} numbers from 0 to 1 for each look")
 
 
 def _holds(x: Any, kind: mx.DtypeCategory) -> bool:

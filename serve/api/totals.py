@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
-from eagle_mlx.engine import RoundReport
+from eagle_mlx.plan import RoundResult
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Upper bounds of the histograms' buckets."""
@@ -47,7 +47,7 @@ class Totals:
     depth: int = 0
     """Of the last round."""
     rounds_by_depth: Counter[int] = field(default_factory=Counter)
-    """Rounds by the depth that the policy chose."""
+    """Rounds by the depth that the policy chose; of early exits, that at which they came."""
     acceptance_ema: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -56,27 +56,27 @@ class Totals:
     first_token: Histogram = field(default_factory=Histogram)
     whole: Histogram = field(default_factory=Histogram)
 
-    def observe(self, report: RoundReport) -> None:
+    def observe(self, result: RoundResult) -> None:
         """A round has ended."""
-        drafted, accepted = sum(report.drafted), sum(report.accepted)
+        drafted, accepted, draft_seconds = sum(result.drafted), result.kept, result.draft_seconds or 0.0
         self.rounds += 1
         self.plain_rounds += drafted == 0
-        self.row_rounds += report.rows
-        self.emitted += report.emitted
-        self.verify_seconds += max(0.0, report.seconds - report.draft_seconds)
-        self.draft_seconds += report.draft_seconds
-        self.depth = report.depth
-        self.rounds_by_depth[report.depth] += 1
+        self.row_rounds += sum(map(bool, result.taken))
+        self.emitted += result.emitted
+        self.verify_seconds += max(0.0, result.seconds - draft_seconds)
+        self.draft_seconds += draft_seconds
+        self.depth = result.plan.depth if result.plan.stop_below is None else result.depth
+        self.rounds_by_depth[self.depth] += 1
         if not drafted:
             return
-        rate = accepted / drafted
+        rate = sum(accepted) / drafted
         self.acceptance_ema += (rate - self.acceptance_ema) * (_ALPHA if self.drafts else 1)
-        self.drafts += sum(count > 0 for count in report.drafted)
+        self.drafts += sum(count > 0 for count in result.drafted)
         self.drafted += drafted
-        self.accepted += accepted
-        new = max(report.drafted) - len(self.accepted_by_position)
+        self.accepted += sum(accepted)
+        new = result.depth - len(self.accepted_by_position)
         self.accepted_by_position += [0] * max(0, new)
-        for count in report.accepted:
+        for count in accepted:
             for position in range(count):
                 self.accepted_by_position[position] += 1
 

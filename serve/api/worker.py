@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Thread
 
-from eagle_mlx.engine import Engine, RoundReport
+from eagle_mlx.engine import Engine
 from eagle_mlx.output import Output
+from eagle_mlx.plan import RoundResult
 from eagle_mlx.row import Row, TokenLogprob
 
 from .errors import ApiError
@@ -92,7 +93,7 @@ class Worker:
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self.loaded: Loaded | None = None
         """None until everything is in memory."""
-        self.observer: Callable[[RoundReport], None] | None = None
+        self.observer: Callable[[RoundResult], None] | None = None
         """Told of every round, in the worker's thread."""
         self.failure: BaseException | None = None
 

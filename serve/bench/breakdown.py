@@ -16,7 +16,8 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine import Engine
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.params import SamplingParams
-from eagle_mlx.policy import FixedPolicy, Shape
+from eagle_mlx.plan import Plan
+from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.prefix import Prefix
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.proposers.head import HeadProposer, HeadState
@@ -140,7 +141,7 @@ def _stages(batch: Batch, depth: int, rounds: int) -> dict[str, float]:
 def _staged_round(batch: Batch, depth: int) -> dict[str, float]:
     """A round as `Batch.launch` and `Batch.land` do it, with a wait behind each stage."""
     clock = [time.perf_counter()]
-    draft = batch.draft(Shape.chain(depth))
+    draft = batch.draft(Plan(depth))
     mx.eval(draft.tokens)
     clock.append(time.perf_counter())
     out = batch.read(draft)
