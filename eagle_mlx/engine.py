@@ -26,7 +26,6 @@ from eagle_mlx.streaming import TextStream
 from eagle_mlx.target import Target
 from eagle_mlx.tree_support import why_no_trees
 
-
 _TIMED = 32
 """Of so many drafting rounds one waits for its draft, so that it is known what drafting takes."""
 
@@ -318,9 +317,7 @@ class Engine:
         seconds = self._lap()
         if result.draft_seconds is not None:
             self._draft_share = result.draft_seconds / seconds
-        return replace(
-            result, seconds=seconds, draft_seconds=self._draft_share * seconds if result.plan.depth else 0.0
-        )
+        return replace(result, seconds=seconds, draft_seconds=self._draft_share * seconds if result.plan.depth else 0.0)
 
     def _observe(self, result: RoundResult) -> None:
         if self.proposer is not None:

@@ -17,6 +17,7 @@ from mlx_lm.models import qwen3
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+from eagle_mlx.plan import CONFIDENCE_LAG, Abilities, Plan
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
 from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Target
@@ -98,10 +99,21 @@ def tiny_target_folder(folder: Path, seed: int = 0, layers: int = 4, hidden: int
     return folder
 
 
+def length_of(plan: Plan, draft: Draft) -> int:
+    """Tokens that a chain of this plan must have by the confidences that its draft tells of."""
+    looks = [float(np.mean(row)) for row in draft.confidences]
+    if plan.stop_below is None or all(look >= plan.stop_below for look in looks):
+        assert len(looks) == (0 if plan.stop_below is None else max(0, plan.depth - CONFIDENCE_LAG - 1))
+        return plan.depth
+    assert all(look >= plan.stop_below for look in looks[:-1])
+    return CONFIDENCE_LAG + len(looks)
+
+
 class Oracle:
     """A proposer that knows each prompt's continuation and is wrong at random: every accept and reject is met."""
 
     name = "oracle"
+    abilities = Abilities(trees=True)
 
     def __init__(
         self,
@@ -131,7 +143,10 @@ class OracleState:
         assert self.oracle.target is not None
         assert all(x.shape[-1] == self.oracle.target.hidden_size for x in seen.aux)
 
-    def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+    def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        return self._tree(plan.depth, plan.nodes) if plan.is_tree else self._chain(plan.depth)
+
+    def _chain(self, depth: int) -> Draft:
         assert self.oracle.target is not None
         rng, vocab = self.oracle.rng, self.oracle.target.vocab_size
         tokens, lengths = [], []
@@ -141,7 +156,7 @@ class OracleState:
             lengths.append(int(rng.integers(depth + 1)))
         return Draft(mx.array(tokens, mx.int32), mx.array(lengths, mx.int32))
 
-    def propose_tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+    def _tree(self, depth: int, nodes: int) -> Draft:
         """Random trees; some of them hold a part of the continuation, each branch in a place of its own."""
         grown = [self._grown(text[at:], depth, nodes) for text, at in self.rows]
         lengths = [int(self.oracle.rng.integers(nodes + 1)) for _ in grown]

@@ -21,6 +21,29 @@ _FADE = 0.98
 """What is left of older tries with each new round: half of their weight after 34."""
 
 
+class Drift:
+    """How long rounds take now, beside the same rounds at the machine's usual speed."""
+
+    _FOLLOW = 0.15
+    """How much of a change each round makes up for."""
+    _SUDDEN = 1.3
+    """The largest change that one round tells of: more is an accident."""
+    _REMEMBER = 0.99
+    """The power that is left with each new round: what is not measured again must not be compared with a speed long
+    gone."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def steadied(self, seconds: float, usual: float | None) -> float:
+        """A round's seconds as they would be at the usual speed; of that they tell where they usually are `usual`."""
+        self.factor **= self._REMEMBER
+        if usual is not None:
+            change = seconds / (usual * self.factor)
+            self.factor *= min(max(change, 1 / self._SUDDEN), self._SUDDEN) ** self._FOLLOW
+        return seconds / self.factor
+
+
 class Costs:
     """Seconds of a round by (rows, size): the median of the latest of that size, between sizes on a line."""
 
@@ -80,8 +103,9 @@ class Costs:
             points = [kind._points(other) for kind in kinds]
             for groups in (points, [[point for kind in points for point in kind]]):
                 sums = [_trend(group) for group in groups]
-                if spread := sum(spread for _, spread in sums):
-                    return max(0.0, sum(rise for rise, _ in sums)) / spread
+                rise, spread = sum(rise for rise, _ in sums), sum(spread for _, spread in sums)
+                if spread:
+                    return max(0.0, rise / spread)
         return 0.0
 
     def _points(self, rows: int) -> list[tuple[int, float, int]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Plan, RoundResult
 from eagle_mlx.policy.base import check_depth, check_share
-from eagle_mlx.policy.estimates import AcceptanceByPosition, AcceptanceByRank, Calibration, Costs
+from eagle_mlx.policy.estimates import AcceptanceByPosition, AcceptanceByRank, Calibration, Costs, Drift
 
 MOST_TOKENS = 8
 """Of a chain, unless something else is asked for: early exits seldom come later."""
@@ -25,13 +25,12 @@ _RUN, _CLOSE = 3, 0.85
 plan takes longer: it is not timed where that matters. What promises less is tried for one round."""
 _FIRST = 2
 """Rounds of each kind before there is a choice: the first may compile kernels."""
-_EVERY = 16
-"""Rounds between two trials, at least."""
+_EVERY = 20
+"""Rounds between two trials, at least: so many trials of plans that give nothing cost less than half a percent."""
+_NEAR = 2
+"""Neighbours that are tried on each side: costs rise in steps, and behind a dear step may come a cheap one."""
 _CHECK, _LAST_CHECK = 4, 128
 """Rounds behind which a new leader is compared with fresh plain rounds: at first, and at last; they double."""
-_FOLLOW, _ACCIDENT, _REMEMBER = 0.15, 1.3, 0.99
-"""How much of a change of the machine's speed each round makes up for, the largest that one round tells of, and the
-power that is left of it with each new round: what is not measured again must not be compared with a speed long gone."""
 
 
 def levels_for(nodes: int) -> int:
@@ -85,9 +84,8 @@ class _Budget:
         self._share = share
         self._spent = self._lost = 0.0
 
-    @property
-    def allows(self) -> bool:
-        return self._lost <= self._share * self._spent
+    def allows(self, loss: float = 0.0) -> bool:
+        return self._lost + max(0.0, loss) <= self._share * self._spent
 
     def enter(self, seconds: float, better: float | None = None) -> None:
         """A round took so long; where it is known to be worse, what would have taken `better` for as many tokens."""
@@ -121,8 +119,7 @@ class ThroughputPolicy:
         self.costs = {kind: Costs() for kind in ("chain", "early exit", "tree")}
         self.positions, self.ranks, self.calibration = AcceptanceByPosition(), AcceptanceByRank(), Calibration()
         self._gains: dict[int, _Gain] = {}
-        self._drift = 1.0
-        """Seconds of a round now, those at the machine's usual speed = 1."""
+        self._drift = Drift()
         self._round = self._run = 0
         """Rounds, and those of the newest plan in a row."""
         self._before, self._afresh = PLAIN, False
@@ -220,17 +217,20 @@ class ThroughputPolicy:
 
     def _trial(self, rows: int, plans: list[Plan], best: Plan) -> Plan | None:
         """A plan to be tried in place of the best, where it is time for one."""
-        if not (self._trials.allows and (best != PLAIN or self._drafts.allows)):
-            return None
         if best != PLAIN and self._round - self._leads_since >= self._check:
             return PLAIN
-        if self._round - self._last_trial < _EVERY:
+        if self._round - self._last_trial < _EVERY or not (best != PLAIN or self._drafts.allows()):
             return None
         kinds = [[plan for plan in plans if _kind(plan) == kind and plan != PLAIN] for kind in self.costs]
         others = {max(kind, key=lambda plan: self._speed(rows, plan)) for kind in kinds if kind}
         at = plans.index(best)
-        others |= {plan for plan in plans[max(at - 1, 0) : at + 2] if _kind(plan) == _kind(best)}
-        return min(others - {best, PLAIN}, key=lambda plan: self._seen[plan], default=None)
+        others |= {plan for plan in plans[max(at - _NEAR, 0) : at + _NEAR + 1] if _kind(plan) == _kind(best)}
+        affordable = [plan for plan in others - {best, PLAIN} if self._trials.allows(self._loss(rows, plan, best))]
+        return min(affordable, key=lambda plan: self._seen[plan], default=None)
+
+    def _loss(self, rows: int, plan: Plan, best: Plan) -> float:
+        """Seconds that a round of this plan is expected to lose."""
+        return self._seconds(rows, plan, plan.size) * (1 - self._speed(rows, plan) / self._speed(rows, best))
 
     def observe(self, result: RoundResult) -> None:
         plan, rows = result.plan, result.rows
@@ -255,13 +255,10 @@ class ThroughputPolicy:
         """Take a round's seconds, at the machine's usual speed, unless it was the first behind another plan."""
         costs = self.costs[_kind(plan)]
         usual = costs.known(rows, size)
-        self._drift **= _REMEMBER
-        if usual is not None:
-            off = seconds / (usual * self._drift)
-            self._drift *= min(max(off, 1 / _ACCIDENT), _ACCIDENT) ** _FOLLOW
-            if self._run == 1 and self._is_close(rows, plan, self._answer.best):
-                return
-        costs.add(rows, size, seconds / self._drift, self._afresh)
+        steadied = self._drift.steadied(seconds, usual)
+        if usual is not None and self._run == 1 and self._is_close(rows, plan, self._answer.best):
+            return
+        costs.add(rows, size, steadied, self._afresh)
         self._afresh = False
 
     def _learn(self, plan: Plan, result: RoundResult) -> None:
@@ -283,7 +280,7 @@ class ThroughputPolicy:
         plain = self._seconds(rows, PLAIN, 0)
         self._drafts.enter(seconds, min(plain, seconds) * tokens if plan.depth else None)
         on_trial = answer.is_trial and plan == answer.plan
-        self._trials.enter(seconds, tokens / self._speed(rows, answer.best) if on_trial else None)
+        self._trials.enter(seconds, tokens / self._speed(rows, answer.best) if on_trial and plan.depth else None)
         if on_trial:
             self._last_trial = self._round
             if plan == PLAIN and not self._goes_on(rows, answer.best):

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from eagle_mlx.plan import CONFIDENCE_LAG
 from eagle_mlx.proposers.base import Draft
-from eagle_mlx.sampling import SamplingBatch, surprise_of, draft_sample, draft_scores
+from eagle_mlx.sampling import SamplingBatch, draft_sample, draft_scores, surprise_of
 
 Forward = Callable[[mx.array | None], mx.array]
 """The chain's newest tokens [B, 1], None before the first -> logits [B, 1, Vd] of what follows."""

@@ -14,7 +14,7 @@ from mlx_lm.models import qwen3
 
 import eagle_mlx as em
 from eagle_mlx.batch import Batch
-from eagle_mlx.engine import RoundReport
+from eagle_mlx.plan import RoundResult
 from eagle_mlx.row import Row
 from tests.fakes import randomize, tiny_config, tiny_head, tiny_target
 
@@ -154,12 +154,12 @@ def test_a_row_that_ends_does_not_cost_the_others_a_round(monkeypatch: pytest.Mo
 
 
 def test_whoever_watches_is_told_of_every_round() -> None:
-    reports: list[RoundReport] = []
+    results: list[RoundResult] = []
     busy = engine()
-    busy.observer = reports.append
+    busy.observer = results.append
     outputs = busy.generate(PROMPTS, em.SamplingParams(max_tokens=12))
-    assert sum(report.emitted for report in reports) == sum(len(output.tokens) for output in outputs)
-    assert sum(sum(report.accepted) for report in reports) == sum(output.accepted for output in outputs)
-    assert sum(sum(report.drafted) for report in reports) == sum(output.drafted for output in outputs)
-    assert max(report.rows for report in reports) == 4
-    assert all(0 < report.draft_seconds < report.seconds for report in reports if report.depth)
+    assert sum(result.emitted for result in results) == sum(len(output.tokens) for output in outputs)
+    assert sum(sum(result.kept) for result in results) == sum(output.accepted for output in outputs)
+    assert sum(sum(result.drafted) for result in results) == sum(output.drafted for output in outputs)
+    assert max(result.rows for result in results) == 4
+    assert all(0 < (result.draft_seconds or 0) < result.seconds for result in results if result.plan.depth)

@@ -12,12 +12,11 @@ from mlx.utils import tree_map
 import eagle_mlx as em
 from eagle_mlx.errors import TargetError
 from eagle_mlx.params import SamplingParams
-from eagle_mlx.policy import Limits, Outcome, Shape
-from eagle_mlx.policy.base import BEHIND
-from eagle_mlx.proposers.base import Observation
+from eagle_mlx.plan import Plan
+from eagle_mlx.proposers.base import Draft, Observation
 from eagle_mlx.sampling import SamplingBatch, draft_sample
 from tests.architectures import tiny_model
-from tests.fakes import randomize, tiny_target
+from tests.fakes import length_of, randomize, tiny_target
 
 TARGET, DRAFT = tiny_target(), tiny_target(seed=1, layers=2)
 WINDOW = em.Target(tiny_model("gemma3_text"))
@@ -35,13 +34,25 @@ def slow_draft(draft: em.Target, text: list[int], depth: int, params: SamplingPa
     return tokens[len(text) :]
 
 
+def some_branch(draft: Draft, row: int, rng: np.random.Generator) -> list[int]:
+    """The tokens of a row's chain, or of its tree down to some node."""
+    tokens = [int(token) for token in draft.tokens[row]]
+    if draft.tree is None:
+        return tokens
+    parents, branch = [int(parent) for parent in draft.tree.parents[row]], list[int]()
+    node = int(rng.integers(len(tokens) + 1))
+    while node:
+        branch, node = [tokens[node - 1], *branch], parents[node - 1]
+    return branch
+
+
 @pytest.mark.parametrize("draft", [DRAFT, WINDOW], ids=["full", "window"])
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
 @given(st.integers(1, 3), st.lists(st.integers(0, 4), min_size=1, max_size=5), st.integers(0, 1000))
 def test_drafts_equal_those_of_a_model_without_a_cache(
     draft: em.Target, rows: int, depths: list[int], seed: int
 ) -> None:
-    """After rounds of any depth, plain ones too, in which each row keeps what chance decides; rows leave and join."""
+    """After rounds of any kind and depth, in which each row keeps what chance decides; rows leave and join."""
     rng = np.random.default_rng(seed)
     params = [SamplingParams(), SamplingParams(temperature=0.8, seed=3), SamplingParams(temperature=1.2, seed=4)][:rows]
     texts = [[int(t) for t in rng.integers(0, VOCAB, 1 + 8 * row)] for row in range(rows)]
@@ -49,31 +60,19 @@ def test_drafts_equal_those_of_a_model_without_a_cache(
     state = proposer.open(texts[:1])
     if rows > 1:
         state.append(proposer.open(texts[1:]))
-    for number, wanted in enumerate(depths):
-        depth = wanted
-        drafted: list[list[int]] = [[] for _ in texts]
+    for number, depth in enumerate(depths):
+        branches: list[list[int]] = [[] for _ in texts]
         if depth:
             batch = SamplingBatch.of(params, [p.seed or 0 for p in params])
-            positions, asked = mx.array([len(text) for text in texts]), int(rng.integers(0, 4))
-            if asked:
-                answers = iter([False] * (asked - 1) + [True])
-                more = int(rng.integers(0, 3))
-                limits = Limits(
-                    lambda _, answers=answers: next(answers),  # type: ignore[misc]
-                    (lambda length, chances, more=more: more) if rng.random() < 0.5 else None,  # type: ignore[misc]
-                )
-                drawn = state.propose_until(limits, depth, batch, positions)
-                depth = min(depth, asked + BEHIND)
-            else:
-                drawn = state.propose(depth, batch, positions)
-            drafted = drawn.tokens.tolist()  # type: ignore[assignment]
-            for text, tokens, p in zip(texts, drafted, params, strict=True):
-                assert tokens[:depth] == slow_draft(draft, text, depth, p)
-        beside = [tokens[depth:][:1] if rng.random() < 0.5 else [] for tokens in drafted]  # of a branch that was kept
-        gains = [
-            [*tokens[: rng.integers(0, depth + 1)], *aside, int(rng.integers(0, VOCAB))]
-            for tokens, aside in zip(drafted, beside, strict=True)
-        ]
+            stop_below = float(rng.choice([0.0, 1e-4, 1e-2, 1.5]))
+            plans = [Plan(depth), Plan(depth, stop_below=stop_below), Plan(depth, depth + int(rng.integers(1, 5)))]
+            plan = plans[int(rng.integers(3))]
+            drawn = state.draft(plan, batch, mx.array([len(text) for text in texts]))
+            branches = [some_branch(drawn, row, rng) for row in range(len(texts))]
+            for row, (text, p) in enumerate(zip(texts, params, strict=True)):
+                if not plan.is_tree:
+                    assert drawn.tokens[row].tolist() == slow_draft(draft, text, length_of(plan, drawn), p)
+        gains = [[*branch[: rng.integers(0, depth + 1)], int(rng.integers(0, VOCAB))] for branch in branches]
         for text, gain in zip(texts, gains, strict=True):
             text += gain
         state.observe(Observation(gains, ()))
@@ -140,7 +139,7 @@ def test_padding_of_the_vocabulary_does_not_matter(vocab: int) -> None:
     proposer = em.DraftModelProposer(draft)
     proposer.vocab_size = TARGET.vocab_size
     state = proposer.open([[1, 2, 3]])
-    drawn = state.propose(3, SamplingBatch.of([SamplingParams(temperature=1.0)], [1]), mx.array([3]))
+    drawn = state.draft(Plan(3), SamplingBatch.of([SamplingParams(temperature=1.0)], [1]), mx.array([3]))
     assert drawn.probs is not None
     assert drawn.probs.shape == (1, 3, 128)
     assert mx.allclose(drawn.probs.sum(axis=-1), mx.ones((1, 3)), rtol=1e-5).item()
@@ -182,24 +181,9 @@ def test_trees_of_a_draft_model_change_nothing_and_accept_more(params: SamplingP
         tree_map(lambda w: w + mx.array(noise.normal(0, 0.03, w.shape), w.dtype), draft.model.parameters())
     )
     plain = em.Engine(TARGET).generate(PROMPTS, params)
-    rounds, told = [], list[Outcome]()
-
-    class Flanked(em.FixedPolicy):
-        """Chains of k, as if they were elastic, with tokens beside them."""
-
-        def shape(self, rows: int, trees: bool, elastic: bool = False) -> Shape:
-            return Shape(self.k, self.k, elastic)
-
-        def limits(self, rows: int, trees: bool) -> Limits:
-            return Limits(lambda chances: False, (lambda length, chances: self.nodes - length) if trees else None)
-
-        def observe_elastic(self, outcome: Outcome, seconds: float) -> None:
-            told.append(outcome)
-
-    for policy in (em.FixedPolicy(3), em.FixedPolicy(3, nodes=12), Flanked(3, nodes=9)):
+    rounds = []
+    for policy in (em.FixedPolicy(3), em.FixedPolicy(3, nodes=12)):
         outputs = em.Engine(TARGET, em.DraftModelProposer(draft), policy, max_batch=3).generate(PROMPTS, params)
         assert [o.tokens for o in outputs] == [o.tokens for o in plain]
         rounds.append(sum(o.rounds for o in outputs))
-    assert max(rounds[1:]) < rounds[0]
-    assert all(outcome.beside == min(9 - outcome.depth, 2 * outcome.depth) for outcome in told)
-    assert any(number is not None for outcome in told for number in outcome.aside)
+    assert rounds[1] < rounds[0]

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 
 import eagle_mlx as em
-from eagle_mlx.batch import Batch, Landing, Round
-from eagle_mlx.engine import RoundReport
+from eagle_mlx.batch import Batch, Round
 from eagle_mlx.errors import ConfigError, PromptError
-from eagle_mlx.policy import Limits, Outcome, Shape
-from eagle_mlx.policy.base import BEHIND
+from eagle_mlx.plan import CONFIDENCE_LAG, Abilities, Plan, RoundResult
 from tests.fakes import Oracle, tiny_head, tiny_target
 
 TARGET = tiny_target()
@@ -276,31 +274,39 @@ def test_streaming_needs_a_tokenizer() -> None:
 class Recording:
     """A policy of given depths, in turn, that keeps what it was told."""
 
+    wants_trees = False
+
     def __init__(self, depths: list[int]):
-        self.depths, self.told = depths, []  # type: ignore[var-annotated]
+        self.depths = depths
+        self.results: list[RoundResult] = []
 
-    def depth(self, rows: int) -> int:
-        return self.depths[len(self.told) % len(self.depths)]
+    def plan(self, rows: int, can: Abilities) -> Plan:
+        return Plan(self.depths[len(self.results) % len(self.depths)])
 
-    def observe(self, depth: int, drafted: list[int], accepted: list[int], seconds: float) -> None:
-        assert seconds > 0
-        assert all(0 <= kept <= tried <= depth for tried, kept in zip(drafted, accepted, strict=True))
-        self.told.append((depth, list(drafted), list(accepted)))
+    def observe(self, result: RoundResult) -> None:
+        assert result.seconds > 0
+        each = zip(result.drafted, result.accepted, strict=True)
+        assert all(0 <= kept <= tried <= result.plan.depth for tried, kept in each)
+        self.results.append(result)
 
 
-class Capricious(em.FixedPolicy):
-    """Elastic drafts that end by the throw of a die: chains, and where `nodes` is more than k tokens beside them."""
+class Capricious(Recording):
+    """Chains that end by the throw of a die, and where `nodes` is more than k as many trees."""
 
-    def shape(self, rows: int, trees: bool, elastic: bool = False) -> Shape:
-        return Shape(self.k, self.k, elastic)
+    def __init__(self, k: int, nodes: int = 0):
+        super().__init__([])
+        self.k, self.nodes, self.wants_trees = k, nodes, nodes > k
+        self.rng = np.random.default_rng(k)
+        self.next = Plan(k, stop_below=0.5)
 
-    def limits(self, rows: int, trees: bool) -> Limits:
-        rng = np.random.default_rng(rows)
-        beside = (lambda length, chances: int(rng.integers(0, 5))) if trees else None
-        return Limits(lambda chances: bool(rng.random() < 0.3), beside)
+    def plan(self, rows: int, can: Abilities) -> Plan:
+        return self.next if can.trees or not self.next.is_tree else Plan(self.k)
 
-    def observe_elastic(self, outcome: Outcome, seconds: float) -> None:
-        """Nothing to learn."""
+    def observe(self, result: RoundResult) -> None:
+        super().observe(result)
+        tree = Plan(self.k, self.nodes)
+        chain = Plan(self.k, stop_below=float(10 ** -self.rng.uniform(0, 5)))
+        self.next = tree if self.wants_trees and self.rng.random() < 0.5 else chain
 
 
 @pytest.mark.parametrize("proposer", proposers()[1:5], ids=lambda p: getattr(p, "name", "plain"))
@@ -340,40 +346,38 @@ def test_the_policy_is_told_of_every_round() -> None:
     texts = {p: t for p, (t, _) in GREEDY.items()}
     engine = em.Engine(TARGET, Oracle(texts, 0.3), policy)  # type: ignore[arg-type]
     outputs = engine.generate(PROMPTS, [em.SamplingParams(max_tokens=n) for n in (24, 9, 16, 3, 24)])
-    assert len(policy.told) == max(o.rounds for o in outputs)
-    assert [depth for depth, *_ in policy.told][:2] == [2, 0]
-    assert sum(sum(drafted) for _, drafted, _ in policy.told) == sum(o.drafted for o in outputs)
-    assert sum(sum(accepted) for *_, accepted in policy.told) == sum(o.accepted for o in outputs)
-    assert len(policy.told[0][1]) == 5
+    assert len(policy.results) == max(o.rounds for o in outputs)
+    assert [result.plan for result in policy.results][:2] == [Plan(2), Plan(0)]
+    assert sum(sum(result.drafted) for result in policy.results) == sum(o.drafted for o in outputs)
+    assert sum(sum(result.accepted) for result in policy.results) == sum(o.accepted for o in outputs)
+    assert policy.results[0].rows == 5
 
 
 @pytest.mark.parametrize("nodes", [0, 12])
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
-def test_a_policy_is_told_what_elastic_drafts_came_to(rule: str, nodes: int) -> None:
-    told: list[Outcome] = []
-
-    class Told(Capricious):
-        def observe_elastic(self, outcome: Outcome, seconds: float) -> None:
-            assert seconds > 0
-            assert all(0 < chance <= 1 for row in outcome.chances for chance in row)
-            assert all(kept <= tried for tried, kept in zip(outcome.drafted, outcome.accepted, strict=True))
-            told.append(outcome)
-
-    reports: list[RoundReport] = []
-    engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), Told(7, nodes))
-    engine.observer = reports.append
+def test_policy_and_observer_are_told_the_same_of_early_exits_and_trees(rule: str, nodes: int) -> None:
+    policy, seen = Capricious(7, nodes), list[RoundResult]()
+    engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), policy)
+    engine.observer = seen.append
     params = em.SamplingParams(temperature=0.7, seed=1, max_tokens=24, acceptance=rule)  # type: ignore[arg-type]
     outputs = engine.generate(PROMPTS, params)
-    assert sum(sum(outcome.drafted) for outcome in told) == sum(output.drafted for output in outputs)
-    assert all(len(outcome.chances) in {max(0, outcome.depth - n) for n in (BEHIND, BEHIND + 1)} for outcome in told)
-    assert len({outcome.depth for outcome in told}) > 2
-    assert [report.depth for report in reports if report.depth] == [outcome.depth for outcome in told]
-    assert [report.accepted for report in reports if report.depth] == [outcome.kept for outcome in told]
-    flanked = [outcome for outcome in told if outcome.beside]
-    assert bool(flanked) == (nodes > 0 and rule == "coupled")
-    for outcome in flanked:
-        for length, kept, number in zip(outcome.drafted, outcome.accepted, outcome.aside, strict=True):
-            assert number is None or (kept < length and 0 <= number < outcome.beside)
+    rounds = [result for result in seen if result.plan.depth]
+    assert rounds == [result for result in policy.results if result.plan.depth]
+    assert sum(sum(result.kept) for result in rounds) == sum(output.accepted for output in outputs)
+    assert sum(sum(result.drafted) for result in rounds) == sum(output.drafted for output in outputs)
+    assert sum(result.emitted for result in seen) == sum(len(output.tokens) for output in outputs)
+    trees = [result for result in rounds if result.plan.is_tree]
+    exits = [result for result in rounds if result.plan.stop_below is not None]
+    assert bool(trees) == (nodes > 0 and rule == "coupled")
+    for result in trees:
+        assert [len(path) for path in result.paths] == list(result.accepted)
+        assert all(0 <= node < nodes for path in result.paths for node in path)
+    for result in exits:
+        looks, lag = result.confidences, CONFIDENCE_LAG
+        assert all(len(row) == result.rows and all(0 < confidence <= 1 for confidence in row) for row in looks)
+        assert len(looks) in {max(0, result.depth - n) for n in (lag, lag + 1)}
+        assert (result.depth == result.plan.depth) or sum(looks[-1]) < result.plan.stop_below * result.rows
+    assert len({result.depth for result in exits}) > 2
 
 
 def test_a_policy_is_told_of_all_the_time_that_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,14 +386,14 @@ def test_a_policy_is_told_of_all_the_time_that_passes(monkeypatch: pytest.Monkey
     seconds: list[tuple[int, float]] = []
 
     class Timed(Recording):
-        def observe(self, depth: int, drafted: list[int], accepted: list[int], took: float) -> None:
-            super().observe(depth, drafted, accepted, took)
-            seconds.append((depth, took))
+        def observe(self, result: RoundResult) -> None:
+            super().observe(result)
+            seconds.append((result.plan.depth, result.seconds))
 
     land = Batch.land
 
-    def slow(batch: Batch, landed: Round) -> Landing:
-        now[0] += 10 if landed.shape.depth else 4
+    def slow(batch: Batch, landed: Round) -> RoundResult:
+        now[0] += 10 if landed.plan.depth else 4
         return land(batch, landed)
 
     texts = {p: t for p, (t, _) in GREEDY.items()}
@@ -412,35 +416,36 @@ def test_a_look_at_plain_decoding_is_one_round_and_takes_the_time_of_one(monkeyp
     now = [100.0]
     launch = Batch.launch
 
-    def slow(batch: Batch, shape: Shape, *args: Any) -> Round:
-        now[0] += 10 if shape.depth else 4
-        return launch(batch, shape, *args)
+    def slow(batch: Batch, plan: Plan, *args: Any) -> Round:
+        now[0] += 10 if plan.depth else 4
+        return launch(batch, plan, *args)
 
     monkeypatch.setattr(Batch, "launch", slow)
 
     class Looking(Recording):
-        def depth(self, rows: int) -> int:
-            return 0 if len(self.told) % 4 == 3 or 20 <= len(self.told) < 30 else 2
+        def plan(self, rows: int, can: Abilities) -> Plan:
+            return Plan(0 if len(self.results) % 4 == 3 or 20 <= len(self.results) < 30 else 2)
 
-        def observe(self, depth: int, drafted: list[int], accepted: list[int], seconds: float) -> None:
-            self.told.append((depth, seconds))
+        def observe(self, result: RoundResult) -> None:
+            self.results.append(result)
 
     looking = Looking([])
     texts = {p: t for p, (t, _) in GREEDY.items()}
     engine = em.Engine(TARGET, Oracle({p: t * 3 for p, t in texts.items()}, 1.0), looking)  # type: ignore[arg-type]
     engine.clock = lambda: now[0]
     engine.generate([PROMPTS[3]], em.SamplingParams(max_tokens=50))
-    assert looking.told[:20] == [(2, 10.0), (2, 10.0), (2, 10.0), (0, 4.0)] * 5
-    assert [depth for depth, _ in looking.told[20:31]] == [0] * 11  # asked when ten of them had been told
-    assert sum(seconds for _, seconds in looking.told[20:31]) == 11 * 4
+    seen = [(result.plan.depth, result.seconds) for result in looking.results]
+    assert seen[:20] == [(2, 10.0), (2, 10.0), (2, 10.0), (0, 4.0)] * 5
+    assert [depth for depth, _ in seen[20:31]] == [0] * 11  # asked when ten of them had been observed
+    assert sum(seconds for _, seconds in seen[20:31]) == 11 * 4
 
 
 def test_a_short_prompt_gives_the_first_token_and_a_long_one_joins_without() -> None:
-    reports: list[RoundReport] = []
+    results: list[RoundResult] = []
     for length in (40, 200):
         prompt = [int(t) for t in np.random.default_rng(length).integers(0, 128, length)]
         engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), em.FixedPolicy(3))
-        engine.observer = reports.append
+        engine.observer = results.append
         row = engine.prepare(prompt, em.SamplingParams(max_tokens=12))
         engine.submit(row)
         engine.step()
@@ -450,8 +455,8 @@ def test_a_short_prompt_gives_the_first_token_and_a_long_one_joins_without() -> 
         while not row.finish_reason:
             engine.step()
         assert row.tokens == plain_greedy(prompt, 12)[0]
-        assert sum(report.emitted for report in reports) == 12
-        reports.clear()
+        assert sum(result.emitted for result in results) == 12
+        results.clear()
 
 
 @pytest.mark.parametrize("how", ["length", "stop", "cancelled"])

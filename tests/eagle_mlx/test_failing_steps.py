@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import eagle_mlx as em
 from eagle_mlx.batch import Batch
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.engine import RoundReport
+from eagle_mlx.plan import Abilities, Plan, RoundResult
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
 from eagle_mlx.row import Row
 from eagle_mlx.sampling import SamplingBatch
@@ -29,7 +29,7 @@ ALONE = [
     em.Engine(TARGET, max_batch=1).generate([prompt], em.SamplingParams(max_tokens=COUNT))[0].tokens
     for prompt in PROMPTS
 ]
-METHODS = ("open", "prefill", "propose", "observe", "append", "remove")
+METHODS = ("open", "prefill", "draft", "observe", "append", "remove")
 
 
 class Broken(RuntimeError):
@@ -43,6 +43,7 @@ class Failing:
     """
 
     name = "failing"
+    abilities = Abilities()
     aux_layers = (0, 2)
 
     def __init__(self, method: str, nth: int, every: bool = False):
@@ -72,9 +73,9 @@ class FailingState:
     def prefill(self, seen: Observation) -> None:
         self.proposer.called("prefill")
 
-    def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        self.proposer.called("propose")
-        rng, rows = self.proposer.rng, len(self.rows)
+    def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        self.proposer.called("draft")
+        rng, rows, depth = self.proposer.rng, len(self.rows), plan.depth
         return Draft(mx.array(rng.integers(0, 128, (rows, depth))), mx.array(rng.integers(0, depth + 1, rows)))
 
     def observe(self, seen: Observation) -> None:
@@ -217,7 +218,7 @@ def test_generate_raises_once_and_others_are_told_in_their_outputs() -> None:
 
 def test_a_stream_beside_a_step_that_raised_ends_with_the_error() -> None:
     talker = tiny_target(tokenizer=True)
-    engine = em.Engine(talker, Failing("propose", 2), em.FixedPolicy(2), max_batch=2)
+    engine = em.Engine(talker, Failing("draft", 2), em.FixedPolicy(2), max_batch=2)
     stream = engine.stream([5, 6, 7], em.SamplingParams(max_tokens=30))
     first = next(stream)
     with pytest.raises(Broken):
@@ -226,7 +227,7 @@ def test_a_stream_beside_a_step_that_raised_ends_with_the_error() -> None:
     assert last.output is not None
     assert last.output.finish_reason == "error"
     assert "propose is broken" in (last.output.error or "")
-    other = em.Engine(talker, Failing("propose", 2), em.FixedPolicy(2)).stream([5, 6, 7])
+    other = em.Engine(talker, Failing("draft", 2), em.FixedPolicy(2)).stream([5, 6, 7])
     with pytest.raises(Broken):
         list(other)
 
@@ -260,11 +261,11 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_nothing_behind(
 def test_an_observer_may_cancel_whoever_it_likes(gone: list[int], after: int, depth: int, chunk: int) -> None:
     engine = em.Engine(TARGET, em.NgramProposer(), em.FixedPolicy(depth), 3, chunk)
     rows = [engine.prepare(prompt, em.SamplingParams(max_tokens=COUNT)) for prompt in PROMPTS]
-    reports = count()
+    results = count()
     taken: dict[int, int] = {}
 
-    def observer(report: RoundReport) -> None:
-        if next(reports) == after:
+    def observer(result: RoundResult) -> None:
+        if next(results) == after:
             for index in gone:
                 engine.cancel(rows[index])
                 taken[index] = len(rows[index].tokens)

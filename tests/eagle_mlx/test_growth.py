@@ -8,7 +8,7 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx.params import SamplingParams
-from eagle_mlx.policy import Limits
+from eagle_mlx.plan import Plan
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.proposers.growth import Spread
 from eagle_mlx.proposers.head import HeadProposer, HeadState
@@ -52,7 +52,7 @@ def shares(text: list[int], drafted: list[int], params: SamplingParams) -> dict[
 def test_the_likeliest_branches_are_drafted(params: SamplingParams, depth: int, nodes: int) -> None:
     state = opened()
     batch = SamplingBatch.of([params] * 2, [params.seed or 0] * 2)
-    draft = state.propose_tree(depth, nodes, batch, mx.array([len(text) for text in TEXTS]))
+    draft = state.draft(Plan(depth, nodes), batch, mx.array([len(text) for text in TEXTS]))
     assert draft.tree is not None
     assert draft.tree.scores is not None
     tokens, parents = np.array(draft.tokens), np.array(draft.tree.parents)
@@ -76,51 +76,16 @@ def test_the_likeliest_branches_are_drafted(params: SamplingParams, depth: int, 
         assert branches[1] == likeliest[:1]
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.9, seed=4, top_k=50)])
-@pytest.mark.parametrize(("depth", "beside"), [(3, 4), (5, 1), (2, 9), (4, 0)])
-def test_beside_an_elastic_chain_stands_what_is_likeliest_there(
-    params: SamplingParams, depth: int, beside: int
-) -> None:
-    batch = SamplingBatch.of([params] * 2, [params.seed or 0] * 2)
-    at = mx.array([len(text) for text in TEXTS])
-    chain = opened().propose(depth, batch, at).tokens.tolist()
-    told: list[int] = []
-    limits = Limits(lambda chances: False, lambda length, chances: told.append(length) or beside)  # type: ignore[func-returns-value]
-    draft = opened().propose_until(limits, depth, batch, at)
-    assert told == [depth]
-    nodes = depth + min(beside, 2 * depth)
-    assert draft.lengths.tolist() == [nodes, nodes]
-    tokens = np.array(draft.tokens)
-    assert tokens[:, :depth].tolist() == chain
-    if not beside:
-        assert draft.tree is None
-        return
-    assert draft.tree is not None
-    parents = np.array(draft.tree.parents)
-    assert parents[:, :depth].tolist() == [list(range(depth))] * 2
-    for row, text in enumerate(TEXTS):
-        joint, others = 0.0, {}
-        for place, token in enumerate(chain[row]):
-            known = shares(text, chain[row][:place], params)
-            best = sorted((t for t in known if t != token), key=lambda t: -known[t])[:2]
-            others |= {(place, t): joint + known[t] for t in best}
-            joint += known[token]
-        likeliest = sorted(others, key=lambda node: -others[node])[: nodes - depth]
-        found = list(zip(parents[row, depth:].tolist(), tokens[row, depth:].tolist(), strict=True))
-        assert [others[node] for node in found] == pytest.approx([others[node] for node in likeliest], abs=0.05)
-        assert len(set(found)) == len(found)
-
-
 def test_drafting_leaves_no_trace_in_the_heads_cache() -> None:
     batch = SamplingBatch.of([SamplingParams()] * 2, [0, 0])
     at = mx.array([len(text) for text in TEXTS])
-    chain = opened().propose(3, batch, at).tokens.tolist()
+    chain = opened().draft(Plan(3), batch, at).tokens.tolist()
     state = opened()
-    state.propose_tree(4, 14, batch, at)
-    assert state.propose(3, batch, at).tokens.tolist() == chain
-    state.propose_until(Limits(lambda chances: False, lambda length, chances: 3), 4, batch, at)
-    again = state.propose_tree(4, 14, batch, at)
-    fresh = opened().propose_tree(4, 14, batch, at)
+    state.draft(Plan(4, 14), batch, at)
+    assert state.draft(Plan(3), batch, at).tokens.tolist() == chain
+    state.draft(Plan(6, stop_below=0.01), batch, at)
+    again = state.draft(Plan(4, 14), batch, at)
+    fresh = opened().draft(Plan(4, 14), batch, at)
     assert again.tokens.tolist() == fresh.tokens.tolist()
 
 

@@ -12,6 +12,7 @@ import eagle_mlx as em
 from eagle_mlx.errors import ConfigError, HeadError
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.mtp import MTPConfig
+from eagle_mlx.plan import Plan
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.sampling import SamplingBatch
 from tests.architectures import tiny_model
@@ -50,7 +51,7 @@ def test_drafts_are_those_of_a_head_without_a_cache(name: str) -> None:
     state.prefill(seen(head, texts, [0, 0, 0], [n - 1 for n in known]))
     batch, depth = SamplingBatch.of([em.SamplingParams()] * 3, [0] * 3), 4
     for gains in ([1, 3, 2], None):
-        draft = state.propose(depth, batch, mx.array(known))
+        draft = state.draft(Plan(depth), batch, mx.array(known))
         for row, (text, n) in enumerate(zip(texts, known, strict=True)):
             assert draft.tokens[row].tolist() == slow_draft(head, text[:n], depth)
         if gains:

@@ -18,7 +18,7 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.lengths import RowLengths
 from eagle_mlx.cache.window import RaggedWindow
 from eagle_mlx.errors import ProposerError
-from eagle_mlx.policy import Limits, Outcome, Shape
+from eagle_mlx.plan import Abilities, Plan, RoundResult
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
 from eagle_mlx.sampling import SamplingBatch, distribution
 from eagle_mlx.tree import Tree
@@ -48,6 +48,7 @@ class Hostile:
 
     name = "hostile"
     aux_layers = (1,)
+    abilities = Abilities(trees=True, early_exit=True)
 
     def __init__(self, texts: Sequence[Sequence[int]], seed: int, spoil: Change | None = None, vocab: int = 128):
         self.texts = {tuple(p): list(text) for p, text in zip(PROMPTS, texts, strict=True)}
@@ -64,24 +65,28 @@ class HostileState:
     def __init__(self, proposer: Hostile, rows: list[tuple[list[int], int]]):
         self.proposer, self.rows = proposer, rows
 
-    def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        return self._spoilt(self._known(int(self.proposer.rng.integers(0, 2 * depth + 1))))
+    def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        return self._spoilt(self._tree(plan) if plan.is_tree else self._chain(plan))
 
-    def propose_until(self, limits: Limits, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        if limits.beside is None:
-            return self.propose(depth, sampling, positions)
-        return self.propose_tree(depth, 2 * depth, sampling, positions)
+    def _chain(self, plan: Plan) -> Draft:
+        """As long as it likes, and as sure of itself as it likes, as often as it likes."""
+        rng = self.proposer.rng
+        draft = self._known(int(rng.integers(0, 2 * plan.depth + 1)))
+        if plan.stop_below is None:
+            return draft
+        looks = int(rng.integers(0, 2 * plan.depth + 1))
+        return replace(draft, confidences=rng.choice([0.0, 1.0, 0.5], (looks, len(self.rows))).tolist())
 
-    def propose_tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+    def _tree(self, plan: Plan) -> Draft:
         """A chain of what is right first, and anything behind it: parents that come later, are out of range or loop,
         siblings with one token, and less depth than there is.
         """
         rng = self.proposer.rng
-        draft = self._known(int(rng.integers(1, 2 * nodes)))
+        draft = self._known(int(rng.integers(1, 2 * plan.nodes)))
         rows, width = draft.tokens.shape
         chain = np.arange(width)[None].repeat(rows, 0)
         parents = np.where(rng.random((rows, width)) < 0.6, chain, rng.integers(-3, width + 3, (rows, width)))
-        return self._spoilt(replace(draft, tree=Tree(mx.array(parents), int(rng.integers(1, 2 * depth)))))
+        return replace(draft, tree=Tree(mx.array(parents), int(rng.integers(1, 2 * plan.depth))))
 
     def _known(self, width: int) -> Draft:
         rng, vocab = self.proposer.rng, self.proposer.vocab
@@ -129,16 +134,13 @@ def spoiler(seed: int, dtypes: Sequence[mx.Dtype]) -> Change:
 
 
 class Free(em.FixedPolicy):
-    """Asks for elastic drafts, with tokens beside them where they can be had."""
+    """Asks for early exits, of trees too."""
 
-    def shape(self, rows: int, trees: bool, elastic: bool = False) -> Shape:
-        return Shape(self.k, self.k, elastic)
+    def plan(self, rows: int, can: Abilities) -> Plan:
+        return replace(super().plan(rows, can), stop_below=0.5)
 
-    def limits(self, rows: int, trees: bool) -> Limits:
-        return Limits(lambda chances: False, (lambda length, chances: 3) if trees else None)
-
-    def observe_elastic(self, outcome: Outcome, seconds: float) -> None:
-        assert all(0 <= a <= d for a, d in zip(outcome.accepted, outcome.drafted, strict=True))
+    def observe(self, result: RoundResult) -> None:
+        assert all(0 <= a <= d for a, d in zip(result.accepted, result.drafted, strict=True))
 
 
 POLICIES = [em.FixedPolicy(3), em.FixedPolicy(3, nodes=9), Free(4), Free(4, nodes=9)]
@@ -162,6 +164,15 @@ def test_text_is_the_targets_own_whatever_is_drafted(
     assert [o.tokens for o in outputs] == [t[: p.max_tokens] for t, p in zip(ALONE[params], each, strict=True)]
     assert sum(output.accepted for output in outputs) > 0
     assert all(output.accepted <= output.drafted for output in outputs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_policy_that_learns_outlives_what_is_made_up(seed: int) -> None:
+    spoil = spoiler(seed, [mx.int32])
+    policy = em.ThroughputPolicy(6, max_nodes=12)
+    for _ in range(3):
+        engine = em.Engine(TARGET, Hostile(ALONE[GREEDY], seed, spoil), policy, 3)
+        assert [output.tokens for output in engine.generate(PROMPTS, GREEDY)] == ALONE[GREEDY]
 
 
 def test_probabilities_that_are_none_are_not_judged_by() -> None:
@@ -203,8 +214,13 @@ def test_probabilities_that_are_none_are_not_judged_by() -> None:
         (lambda d: replace(d, lengths=d.lengths.astype(mx.float32)), "float32 as lengths"),
         (lambda d: replace(d, probs=mx.zeros((2, 3, 5))), r"\[2, 3, 5\] float32 as probs; give \[2, 3, 128\] float32"),
         (lambda d: replace(d, tree=Tree(mx.zeros((2, 3), mx.int32), 3)), "a tree where a chain was asked for"),
-        (lambda d: replace(d, chances=[[0.5]]), "as chances; give what limits.enough was told: 2 numbers"),
-        (lambda d: replace(d, chances=[[0.5, float("nan")]]), "as chances"),
+        (
+            lambda d: replace(d, confidences=[[0.5]]),
+            r"\[0.5\] as confidences; give 2 numbers from 0 to 1",
+        ),
+        (lambda d: replace(d, confidences=[[0.5, 0.5], [0.5, float("nan")]]), "as confidences"),
+        (lambda d: replace(d, confidences=[[0.5, 1.5]]), "as confidences"),
+        (lambda d: replace(d, confidences=[[-0.1, 0.5]]), "as confidences"),
     ],
 )
 def test_what_cannot_be_read_at_all_is_refused_by_name(change: Change, message: str) -> None:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Outcome, Policy, Shape, ShapePolicy, ThroughputPolicy
-from eagle_mlx.policy.base import BEHIND
-from eagle_mlx.policy.costs import Costs, slope
-from eagle_mlx.policy.siblings import Siblings
-from eagle_mlx.policy.swings import Swings
-from tests.eagle_mlx.worlds import World
+from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Plan
+from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
+from eagle_mlx.policy.estimates import AcceptanceByPosition, AcceptanceByRank, Calibration, Costs, Drift
+from tests.eagle_mlx.worlds import CHAINS, World, result
 
 
 @pytest.mark.parametrize("k", [0, 1, 7])
 def test_fixed_policy_drafts_k_whatever_happens(k: int) -> None:
     policy: Policy = FixedPolicy(k)
-    assert policy.depth(rows=1) == k
-    policy.observe(k, drafted=[k, k], accepted=[0, 0], seconds=1.0)
-    assert policy.depth(rows=64) == k
+    assert policy.plan(1, CHAINS) == Plan(k)
+    policy.observe(result(Plan(k), [k, k], [0, 0], 1.0))
+    assert policy.plan(64, CHAINS) == Plan(k)
 
 
 @pytest.mark.parametrize("k", [-1, 1.5, True, "4", None])
@@ -44,11 +43,11 @@ def test_shares_and_sizes_out_of_range_are_refused() -> None:
 
 def test_acceptance_average_by_hand() -> None:
     policy = AcceptancePolicy(k=6)
-    assert (policy.rate, policy.depth(1)) == (0.7, 4)
-    policy.observe(4, [4, 4], [4, 2], 1.0)
+    assert (policy.rate, policy.plan(1, CHAINS)) == (0.7, Plan(4))
+    policy.observe(result(Plan(4), [4, 4], [4, 2], 1.0))
     assert policy.rate == pytest.approx(0.7 + 0.1 * (6 / 8 - 0.7))
-    policy.observe(4, [0, 0], [0, 0], 1.0)  # nothing was found to draft
-    policy.observe(0, [0], [0], 1.0)
+    policy.observe(result(Plan(4), [0, 0], [0, 0], 1.0))  # nothing was found to draft
+    policy.observe(result(PLAIN, [0], [0], 1.0))
     assert policy.rate == pytest.approx(0.705)
 
 
@@ -59,15 +58,15 @@ def test_acceptance_average_by_hand() -> None:
 def test_bands_of_the_acceptance_rate(rate: float, k: int, depth: int) -> None:
     policy = AcceptancePolicy(k)
     policy.rate = rate
-    assert policy.depth(1) == depth
+    assert policy.plan(1, CHAINS) == Plan(depth)
     fixed = AcceptancePolicy(k, adaptive=False)
     fixed.rate = rate
-    assert fixed.depth(1) == (k if rate >= 0.3 else 0)
+    assert fixed.plan(1, CHAINS) == Plan(k if rate >= 0.3 else 0)
 
 
 def test_acceptance_policy_is_off_in_large_batches() -> None:
     policy = AcceptancePolicy(k=4, disable_at_rows=8)
-    assert [policy.depth(rows) for rows in (1, 7, 8, 64)] == [2, 2, 0, 0]
+    assert [policy.plan(rows, CHAINS).depth for rows in (1, 7, 8, 64)] == [2, 2, 0, 0]
 
 
 def test_acceptance_policy_turns_off_probes_and_comes_back() -> None:
@@ -82,21 +81,23 @@ def test_acceptance_policy_turns_off_probes_and_comes_back() -> None:
 
 def test_fixed_policy_draws_the_tree_that_it_was_given() -> None:
     policy = FixedPolicy(4, nodes=12)
-    assert isinstance(policy, ShapePolicy)
-    assert policy.shape(3, trees=True) == Shape(4, 12)
-    assert policy.shape(3, trees=False) == Shape(4, 4) == FixedPolicy(4).shape(3, trees=True)
-    assert (Shape(4, 12).cut(2), Shape(4, 12).cut(0), Shape.chain(4).cut(3)) == (Shape(2, 12), Shape(0, 0), Shape(3, 3))
+    trees = Abilities(trees=True)
+    assert policy.plan(3, trees) == Plan(4, 12)
+    assert policy.plan(3, CHAINS) == Plan(4) == FixedPolicy(4).plan(3, trees)
+    assert (policy.wants_trees, FixedPolicy(4).wants_trees) == (True, False)
     with pytest.raises(ConfigError, match="^nodes, the number of draft tokens"):
         FixedPolicy(4, nodes=-1)
 
 
 def test_costs_of_depths_not_tried_lie_on_a_line_and_outliers_are_ignored() -> None:
-    costs = ThroughputPolicy().costs
+    costs = Costs()
     assert costs.estimate(1, 0) is None
     for seconds in (1.0, 1.0, 50.0):
         costs.add(1, 0, seconds)
     assert costs.estimate(1, 4) == 1.0
     costs.add(1, 2, 1.5)
+    assert costs.estimate(1, 3) == 1.5  # what a draft takes beside a plain round says nothing of a token more
+    costs.add(1, 1, 1.25)
     assert [costs.estimate(1, depth) for depth in range(4)] == [1.0, 1.25, 1.5, 1.75]
     costs.add(4, 2, 3.0)  # at four rows the same shape, twice as high
     assert [costs.estimate(4, depth) for depth in range(4)] == [2.0, 2.5, 3.0, 3.5]
@@ -109,45 +110,66 @@ def test_an_accident_says_little_of_what_drafts_cost() -> None:
             costs.add(1, size, seconds)
     costs.add(1, 6, 32.0)  # the first of its size
     assert costs.estimate(1, 6) <= 3 * 1.6
-    assert slope(1, costs) == pytest.approx(0.1)
+    assert costs.per_token(1) == pytest.approx(0.1)
     for _ in range(4):
         costs.add(1, 6, 1.6)
     assert costs.estimate(1, 6) == 1.6
 
 
 def test_what_was_measured_at_other_speeds_is_made_comparable() -> None:
-    swings = Swings()
+    drift = Drift()
     for _ in range(20):
-        assert swings.steadied(2.0, 2.0) == pytest.approx(2.0)
+        assert drift.steadied(2.0, 2.0) == pytest.approx(2.0)
     for _ in range(60):
-        steadied = swings.steadied(3.0, 2.0)
+        steadied = drift.steadied(3.0, 2.0)
     assert steadied == pytest.approx(2.0, rel=0.03)
-    assert swings.steadied(4.5, None) == pytest.approx(3.0, rel=0.03)
-    assert swings.steadied(60.0, 2.0) > 30, "an accident is no change of speed"
+    assert drift.steadied(4.5, None) == pytest.approx(3.0, rel=0.03)
+    assert drift.steadied(60.0, 2.0) > 30, "an accident is no change of speed"
     for _ in range(2000):
-        swings.steadied(1.0, None)
-    assert swings.factor == pytest.approx(1.0, rel=0.01), "a speed that nothing tells of any more is forgotten"
+        drift.steadied(1.0, None)
+    assert drift.factor == pytest.approx(1.0, rel=0.01), "a speed that nothing tells of any more is forgotten"
 
 
-def test_tokens_beside_a_chain_are_priced_and_valued_by_what_they_came_to() -> None:
-    rng, siblings = np.random.default_rng(0), Siblings()
-    for _ in range(600):
-        length, beside, chance = int(rng.integers(3, 9)), int(rng.integers(0, 5)), float(rng.uniform(0.2, 0.9))
-        chances = [[chance**place] for place in range(1, length - BEHIND + 1)]
-        failed = int(np.cumprod(rng.random(length) < chance).sum())
-        aside = 0 if beside and failed == 0 and rng.random() < 0.5 else None
-        seconds = 1 + 0.1 * length + 0.04 * beside + rng.normal(0, 0.05)
-        siblings.add(Outcome(chances, [length], [failed], beside, [aside]), seconds)
-    assert siblings.seconds(1, slope=0.1) == pytest.approx(0.04, abs=0.01)
-    assert siblings.seconds(4, slope=0.1) == pytest.approx(0.04, abs=0.01)  # as of the nearest number of rows
+def test_a_token_more_costs_what_drafts_of_several_sizes_tell() -> None:
+    exits, chains = Costs(), Costs()
+    assert chains.per_token(1) == 0.0
+    for size in (3, 5, 8):
+        exits.add(2, size, 4.0 + 0.5 * size)  # they wait for the device, and so cost more at every size
+    chains.add(2, 0, 1.0)
+    chains.add(2, 2, 2.0)
+    assert chains.per_token(2) == 0.0, "what drafting costs at all says nothing of a token more"
+    assert chains.per_token(2, exits) == pytest.approx(0.5)
+    assert chains.per_token(1, exits) == pytest.approx(0.5)  # as of the nearest number of rows
 
-    def count(chance: float, pace: float, most: int = 32) -> int:
-        limits = siblings.beside(1, pace, 0.1, most, may_try=False)
-        return limits(5, [[chance**place] for place in (1, 2, 3)])
 
-    assert count(0.3, 1.5) > count(0.9, 1.5)  # the more doubt the more
-    assert count(0.3, 1.5) >= count(0.3, 3.0) >= count(0.3, 100.0) == 0  # the dearer time is the fewer
-    assert count(0.3, 0.01) == 2 * 5
-    assert count(0.3, 0.01, most=8) == 3
-    assert count(0.3, 0.01, most=4) == 0
-    assert siblings.beside(1, 0.0, 0.1, 32, may_try=True)(2, []) == 0  # nothing is known of chains so short
+def test_acceptance_by_position_counts_what_was_reached() -> None:
+    acceptance = AcceptanceByPosition()
+    for _ in range(300):
+        acceptance.add(3, [3, 1])
+    # The first token is always kept, the second in one row of two, the third wherever the second was.
+    assert acceptance.expected_tokens(3) == pytest.approx(1 + 1 + 0.5 + 0.5, abs=0.02)
+    assert acceptance.expected_tokens(5) > acceptance.expected_tokens(3)
+    for _ in range(300):
+        acceptance.add(1, [0, 0])
+    assert acceptance.expected_tokens(3) == pytest.approx(1, abs=0.02)
+
+
+def test_acceptance_by_rank_holds_for_smaller_trees_too() -> None:
+    acceptance = AcceptanceByRank()
+    for _ in range(300):
+        acceptance.add(4, [[0, 3], [0]])
+    assert [acceptance.expected_tokens(nodes) for nodes in (0, 1, 3, 4)] == pytest.approx([1, 2, 2, 2.5], abs=0.05)
+    assert acceptance.expected_tokens(8) > acceptance.expected_tokens(4)
+
+
+@pytest.mark.parametrize("claimed", [lambda chance: chance, lambda chance: chance**3])
+def test_confidences_need_not_be_right_to_tell_where_to_end(claimed: Callable[[float], float]) -> None:
+    rng, calibration = np.random.default_rng(0), Calibration()
+    for _ in range(5000):
+        chance = float(rng.random())
+        kept = CONFIDENCE_LAG + 1 + bool(rng.random() < chance)
+        calibration.add([[claimed(chance)]], [CONFIDENCE_LAG + 2], [kept])
+    for least in (0.3, 0.5, 0.7):
+        assert calibration.threshold(least) == pytest.approx(claimed(least), abs=0.12)
+    assert calibration.threshold(0.0) == 0.0
+    assert calibration.threshold(1.1) > 1, "nothing is that sure"

@@ -19,7 +19,7 @@ from eagle_mlx.batch import Batch
 from eagle_mlx.errors import PromptError
 from eagle_mlx.masks import walk
 from eagle_mlx.params import SamplingParams
-from eagle_mlx.policy import Shape
+from eagle_mlx.plan import PLAIN, Abilities, Plan
 from eagle_mlx.processors import Penalties, Processors
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
 from eagle_mlx.row import Row, StopStrings
@@ -38,6 +38,7 @@ class Guess:
     """A proposer that knows the text which some rows will have, and is wrong at random."""
 
     name = "guess"
+    abilities = Abilities()
     aux_layers: tuple[int, ...] = ()
 
     def __init__(self, texts: list[list[int]], wrong: float = 0.3, vocab: int = VOCAB):
@@ -55,8 +56,8 @@ class GuessState:
 
     def prefill(self, seen: Observation) -> None: ...
 
-    def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        rng, tokens = self.guess.rng, []
+    def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        rng, tokens, depth = self.guess.rng, [], plan.depth
         for row in self.rows:
             text = next((t for t in self.guess.texts if t[: len(row)] == row), [])
             known = (text[len(row) : len(row) + depth] + [0] * depth)[:depth]
@@ -451,7 +452,7 @@ def test_a_round_that_is_cancelled_was_never_counted() -> None:
     batch = Batch(TARGET, None, [Row(PROMPTS[0], params, 0, LENGTH, frozenset())])
     assert batch.read_prompts(512)
     while not batch.rows[0].finish_reason:
-        current, unwanted = batch.launch(Shape.chain(0)), batch.launch(Shape.chain(0))
+        current, unwanted = batch.launch(PLAIN), batch.launch(PLAIN)
         batch.cancel(unwanted)
         batch.land(current)
     assert batch.rows[0].tokens == plain_text(PROMPTS[0], params)

