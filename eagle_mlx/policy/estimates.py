@@ -103,15 +103,17 @@ class Costs:
             points = [kind._points(other) for kind in kinds]
             for groups in (points, [[point for kind in points for point in kind]]):
                 sums = [_trend(group) for group in groups]
-                rise, spread = sum(rise for rise, _ in sums), sum(spread for _, spread in sums)
+                rise = sum(rise for rise, _ in sums)
+                spread = sum(spread for _, spread in sums)
                 if spread:
                     return max(0.0, rise / spread)
         return 0.0
 
     def _points(self, rows: int) -> list[tuple[int, float, int]]:
-        """Sizes of drafts, their seconds, and how often these were measured."""
+        """Sizes of drafts, their seconds, and how often they were: at least twice, as one may be an accident."""
         curve = self._curves.get(rows, {})
-        return [(size, seconds, len(self._latest[rows, size])) for size, seconds in curve.items() if size]
+        points = [(size, seconds, len(self._latest[rows, size])) for size, seconds in curve.items() if size]
+        return [point for point in points if point[2] > 1]
 
 
 def _trend(points: Sequence[tuple[int, float, int]]) -> tuple[float, float]:
@@ -150,7 +152,8 @@ class AcceptanceByPosition:
         """Tokens that a row emits in a round of this depth, the target's own included."""
         rates = [hits / tries for hits, tries in zip(self._hits[:depth], self._tries[:depth], strict=True)]
         rates += [self._GUESS] * (depth - len(rates))
-        return 1.0 + sum(accumulate(rates, mul))
+        kept: float = sum(accumulate(rates, mul))
+        return 1.0 + kept
 
 
 class AcceptanceByRank:

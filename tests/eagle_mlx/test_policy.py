@@ -95,9 +95,11 @@ def test_costs_of_depths_not_tried_lie_on_a_line_and_outliers_are_ignored() -> N
     for seconds in (1.0, 1.0, 50.0):
         costs.add(1, 0, seconds)
     assert costs.estimate(1, 4) == 1.0
-    costs.add(1, 2, 1.5)
+    for _ in range(2):
+        costs.add(1, 2, 1.5)
     assert costs.estimate(1, 3) == 1.5  # what a draft takes beside a plain round says nothing of a token more
-    costs.add(1, 1, 1.25)
+    for _ in range(2):
+        costs.add(1, 1, 1.25)
     assert [costs.estimate(1, depth) for depth in range(4)] == [1.0, 1.25, 1.5, 1.75]
     costs.add(4, 2, 3.0)  # at four rows the same shape, twice as high
     assert [costs.estimate(4, depth) for depth in range(4)] == [2.0, 2.5, 3.0, 3.5]
@@ -133,7 +135,7 @@ def test_what_was_measured_at_other_speeds_is_made_comparable() -> None:
 def test_a_token_more_costs_what_drafts_of_several_sizes_tell() -> None:
     exits, chains = Costs(), Costs()
     assert chains.per_token(1) == 0.0
-    for size in (3, 5, 8):
+    for size in (3, 5, 8, 3, 5, 8):
         exits.add(2, size, 4.0 + 0.5 * size)  # they wait for the device, and so cost more at every size
     chains.add(2, 0, 1.0)
     chains.add(2, 2, 2.0)
