@@ -11,7 +11,7 @@ import eagle_mlx  # noqa: F401  (brings the fast BLAS before MLX)
 import mlx.core as mx  # isort: skip
 import numpy as np
 
-from eagle_mlx.policy.base import Limits, Outcome, Shape
+from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Plan, RoundResult
 from eagle_mlx.proposers.base import Draft, Observation, ProposerState
 from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Target
@@ -54,6 +54,7 @@ class HostileProposer:
     """Drafts what a row will say as far as it is told in `known`, and is wrong at random, more or less by the round."""
 
     name = "hostile"
+    abilities = Abilities(trees=True, early_exit=True)
 
     def __init__(self, rng: np.random.Generator, known: list[list[int]], manners: Manners):
         """known: whole texts, prompt and continuation; more may be added at any time."""
@@ -89,7 +90,7 @@ class HostileProposer:
 
 
 class HostileState:
-    """Drafts for rows; its class has all methods that the engine may look for."""
+    """Drafts for rows, and can be taken over from the prefix cache."""
 
     def __init__(self, proposer: HostileProposer, rows: list[Sight]):
         self.proposer, self.rows = proposer, rows
@@ -110,39 +111,38 @@ class HostileState:
             row.text.extend(tokens)
             row.hidden.extend([] if aux is None else aux[index, : len(tokens)])
 
-    def propose(self, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+    def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        """What the plan asks for, or less."""
         self._check(positions)
-        wide = self.proposer.manners.lengths and self.proposer.rng.random() < 0.3
-        if self.proposer.rng.random() < 0.5:
-            return self._chain(depth, sampling)
-        return self._chain(int(self.proposer.rng.integers(0, depth + 4 if wide else depth + 1)), sampling)
+        if plan.is_tree:
+            return self._branches(plan, sampling)
+        if plan.stop_below is not None:
+            return self._until(plan.stop_below, plan.depth, sampling)
+        rng = self.proposer.rng
+        wide = self.proposer.manners.lengths and rng.random() < 0.3
+        if rng.random() < 0.5:
+            return self._chain(plan.depth, sampling)
+        return self._chain(int(rng.integers(0, plan.depth + 4 if wide else plan.depth + 1)), sampling)
 
-    def propose_until(self, limits: Limits, depth: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        """A chain that ends when the policy says so, and sometimes tokens beside it."""
-        self._check(positions)
-        rng, length = self.proposer.rng, 1
-        chances: list[list[float]] = []
+    def _until(self, stop_below: float, depth: int, sampling: SamplingBatch) -> Draft:
+        """A chain that exits early."""
+        length = min(depth, CONFIDENCE_LAG + 1)
+        confidences: list[list[float]] = []
         while length < depth:
-            chances.append([float(chance) for chance in rng.random(len(self.rows))])
-            if limits.enough(chances[-1]):
+            confidences.append([float(confidence) for confidence in self.proposer.rng.random(len(self.rows))])
+            if sum(confidences[-1]) < stop_below * len(self.rows):
                 break
             length += 1
-        more = 0 if limits.beside is None else limits.beside(length, chances)
-        if not more:
-            chain = self._chain(length, sampling)
-            return replace(chain, chances=chances)
-        grown = [self._grown(length, length + more, list(range(length))) for _ in self.rows]
-        return self._tree(length, [self._drafted(row, *tree) for row, tree in zip(self.rows, grown, strict=True)])
+        return replace(self._chain(length, sampling), confidences=confidences)
 
-    def propose_tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
+    def _branches(self, plan: Plan, sampling: SamplingBatch) -> Draft:
         """Trees of any shape, as many nodes in each row; some of them hold a part of the continuation."""
-        self._check(positions)
         rng = self.proposer.rng
-        count = int(rng.integers(0, nodes + 1))
+        count = int(rng.integers(0, plan.nodes + 1))
         if not count or rng.random() < 0.1:
-            return self._chain(min(count, depth), sampling)
-        grown = [self._grown(depth, count, []) for _ in self.rows]
-        return self._tree(depth, [self._drafted(row, *tree) for row, tree in zip(self.rows, grown, strict=True)])
+            return self._chain(min(count, plan.depth), sampling)
+        grown = [self._grown(plan.depth, count) for _ in self.rows]
+        return self._tree(plan.depth, [self._drafted(row, *tree) for row, tree in zip(self.rows, grown, strict=True)])
 
     def append(self, other: ProposerState) -> None:
         self.proposer.fail_by_chance()
@@ -203,12 +203,10 @@ class HostileState:
             tokens = [int(rng.choice(outside)) if rng.random() < 0.1 else token for token in tokens]
         return tokens
 
-    def _grown(self, depth: int, count: int, parents: list[int]) -> list[int]:
-        """The parents of `count` nodes: those that are given, then any that are not too deep."""
-        parents = list(parents)
+    def _grown(self, depth: int, count: int) -> list[int]:
+        """The parents of `count` nodes, any that are not too deep."""
+        parents: list[int] = []
         levels = [0]
-        for above in parents:
-            levels.append(levels[above] + 1)
         rng = self.proposer.rng
         straight = rng.random()
         while len(parents) < count:
@@ -251,37 +249,23 @@ class HostileState:
 
 
 class RandomPolicy:
-    """Asks for another shape every round: none, a chain, an elastic chain or a tree; plain rounds come in runs."""
+    """Plans something else every round: nothing, a chain, one that exits early or a tree; plain rounds come in runs."""
 
     def __init__(self, rng: np.random.Generator, trees: bool):
         self.rng, self.wants_trees = rng, trees
         self._next = self._drawn()
 
-    def _drawn(self) -> Shape:
+    def _drawn(self) -> Plan:
         depth = int(self.rng.choice(DEPTHS))
-        kind = self.rng.choice(["chain", "elastic", "tree"])
-        return Shape(depth, depth + int(self.rng.integers(1, 12)) * (kind == "tree"), kind == "elastic")
+        kind = self.rng.choice(["chain", "early exit", "tree"])
+        if kind == "tree":
+            return Plan(depth, depth + int(self.rng.integers(1, 12)))
+        return Plan(depth, stop_below=float(self.rng.random()) if kind == "early exit" else None)
 
-    def _draw(self) -> None:
-        plain = self.rng.random() < (0.6 if self._next.depth == 0 else 0.15)
-        self._next = Shape.chain(0) if plain else self._drawn()
+    def plan(self, rows: int, can: Abilities) -> Plan:
+        plan = self._next
+        return Plan(plan.depth, plan.nodes if can.trees else 0, plan.stop_below if can.early_exit else None)
 
-    def depth(self, rows: int) -> int:
-        return self._next.depth
-
-    def shape(self, rows: int, trees: bool, elastic: bool = False) -> Shape:
-        shape = self._next
-        return Shape(shape.depth, shape.nodes if trees else shape.depth, shape.elastic and elastic)
-
-    def limits(self, rows: int, trees: bool) -> Limits:
-        beside = (lambda length, chances: int(self.rng.integers(0, 5))) if trees else None
-        return Limits(lambda chances: bool(self.rng.random() < 0.2), beside)
-
-    def observe(self, depth: int, drafted: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
-        self._draw()
-
-    def observe_tree(self, shape: Shape, kept: Sequence[Sequence[int]], seconds: float) -> None:
-        self._draw()
-
-    def observe_elastic(self, outcome: Outcome, seconds: float) -> None:
-        self._draw()
+    def observe(self, result: RoundResult) -> None:
+        plain = self.rng.random() < (0.6 if self._next == PLAIN else 0.15)
+        self._next = PLAIN if plain else self._drawn()
