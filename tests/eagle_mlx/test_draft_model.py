@@ -12,7 +12,7 @@ from mlx.utils import tree_map
 import eagle_mlx as em
 from eagle_mlx.errors import TargetError
 from eagle_mlx.params import SamplingParams
-from eagle_mlx.plan import Plan
+from eagle_mlx.plan import Abilities, Plan, RoundResult
 from eagle_mlx.proposers.base import Draft, Observation
 from eagle_mlx.sampling import SamplingBatch, draft_sample
 from tests.architectures import tiny_model
@@ -104,13 +104,15 @@ def test_the_text_is_the_targets(params: SamplingParams) -> None:
 class Phases:
     """A policy that drafts in the rounds that it is told to."""
 
+    wants_trees = False
+
     def __init__(self, *depths: int):
         self.depths = list(depths)
 
-    def depth(self, rows: int) -> int:
-        return self.depths[0] if self.depths else 2
+    def plan(self, rows: int, can: Abilities) -> Plan:
+        return Plan(self.depths[0] if self.depths else 2)
 
-    def observe(self, depth: int, drafted: list[int], accepted: list[int], seconds: float) -> None:
+    def observe(self, result: RoundResult) -> None:
         self.depths = self.depths[1:]
 
 

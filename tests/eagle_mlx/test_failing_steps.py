@@ -226,7 +226,7 @@ def test_a_stream_beside_a_step_that_raised_ends_with_the_error() -> None:
     *_, last = [first, *stream]
     assert last.output is not None
     assert last.output.finish_reason == "error"
-    assert "propose is broken" in (last.output.error or "")
+    assert "draft is broken" in (last.output.error or "")
     other = em.Engine(talker, Failing("draft", 2), em.FixedPolicy(2)).stream([5, 6, 7])
     with pytest.raises(Broken):
         list(other)
