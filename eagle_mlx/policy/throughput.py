@@ -18,7 +18,7 @@ _TREES = (8, 16, 32, 64)
 """Draft tokens of the trees that are compared."""
 _MARGIN = 0.03
 """Of plans whose speeds are this close the smallest is taken: an estimate may be wrong, what is not drafted is free."""
-_LEAD = 0.1
+_LEAD = 0.12
 """What drafting must promise beyond plain decoding to take the lead: of estimates that are noise the largest would."""
 _RUN, _CLOSE = 3, 0.85
 """Rounds that a plan is tried for where it promises more than that share of the best. The first round behind another
@@ -29,7 +29,7 @@ _EVERY = 20
 """Rounds between two trials, at least: so many trials of plans that give nothing cost less than half a percent."""
 _NEAR = 2
 """Neighbours that are tried on each side: costs rise in steps, and behind a dear step may come a cheap one."""
-_CHECK, _LAST_CHECK = 4, 128
+_CHECK, _LAST_CHECK = 4, 256
 """Rounds behind which a new leader is compared with fresh plain rounds: at first, and at last; they double."""
 
 
