@@ -12,6 +12,7 @@ import eagle_mlx as em
 from tests.fakes import tiny_target
 
 ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def python_blocks(name: str) -> list[str]:
@@ -37,8 +38,25 @@ def test_the_proposer_of_the_guide_drafts_and_changes_nothing(temperature: float
         assert outputs[1].accepted > 0
 
 
-def test_the_readme_s_python_runs() -> None:
-    [code] = [block for block in python_blocks("README.md") if "load_target" in block]
+@pytest.mark.parametrize("name", ["README.md", "docs/library.md"])
+def test_the_first_example_in_python_runs(name: str) -> None:
+    [code] = [block for block in python_blocks(name) if "load_target" in block]
     scope: dict[str, Any] = {}
     exec(code.replace('"checkpoints/', f'"{ROOT}/checkpoints/'), scope)
     assert scope["outs"][0].acceptance_length > 1
+
+
+def anchors(text: str) -> set[str]:
+    """What a forge makes of the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for link, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)", text):
+        there = page.parent / link if link else page
+        assert there.exists(), link
+        if anchor:
+            assert anchor in anchors(there.read_text(encoding="utf-8")), f"{link}#{anchor}"

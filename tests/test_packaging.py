@@ -102,8 +102,8 @@ def test_wheel_puts_one_name_into_site_packages(tmp_path: Path) -> None:
     assert "eagle_mlx/py.typed" in names
 
 
-def test_readme_names_what_exists() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_tree_names_what_exists() -> None:
+    text = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
     tree = text.split("## What is where")[1].split("```")[1]
     folder = ""
     for line in filter(None, tree.splitlines()):
@@ -113,8 +113,17 @@ def test_readme_names_what_exists() -> None:
             assert (ROOT / name).is_dir(), name
         else:
             assert (ROOT / folder / name).exists(), folder + name
-    unnamed = [file.name for file in (ROOT / "eagle_mlx").glob("[a-z]*.py") if f"  {file.name} " not in tree]
-    assert unnamed == []
+    library = [file.name for file in (ROOT / "eagle_mlx").glob("[a-z]*.py")]
+    library += [f"{file.parent.name}/" for file in (ROOT / "eagle_mlx").glob("*/__init__.py")]
+    assert [name for name in library if f"  {name} " not in tree] == []
+    packages = [
+        f"{name.removeprefix('eagle_mlx.').replace('.', '/')}/" for name in PROJECT["tool"]["setuptools"]["packages"]
+    ]
+    assert [name for name in packages if not re.search(rf"^ *{name} ", tree, re.MULTILINE)] == []
+
+
+def test_readme_names_what_exists() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert set(re.findall(r"`(eagle-[a-z]+)`", text)) == set(PROJECT["project"]["scripts"])
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in set(re.findall(r"^make ([a-z]+)$|`make ([a-z]+)`", text, re.MULTILINE)):
