@@ -104,13 +104,14 @@ def test_wheel_puts_one_name_into_site_packages(tmp_path: Path) -> None:
 
 def test_the_tree_names_what_exists() -> None:
     text = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
-    tree = text.split("## What is where")[1].split("```")[1]
+    section = text.split("\n## What is where\n")[1].split("\n## ")[0]
+    tree = "".join(re.findall(r"^```\n(.*?)^```", section, re.MULTILINE | re.DOTALL))
     folder = ""
     for line in filter(None, tree.splitlines()):
         name = line.split()[0]
         if not line.startswith(" "):
             folder = name
-            assert (ROOT / name).is_dir(), name
+            assert (ROOT / name).is_dir() if name.endswith("/") else (ROOT / name).is_file(), name
         else:
             assert (ROOT / folder / name).exists(), folder + name
     library = [file.name for file in (ROOT / "eagle_mlx").glob("[a-z]*.py")]
