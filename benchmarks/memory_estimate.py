@@ -64,7 +64,7 @@ def in_own_process(name: str) -> dict[str, float]:
 
 def measure(changes: dict[str, Any]) -> dict[str, float]:
     """Bytes foretold before the target is loaded, and taken by steps on conversations of the standard library."""
-    from eagle_mlx.lanes import tune_process
+    from eagle_mlx.cpu import tune_process
     from eagle_mlx.shards import Sample
     from eagle_mlx.target import load_target
     from eagle_mlx.train.batches import Batches

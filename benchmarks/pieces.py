@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from eagle_mlx.lanes import default_lanes, make_streams, one_blas_thread
+from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread
 from eagle_mlx.target import Target
 from eagle_mlx.train.batches import Rows
 from eagle_mlx.train.capture import capture_rows
@@ -46,7 +46,7 @@ class Pieces:
         head.attach(target)
         self._head, self._target, self._config = head, target, config
         self._weights, self._objective = weights_of_steps(config), objective_of(config)
-        self._lanes = config.lanes or min(default_lanes(), config.rows)
+        self._lanes = config.lanes or min(default_streams(), config.rows)
         self._streams = make_streams(self._lanes)
 
     def captured(self, rows: Rows) -> Rows:

@@ -21,9 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from eagle_mlx import blas
+from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import EagleError
-from eagle_mlx.lanes import tune_process
 from eagle_mlx.serve.bench.machine import describe
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.batches import Batches, Rows

@@ -8,11 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from eagle_mlx import blas
+from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError, DataError, EagleError, OutputError, ShardError
 from eagle_mlx.folders import check_free
 from eagle_mlx.heads.eagle3 import default_aux_layers
-from eagle_mlx.lanes import tune_process
 from eagle_mlx.shards import BITS, ShardReader, ShardRepair, bytes_per_token
 from eagle_mlx.target import Target, load_target
 

@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 
 from eagle_mlx.bars import progress_bar
+from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread
 from eagle_mlx.errors import TargetError
-from eagle_mlx.lanes import default_lanes, make_streams, one_blas_thread
 from eagle_mlx.shards import Sample
 from eagle_mlx.target import Target
 
@@ -50,7 +50,7 @@ def capture_batches(
     """
     layers = (*aux_layers, target.num_layers - 1)
     split = target.hidden_size * len(aux_layers)
-    lanes = default_lanes()
+    lanes = default_streams()
     streams = make_streams(lanes)
     for group in _groups(iter(batches), lanes):
         hidden = _hidden_states(target, layers, group, streams)

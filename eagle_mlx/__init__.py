@@ -8,20 +8,17 @@ engine = em.Engine(target, proposer=em.HeadProposer(head), policy=em.FixedPolicy
 print(engine.generate(["def fib(n):"], em.SamplingParams(max_tokens=64))[0].text)
 """
 
-from eagle_mlx import blas
-
-blas.activate()  # before anything imports MLX
-
-from eagle_mlx.engine import Engine  # noqa: E402
-from eagle_mlx.errors import EagleError, HeadWarning  # noqa: E402
-from eagle_mlx.output import Chunk, Output  # noqa: E402
-from eagle_mlx.params import SamplingParams  # noqa: E402
-from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, ThroughputPolicy  # noqa: E402
-from eagle_mlx.proposers.draft_model import DraftModelProposer  # noqa: E402
-from eagle_mlx.proposers.head import HeadProposer  # noqa: E402
-from eagle_mlx.proposers.ngram import NgramProposer  # noqa: E402
-from eagle_mlx.sanity import load_head  # noqa: E402
-from eagle_mlx.target import Target, load_target  # noqa: E402
+import eagle_mlx.cpu  # noqa: F401  (first: it brings the fast BLAS before MLX)
+from eagle_mlx.engine import Engine
+from eagle_mlx.errors import EagleError, HeadWarning
+from eagle_mlx.output import Chunk, Output
+from eagle_mlx.params import SamplingParams
+from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, ThroughputPolicy
+from eagle_mlx.proposers.draft_model import DraftModelProposer
+from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.proposers.ngram import NgramProposer
+from eagle_mlx.sanity import load_head
+from eagle_mlx.target import Target, load_target
 
 __all__ = [
     "AcceptancePolicy",

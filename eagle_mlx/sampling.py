@@ -11,7 +11,7 @@ from hashlib import blake2b
 import mlx.core as mx
 import numpy as np
 
-from eagle_mlx import fastmath
+from eagle_mlx.cpu import fastmath
 from eagle_mlx.params import Rule, SamplingParams
 
 _OFF = 2**31 - 1

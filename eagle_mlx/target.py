@@ -14,10 +14,9 @@ import mlx_lm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx import hub
+from eagle_mlx.cpu import use_shortcuts
 from eagle_mlx.errors import TargetError
-from eagle_mlx.positions import bound_positions
-from eagle_mlx.recording import Recording, WatchedLayer, WatchedNorm, watch
-from eagle_mlx.rope import place_one_by_one
+from eagle_mlx.hooks import CutNorm, Recording, RecordsOutput, bound_positions, hook, place_one_by_one
 
 # Where mlx-lm's architectures keep their parts, in the order in which they are looked for.
 _BACKBONES = ("model", "language_model.model", "model.language_model", "transformer", "backbone", "model.model")
@@ -67,7 +66,7 @@ class Target:
         self._norm = _first(backbone, _NORMS, "final norm", model)
         self._lm_head = _find(model, _LM_HEADS) or self._embed.as_linear
         self._layers: list[nn.Module] = list(model.layers)
-        self._angles = place_one_by_one(model)
+        self._rope_cache = place_one_by_one(model)
         self._norm_is_last: bool | None = None
         """Whether the final norm is called once, behind all layers, so that it can be cut short; None before the first
         forward that would have a use for it."""
@@ -116,24 +115,24 @@ class Target:
         layers that the model lacks, or whose outputs are not one hidden state for each token.
         """
         for layer in aux_layers:
-            self._watch(layer)
+            self._record(layer)
         recording = Recording()
         if ends is not None:
-            self._watch(self.num_layers - 1)
-            watch(self._norm, WatchedNorm)
+            self._record(self.num_layers - 1)
+            hook(self._norm, CutNorm)
             wanted = mx.array(list(ends), mx.int32)[:, None, None]
             recording = Recording(wanted, self._layers[-1], self._norm, cut=bool(self._norm_is_last))
-        with self._angles.sharing(), recording.running():
+        with self._rope_cache.sharing(), recording.running():
             logits = self.model(tokens, cache=None if cache is None else list(cache))
         if recording.ends is not None:
             self._norm_is_last = recording.normed == [True]
             logits = logits if logits.shape[1] == 1 else mx.take_along_axis(logits, recording.ends, axis=1)
         return Forward(logits, tuple(self._recorded(recording, layer, tokens) for layer in aux_layers))
 
-    def _watch(self, index: int) -> None:
+    def _record(self, index: int) -> None:
         if not 0 <= index < self.num_layers:
             raise TargetError(f"layer {index} was asked for, but the target has layers 0 to {self.num_layers - 1}")
-        watch(self._layers[index], WatchedLayer)
+        hook(self._layers[index], RecordsOutput)
 
     def _recorded(self, recording: Recording, index: int, tokens: mx.array) -> mx.array:
         """What a layer has returned, where that is [B, L, H]."""
@@ -172,7 +171,7 @@ def load_target(name: str | Path, dtype: mx.Dtype | None = None) -> Target:
 
 def compute_dtype() -> mx.Dtype | None:
     """The type to compute in where the file's own would be slow, else None."""
-    return mx.float32 if sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu) else None
+    return mx.float32 if sys.platform == "linux" and use_shortcuts() else None
 
 
 def _find(root: Any, paths: Sequence[str]) -> Any | None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-import eagle_mlx  # noqa: F401
+from eagle_mlx.cpu import use_shortcuts, without_shortcuts
 
 if TYPE_CHECKING:
     from tests.hub_server import Hub
@@ -32,6 +32,20 @@ if TYPE_CHECKING:
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture
+def as_on_a_gpu() -> Iterator[None]:
+    """The test takes the way that a GPU takes, whatever it runs on."""
+    with without_shortcuts():
+        yield
+
+
+@pytest.fixture
+def with_shortcuts() -> None:
+    """The test is about what only a CPU does."""
+    if not use_shortcuts():
+        pytest.skip("on a GPU, or with EAGLE_MLX_CPU_SHORTCUTS=0")
 
 
 @pytest.fixture(scope="module")

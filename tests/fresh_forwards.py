@@ -14,6 +14,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
+from eagle_mlx.hooks import Hook
 from eagle_mlx.params import SamplingParams
 from eagle_mlx.sampling import SamplingBatch, distribution, gumbel, sample
 from tests.architectures import tiny_model
@@ -143,4 +144,5 @@ def judge(name: str, weights: int) -> Judge:
 
 def untouched(model: nn.Module) -> bool:
     """Whether all of a model is mlx-lm's or MLX's own."""
-    return all(type(part).__module__.startswith(("mlx.", "mlx_lm.")) for part in model.modules())
+    own = (type(part).__module__.startswith(("mlx.", "mlx_lm.")) for part in model.modules())
+    return all(own) and not any(isinstance(part, Hook) for part in model.modules())

@@ -14,6 +14,8 @@ ALLOWED_BETWEEN = {("train", "data_pipelines")}
 """The one application that may import another, and then only what the other's `__init__` offers."""
 MODEL_MODULES = ("eagle_mlx.target", "eagle_mlx.cache", "eagle_mlx.heads")
 """The only ones that touch mlx_lm.models."""
+HOOKS = "eagle_mlx.hooks"
+"""The only one that gives modules another class."""
 
 
 def module_name(path: Path) -> str:
@@ -59,6 +61,8 @@ def breaches(path: Path, source: str) -> list[str]:
             found.append(f"{path}: {whole} is a command line, which nobody imports")
         if under(whole, "mlx_lm.models") and not under(me, *MODEL_MODULES):
             found.append(f"{path}: only {', '.join(MODEL_MODULES)} may touch {whole}")
+        if under(module, "eagle_mlx.cpu") and module != "eagle_mlx.cpu" and not under(me, "eagle_mlx.cpu"):
+            found.append(f"{path}: of eagle_mlx.cpu only what its __init__ offers may be imported, not {whole}")
         if other is None:
             continue
         if mine is None:
@@ -73,13 +77,31 @@ def breaches(path: Path, source: str) -> list[str]:
     return found
 
 
+def changed_classes(path: Path, source: str) -> list[str]:
+    """Where a file gives an object another class, which hooks alone may."""
+    if module_name(path) == HOOKS:
+        return []
+    attributes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+    found = [node.lineno for node in attributes if node.attr == "__class__" and isinstance(node.ctx, ast.Store)]
+    return [f"{path}:{line}: only {HOOKS} may give a module another class" for line in found]
+
+
 def files() -> list[Path]:
     return sorted(path for name in ("eagle_mlx", *APPLICATIONS) for path in (ROOT / name).rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_keep_the_rules(path: Path) -> None:
-    assert breaches(path.relative_to(ROOT), path.read_text(encoding="utf-8")) == []
+    source = path.read_text(encoding="utf-8")
+    assert breaches(path.relative_to(ROOT), source) == []
+    assert changed_classes(path.relative_to(ROOT), source) == []
+
+
+def test_a_changed_class_is_noticed() -> None:
+    source = "layer.__class__ = type('Other', (type(layer),), {})"
+    assert changed_classes(Path("eagle_mlx/target.py"), source)
+    assert not changed_classes(Path("eagle_mlx/hooks.py"), source)
+    assert not changed_classes(Path("eagle_mlx/target.py"), "name = layer.__class__.__name__")
 
 
 def test_scripts_import_no_command_line() -> None:
@@ -108,6 +130,8 @@ def test_scripts_import_no_command_line() -> None:
         ("eagle_mlx/engine.py", "from mlx_lm.models import cache", "may touch"),
         ("eagle_mlx/engine.py", "from mlx_lm import models", "may touch"),
         ("train/step.py", "import mlx_lm.models.qwen3", "may touch"),
+        ("eagle_mlx/sampling.py", "from eagle_mlx.cpu.fastmath import exp", "what its __init__ offers"),
+        ("train/step.py", "from eagle_mlx.cpu.flag import use_shortcuts", "what its __init__ offers"),
     ],
 )
 def test_a_breach_is_noticed(path: str, source: str, said: str) -> None:
@@ -123,6 +147,8 @@ def test_a_breach_is_noticed(path: str, source: str, said: str) -> None:
         ("eagle_mlx/heads/eagle3.py", "from mlx_lm.models.base import scaled_dot_product_attention"),
         ("eagle_mlx/cache/kinds.py", "from mlx_lm.models import cache"),
         ("eagle_mlx/engine.py", "from .sampling import sample\nimport mlx_lm"),
+        ("eagle_mlx/sampling.py", "from eagle_mlx.cpu import fastmath"),
+        ("eagle_mlx/cpu/streams.py", "from eagle_mlx.cpu.flag import use_shortcuts"),
     ],
 )
 def test_what_is_allowed_is_not_a_breach(path: str, source: str) -> None:

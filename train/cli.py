@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle_mlx import blas
+from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.folders import check_free
-from eagle_mlx.lanes import tune_process
 from eagle_mlx.shards.budget import gb
 from eagle_mlx.target import load_target
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from eagle_mlx import fastmath
+from eagle_mlx.cpu import fastmath
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.target import Target
 

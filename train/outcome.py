@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from eagle_mlx import blas
+from eagle_mlx.cpu import blas
 
 from .config import TrainConfig
 from .evaluate import Acceptance

@@ -15,9 +15,8 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_reduce, tree_unflatten
 from numpy.typing import NDArray
 
+from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread, use_shortcuts
 from eagle_mlx.errors import CheckpointError, EagleError
-from eagle_mlx.fastmath import on_cpu
-from eagle_mlx.lanes import default_lanes, make_streams, one_blas_thread
 from eagle_mlx.target import Target
 
 from .batches import Rows
@@ -88,11 +87,11 @@ class Stepper:
         self._objective = objective_of(config)
         self._steps = 0
         self._optimizers = Optimizers(config, head.trainable_parameters())
-        self._lanes = config.lanes or min(default_lanes(), config.rows)
+        self._lanes = config.lanes or min(default_streams(), config.rows)
         self._streams = make_streams(self._lanes)
         self._gradients: Callable[[list[Arrays]], tuple[list[mx.array], Any]] = self._plain_gradients
         self._update: Callable[[Any, mx.array], None] = self._plain_update
-        if not on_cpu():  # on a CPU a compiled step is the slower one
+        if not use_shortcuts():  # on a CPU a compiled step is the slower one
             self.compile()
         self.agree()
 
@@ -132,7 +131,7 @@ class Stepper:
 
     def _parts(self, rows: Rows) -> list[list[_Part]]:
         """The rows dealt out to groups, one after the other, of lanes side by side; parts without loss are left out."""
-        multiple = 1 if on_cpu() else _COMPILED_MULTIPLE
+        multiple = 1 if use_shortcuts() else _COMPILED_MULTIPLE
         noise = noise_of(rows, self._config.feature_noise, self._config.seed, self._steps)
 
         def part_of(part: Rows) -> _Part:

@@ -9,7 +9,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from eagle_mlx import fastmath
+from eagle_mlx.cpu import fastmath
 from eagle_mlx.heads.eagle3 import Eagle3Head
 
 from .recompute import Step, recomputed

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle_mlx import blas
+from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import EagleError
 from eagle_mlx.folders import new_folder
 from eagle_mlx.formats import load_head
 from eagle_mlx.formats.tensors import weights_of
-from eagle_mlx.lanes import tune_process
 from eagle_mlx.serve.bench.machine import describe
 from eagle_mlx.serve.prompts import encode, read_prompts
 from eagle_mlx.shards import Sample

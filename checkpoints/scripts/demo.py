@@ -19,7 +19,7 @@ import matplotlib
 import numpy as np
 
 import eagle_mlx as em
-from eagle_mlx import blas
+from eagle_mlx.cpu import blas
 from eagle_mlx.errors import EagleError, OutputError
 from eagle_mlx.folders import new_folder
 from eagle_mlx.heads.eagle3 import Eagle3Head

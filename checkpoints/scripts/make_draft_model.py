@@ -17,7 +17,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from eagle_mlx import fastmath  # first: it brings the fast BLAS before MLX
+from eagle_mlx.cpu import fastmath  # first: it brings the fast BLAS before MLX
 
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eagle_mlx import fastmath  # first: it brings the fast BLAS before MLX
+from eagle_mlx.cpu import fastmath, use_shortcuts  # first: it brings the fast BLAS before MLX
 
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn
@@ -73,7 +73,7 @@ class Recipe:
 
 def use_fast_cpu_math() -> None:
     """On the CPU, train with forms that avoid MLX's slow exponentials; the function computed is the same."""
-    if not fastmath.on_cpu():
+    if not use_shortcuts():
         return
     causal = mx.triu(mx.full((512, 512), -1e9), k=1)
     mx.eval(causal)
@@ -311,7 +311,7 @@ def run_processes(count: int) -> int:
 
 def parse_and_spread(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The arguments, with --processes among them; where those are several, this process runs them and ends."""
-    cores = (os.cpu_count() or 1) if fastmath.on_cpu() else 1
+    cores = (os.cpu_count() or 1) if mx.default_device() == mx.Device(mx.cpu) else 1
     parser.add_argument("--processes", type=int, default=cores, help="data-parallel processes (default: %(default)s)")
     args = parser.parse_args()
     if args.processes > 1 and "MLX_RANK" not in os.environ:

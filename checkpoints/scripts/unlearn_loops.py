@@ -35,7 +35,7 @@ from train_target import (
     use_fast_cpu_math,
 )
 
-from eagle_mlx import fastmath
+from eagle_mlx.cpu import fastmath
 from eagle_mlx.data_pipelines.stdlib_source import iter_functions
 
 N = 4

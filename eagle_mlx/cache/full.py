@@ -8,7 +8,7 @@ from typing import Self
 import mlx.core as mx
 
 from eagle_mlx.cache.lengths import Moves, RowLengths
-from eagle_mlx.fastmath import on_cpu
+from eagle_mlx.cpu import use_shortcuts
 
 STEP = 256
 """Positions by which a buffer grows."""
@@ -42,7 +42,7 @@ class RaggedKV:
         if self.lengths.uniform and not return_array and self.lengths.branches is None:
             if count == 1:
                 return None
-            if not on_cpu():  # where every layer would make this mask for itself
+            if not use_shortcuts():  # where every layer would make this mask for itself
                 return "causal"
         return self.lengths.mask(count)
 

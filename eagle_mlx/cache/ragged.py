@@ -14,8 +14,9 @@ from eagle_mlx.cache.full import RaggedKV
 from eagle_mlx.cache.kinds import ragged
 from eagle_mlx.cache.lengths import Moves, RowLengths, SavedLengths
 from eagle_mlx.cache.quantized import RaggedQuantized
-from eagle_mlx.cache.recurrent import RaggedList, RecurrentState, note_calls
+from eagle_mlx.cache.recurrent import RaggedList, RecurrentState
 from eagle_mlx.cache.window import RaggedWindow
+from eagle_mlx.hooks import NotesCalls, hook
 from eagle_mlx.tree import Branches
 
 Saved = tuple[SavedLengths, list[list[mx.array | None]]]
@@ -38,7 +39,7 @@ class RaggedCache(Sequence[Any]):
         self._hold(lengths, [ragged(cache, lengths, model, kv_bits) for cache in make_prompt_cache(model)])
         if self.recurrent:
             for layer in model.layers:
-                note_calls(layer)
+                hook(layer, NotesCalls)
         return self
 
     def _hold(self, lengths: RowLengths, layers: list[Any]) -> None:

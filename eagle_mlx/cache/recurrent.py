@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from eagle_mlx.cache.full import own
 from eagle_mlx.cache.lengths import Moves, RowLengths, without_row
 from eagle_mlx.errors import TargetError
+from eagle_mlx.hooks import CallListener
 
 MASKED = frozenset(
     {
@@ -72,7 +72,7 @@ class _Call:
 _ArraysCache: Any = ArraysCache  # its annotations are narrower than what it holds
 
 
-class RecurrentState(_ArraysCache):  # type: ignore[misc]  # some layers ask whether it is an ArraysCache
+class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some layers ask whether it is an ArraysCache
     """The arrays [B, ...] that one layer carries from token to token, in mlx-lm's cache protocol."""
 
     def __init__(self, rows: RowLengths, size: int, masked: bool):
@@ -169,7 +169,7 @@ class RecurrentState(_ArraysCache):  # type: ignore[misc]  # some layers ask whe
         return [x for x in self.cache if x is not None]
 
 
-class RaggedList:
+class RaggedList(CallListener):
     """Several caches of one layer, as mlx-lm's CacheList."""
 
     def __init__(self, caches: Sequence[Any]):
@@ -177,6 +177,12 @@ class RaggedList:
 
     def __getitem__(self, index: int) -> Any:
         return self.caches[index]
+
+    def note(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tell the first of the caches that listens."""
+        listener = next((cache for cache in self.caches if isinstance(cache, CallListener)), None)
+        if listener is not None:
+            listener.note(layer, args, kwargs)
 
     def append(self, other: RaggedList) -> None:
         for mine, theirs in zip(self.caches, other.caches, strict=True):
@@ -214,34 +220,6 @@ class _Echo:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         return keys, values
-
-
-class _Noted:
-    """Marks a layer whose calls are noted."""
-
-
-def note_calls(layer: nn.Module) -> None:
-    """Give a layer a subclass of its own class that tells the recurrent state in its arguments of each call."""
-    if isinstance(layer, _Noted):
-        return
-    base = type(layer)
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state = _recurrent((*args, *kwargs.values()))
-        if state is not None:
-            state.note(lambda *a, **k: base.__call__(self, *a, **k), args, kwargs)
-        return base.__call__(self, *args, **kwargs)
-
-    layer.__class__ = type(base.__name__, (_Noted, base), {"__call__": call, "__module__": base.__module__})
-
-
-def _recurrent(values: Sequence[Any]) -> RecurrentState | None:
-    for value in values:
-        if isinstance(value, RecurrentState):
-            return value
-        if isinstance(value, RaggedList):
-            return _recurrent(value.caches)
-    return None
 
 
 def _picked(states: mx.array, count: mx.array) -> mx.array:

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.rope_utils import initialize_rope
 
-from eagle_mlx import fastmath
+from eagle_mlx.cpu import fastmath, use_shortcuts
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.base import Mask, layer_mask
 
@@ -100,7 +100,7 @@ class Attention(nn.Module):
 
     def _turned(self, q: mx.array, k: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
         """Queries and keys at their positions; on the CPU, where turning takes some twenty operations, both at once."""
-        if q.shape[2] > _FEW or not fastmath.on_cpu():
+        if q.shape[2] > _FEW or not use_shortcuts():
             return self.rope(q, offset=offset), self.rope(k, offset=offset)
         turned = self.rope(mx.concatenate([q, k], axis=1), offset=offset)
         return turned[:, : self.heads], turned[:, self.heads :]

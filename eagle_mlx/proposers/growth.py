@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from eagle_mlx import fastmath
 from eagle_mlx.cache import RaggedCache
+from eagle_mlx.cpu import fastmath
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.tree import Branches, Tree
 

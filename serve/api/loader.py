@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from eagle_mlx import blas
+from eagle_mlx.cpu import blas
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.params import SamplingParams

@@ -11,7 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import cast, get_args
 
-from eagle_mlx import blas, hub
+from eagle_mlx import hub
+from eagle_mlx.cpu import blas
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.formats import load_head
 from eagle_mlx.heads.base import DraftHead

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-from eagle_mlx import blas
+from eagle_mlx.cpu import blas
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import EagleError, OutputError, PromptError
 from eagle_mlx.files import write_output

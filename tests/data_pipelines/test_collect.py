@@ -66,7 +66,7 @@ def test_batches_stay_within_their_tokens(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_windows_bound_what_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collect, "WINDOW", 4)
-    monkeypatch.setattr(collect, "default_lanes", lambda: 1)
+    monkeypatch.setattr(collect, "default_streams", lambda: 1)
     rows = iter(conversations(9))
     first = next(capture(tiny_target(), AUX, rows))
     assert len(list(rows)) == 5

@@ -82,6 +82,16 @@ def test_text_is_mlx_lms_own(name: str) -> None:
     assert len(said) > 5  # texts that could go wrong
 
 
+REPRESENTATIVE = ("gpt_oss", "granitemoehybrid", "llama4", "qwen3", "rwkv7")
+"""Windows; a state with one call for all rows; chunks; full attention alone; a state token by token."""
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_text_is_mlx_lms_own_as_on_a_gpu(name: str) -> None:
+    test_text_is_mlx_lms_own(name)
+
+
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_trees_say_what_mlx_lm_says(name: str) -> None:
     reason = why_no_trees(target(name))
@@ -96,6 +106,12 @@ def test_trees_say_what_mlx_lm_says(name: str) -> None:
         outputs = engine.generate(PROMPTS, params)
         assert [first_difference(o.tokens, *p) for o, p in zip(outputs, plains, strict=True)] == [None] * len(PROMPTS)
         assert sum(output.accepted for output in outputs) > 10
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma3_text", "qwen3"])
+def test_trees_say_what_mlx_lm_says_as_on_a_gpu(name: str) -> None:
+    test_trees_say_what_mlx_lm_says(name)
 
 
 NO_TREES = ["afm7", "gpt2", "gpt_bigcode", "ministral3", "minimax_m3_vl", "mistral4"]
@@ -139,6 +155,11 @@ def test_a_head_drafts_for_windows_and_states(name: str) -> None:
     head = em.HeadProposer(tiny_head(target(name)))
     outputs = em.Engine(target(name), head, em.FixedPolicy(4), max_batch=3).generate(PROMPTS, GREEDY)
     assert [first_difference(o.tokens, *p) for o, p in zip(outputs, plains, strict=True)] == [None] * len(PROMPTS)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_head_drafts_as_on_a_gpu() -> None:
+    test_a_head_drafts_for_windows_and_states("gemma3_text")
 
 
 class Strict(nn.Embedding):

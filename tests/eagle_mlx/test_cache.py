@@ -14,6 +14,7 @@ from eagle_mlx.cache import STEP, RaggedCache, check_cacheable, without_row
 from eagle_mlx.cache.lengths import RowLengths
 from eagle_mlx.cache.recurrent import RecurrentState
 from eagle_mlx.cache.window import SLACK, RaggedWindow
+from eagle_mlx.cpu import without_shortcuts
 from eagle_mlx.errors import TargetError
 from eagle_mlx.target import Target
 from tests.architectures import tiny_model
@@ -138,14 +139,14 @@ def test_restore_forgets_what_was_written_since() -> None:
     run(cache, texts, [[7, 8], [7, 8]], [2, 2], True)
 
 
+@pytest.mark.usefixtures("with_shortcuts")
 def test_uniform_rows_use_the_cheap_masks_and_ragged_ones_do_not() -> None:
     cache = RaggedCache(1, 2)
     assert cache[0].make_mask(1) is None
     mask = cache[0].make_mask(3)  # on the CPU every layer would make "causal" into this for itself
     assert mask is cache[0].make_mask(3)
     assert np.array(mask)[:, 0].astype(int).tolist() == 2 * [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eagle_mlx.cache.full.on_cpu", lambda: False)
+    with without_shortcuts():
         assert cache[0].make_mask(3) == "causal"
     cache.lengths.advance(mx.array([1, 2]), at_most=2)
     mask = cache[0].make_mask(2)

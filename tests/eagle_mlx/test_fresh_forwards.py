@@ -338,6 +338,12 @@ def test_every_token_is_the_targets_own(name: str, totals: Figures) -> None:
     assert untouched(judge(name, FIRST // WEIGHTS_LAST).model)
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("name", ["gemma3_text", "granitemoehybrid", "llama", "qwen3"])
+def test_every_token_is_the_targets_own_as_on_a_gpu(name: str, totals: Figures) -> None:
+    test_every_token_is_the_targets_own(name, totals)
+
+
 def test_another_token_is_a_fault() -> None:
     rng, [text, drawn, *_] = np.random.default_rng(0), roots("llama", 0)
     greedy, seeded, possible = ROOTS[0], ROOTS[1], em.SamplingParams(temperature=1.0, seed=0, acceptance="rejection")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.rope_utils import initialize_rope
 
-from eagle_mlx.angles import Angles
-from eagle_mlx.rope import place_one_by_one
+from eagle_mlx.cpu import RopeCache
+from eagle_mlx.hooks import place_one_by_one
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 KINDS = {
@@ -41,7 +41,7 @@ class CountingRope(nn.RoPE):
         return super().__call__(x, offset)
 
 
-def layers(*modules: nn.Module) -> Angles:
+def layers(*modules: nn.Module) -> RopeCache:
     model = nn.Module()
     model.modules_in_use = list(modules)
     return place_one_by_one(model)
@@ -97,6 +97,7 @@ def test_shared_angles_are_those_of_the_offset_and_count_at_hand() -> None:
             assert mx.array_equal(placed(x[:, :, :count], offset=offset), plain(x[:, :, :count], offset=offset))
 
 
+@pytest.mark.usefixtures("with_shortcuts")
 def test_angles_are_found_once_for_all_layers_while_they_are_shared() -> None:
     modules = [CountingRope() for _ in range(3)]
     angles = layers(*modules)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle_mlx.cpu import blas_threads, set_blas_threads
 from eagle_mlx.errors import ShardError
-from eagle_mlx.lanes import blas_threads, set_blas_threads
 from eagle_mlx.shards import Sample, ShardMeta, ShardReader, ShardWriter
 from eagle_mlx.train.batches import Batches, Rows
 from eagle_mlx.train.packing import SHORTEST, batches_of, cut, order_of, pack

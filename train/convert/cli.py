@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import get_args
 
-from eagle_mlx import blas
+from eagle_mlx.cpu import blas
 from eagle_mlx.errors import ConfigError
 
 from ..command import exit_code

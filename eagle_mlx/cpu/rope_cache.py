@@ -10,13 +10,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from eagle_mlx.fastmath import on_cpu
+from eagle_mlx.cpu.flag import use_shortcuts
 
 Rotary = Callable[[mx.array, mx.array], mx.array]
 """Inputs [N, H, 1, D] and a position [N] int32 for each of them -> turned, of the same shape."""
 
 
-class Angles:
+class RopeCache:
     """How each of a model's rotary modules turns.
 
     On the CPU a rotary embedding of a few positions is some twenty small operations, most of which find the same
@@ -35,7 +35,7 @@ class Angles:
     @contextmanager
     def sharing(self) -> Iterator[None]:
         """Let all forwards in here find their angles once for all layers, where that is faster."""
-        self.shared = on_cpu()
+        self.shared = use_shortcuts()
         try:
             yield
         finally:

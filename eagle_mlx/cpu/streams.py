@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from eagle_mlx import blas
-from eagle_mlx.fastmath import on_cpu
+from eagle_mlx.cpu import blas
+from eagle_mlx.cpu.flag import use_shortcuts
 
 # MLX runs an elementwise operation on one thread, and half of a small head's step is elementwise. Two streams within
 # one `mx.eval` keep two cores busy; two evaluations after each other (`mx.async_eval`) do not.
@@ -20,20 +20,20 @@ from eagle_mlx.fastmath import on_cpu
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 
 
-def default_lanes() -> int:
-    """One lane per core on a CPU under Linux, where the BLAS can be told to keep to one thread; else one."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" and on_cpu() else 1
+def default_streams() -> int:
+    """One stream per core on a CPU under Linux, where the BLAS can be told to keep to one thread; else one."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" and use_shortcuts() else 1
 
 
-def make_streams(lanes: int) -> list[mx.Stream]:
-    """A stream for each lane; a single lane keeps the default stream."""
+def make_streams(count: int) -> list[mx.Stream]:
+    """So many streams; a single one is the default stream."""
     device = mx.default_device()
-    return [mx.default_stream(device)] if lanes == 1 else [mx.new_stream(device) for _ in range(lanes)]
+    return [mx.default_stream(device)] if count == 1 else [mx.new_stream(device) for _ in range(count)]
 
 
 @contextlib.contextmanager
 def one_blas_thread(wanted: bool) -> Iterator[None]:
-    """OpenBLAS on one thread within the block, as lanes want it; nothing happens with another BLAS."""
+    """OpenBLAS on one thread within the block, as streams side by side want it; nothing happens with another BLAS."""
     before = blas_threads()
     if wanted:
         set_blas_threads(1)
@@ -66,10 +66,10 @@ def tune_process() -> None:
     """Settings of the whole process for long work on a CPU under Linux; to be called before MLX evaluates anything.
 
     glibc keeps freed memory, since large buffers come and go every step and fresh pages cost a quarter of it. MLX walks
-    graphs in width, so that the operations of all lanes are queued in turn: without that the second lane waits for most
-    of the first.
+    graphs in width, so that the operations of all streams are queued in turn: without that the second stream waits for
+    most of the first.
     """
-    if sys.platform != "linux" or not on_cpu():
+    if sys.platform != "linux" or not use_shortcuts():
         return
     os.environ.setdefault("MLX_BFS_MAX_WIDTH", "200")
     with contextlib.suppress(AttributeError):  # another C library

@@ -9,11 +9,10 @@ import sys
 import mlx.core as mx
 import pytest
 
-from eagle_mlx import blas
-from eagle_mlx.lanes import default_lanes, make_streams, one_blas_thread
+from eagle_mlx.cpu import blas, default_streams, make_streams, one_blas_thread
 
 
-def test_lanes_are_streams_of_their_own() -> None:
+def test_streams_are_of_their_own() -> None:
     assert make_streams(1) == [mx.default_stream(mx.default_device())]
     streams = make_streams(3)
     assert len({str(stream) for stream in streams}) == 3
@@ -23,7 +22,7 @@ def test_lanes_are_streams_of_their_own() -> None:
             results.append(mx.sum(mx.full((10,), number)))
     mx.eval(results)
     assert [result.item() for result in results] == [0, 10, 20]
-    assert 1 <= default_lanes() <= (os.cpu_count() or 1)
+    assert 1 <= default_streams() <= (os.cpu_count() or 1)
 
 
 @pytest.mark.skipif(blas.activate().kind != "openblas", reason="another BLAS")
@@ -39,6 +38,6 @@ def test_the_blas_has_its_threads_back_afterwards() -> None:
 
 
 def test_a_tuned_process_computes_the_same() -> None:
-    program = "import eagle_mlx.lanes as l, mlx.core as mx; l.tune_process(); print(mx.arange(9).sum().item())"
+    program = "import eagle_mlx.cpu as cpu, mlx.core as mx; cpu.tune_process(); print(mx.arange(9).sum().item())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "36"

@@ -1,0 +1,186 @@
+"""Hooks on modules of mlx-lm's models: all that this library changes of what it did not make.
+
+A hooked module gets a subclass of its own class and of the hook's. It stays what it was for whoever asks what it is,
+and keeps its parameters. What it does then is said by the forward under way, so that any number of targets can share a
+model, and one that is gone leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from eagle_mlx.cpu import RopeCache, use_shortcuts
+
+
+class Hook:
+    """What all hooked modules are instances of."""
+
+
+def hook(module: nn.Module, how: type[Hook]) -> None:
+    """Give a module a subclass of its own class and of `how`; nothing happens where it has it."""
+    if not isinstance(module, how):
+        base = type(module)
+        module.__class__ = type(base.__name__, (how, base), {"__module__": base.__module__})
+
+
+# Outputs of layers, which heads read; and logits of the wanted positions alone, which saves the others' projection.
+
+
+@dataclass
+class Recording:
+    """One forward of a model."""
+
+    ends: mx.array | None = None
+    """[B, 1, 1] int32, where only these positions' logits are wanted."""
+    last: nn.Module | None = None
+    """The last layer."""
+    norm: object = None
+    """The final norm."""
+    cut: bool = False
+    """Whether the final norm goes on with `ends` alone."""
+    outputs: dict[int, mx.array] = field(default_factory=dict)
+    """What layers have returned, by the id of the layer."""
+    normed: list[bool] = field(default_factory=list)
+    """Calls of the final norm: whether the last layer was behind it."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let hooked modules tell this recording of their calls."""
+        token = _RUNNING.set(self)
+        try:
+            yield
+        finally:
+            _RUNNING.reset(token)
+
+
+_RUNNING: ContextVar[Recording | None] = ContextVar("recording", default=None)
+
+
+class RecordsOutput(Hook):
+    """A layer that tells the forward under way what it returns: mlx-lm's models return logits alone."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        recording = _RUNNING.get()
+        if recording is not None:
+            recording.outputs[id(self)] = out[0] if isinstance(out, tuple) else out
+        return out
+
+
+class CutNorm(Hook):
+    """A final norm that goes on with the wanted positions alone, in models that call it once, behind all layers."""
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+        recording = _RUNNING.get()
+        if recording is not None and recording.ends is not None and recording.norm is self:
+            recording.normed.append(id(recording.last) in recording.outputs)
+            x = mx.take_along_axis(x, recording.ends, axis=1) if recording.cut else x
+        return super().__call__(x, *args, **kwargs)  # type: ignore[misc]
+
+
+# Rotary positions one by one: a tree's nodes stand at their depths, not one behind the other.
+
+
+def place_one_by_one(model: nn.Module) -> RopeCache:
+    """Let a model's rotary embeddings also take an offset [B, L], a position for each of L inputs.
+
+    With any other offset such a module does what it did, unless what is returned is `sharing`, on a CPU: chains are
+    then turned in the same way, by angles that are found once instead of in every layer.
+    """
+    rotary = [module for module in model.modules() if _is_rotary(module)]
+    cache = next((module.rope_cache for module in rotary if isinstance(module, PlacesOneByOne)), RopeCache())
+    for module in rotary:
+        if not isinstance(module, PlacesOneByOne):
+            hook(module, PlacesOneByOne)
+            module.rope_cache = cache
+    return cache
+
+
+class PlacesOneByOne(Hook):
+    """Sees [B, ..., L, D] with offsets [B, L] as B * L inputs of one position each, which every rotary takes."""
+
+    rope_cache: RopeCache
+
+    def __call__(self, x: mx.array, offset: Any = 0, *args: Any, **kwargs: Any) -> mx.array:
+        plain: Any = super().__call__  # type: ignore[misc]
+        dims = offset.ndim if isinstance(offset, mx.array) else 0
+        if dims < 2 and not self.rope_cache.shared:
+            out: mx.array = plain(x, offset, *args, **kwargs)
+            return out
+        known = isinstance(offset, int) or dims > 0
+        if known and x.dtype == mx.float32 and not args and not kwargs and use_shortcuts():
+            turns = self.rope_cache.turns(self, plain, x.shape[-1])  # type: ignore[arg-type]
+            if turns is not None and (dims > 1 or turns.suits_chains):
+                return turns(x, offset)
+        return self._apart(plain, x, offset, *args, **kwargs) if dims > 1 else plain(x, offset, *args, **kwargs)
+
+    def _apart(self, plain: Any, x: mx.array, offset: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        rows, count = offset.shape
+        moved = mx.moveaxis(x, -2, 1)
+        shape = moved.shape
+        each = moved.reshape(rows * count, *shape[2:-1], 1, shape[-1])
+        turned: mx.array = plain(each, offset.reshape(-1), *args, **kwargs)
+        return mx.moveaxis(turned.reshape(*shape[:-1], turned.shape[-1]), 1, -2)
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    """By what it is called and by what it takes: mlx-lm has some kinds, and models have their own."""
+    name = type(module).__name__.lower()
+    return ("rope" in name or "rotary" in name) and "offset" in inspect.signature(type(module).__call__).parameters
+
+
+# Learned positions: a table that nobody may read behind its end, where other memory lies.
+
+_TABLE = "wpe"
+"""What mlx-lm's models with learned positions (gpt2, gpt_bigcode) call their table."""
+
+
+def bound_positions(backbone: nn.Module) -> int | None:
+    """Let the table of learned positions give its last entry for those behind it; how many it has, None without one.
+
+    Rows near their context share forwards with rows that have more to draft. What is read behind a context is never
+    kept, but has to be numbers: even what a mask hides is multiplied by nothing.
+    """
+    table = getattr(backbone, _TABLE, None)
+    if not isinstance(table, nn.Embedding | nn.QuantizedEmbedding):
+        return None
+    hook(table, BoundedTable)
+    return int(table.weight.shape[0])
+
+
+class BoundedTable(Hook):
+    """An embedding that is asked for no more than it holds."""
+
+    def __call__(self, positions: mx.array) -> Any:
+        return super().__call__(mx.minimum(positions, self.weight.shape[0] - 1))  # type: ignore[misc, attr-defined]
+
+
+# Calls of layers, which a recurrent state repeats for the tokens that were accepted.
+
+
+class CallListener(ABC):
+    """A cache that is told of each call of a layer that it is given to."""
+
+    @abstractmethod
+    def note(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The layer is about to be called so; calling `layer` tells nobody."""
+
+
+class NotesCalls(Hook):
+    """A layer that tells the cache in its arguments of each call, which may have to be made again."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plain: Any = super().__call__  # type: ignore[misc]
+        listener = next((x for x in (*args, *kwargs.values()) if isinstance(x, CallListener)), None)
+        if listener is not None:
+            listener.note(plain, args, kwargs)
+        return plain(*args, **kwargs)

@@ -1,0 +1,88 @@
+"""The flag of the ways that only a CPU takes: who asks it, and what it switches."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from threading import Thread
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from eagle_mlx.cpu import default_streams, fastmath, use_shortcuts, without_shortcuts
+from eagle_mlx.heads.layers import Attention
+from eagle_mlx.target import compute_dtype
+from tests.fakes import tiny_head, tiny_target
+
+on_a_cpu = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU has no shortcuts")
+REPORT = "from eagle_mlx.cpu import use_shortcuts; print(use_shortcuts())"
+
+
+def run(setting: str | None) -> subprocess.CompletedProcess[str]:
+    """Say whether a new process takes shortcuts."""
+    environment = {name: value for name, value in os.environ.items() if name != "EAGLE_MLX_CPU_SHORTCUTS"}
+    if setting is not None:
+        environment["EAGLE_MLX_CPU_SHORTCUTS"] = setting
+    return subprocess.run(
+        [sys.executable, "-c", REPORT], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+@on_a_cpu
+@pytest.mark.parametrize(("setting", "said"), [(None, "True"), ("", "True"), ("1", "True"), ("0", "False")])
+def test_the_environment_switches_shortcuts_off(setting: str | None, said: str) -> None:
+    assert run(setting).stdout.strip() == said
+
+
+def test_another_setting_is_refused_with_its_name() -> None:
+    done = run("off")
+    assert done.returncode != 0
+    assert "EAGLE_MLX_CPU_SHORTCUTS is 'off'" in done.stderr
+
+
+def test_without_shortcuts_holds_for_all_threads_and_ends_with_its_block() -> None:
+    before, seen = use_shortcuts(), list[bool]()
+    with without_shortcuts():
+        with without_shortcuts():
+            pass
+        thread = Thread(target=lambda: seen.append(use_shortcuts()))
+        thread.start()
+        thread.join()
+    assert seen == [False]
+    assert use_shortcuts() == before
+
+
+def test_nothing_is_chosen_for_a_cpu_without_shortcuts() -> None:
+    with without_shortcuts():
+        assert default_streams() == 1
+        assert compute_dtype() is None
+
+
+def swiglu(x: mx.array) -> mx.array:
+    return fastmath.swiglu(x, x)
+
+
+@pytest.mark.parametrize("compute", [fastmath.exp, fastmath.softmax, fastmath.log_sum_exp, swiglu])
+def test_both_ways_compute_the_same(compute: Callable[[mx.array], mx.array]) -> None:
+    x = 4 * mx.random.normal((5, 33), key=mx.random.key(0))
+    with without_shortcuts():
+        wanted = np.array(compute(x))
+    np.testing.assert_allclose(np.array(compute(x)), wanted, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("with_shortcuts")
+def test_queries_and_keys_are_turned_apart_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = tiny_head(tiny_target())
+    attention = next(module for module in head.modules() if isinstance(module, Attention))
+    heads: list[int] = []
+    rope = attention.rope
+    monkeypatch.setattr(attention, "rope", lambda x, offset: (heads.append(x.shape[1]), rope(x, offset=offset))[1])
+    x = mx.random.normal((1, 3, attention.q_proj.weight.shape[1]), key=mx.random.key(1))
+    together = attention.project(x)
+    with without_shortcuts():
+        apart = attention.project(x)
+    assert heads == [attention.heads + attention.kv_heads, attention.heads, attention.kv_heads]
+    assert all(mx.allclose(a, b, atol=1e-5).item() for a, b in zip(together, apart, strict=True))
