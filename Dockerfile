@@ -12,17 +12,9 @@ RUN apt-get update \
 RUN python3 -m venv /opt/eagle-mlx
 WORKDIR /src
 
-# First what is needed, which seldom changes; the packages that only training needs stay out.
-COPY pyproject.toml ./
-RUN /opt/eagle-mlx/bin/python -c "import re, tomllib; \
-      needs = tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies']; \
-      training = {'datasets', 'matplotlib', 'mlx-data', 'wandb'}; \
-      print(*(each for each in needs if re.match(r'[\w.-]+', each)[0] not in training), sep='\n')" > requirements.txt \
- && /opt/eagle-mlx/bin/pip install --no-cache-dir -r requirements.txt
-
-# Then the project, in a folder of its own that becomes a small layer.
 COPY . .
-RUN /opt/eagle-mlx/bin/pip install --no-cache-dir --no-deps --prefix /project .
+# pip keeps what it downloads, so that a change of the code downloads nothing again.
+RUN --mount=type=cache,target=/root/.cache/pip /opt/eagle-mlx/bin/pip install '.[serve]'
 
 
 FROM debian:bookworm-slim
@@ -33,7 +25,6 @@ RUN apt-get update \
  && install -d -o eagle -g eagle /models
 COPY --from=build /opt/eagle-mlx /opt/eagle-mlx
 COPY checkpoints /srv/eagle-mlx/checkpoints
-COPY --from=build /project /opt/eagle-mlx
 
 # Models from the hub are kept in /models; mount a volume there.
 ENV PATH=/opt/eagle-mlx/bin:$PATH HF_HOME=/models PYTHONUNBUFFERED=1

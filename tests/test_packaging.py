@@ -62,10 +62,13 @@ def test_entry_point_resolves(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", sorted(PROJECT["project"]["scripts"]))
-def test_help_names_the_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    module = PROJECT["project"]["scripts"][command].split(":")[0]
+def test_help_names_the_command(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, function = PROJECT["project"]["scripts"][command].split(":")
+    monkeypatch.setattr(sys, "argv", [command, "--help"])
     with pytest.raises(SystemExit) as stop:
-        importlib.import_module(module).main(["--help"])
+        getattr(importlib.import_module(module), function)()
     assert stop.value.code == 0
     assert command in capsys.readouterr().out
 

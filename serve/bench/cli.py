@@ -14,6 +14,7 @@ from typing import cast, get_args
 from eagle_mlx import hub
 from eagle_mlx.cpu import blas
 from eagle_mlx.errors import ConfigError, EagleError
+from eagle_mlx.extras import require
 from eagle_mlx.formats import load_head
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.target import Target, load_target
@@ -155,6 +156,8 @@ def _positive(text: str) -> int:
 
 
 def _bench(args: argparse.Namespace, command: str) -> int:
+    if args.plot is not None:
+        require("eagle-bench --plot", "train", "matplotlib")
     print(f"blas: {blas.activate()}")
     for path in (args.json, args.plot):
         if path is not None:

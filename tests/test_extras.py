@@ -1,0 +1,113 @@
+"""What an installation without extras can do, and what it says of the rest."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle_mlx.extras import EXTRAS
+
+ROOT = Path(__file__).parent.parent
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+HIDING = """
+import sys
+
+hidden, entry, sys.argv = sys.argv[1].split(","), sys.argv[2], sys.argv[3:]
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if any(f"{name}.".startswith(f"{each}.") for each in hidden):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+module, function = entry.split(":")
+sys.exit(getattr(__import__(module, fromlist=[function]), function)())
+"""
+BASE_COMMANDS = ("eagle-bench", "eagle-convert", "eagle-generate")
+NEEDS = {"eagle-data": "train", "eagle-publish": "train", "eagle-serve": "serve", "eagle-train": "train"}
+OF_EXTRAS = {module: name for extra in EXTRAS.values() for name, module in extra.items()}
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[^\w-]", requirement)[0].lower().replace("_", "-") for requirement in requirements}
+
+
+def run_without(modules: list[str], command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    entry = PROJECT["scripts"][command]
+    line = [sys.executable, "-c", HIDING, ",".join(modules), entry, command, *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+
+
+def imported(paths: list[Path]) -> set[str]:
+    """The distributions, by name, that files import directly, whenever that happens."""
+    found = set()
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
+                found.add(node.module)
+    roots = {name.split(".")[0] for name in found if not any(f"{name}.".startswith(f"{m}.") for m in OF_EXTRAS)}
+    known = packages_distributions()
+    known["mlx"] = ["mlx"]  # a folder that several distributions share
+    return {known[root][0].lower().replace("_", "-") for root in roots - sys.stdlib_module_names - {"eagle_mlx"}}
+
+
+def test_every_package_of_an_extra_is_looked_for() -> None:
+    extras = PROJECT["optional-dependencies"]
+    assert {extra: set(EXTRAS[extra]) for extra in EXTRAS} == {extra: names(extras[extra]) for extra in EXTRAS}
+    assert extras["all"] == [f"eagle-mlx[{','.join(EXTRAS)}]"]
+    assert "eagle-mlx[all]" in extras["dev"]
+
+
+def test_the_base_is_what_the_library_and_its_commands_import() -> None:
+    folders = ("eagle_mlx", "serve/generate", "serve/bench", "train/convert")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    paths += [*(ROOT / "serve").glob("*.py"), ROOT / "train" / "base_model.py"]
+    assert imported(paths) == names(PROJECT["dependencies"])
+
+
+@pytest.mark.parametrize("command", BASE_COMMANDS)
+def test_without_extras_decoding_is_there(command: str) -> None:
+    ended = run_without(list(OF_EXTRAS), command, "--help")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert command in ended.stdout
+
+
+@pytest.mark.parametrize("command", sorted(NEEDS))
+def test_a_command_without_its_extra_says_what_to_type(command: str) -> None:
+    extra = NEEDS[command]
+    ended = run_without(list(EXTRAS[extra].values()), command, "--help")
+    assert ended.stderr == (
+        f"{command} needs packages that are not installed ({', '.join(EXTRAS[extra])}): "
+        f"type: pip install 'eagle-mlx[{extra}]'\n"
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+
+
+def test_only_what_is_missing_is_named() -> None:
+    ended = run_without(["datasets"], "eagle-train", "--help")
+    assert ended.stderr == (
+        "eagle-train needs packages that are not installed (datasets): type: pip install 'eagle-mlx[train]'\n"
+    )
+
+
+def test_a_bench_that_cannot_draw_measures_nothing(tmp_path: Path) -> None:
+    ended = run_without(["matplotlib"], "eagle-bench", "--plot", str(tmp_path / "bench.png"))
+    assert ended.stderr == (
+        "error: eagle-bench --plot needs packages that are not installed (matplotlib): "
+        "type: pip install 'eagle-mlx[train]'\n"
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+
+
+def test_every_command_is_one_of_the_two() -> None:
+    assert {*BASE_COMMANDS, *NEEDS} == set(PROJECT["scripts"])
