@@ -5,12 +5,19 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST_ARGS ?=
 
+# What `make check` runs of the tests: something of every part, and under a minute together.
+QUICK := tests/test_imports.py tests/test_mlx_lm_contract.py \
+  $(addprefix tests/eagle_mlx/,test_cache.py test_sampling.py test_seeds.py test_streaming.py test_tree.py) \
+  $(addprefix tests/data_pipelines/,test_chat.py test_conversation.py test_filters.py) \
+  $(addprefix tests/train/,test_config.py test_losses.py test_schedule.py) \
+  $(addprefix tests/serve/,test_prompts.py test_speculation.py)
+
 .PHONY: help demo test check format blas clean
 
 help:
 	@echo 'make demo    train an EAGLE-3 head for a few minutes, decode with it, show a table and pictures (out/demo)'
 	@echo 'make test    run the tests'
-	@echo 'make check   run the linter, the format check and the type check'
+	@echo 'make check   run the linter, the format check, the type check and the quick tests'
 	@echo 'make format  write the code in the project'\''s format'
 	@echo 'make clean   remove .venv, caches and out/'
 
@@ -18,16 +25,17 @@ demo: $(READY) blas
 	@$(BIN)/python checkpoints/scripts/demo.py --output out/demo
 
 test: $(READY) blas
-	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 # The type checker follows files, not installation maps: it sees the applications through links in build/typed.
-check: $(READY)
+check: $(READY) blas
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@rm -rf build/typed && mkdir -p build/typed/eagle_mlx
 	@cd build/typed/eagle_mlx && ln -s ../../../eagle_mlx/* ../../../train ../../../serve ../../../data_pipelines .
 	$(BIN)/mypy
 	$(BIN)/mypy benchmarks/*.py
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
