@@ -30,10 +30,9 @@ from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.serve.bench.machine import describe
 from eagle_mlx.serve.prompts import encode, read_prompts
 from eagle_mlx.target import Target, load_target
-from eagle_mlx.train.batches import Batches
 from eagle_mlx.train.config import TrainConfig, load_config
-from eagle_mlx.train.data import TrainData, training_data
-from eagle_mlx.train.evaluate import Acceptance, Evaluator
+from eagle_mlx.train.data import Batches, TrainData, training_data
+from eagle_mlx.train.evaluation import Acceptance, Evaluator
 from eagle_mlx.train.kinds import settled
 
 # isort: split

@@ -15,12 +15,10 @@ import numpy as np
 
 from eagle_mlx.errors import EagleError
 from eagle_mlx.target import Target
-from eagle_mlx.train.batches import Batches
 from eagle_mlx.train.config import TrainConfig
-from eagle_mlx.train.data import TrainData
+from eagle_mlx.train.data import Batches, TrainData
 from eagle_mlx.train.kinds import KINDS, kind_of
-from eagle_mlx.train.schedule import learning_rate_factor, span_of
-from eagle_mlx.train.step import Stepper
+from eagle_mlx.train.step import Stepper, learning_rate_factor, span_of
 
 WORKER = Path(__file__).resolve().parent / "speculators_worker.py"
 GLIBC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_ARENA_MAX": "1"}

@@ -67,12 +67,10 @@ def measure(changes: dict[str, Any]) -> dict[str, float]:
     from eagle_mlx.cpu import tune_process
     from eagle_mlx.shards import Sample
     from eagle_mlx.target import load_target
-    from eagle_mlx.train.batches import Batches
     from eagle_mlx.train.config import TrainConfig
-    from eagle_mlx.train.data import training_data
-    from eagle_mlx.train.forecast import forecast
+    from eagle_mlx.train.data import Batches, training_data
     from eagle_mlx.train.kinds import KINDS, settled
-    from eagle_mlx.train.memory import memory_gb
+    from eagle_mlx.train.plan import forecast, memory_gb
     from eagle_mlx.train.step import Stepper
 
     config = settled(TrainConfig(target=TARGET, data=("builtin:python-files",), limit=40, **changes))

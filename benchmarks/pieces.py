@@ -15,13 +15,12 @@ import numpy as np
 
 from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread
 from eagle_mlx.target import Target
-from eagle_mlx.train.batches import Rows
-from eagle_mlx.train.capture import capture_rows
 from eagle_mlx.train.config import TrainConfig
-from eagle_mlx.train.losses import soft_labels, unrolled_loss
-from eagle_mlx.train.plan import make_plan
-from eagle_mlx.train.step import lane_arrays, lane_loss, objective_of, weights_of_steps
-from eagle_mlx.train.unroll import attend, causal_mask
+from eagle_mlx.train.data import Rows, capture_rows
+from eagle_mlx.train.step.batch_plan import make_plan
+from eagle_mlx.train.step.losses import soft_labels, unrolled_loss
+from eagle_mlx.train.step.step import lane_arrays, lane_loss, objective_of, weights_of_steps
+from eagle_mlx.train.unroll.eagle3 import attend, causal_mask
 
 
 @dataclass(frozen=True)

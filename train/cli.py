@@ -16,21 +16,14 @@ from eagle_mlx.folders import check_free
 from eagle_mlx.shards.budget import gb
 from eagle_mlx.target import load_target
 
-from . import report_command
-from .command import exit_code
+from .command import Stop, exit_code
 from .config import TrainConfig, field_help, from_mapping, load_config
 from .data import heldout_prompts, training_data
 from .distributed import ALONE, World
-from .estimate import describe_memory
-from .follow import follow
-from .forecast import check, forecast, plan_of
-from .identity import resumed_config
 from .kinds import KINDS, settled
-from .loop import BEST, train
-from .recipe import load_recipe, names
-from .start import existing_head
-from .stop import Stop
-from .wandb_run import check_wandb
+from .plan import check, describe_memory, forecast, load_recipe, plan_of, recipe_names
+from .report import command as report_command
+from .run import BEST, check_wandb, existing_head, follow, resumed_config, train
 
 _HELP = """\
 Train a head for a target, from nothing or from a head that exists.
@@ -146,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume", type=Path, metavar="DIR", help="go on with the run in this folder, with the settings it began with"
     )
-    parser.add_argument("--recipe", metavar="NAME", help=f"settings for a known model: {', '.join(names())}")
+    parser.add_argument("--recipe", metavar="NAME", help=f"settings for a known model: {', '.join(recipe_names())}")
     parser.add_argument(
         "--dry-run", action="store_true", help="print what the run would read, learn and take, and begin nothing"
     )

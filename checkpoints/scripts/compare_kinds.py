@@ -28,13 +28,11 @@ from eagle_mlx.serve.bench.machine import describe
 from eagle_mlx.serve.prompts import encode, read_prompts
 from eagle_mlx.shards import Sample
 from eagle_mlx.target import Target, load_target
-from eagle_mlx.train.batches import Batches
 from eagle_mlx.train.config import TrainConfig, load_config
-from eagle_mlx.train.data import TrainData, training_data
-from eagle_mlx.train.evaluate import Acceptance, Evaluator
+from eagle_mlx.train.data import Batches, InMemory, TrainData, training_data
+from eagle_mlx.train.evaluation import Acceptance, Evaluator
 from eagle_mlx.train.kinds import settled
-from eagle_mlx.train.loop import LAST, train
-from eagle_mlx.train.samples import InMemory
+from eagle_mlx.train.run import LAST, train
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
 RECIPES = {"eagle3": "demo.yaml", "eagle": "demo-eagle.yaml", "mtp": "demo-mtp.yaml"}

@@ -30,7 +30,7 @@ from eagle_mlx.serve.bench.machine import describe
 from eagle_mlx.serve.bench.measure import Plan, Run, measure
 from eagle_mlx.serve.bench.modes import EngineMode, Models, build_modes
 from eagle_mlx.serve.prompts import encode, read_prompts
-from eagle_mlx.train.initial import new_head
+from eagle_mlx.train.kinds.initial import new_head
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
 TAU_BATCH = 8

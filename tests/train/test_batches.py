@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from eagle_mlx.cpu import blas_threads, set_blas_threads
 from eagle_mlx.errors import ShardError
 from eagle_mlx.shards import Sample, ShardMeta, ShardReader, ShardWriter
-from eagle_mlx.train.batches import Batches, Rows
-from eagle_mlx.train.packing import SHORTEST, batches_of, cut, order_of, pack
-from eagle_mlx.train.samples import InMemory, OnDisk, Tokens
+from eagle_mlx.train.data.batches import Batches, Rows
+from eagle_mlx.train.data.packing import SHORTEST, batches_of, cut, order_of, pack
+from eagle_mlx.train.data.samples import InMemory, OnDisk, Tokens
 
 H, N = 4, 3
 

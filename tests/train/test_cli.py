@@ -12,7 +12,7 @@ from eagle_mlx.data_pipelines import capture_to_shards
 from eagle_mlx.formats import load_head
 from eagle_mlx.target import load_target
 from eagle_mlx.train.cli import main
-from eagle_mlx.train.plots import PICTURES
+from eagle_mlx.train.report.plots import PICTURES
 from tests.fakes import tiny_target_folder
 
 SMALL = [

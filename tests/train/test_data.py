@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from eagle_mlx.data_pipelines import shard_capture
 from eagle_mlx.errors import ConfigError, DataError, OutputError, ShardError
 from eagle_mlx.shards import Sample, ShardWriter
-from eagle_mlx.train import cache
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
-from eagle_mlx.train.data import TrainData, heldout_prompts, training_data
+from eagle_mlx.train.data.sources import TrainData, heldout_prompts, training_data
+from eagle_mlx.train.plan import cache
 from tests.fakes import tiny_target
 
 TARGET = tiny_target(vocab=4096, tokenizer=True)

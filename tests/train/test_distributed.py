@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.train.batches import Batches
+from eagle_mlx.train.data.batches import Batches
+from eagle_mlx.train.data.samples import InMemory
 from eagle_mlx.train.distributed import World
-from eagle_mlx.train.samples import InMemory
 from tests.fakes import tiny_target_folder
 from tests.train.worker import CONFIG, conversations, learnt, whole_run
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from eagle_mlx.errors import ConfigError, OutputError
-from eagle_mlx.train import forecast as forecasts
-from eagle_mlx.train.batches import Rows
 from eagle_mlx.train.config import TrainConfig
-from eagle_mlx.train.estimate import check_memory, disk_of, memory_of, work_of
-from eagle_mlx.train.forecast import Tokens, check, forecast
+from eagle_mlx.train.data.batches import Rows
 from eagle_mlx.train.kinds import KINDS, settled
-from eagle_mlx.train.shapes import blank_head, lazy_target, shape_of_head, shape_of_target
-from eagle_mlx.train.step import Stepper
+from eagle_mlx.train.plan import preflight as forecasts
+from eagle_mlx.train.plan.estimate import check_memory, disk_of, memory_of, work_of
+from eagle_mlx.train.plan.preflight import Tokens, check, forecast
+from eagle_mlx.train.plan.shapes import blank_head, lazy_target, shape_of_head, shape_of_target
+from eagle_mlx.train.step.step import Stepper
 from tests.fakes import EMBEDDED_TARGET, tiny_target, tiny_target_folder
 
 CONFIG = TrainConfig(target="tiny", rows=2, length=128, unroll=3, draft_vocab=1024, lanes=1)

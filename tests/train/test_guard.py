@@ -14,12 +14,12 @@ from mlx.utils import tree_flatten
 from eagle_mlx.data_pipelines import capture_to_shards
 from eagle_mlx.shards import Sample
 from eagle_mlx.target import load_target
-from eagle_mlx.train.batches import Batches
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
+from eagle_mlx.train.data.batches import Batches
+from eagle_mlx.train.data.samples import InMemory
 from eagle_mlx.train.kinds import KINDS, settled
-from eagle_mlx.train.samples import InMemory
-from eagle_mlx.train.step import NotFiniteError, Stepper
+from eagle_mlx.train.step.step import NotFiniteError, Stepper
 from tests.fakes import tiny_target, tiny_target_folder
 
 CONFIG = settled(TrainConfig(rows=3, length=16, unroll=2, lr=1e-3, draft_vocab=64))
@@ -71,7 +71,7 @@ def test_the_command_says_where_to_look(tmp_path: Path, capsys: Any) -> None:
     capture_to_shards(target, (0, 2), rows, out)
     chats = tmp_path / "chats.jsonl"
     chats.write_text("".join(json.dumps({"prompt": f"add {i}", "completion": "x"}) + "\n" for i in range(60)))
-    from eagle_mlx.train import data
+    from eagle_mlx.train.data import sources as data
 
     real = data.ShardReader.__getitem__
 

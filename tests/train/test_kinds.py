@@ -18,16 +18,16 @@ from eagle_mlx.formats import load_head
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.target import Target
-from eagle_mlx.train.batches import Batches, Rows
-from eagle_mlx.train.capture import capture_rows
 from eagle_mlx.train.config import TrainConfig, from_mapping
-from eagle_mlx.train.evaluate import Evaluator
+from eagle_mlx.train.data.batches import Batches, Rows
+from eagle_mlx.train.data.capture import capture_rows
+from eagle_mlx.train.data.samples import InMemory
+from eagle_mlx.train.evaluation.acceptance import Evaluator
 from eagle_mlx.train.kinds import KINDS, Head, kind_of, settled
-from eagle_mlx.train.losses import Objective, feature_losses
-from eagle_mlx.train.noise import noise_of
-from eagle_mlx.train.plan import make_plan
-from eagle_mlx.train.samples import InMemory
-from eagle_mlx.train.step import Stepper, lane_arrays, lane_loss, objective_of
+from eagle_mlx.train.step.batch_plan import make_plan
+from eagle_mlx.train.step.losses import Objective, feature_losses
+from eagle_mlx.train.step.noise import noise_of
+from eagle_mlx.train.step.step import Stepper, lane_arrays, lane_loss, objective_of
 from tests.architectures import tiny_model
 from tests.eagle_mlx.heads import KINDS as RANDOM
 from tests.fakes import tiny_target

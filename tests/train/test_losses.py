@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from eagle_mlx.train.losses import soft_cross_entropy, soft_labels, step_weights, unrolled_loss
+from eagle_mlx.train.step.losses import soft_cross_entropy, soft_labels, step_weights, unrolled_loss
 from tests.fakes import tiny_head, tiny_target
 
 

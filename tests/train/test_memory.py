@@ -13,14 +13,14 @@ from mlx.utils import tree_flatten
 
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.target import Target
-from eagle_mlx.train.batches import Rows
 from eagle_mlx.train.config import TrainConfig
-from eagle_mlx.train.frugal import FrugalLoss
+from eagle_mlx.train.data.batches import Rows
 from eagle_mlx.train.kinds import KINDS, Head, settled
-from eagle_mlx.train.losses import soft_labels, unrolled_loss
-from eagle_mlx.train.plan import make_plan
-from eagle_mlx.train.recompute import recomputed
-from eagle_mlx.train.step import Stepper, StepResult, lane_arrays, lane_loss, objective_of
+from eagle_mlx.train.step.batch_plan import make_plan
+from eagle_mlx.train.step.frugal import FrugalLoss
+from eagle_mlx.train.step.losses import soft_labels, unrolled_loss
+from eagle_mlx.train.step.step import Stepper, StepResult, lane_arrays, lane_loss, objective_of
+from eagle_mlx.train.unroll.recompute import recomputed
 from tests.fakes import tiny_head, tiny_target
 
 CONFIG = TrainConfig(target="tiny", rows=8, length=32, unroll=3, lr=3e-3, lanes=1)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from eagle_mlx.errors import OutputError
-from eagle_mlx.train.output import run_folder
+from eagle_mlx.train.run.output import run_folder
 
 
 def worth_keeping(folder: Path) -> bool:

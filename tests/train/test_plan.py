@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.train.batches import Rows
-from eagle_mlx.train.plan import Plan, make_plan
+from eagle_mlx.train.data.batches import Rows
+from eagle_mlx.train.step.batch_plan import Plan, make_plan
 
 
 def rows_of(segments: list[list[int]], mask: list[list[int]]) -> Rows:

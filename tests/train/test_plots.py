@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from eagle_mlx.train.plots import OF_THE_HEAD, PICTURES, interval_speeds, smooth, write_plots
+from eagle_mlx.train.report.plots import OF_THE_HEAD, PICTURES, interval_speeds, smooth, write_plots
 
 
 def a_run(muon: bool = False) -> list[dict[str, Any]]:

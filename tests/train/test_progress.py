@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from eagle_mlx.train.progress import Bar, Progress
-from eagle_mlx.train.schedule import Span
-from eagle_mlx.train.step import StepResult
+from eagle_mlx.train.run.progress import Bar, Progress
+from eagle_mlx.train.step.schedule import Span
+from eagle_mlx.train.step.step import StepResult
 
 RESULT = StepResult(
     loss=2.5, loss_by_step=[2.5], accuracy_by_step=[0.5, 0.25], grad_norm=1.0, tokens=100, loss_tokens=50

@@ -11,9 +11,9 @@ from eagle_mlx.data_pipelines import DataConfig
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import from_mapping, load_config
-from eagle_mlx.train.estimate import FLOAT
-from eagle_mlx.train.forecast import as_text, assumed, forecast
-from eagle_mlx.train.recipe import FOLDER, load_recipe, names
+from eagle_mlx.train.plan.estimate import FLOAT
+from eagle_mlx.train.plan.preflight import as_text, assumed, forecast
+from eagle_mlx.train.plan.recipe import FOLDER, load_recipe, recipe_names
 from tests.fakes import EMBEDDED_TARGET
 
 BILLIONS = {
@@ -43,7 +43,7 @@ BILLIONS = {
 
 
 def test_every_recipe_is_known() -> None:
-    assert names() == sorted(BILLIONS)
+    assert recipe_names() == sorted(BILLIONS)
 
 
 @pytest.mark.parametrize("name", sorted(BILLIONS))

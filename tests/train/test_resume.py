@@ -18,9 +18,9 @@ import pytest
 
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.formats import load_head
-from eagle_mlx.train import state
 from eagle_mlx.train.cli import main
-from eagle_mlx.train.stop import Stop, Stopped
+from eagle_mlx.train.command import Stop, Stopped
+from eagle_mlx.train.run import state
 
 SMALL = [
     *("--length", "64", "--max-length", "64", "--rows", "2", "--unroll", "2", "--draft-vocab", "256"),
@@ -96,7 +96,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
 
 def save_at_the_end(patch: pytest.MonkeyPatch) -> None:
     """Save the state once more before a run is finished, for the tests to look at."""
-    from eagle_mlx.train.loop import Run
+    from eagle_mlx.train.run.loop import Run
 
     finish = Run._finish
     patch.setattr(Run, "_finish", lambda self, last: self._save_state() or finish(self, last))
@@ -233,7 +233,7 @@ class Process:
 
 BUSY = """
 import time
-from eagle_mlx.train.stop import Stop
+from eagle_mlx.train.command import Stop
 stop = Stop()
 with stop.listening(), stop.deferred():
     print("busy", flush=True)

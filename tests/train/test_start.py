@@ -19,11 +19,11 @@ from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig, from_mapping
-from eagle_mlx.train.data import training_data
-from eagle_mlx.train.evaluate import Evaluator
+from eagle_mlx.train.data.sources import training_data
+from eagle_mlx.train.evaluation.acceptance import Evaluator
 from eagle_mlx.train.kinds import KINDS, kind_of, settled
-from eagle_mlx.train.start import existing_head
-from eagle_mlx.train.step import Stepper
+from eagle_mlx.train.run.start import existing_head
+from eagle_mlx.train.step.step import Stepper
 from tests.eagle_mlx.heads import eagle, eagle3, mtp
 from tests.fakes import tiny_target
 from tests.train.test_kinds import batch

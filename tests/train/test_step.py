@@ -16,13 +16,13 @@ from eagle_mlx.errors import CheckpointError
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.shards import Sample
 from eagle_mlx.target import Target
-from eagle_mlx.train.batches import Batches, Rows
 from eagle_mlx.train.config import TrainConfig
-from eagle_mlx.train.initial import check_shape, head_config, new_head
-from eagle_mlx.train.optimizers import is_inner_matrix
-from eagle_mlx.train.plan import make_plan
-from eagle_mlx.train.samples import InMemory, Tokens
-from eagle_mlx.train.step import Stepper, lane_arrays, lane_loss
+from eagle_mlx.train.data.batches import Batches, Rows
+from eagle_mlx.train.data.samples import InMemory, Tokens
+from eagle_mlx.train.kinds.initial import check_shape, head_config, new_head
+from eagle_mlx.train.step.batch_plan import make_plan
+from eagle_mlx.train.step.optimizers import is_inner_matrix
+from eagle_mlx.train.step.step import Stepper, lane_arrays, lane_loss
 from tests.fakes import tiny_head, tiny_target
 
 CONFIG = TrainConfig(target="tiny", rows=4, length=32, unroll=3, lr=3e-3, lanes=1)

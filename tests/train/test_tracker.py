@@ -8,9 +8,9 @@ import pytest
 
 from eagle_mlx.errors import DataError
 from eagle_mlx.train.config import TrainConfig
-from eagle_mlx.train.generations import FILE, Generation
-from eagle_mlx.train.metrics import METRICS, cut_back, read_rows
-from eagle_mlx.train.tracker import Tracker
+from eagle_mlx.train.evaluation.generations import FILE, Generation
+from eagle_mlx.train.report.metrics import METRICS, cut_back, read_rows
+from eagle_mlx.train.run.tracker import Tracker
 
 
 def a_run(folder: Path, steps: range, resume_step: int | None = None) -> list[int]:

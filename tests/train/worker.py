@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from eagle_mlx.formats.tensors import weights_of
-from eagle_mlx.train.batches import Batches
+from eagle_mlx.train.command import Stop, Stopped
 from eagle_mlx.train.config import TrainConfig
-from eagle_mlx.train.data import TrainData
+from eagle_mlx.train.data.batches import Batches
+from eagle_mlx.train.data.samples import InMemory, Tokens
+from eagle_mlx.train.data.sources import TrainData
 from eagle_mlx.train.distributed import World
-from eagle_mlx.train.follow import follow
 from eagle_mlx.train.kinds import KINDS, settled
-from eagle_mlx.train.loop import train
-from eagle_mlx.train.samples import InMemory, Tokens
-from eagle_mlx.train.step import Stepper
-from eagle_mlx.train.stop import Stop, Stopped
+from eagle_mlx.train.run.loop import train
+from eagle_mlx.train.run.processes import follow
+from eagle_mlx.train.step.step import Stepper
 from tests.fakes import tiny_target
 
 CONFIG = settled(TrainConfig(target="tiny", head="eagle", rows=2, length=24, unroll=2, lr=3e-3, lanes=1))

@@ -17,7 +17,7 @@ from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
-from ..recycling import recycle
+from ..unroll import recycle
 
 Head = Eagle3Head | EagleHead | MTPHead
 H = TypeVar("H", Eagle3Head, EagleHead, MTPHead)

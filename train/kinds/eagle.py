@@ -15,8 +15,8 @@ from eagle_mlx.heads.eagle import EagleConfig, EagleHead
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
-from ..initial import layer_shape, randomize
 from .base import Kind
+from .initial import layer_shape, randomize
 
 
 class EagleKind(Kind[EagleHead]):

@@ -16,9 +16,9 @@ from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
-from ..initial import check_shape, head_config, new_head
 from ..unroll import unroll
 from .base import Jitter, Kind
+from .initial import check_shape, head_config, new_head
 
 
 class Eagle3Kind(Kind[Eagle3Head]):

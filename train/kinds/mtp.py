@@ -18,8 +18,8 @@ from eagle_mlx.heads.mtp import MTPConfig, MTPHead
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
-from ..initial import final_norm, randomize
 from .base import Kind
+from .initial import final_norm, randomize
 
 _OWN_LAYER = "its layer is shaped as the target's own"
 

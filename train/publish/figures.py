@@ -11,7 +11,7 @@ from typing import Any
 from eagle_mlx import hub
 from eagle_mlx.errors import ConfigError
 
-from ..loop import BEST
+from ..run import BEST
 from .public import last_name, public, public_command
 from .recipe import train_command
 from .source import Source

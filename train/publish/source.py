@@ -20,8 +20,8 @@ from eagle_mlx.formats.tensors import read_tensors, weights_of
 from eagle_mlx.heads.base import DraftHead
 
 from ..base_model import BASE_MODEL
-from ..loop import BEST, LAST, REPORT
-from ..plots import OF_THE_HEAD
+from ..report import OF_THE_HEAD
+from ..run import BEST, LAST, REPORT
 
 CONFIG = "config.json"
 

@@ -1,0 +1,8 @@
+"""What a run learns from: samples, packed into rows, in batches that are read ahead."""
+
+from .batches import Batches, Rows
+from .capture import capture_rows
+from .samples import InMemory, Samples
+from .sources import TrainData, heldout_prompts, training_data
+
+__all__ = ["Batches", "InMemory", "Rows", "Samples", "TrainData", "capture_rows", "heldout_prompts", "training_data"]

@@ -1,0 +1,161 @@
+"""Batches through mlx-data: packed rows in the order of (seed, epoch), read ahead in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import mlx.data as dx
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_mlx.shards import Sample
+
+from ..distributed import ALONE, World
+from .packing import Batch, Row, batches_of, padding_of
+from .samples import Samples
+
+_AHEAD = 4
+"""Batches that are fetched before they are asked for."""
+
+T = TypeVar("T")
+_END = object()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A batch of B rows of L tokens on the host. Places behind a row's last token belong to segment 0."""
+
+    tokens: NDArray[np.int32]
+    """[B, L]"""
+    loss_mask: NDArray[np.uint8]
+    """[B, L], 1 on the tokens to learn."""
+    segments: NDArray[np.int32]
+    """[B, L]: 1, 2, … for a row's first, second, … conversation."""
+    states: NDArray[np.float16] | None
+    """[B, L, (n + 1) * H]: the n aux layers' outputs and the last layer's, side by side; None before capture."""
+    first: int = 0
+    """Which row of the batch of all processes the first one is."""
+    samples: tuple[tuple[int, ...], ...] = ()
+    """The samples in each row; a part of a batch does not say."""
+
+    def split(self, parts: int) -> list[Rows]:
+        """The rows dealt out to at most `parts` smaller batches, none of them empty."""
+        cuts = [index for index in np.array_split(np.arange(len(self.tokens)), parts) if len(index)]
+        states = self.states
+        return [
+            Rows(
+                self.tokens[i],
+                self.loss_mask[i],
+                self.segments[i],
+                None if states is None else states[i],
+                self.first + int(i[0]),
+            )
+            for i in cuts
+        ]
+
+
+class Batches:
+    """The batches of an epoch, the same for the same seed, epoch and samples.
+
+    Where several processes train together, a batch has `rows` rows for each of them, and each reads its own.
+    """
+
+    def __init__(self, samples: Samples, rows: int, length: int, seed: int, world: World = ALONE):
+        self._samples, self._rows, self._length, self._seed, self._world = samples, rows, length, seed, world
+        self._laid_out: tuple[int, list[Batch]] | None = None
+
+    def steps_per_epoch(self) -> int:
+        return len(self._batches(0))
+
+    @property
+    def padding(self) -> float:
+        """The share of the first epoch's places that hold no token, 0 to 1."""
+        return padding_of(self._batches(0))
+
+    def epoch(self, epoch: int, skip: int = 0) -> Generator[Rows, None, None]:
+        """Yield the epoch's batches from the `skip`-th on. Close the generator when leaving early: it stops the thread.
+
+        All processes get as many; where the last batch has fewer rows than there are processes, some get none of it.
+        Raises whatever reading a sample raises, such as ShardError.
+        """
+        batches = self._batches(epoch)[skip:]
+        parts = [self._world.part(len(batch.rows)) for batch in batches]
+        own = [(batch.rows[at], batch.width) for batch, at in zip(batches, parts, strict=True)]
+        with contextlib.closing(self._read_ahead([(row, width) for rows, width in own for row in rows])) as stream:
+            for at, (rows, _) in zip(parts, own, strict=True):
+                found = next(stream) if rows else _no_rows(self._length)
+                samples = tuple(tuple(piece.sample for piece in row) for row in rows)
+                yield dataclasses.replace(found, first=at.start, samples=samples)
+
+    def where(self, sample: int) -> str:
+        """What a user would look for to see a sample."""
+        return self._samples.where(sample)
+
+    def _read_ahead(self, rows: list[tuple[Row, int]]) -> Generator[Rows, None, None]:
+        stream = (
+            dx.buffer_from_vector([{"row": i} for i in range(len(rows))])
+            .sample_transform(lambda sample: self._read(*rows[int(sample["row"])]))
+            .batch(self._rows)
+            .to_stream()
+        )
+        with contextlib.closing(ahead(iter(stream), _AHEAD)) as batches:
+            for batch in batches:
+                states = batch["states"].view(np.float16) if self._samples.has_states else None
+                yield Rows(batch["tokens"], batch["loss_mask"], batch["segments"], states)
+
+    def _batches(self, epoch: int) -> list[Batch]:
+        """The epoch's batches; the last epoch that was asked for is kept."""
+        if self._laid_out is None or self._laid_out[0] != epoch:
+            batches = batches_of(self._samples.lengths, self._rows * self._world.size, self._length, self._seed, epoch)
+            self._laid_out = epoch, batches
+        return self._laid_out[1]
+
+    def _read(self, pieces: Row, width: int) -> dict[str, NDArray[Any]]:
+        """One row, as mlx-data takes it: it knows no float16, so the states travel as bytes."""
+        samples = [(self._samples[piece.sample], slice(piece.start, piece.stop)) for piece in pieces]
+        row: dict[str, NDArray[Any]] = {
+            "tokens": _joined([sample.tokens[at] for sample, at in samples], width),
+            "loss_mask": _joined([sample.loss_mask[at] for sample, at in samples], width),
+            "segments": _joined([np.full(len(p), i, np.int32) for i, p in enumerate(pieces, 1)], width),
+        }
+        if self._samples.has_states:
+            parts = [(s.aux[at], s.last[at]) for s, at in samples if isinstance(s, Sample)]
+            row["states"] = _joined([np.concatenate(part, axis=1, dtype=np.float16) for part in parts], width).view(
+                np.uint8
+            )
+        return row
+
+
+def _joined(parts: Sequence[NDArray[Any]], width: int) -> NDArray[Any]:
+    """Arrays [T, ...] one after the other, and zeros up to `width`."""
+    joined = np.zeros((width, *parts[0].shape[1:]), parts[0].dtype)
+    np.concatenate(parts, out=joined[: sum(map(len, parts))])
+    return joined
+
+
+def _no_rows(length: int) -> Rows:
+    none = np.zeros((0, length), np.int32)
+    return Rows(none, none.astype(np.uint8), none, None)
+
+
+def ahead(items: Iterator[T], count: int) -> Generator[T, None, None]:
+    """The same items, of which one thread fetches up to `count` before they are asked for.
+
+    mlx-data's own prefetching does this too, but its threads set those of OpenBLAS to one and back for every batch, in
+    the middle of the step that computes meanwhile: a product's last bits depend on them, and no run could be repeated.
+    What fetching an item raises is raised in its place. Close the generator when leaving early: it joins the thread.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix="ahead")
+    try:
+        coming = deque(pool.submit(next, items, _END) for _ in range(count))
+        while (item := coming.popleft().result()) is not _END:
+            coming.append(pool.submit(next, items, _END))
+            yield item  # type: ignore[misc]
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,237 @@
+"""What a run learns from and is judged on: the one seam to the data pipelines."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_mlx.data_pipelines import (
+    Conversation,
+    DataConfig,
+    ReadReport,
+    Rendered,
+    capture,
+    capture_to_shards,
+    choose_draft_vocab,
+    count_tokens,
+    coverage,
+    prompt_tokens,
+    read_conversations,
+    render_all,
+    shard_meta,
+    special_token_ids,
+)
+from eagle_mlx.errors import DataError, ShardError, TargetError
+from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.shards import ShardReader
+from eagle_mlx.shards.budget import Place
+from eagle_mlx.target import Target
+
+from ..config import TrainConfig
+from ..kinds import KINDS, kind_of, settled
+from ..plan import cache_folder, choose_states
+from .samples import InMemory, OnDisk, Samples, Tokens
+
+_IN_WORDS: dict[Place, str] = {
+    "memory": "captured once, in memory",
+    "disk": "shards {}",
+    "online": "captured anew for each batch",
+}
+_TEXT_PROMPT = 64
+"""Tokens of a plain text that make a prompt."""
+
+
+@dataclass(frozen=True)
+class TrainData:
+    samples: Samples
+    aux_layers: tuple[int, ...]
+    """Target layers whose outputs the samples carry besides the last one's."""
+    kept: NDArray[np.int64] | None
+    """[Vd] the target's ids of the draft vocabulary, ascending; None for all."""
+    report: dict[str, Any]
+    """Conversations, tokens and the like, for the run's report."""
+    place: Place = "memory"
+    """Where the states are: what `states` of the settings came to, and what a resumed run must be given."""
+
+
+def training_data(
+    target: Target, config: TrainConfig, progress: bool = False, head: DraftHead | None = None, reserve: int = 0
+) -> TrainData:
+    """Shards where they are given; else conversations, whose states are kept where there is room for them.
+
+    A head to go on from decides what is captured and what it drafts, where there is one. `reserve` is the memory in
+    bytes that the training will take besides what is taken now. Raises DataError, ShardError, OutputError or
+    ConfigError for data that cannot be used or kept.
+    """
+    config = settled(config)
+    if config.shards:
+        return _from_shards(target, config, head)
+    rendered, read = _render(target, config)
+    aux_layers = KINDS[config.head].aux_layers(target, config) if head is None else kind_of(head).aux_layers_of(head)
+    kept, share = _draft_vocabulary(target, config, count_tokens(rendered, target.vocab_size), head)
+    tokens = sum(len(one.tokens) for one in rendered)
+    choice = choose_states(config, tokens, shard_meta(target, aux_layers, config.cache_bits), reserve)
+    if progress:
+        print(f"states: {choice.text}", file=sys.stderr)
+    report = {
+        "conversations": len(rendered),
+        **read,
+        "tokens": tokens,
+        "loss_tokens": sum(sum(one.loss_mask) for one in rendered),
+        "states": _IN_WORDS[choice.place].format(cache_folder(config)),
+        "draft_vocab": target.vocab_size if kept is None else len(kept),
+        "draft_vocab_coverage": share,
+    }
+    samples = _samples(target, config, choice.place, aux_layers, rendered, progress)
+    return TrainData(samples, aux_layers, kept, report, choice.place)
+
+
+def _samples(
+    target: Target,
+    config: TrainConfig,
+    place: Place,
+    aux_layers: tuple[int, ...],
+    rendered: list[Rendered],
+    progress: bool,
+) -> Samples:
+    """The conversations, with their states where these are captured once."""
+    if place == "online":
+        return InMemory([Tokens(np.array(one.tokens, np.int32), np.array(one.loss_mask, np.uint8)) for one in rendered])
+    if place == "memory":
+        return InMemory(list(capture(target, aux_layers, rendered, progress=progress)))
+    folder = cache_folder(config)
+    try:
+        capture_to_shards(target, aux_layers, rendered, folder, progress=progress, bits=config.cache_bits, resume=True)
+    except ShardError as e:
+        raise ShardError(f"{e}. As a cache: remove {folder}, or name another place with --cache-dir") from e
+    return OnDisk(ShardReader(folder), aux=bool(aux_layers))
+
+
+def heldout_prompts(target: Target, config: TrainConfig) -> list[list[int]]:
+    """Prompts for measuring acceptance: held-out conversations up to their last answer, or the start of a text.
+
+    A source given as `eval_data` that is not trained on is taken whole. Raises DataError where there are none.
+    """
+    source = config.eval_data or config.data[0]
+    learnt = _data_config(config)
+    wanted = learnt.alone(source)
+    [spec] = wanted.sources
+    split: Literal["heldout", "all"] = "heldout" if spec in learnt.specs or spec.startswith("builtin:") else "all"
+    prompts: list[list[int]] = []
+    for conversation in read_conversations(wanted, split, target.tokenizer):
+        prompt = _prompt(target, conversation, config.eval_tokens)
+        if prompt is not None:
+            prompts.append(prompt)
+        if len(prompts) == config.eval_prompts:
+            break
+    if not prompts:
+        raise DataError(
+            f"{source} has no held-out conversations (one in 25 is held out); name others with --eval-data, since "
+            "acceptance is measured on prompts that were not learnt"
+        )
+    return prompts
+
+
+def _render(target: Target, config: TrainConfig) -> tuple[list[Rendered], dict[str, int]]:
+    """The conversations, and what was left out of them."""
+    if target.tokenizer is None:
+        raise TargetError("the target has no tokenizer, which conversations need; train from shards instead")
+    length = min(config.max_length, target.context_length)
+    left_out = ReadReport()
+    found = read_conversations(_data_config(config), "train", target.tokenizer, left_out)
+    rendered, _ = render_all(target.tokenizer, found, length, config.skip_bad)
+    if not rendered:
+        raise DataError(f"nothing to learn from in {', '.join(config.data)}; check the source, or raise --max-length")
+    return rendered, {"left_out": left_out.left_out}
+
+
+def _data_config(config: TrainConfig) -> DataConfig:
+    """What to read, and what of it to keep."""
+    return DataConfig(
+        config.data,
+        config.map,
+        config.limit,
+        config.seed,
+        config.stream,
+        config.skip_bad,
+        config.keep_turns,
+        config.keep_tokens,
+        config.dedupe,
+    )
+
+
+def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) -> TrainData:
+    reader = ShardReader(config.shards)
+    meta = reader.meta
+    if (meta.hidden_size, meta.vocab_size) != (target.hidden_size, target.vocab_size):
+        raise ShardError(
+            f"{config.shards} was captured from {meta.target or 'a target'} with hidden size {meta.hidden_size} and "
+            f"vocabulary {meta.vocab_size}, but the target has {target.hidden_size} and {target.vocab_size}; "
+            "capture again with this target"
+        )
+    aux_layers = _aux_layers_in_shards(target, config, meta.aux_layers, head)
+    samples = OnDisk(reader, aux=bool(aux_layers))
+    kept, share = _draft_vocabulary(target, config, samples.count_tokens(target.vocab_size), head)
+    report = {
+        "conversations": len(reader),
+        "tokens": reader.tokens,
+        "loss_tokens": reader.loss_tokens,
+        "states": f"shards {config.shards}",
+        "draft_vocab": target.vocab_size if kept is None else len(kept),
+        "draft_vocab_coverage": share,
+    }
+    return TrainData(samples, aux_layers, kept, report, "disk")
+
+
+def _aux_layers_in_shards(
+    target: Target, config: TrainConfig, held: tuple[int, ...], head: DraftHead | None
+) -> tuple[int, ...]:
+    """What of the layers that shards hold is read. All hold the last one, which is enough for some heads."""
+    if head is not None:
+        wanted = kind_of(head).aux_layers_of(head)
+        if wanted and wanted != held:
+            raise ShardError(
+                f"{config.shards} holds the aux layers {held}, but {config.init_from or 'the head'} reads {wanted}; "
+                f"capture again with --aux-layers {' '.join(map(str, wanted))}"
+            )
+        return wanted
+    if not KINDS[config.head].aux_layers(target, config):
+        return ()
+    if config.aux_layers and config.aux_layers != held:
+        raise ShardError(
+            f"{config.shards} holds the aux layers {held}, not {config.aux_layers}; leave --aux-layers out, "
+            "or capture again"
+        )
+    return held
+
+
+def _draft_vocabulary(
+    target: Target, config: TrainConfig, counts: NDArray[np.int64], head: DraftHead | None
+) -> tuple[NDArray[np.int64] | None, float]:
+    """The kept ids, None for all, and the share of the learnt tokens that they cover."""
+    if head is not None:
+        ids = None if head.token_ids is None else np.array(head.token_ids, np.int64)
+        return ids, 1.0 if ids is None else coverage(counts, ids)
+    if not 0 < config.draft_vocab < target.vocab_size:
+        return None, 1.0
+    always = special_token_ids(target.tokenizer) if target.tokenizer is not None else frozenset[int]()
+    kept = choose_draft_vocab(counts, config.draft_vocab, always)
+    return kept, coverage(counts, kept)
+
+
+def _prompt(target: Target, conversation: Conversation, room: int) -> list[int] | None:
+    """The prompt's tokens, or None where there are none or they and `room` more do not fit the context."""
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        raise TargetError("the target has no tokenizer, without which there are no held-out prompts to decode")
+    if conversation.text is not None:
+        tokens = list(tokenizer.encode(conversation.text))
+        tokens = tokens[: min(_TEXT_PROMPT, len(tokens) // 2)]
+    else:
+        asked = any(message.role != "assistant" for message in conversation.messages)
+        tokens = prompt_tokens(tokenizer, conversation) if asked else []
+    return tokens if tokens and len(tokens) + room <= target.context_length else None

@@ -1,0 +1,20 @@
+"""What a run will take before it begins: recipes, shapes, memory, disk, time, and where hidden states go."""
+
+from .cache import cache_folder, choose_states
+from .estimate import describe_memory
+from .memory import memory_gb
+from .preflight import Forecast, check, forecast, plan_of
+from .recipe import load_recipe, recipe_names
+
+__all__ = [
+    "Forecast",
+    "cache_folder",
+    "check",
+    "choose_states",
+    "describe_memory",
+    "forecast",
+    "load_recipe",
+    "memory_gb",
+    "plan_of",
+    "recipe_names",
+]

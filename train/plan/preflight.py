@@ -1,0 +1,190 @@
+"""What a run will take, before it is begun: printed as a plan, and refused where it cannot fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle_mlx import hub
+from eagle_mlx.data_pipelines import shard_meta
+from eagle_mlx.errors import ConfigError, EagleError, OutputError
+from eagle_mlx.shards import CacheChoice
+from eagle_mlx.shards.budget import gb
+from eagle_mlx.target import Target
+
+from ..config import TrainConfig
+from ..kinds import KINDS, settled
+from . import estimate
+from .cache import as_asked, choose_states
+from .estimate import Disk, Memory
+from .memory import free_disk, free_memory
+from .recipe import Recipe, described
+from .shapes import HeadShape, TargetShape, blank_head, described_target, lazy_target, shape_of_head, shape_of_target
+
+_COUNT, _EACH = 10_000, 1000
+"""Conversations, and tokens of each, where nothing is known of the data."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How much there is to learn from."""
+
+    count: int
+    how: str
+    """Counted, or what was assumed."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    target: TargetShape
+    head: HeadShape
+    config: TrainConfig
+    """Settled."""
+    tokens: Tokens
+    states: CacheChoice
+    memory: Memory
+    disk: Disk
+    work: float
+    """Floating-point operations."""
+
+
+def forecast(
+    config: TrainConfig, model: Mapping[str, Any] | None = None, tokens: Tokens | None = None, fetch: bool = False
+) -> Forecast:
+    """What a run with these settings takes.
+
+    Of a target in a folder the headers are read, with `fetch` of one on the hub as well; otherwise that is made of
+    `model`, the fields of a config.json, or of that file on the hub. No weight is loaded. Raises ConfigError for a
+    head that the target cannot have, EagleError for a target that cannot be found.
+    """
+    config = settled(config)
+    target = lazy_target(config.target) if fetch else _read(config.target, model)
+    KINDS[config.head].check(target, config)
+    shape, head = shape_of_target(target), shape_of_head(blank_head(target, config), target)
+    tokens = tokens or assumed(config)
+    states = _states(config, target, shape, head, tokens)
+    online = states.place == "online"
+    memory = estimate.memory_of(shape, head, config, online, states.size if states.place == "memory" else 0)
+    disk = estimate.disk_of(head, config, states.size if states.place == "disk" and not config.shards else 0)
+    work = estimate.work_of(shape, head, config, tokens.count, online)
+    return Forecast(shape, head, config, tokens, states, memory, disk, work)
+
+
+def assumed(config: TrainConfig, tokens_each: int = _EACH) -> Tokens:
+    """The amount of data that nobody has looked at yet."""
+    count = config.limit or _COUNT
+    each = min(tokens_each, config.max_length)
+    how = f"{count:,} conversations of {each:,} tokens, assumed" + ("" if config.limit else "; --limit says how many")
+    return Tokens(count * each, how)
+
+
+def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
+    """What `--dry-run` prints: the plan, and a line on whether this machine could do it.
+
+    No data are read: their amount is assumed. Raises ConfigError without a target.
+    """
+    if not config.target:
+        raise ConfigError("no target: name the model that the head is for with --target, or a --recipe")
+    each = recipe.tokens_each if recipe is not None else _EACH
+    found = forecast(config, described(recipe, config.target), assumed(config, each))
+    text = as_text(found, estimate.work_per_second())
+    try:
+        check(found)
+    except EagleError as e:
+        return f"{text}\nhere        {e}"
+    return (
+        f"{text}\nhere        fits, with {gb(free_memory())} of memory and {gb(free_disk(config.output))} of disk free"
+    )
+
+
+def check(found: Forecast) -> None:
+    """Raise ConfigError or OutputError, with what would help, where memory or disk is too small."""
+    estimate.check_memory(dataclasses.replace(found.memory, states=0), free_memory(), found.config)
+    needed, folder = found.disk.heads + found.disk.checkpoints, found.config.output
+    free = free_disk(folder)
+    if needed > free:
+        raise OutputError(
+            f"{folder} will hold {gb(needed)} ({gb(found.disk.heads)} of heads, {gb(found.disk.checkpoints)} of states "
+            f"to resume from), and {gb(free)} are free there; make room, name another --output, or keep fewer "
+            "--checkpoints"
+        )
+
+
+def as_text(found: Forecast, work_per_second: float) -> str:
+    """The plan for people, a line for each thing."""
+    target, head, config, disk = found.target, found.head, found.config, found.disk
+    read = ", ".join(map(str, (*head.aux_layers, f"{target.layers - 1} (for labels)")))
+    drafts = f"{head.draft_vocab:,} of {target.vocab_size:,} tokens"
+    steps = max(1, round(found.tokens.count / (config.rows * config.length)))
+    span = f"{config.epochs} epochs of {steps:,} steps"
+    if config.max_steps:
+        span = f"{config.max_steps:,} steps"
+    if config.minutes:
+        span = f"{config.minutes:g} minutes"
+    parts = f" in {config.accumulate} parts" if config.accumulate > 1 else ""
+    hours = estimate.hours(found.work, work_per_second)
+    rows = [
+        (
+            "target",
+            f"{target.name}: {target.layers} layers of {target.hidden_size:,}, vocabulary {target.vocab_size:,}, "
+            f"{_count(target.parameters)} parameters, {_count(target.used)} of them per token",
+        ),
+        ("head", f"{head.title}, {_count(head.parameters)} parameters; {config.unroll} draft steps"),
+        ("layers", f"{read}, counted from 0"),
+        ("vocabulary", f"drafts {drafts}"),
+        ("data", config.shards or ", ".join(config.data)),
+        ("tokens", f"{found.tokens.count:,}: {found.tokens.how}"),
+        ("run", f"{span}, {config.rows} rows of {config.length:,} tokens{parts}"),
+        ("memory", f"{gb(found.memory.total)}: {estimate.describe_memory(found.memory)}"),
+        ("states", found.states.text),
+        (
+            "disk",
+            f"{gb(disk.total)}: heads {gb(disk.heads)}, states to resume from {gb(disk.checkpoints)}"
+            + (f", hidden states {gb(disk.states)}" if disk.states else ""),
+        ),
+    ]
+    if not (config.minutes or config.max_steps):
+        rows.append(
+            (
+                "time",
+                f"{found.work:.2g} operations; {_duration(hours)} on this machine, if half of the "
+                f"{work_per_second / 1e12:,.2f} TFLOP/s that it does now in float32 products are reached",
+            )
+        )
+    return "\n".join(f"{name:<10}  {text}" for name, text in rows)
+
+
+def _states(config: TrainConfig, target: Target, shape: TargetShape, head: HeadShape, tokens: Tokens) -> CacheChoice:
+    if config.shards:
+        return CacheChoice("disk", 0, f"those in {config.shards}")
+    meta = shard_meta(target, head.aux_layers, config.cache_bits)
+    if config.states != "auto":
+        return as_asked(config, tokens.count, meta)
+    reserve = estimate.memory_of(shape, head, config, online=False).total
+    return choose_states(config, tokens.count, meta, reserve)
+
+
+def _read(name: str, model: Mapping[str, Any] | None) -> Target:
+    """The target of a run that is not begun: a folder here, as it is described, or as the hub's config.json has it."""
+    if Path(name).expanduser().is_dir() or (model is None and hub.hub_id(name) is None):
+        return lazy_target(name)
+    if model is None:
+        file = hub.fetch_file(str(hub.hub_id(name)), "config.json")
+        model = json.loads(Path(str(file)).read_text(encoding="utf-8"))
+        how = model.get("quantization") or {}
+        model = {**model, "quantization": {key: how[key] for key in ("group_size", "bits", "mode") if key in how}}
+    return described_target(name, model)
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:,.1f} billion" if number >= 1e9 else f"{number / 1e6:,.1f} million"
+
+
+def _duration(hours: float) -> str:
+    if hours >= 48:
+        return f"about {hours / 24:,.0f} days"
+    return f"about {hours:.1f} hours" if hours >= 1 else f"about {max(1, round(60 * hours))} minutes"

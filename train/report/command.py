@@ -1,0 +1,190 @@
+"""The command `eagle-train report`: what runs came to, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle_mlx.errors import ConfigError, OutputError
+from eagle_mlx.files import write_output
+
+from ..command import exit_code
+from .plots import write_comparison
+from .runs import PastRun, differing_settings, read_run
+
+_HELP = """\
+Compare training runs: what they came to, at what cost, and in which settings they differ.
+
+examples:
+  eagle-train report out/head
+  eagle-train report out/adamw out/muon --output runs.md --plot runs.png
+
+A run that was cut short, or still goes on, is shown as far as its metrics.jsonl tells. τ is tokens per target forward,
+decoded greedily at the depth shown, bonus token included; compare it between runs of one target and the same prompts.
+"""
+_NONE = "-"
+
+Line = tuple[str, list[str]]
+"""What is told, and what each run says to it."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the comparison and return the exit code."""
+    args = _parser().parse_args(argv)
+    return exit_code(lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Read all runs before anything is written."""
+    _check_file(args.output, ".md", args.overwrite)
+    _check_file(args.plot, ".png", args.overwrite)
+    runs = [read_run(folder) for folder in args.runs]
+    if args.plot:
+        try:
+            write_comparison({name: run.rows for name, run in zip(_names(runs), runs, strict=True)}, args.plot)
+        except OSError as e:
+            raise OutputError(f"{args.plot} could not be written: {e.strerror or e}") from e
+    if args.output:
+        write_output(args.output, markdown(runs, args.plot and os.path.relpath(args.plot, args.output.parent)))
+    if args.json:
+        print(json.dumps([as_json(run) for run in runs], indent=2))
+    else:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(text(runs, width))
+
+
+def lines_of(runs: Sequence[PastRun]) -> list[Line]:
+    """What is told of the runs, line by line, the settings that differ at the end."""
+    told: list[Line] = [
+        ("state", [run.state.split(";")[0] for run in runs]),
+        ("target", [run.target or _NONE for run in runs]),
+        ("kind", [run.kind or _NONE for run in runs]),
+        ("started from", [run.started_from or "nothing" for run in runs]),
+        ("steps", [f"{run.steps:,}" for run in runs]),
+        ("tokens", [f"{run.tokens:,}" for run in runs]),
+        ("time of training", [_time(run.train_seconds) for run in runs]),
+        ("tokens/s", [_number(run.tokens_per_second, ",.0f") for run in runs]),
+        ("peak memory", [_number(run.memory_gb, ".2f", " GB") for run in runs]),
+        ("loss", [_number(run.loss, ".3f") for run in runs]),
+        ("τ, best", [_number(run.best, ".3f") for run in runs]),
+        ("  at step", [_number(run.best_step, ",d") for run in runs]),
+        ("τ, last", [_number(run.last, ".3f") for run in runs]),
+        ("τ, untrained", [_number(run.untrained, ".3f") for run in runs]),
+        ("  at depth", [_number(run.depth, "d") for run in runs]),
+        ("acceptance by position", [" ".join(f"{a:.2f}" for a in run.by_position) or _NONE for run in runs]),
+    ]
+    for name in differing_settings(runs):
+        told.append((f"--{name.replace('_', '-')}", [_setting(run.settings.get(name)) for run in runs]))
+    return told
+
+
+def text(runs: Sequence[PastRun], width: int | None = None) -> str:
+    """The comparison for a terminal, a column for each run; more tables below where the width has no room for all."""
+    names, told = _names(runs), lines_of(runs)
+    first = max(len(title) for title, _ in told)
+    columns = [max(len(cell) for cell in (name, *(cells[i] for _, cells in told))) for i, name in enumerate(names)]
+    blocks = []
+    for part in _parts(columns, width - first if width else None):
+        rows = [("", names), *told]
+        blocks.append("\n".join(_line(title.ljust(first), cells, columns, part) for title, cells in rows))
+    hints = [f"{name}: {run.state}" for name, run in zip(names, runs, strict=True) if ";" in run.state]
+    return "\n\n".join([*blocks, *(["\n".join(hints)] if hints else [])])
+
+
+def markdown(runs: Sequence[PastRun], picture: str | None = None) -> str:
+    """The comparison as Markdown, with τ over each run."""
+    table = [("", _names(runs)), *lines_of(runs)]
+    out = ["# Training runs", "", *_table([[title.strip(), *cells] for title, cells in table])]
+    if picture:
+        out += ["", f"![τ and loss against tokens]({picture})"]
+    for name, past in zip(_names(runs), runs, strict=True):
+        rows = [
+            [f"{row['step']:,}", f"{row.get('tokens', 0):,}", f"{row['acceptance_length']:.3f}"]
+            for row in past.evaluations
+        ]
+        if rows:
+            out += ["", f"## {name}", "", *_table([["step", "tokens", "τ"], *rows])]
+    return "\n".join(out) + "\n"
+
+
+def as_json(run: PastRun) -> dict[str, Any]:
+    """All of it as plain values; of the metrics the evaluations."""
+    values = dataclasses.asdict(dataclasses.replace(run, rows=()))
+    del values["rows"]
+    keys = ("step", "tokens", "train_seconds", "acceptance_length", "acceptance_by_position")
+    return {**values, "evaluations": [{k: row[k] for k in keys if k in row} for row in run.evaluations]}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="eagle-train report", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="output folder of a run")
+    parser.add_argument("--output", type=Path, metavar="FILE.md", help="write the comparison as Markdown as well")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw τ and loss against tokens")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
+    return parser
+
+
+def _check_file(file: Path | None, suffix: str, overwrite: bool) -> None:
+    if file is None:
+        return
+    if file.suffix != suffix:
+        raise ConfigError(f"{file} must end in {suffix}")
+    if file.exists() and not overwrite:
+        raise OutputError(f"{file} exists already; name another file, or overwrite it with --overwrite")
+    if not file.parent.is_dir():
+        raise OutputError(f"there is no folder {file.parent} to write {file.name} into")
+
+
+def _names(runs: Sequence[PastRun]) -> list[str]:
+    """The folders' own names where they tell the runs apart, else the paths."""
+    short = [Path(run.folder).resolve().name for run in runs]
+    return short if len(set(short)) == len(short) else [run.folder for run in runs]
+
+
+def _line(title: str, cells: Sequence[str], columns: Sequence[int], part: Sequence[int]) -> str:
+    return (title + "".join(f"  {cells[i]:<{columns[i]}}" for i in part)).rstrip()
+
+
+def _parts(columns: Sequence[int], width: int | None) -> Iterator[list[int]]:
+    """Columns that fit side by side, at least one at a time."""
+    part: list[int] = []
+    for i, column in enumerate(columns):
+        if part and width is not None and sum(columns[j] + 2 for j in part) + column + 2 > width:
+            yield part
+            part = []
+        part.append(i)
+    yield part
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    head, *body = ["| " + " | ".join(cell.replace("|", "\\|") or " " for cell in row) + " |" for row in rows]
+    return [head, "|" + "---|" * len(rows[0]), *body]
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min {rest:02} s"
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return _NONE if value is None else f"{value:{form}}{unit}"
+
+
+def _setting(value: Any) -> str:
+    if value is None:
+        return _NONE
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "default"
+    return f"{value:g}" if isinstance(value, float) else str(value) or "default"

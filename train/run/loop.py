@@ -1,0 +1,316 @@
+"""A whole run: batches, steps, acceptance at intervals, states to resume from, report and plots."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from eagle_mlx.errors import CheckpointError, DataError, EagleError
+from eagle_mlx.files import write_whole
+from eagle_mlx.fingerprint import fingerprint
+from eagle_mlx.hub import public_name
+from eagle_mlx.target import Target
+
+from ..command import Stop, Stopped
+from ..config import TrainConfig
+from ..data import Batches, Rows, TrainData
+from ..distributed import ALONE, World
+from ..evaluation import Acceptance, Evaluator
+from ..kinds import KINDS, Head, kind_of, settled
+from ..report import write_plots
+from ..step import NotFiniteError, Span, Stepper, StepResult, learning_rate_factor, span_of
+from . import identity, state
+from .outcome import outcome
+from .output import run_folder
+from .processes import Lead
+from .progress import Bar, Progress, mean, means
+from .state import Checkpoint, RunState
+from .tracker import Tracker
+
+BEST, LAST, REPORT = "best", "last", "report.json"
+_EVALS = 10
+"""Evaluations of a run for which no interval is given."""
+
+
+def train(
+    target: Target,
+    data: TrainData,
+    prompts: list[list[int]],
+    config: TrainConfig,
+    head: Head | None = None,
+    resume: Path | None = None,
+    stop: Stop | None = None,
+    world: World = ALONE,
+) -> dict[str, Any]:
+    """Train a head, a new one unless one is given, into `config.output`; returns the report that is written there.
+
+    The folder gets `best` (highest τ) and `last`, both checkpoints in the layout of their kind, metrics.jsonl,
+    report.json and plots. With `resume`, the folder of a run that was cut short, that run goes on where its newest
+    whole state was saved, as if it had never stopped. Ctrl-C and SIGTERM save the state and raise Stopped.
+
+    Raises OutputError where the folder exists already or cannot be written, ConfigError where target or data are not
+    those that the run to resume began with, CheckpointError where it is complete, and EagleError where the loss is not
+    finite. Of the processes of a `world` the first one calls this, and the others `follow`.
+    """
+    config, stop = settled(config), stop or Stop()
+    head = head or KINDS[config.head].new(target, config, data.kept, data.aux_layers)
+    if resume and (resume / REPORT).exists():
+        raise CheckpointError(
+            f"the run in {resume} is complete; to train its head further, begin another run with --init-from "
+            f"{resume}/{BEST}"
+        )
+    with stop.listening(), run_folder(config.output, config.overwrite, state.exists, resume) as folder:
+        who = identity.Identity(config, fingerprint(target), identity.fingerprint_of(data.samples), world.size)
+        if resume:
+            identity.check_same(folder, who)
+        identity.write(folder, who)
+        saved = state.newest(folder, tqdm.write) if resume else None
+        with Tracker(folder, config, saved.state.progress.step if saved else None) as tracker:
+            return Run(target, data, prompts, config, head, folder, tracker, stop, world).run(saved)
+
+
+class Run:
+    """The state of a run between its steps."""
+
+    def __init__(
+        self,
+        target: Target,
+        data: TrainData,
+        prompts: list[list[int]],
+        config: TrainConfig,
+        head: Head,
+        folder: Path,
+        tracker: Tracker,
+        stop: Stop,
+        world: World,
+    ):
+        self.target, self.data, self.config, self.folder, self.tracker = target, data, config, folder, tracker
+        self.head, self.stop = head, stop
+        self.batches = Batches(data.samples, config.rows, config.length, config.seed, world)
+        steps = self.batches.steps_per_epoch()
+        if not steps:
+            raise DataError("no conversation is long enough to learn from; check the data")
+        self.span: Span = span_of(config, steps)
+        self.evaluator = Evaluator(target, prompts, config.eval_depth, config.eval_tokens, config.eval_batch)
+        self.stepper = Stepper(head, target, config, world)
+        self.lead = Lead(world, stop)
+        self.progress = Progress()
+        self.untrained: Acceptance | None = None
+        self.best: tuple[int, Acceptance] | None = None
+        self._recent: list[StepResult] = []
+        self._next_eval = 0.0
+        self._next_save = math.inf
+        self._begin = time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the run so far, those before an interruption included."""
+        return time.monotonic() - self._begin
+
+    def run(self, saved: Checkpoint | None = None) -> dict[str, Any]:
+        """From the head as it begins, or as it was saved, to the report."""
+        try:
+            return self._run(saved)
+        finally:
+            self.lead.end()
+
+    def _run(self, saved: Checkpoint | None) -> dict[str, Any]:
+        if saved:
+            self._restore(saved)
+        else:
+            self.untrained = self._measure()
+            self._begin = time.monotonic()
+            self._plan_next_eval()
+        self._plan_next_save()
+        with self.stop.deferred():
+            try:
+                self._train()
+                last = self._evaluate()
+            except Stopped:
+                self._keep()
+                raise
+            return self._finish(last)
+
+    def _train(self) -> None:
+        done = self.elapsed if self.span.seconds else self.progress.step
+        with Bar(self.span, done) as bar, contextlib.closing(self._all_batches()) as stream:
+            for rows in stream:
+                if self.span.is_over(self.progress.step, self.elapsed):
+                    break
+                self.stop.check()
+                if self._eval_is_due():
+                    self._evaluate()
+                    self._plan_next_eval()
+                    self._save_state()
+                elif self.elapsed >= self._next_save:
+                    self._save_state()
+                result = self._step(rows)
+                bar.show(self.progress, self.elapsed, result, self._recent)
+        self._log_recent()
+
+    def _all_batches(self) -> Generator[Rows, None, None]:
+        """Batch after batch, epoch after epoch, without end."""
+        while True:
+            with contextlib.closing(self.batches.epoch(self.progress.epoch, self.progress.batch)) as stream:
+                yield from stream
+            self.progress.epoch += 1
+            self.progress.batch = 0
+
+    def _step(self, rows: Rows) -> StepResult | None:
+        begin = time.monotonic()
+        progress = self.span.progress(self.progress.step, self.elapsed)
+        factor = learning_rate_factor(progress, self.config.warmup, self.config.final_lr)
+        self.lead.step(self.progress.epoch, self.progress.batch, factor)
+        try:
+            result = self.stepper(rows, factor)
+        except NotFiniteError as e:
+            raise self._explained(e, rows) from e
+        self.progress.step += 1
+        self.progress.batch += 1
+        self.progress.train_seconds += time.monotonic() - begin
+        if result is None:
+            return None
+        self.progress.tokens += result.tokens
+        self._recent.append(result)
+        if len(self._recent) == self.config.log_steps:
+            self._log_recent()
+        return result
+
+    def _explained(self, error: NotFiniteError, rows: Rows) -> EagleError:
+        """Where to look, and what can be done."""
+        found = [self.batches.where(sample) for row in error.rows for sample in rows.samples[row]]
+        what = f"look at {', '.join(found)}, or lower --lr" if found else "lower --lr, since no row is so by itself"
+        last = self.folder / LAST
+        return EagleError(
+            f"{error} at step {self.progress.step + 1}; nothing was changed by it; {what} (now {self.config.lr:g})"
+            + (f"; the last good head is in {last}" if last.exists() else "")
+        )
+
+    def _log_recent(self) -> None:
+        if not self._recent:
+            return
+        progress = self.span.progress(self.progress.step - 1, self.elapsed)
+        values = {
+            **self._place(),
+            "loss": mean([r.loss for r in self._recent]),
+            "loss_by_step": means([r.loss_by_step for r in self._recent]),
+            "accuracy_by_step": means([r.accuracy_by_step for r in self._recent]),
+            "learning_rate_factor": learning_rate_factor(progress, self.config.warmup, self.config.final_lr),
+            "grad_norm": mean([r.grad_norm for r in self._recent]),
+            "tokens_per_second": self.progress.tokens_per_second,
+        }
+        distances = [r.feature_loss_by_step for r in self._recent if r.feature_loss_by_step is not None]
+        if distances:
+            values["feature_loss_by_step"] = means(distances)
+        self.tracker.log("train", self.progress.step, values)
+        self._recent = []
+
+    def _place(self) -> dict[str, Any]:
+        return {
+            "epoch": self.progress.epoch,
+            "tokens": self.progress.tokens,
+            "train_seconds": round(self.progress.train_seconds, 3),
+        }
+
+    def _measure(self) -> Acceptance:
+        with self.stop.immediate():
+            found = self.evaluator.measure(self.head)
+        texts = {"generations": self.evaluator.generations}
+        self.tracker.log("eval", self.progress.step, {**self._place(), **dataclasses.asdict(found), **texts})
+        tqdm.write(
+            f"step {self.progress.step}: τ {found.acceptance_length:.3f} at depth {found.depth}, by position "
+            f"{' '.join(f'{a:.2f}' for a in found.acceptance_by_position)} "
+            f"({found.prompts} prompts, {found.left_out} left out as loops, {found.seconds:.0f} s)"
+        )
+        return found
+
+    def _evaluate(self) -> Acceptance:
+        """Measure acceptance, keep the head as `last`, and as `best` where no earlier one was better."""
+        found = self._measure()
+        self._save_head(LAST, found)
+        if self.best is None or found.acceptance_length > self.best[1].acceptance_length:
+            self.best = (self.progress.step, found)
+            self._save_head(BEST, found)
+        return found
+
+    def _save_head(self, name: str, found: Acceptance | None = None) -> None:
+        extra: dict[str, Any] = {"step": self.progress.step, "tokens": self.progress.tokens}
+        if found is not None:
+            extra |= {"acceptance_length": found.acceptance_length, "depth": found.depth}
+        called = public_name(self.target.name)
+        kind_of(self.head).save(self.head, self.folder / name, called, extra)
+
+    def _save_state(self) -> None:
+        assert self.untrained is not None
+        best_step, best = self.best or (None, None)
+        now = RunState(self.progress, self.elapsed, self._next_eval, self.untrained, best_step, best, self._recent)
+        saved = Checkpoint(now, state.weights_of(self.head), self.stepper.state())
+        state.save(self.folder, saved, self.config.checkpoints)
+        self._plan_next_save()
+
+    def _restore(self, saved: Checkpoint) -> None:
+        state.put_back(self.head, saved.head)
+        self.stepper.restore(saved.stepper)
+        self.lead.agree(self.stepper)
+        now = saved.state
+        self.progress, self.untrained, self._recent = now.progress, now.untrained, now.recent
+        self.best = (now.best_step, now.best) if now.best_step is not None and now.best else None
+        self._next_eval = now.next_eval
+        self._begin = time.monotonic() - now.elapsed
+        tqdm.write(f"going on after step {self.progress.step}")
+
+    def _keep(self) -> None:
+        """Save what an interrupted run has come to, and say how it goes on."""
+        if self.progress.step:
+            self._save_head(LAST)
+            self._save_state()
+            tqdm.write(f"stopped after {self.progress.step} steps; go on with: eagle-train --resume {self.folder}")
+
+    def _plan_next_eval(self) -> None:
+        if self.config.eval_steps:
+            self._next_eval = self.progress.step + self.config.eval_steps
+        elif self.config.eval_minutes:
+            self._next_eval = self.elapsed + 60 * self.config.eval_minutes
+        else:
+            self._next_eval = self.span.progress(self.progress.step, self.elapsed) + 1 / _EVALS
+
+    def _eval_is_due(self) -> bool:
+        if self.config.eval_steps:
+            return self.progress.step >= self._next_eval
+        if self.config.eval_minutes:
+            return self.elapsed >= self._next_eval
+        return self.span.progress(self.progress.step, self.elapsed) >= self._next_eval
+
+    def _plan_next_save(self) -> None:
+        minutes = self.config.checkpoint_minutes
+        self._next_save = self.elapsed + 60 * minutes if minutes else math.inf
+
+    def _finish(self, last: Acceptance) -> dict[str, Any]:
+        """Write the report and the plots; the states go, since a finished run is not resumed."""
+        assert self.best is not None
+        assert self.untrained is not None
+        best_step, best = self.best
+        acceptance = {"untrained": self.untrained, "best": best, "last": last}
+        report = outcome(
+            self.target.name,
+            self.head,
+            self.config,
+            self.progress,
+            acceptance,
+            best_step,
+            self.tracker.rows,
+            {**self.data.report, "padding": round(self.batches.padding, 4)},
+        )
+        write_plots(self.tracker.rows, self.folder)
+        write_whole(self.folder / REPORT, (json.dumps(report, indent=2) + "\n").encode())
+        state.remove(self.folder)
+        self.tracker.summarize({k: v for k, v in report.items() if isinstance(v, (int, float))})
+        return report

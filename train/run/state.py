@@ -1,0 +1,183 @@
+"""The exact state of a run on the disk: written whole, checked when it is read, the newest few kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+
+from eagle_mlx.errors import CheckpointError, OutputError
+from eagle_mlx.folders import new_folder
+from eagle_mlx.formats.tensors import write_tensors
+
+from ..evaluation import Acceptance
+from ..kinds import Head
+from ..step import StepResult
+from .progress import Progress
+
+STATES = "checkpoints"
+"""The folder of states within that of a run."""
+_ABOUT, _HEAD, _STEPPER = "state.json", "head.safetensors", "optimizer.safetensors"
+_VERSION = 1
+
+Arrays = dict[str, mx.array]
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What the next step depends on besides weights and optimizer, and what the run has found so far."""
+
+    progress: Progress
+    elapsed: float
+    """Seconds of the run, measuring acceptance included."""
+    next_eval: float
+    """Step, second or share of the run at which acceptance is measured next."""
+    untrained: Acceptance
+    best_step: int | None
+    best: Acceptance | None
+    recent: list[StepResult]
+    """Steps that are not in metrics.jsonl yet."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state with its arrays."""
+
+    state: RunState
+    head: Arrays
+    """The head's trainable weights, by name, as they are trained."""
+    stepper: Arrays
+    """The optimizers' moments, and how many steps they have made."""
+
+
+def save(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
+    """Write a checkpoint into the folder of a run, then remove all but the newest `keep`.
+
+    It is there under its name whole or not at all, on the disk and not only in the system's memory. Raises OutputError
+    where the disk has no room for it or cannot be written; checkpoints that were there are not touched then, and the
+    newest of them is named.
+    """
+    _check_room(run, checkpoint)
+    folder = run / STATES / f"step-{checkpoint.state.progress.step:08d}"
+    try:
+        with new_folder(folder, overwrite=True) as part:
+            write_tensors(part / _HEAD, checkpoint.head)
+            write_tensors(part / _STEPPER, checkpoint.stepper)
+            sums = {name: _digest(part / name) for name in (_HEAD, _STEPPER)}
+            about = {"version": _VERSION, "sha256": sums, "state": dataclasses.asdict(checkpoint.state)}
+            (part / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+    except OutputError as e:
+        raise OutputError(f"{e}; {_earlier(run)}") from e
+    for old in _folders(run)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def newest(run: Path, tell: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint that is whole, None where there is none; those that are not are told of and passed over.
+
+    What a write that was cut short has left is removed.
+    """
+    for part in (run / STATES).glob(".*"):
+        shutil.rmtree(part, ignore_errors=True)
+    for folder in _folders(run):
+        try:
+            return load(folder)
+        except CheckpointError as e:
+            tell(f"{e}; going back to the one before")
+    return None
+
+
+def load(folder: Path) -> Checkpoint:
+    """Read a checkpoint. Raises CheckpointError, naming the file, for one that is not as it was written."""
+    try:
+        about = json.loads((folder / _ABOUT).read_text())
+        if about["version"] != _VERSION:
+            raise CheckpointError(f"{folder} was written by another version of eagle-train")
+        for name, digest in about["sha256"].items():
+            if _digest(folder / name) != digest:
+                raise CheckpointError(f"{folder / name} is damaged: its SHA-256 is not the one that was written down")
+        state = _state(about["state"])
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise CheckpointError(f"{folder} cannot be read: {type(e).__name__} {e}") from e
+    return Checkpoint(state, *(_arrays(folder / name) for name in (_HEAD, _STEPPER)))
+
+
+def weights_of(head: Head) -> Arrays:
+    """The trainable weights of a head, by name."""
+    return dict(cast(list[tuple[str, mx.array]], tree_flatten(head.trainable_parameters())))
+
+
+def put_back(head: Head, weights: Arrays) -> None:
+    """Give a head its weights again. Raises CheckpointError for those of a head of another shape."""
+    has = {name: weight.shape for name, weight in weights_of(head).items()}
+    given = {name: weight.shape for name, weight in weights.items()}
+    if has != given:
+        odd = sorted(name for name in has.keys() | given.keys() if has.get(name) != given.get(name))
+        raise CheckpointError(f"the saved state is of a head of another shape: {odd[0]} differs")
+    head.update(tree_unflatten(list(weights.items())))
+
+
+def remove(run: Path) -> None:
+    """Remove all states of a run, which a finished one has no use for."""
+    shutil.rmtree(run / STATES, ignore_errors=True)
+
+
+def exists(run: Path) -> bool:
+    return bool(_folders(run))
+
+
+def _folders(run: Path) -> list[Path]:
+    """Folders of states, the newest first."""
+    return sorted((run / STATES).glob("step-*"), reverse=True)
+
+
+def _state(values: dict[str, Any]) -> RunState:
+    best = values["best"]
+    return RunState(
+        Progress(**values["progress"]),
+        values["elapsed"],
+        values["next_eval"],
+        Acceptance(**values["untrained"]),
+        values["best_step"],
+        Acceptance(**best) if best else None,
+        [StepResult(**one) for one in values["recent"]],
+    )
+
+
+def _arrays(file: Path) -> Arrays:
+    arrays: Any = mx.load(str(file))
+    mx.eval(arrays)
+    found: Arrays = arrays
+    return found
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _check_room(run: Path, checkpoint: Checkpoint) -> None:
+    size = sum(array.nbytes for arrays in (checkpoint.head, checkpoint.stepper) for array in arrays.values())
+    free = shutil.disk_usage(run).free
+    if free < 1.05 * size:
+        raise OutputError(
+            f"{run} has {free / 1e6:,.0f} MB free, and the state after step {checkpoint.state.progress.step} takes "
+            f"{size / 1e6:,.0f} MB; {_earlier(run)}"
+        )
+
+
+def _earlier(run: Path) -> str:
+    """What to do when a state could not be written."""
+    folders = _folders(run)
+    if not folders:
+        return "there is no earlier state, so make room and begin again"
+    return f"{folders[0]} is whole: make room and go on from there with `eagle-train --resume {run}`"

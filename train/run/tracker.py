@@ -1,0 +1,80 @@
+"""What a run reports while it goes: metrics.jsonl always, Weights & Biases where it is asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from ..config import TrainConfig
+from ..evaluation import write_generations
+from ..plan import memory_gb
+from ..report import METRICS, PICTURES, Row, cut_back
+from .wandb_run import WandbRun
+
+Kind = Literal["train", "eval"]
+
+
+class Tracker:
+    """Writes lines of metrics, and the texts of evaluations; use it in a `with` statement.
+
+    With `resume_step` the folder is that of a run which goes on after that step: lines of later steps are dropped, and
+    each step is written once however often it is logged. Raises DataError where the lines that are there are damaged,
+    ConfigError where Weights & Biases cannot be used.
+    """
+
+    def __init__(self, folder: Path, config: TrainConfig, resume_step: int | None = None):
+        file = folder / METRICS
+        self.rows: list[Row] = [] if resume_step is None else cut_back(file, resume_step)
+        """All lines so far, those of before an interruption included."""
+        self._known = {(row["kind"], row["step"]) for row in self.rows}
+        self._folder, self._config = folder, config
+        self._wandb = WandbRun(folder, config, resume=resume_step is not None) if config.wandb else None
+        self._file = file.open("w" if resume_step is None else "a", encoding="utf-8")
+
+    def log(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
+        """Add a line: its kind, the step after which it was taken, the values, and the memory taken so far.
+
+        Where the values have a learning_rate_factor, the rates themselves are added as well.
+        """
+        if (kind, step) in self._known:
+            return
+        row = {"kind": kind, "step": step, **values, **self._rates(values), "memory_gb": memory_gb()}
+        self.rows.append(row)
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        generations = values.get("generations")
+        if generations:
+            write_generations(self.rows, self._folder)
+        if self._wandb is not None:
+            leave_out = ("kind", "step", "generations")
+            self._wandb.log(kind, step, {name: value for name, value in row.items() if name not in leave_out})
+            if generations:
+                self._wandb.show(step, generations)
+
+    def summarize(self, values: Mapping[str, Any]) -> None:
+        """What the run came to; its plots, where they are drawn by now, go with it."""
+        if self._wandb is not None:
+            drawn = [self._folder / name for name in PICTURES if (self._folder / name).exists()]
+            self._wandb.summarize(values, drawn)
+
+    def _rates(self, values: Mapping[str, Any]) -> dict[str, float]:
+        factor = values.get("learning_rate_factor")
+        if factor is None:
+            return {}
+        rates = {"learning_rate": self._config.lr * factor}
+        if self._config.optimizer == "muon":
+            rates["muon_learning_rate"] = self._config.muon_lr * factor
+        return rates
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish(failed=error is not None)

@@ -1,0 +1,95 @@
+"""The loss of `losses.py` without the memory for it: no logits are kept for the backward pass.
+
+The gradients of a few labels are computed as soon as their loss is, and only their sums are kept; the backward pass has
+but to scale them. Nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from eagle_mlx.target import Target
+
+from ..kinds import Head
+from ..unroll import holding, weights_but
+from .losses import Labels, soft_labels, step_loss
+
+_LOGITS = 1 << 25
+"""Logits of the target that are in memory at once."""
+
+
+@dataclass(frozen=True)
+class FrugalLoss:
+    """As `unrolled_loss`, with the target's last hidden states at the labels' positions in place of the labels."""
+
+    head: Head
+    target: Target
+    last: mx.array
+    """[U, H], before the target's final norm."""
+    weights: mx.array
+    """[S, U]"""
+    hard: bool = False
+    logits: int = _LOGITS
+    """How many logits are in memory at once."""
+
+    def __call__(self, outputs: list[mx.array], select: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """The loss, the steps' losses [S] and their hits [S], from outputs S times [B, P, H] and select [S, U]."""
+        others = [name for name in self.head.trainable_parameters() if name not in ("norm", "lm_head")]
+        names, own = weights_but(self.head, others)
+        read = [h.reshape(-1, h.shape[-1])[select[step]] for step, h in enumerate(outputs)]
+
+        def with_gradients(*given: mx.array) -> list[mx.array]:
+            return self._with_gradients(names, given[: len(names)], given[len(names) :])
+
+        forward: Any = mx.custom_function(with_gradients)
+
+        @forward.vjp  # type: ignore[untyped-decorator]
+        def backward(_: Any, cotangents: Sequence[mx.array], found: Sequence[mx.array]) -> list[mx.array]:
+            return [cotangents[0] * gradient for gradient in found[3:]]
+
+        loss, by_step, hits, *_ = forward(*own, *read)
+        return loss, mx.stop_gradient(by_step), mx.stop_gradient(hits)
+
+    def _with_gradients(
+        self, names: Sequence[str], own: Sequence[mx.array], read: Sequence[mx.array]
+    ) -> list[mx.array]:
+        """Loss, the steps' losses and hits, then the gradients of `own` and of `read`, one part after the other."""
+        losses = [mx.array(0.0)] * len(read)
+        hits = list(losses)
+        of_own = [mx.zeros_like(weight) for weight in own]
+        of_read: list[list[mx.array]] = [[] for _ in read]
+        done: list[mx.array] = []
+        """What the next part waits for, so that MLX does not compute several at once."""
+        chunk = max(1, self.logits // self.target.vocab_size)
+        for begin in range(0, self.last.shape[0], chunk):
+            at = slice(begin, begin + chunk)
+            labels = soft_labels(self.target, _after(self.last[at], done), self.head.token_ids)
+            for step, x in enumerate(read):
+                loss, hit, gradients, slope = self._part(names, own, _after(x[at], done), labels, step, at)
+                losses[step] = losses[step] + loss
+                hits[step] = hits[step] + hit
+                of_own = [total + gradient for total, gradient in zip(of_own, gradients, strict=True)]
+                of_read[step].append(slope)
+                done = [slope, *of_own, losses[step], hits[step]]
+        by_step = mx.stack(losses)
+        return [mx.sum(by_step), by_step, mx.stack(hits), *of_own, *map(mx.concatenate, of_read)]
+
+    def _part(
+        self, names: Sequence[str], own: Sequence[mx.array], x: mx.array, labels: Labels, step: int, at: slice
+    ) -> tuple[mx.array, mx.array, list[mx.array], mx.array]:
+        """A draft step's loss and hits at some labels, with the gradients of the weights and of x."""
+
+        def loss_of(weights: list[mx.array], x: mx.array) -> tuple[mx.array, mx.array]:
+            with holding(self.head, names, weights):
+                return step_loss(self.head, x, labels, self.weights[step, at], self.hard)
+
+        (loss, hit), (gradients, slope) = mx.value_and_grad(loss_of, argnums=(0, 1))(list(own), x)
+        return loss, hit, gradients, slope
+
+
+def _after(x: mx.array, done: list[mx.array]) -> mx.array:
+    return mx.depends([x], done)[0] if done else x

@@ -1,0 +1,82 @@
+"""The optimizers of a head's weights, and their state as named arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optim
+
+from eagle_mlx.errors import CheckpointError
+
+from ..config import TrainConfig
+
+BETAS = [0.9, 0.95]
+
+
+class Optimizers:
+    """One optimizer for the head's inner matrices and one for all else."""
+
+    def __init__(self, config: TrainConfig, parameters: dict[str, Any]):
+        self._peaks = make_optimizers(config)
+        self.together = optim.MultiOptimizer(list(self._peaks), [is_inner_matrix])
+        self.together.init(parameters)
+
+    def set_rates(self, factor: float) -> None:
+        """`factor` of the peak learning rates, each its own."""
+        for optimizer, peak in self._peaks.items():
+            optimizer.learning_rate = mx.array(peak * factor)
+
+    def arrays(self) -> dict[str, mx.array]:
+        """All that the optimizers know, by name: `0.` the inner matrices' and `1.` the others'."""
+        return {name: holder[key] for name, holder, key in self._places()}
+
+    def restore(self, arrays: Mapping[str, mx.array]) -> None:
+        """Put back what `arrays` gave. Raises CheckpointError where names or shapes are not this head's."""
+        places = list(self._places())
+        names = {name for name, _, _ in places}
+        if names != arrays.keys():
+            odd = sorted(names ^ arrays.keys())
+            raise CheckpointError(
+                f"the optimizer's state is of another head or optimizer: {odd[0]} and {len(odd) - 1} more are in one "
+                "alone; resume with the settings that the run began with"
+            )
+        for name, holder, key in places:
+            if holder[key].shape != arrays[name].shape:
+                raise CheckpointError(
+                    f"{name} of the optimizer's state has the shape {arrays[name].shape} and not {holder[key].shape}; "
+                    "resume with the settings that the run began with"
+                )
+        for name, holder, key in places:  # in place: a compiled step holds on to these containers
+            holder[key] = arrays[name].astype(holder[key].dtype)
+
+    def _places(self) -> Iterator[tuple[str, Any, Any]]:
+        for number, state in enumerate(self.together.state["states"]):
+            yield from _places(state, str(number))
+
+
+def _places(tree: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+    """The name of each array in a tree of dicts and lists, what holds it, and under which key."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, value in items:
+        if isinstance(value, mx.array):
+            yield f"{name}.{key}", tree, key
+        else:
+            yield from _places(value, f"{name}.{key}")
+
+
+def make_optimizers(config: TrainConfig) -> dict[optim.Optimizer, float]:
+    """The optimizer of the head's inner matrices and that of all else, with their peak learning rates."""
+
+    def adamw() -> optim.Optimizer:
+        return optim.AdamW(config.lr, betas=BETAS, weight_decay=config.weight_decay, bias_correction=True)
+
+    if config.optimizer == "adamw":
+        return {adamw(): config.lr, adamw(): config.lr}
+    return {optim.Muon(config.muon_lr, weight_decay=0.0): config.muon_lr, adamw(): config.lr}
+
+
+def is_inner_matrix(path: str, weight: Any) -> bool:
+    """Whether a weight is a matrix between hidden states, which is what Muon is for."""
+    return bool(weight.ndim == 2) and not path.startswith(("lm_head", "embed_tokens"))

@@ -1,0 +1,305 @@
+"""One optimizer step: losses of all lanes, their gradients, clipping, update."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_map, tree_reduce, tree_unflatten
+from numpy.typing import NDArray
+
+from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread, use_shortcuts
+from eagle_mlx.errors import CheckpointError, EagleError
+from eagle_mlx.target import Target
+
+from ..config import TrainConfig
+from ..data import Rows, capture_rows
+from ..distributed import ALONE, World
+from ..kinds import Head, kind_of, settled
+from .batch_plan import Plan, make_plan
+from .frugal import FrugalLoss
+from .losses import CROSS_ENTROPY, Objective, feature_losses, soft_labels, step_weights, unrolled_loss
+from .noise import Noise, add_noise, noise_of
+from .optimizers import Optimizers
+
+_COMPILED_MULTIPLE = 256
+"""Positions are padded to multiples of this where steps are compiled."""
+
+_STEP, _OPTIMIZER = "step", "optimizer."
+
+Arrays = dict[str, mx.array]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    loss: float
+    """The weighted mean of the draft steps' losses."""
+    loss_by_step: list[float]
+    accuracy_by_step: list[float]
+    """Share of positions at which head and target have the same most likely token."""
+    grad_norm: float
+    """Before clipping."""
+    tokens: int
+    """Tokens of the batch that lie in a conversation."""
+    loss_tokens: int
+    """Positions that carried loss in the first draft step."""
+    feature_loss_by_step: list[float] | None = None
+    """The distance of the features, where it is part of the loss."""
+
+
+class NotFiniteError(EagleError):
+    """A step that was not made, since it would have spoilt the weights."""
+
+    def __init__(self, loss: float, norm: float, rows: list[int]):
+        super().__init__(f"the loss is {loss} and the gradient's norm {norm}")
+        self.rows = rows
+        """Which of this process's rows are not finite by themselves; none where only all of them together are not."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one lane computes."""
+
+    rows: Rows
+    plan: Plan
+    noise: Noise | None
+
+
+class Stepper:
+    """Trains a head step by step; holds the optimizer's state.
+
+    The processes of a `world` take each step together, every one with its own rows, and stay alike.
+    """
+
+    def __init__(self, head: Head, target: Target, config: TrainConfig, world: World = ALONE):
+        config = settled(config)
+        head.attach(target)
+        self.head, self._target, self._config, self._world = head, target, config, world
+        self._weights = weights_of_steps(config)
+        self._objective = objective_of(config)
+        self._steps = 0
+        self._optimizers = Optimizers(config, head.trainable_parameters())
+        self._lanes = config.lanes or min(default_streams(), config.rows)
+        self._streams = make_streams(self._lanes)
+        self._gradients: Callable[[list[Arrays]], tuple[list[mx.array], Any]] = self._plain_gradients
+        self._update: Callable[[Any, mx.array], None] = self._plain_update
+        if not use_shortcuts():  # on a CPU a compiled step is the slower one
+            self.compile()
+        self.agree()
+
+    def compile(self) -> None:
+        """Let MLX fuse the step's operations; a new shape of batch is compiled anew."""
+        state = [self.head.state, self._optimizers.together.state]
+        self._gradients = partial(mx.compile, inputs=state[:1], outputs=state[:1])(self._plain_gradients)
+        self._update = partial(mx.compile, inputs=state, outputs=state)(self._plain_update)
+
+    def __call__(self, rows: Rows, factor: float) -> StepResult | None:
+        """Learn from a batch at `factor` of the peak learning rates; None where it holds no loss.
+
+        `rows` are this process's; the result is that of all of them. Raises NotFiniteError, before anything is changed,
+        where loss or gradient are not finite.
+        """
+        groups = self._parts(rows)
+        counts = np.zeros(len(self._weights), np.int64)
+        for part in itertools.chain(*groups):
+            counts += part.plan.counts.astype(np.int64)
+        *counted, tokens = self._world.sum(np.array([*counts, (rows.segments > 0).sum()])).tolist()
+        if not counted[0]:
+            return None
+        scale = (self._weights / np.maximum(counted, 1)).astype(np.float32)
+        self._steps += 1
+        self._optimizers.set_rates(factor)
+        with one_blas_thread(self._lanes > 1):
+            norm, loss, by_step, hits, *features = self._learn(groups, scale, rows)
+        return StepResult(
+            float(np.array(loss)),
+            (np.array(by_step) / self._weights).tolist(),
+            (np.array(hits) / self._weights).tolist(),
+            float(np.array(norm)),
+            tokens,
+            counted[0],
+            (np.array(features[0]) / self._weights).tolist() if features else None,
+        )
+
+    def _parts(self, rows: Rows) -> list[list[_Part]]:
+        """The rows dealt out to groups, one after the other, of lanes side by side; parts without loss are left out."""
+        multiple = 1 if use_shortcuts() else _COMPILED_MULTIPLE
+        noise = noise_of(rows, self._config.feature_noise, self._config.seed, self._steps)
+
+        def part_of(part: Rows) -> _Part:
+            own = noise.part(part.first - rows.first, len(part.tokens)) if noise else None
+            return _Part(part, make_plan(part, len(self._weights), multiple), own)
+
+        groups = [map(part_of, group.split(self._lanes)) for group in rows.split(self._config.accumulate)]
+        with_loss = [[part for part in group if part.plan.counts[0]] for group in groups]
+        return [group for group in with_loss if group]
+
+    def _learn(self, groups: list[list[_Part]], scale: NDArray[np.float32], rows: Rows) -> list[mx.array]:
+        """One update; the gradient's norm and the results of all groups, added over all processes."""
+        total = self._added(groups, scale)
+        if self._world.size > 1:
+            mx.eval(total)
+            total = self._world.sum_tree(list(total))
+        results, gradient = total
+        norm = gradient_norm(gradient)
+        mx.eval(norm, results)
+        self._check(norm, results[0], rows)
+        self._update(gradient, norm)
+        del total, gradient  # so that the update can write where they are
+        mx.eval(self.head.parameters(), self._optimizers.together.state)
+        return [norm, *results]
+
+    def _added(self, groups: list[list[_Part]], scale: NDArray[np.float32]) -> Any:
+        """The results and the gradient of all groups, added."""
+        total: Any = None
+        for group in groups:
+            found = self._gradients([self._lane(part, scale, at) for at, part in enumerate(group)])
+            total = found if total is None else tree_map(mx.add, total, found)
+            del found
+            if len(groups) > 1:
+                mx.eval(total)  # before the next group takes its memory
+        return self._nothing() if total is None else total
+
+    def _check(self, norm: mx.array, loss: mx.array, rows: Rows) -> None:
+        """Raise NotFiniteError, with the rows that are to blame, unless both are finite."""
+        values = float(np.array(loss)), float(np.array(norm))
+        if all(map(math.isfinite, values)):
+            return
+        self._steps -= 1
+        found = [number for number, row in enumerate(rows.split(max(1, len(rows.tokens)))) if not self._is_finite(row)]
+        raise NotFiniteError(*values, found)
+
+    def _is_finite(self, rows: Rows) -> bool:
+        """Whether loss and gradient of some rows alone are finite."""
+        groups = self._parts(rows)
+        if not groups:
+            return True
+        counts = sum(part.plan.counts for part in itertools.chain(*groups))
+        (loss, *_), gradient = self._added(groups, (self._weights / np.maximum(counts, 1)).astype(np.float32))
+        return bool(mx.isfinite(loss + gradient_norm(gradient)))
+
+    def _lane(self, part: _Part, scale: NDArray[np.float32], number: int) -> Arrays:
+        with mx.stream(self._streams[number]):
+            return lane_arrays(self.head, self._target, part.rows, part.plan, scale, part.noise)
+
+    def _nothing(self) -> tuple[list[mx.array], Any]:
+        """What comes of no rows."""
+        by_step = mx.zeros(len(self._weights))
+        results = [mx.array(0.0), by_step, by_step, *([by_step] if self._objective.feature_weight else [])]
+        return results, tree_map(mx.zeros_like, self.head.trainable_parameters())
+
+    def agree(self) -> None:
+        """Give all processes the head and the state of the first one, bit by bit."""
+        if self._world.size == 1:
+            return
+        weights = dict(cast(list[tuple[str, mx.array]], tree_flatten(self.head.trainable_parameters())))
+        self.head.update(tree_unflatten(list(self._world.of_first(weights).items())))
+        self.restore(self._world.of_first(self.state()))
+
+    def state(self) -> dict[str, mx.array]:
+        """All that the next step depends on besides the head's weights and the batch, by name.
+
+        `step` counts the updates; the rest is the optimizers'. A new Stepper that gets this back over a head with the
+        same weights goes on bit by bit as this one would.
+        """
+        own = {_STEP: mx.array(self._steps, mx.int64)}
+        return own | {f"{_OPTIMIZER}{name}": value for name, value in self._optimizers.arrays().items()}
+
+    def restore(self, state: Mapping[str, mx.array]) -> None:
+        """Go on from what `state` gave. Raises CheckpointError where it is of another head or optimizer."""
+        if _STEP not in state:
+            raise CheckpointError(f"the trainer's state has no {_STEP!r}; was it written by eagle-train?")
+        others = {name.removeprefix(_OPTIMIZER): value for name, value in state.items() if name != _STEP}
+        self._optimizers.restore(others)
+        self._steps = int(np.array(state[_STEP]))
+
+    def _plain_gradients(self, lanes: list[Arrays]) -> tuple[list[mx.array], Any]:
+        """What came of the lanes and the gradient, both added up."""
+        loss_and_grad = nn.value_and_grad(self.head, self._lane_loss)
+        found = []
+        for arrays, stream in zip(lanes, self._streams, strict=False):
+            with mx.stream(stream):
+                result, gradient = loss_and_grad(arrays)
+            found.append((list(result), gradient))
+        total = found[0]
+        for one in found[1:]:
+            total = tree_map(mx.add, total, one)
+        return total
+
+    def _lane_loss(self, arrays: Arrays) -> tuple[mx.array, ...]:
+        return lane_loss(self.head, self._target, arrays, self._objective, self._config.grad_checkpoint)
+
+    def _plain_update(self, gradient: Any, norm: mx.array) -> None:
+        """Change the weights by a gradient of that norm, clipped."""
+        share = mx.minimum(self._config.clip / (norm + 1e-6), 1.0)
+        self._optimizers.together.update(self.head, tree_map(lambda g: g * share, gradient))
+
+
+def gradient_norm(gradient: Any) -> mx.array:
+    """The Euclidean norm of a tree of arrays taken together, a scalar."""
+    return mx.sqrt(tree_reduce(lambda total, g: total + mx.sum(mx.square(g)), gradient, mx.array(0.0)))
+
+
+def lane_arrays(
+    head: Head, target: Target, rows: Rows, plan: Plan, scale: NDArray[np.float32], noise: Noise | None = None
+) -> Arrays:
+    """What a lane computes on; `scale` [S] is what a position counts for in each draft step."""
+    aux_layers = kind_of(head).aux_layers_of(head)
+    states = mx.array(rows.states) if rows.states is not None else capture_rows(target, aux_layers, rows)
+    return {
+        "tokens": mx.array(rows.tokens),
+        "segments": mx.array(rows.segments),
+        "states": states,
+        "positions": mx.array(plan.positions),
+        "labels": mx.array(plan.labels),
+        "select": mx.array(plan.select),
+        "weights": mx.array(plan.valid * scale[:, None]),
+        **({"noise": mx.array(noise.sizes), "keys": mx.array(noise.keys)} if noise else {}),
+    }
+
+
+def lane_loss(
+    head: Head, target: Target, arrays: Arrays, objective: Objective = CROSS_ENTROPY, frugal: bool = False
+) -> tuple[mx.array, ...]:
+    """The loss of some rows and what came of each draft step, as `unrolled_loss` has it.
+
+    Where the distance of the features is part of the loss, it follows as [S]. A frugal one comes to the same with less
+    memory: what can be computed again is not kept for the gradient.
+    """
+    kind, width = kind_of(head), target.hidden_size
+    states, select, weights = arrays["states"], arrays["select"], arrays["weights"]
+    last = states[..., -width:].reshape(-1, width)[arrays["labels"]].astype(target.dtype)
+    g = kind.features(head, target, states, partial(add_noise, arrays))
+    tokens = arrays["tokens"]
+    embeddings = (head.embed_tokens(tokens) if head.config.own_embedding else target.embed(tokens)).astype(mx.float32)
+    outputs = kind.unroll(head, embeddings, g, arrays["segments"], arrays["positions"], select.shape[0], frugal)
+    if frugal:
+        loss, by_step, hits = FrugalLoss(head, target, last, weights, objective.hard)(outputs, select)
+    else:
+        labels = soft_labels(target, last, head.token_ids)
+        loss, by_step, hits = unrolled_loss(head, outputs, labels, select, weights, objective.hard)
+    if not objective.feature_weight:
+        return loss, by_step, hits
+    distances = feature_losses(outputs, target.norm(last).astype(mx.float32), select, weights)
+    loss = objective.token_weight * loss + objective.feature_weight * mx.sum(distances)
+    distances = mx.stop_gradient(distances)
+    return loss, objective.token_weight * by_step + objective.feature_weight * distances, hits, distances
+
+
+def weights_of_steps(config: TrainConfig) -> NDArray[np.float32]:
+    """[S], what each draft step's mean loss counts for; they sum to 1."""
+    given = np.array(config.step_weights)
+    weights = given / given.sum() if len(given) else step_weights(config.unroll, config.decay)
+    return np.array(weights, np.float32)
+
+
+def objective_of(config: TrainConfig) -> Objective:
+    feature, token = config.loss_weights or (0.0, 1.0)
+    return Objective(config.loss == "hard", token, feature)
