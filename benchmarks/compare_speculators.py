@@ -80,7 +80,9 @@ def profile_ours(ours: Ours, target: Target, data: TrainData, config: TrainConfi
     """Shares of a step, from its pieces measured alone on some batches; `waits` is the share of waiting for data."""
     pieces = Pieces(ours.head, target, config)
     rounds: list[dict[str, float]] = []
-    with contextlib.closing(Batches(data.samples, config.rows, config.length, config.seed).epoch(1)) as stream:
+    with contextlib.closing(
+        Batches(data.samples, config.optimization.rows, config.optimization.length, config.run.seed).epoch(1)
+    ) as stream:
         for rows in itertools.islice(stream, PIECES + 1):
             runs: dict[str, Callable[[], Any]] = {
                 "head": pieces.head_both_ways(rows),
@@ -162,7 +164,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     finally:
         for one in theirs:
             one.stop()
-    length = config.rows * config.length
+    length = config.optimization.rows * config.optimization.length
     vocabulary = target.vocab_size if data.kept is None else len(data.kept)
     profiles = {one.name: profile_theirs(one, vocabulary, length, turns[one.name]) for one in theirs}
     profiles[ours.name] = profile_ours(ours, target, data, config, share(turns[ours.name], "fetch"))

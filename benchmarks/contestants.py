@@ -58,9 +58,9 @@ class Ours:
 
     def __init__(self, target: Target, data: TrainData, config: TrainConfig, folder: Path):
         self.name, self._folder, self._config = "eagle-train", folder / "eagle-train", config
-        self.head = KINDS[config.head].new(target, config, data.kept, data.aux_layers)
+        self.head = KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
         self.stepper = Stepper(self.head, target, config)
-        batches = Batches(data.samples, config.rows, config.length, config.seed)
+        batches = Batches(data.samples, config.optimization.rows, config.optimization.length, config.run.seed)
         self._span = span_of(config, batches.steps_per_epoch())
         self._stream = batches.epoch(0)
         self._step = 0
@@ -76,7 +76,9 @@ class Ours:
             if rows is None:
                 break
             at = self._span.progress(self._step, 0.0)
-            result = self.stepper(rows, learning_rate_factor(at, self._config.warmup, self._config.final_lr))
+            result = self.stepper(
+                rows, learning_rate_factor(at, self._config.optimization.warmup, self._config.optimization.final_lr)
+            )
             self._step += 1
             if result is not None:
                 tokens += result.tokens
@@ -183,21 +185,21 @@ def common_flags(config: TrainConfig, data: TrainData, work: Path, ratio: float)
     A layer's output is counted from 1 there, the embedding being 0.
     """
     values = {
-        "verifier-name-or-path": config.target,
+        "verifier-name-or-path": config.head.target,
         "data-path": work / "data",
         "train-data-ratio": ratio,
-        "total-seq-len": config.rows * config.length,
-        "ttt-steps": config.unroll,
+        "total-seq-len": config.optimization.rows * config.optimization.length,
+        "ttt-steps": config.optimization.unroll,
         "draft-attn-impl": "sdpa",
         "loss-implementation": "eager",
         "num-workers": 1,
         "epochs": 1,
         "on-missing": "raise",
-        "seed": config.seed,
+        "seed": config.run.seed,
     }
     flags = [text for name, value in values.items() for text in (f"--{name}", str(value))]
-    if config.max_steps:
-        flags += ["--max-steps", str(config.max_steps)]
+    if config.optimization.max_steps:
+        flags += ["--max-steps", str(config.optimization.max_steps)]
     return [*flags, "--target-layer-ids", *(str(layer + 1) for layer in data.aux_layers)]
 
 
@@ -205,14 +207,14 @@ def our_settings(config: TrainConfig) -> list[str]:
     """Our precision, and the recipe's optimizer, rates, schedule and weights of the draft steps."""
     values = {
         "hidden-states-dtype": "float32",
-        "optimizer": config.optimizer,
-        "lr": config.lr,
-        "weight-decay": config.weight_decay,
-        "muon-lr": config.muon_lr,
+        "optimizer": config.optimization.optimizer,
+        "lr": config.optimization.lr,
+        "weight-decay": config.optimization.weight_decay,
+        "muon-lr": config.optimization.muon_lr,
         "muon-weight-decay": 0.0,
         "muon-adjust-lr-fn": "original",
         "scheduler-type": "cosine",
-        "scheduler-warmup-ratio": config.warmup,
-        "ttt-step-loss-decay": config.decay,
+        "scheduler-warmup-ratio": config.optimization.warmup,
+        "ttt-step-loss-decay": config.optimization.decay,
     }
     return [text for name, value in values.items() for text in (f"--{name}", str(value))]

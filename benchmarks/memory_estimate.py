@@ -73,14 +73,16 @@ def measure(changes: dict[str, Any]) -> dict[str, float]:
     from eagle_mlx.train.plan import forecast, memory_gb
     from eagle_mlx.train.step import Stepper
 
-    config = settled(TrainConfig(target=TARGET, data=("builtin:python-files",), limit=40, **changes))
+    config = settled(TrainConfig.of(target=TARGET, data=("builtin:python-files",), limit=40, **changes))
     tune_process()
     foretold = forecast(config).memory
     target = load_target(TARGET)
     data = training_data(target, config)
-    head = KINDS[config.head].new(target, config, data.kept, data.aux_layers)
+    head = KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
     stepper = Stepper(head, target, config)
-    for number, rows in enumerate(Batches(data.samples, config.rows, config.length, config.seed).epoch(0)):
+    for number, rows in enumerate(
+        Batches(data.samples, config.optimization.rows, config.optimization.length, config.run.seed).epoch(0)
+    ):
         if number == 1:
             reset()  # what capturing took is over
         if number == STEPS:

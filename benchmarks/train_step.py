@@ -42,10 +42,10 @@ _WARM_UP = 3
 
 def online(target: Target, data: TrainData, config: TrainConfig, steps: int) -> list[dict[str, Time]]:
     """Whole steps that capture, and their parts alone, batch by batch in turn."""
-    head = KINDS[config.head].new(target, config, data.kept, data.aux_layers)
+    head = KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
     stepper, pieces = Stepper(head, target, config), Pieces(head, target, config)
     rounds: list[dict[str, Time]] = []
-    batches = Batches(data.samples, config.rows, config.length, config.seed)
+    batches = Batches(data.samples, config.optimization.rows, config.optimization.length, config.run.seed)
     with contextlib.closing(batches.epoch(0)) as stream:
         for number in range(_WARM_UP + steps):
             rows = next(stream)
@@ -63,9 +63,9 @@ def online(target: Target, data: TrainData, config: TrainConfig, steps: int) -> 
 
 def offline(target: Target, data: TrainData, config: TrainConfig, steps: int) -> dict[str, Any]:
     """Steps on shards: seconds of each, those that it waited for its batch, and CPU seconds of reading alone."""
-    head = KINDS[config.head].new(target, config, data.kept, data.aux_layers)
+    head = KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
     stepper = Stepper(head, target, config)
-    batches = Batches(data.samples, config.rows, config.length, config.seed)
+    batches = Batches(data.samples, config.optimization.rows, config.optimization.length, config.run.seed)
     waits, learns = [], []
     with contextlib.closing(batches.epoch(0)) as stream:
         for number in range(_WARM_UP + steps):

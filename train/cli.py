@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import sys
 import typing
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from eagle_mlx.shards.budget import gb
 from eagle_mlx.target import load_target
 
 from .command import Stop, exit_code
-from .config import TrainConfig, field_help, from_mapping, load_config
+from .config import Setting, TrainConfig, flag, from_mapping, groups, load_config, settings_of
 from .data import heldout_prompts, training_data
 from .distributed import ALONE, World
 from .kinds import KINDS, settled
@@ -25,6 +26,7 @@ from .plan import check, describe_memory, forecast, load_recipe, plan_of, recipe
 from .report import command as report_command
 from .run import BEST, check_wandb, existing_head, follow, resumed_config, train
 
+_METAVARS = {int: "N", float: "X", str: "NAME"}
 _HELP = """\
 Train a head for a target, from nothing or from a head that exists.
 
@@ -45,7 +47,8 @@ examples:
 
 eagle-train report compares runs, finished or not: loss, τ, time, and the settings in which they differ.
 
-Settings come from their defaults, then the YAML file, then the flags. A bare model name such as Qwen3-4B-4bit means
+Settings come from their defaults, then the recipe, then the YAML file, then the flags. A key of the file is its flag
+without the dashes in front, with _ for - (draft_vocab: 32000). A bare model name such as Qwen3-4B-4bit means
 mlx-community/Qwen3-4B-4bit.
 
 Ctrl-C (or SIGTERM) saves the run's state and stops; --resume goes on from it as if nothing had happened, after a crash
@@ -85,7 +88,7 @@ def _main(flags: dict[str, Any]) -> None:
         else:
             config = resumed_config(resume, flags)
         if world.is_first:
-            world.tell(dataclasses.asdict(config))
+            world.tell(config.flat())
         run(config, stop, resume, world)
 
 
@@ -94,44 +97,45 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
 
     Of the processes of a `world` only the first one writes and says how things stand.
     """
-    if not config.target:
+    if not config.head.target:
         raise ConfigError("no target: name the model that the head is for with --target")
     config = settled(config)
     if resume is None and world.is_first:
-        check_free(config.output, config.overwrite)
-    if config.wandb and world.is_first:
+        check_free(config.run.output, config.run.overwrite)
+    if config.run.wandb and world.is_first:
         check_wandb()
     found = forecast(config, fetch=True)
     check(found)
     if world.is_first:
         step = dataclasses.replace(found.memory, states=0)  # how many states there are is not known before the data
         print(f"memory: {gb(step.total)} expected besides hidden states: {describe_memory(step)}", file=sys.stderr)
-    target = load_target(config.target)
+    target = load_target(config.head.target)
     head = existing_head(target, config)
     if head is None:
-        KINDS[config.head].check(target, config)
+        KINDS[config.head.kind].check(target, config)
     prompts = heldout_prompts(target, config) if world.is_first else []
     reserve = found.memory.head + found.memory.optimizer + found.memory.step
     data = world.in_turn(lambda: training_data(target, config, progress=world.is_first, head=head, reserve=reserve))
     if not world.is_first:
         follow(target, data, config, head, world, stop)
         return
-    config = config if config.shards else dataclasses.replace(config, states=data.place)  # a resumed run's as well
+    config = config if config.data.shards else config.changed(states=data.place)  # a resumed run's as well
     print("data: " + ", ".join(f"{key} {_show(value)}" for key, value in data.report.items()), file=sys.stderr)
     report = train(target, data, prompts, config, head, resume, stop, world)
-    folder = resume if resume and resume.exists() else config.output
-    before = "untrained" if head is None else f"{config.init_from} before it"
+    folder = resume if resume and resume.exists() else config.run.output
+    before = "untrained" if head is None else f"{config.head.init_from} before it"
     print(
-        f"τ {report['acceptance_length']:.2f} at depth {config.eval_depth}, {before} "
+        f"τ {report['acceptance_length']:.2f} at depth {config.evaluation.depth}, {before} "
         f"{report['untrained_acceptance_length']:.2f}, after {report['tokens']:,} tokens in "
         f"{report['train_seconds']:.0f} s; the head is in {folder}/{BEST}"
     )
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Every field of TrainConfig as a flag; only flags that are given are passed on."""
+    """Every setting as a flag, group by group; only flags that are given are passed on."""
     parser = argparse.ArgumentParser(
         prog="eagle-train",
+        usage="%(prog)s --target MODEL [settings]\n       %(prog)s --resume DIR\n       %(prog)s report DIR [DIR ...]",
         description=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
@@ -144,35 +148,34 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="print what the run would read, learn and take, and begin nothing"
     )
     parser.add_argument("-c", "--config", dest="config_file", metavar="FILE", help="YAML file with settings")
-    helps, hints = field_help(), typing.get_type_hints(TrainConfig)
-    for field in dataclasses.fields(TrainConfig):
-        text = helps[field.name].replace("%", "%%")
-        shown = _default(field.name, field.default)
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            dest=field.name,
-            help=f"{text} (default: {shown})" if shown else text,
-            **_argument(hints[field.name]),
-        )
+    for title, group in groups().items():
+        flags = parser.add_argument_group(title, inspect.getdoc(group))
+        for known in settings_of(group).values():
+            flags.add_argument(flag(known.name), dest=known.name, help=_help_of(known), **_argument(known))
     return parser
 
 
-def _argument(type_: Any) -> dict[str, Any]:
-    """What argparse needs to read a field of this type."""
-    if type_ is bool:
+def _help_of(known: Setting) -> str:
+    text, shown = known.help.replace("%", "%%"), _default(known.name, known.default)
+    return f"{text} (default: {shown})" if shown else text
+
+
+def _argument(known: Setting) -> dict[str, Any]:
+    """What argparse needs to read a setting's value."""
+    if known.type is bool:
         return {"action": argparse.BooleanOptionalAction}
-    if typing.get_origin(type_) is typing.Literal:
-        return {"choices": typing.get_args(type_)}
-    if type_ == tuple[str, ...]:
-        return {"nargs": "+", "action": "extend", "metavar": "TEXT"}
-    if typing.get_origin(type_) is tuple:
-        item = typing.get_args(type_)[0]
-        return {"nargs": "+", "type": item, "metavar": {int: "N", float: "X"}[item]}
-    return {"type": type_, "metavar": {int: "N", float: "X"}.get(type_, "NAME")}
+    if typing.get_origin(known.type) is typing.Literal:
+        return {"choices": typing.get_args(known.type)}
+    if known.type == tuple[str, ...]:
+        return {"nargs": "+", "action": "extend", "metavar": known.metavar or "TEXT"}
+    item, several = (known.type, {}) if known.type in _METAVARS else (typing.get_args(known.type)[0], {"nargs": "+"})
+    return {"type": item, "metavar": known.metavar or _METAVARS[item], **several}
 
 
 def _default(name: str, value: Any) -> str:
     """What a flag's help says of its default; kind by kind where it depends on that."""
+    if value is False:
+        return ""
     by_kind = {kind.name: kind.defaults[name] for kind in KINDS.values() if name in kind.defaults}
     if not by_kind:
         return _show(value)

@@ -83,7 +83,9 @@ def data_of(kind: str, captured: TrainData, target: Target) -> TrainData:
 
 def steps_for(tokens: int, captured: TrainData, config: TrainConfig) -> int:
     """Optimizer steps that see about so many tokens: the batches are the same for every kind."""
-    per_epoch = Batches(captured.samples, config.rows, config.length, config.seed).steps_per_epoch()
+    per_epoch = Batches(
+        captured.samples, config.optimization.rows, config.optimization.length, config.run.seed
+    ).steps_per_epoch()
     return max(1, round(tokens * per_epoch / sum(captured.samples.lengths)))
 
 
@@ -92,7 +94,7 @@ def run(args: argparse.Namespace, folder: Path) -> list[Row]:
     target = load_target(args.target)
     prompts = [encode(prompt, target, args.max_tokens) for prompt in read_prompts(args.prompts, args.limit)]
     first = config_of("eagle3", args, "time", folder / "none", 0)
-    captured = training_data(target, dataclasses.replace(first, cache_gb=1e3), progress=True)
+    captured = training_data(target, first.changed(cache_gb=1e3), progress=True)
     steps = steps_for(args.tokens, captured, first)
     rows = []
     for budget, amount in (("time", args.minutes), ("tokens", args.tokens)):

@@ -1,23 +1,26 @@
 from __future__ import annotations
 
-import dataclasses
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.train.config import TrainConfig, field_help, from_mapping, load_config
+from eagle_mlx.train.cli import main
+from eagle_mlx.train.config import TrainConfig, find, flag, from_mapping, groups, load_config, settings_of
+from eagle_mlx.train.config.groups import DataConfig, EvaluationConfig
 
 
 def test_flags_go_over_yaml_over_defaults(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("lr: 3e-4\nunroll: 5\ndata: [a.jsonl, b.jsonl]\nminutes: 6\naux_layers: [1, 2, 3]\n")
     config = load_config(file, {"unroll": 3})
-    assert (config.lr, config.unroll, config.minutes) == (3e-4, 3, 6.0)
-    assert config.data == ("a.jsonl", "b.jsonl")
-    assert config.aux_layers == (1, 2, 3)
-    assert config.rows == TrainConfig().rows
+    assert (config.optimization.lr, config.optimization.unroll, config.optimization.minutes) == (3e-4, 3, 6.0)
+    assert config.data.sources == ("a.jsonl", "b.jsonl")
+    assert config.head.aux_layers == (1, 2, 3)
+    assert config.optimization.rows == TrainConfig().optimization.rows
     file.write_text("")
     assert load_config(file) == TrainConfig()
 
@@ -39,27 +42,27 @@ def test_what_is_wrong_with_a_file_is_said_of_the_file(tmp_path: Path, line: str
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rows": "four"}, "rows must be a whole number, not 'four'"),
-        ({"rows": 2.5}, "rows must be a whole number"),
-        ({"rows": True}, "rows must be a whole number"),
-        ({"lr": "fast"}, "lr must be a number"),
-        ({"wandb": "yes"}, "wandb must be true or false"),
-        ({"optimizer": "sgd"}, "optimizer must be one of adamw, muon"),
-        ({"aux_layers": ["a"]}, "aux_layers must be a list, each a whole number"),
-        ({"rows": 0}, "rows must be at least 1"),
-        ({"lr": 0.0}, "lr must be above 0"),
-        ({"limit": -1}, "limit must not be negative"),
-        ({"decay": 1.5}, "decay must be between 0 and 1"),
-        ({"length": 6, "unroll": 7}, "length 6 leaves no room"),
-        ({"head": "medusa"}, "head must be one of eagle3, eagle, mtp"),
-        ({"loss": "l1"}, "loss must be one of auto, soft, hard"),
-        ({"step_weights": [1, 0]}, "step_weights must be above 0, but are 1 0"),
-        ({"step_weights": [1, 1], "unroll": 3}, "given for 2 draft steps and unroll is 3"),
-        ({"step_weights": [1, 1], "decay": 0.5}, "step_weights and decay are both given"),
-        ({"loss_weights": [1]}, "loss_weights are two numbers"),
-        ({"loss_weights": [0, 0]}, "loss_weights are two numbers"),
-        ({"feature_noise": -0.5}, "feature_noise must not be negative"),
-        ({"draft_vocab": -1}, "draft_vocab must not be negative"),
+        ({"rows": "four"}, "--rows must be a whole number, not 'four'"),
+        ({"rows": 2.5}, "--rows must be a whole number"),
+        ({"rows": True}, "--rows must be a whole number"),
+        ({"lr": "fast"}, "--lr must be a number"),
+        ({"wandb": "yes"}, "--wandb must be true or false"),
+        ({"optimizer": "sgd"}, "--optimizer must be one of adamw, muon"),
+        ({"aux_layers": ["a"]}, "--aux-layers must be a list, each a whole number"),
+        ({"rows": 0}, "--rows must be at least 1"),
+        ({"lr": 0.0}, "--lr must be above 0"),
+        ({"limit": -1}, "--limit must not be negative"),
+        ({"decay": 1.5}, "--decay must be between 0 and 1"),
+        ({"length": 6, "unroll": 7}, "--length 6 leaves no room"),
+        ({"head": "medusa"}, "--head must be one of eagle3, eagle, mtp"),
+        ({"loss": "l1"}, "--loss must be one of auto, soft, hard"),
+        ({"step_weights": [1, 0]}, "--step-weights must be above 0, but are 1 0"),
+        ({"step_weights": [1, 1], "unroll": 3}, "given for 2 draft steps and --unroll is 3"),
+        ({"step_weights": [1, 1], "decay": 0.5}, "--step-weights and --decay are both given"),
+        ({"loss_weights": [1]}, "--loss-weights are two numbers"),
+        ({"loss_weights": [0, 0]}, "--loss-weights are two numbers"),
+        ({"feature_noise": -0.5}, "--feature-noise must not be negative"),
+        ({"draft_vocab": -1}, "--draft-vocab must not be negative"),
     ],
 )
 def test_values_that_cannot_be_used(values: dict[str, Any], message: str) -> None:
@@ -77,5 +80,49 @@ def test_yaml_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> No
         load_config(tmp_path / "none.yaml")
 
 
-def test_every_field_has_help() -> None:
-    assert set(field_help()) == {field.name for field in dataclasses.fields(TrainConfig)}
+def test_every_setting_has_one_name_and_help() -> None:
+    known = [(name, one) for group in groups().values() for name, one in settings_of(group).items()]
+    names = [name for name, _ in known]
+    assert len(set(names)) == len(names) == len(TrainConfig().flat()) == 61
+    assert [name for name, one in known if not one.help or one.name != name] == []
+
+
+def test_a_group_made_by_itself_names_the_flag() -> None:
+    with pytest.raises(ConfigError, match="^--eval-depth must be above 0, not 0$"):
+        EvaluationConfig(depth=0)
+    with pytest.raises(ConfigError, match="^--cache-bits must be 16 or 8, not 4$"):
+        DataConfig(cache_bits=4)
+    with pytest.raises(ConfigError, match="^--data must be a list, each text"):
+        DataConfig(sources="a.jsonl")  # type: ignore[arg-type]
+
+
+def test_settings_have_names_of_their_own_over_all_groups() -> None:
+    config = TrainConfig.of(data=("a.jsonl",), head="mtp", eval_depth=2)
+    assert (config.data.sources, config.head.kind, config.evaluation.depth) == (("a.jsonl",), "mtp", 2)
+    assert config.changed(eval_depth=3).changed(eval_depth=2) == config
+    assert (config.value("head"), config.value("eval_data"), flag("eval_data")) == ("mtp", "", "--eval-data")
+    assert find("data")[0] == "data"
+    with pytest.raises(ConfigError, match="unknown setting 'depth'; did you mean 'eval_depth'"):
+        config.changed(depth=3)
+
+
+@pytest.mark.parametrize("group", groups())
+def test_a_group_is_no_key_of_a_file(group: str) -> None:
+    with pytest.raises(ConfigError, match="unknown setting|must be"):
+        from_mapping({group: {"rows": 2}})
+
+
+def test_a_config_comes_back_from_what_is_saved_of_it() -> None:
+    config = TrainConfig.of(data=("a", "b"), aux_layers=(1, 2, 3), loss_weights=(1.0, 0.1), minutes=2.0, eval_tokens=9)
+    assert from_mapping(json.loads(json.dumps(config.flat()))) == config != TrainConfig()
+
+
+def test_flags_are_settings_with_the_same_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    *_, own = shown.split("\noptions:\n")
+    at = [own.index(f"\n{group}:\n") for group in groups()]
+    assert at == sorted(at)
+    for name in TrainConfig().flat():
+        assert re.search(rf"^  {flag(name)}\b", own, re.MULTILINE), name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ def chats(folder: Path, name: str, count: int, question: str = "prompt", answer:
 
 
 def config(*data: str, **settings: Any) -> TrainConfig:
-    return TrainConfig(target="tiny", data=data, draft_vocab=0, eval_tokens=8, cache_gb=0.0, **settings)
+    return TrainConfig.of(target="tiny", data=data, draft_vocab=0, eval_tokens=8, cache_gb=0.0, **settings)
 
 
 def test_sources_are_mixed_by_weight(tmp_path: Path) -> None:
@@ -86,7 +85,7 @@ def places(data: TrainData) -> dict[tuple[int, ...], list[NDArray[np.float16]]]:
 
 def test_states_go_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, output = chats(tmp_path, "a", 60), str(tmp_path / "head")
-    settings = dataclasses.replace(config(source, output=output), cache_gb=1.0)
+    settings = config(source, output=output).changed(cache_gb=1.0)
     in_memory = training_data(TARGET, settings)
     assert (in_memory.place, in_memory.report["states"]) == ("memory", "captured once, in memory")
     monkeypatch.setattr(cache, "free_memory", lambda: 1000)
@@ -99,7 +98,7 @@ def test_states_go_where_there_is_room(tmp_path: Path, monkeypatch: pytest.Monke
         assert all(np.array_equal(a, b) for a, b in zip(states, held[tokens], strict=True))
     monkeypatch.setattr(cache, "free_disk", lambda folder: 0)
     assert training_data(TARGET, settings).place == "disk"  # what is there already needs no more room
-    elsewhere = dataclasses.replace(settings, cache_dir=str(tmp_path / "none"))
+    elsewhere = settings.changed(cache_dir=str(tmp_path / "none"))
     assert training_data(TARGET, elsewhere).place == "online"
     assert training_data(TARGET, config(source)).place == "online"  # a cache of nothing
     monkeypatch.setattr(cache, "free_memory", lambda: 10**9)
@@ -108,10 +107,8 @@ def test_states_go_where_there_is_room(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_capture_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = dataclasses.replace(
-        config(chats(tmp_path, "a", 400), states="disk", cache_bits=8, cache_dir=str(tmp_path / "kept"))
-    )
-    whole = training_data(TARGET, dataclasses.replace(settings, cache_dir=str(tmp_path / "whole")))
+    settings = config(chats(tmp_path, "a", 400), states="disk", cache_bits=8, cache_dir=str(tmp_path / "kept"))
+    whole = training_data(TARGET, settings.changed(cache_dir=str(tmp_path / "whole")))
     written, write = [], ShardWriter.write
 
     def cut_short(self: ShardWriter, index: int, samples: Sequence[Sample]) -> None:
@@ -136,7 +133,7 @@ def test_a_capture_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytes
     with monkeypatch.context() as patch:
         patch.setattr(shard_capture, "capture_batches", None)
         assert training_data(TARGET, settings).place == "disk"  # a later run finds them
-    other = dataclasses.replace(settings, data=(chats(tmp_path, "b", 20),))
+    other = settings.changed(data=(chats(tmp_path, "b", 20),))
     with pytest.raises(ShardError, match=r"made from something else .*--cache-dir"):
         training_data(TARGET, other)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import socket
@@ -68,7 +67,7 @@ def test_three_processes_learn_as_one_with_all_their_rows(tmp_path: Path) -> Non
     count = 3
     found = together(count, tmp_path)
     assert [(one["rank"], one["size"]) for one in found] == [(rank, count) for rank in range(count)]
-    alone = learnt(dataclasses.replace(CONFIG, rows=count * CONFIG.rows), World.alone())
+    alone = learnt(CONFIG.changed(rows=count * CONFIG.optimization.rows), World.alone())
     for one in found:
         assert one["told"] == {"place": [1, 2.5], "who": 0}
         assert one["stop"] == [False, True]
@@ -92,7 +91,7 @@ def test_two_processes_make_the_run_of_one_with_twice_the_rows(tmp_path: Path) -
     """Also where the second of them is asked to stop, and the run goes on later."""
     told = ("step", "tokens", "loss", "grad_norm")
     (tmp_path / "alone").mkdir()
-    alone = whole_run(tmp_path / "alone", World.alone(), 2 * CONFIG.rows)
+    alone = whole_run(tmp_path / "alone", World.alone(), 2 * CONFIG.optimization.rows)
     assert together(2, tmp_path, str(tmp_path), "3") == ["stopped", []]
     assert not (tmp_path / "out" / "report.json").exists()
     first, second = together(2, tmp_path, str(tmp_path), "0")

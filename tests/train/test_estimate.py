@@ -22,19 +22,19 @@ from eagle_mlx.train.plan.shapes import blank_head, lazy_target, shape_of_head, 
 from eagle_mlx.train.step.step import Stepper
 from tests.fakes import EMBEDDED_TARGET, tiny_target, tiny_target_folder
 
-CONFIG = TrainConfig(target="tiny", rows=2, length=128, unroll=3, draft_vocab=1024, lanes=1)
+CONFIG = TrainConfig.of(target="tiny", rows=2, length=128, unroll=3, draft_vocab=1024, lanes=1)
 
 
 def measured(config: TrainConfig, hidden: int, vocab: int) -> tuple[int, int]:
     """Bytes foretold and taken by a step in which every position carries loss."""
     config = settled(config)
-    target, kind = tiny_target(hidden=hidden, vocab=vocab), KINDS[config.head]
-    kept = np.arange(config.draft_vocab) * 2 if 0 < config.draft_vocab < vocab else None
+    target, kind = tiny_target(hidden=hidden, vocab=vocab), KINDS[config.head.kind]
+    kept = np.arange(config.head.draft_vocab) * 2 if 0 < config.head.draft_vocab < vocab else None
     aux = kind.aux_layers(target, config)
     head = kind.new(target, config, kept, aux)
     foretold = memory_of(shape_of_target(target), shape_of_head(head, target), config, online=False)
     rng = np.random.default_rng(0)
-    shape = (config.rows, config.length)
+    shape = (config.optimization.rows, config.optimization.length)
     rows = Rows(
         rng.integers(0, vocab, shape).astype(np.int32),
         np.ones(shape, np.uint8),
@@ -64,7 +64,7 @@ def measured(config: TrainConfig, hidden: int, vocab: int) -> tuple[int, int]:
     ],
 )
 def test_a_step_takes_what_was_foretold(changes: dict[str, Any], hidden: int, vocab: int) -> None:
-    foretold, taken = measured(dataclasses.replace(CONFIG, **changes), hidden, vocab)
+    foretold, taken = measured(CONFIG.changed(**changes), hidden, vocab)
     assert foretold == pytest.approx(taken, rel=0.15)
 
 
@@ -75,34 +75,37 @@ def test_shapes_are_read_without_loading_a_weight(tmp_path: Path) -> None:
     assert (shape.layers, shape.hidden_size, shape.vocab_size, shape.inner) == (14, 192, 4096, 512)
     assert shape.parameters == 6_298_816
     assert shape.used == 6_298_816 - 4096 * 192 - 192  # all but the embedding and the final norm
-    head = shape_of_head(blank_head(target, settled(TrainConfig(draft_vocab=3072))), target)
+    head = shape_of_head(blank_head(target, settled(TrainConfig.of(draft_vocab=3072))), target)
     assert head.draft_vocab == 3072
     assert head.aux_layers == (1, 6, 10)
     assert mx.get_active_memory() - before < 100_000
 
 
 def test_more_of_anything_takes_more(tmp_path: Path) -> None:
-    config = settled(dataclasses.replace(CONFIG, target=str(tiny_target_folder(tmp_path / "t"))))
+    config = settled(CONFIG.changed(target=str(tiny_target_folder(tmp_path / "t"))))
     plain = forecast(config)
-    assert forecast(dataclasses.replace(config, rows=4)).memory.step > plain.memory.step
-    assert forecast(dataclasses.replace(config, rows=4, accumulate=4)).memory.step < plain.memory.step
-    wide = settled(dataclasses.replace(config, rows=8, length=512, unroll=7))
-    saved = forecast(dataclasses.replace(wide, grad_checkpoint=True))
+    assert forecast(config.changed(rows=4)).memory.step > plain.memory.step
+    assert forecast(config.changed(rows=4, accumulate=4)).memory.step < plain.memory.step
+    wide = settled(config.changed(rows=8, length=512, unroll=7))
+    saved = forecast(wide.changed(grad_checkpoint=True))
     assert saved.memory.step < forecast(wide).memory.step
     assert saved.work > forecast(wide).work
-    assert forecast(dataclasses.replace(config, checkpoints=5)).disk.total > plain.disk.total
-    kept = dataclasses.replace(config, states="memory")
+    assert forecast(config.changed(checkpoints=5)).disk.total > plain.disk.total
+    kept = config.changed(states="memory")
     once, twice = (forecast(kept, tokens=Tokens(count, "")).work for count in (10**6, 2 * 10**6))
     assert twice == pytest.approx(2 * once)
     shape, head = plain.target, plain.head
     online = work_of(shape, head, config, 1000, online=True)
-    assert online - work_of(shape, head, config, 1000, online=False) == (config.epochs - 1) * 1000 * 2 * shape.used
+    assert (
+        online - work_of(shape, head, config, 1000, online=False)
+        == (config.optimization.epochs - 1) * 1000 * 2 * shape.used
+    )
     assert disk_of(head, config, 10).states == 10
 
 
 def test_what_cannot_fit_is_refused_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(tiny_target_folder(tmp_path / "t"))
-    found = forecast(dataclasses.replace(CONFIG, target=folder, output=str(tmp_path / "out"), rows=8))
+    found = forecast(CONFIG.changed(target=folder, output=str(tmp_path / "out"), rows=8))
     check(found)
     with pytest.raises(ConfigError, match=r"would take .*--accumulate 8, --grad-checkpoint, fewer --rows"):
         check_memory(found.memory, found.memory.total, found.config)

@@ -22,7 +22,7 @@ from eagle_mlx.train.kinds import KINDS, settled
 from eagle_mlx.train.step.step import NotFiniteError, Stepper
 from tests.fakes import tiny_target, tiny_target_folder
 
-CONFIG = settled(TrainConfig(rows=3, length=16, unroll=2, lr=1e-3, draft_vocab=64))
+CONFIG = settled(TrainConfig.of(rows=3, length=16, unroll=2, lr=1e-3, draft_vocab=64))
 
 
 def samples(bad: int | None) -> InMemory:
@@ -42,10 +42,10 @@ def samples(bad: int | None) -> InMemory:
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_nothing_changes_and_the_row_is_named(accumulate: int, optimizer: str) -> None:
     target = tiny_target()
-    config = dataclasses.replace(CONFIG, accumulate=accumulate, optimizer=optimizer)
+    config = CONFIG.changed(accumulate=accumulate, optimizer=optimizer)
     head = KINDS["eagle3"].new(target, config, np.arange(0, 128, 2), (0, 1, 2))
     stepper = Stepper(head, target, config)
-    batches = Batches(samples(bad=4), config.rows, config.length, seed=0)
+    batches = Batches(samples(bad=4), config.optimization.rows, config.optimization.length, seed=0)
     good, bad = sorted(batches.epoch(0), key=lambda rows: (4,) in rows.samples)
     assert stepper(good, 1.0) is not None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def target() -> Target:
 
 
 def new(target: Target, config: TrainConfig) -> Head:
-    kind = KINDS[config.head]
+    kind = KINDS[config.head.kind]
     head: Head = kind.new(target, config, None, kind.aux_layers(target, config))
     return head
 
@@ -79,7 +78,7 @@ def test_the_loss_falls_and_the_target_stays_as_it_is(target: Target, name: str,
     assert np.all(np.isfinite([result.loss for result in results]))
     assert results[-1].loss < results[0].loss - 0.25  # what is left is the entropy of the target itself
     assert min(results[-1].accuracy_by_step) > 0.5 > max(results[0].accuracy_by_step)
-    assert len(results[-1].accuracy_by_step) == config.unroll
+    assert len(results[-1].accuracy_by_step) == config.optimization.unroll
     for key, value in weights_of(target.model).items():
         np.testing.assert_array_equal(value, before[key])
 
@@ -242,10 +241,13 @@ def test_a_quantised_target(name: str) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"head": "mtp", "draft_vocab": 512}, "draft_vocab is not for --head mtp: .*leave --draft-vocab out"),
-        ({"head": "mtp", "heads": 2}, "heads is not for --head mtp"),
-        ({"head": "eagle", "aux_layers": [1]}, "aux_layers is not for --head eagle: it reads the target's last layer"),
-        ({"loss_weights": [1, 1]}, "loss_weights is not for --head eagle3"),
+        ({"head": "mtp", "draft_vocab": 512}, "--draft-vocab is not for --head mtp: .*leave --draft-vocab out"),
+        ({"head": "mtp", "heads": 2}, "--heads is not for --head mtp"),
+        (
+            {"head": "eagle", "aux_layers": [1]},
+            "--aux-layers is not for --head eagle: it reads the target's last layer",
+        ),
+        ({"loss_weights": [1, 1]}, "--loss-weights is not for --head eagle3"),
     ],
 )
 def test_settings_of_another_kind_are_refused(values: dict[str, Any], message: str) -> None:
@@ -254,14 +256,14 @@ def test_settings_of_another_kind_are_refused(values: dict[str, Any], message: s
 
 
 def test_what_is_left_open_is_the_kind_s_own() -> None:
-    assert (settled(TrainConfig()).unroll, settled(TrainConfig()).draft_vocab) == (7, 32000)
+    assert (settled(TrainConfig()).optimization.unroll, settled(TrainConfig()).head.draft_vocab) == (7, 32000)
     mtp = config_of("mtp")
-    weights = [mtp.decay**j for j in range(mtp.unroll)]
+    weights = [mtp.optimization.decay**j for j in range(mtp.optimization.unroll)]
     assert [round(weight / sum(weights), 2) for weight in weights] == [0.51, 0.31, 0.18]
-    assert config_of("eagle").loss_weights == (1.0, 0.1)
-    assert config_of("eagle", feature_noise=0).feature_noise == 0.0
+    assert config_of("eagle").optimization.loss_weights == (1.0, 0.1)
+    assert config_of("eagle", feature_noise=0).optimization.feature_noise == 0.0
     assert settled(mtp) == mtp
     by_hand = config_of("mtp", step_weights=[0.5, 0.5])
-    assert (by_hand.unroll, by_hand.decay) == (2, 0.0)
+    assert (by_hand.optimization.unroll, by_hand.optimization.decay) == (2, 0.0)
     assert settled(by_hand) == by_hand
-    assert dataclasses.replace(by_hand).step_weights == (0.5, 0.5)
+    assert by_hand.changed(seed=1).optimization.step_weights == (0.5, 0.5)

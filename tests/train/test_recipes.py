@@ -55,7 +55,9 @@ def test_a_recipe_makes_a_plan(name: str) -> None:
     assert found.target.weights < found.target.parameters * (6 / 8 if FLOAT == 4 else 5 / 8)  # 4 bits, and scales
     assert found.head.draft_vocab == 32_000
     assert found.memory.step > found.memory.head > 0
-    assert [spec.partition(":")[0] for spec in DataConfig(config.data).specs] == ["preset"] * len(config.data)
+    assert [spec.partition(":")[0] for spec in DataConfig(config.data.sources).specs] == ["preset"] * len(
+        config.data.sources
+    )
     text = as_text(found, 1e13)
     assert f"{found.target.layers} layers" in text
     assert "tokens      " in text
@@ -81,7 +83,7 @@ def test_flags_go_over_the_recipe(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "\ntime" not in out
     (tmp_path / "own.yaml").write_text("lr: 5e-4\nrows: 3\n")
     config = load_config(tmp_path / "own.yaml", {"rows": 5}, load_recipe("qwen3-0.6b").settings)
-    assert (config.lr, config.rows, config.unroll) == (5e-4, 5, 7)
+    assert (config.optimization.lr, config.optimization.rows, config.optimization.unroll) == (5e-4, 5, 7)
     assert main(["--recipe", "qwen3-32b", "--dry-run", "--target", str(EMBEDDED_TARGET), "--draft-vocab", "512"]) == 0
     assert "14 layers of 192" in capsys.readouterr().out  # another target than the recipe's is read itself
 

@@ -19,8 +19,8 @@ TAUS = {0: 1.0, 10: 1.8, 20: 1.6}
 def make_run(folder: Path, finished: bool, steps: int = 20, **settings: Any) -> Path:
     """A run as the trainer leaves it; τ is best at step 10."""
     folder.mkdir(parents=True)
-    config = TrainConfig(target="some/target", data=("a.jsonl",), **settings)
-    config_values = json.loads(json.dumps(config.__dict__))
+    config = TrainConfig.of(target="some/target", data=("a.jsonl",), **settings)
+    config_values = json.loads(json.dumps(config.flat()))
     with Tracker(folder, config) as tracker:
         for step in range(0, steps + 1, 5):
             place = {"tokens": 100 * step, "train_seconds": 4.0 * step, "epoch": 0}

@@ -24,9 +24,9 @@ def test_the_factor_stays_between_zero_and_one(progress: float, warmup: float, f
 
 
 def test_minutes_before_steps_before_epochs() -> None:
-    assert span_of(TrainConfig(minutes=2.0, max_steps=5), 10) == Span(seconds=120.0)
-    assert span_of(TrainConfig(max_steps=5), 10) == Span(steps=5)
-    assert span_of(TrainConfig(epochs=3), 10) == Span(steps=30)
+    assert span_of(TrainConfig.of(minutes=2.0, max_steps=5), 10) == Span(seconds=120.0)
+    assert span_of(TrainConfig.of(max_steps=5), 10) == Span(steps=5)
+    assert span_of(TrainConfig.of(epochs=3), 10) == Span(steps=30)
 
 
 def test_a_span_of_steps_and_one_of_time() -> None:

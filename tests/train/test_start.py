@@ -94,11 +94,11 @@ def test_a_quantised_head_is_trained_as_what_its_weights_stand_for(tmp_path: Pat
     [
         ("eagle3", "mtp", {}, "is an EAGLE-3 head; go on from it with --head eagle3"),
         ("mtp", "eagle3", {}, "is an MTP head; go on from it with --head mtp"),
-        ("eagle3", "eagle3", {"draft_vocab": 64}, "draft_vocab is 64, but .* has 48; leave --draft-vocab out"),
-        ("eagle3", "eagle3", {"aux_layers": [0, 1, 2]}, "aux_layers is 0 1 2, but .* has 0 2 3"),
-        ("eagle3", "eagle3", {"heads": 2}, "heads is 2, but .* has 4"),
-        ("eagle3.1", "eagle3", {"norm_before_residual": True}, "norm_before_residual is True"),
-        ("eagle", "eagle", {"intermediate_size": 7}, "intermediate_size is 7, but .* has 48"),
+        ("eagle3", "eagle3", {"draft_vocab": 64}, "--draft-vocab is 64, but .* has 48; leave --draft-vocab out"),
+        ("eagle3", "eagle3", {"aux_layers": [0, 1, 2]}, "--aux-layers is 0 1 2, but .* has 0 2 3"),
+        ("eagle3", "eagle3", {"heads": 2}, "--heads is 2, but .* has 4"),
+        ("eagle3.1", "eagle3", {"norm_before_residual": True}, "--norm-before-residual is True"),
+        ("eagle", "eagle", {"intermediate_size": 7}, "--intermediate-size is 7, but .* has 48"),
     ],
 )
 def test_contradictions_are_refused_by_name(
@@ -171,7 +171,7 @@ def test_a_run_and_one_that_goes_on_from_it(target: Path, chats: Path, tmp_path:
 
 def test_the_wrong_kind_is_an_error_message(target: Path, chats: Path, tmp_path: Path, capsys: Any) -> None:
     assert run(target, chats, tmp_path / "out", "--head", "mtp", "--draft-vocab", "512") == 2
-    assert "error: draft_vocab is not for --head mtp" in capsys.readouterr().err
+    assert "error: --draft-vocab is not for --head mtp" in capsys.readouterr().err
     assert run(target, chats, tmp_path / "out", "--init-from", str(tmp_path / "none")) == 2
     assert "there is no folder" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -25,7 +25,7 @@ from eagle_mlx.train.step.optimizers import is_inner_matrix
 from eagle_mlx.train.step.step import Stepper, lane_arrays, lane_loss
 from tests.fakes import tiny_head, tiny_target
 
-CONFIG = TrainConfig(target="tiny", rows=4, length=32, unroll=3, lr=3e-3, lanes=1)
+CONFIG = TrainConfig.of(target="tiny", rows=4, length=32, unroll=3, lr=3e-3, lanes=1)
 
 
 def conversations(target: Target, count: int = 12) -> list[tuple[list[int], list[int]]]:
@@ -49,7 +49,7 @@ def batch(target: Target, states: bool = True, aux: tuple[int, ...] = (0, 2, 3))
         if states
         else InMemory([Tokens(np.array(t, np.int32), np.array(m, np.uint8)) for t, m in rendered])
     )
-    return next(Batches(samples, 12, CONFIG.length, 0).epoch(0))
+    return next(Batches(samples, 12, CONFIG.optimization.length, 0).epoch(0))
 
 
 def trained(target: Target, config: TrainConfig, rows: Rows, steps: int) -> tuple[list[float], dict[str, mx.array]]:
@@ -61,7 +61,7 @@ def trained(target: Target, config: TrainConfig, rows: Rows, steps: int) -> tupl
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_the_loss_falls_on_few_samples(target: Target, optimizer: str) -> None:
-    config = TrainConfig(**{**vars(CONFIG), "optimizer": optimizer, "lr": 1e-2})
+    config = CONFIG.changed(optimizer=optimizer, lr=1e-2)
     head = new_head(target, head_config(target, config, target.vocab_size), None, seed=0)
     stepper, rows = Stepper(head, target, config), batch(target)
     results = [result for result in (stepper(rows, 1.0) for _ in range(60)) if result is not None]
@@ -73,7 +73,7 @@ def test_the_loss_falls_on_few_samples(target: Target, optimizer: str) -> None:
 def test_lanes_change_nothing_but_rounding(target: Target) -> None:
     rows = batch(target)
     one, weights = trained(target, CONFIG, rows, 3)
-    two, others = trained(target, TrainConfig(**{**vars(CONFIG), "lanes": 2}), rows, 3)
+    two, others = trained(target, CONFIG.changed(lanes=2), rows, 3)
     np.testing.assert_allclose(one, two, rtol=1e-4)
     for name, value in weights.items():
         np.testing.assert_allclose(value, others[name], atol=2e-4, err_msg=name)
@@ -87,7 +87,7 @@ def test_states_captured_for_the_batch_are_as_good_as_kept_ones(target: Target) 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="MLX compiles for the CPU with g++")
 def test_a_compiled_step_is_the_same_step(target: Target) -> None:
-    config, rows = TrainConfig(**{**vars(CONFIG), "unroll": 1}), batch(target)
+    config, rows = CONFIG.changed(unroll=1), batch(target)
 
     def losses(compiled: bool) -> list[float]:
         head = new_head(target, head_config(target, config, target.vocab_size), None, seed=0)
@@ -161,13 +161,13 @@ def test_muon_is_for_the_inner_matrices(target: Target) -> None:
 
 def test_layers_that_the_target_lacks(target: Target) -> None:
     with pytest.raises(Exception, match="the target has layers 0 to 3"):
-        check_shape(target, TrainConfig(aux_layers=(0, 4)))
+        check_shape(target, TrainConfig.of(aux_layers=(0, 4)))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_restored_stepper_goes_on_bit_by_bit(target: Target, tmp_path: Path, optimizer: str, compiled: bool) -> None:
-    config = TrainConfig(**{**vars(CONFIG), "optimizer": optimizer, "feature_noise": 0.1, "weight_decay": 0.01})
+    config = CONFIG.changed(optimizer=optimizer, feature_noise=0.1, weight_decay=0.01)
     rows = batch(target)
 
     def begun(seed: int) -> Stepper:
@@ -193,7 +193,7 @@ def test_a_restored_stepper_goes_on_bit_by_bit(target: Target, tmp_path: Path, o
 
 def test_a_state_of_another_optimizer_or_head_is_refused(target: Target) -> None:
     def stepper(optimizer: str, vocab: int) -> Stepper:
-        config = TrainConfig(**{**vars(CONFIG), "optimizer": optimizer})
+        config = CONFIG.changed(optimizer=optimizer)
         return Stepper(tiny_head(target, draft_vocab=vocab), target, config)
 
     with pytest.raises(CheckpointError, match="another head or optimizer"):

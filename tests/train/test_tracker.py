@@ -42,7 +42,7 @@ def test_metrics_are_lines_of_json(tmp_path: Path) -> None:
     ],
 )
 def test_the_learning_rate_itself_is_written(tmp_path: Path, settings: dict[str, Any], rates: dict[str, float]) -> None:
-    with Tracker(tmp_path, TrainConfig(**settings)) as tracker:
+    with Tracker(tmp_path, TrainConfig.of(**settings)) as tracker:
         tracker.log("train", 1, {"learning_rate_factor": 0.5})
     (row,) = tracker.rows
     assert {name: value for name, value in row.items() if name.endswith("learning_rate")} == pytest.approx(rates)

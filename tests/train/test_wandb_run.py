@@ -21,7 +21,7 @@ from eagle_mlx.train.run.tracker import Tracker
 from eagle_mlx.train.run.wandb_run import check_wandb, end_service, flatten
 from tests.train.test_plots import a_run
 
-CONFIG = TrainConfig(target="some-target", wandb=True, lr=1e-3)
+CONFIG = TrainConfig.of(target="some-target", wandb=True, lr=1e-3)
 TEXTS = [{"prompt": "def add(", "text": "a, b):\n    return a + b", "tokens": 12, "rounds": 4}]
 
 
@@ -128,7 +128,7 @@ def test_offline_and_disabled_need_no_login(offline: pytest.MonkeyPatch, capsys:
 
 
 def test_a_beginning_that_fails_says_what_to_do(folder: Path) -> None:
-    config = TrainConfig(wandb=True, wandb_project="no/such:name?")
+    config = TrainConfig.of(wandb=True, wandb_project="no/such:name?")
     with pytest.raises(ConfigError, match="leave --wandb out"):
         Tracker(folder, config)
 

@@ -25,7 +25,7 @@ from eagle_mlx.train.run.processes import follow
 from eagle_mlx.train.step.step import Stepper
 from tests.fakes import tiny_target
 
-CONFIG = settled(TrainConfig(target="tiny", head="eagle", rows=2, length=24, unroll=2, lr=3e-3, lanes=1))
+CONFIG = settled(TrainConfig.of(target="tiny", head="eagle", rows=2, length=24, unroll=2, lr=3e-3, lanes=1))
 
 
 def conversations(silent: int = 1) -> list[Tokens]:
@@ -41,11 +41,17 @@ def conversations(silent: int = 1) -> list[Tokens]:
 def learnt(config: TrainConfig, world: World, seed: int = 0) -> dict[str, Any]:
     """Losses, norms and tokens of every step, the order of the tokens, and a digest of the weights."""
     target = tiny_target()
-    head = KINDS[config.head].new(target, dataclasses.replace(config, seed=seed), None, ())
+    head = KINDS[config.head.kind].new(target, config.changed(seed=seed), None, ())
     stepper = Stepper(head, target, config, world)
     results, rows_seen = [], []
     for silent in (1, 2):
-        batches = Batches(InMemory(conversations(silent)), config.rows, config.length, config.seed, world)
+        batches = Batches(
+            InMemory(conversations(silent)),
+            config.optimization.rows,
+            config.optimization.length,
+            config.run.seed,
+            world,
+        )
         with closing(batches.epoch(0)) as stream:
             for rows in stream:
                 rows_seen.append(len(rows.tokens))
@@ -68,11 +74,13 @@ class StopAt(Stop):
         return self._looks < 0
 
 
-def whole_run(folder: Path, world: World, rows: int = CONFIG.rows, stop: Stop | None = None) -> list[dict[str, Any]]:
+def whole_run(
+    folder: Path, world: World, rows: int = CONFIG.optimization.rows, stop: Stop | None = None
+) -> list[dict[str, Any]]:
     """A run into `folder`/out, or its rest where it was begun; the metrics of its steps, in the first process."""
     out, stop = folder / "out", stop or Stop()
     settings = {"max_steps": 6, "eval_steps": 4, "eval_tokens": 4, "eval_prompts": 2, "eval_batch": 2, "log_steps": 1}
-    config = dataclasses.replace(CONFIG, **settings, output=str(out), rows=rows)  # type: ignore[arg-type]
+    config = CONFIG.changed(**settings, output=str(out), rows=rows)
     target, data = tiny_target(tokenizer=True), TrainData(InMemory(conversations(2)), (), None, {})
     if not world.is_first:
         follow(target, data, config, None, world, stop)

@@ -68,13 +68,15 @@ def training_data(
     ConfigError for data that cannot be used or kept.
     """
     config = settled(config)
-    if config.shards:
+    if config.data.shards:
         return _from_shards(target, config, head)
     rendered, read = _render(target, config)
-    aux_layers = KINDS[config.head].aux_layers(target, config) if head is None else kind_of(head).aux_layers_of(head)
+    aux_layers = (
+        KINDS[config.head.kind].aux_layers(target, config) if head is None else kind_of(head).aux_layers_of(head)
+    )
     kept, share = _draft_vocabulary(target, config, count_tokens(rendered, target.vocab_size), head)
     tokens = sum(len(one.tokens) for one in rendered)
-    choice = choose_states(config, tokens, shard_meta(target, aux_layers, config.cache_bits), reserve)
+    choice = choose_states(config, tokens, shard_meta(target, aux_layers, config.data.cache_bits), reserve)
     if progress:
         print(f"states: {choice.text}", file=sys.stderr)
     report = {
@@ -105,7 +107,9 @@ def _samples(
         return InMemory(list(capture(target, aux_layers, rendered, progress=progress)))
     folder = cache_folder(config)
     try:
-        capture_to_shards(target, aux_layers, rendered, folder, progress=progress, bits=config.cache_bits, resume=True)
+        capture_to_shards(
+            target, aux_layers, rendered, folder, progress=progress, bits=config.data.cache_bits, resume=True
+        )
     except ShardError as e:
         raise ShardError(f"{e}. As a cache: remove {folder}, or name another place with --cache-dir") from e
     return OnDisk(ShardReader(folder), aux=bool(aux_layers))
@@ -116,17 +120,17 @@ def heldout_prompts(target: Target, config: TrainConfig) -> list[list[int]]:
 
     A source given as `eval_data` that is not trained on is taken whole. Raises DataError where there are none.
     """
-    source = config.eval_data or config.data[0]
+    source = config.evaluation.data or config.data.sources[0]
     learnt = _data_config(config)
     wanted = learnt.alone(source)
     [spec] = wanted.sources
     split: Literal["heldout", "all"] = "heldout" if spec in learnt.specs or spec.startswith("builtin:") else "all"
     prompts: list[list[int]] = []
     for conversation in read_conversations(wanted, split, target.tokenizer):
-        prompt = _prompt(target, conversation, config.eval_tokens)
+        prompt = _prompt(target, conversation, config.evaluation.tokens)
         if prompt is not None:
             prompts.append(prompt)
-        if len(prompts) == config.eval_prompts:
+        if len(prompts) == config.evaluation.prompts:
             break
     if not prompts:
         raise DataError(
@@ -140,37 +144,39 @@ def _render(target: Target, config: TrainConfig) -> tuple[list[Rendered], dict[s
     """The conversations, and what was left out of them."""
     if target.tokenizer is None:
         raise TargetError("the target has no tokenizer, which conversations need; train from shards instead")
-    length = min(config.max_length, target.context_length)
+    length = min(config.data.max_length, target.context_length)
     left_out = ReadReport()
     found = read_conversations(_data_config(config), "train", target.tokenizer, left_out)
-    rendered, _ = render_all(target.tokenizer, found, length, config.skip_bad)
+    rendered, _ = render_all(target.tokenizer, found, length, config.data.skip_bad)
     if not rendered:
-        raise DataError(f"nothing to learn from in {', '.join(config.data)}; check the source, or raise --max-length")
+        raise DataError(
+            f"nothing to learn from in {', '.join(config.data.sources)}; check the source, or raise --max-length"
+        )
     return rendered, {"left_out": left_out.left_out}
 
 
 def _data_config(config: TrainConfig) -> DataConfig:
     """What to read, and what of it to keep."""
     return DataConfig(
-        config.data,
-        config.map,
-        config.limit,
-        config.seed,
-        config.stream,
-        config.skip_bad,
-        config.keep_turns,
-        config.keep_tokens,
-        config.dedupe,
+        config.data.sources,
+        config.data.map,
+        config.data.limit,
+        config.run.seed,
+        config.data.stream,
+        config.data.skip_bad,
+        config.data.keep_turns,
+        config.data.keep_tokens,
+        config.data.dedupe,
     )
 
 
 def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) -> TrainData:
-    reader = ShardReader(config.shards)
+    reader = ShardReader(config.data.shards)
     meta = reader.meta
     if (meta.hidden_size, meta.vocab_size) != (target.hidden_size, target.vocab_size):
         raise ShardError(
-            f"{config.shards} was captured from {meta.target or 'a target'} with hidden size {meta.hidden_size} and "
-            f"vocabulary {meta.vocab_size}, but the target has {target.hidden_size} and {target.vocab_size}; "
+            f"{config.data.shards} was captured from {meta.target or 'a target'} with hidden size {meta.hidden_size} "
+            f"and vocabulary {meta.vocab_size}, but the target has {target.hidden_size} and {target.vocab_size}; "
             "capture again with this target"
         )
     aux_layers = _aux_layers_in_shards(target, config, meta.aux_layers, head)
@@ -180,7 +186,7 @@ def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) ->
         "conversations": len(reader),
         "tokens": reader.tokens,
         "loss_tokens": reader.loss_tokens,
-        "states": f"shards {config.shards}",
+        "states": f"shards {config.data.shards}",
         "draft_vocab": target.vocab_size if kept is None else len(kept),
         "draft_vocab_coverage": share,
     }
@@ -195,15 +201,15 @@ def _aux_layers_in_shards(
         wanted = kind_of(head).aux_layers_of(head)
         if wanted and wanted != held:
             raise ShardError(
-                f"{config.shards} holds the aux layers {held}, but {config.init_from or 'the head'} reads {wanted}; "
-                f"capture again with --aux-layers {' '.join(map(str, wanted))}"
+                f"{config.data.shards} holds the aux layers {held}, but {config.head.init_from or 'the head'} reads "
+                f"{wanted}; capture again with --aux-layers {' '.join(map(str, wanted))}"
             )
         return wanted
-    if not KINDS[config.head].aux_layers(target, config):
+    if not KINDS[config.head.kind].aux_layers(target, config):
         return ()
-    if config.aux_layers and config.aux_layers != held:
+    if config.head.aux_layers and config.head.aux_layers != held:
         raise ShardError(
-            f"{config.shards} holds the aux layers {held}, not {config.aux_layers}; leave --aux-layers out, "
+            f"{config.data.shards} holds the aux layers {held}, not {config.head.aux_layers}; leave --aux-layers out, "
             "or capture again"
         )
     return held
@@ -216,10 +222,10 @@ def _draft_vocabulary(
     if head is not None:
         ids = None if head.token_ids is None else np.array(head.token_ids, np.int64)
         return ids, 1.0 if ids is None else coverage(counts, ids)
-    if not 0 < config.draft_vocab < target.vocab_size:
+    if not 0 < config.head.draft_vocab < target.vocab_size:
         return None, 1.0
     always = special_token_ids(target.tokenizer) if target.tokenizer is not None else frozenset[int]()
-    kept = choose_draft_vocab(counts, config.draft_vocab, always)
+    kept = choose_draft_vocab(counts, config.head.draft_vocab, always)
     return kept, coverage(counts, kept)
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from eagle_mlx.errors import ConfigError
 
-from ..config import TrainConfig
+from ..config import TrainConfig, flag
 from .base import Head, Kind
 from .eagle import EagleKind
 from .eagle3 import Eagle3Kind
 from .mtp import MTPKind
 
 KINDS: dict[str, Kind[Any]] = {kind.name: kind for kind in (Eagle3Kind(), EagleKind(), MTPKind())}
-OPEN = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+OPEN = TrainConfig().flat()
 """What a setting is where nothing was said of it."""
 
 __all__ = ["KINDS", "OPEN", "Head", "Kind", "kind_of", "settled"]
@@ -33,16 +32,15 @@ def settled(config: TrainConfig) -> TrainConfig:
 
     Raises ConfigError for a setting that the kind has no use for.
     """
-    kind = KINDS[config.head]
+    kind = KINDS[config.head.kind]
     for name, reason in kind.foreign.items():
-        if getattr(config, name) != OPEN[name]:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"{name} is not for --head {kind.name}: {reason}; leave --{flag} out")
-    own = {name: value for name, value in kind.defaults.items() if getattr(config, name) == OPEN[name]}
-    if config.step_weights:
+        if config.value(name) != OPEN[name]:
+            raise ConfigError(f"{flag(name)} is not for --head {kind.name}: {reason}; leave {flag(name)} out")
+    own = {name: value for name, value in kind.defaults.items() if config.value(name) == OPEN[name]}
+    if config.optimization.step_weights:
         own.pop("decay", None)
-        own["unroll"] = len(config.step_weights)
-    if config.init_from:
+        own["unroll"] = len(config.optimization.step_weights)
+    if config.head.init_from:
         for name in ("draft_vocab", "feature_norm", "recycle"):  # as the head has it
             own.pop(name, None)
-    return dataclasses.replace(config, **own)
+    return config.changed(**own)

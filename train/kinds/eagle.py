@@ -52,7 +52,7 @@ class EagleKind(Kind[EagleHead]):
         1.45, and 1.50 without it.
         """
         head = EagleHead(EagleConfig(**layer_shape(target, config)))
-        randomize(head, config.seed)
+        randomize(head, config.run.seed)
         head.attach(target)
         mx.eval(head.parameters())
         return head

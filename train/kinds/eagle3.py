@@ -40,7 +40,7 @@ class Eagle3Kind(Kind[Eagle3Head]):
         check_shape(target, config)
 
     def aux_layers(self, target: Target, config: TrainConfig) -> tuple[int, ...]:
-        return config.aux_layers or default_aux_layers(target.num_layers)
+        return config.head.aux_layers or default_aux_layers(target.num_layers)
 
     def aux_layers_of(self, head: Eagle3Head) -> tuple[int, ...]:
         return head.config.aux_layers
@@ -50,13 +50,13 @@ class Eagle3Kind(Kind[Eagle3Head]):
     ) -> Eagle3Head:
         size = target.vocab_size if kept is None else len(kept)
         shape = dataclasses.replace(head_config(target, config, size), aux_layers=aux_layers)
-        return new_head(target, shape, kept, config.seed)
+        return new_head(target, shape, kept, config.run.seed)
 
     def contradictions(self, head: Eagle3Head, config: TrainConfig) -> Mapping[str, Any]:
         shape = head.config
-        all_of_it = shape.draft_vocab_size == shape.vocab_size <= config.draft_vocab
+        all_of_it = shape.draft_vocab_size == shape.vocab_size <= config.head.draft_vocab
         return {
-            "draft_vocab": config.draft_vocab if all_of_it else shape.draft_vocab_size,
+            "draft_vocab": config.head.draft_vocab if all_of_it else shape.draft_vocab_size,
             "aux_layers": shape.aux_layers,
             "intermediate_size": shape.intermediate_size,
             "heads": shape.num_attention_heads,

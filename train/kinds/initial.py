@@ -30,12 +30,12 @@ def layer_shape(target: Target, config: TrainConfig) -> dict[str, Any]:
 
     hidden = target.hidden_size
     target_heads = int(of_target("num_attention_heads", max(1, hidden // 64)))
-    heads = config.heads or target_heads
+    heads = config.head.heads or target_heads
     return {
         "hidden_size": hidden,
-        "intermediate_size": config.intermediate_size or int(of_target("intermediate_size", 3 * hidden)),
+        "intermediate_size": config.head.intermediate_size or int(of_target("intermediate_size", 3 * hidden)),
         "num_attention_heads": heads,
-        "num_key_value_heads": config.kv_heads or int(of_target("num_key_value_heads", heads)),
+        "num_key_value_heads": config.head.kv_heads or int(of_target("num_key_value_heads", heads)),
         "head_dim": int(of_target("head_dim", hidden // target_heads)),
         "vocab_size": target.vocab_size,
         "rms_norm_eps": float(of_target("rms_norm_eps", 1e-6)),
@@ -50,11 +50,11 @@ def head_config(target: Target, config: TrainConfig, draft_vocab_size: int) -> E
         **layer_shape(target, config),
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=target.hidden_size,
-        aux_layers=config.aux_layers or default_aux_layers(target.num_layers),
-        norm_before_fc=config.feature_norm == "all",
-        fc_norm=config.feature_norm == "each",
-        norm_output=config.recycle == "normed",
-        norm_before_residual=config.norm_before_residual,
+        aux_layers=config.head.aux_layers or default_aux_layers(target.num_layers),
+        norm_before_fc=config.head.feature_norm == "all",
+        fc_norm=config.head.feature_norm == "each",
+        norm_output=config.head.recycle == "normed",
+        norm_before_residual=config.head.norm_before_residual,
     )
 
 

@@ -58,7 +58,7 @@ class MTPKind(Kind[MTPHead]):
         150,000 tokens of the included target τ at depth 3 was 1.88, 1.73 and 1.62.
         """
         head = MTPHead(mtp_config(target))
-        randomize(head, config.seed)
+        randomize(head, config.run.seed)
         head.norm.weight = final_norm(target)
         head.attach(target)
         mx.eval(head.parameters())

@@ -25,18 +25,18 @@ _AS_ASKED: dict[Place, str] = {
 
 def cache_folder(config: TrainConfig) -> Path:
     """Where states are kept on the disk; there an interrupted capture goes on, and a later run finds them."""
-    return Path(config.cache_dir or f"{config.output.rstrip('/')}.shards")
+    return Path(config.data.cache_dir or f"{config.run.output.rstrip('/')}.shards")
 
 
 def choose_states(config: TrainConfig, tokens: int, meta: ShardMeta, reserve: int = 0) -> CacheChoice:
     """Where so many tokens' states go, and the estimate in words.
 
     `reserve` is the memory in bytes that the training will take itself. Raises ConfigError or OutputError where
-    `config.states` names a place that has too little room.
+    `config.data.states` names a place that has too little room.
     """
     memory, disk = room(config, reserve)
-    if config.states == "auto":
-        return choose_cache(tokens, meta, config.cache_gb * 1e9, memory, disk)
+    if config.data.states == "auto":
+        return choose_cache(tokens, meta, config.data.cache_gb * 1e9, memory, disk)
     choice = as_asked(config, tokens, meta)
     if choice.place == "memory" and choice.size > memory:
         raise ConfigError(
@@ -62,12 +62,12 @@ def room(config: TrainConfig, reserve: int) -> tuple[float, float]:
 
 
 def as_asked(config: TrainConfig, tokens: int, meta: ShardMeta) -> CacheChoice:
-    """The place that `config.states` names, whatever room there is."""
-    assert config.states != "auto"
-    kept = meta if config.states == "disk" else replace(meta, bits=16)
+    """The place that `config.data.states` names, whatever room there is."""
+    assert config.data.states != "auto"
+    kept = meta if config.data.states == "disk" else replace(meta, bits=16)
     size = states_bytes(tokens, kept)
-    what = f"hidden states of {tokens:,} tokens: {gb(size)} in {kept.bits} bits, {_AS_ASKED[config.states]}"
-    return CacheChoice(config.states, size, what)
+    what = f"hidden states of {tokens:,} tokens: {gb(size)} in {kept.bits} bits, {_AS_ASKED[config.data.states]}"
+    return CacheChoice(config.data.states, size, what)
 
 
 def _size(folder: Path) -> int:

@@ -11,7 +11,7 @@ import mlx.core as mx
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.shards.budget import gb
 
-from ..config import TrainConfig
+from ..config import OptimizationConfig, TrainConfig
 from .shapes import HeadShape, TargetShape
 
 FLOAT = 4
@@ -92,49 +92,50 @@ class Disk:
 def memory_of(target: TargetShape, head: HeadShape, config: TrainConfig, online: bool, states: int = 0) -> Memory:
     """The memory of a run with settled settings whose every position carries loss, which is the most that can be."""
     weights = FLOAT * head.parameters
-    optimizer = 2 * weights if config.optimizer == "adamw" else weights + FLOAT * 2 * head.projections // 2
+    optimizer = 2 * weights if config.optimization.optimizer == "adamw" else weights + FLOAT * 2 * head.projections // 2
     return Memory(target.weights, weights, optimizer, step_memory(target, head, config, online), states)
 
 
 def step_memory(target: TargetShape, head: HeadShape, config: TrainConfig, online: bool) -> int:
     """Bytes that a step takes besides weights and optimizer: those of its largest phase."""
-    count = math.ceil(config.rows / config.accumulate) * config.length
-    phases = [_passes(target, head, config, count), _update(head, config, count)]
+    step = config.optimization
+    count = math.ceil(step.rows / step.accumulate) * step.length
+    phases = [_passes(target, head, step, count), _update(head, step, count)]
     if online:
-        phases.append(_capture(target, head, config, count))
-    carried = head.parameters if config.accumulate > 1 else 0
+        phases.append(_capture(target, head, count))
+    carried = head.parameters if step.accumulate > 1 else 0
     return math.ceil(FLOAT * (max(phases) + carried))
 
 
-def _passes(target: TargetShape, head: HeadShape, config: TrainConfig, count: int) -> float:
+def _passes(target: TargetShape, head: HeadShape, step: OptimizationConfig, count: int) -> float:
     """Numbers at the turn from the forward to the backward pass of `count` tokens."""
-    again = config.grad_checkpoint
+    again = step.grad_checkpoint
     kept = (_GATHERED_AGAIN if again else _GATHERED) if head.gathered else (_RECYCLED_AGAIN if again else _RECYCLED)
     judged = min(count, _CHUNK // target.vocab_size) if again else count
 
     def arrays(kept: tuple[float, float]) -> float:
-        return kept[0] * config.unroll + kept[1]
+        return kept[0] * step.unroll + kept[1]
 
-    scores = arrays(kept.scores) * (1 if head.gathered else (config.unroll + 1) / 2)  # recycling: keys of all steps
+    scores = arrays(kept.scores) * (1 if head.gathered else (step.unroll + 1) / 2)  # recycling: keys of all steps
     layers = (
-        scores * head.heads * count * config.length
+        scores * head.heads * count * step.length
         + arrays(kept.inner) * count * head.inner
         + arrays(kept.hidden) * count * head.hidden_size
     )
     logits = max(arrays(kept.logits), kept.least_logits) * judged * head.draft_vocab
     labels = judged * target.vocab_size * (1 + (target.value / FLOAT if target.value < FLOAT else 0))
     if again:
-        beside = (17 * config.unroll + 10) * count * head.hidden_size
+        beside = (17 * step.unroll + 10) * count * head.hidden_size
         return max(layers, labels + logits + beside) + head.parameters / 4
     return max(logits, labels + 4 * judged * head.draft_vocab) + layers + head.parameters / 4
 
 
-def _update(head: HeadShape, config: TrainConfig, count: int) -> float:
+def _update(head: HeadShape, step: OptimizationConfig, count: int) -> float:
     """Numbers when the weights' gradients are there: MLX makes those of all draft steps before it adds them up."""
-    return (config.unroll + 5) / 2 * head.parameters + 2 * config.unroll * count * head.hidden_size
+    return (step.unroll + 5) / 2 * head.parameters + 2 * step.unroll * count * head.hidden_size
 
 
-def _capture(target: TargetShape, head: HeadShape, config: TrainConfig, count: int) -> float:
+def _capture(target: TargetShape, head: HeadShape, count: int) -> float:
     """Numbers while the target reads a batch: the layers' outputs that are kept, and one layer at work."""
     kept = 2 * (len(head.aux_layers) + 1) * target.hidden_size
     return count * (kept + 4 * target.inner + 8 * target.hidden_size) * target.value / FLOAT
@@ -143,7 +144,7 @@ def _capture(target: TargetShape, head: HeadShape, config: TrainConfig, count: i
 def disk_of(head: HeadShape, config: TrainConfig, states: int = 0) -> Disk:
     """The disk that a run takes, with so many bytes of hidden states."""
     weights = FLOAT * head.parameters
-    return Disk(2 * weights, (config.checkpoints + 1) * 3 * weights, states)
+    return Disk(2 * weights, (config.run.checkpoints + 1) * 3 * weights, states)
 
 
 def work_of(target: TargetShape, head: HeadShape, config: TrainConfig, tokens: int, online: bool) -> float:
@@ -151,15 +152,15 @@ def work_of(target: TargetShape, head: HeadShape, config: TrainConfig, tokens: i
 
     The backward pass takes twice the forward pass. Measuring acceptance is not counted.
     """
-    epochs = config.epochs
+    step = config.optimization
     layer = head.parameters - head.projections
     logits = head.hidden_size * head.draft_vocab
     once = max(0, head.projections - (logits if head.kind == "eagle3" else 0))
-    scores = 2 * head.heads * (head.hidden_size // head.heads) * config.length / 2
-    forward = 2 * (once + config.unroll * (layer + logits + scores))
-    recomputed = 2 * config.unroll * (layer + scores) if config.grad_checkpoint else 0
-    learnt = tokens * epochs * (3 * forward + recomputed + 2 * target.hidden_size * target.vocab_size)
-    captured = tokens * (epochs if online else 1) * 2 * target.used
+    scores = 2 * head.heads * (head.hidden_size // head.heads) * step.length / 2
+    forward = 2 * (once + step.unroll * (layer + logits + scores))
+    recomputed = 2 * step.unroll * (layer + scores) if step.grad_checkpoint else 0
+    learnt = tokens * step.epochs * (3 * forward + recomputed + 2 * target.hidden_size * target.vocab_size)
+    captured = tokens * (step.epochs if online else 1) * 2 * target.used
     return learnt + captured
 
 
@@ -167,19 +168,19 @@ def check_memory(memory: Memory, free: float, config: TrainConfig) -> None:
     """Raise ConfigError, with what would help, for a run that takes more than is free."""
     if memory.total <= _MOST * free:
         return
-    advice = []
-    if config.accumulate < config.rows:
-        advice.append(f"--accumulate {config.rows}")
-    if not config.grad_checkpoint:
+    step, advice = config.optimization, []
+    if step.accumulate < step.rows:
+        advice.append(f"--accumulate {step.rows}")
+    if not step.grad_checkpoint:
         advice.append("--grad-checkpoint")
-    if config.accumulate == 1 < config.rows:
+    if step.accumulate == 1 < step.rows:
         advice.append("fewer --rows")
     advice.append("a shorter --length")
-    if config.unroll > 1:
+    if step.unroll > 1:
         advice.append("a smaller --unroll")
-    if config.head == "eagle3":
+    if config.head.kind == "eagle3":
         advice.append("a smaller --intermediate-size")
-    if config.head == "eagle3" and config.draft_vocab > 8192:
+    if config.head.kind == "eagle3" and config.head.draft_vocab > 8192:
         advice.append("a smaller --draft-vocab")
     if memory.target + PROGRAM > _MOST * free:
         advice = ["a smaller or more strongly quantised --target"]

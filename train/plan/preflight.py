@@ -62,23 +62,25 @@ def forecast(
     head that the target cannot have, EagleError for a target that cannot be found.
     """
     config = settled(config)
-    target = lazy_target(config.target) if fetch else _read(config.target, model)
-    KINDS[config.head].check(target, config)
+    target = lazy_target(config.head.target) if fetch else _read(config.head.target, model)
+    KINDS[config.head.kind].check(target, config)
     shape, head = shape_of_target(target), shape_of_head(blank_head(target, config), target)
     tokens = tokens or assumed(config)
     states = _states(config, target, shape, head, tokens)
     online = states.place == "online"
     memory = estimate.memory_of(shape, head, config, online, states.size if states.place == "memory" else 0)
-    disk = estimate.disk_of(head, config, states.size if states.place == "disk" and not config.shards else 0)
+    disk = estimate.disk_of(head, config, states.size if states.place == "disk" and not config.data.shards else 0)
     work = estimate.work_of(shape, head, config, tokens.count, online)
     return Forecast(shape, head, config, tokens, states, memory, disk, work)
 
 
 def assumed(config: TrainConfig, tokens_each: int = _EACH) -> Tokens:
     """The amount of data that nobody has looked at yet."""
-    count = config.limit or _COUNT
-    each = min(tokens_each, config.max_length)
-    how = f"{count:,} conversations of {each:,} tokens, assumed" + ("" if config.limit else "; --limit says how many")
+    count = config.data.limit or _COUNT
+    each = min(tokens_each, config.data.max_length)
+    how = f"{count:,} conversations of {each:,} tokens, assumed" + (
+        "" if config.data.limit else "; --limit says how many"
+    )
     return Tokens(count * each, how)
 
 
@@ -87,24 +89,23 @@ def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
 
     No data are read: their amount is assumed. Raises ConfigError without a target.
     """
-    if not config.target:
+    if not config.head.target:
         raise ConfigError("no target: name the model that the head is for with --target, or a --recipe")
     each = recipe.tokens_each if recipe is not None else _EACH
-    found = forecast(config, described(recipe, config.target), assumed(config, each))
+    found = forecast(config, described(recipe, config.head.target), assumed(config, each))
     text = as_text(found, estimate.work_per_second())
     try:
         check(found)
     except EagleError as e:
         return f"{text}\nhere        {e}"
-    return (
-        f"{text}\nhere        fits, with {gb(free_memory())} of memory and {gb(free_disk(config.output))} of disk free"
-    )
+    disk = gb(free_disk(config.run.output))
+    return f"{text}\nhere        fits, with {gb(free_memory())} of memory and {disk} of disk free"
 
 
 def check(found: Forecast) -> None:
     """Raise ConfigError or OutputError, with what would help, where memory or disk is too small."""
     estimate.check_memory(dataclasses.replace(found.memory, states=0), free_memory(), found.config)
-    needed, folder = found.disk.heads + found.disk.checkpoints, found.config.output
+    needed, folder = found.disk.heads + found.disk.checkpoints, found.config.run.output
     free = free_disk(folder)
     if needed > free:
         raise OutputError(
@@ -119,13 +120,13 @@ def as_text(found: Forecast, work_per_second: float) -> str:
     target, head, config, disk = found.target, found.head, found.config, found.disk
     read = ", ".join(map(str, (*head.aux_layers, f"{target.layers - 1} (for labels)")))
     drafts = f"{head.draft_vocab:,} of {target.vocab_size:,} tokens"
-    steps = max(1, round(found.tokens.count / (config.rows * config.length)))
-    span = f"{config.epochs} epochs of {steps:,} steps"
-    if config.max_steps:
-        span = f"{config.max_steps:,} steps"
-    if config.minutes:
-        span = f"{config.minutes:g} minutes"
-    parts = f" in {config.accumulate} parts" if config.accumulate > 1 else ""
+    steps = max(1, round(found.tokens.count / (config.optimization.rows * config.optimization.length)))
+    span = f"{config.optimization.epochs} epochs of {steps:,} steps"
+    if config.optimization.max_steps:
+        span = f"{config.optimization.max_steps:,} steps"
+    if config.optimization.minutes:
+        span = f"{config.optimization.minutes:g} minutes"
+    parts = f" in {config.optimization.accumulate} parts" if config.optimization.accumulate > 1 else ""
     hours = estimate.hours(found.work, work_per_second)
     rows = [
         (
@@ -133,12 +134,12 @@ def as_text(found: Forecast, work_per_second: float) -> str:
             f"{target.name}: {target.layers} layers of {target.hidden_size:,}, vocabulary {target.vocab_size:,}, "
             f"{_count(target.parameters)} parameters, {_count(target.used)} of them per token",
         ),
-        ("head", f"{head.title}, {_count(head.parameters)} parameters; {config.unroll} draft steps"),
+        ("head", f"{head.title}, {_count(head.parameters)} parameters; {config.optimization.unroll} draft steps"),
         ("layers", f"{read}, counted from 0"),
         ("vocabulary", f"drafts {drafts}"),
-        ("data", config.shards or ", ".join(config.data)),
+        ("data", config.data.shards or ", ".join(config.data.sources)),
         ("tokens", f"{found.tokens.count:,}: {found.tokens.how}"),
-        ("run", f"{span}, {config.rows} rows of {config.length:,} tokens{parts}"),
+        ("run", f"{span}, {config.optimization.rows} rows of {config.optimization.length:,} tokens{parts}"),
         ("memory", f"{gb(found.memory.total)}: {estimate.describe_memory(found.memory)}"),
         ("states", found.states.text),
         (
@@ -147,7 +148,7 @@ def as_text(found: Forecast, work_per_second: float) -> str:
             + (f", hidden states {gb(disk.states)}" if disk.states else ""),
         ),
     ]
-    if not (config.minutes or config.max_steps):
+    if not (config.optimization.minutes or config.optimization.max_steps):
         rows.append(
             (
                 "time",
@@ -159,10 +160,10 @@ def as_text(found: Forecast, work_per_second: float) -> str:
 
 
 def _states(config: TrainConfig, target: Target, shape: TargetShape, head: HeadShape, tokens: Tokens) -> CacheChoice:
-    if config.shards:
-        return CacheChoice("disk", 0, f"those in {config.shards}")
-    meta = shard_meta(target, head.aux_layers, config.cache_bits)
-    if config.states != "auto":
+    if config.data.shards:
+        return CacheChoice("disk", 0, f"those in {config.data.shards}")
+    meta = shard_meta(target, head.aux_layers, config.data.cache_bits)
+    if config.data.states != "auto":
         return as_asked(config, tokens.count, meta)
     reserve = estimate.memory_of(shape, head, config, online=False).total
     return choose_states(config, tokens.count, meta, reserve)

@@ -127,11 +127,13 @@ def blank_head(target: Target, config: TrainConfig) -> Head:
 
     Of a head to go on from, whose draft vocabulary is not known yet, the usual size of that is taken.
     """
-    if config.head == "mtp":
+    if config.head.kind == "mtp":
         return MTPHead(mtp_config(target))
-    if config.head == "eagle":
+    if config.head.kind == "eagle":
         return EagleHead(EagleConfig(**layer_shape(target, config)))
-    wanted = config.draft_vocab or (KINDS[config.head].defaults["draft_vocab"] if config.init_from else 0)
+    wanted = config.head.draft_vocab or (
+        KINDS[config.head.kind].defaults["draft_vocab"] if config.head.init_from else 0
+    )
     size = wanted if 0 < wanted < target.vocab_size else target.vocab_size
     d2t = mx.zeros(size, mx.int32) if size < target.vocab_size else None
     return Eagle3Head(head_config(target, config, size), d2t)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import TrainConfig
+from ..config import TrainConfig, flag
 from .public import public
 from .source import Source
 
@@ -24,21 +23,21 @@ Rows = list[tuple[str, str]]
 
 def train_command(config: Mapping[str, Any], target: str) -> str:
     """The command line of a run, from the settings in its report: the target's hub id, and what is no default."""
-    defaults = dataclasses.asdict(TrainConfig())
+    defaults = TrainConfig().flat()
     words = ["eagle-train", "--target", target]
     for name, value in config.items():
         default = defaults.get(name)
         plain = list(default) if isinstance(default, tuple) else default
         if name in _LEFT_OUT or value == plain or value in ("", None, []):
             continue
-        flag = f"--{name.replace('_', '-')}"
+        own = flag(name)
         shown = public(value, name)
         if isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag[2:]}")
+            words.append(own if value else f"--no-{own[2:]}")
         elif isinstance(value, list) and all(isinstance(item, str) for item in value):
-            words += [word for item in shown for word in (flag, item)]
+            words += [word for item in shown for word in (own, item)]
         else:
-            words += [flag, *map(_plain, shown if isinstance(value, list) else [shown])]
+            words += [own, *map(_plain, shown if isinstance(value, list) else [shown])]
     return shlex.join(words)
 
 

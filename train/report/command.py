@@ -16,6 +16,7 @@ from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.files import write_output
 
 from ..command import exit_code
+from ..config import flag
 from .plots import write_comparison
 from .runs import PastRun, differing_settings, read_run
 
@@ -81,7 +82,7 @@ def lines_of(runs: Sequence[PastRun]) -> list[Line]:
         ("acceptance by position", [" ".join(f"{a:.2f}" for a in run.by_position) or _NONE for run in runs]),
     ]
     for name in differing_settings(runs):
-        told.append((f"--{name.replace('_', '-')}", [_setting(run.settings.get(name)) for run in runs]))
+        told.append((flag(name), [_setting(run.settings.get(name)) for run in runs]))
     return told
 
 

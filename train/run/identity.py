@@ -15,7 +15,7 @@ import numpy as np
 from eagle_mlx.errors import CheckpointError, ConfigError
 from eagle_mlx.files import write_whole
 
-from ..config import TrainConfig, from_mapping
+from ..config import TrainConfig, flag, from_mapping
 from ..data import Samples
 
 ABOUT = "run.json"
@@ -49,7 +49,8 @@ def fingerprint_of(samples: Samples) -> str:
 
 def write(folder: Path, identity: Identity) -> None:
     """Put it into the folder of a run."""
-    write_whole(folder / ABOUT, (json.dumps(dataclasses.asdict(identity), indent=2) + "\n").encode())
+    values = {**dataclasses.asdict(identity), "config": identity.config.flat()}
+    write_whole(folder / ABOUT, (json.dumps(values, indent=2) + "\n").encode())
 
 
 def read(folder: Path) -> Identity:
@@ -72,13 +73,13 @@ def resumed_config(folder: Path, changes: Mapping[str, Any]) -> TrainConfig:
     Raises ConfigError for one that would make it another run, CheckpointError where no run is there.
     """
     began = read(folder).config
-    config = from_mapping({**dataclasses.asdict(began), **changes})
+    config = from_mapping({**began.flat(), **changes})
     for name in changes:
-        before, now = getattr(began, name), getattr(config, name)
+        before, now = began.value(name), config.value(name)
         if before != now and name not in FREE:
             raise ConfigError(
-                f"{name} is {now!r}, but the run in {folder} began with {before!r}; leave --{name.replace('_', '-')} "
-                f"out, or begin another run from its head with --init-from {folder}/last"
+                f"{flag(name)} is {now!r}, but the run in {folder} began with {before!r}; leave {flag(name)} out, "
+                f"or begin another run from its head with --init-from {folder}/last"
             )
     return config
 
@@ -92,7 +93,9 @@ def check_same(folder: Path, now: Identity) -> None:
             f"{now.processes}; start as many (`mlx.launch -n {began.processes}`), since they share each batch"
         )
     if began.target != now.target:
-        raise ConfigError(f"{now.config.target} is not the target that the run in {folder} began with; bring it back")
+        raise ConfigError(
+            f"{now.config.head.target} is not the target that the run in {folder} began with; bring it back"
+        )
     if began.data != now.data:
-        source = now.config.shards or ", ".join(now.config.data)
+        source = now.config.data.shards or ", ".join(now.config.data.sources)
         raise ConfigError(f"the data of {source} are not those that the run in {folder} began with; bring them back")

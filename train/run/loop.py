@@ -50,7 +50,7 @@ def train(
     stop: Stop | None = None,
     world: World = ALONE,
 ) -> dict[str, Any]:
-    """Train a head, a new one unless one is given, into `config.output`; returns the report that is written there.
+    """Train a head, a new one unless one is given, into `config.run.output`; returns the report that is written there.
 
     The folder gets `best` (highest τ) and `last`, both checkpoints in the layout of their kind, metrics.jsonl,
     report.json and plots. With `resume`, the folder of a run that was cut short, that run goes on where its newest
@@ -61,13 +61,13 @@ def train(
     finite. Of the processes of a `world` the first one calls this, and the others `follow`.
     """
     config, stop = settled(config), stop or Stop()
-    head = head or KINDS[config.head].new(target, config, data.kept, data.aux_layers)
+    head = head or KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
     if resume and (resume / REPORT).exists():
         raise CheckpointError(
             f"the run in {resume} is complete; to train its head further, begin another run with --init-from "
             f"{resume}/{BEST}"
         )
-    with stop.listening(), run_folder(config.output, config.overwrite, state.exists, resume) as folder:
+    with stop.listening(), run_folder(config.run.output, config.run.overwrite, state.exists, resume) as folder:
         who = identity.Identity(config, fingerprint(target), identity.fingerprint_of(data.samples), world.size)
         if resume:
             identity.check_same(folder, who)
@@ -94,12 +94,16 @@ class Run:
     ):
         self.target, self.data, self.config, self.folder, self.tracker = target, data, config, folder, tracker
         self.head, self.stop = head, stop
-        self.batches = Batches(data.samples, config.rows, config.length, config.seed, world)
+        self.batches = Batches(
+            data.samples, config.optimization.rows, config.optimization.length, config.run.seed, world
+        )
         steps = self.batches.steps_per_epoch()
         if not steps:
             raise DataError("no conversation is long enough to learn from; check the data")
         self.span: Span = span_of(config, steps)
-        self.evaluator = Evaluator(target, prompts, config.eval_depth, config.eval_tokens, config.eval_batch)
+        self.evaluator = Evaluator(
+            target, prompts, config.evaluation.depth, config.evaluation.tokens, config.evaluation.batch
+        )
         self.stepper = Stepper(head, target, config, world)
         self.lead = Lead(world, stop)
         self.progress = Progress()
@@ -167,7 +171,7 @@ class Run:
     def _step(self, rows: Rows) -> StepResult | None:
         begin = time.monotonic()
         progress = self.span.progress(self.progress.step, self.elapsed)
-        factor = learning_rate_factor(progress, self.config.warmup, self.config.final_lr)
+        factor = learning_rate_factor(progress, self.config.optimization.warmup, self.config.optimization.final_lr)
         self.lead.step(self.progress.epoch, self.progress.batch, factor)
         try:
             result = self.stepper(rows, factor)
@@ -180,7 +184,7 @@ class Run:
             return None
         self.progress.tokens += result.tokens
         self._recent.append(result)
-        if len(self._recent) == self.config.log_steps:
+        if len(self._recent) == self.config.run.log_steps:
             self._log_recent()
         return result
 
@@ -190,8 +194,8 @@ class Run:
         what = f"look at {', '.join(found)}, or lower --lr" if found else "lower --lr, since no row is so by itself"
         last = self.folder / LAST
         return EagleError(
-            f"{error} at step {self.progress.step + 1}; nothing was changed by it; {what} (now {self.config.lr:g})"
-            + (f"; the last good head is in {last}" if last.exists() else "")
+            f"{error} at step {self.progress.step + 1}; nothing was changed by it; {what} "
+            f"(now {self.config.optimization.lr:g})" + (f"; the last good head is in {last}" if last.exists() else "")
         )
 
     def _log_recent(self) -> None:
@@ -203,7 +207,9 @@ class Run:
             "loss": mean([r.loss for r in self._recent]),
             "loss_by_step": means([r.loss_by_step for r in self._recent]),
             "accuracy_by_step": means([r.accuracy_by_step for r in self._recent]),
-            "learning_rate_factor": learning_rate_factor(progress, self.config.warmup, self.config.final_lr),
+            "learning_rate_factor": learning_rate_factor(
+                progress, self.config.optimization.warmup, self.config.optimization.final_lr
+            ),
             "grad_norm": mean([r.grad_norm for r in self._recent]),
             "tokens_per_second": self.progress.tokens_per_second,
         }
@@ -253,7 +259,7 @@ class Run:
         best_step, best = self.best or (None, None)
         now = RunState(self.progress, self.elapsed, self._next_eval, self.untrained, best_step, best, self._recent)
         saved = Checkpoint(now, state.weights_of(self.head), self.stepper.state())
-        state.save(self.folder, saved, self.config.checkpoints)
+        state.save(self.folder, saved, self.config.run.checkpoints)
         self._plan_next_save()
 
     def _restore(self, saved: Checkpoint) -> None:
@@ -275,22 +281,22 @@ class Run:
             tqdm.write(f"stopped after {self.progress.step} steps; go on with: eagle-train --resume {self.folder}")
 
     def _plan_next_eval(self) -> None:
-        if self.config.eval_steps:
-            self._next_eval = self.progress.step + self.config.eval_steps
-        elif self.config.eval_minutes:
-            self._next_eval = self.elapsed + 60 * self.config.eval_minutes
+        if self.config.evaluation.steps:
+            self._next_eval = self.progress.step + self.config.evaluation.steps
+        elif self.config.evaluation.minutes:
+            self._next_eval = self.elapsed + 60 * self.config.evaluation.minutes
         else:
             self._next_eval = self.span.progress(self.progress.step, self.elapsed) + 1 / _EVALS
 
     def _eval_is_due(self) -> bool:
-        if self.config.eval_steps:
+        if self.config.evaluation.steps:
             return self.progress.step >= self._next_eval
-        if self.config.eval_minutes:
+        if self.config.evaluation.minutes:
             return self.elapsed >= self._next_eval
         return self.span.progress(self.progress.step, self.elapsed) >= self._next_eval
 
     def _plan_next_save(self) -> None:
-        minutes = self.config.checkpoint_minutes
+        minutes = self.config.run.checkpoint_minutes
         self._next_save = self.elapsed + 60 * minutes if minutes else math.inf
 
     def _finish(self, last: Acceptance) -> dict[str, Any]:

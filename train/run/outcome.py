@@ -35,7 +35,7 @@ def outcome(
     return {
         "target": target_name,
         "kind": kind_of(head).name,
-        "started_from": config.init_from or None,
+        "started_from": config.head.init_from or None,
         "acceptance_length": best.acceptance_length,
         "acceptance_by_position": best.acceptance_by_position,
         "untrained_acceptance_length": acceptance["untrained"].acceptance_length,
@@ -49,7 +49,7 @@ def outcome(
         "tokens_per_second": progress.tokens_per_second,
         "data": data,
         "head": dataclasses.asdict(head.config),
-        "config": dataclasses.asdict(config),
+        "config": config.flat(),
         "machine": {
             "platform": platform.platform(),
             "device": str(mx.default_device()),

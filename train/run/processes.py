@@ -54,9 +54,9 @@ class Lead:
 def follow(target: Target, data: TrainData, config: TrainConfig, head: Head | None, world: World, stop: Stop) -> None:
     """Train along with the first process until it ends the run. It alone measures, saves and writes."""
     config = settled(config)
-    head = head or KINDS[config.head].new(target, config, data.kept, data.aux_layers)
+    head = head or KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
     with stop.deferred():
-        batches = Batches(data.samples, config.rows, config.length, config.seed, world)
+        batches = Batches(data.samples, config.optimization.rows, config.optimization.length, config.run.seed, world)
         stepper = Stepper(head, target, config, world)
         stream: Generator[Rows, None, None] | None = None
         place: tuple[int, int] | None = None

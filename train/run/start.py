@@ -12,29 +12,29 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats import load_head
 from eagle_mlx.target import Target
 
-from ..config import TrainConfig
+from ..config import TrainConfig, flag
 from ..kinds import OPEN, Head, kind_of
 
 
 def existing_head(target: Target, config: TrainConfig) -> Head | None:
-    """The head that `config.init_from` names, ready for training; None where it names none.
+    """The head that `config.head.init_from` names, ready for training; None where it names none.
 
     Its weights become float32. An embedding of its own stays as it is, as the field's trainers have it. Raises
     ConfigError for a head of another kind, and for settings that ask for another shape than the head has; and whatever
     loading raises.
     """
-    if not config.init_from:
+    if not config.head.init_from:
         return None
-    loaded: Any = load_head(config.init_from, target)
+    loaded: Any = load_head(config.head.init_from, target)
     kind = kind_of(loaded)
-    if kind.name != config.head:
-        raise ConfigError(f"{config.init_from} is an {kind.title} head; go on from it with --head {kind.name}")
+    if kind.name != config.head.kind:
+        raise ConfigError(f"{config.head.init_from} is an {kind.title} head; go on from it with --head {kind.name}")
     for name, has in kind.contradictions(loaded, config).items():
-        asked = getattr(config, name)
+        asked = config.value(name)
         if asked not in (OPEN[name], has):
             raise ConfigError(
-                f"{name} is {_text(asked)}, but {config.init_from} has {_text(has)}; "
-                f"leave --{name.replace('_', '-')} out, or start without --init-from"
+                f"{flag(name)} is {_text(asked)}, but {config.head.init_from} has {_text(has)}; "
+                f"leave {flag(name)} out, or start without --init-from"
             )
     head: Head = kind.adopt(loaded)
     head.update(tree_map(_as_float32, head.parameters()))

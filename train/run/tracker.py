@@ -31,7 +31,7 @@ class Tracker:
         """All lines so far, those of before an interruption included."""
         self._known = {(row["kind"], row["step"]) for row in self.rows}
         self._folder, self._config = folder, config
-        self._wandb = WandbRun(folder, config, resume=resume_step is not None) if config.wandb else None
+        self._wandb = WandbRun(folder, config, resume=resume_step is not None) if config.run.wandb else None
         self._file = file.open("w" if resume_step is None else "a", encoding="utf-8")
 
     def log(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
@@ -64,9 +64,9 @@ class Tracker:
         factor = values.get("learning_rate_factor")
         if factor is None:
             return {}
-        rates = {"learning_rate": self._config.lr * factor}
-        if self._config.optimizer == "muon":
-            rates["muon_learning_rate"] = self._config.muon_lr * factor
+        rates = {"learning_rate": self._config.optimization.lr * factor}
+        if self._config.optimization.optimizer == "muon":
+            rates["muon_learning_rate"] = self._config.optimization.muon_lr * factor
         return rates
 
     def __enter__(self) -> Self:

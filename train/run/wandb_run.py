@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import subprocess
 import sys
@@ -49,8 +48,8 @@ class WandbRun:
 
             self._wandb: Any = wandb
             self._run: Any = wandb.init(
-                project=config.wandb_project,
-                config=dataclasses.asdict(config),
+                project=config.run.wandb_project,
+                config=config.flat(),
                 dir=str(folder),
                 id=known,
                 resume="allow" if known else None,

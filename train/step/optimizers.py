@@ -10,7 +10,7 @@ import mlx.optimizers as optim
 
 from eagle_mlx.errors import CheckpointError
 
-from ..config import TrainConfig
+from ..config import OptimizationConfig
 
 BETAS = [0.9, 0.95]
 
@@ -18,7 +18,7 @@ BETAS = [0.9, 0.95]
 class Optimizers:
     """One optimizer for the head's inner matrices and one for all else."""
 
-    def __init__(self, config: TrainConfig, parameters: dict[str, Any]):
+    def __init__(self, config: OptimizationConfig, parameters: dict[str, Any]):
         self._peaks = make_optimizers(config)
         self.together = optim.MultiOptimizer(list(self._peaks), [is_inner_matrix])
         self.together.init(parameters)
@@ -66,7 +66,7 @@ def _places(tree: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
             yield from _places(value, f"{name}.{key}")
 
 
-def make_optimizers(config: TrainConfig) -> dict[optim.Optimizer, float]:
+def make_optimizers(config: OptimizationConfig) -> dict[optim.Optimizer, float]:
     """The optimizer of the head's inner matrices and that of all else, with their peak learning rates."""
 
     def adamw() -> optim.Optimizer:

@@ -34,6 +34,6 @@ class Span:
 
 def span_of(config: TrainConfig, steps_per_epoch: int) -> Span:
     """Minutes where they are given, else steps, else epochs."""
-    if config.minutes:
-        return Span(seconds=60 * config.minutes)
-    return Span(steps=config.max_steps or config.epochs * steps_per_epoch)
+    if config.optimization.minutes:
+        return Span(seconds=60 * config.optimization.minutes)
+    return Span(steps=config.optimization.max_steps or config.optimization.epochs * steps_per_epoch)

@@ -85,8 +85,13 @@ class Stepper:
         self._weights = weights_of_steps(config)
         self._objective = objective_of(config)
         self._steps = 0
+<<<<<<< HEAD
         self._optimizers = Optimizers(config, head.trainable_parameters())
         self._lanes = config.lanes or min(default_streams(), config.rows)
+=======
+        self._optimizers = Optimizers(config.optimization, head.trainable_parameters())
+        self._lanes = config.run.lanes or min(default_lanes(), config.optimization.rows)
+>>>>>>> b6af708 (Put the trainer's settings into five groups, each with its defaults, help and limits in one place, and name flags in errors)
         self._streams = make_streams(self._lanes)
         self._gradients: Callable[[list[Arrays]], tuple[list[mx.array], Any]] = self._plain_gradients
         self._update: Callable[[Any, mx.array], None] = self._plain_update
@@ -130,14 +135,19 @@ class Stepper:
 
     def _parts(self, rows: Rows) -> list[list[_Part]]:
         """The rows dealt out to groups, one after the other, of lanes side by side; parts without loss are left out."""
+<<<<<<< HEAD
         multiple = 1 if use_shortcuts() else _COMPILED_MULTIPLE
         noise = noise_of(rows, self._config.feature_noise, self._config.seed, self._steps)
+=======
+        multiple = 1 if on_cpu() else _COMPILED_MULTIPLE
+        noise = noise_of(rows, self._config.optimization.feature_noise, self._config.run.seed, self._steps)
+>>>>>>> b6af708 (Put the trainer's settings into five groups, each with its defaults, help and limits in one place, and name flags in errors)
 
         def part_of(part: Rows) -> _Part:
             own = noise.part(part.first - rows.first, len(part.tokens)) if noise else None
             return _Part(part, make_plan(part, len(self._weights), multiple), own)
 
-        groups = [map(part_of, group.split(self._lanes)) for group in rows.split(self._config.accumulate)]
+        groups = [map(part_of, group.split(self._lanes)) for group in rows.split(self._config.optimization.accumulate)]
         with_loss = [[part for part in group if part.plan.counts[0]] for group in groups]
         return [group for group in with_loss if group]
 
@@ -234,11 +244,11 @@ class Stepper:
         return total
 
     def _lane_loss(self, arrays: Arrays) -> tuple[mx.array, ...]:
-        return lane_loss(self.head, self._target, arrays, self._objective, self._config.grad_checkpoint)
+        return lane_loss(self.head, self._target, arrays, self._objective, self._config.optimization.grad_checkpoint)
 
     def _plain_update(self, gradient: Any, norm: mx.array) -> None:
         """Change the weights by a gradient of that norm, clipped."""
-        share = mx.minimum(self._config.clip / (norm + 1e-6), 1.0)
+        share = mx.minimum(self._config.optimization.clip / (norm + 1e-6), 1.0)
         self._optimizers.together.update(self.head, tree_map(lambda g: g * share, gradient))
 
 
@@ -295,11 +305,12 @@ def lane_loss(
 
 def weights_of_steps(config: TrainConfig) -> NDArray[np.float32]:
     """[S], what each draft step's mean loss counts for; they sum to 1."""
-    given = np.array(config.step_weights)
-    weights = given / given.sum() if len(given) else step_weights(config.unroll, config.decay)
+    loss = config.optimization
+    given = np.array(loss.step_weights)
+    weights = given / given.sum() if len(given) else step_weights(loss.unroll, loss.decay)
     return np.array(weights, np.float32)
 
 
 def objective_of(config: TrainConfig) -> Objective:
-    feature, token = config.loss_weights or (0.0, 1.0)
-    return Objective(config.loss == "hard", token, feature)
+    feature, token = config.optimization.loss_weights or (0.0, 1.0)
+    return Objective(config.optimization.loss == "hard", token, feature)

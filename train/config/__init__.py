@@ -1,0 +1,21 @@
+"""The trainer's settings: frozen groups of dataclass fields, which flags, YAML files and saved runs fill by name."""
+
+from .groups import DataConfig, EvaluationConfig, HeadConfig, OptimizationConfig, RunConfig, TrainConfig, find, groups
+from .load import from_mapping, load_config
+from .setting import Setting, flag, settings_of
+
+__all__ = [
+    "DataConfig",
+    "EvaluationConfig",
+    "HeadConfig",
+    "OptimizationConfig",
+    "RunConfig",
+    "Setting",
+    "TrainConfig",
+    "find",
+    "flag",
+    "from_mapping",
+    "groups",
+    "load_config",
+    "settings_of",
+]

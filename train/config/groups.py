@@ -1,0 +1,299 @@
+"""The trainer's settings in five groups, each a frozen dataclass whose fields carry their defaults and their help."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.shards import BITS
+
+from .setting import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, SHARE, Group, Setting, setting, settings_of
+
+
+@dataclass(frozen=True)
+class HeadConfig(Group):
+    """The head: its target, its kind, its shape. Shapes left open follow the target."""
+
+    target: str = setting("", "folder or hub id of the model that the head is for")
+    kind: Literal["eagle3", "eagle", "mtp"] = setting(
+        "eagle3",
+        "what to train: an EAGLE-3 head, one of EAGLE-1 and 2, or a multi-token-prediction layer",
+        name="head",
+    )
+    init_from: str = setting(
+        "",
+        "folder or hub id of a head of that kind to go on from; it gives the shape and the draft vocabulary",
+    )
+    draft_vocab: int = setting(
+        0,
+        "entries of the draft vocabulary, the most frequent tokens; all of them where the target has no more",
+        NOT_NEGATIVE,
+    )
+    aux_layers: tuple[int, ...] = setting(
+        (),
+        "target layers that the head reads, counted from 0; default: a low, a middle and a high one",
+    )
+    intermediate_size: int = setting(0, "width of the head's MLP; 0 for the target's own, where it has one")
+    heads: int = setting(0, "attention heads of the head; 0 for as many as the target has")
+    kv_heads: int = setting(0, "key and value heads of the head; 0 for as many as the target has")
+    feature_norm: Literal["auto", "each", "all", "none"] = setting(
+        "auto",
+        "norm of the layers that are read: one for each (EAGLE-3.1's fc_norm), one over all (norm_before_fc), or none",
+    )
+    recycle: Literal["auto", "normed", "output"] = setting(
+        "auto",
+        "what a draft step hands to the next: its output, or that behind the final norm (EAGLE-3.1's norm_output)",
+    )
+    norm_before_residual: bool = setting(False, "start the residual stream from the normed feature")
+
+
+@dataclass(frozen=True)
+class DataConfig(Group):
+    """What the head learns from, and where the target's hidden states are kept."""
+
+    sources: tuple[str, ...] = setting(
+        ("builtin:python",),
+        "sources of conversations: files, hub ids, presets; SOURCE=WEIGHT for each makes a mix of them (docs/data.md)",
+        name="data",
+    )
+    map: tuple[str, ...] = setting(
+        (),
+        "what the rows call their fields, such as role=from,content=value or SOURCE:prompt=question",
+    )
+    stream: bool = setting(False, "read rows as they come and store none, for sets that are larger than the disk")
+    skip_bad: bool = setting(False, "leave out and count rows that cannot be used, in place of ending with an error")
+    keep_turns: str = setting(
+        "", "keep conversations of so many turns of the user; either number may be left out", metavar="MIN:MAX"
+    )
+    keep_tokens: str = setting("", "keep conversations of so many tokens", metavar="MIN:MAX")
+    dedupe: Literal["none", "prompt", "conversation"] = setting(
+        "none",
+        "keep the first of conversations with the same prompt, or of the same whole",
+    )
+    shards: str = setting("", "folder of hidden states made by `eagle-data collect`, in place of --data", metavar="DIR")
+    limit: int = setting(0, "use at most this many conversations, all sources together; 0 for all", NOT_NEGATIVE)
+    max_length: int = setting(2048, "cut conversations after this many tokens", AT_LEAST_1)
+    states: Literal["auto", "memory", "disk", "online"] = setting(
+        "auto",
+        "hidden states captured once and kept in memory or on the disk, or anew for each batch; auto: by --cache-gb",
+    )
+    cache_gb: float = setting(
+        4.0,
+        "capture the hidden states once where they fit this many gigabytes of free memory, or else of the disk",
+        NOT_NEGATIVE,
+    )
+    cache_bits: int = setting(16, "bits of a value that is kept on the disk, 16 or 8")
+    cache_dir: str = setting(
+        "",
+        "folder of the states kept on the disk, where later runs find them; default: the output's name + .shards",
+        metavar="DIR",
+    )
+
+    def _check(self) -> None:
+        if self.cache_bits not in BITS:
+            raise ConfigError(f"--cache-bits must be {' or '.join(map(str, BITS))}, not {self.cache_bits}")
+
+
+@dataclass(frozen=True)
+class OptimizationConfig(Group):
+    """The loss, the batches and the updates. What is left open follows the kind of head."""
+
+    unroll: int = setting(0, "draft steps over which the loss is taken", NOT_NEGATIVE)
+    decay: float = setting(0.0, "weight of a draft step's loss, relative to the step before it", SHARE)
+    step_weights: tuple[float, ...] = setting((), "weights of the draft steps' losses one by one, in place of --decay")
+    loss: Literal["auto", "soft", "hard"] = setting(
+        "auto",
+        "cross entropy with the target's distribution (soft) or with its most likely token (hard)",
+    )
+    loss_weights: tuple[float, ...] = setting((), "what the distance of the features and the cross entropy count for")
+    feature_noise: float = setting(
+        -1.0,
+        "uniform noise of up to this size on the features that are read; less in conversations of more than 512 tokens",
+    )
+    rows: int = setting(
+        4,
+        "rows of a batch; with several processes (mlx.launch), rows that each of them adds to it",
+        AT_LEAST_1,
+    )
+    length: int = setting(1024, "tokens of a row; short conversations share one, long ones are cut", AT_LEAST_1)
+    accumulate: int = setting(
+        1,
+        "compute a batch's rows in so many parts, one after the other: the same update with less memory",
+        AT_LEAST_1,
+    )
+    grad_checkpoint: bool = setting(
+        False,
+        "compute draft steps again for the gradient and keep no logits: far less memory, somewhat more time",
+    )
+    epochs: int = setting(2, "passes over the data; --max-steps or --minutes end the run in its place", AT_LEAST_1)
+    max_steps: int = setting(0, "optimizer steps of the run; 0 to count epochs", NOT_NEGATIVE)
+    minutes: float = setting(
+        0.0,
+        "time budget of the run, over which the schedule is laid; 0 to count steps or epochs",
+        NOT_NEGATIVE,
+    )
+    optimizer: Literal["adamw", "muon"] = setting(
+        "adamw",
+        "adamw for all weights, or muon for the matrices inside the head and adamw for the rest",
+    )
+    lr: float = setting(1e-4, "peak learning rate of AdamW", ABOVE_0)
+    muon_lr: float = setting(0.02, "peak learning rate of Muon", ABOVE_0)
+    warmup: float = setting(0.015, "share of the run over which the learning rate rises", SHARE)
+    final_lr: float = setting(0.0, "share of the peak learning rate at which the cosine ends", SHARE)
+    weight_decay: float = setting(0.0, "weight decay of AdamW", NOT_NEGATIVE)
+    clip: float = setting(0.5, "largest norm of the gradient", ABOVE_0)
+
+    def _check(self) -> None:
+        if self.length < self.unroll + 2:
+            raise ConfigError(f"--length {self.length} leaves no room for {self.unroll} draft steps; make it longer")
+        if not all(0 < weight < math.inf for weight in self.step_weights):
+            raise ConfigError(f"--step-weights must be above 0, but are {_list(self.step_weights)}")
+        if self.step_weights and self.unroll not in (0, len(self.step_weights)):
+            raise ConfigError(
+                f"--step-weights are given for {len(self.step_weights)} draft steps and --unroll is {self.unroll}; "
+                "leave --unroll out"
+            )
+        if self.step_weights and self.decay:
+            raise ConfigError("--step-weights and --decay are both given; leave one of them out")
+        parts = self.loss_weights
+        if parts and not (len(parts) == 2 and all(0 <= part < math.inf for part in parts) and any(parts)):
+            raise ConfigError(
+                "--loss-weights are two numbers of 0 or more, for the features and for the cross entropy, not "
+                f"{_list(parts)}"
+            )
+        if self.feature_noise < 0 and self.feature_noise != -1:
+            raise ConfigError(f"--feature-noise must not be negative, but is {self.feature_noise}")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig(Group):
+    """How acceptance is measured, by decoding held-out prompts."""
+
+    data: str = setting(
+        "",
+        "source of the held-out prompts; default: the held-out part of the first --data",
+        name="eval_data",
+    )
+    prompts: int = setting(
+        100,
+        "held-out prompts on which acceptance is measured by decoding",
+        AT_LEAST_1,
+        name="eval_prompts",
+    )
+    tokens: int = setting(128, "tokens decoded for each of them", AT_LEAST_1, name="eval_tokens")
+    depth: int = setting(4, "draft tokens per round when acceptance is measured", ABOVE_0, name="eval_depth")
+    batch: int = setting(8, "prompts decoded side by side", ABOVE_0, name="eval_batch")
+    steps: int = setting(
+        0,
+        "measure acceptance and keep a checkpoint every so many steps",
+        NOT_NEGATIVE,
+        name="eval_steps",
+    )
+    minutes: float = setting(
+        0.0,
+        "the same every so many minutes; with neither, ten times in the run",
+        NOT_NEGATIVE,
+        name="eval_minutes",
+    )
+
+
+@dataclass(frozen=True)
+class RunConfig(Group):
+    """Where the run writes, what it keeps, how it is repeated."""
+
+    output: str = setting(
+        "out/head", "folder for checkpoints, metrics, plots and report; must not exist", metavar="DIR"
+    )
+    overwrite: bool = setting(False, "replace an output folder that exists, once the new one is complete")
+    seed: int = setting(0, "seed of the weights and of the order of the data")
+    checkpoints: int = setting(
+        2,
+        "states kept to resume from, the newest; each takes about three times the memory of the head's weights",
+        AT_LEAST_1,
+    )
+    checkpoint_minutes: float = setting(
+        10.0,
+        "save a state every so many minutes, besides after each measurement of acceptance; 0 for after those alone",
+        NOT_NEGATIVE,
+    )
+    log_steps: int = setting(10, "steps between lines of metrics.jsonl", AT_LEAST_1)
+    wandb: bool = setting(False, "log to Weights & Biases as well (WANDB_MODE=offline works without a network)")
+    wandb_project: str = setting("eagle-mlx", "project of Weights & Biases")
+    lanes: int = setting(
+        0,
+        "parts of a batch computed side by side; 0 for one per core on a CPU under Linux, else one",
+        NOT_NEGATIVE,
+    )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a head is trained. The defaults are the field's for targets of 1 to 30 billion parameters.
+
+    In code settings stand in groups. Flags, YAML files and saved runs know each by one name of its own: what code reads
+    as `config.evaluation.depth` is `--eval-depth` and `eval_depth`. Where a default depends on the kind of head, the
+    setting is left open here and `kinds.settled` fills it in.
+    """
+
+    head: HeadConfig = HeadConfig()
+    data: DataConfig = DataConfig()
+    optimization: OptimizationConfig = OptimizationConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    run: RunConfig = RunConfig()
+
+    @classmethod
+    def of(cls, **settings: Any) -> Self:
+        """The defaults with these settings, each by its own name. Raises ConfigError as `changed` does."""
+        return cls().changed(**settings)
+
+    def changed(self, **settings: Any) -> Self:
+        """The same with other values for these settings.
+
+        Raises ConfigError for a name that there is not, which names the nearest, and for a value that cannot be used.
+        """
+        by_group: dict[str, dict[str, Any]] = {}
+        for name, value in settings.items():
+            group, known = find(name)
+            by_group.setdefault(group, {})[known.field] = value
+        new = {group: dataclasses.replace(getattr(self, group), **values) for group, values in by_group.items()}
+        return dataclasses.replace(self, **new)
+
+    def value(self, name: str) -> Any:
+        """What a setting is, by its own name."""
+        group, known = find(name)
+        return getattr(getattr(self, group), known.field)
+
+    def flat(self) -> dict[str, Any]:
+        """All settings by their own names, as files and saved runs hold them; `from_mapping` reads them back."""
+        return {name: self.value(name) for group in groups().values() for name in settings_of(group)}
+
+
+@functools.cache
+def groups() -> Mapping[str, type[Group]]:
+    """The groups by what TrainConfig calls them, in order."""
+    config = TrainConfig()
+    return {field.name: type(getattr(config, field.name)) for field in dataclasses.fields(config)}
+
+
+def find(name: str) -> tuple[str, Setting]:
+    """The group and the setting of that name. Raises ConfigError, with the nearest name, where there is none."""
+    found = _by_name().get(name)
+    if found is None:
+        near = difflib.get_close_matches(str(name).replace("-", "_"), _by_name(), n=1, cutoff=0.0)
+        raise ConfigError(f"unknown setting {name!r}; did you mean {near[0]!r}?")
+    return found
+
+
+@functools.cache
+def _by_name() -> Mapping[str, tuple[str, Setting]]:
+    return {name: (group, known) for group, type_ in groups().items() for name, known in settings_of(type_).items()}
+
+
+def _list(values: tuple[float, ...]) -> str:
+    return " ".join(f"{value:g}" for value in values)
