@@ -45,11 +45,7 @@ class Pieces:
         head.attach(target)
         self._head, self._target, self._config = head, target, config
         self._weights, self._objective = weights_of_steps(config), objective_of(config)
-<<<<<<< HEAD
-        self._lanes = config.lanes or min(default_streams(), config.rows)
-=======
-        self._lanes = config.run.lanes or min(default_lanes(), config.optimization.rows)
->>>>>>> b6af708 (Put the trainer's settings into five groups, each with its defaults, help and limits in one place, and name flags in errors)
+        self._lanes = config.run.lanes or min(default_streams(), config.optimization.rows)
         self._streams = make_streams(self._lanes)
 
     def captured(self, rows: Rows) -> Rows:

@@ -85,13 +85,8 @@ class Stepper:
         self._weights = weights_of_steps(config)
         self._objective = objective_of(config)
         self._steps = 0
-<<<<<<< HEAD
-        self._optimizers = Optimizers(config, head.trainable_parameters())
-        self._lanes = config.lanes or min(default_streams(), config.rows)
-=======
         self._optimizers = Optimizers(config.optimization, head.trainable_parameters())
-        self._lanes = config.run.lanes or min(default_lanes(), config.optimization.rows)
->>>>>>> b6af708 (Put the trainer's settings into five groups, each with its defaults, help and limits in one place, and name flags in errors)
+        self._lanes = config.run.lanes or min(default_streams(), config.optimization.rows)
         self._streams = make_streams(self._lanes)
         self._gradients: Callable[[list[Arrays]], tuple[list[mx.array], Any]] = self._plain_gradients
         self._update: Callable[[Any, mx.array], None] = self._plain_update
@@ -135,13 +130,8 @@ class Stepper:
 
     def _parts(self, rows: Rows) -> list[list[_Part]]:
         """The rows dealt out to groups, one after the other, of lanes side by side; parts without loss are left out."""
-<<<<<<< HEAD
         multiple = 1 if use_shortcuts() else _COMPILED_MULTIPLE
-        noise = noise_of(rows, self._config.feature_noise, self._config.seed, self._steps)
-=======
-        multiple = 1 if on_cpu() else _COMPILED_MULTIPLE
         noise = noise_of(rows, self._config.optimization.feature_noise, self._config.run.seed, self._steps)
->>>>>>> b6af708 (Put the trainer's settings into five groups, each with its defaults, help and limits in one place, and name flags in errors)
 
         def part_of(part: Rows) -> _Part:
             own = noise.part(part.first - rows.first, len(part.tokens)) if noise else None
