@@ -20,6 +20,7 @@ from eagle_mlx.row import Row
 from eagle_mlx.verify import Verdict
 
 _MOST_DRAFTS = 2**31 - 1
+"""Of rows without a grammar, all of whose draft tokens can be judged: the largest int32."""
 
 
 class Processors:
