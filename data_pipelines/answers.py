@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_mlx.engine import Engine
-from eagle_mlx.fingerprint import fingerprint
+from eagle_mlx.target import fingerprint
 
 from .conversation import Conversation
 from .jsonl import as_line

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError, DataError, EagleError, OutputError, ShardError
-from eagle_mlx.folders import check_free
+from eagle_mlx.files import check_free
 from eagle_mlx.heads.eagle3 import default_aux_layers
 from eagle_mlx.shards import BITS, ShardReader, ShardRepair, bytes_per_token
 from eagle_mlx.target import Target, load_target

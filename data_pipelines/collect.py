@@ -8,9 +8,9 @@ from itertools import chain, islice
 import mlx.core as mx
 import numpy as np
 
-from eagle_mlx.bars import progress_bar
 from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread
 from eagle_mlx.errors import TargetError
+from eagle_mlx.progress import progress_bar
 from eagle_mlx.shards import Sample
 from eagle_mlx.target import Target
 

@@ -11,12 +11,12 @@ from typing import NamedTuple, NoReturn
 
 from tqdm import tqdm
 
-from eagle_mlx.bars import progress_bar
+from eagle_mlx.decoding.loops import is_loop
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError
-from eagle_mlx.loops import is_loop
-from eagle_mlx.params import SamplingParams
-from eagle_mlx.row import Row
+from eagle_mlx.progress import progress_bar
+from eagle_mlx.request import Row
+from eagle_mlx.sampling_params import SamplingParams
 
 from .chat import prompt_tokens
 from .conversation import Conversation, Message

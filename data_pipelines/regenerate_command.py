@@ -7,15 +7,15 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from eagle_mlx.decoding.loops import LEAST_DISTINCT
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError
 from eagle_mlx.formats import load_head
-from eagle_mlx.loops import LEAST_DISTINCT
-from eagle_mlx.params import SamplingParams
+from eagle_mlx.head_check import doubt
 from eagle_mlx.policy import ThroughputPolicy
 from eagle_mlx.policy.throughput import MOST_TOKENS
 from eagle_mlx.proposers.head import HeadProposer
-from eagle_mlx.sanity import doubt
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target, load_target
 
 from .answers import regenerate_to_file

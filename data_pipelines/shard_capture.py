@@ -11,10 +11,9 @@ from typing import Protocol
 
 import numpy as np
 
-from eagle_mlx.bars import progress_bar
-from eagle_mlx.fingerprint import fingerprint
+from eagle_mlx.progress import progress_bar
 from eagle_mlx.shards import MANIFEST, Sample, ShardFile, ShardMeta, ShardRepair, ShardWriter
-from eagle_mlx.target import Target
+from eagle_mlx.target import Target, fingerprint
 
 from .collect import WINDOW, TokensAndMask, capture_batches, make_batches
 

@@ -10,14 +10,14 @@ print(engine.generate(["def fib(n):"], em.SamplingParams(max_tokens=64))[0].text
 
 import eagle_mlx.cpu  # noqa: F401  (first: it brings the fast BLAS before MLX)
 from eagle_mlx.engine import Engine
+from eagle_mlx.engine.output import Chunk, Output
 from eagle_mlx.errors import EagleError, HeadWarning
-from eagle_mlx.output import Chunk, Output
-from eagle_mlx.params import SamplingParams
+from eagle_mlx.head_check import load_head
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, ThroughputPolicy
 from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.ngram import NgramProposer
-from eagle_mlx.sanity import load_head
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target, load_target
 
 __all__ = [

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
+import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx import hub
@@ -41,6 +44,8 @@ _NORMS = (
     "output_norm",
 )
 _LM_HEADS = ("lm_head", "language_model.lm_head", "output", "embed_out", "model.embed_out")
+_FINGERPRINT_VALUES = 64
+"""Values of every tensor that are looked at: enough to tell trained models apart, and quick for large ones."""
 
 
 @dataclass(frozen=True)
@@ -207,3 +212,18 @@ def _argument(args: Any, names: Sequence[str], default: int) -> int:
         if isinstance(value, int) and value > 0:
             return value
     return default
+
+
+def fingerprint(target: Target) -> str:
+    """Hexadecimal digits made from the target's tensors (names, shapes, types, first values) and chat template."""
+    digest = hashlib.blake2s()
+    template = getattr(target.tokenizer, "chat_template", None)
+    digest.update(str(template).encode(errors="replace"))
+    leaves = cast(list[tuple[str, mx.array]], tree_flatten(target.model.parameters()))
+    leaves.sort(key=lambda leaf: leaf[0])
+    firsts = [leaf.reshape(-1)[:_FINGERPRINT_VALUES].astype(mx.float32) for _, leaf in leaves]
+    mx.eval(firsts)
+    for (name, leaf), first in zip(leaves, firsts, strict=True):
+        digest.update(f"{name}{leaf.shape}{leaf.dtype}".encode())
+        digest.update(np.array(first).tobytes())
+    return digest.hexdigest()[:16]

@@ -15,6 +15,7 @@ import mlx.nn as nn
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats import load_head
+from eagle_mlx.head_check import doubt
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
 from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
@@ -22,7 +23,6 @@ from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.ngram import NgramProposer
-from eagle_mlx.sanity import doubt
 from eagle_mlx.target import Target, load_target
 
 from .defaults import embedded

@@ -16,12 +16,13 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models import qwen3
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
+from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.sampling import SamplingBatch
+from eagle_mlx.decoding.tree import Tree
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from eagle_mlx.plan import CONFIDENCE_LAG, Abilities, Plan
-from eagle_mlx.proposers.base import Draft, Observation, ProposerState
-from eagle_mlx.sampling import SamplingBatch
+from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.target import Target
-from eagle_mlx.tree import Tree
 
 EMBEDDED_TARGET = Path(__file__).parent.parent / "checkpoints" / "target"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

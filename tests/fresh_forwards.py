@@ -14,9 +14,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
+from eagle_mlx.decoding.sampling import SamplingBatch, distribution, gumbel, sample
 from eagle_mlx.hooks import Hook
-from eagle_mlx.params import SamplingParams
-from eagle_mlx.sampling import SamplingBatch, distribution, gumbel, sample
+from eagle_mlx.sampling_params import SamplingParams
 from tests.architectures import tiny_model
 from tests.fakes import randomize
 

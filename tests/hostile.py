@@ -11,11 +11,12 @@ import eagle_mlx  # noqa: F401  (brings the fast BLAS before MLX)
 import mlx.core as mx  # isort: skip
 import numpy as np
 
+from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.sampling import SamplingBatch
+from eagle_mlx.decoding.tree import Tree
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Plan, RoundResult
-from eagle_mlx.proposers.base import Draft, Observation, ProposerState
-from eagle_mlx.sampling import SamplingBatch
+from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.target import Target
-from eagle_mlx.tree import Tree
 
 DEPTHS = (1, 2, 3, 5, 8, 20)
 """The longest is wider than the slack of a sliding window's ring."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -86,6 +86,34 @@ def changed_classes(path: Path, source: str) -> list[str]:
     return [f"{path}:{line}: only {HOOKS} may give a module another class" for line in found]
 
 
+def rooms(sources: Iterable[tuple[Path, str]]) -> dict[str, set[str]]:
+    """The library's folders and the files at its top, each with those that it imports."""
+    found: dict[str, set[str]] = {}
+    for path, source in sources:
+        me = room(module_name(path))
+        for module, name, _ in imported(path, ast.parse(source)):
+            other = room(f"{module}.{name}" if module == "eagle_mlx" else module)
+            if other is not None and me is not None and other != me:
+                found.setdefault(me, set()).add(other)
+    return found
+
+
+def room(module: str) -> str | None:
+    """`cache` for eagle_mlx.cache.full; None for the package itself, and for what is not of the library."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "eagle_mlx" and len(parts) > 1 and parts[1] not in APPLICATIONS else None
+
+
+def circle(arrows: dict[str, set[str]]) -> list[str]:
+    """Names that import one another in a circle; none where there is an order from the bottom to the top."""
+    left = {name: set(others) for name, others in arrows.items()}
+    while True:
+        bottom = {name for name in left if not left[name] & left.keys()}
+        if not bottom:
+            return sorted(left)
+        left = {name: others for name, others in left.items() if name not in bottom}
+
+
 def files() -> list[Path]:
     return sorted(path for name in ("eagle_mlx", *APPLICATIONS) for path in (ROOT / name).rglob("*.py"))
 
@@ -95,6 +123,15 @@ def test_imports_keep_the_rules(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
     assert breaches(path.relative_to(ROOT), source) == []
     assert changed_classes(path.relative_to(ROOT), source) == []
+
+
+def test_the_rooms_of_the_library_import_one_another_in_one_direction() -> None:
+    library = [
+        (path.relative_to(ROOT), path.read_text(encoding="utf-8")) for path in (ROOT / "eagle_mlx").rglob("*.py")
+    ]
+    assert circle(rooms(library)) == []
+    backwards = (Path("eagle_mlx/cache/full.py"), "from eagle_mlx.proposers.base import Proposer")
+    assert {"cache", "proposers"} <= set(circle(rooms([*library, backwards])))
 
 
 def test_a_changed_class_is_noticed() -> None:
@@ -113,9 +150,9 @@ def test_scripts_import_no_command_line() -> None:
 @pytest.mark.parametrize(
     ("path", "source", "said"),
     [
-        ("eagle_mlx/engine.py", "from eagle_mlx.train import loop", "the library imports"),
-        ("eagle_mlx/engine.py", "import eagle_mlx.serve.bench", "the library imports"),
-        ("eagle_mlx/engine.py", "def f():\n    from eagle_mlx import data_pipelines", "the library imports"),
+        ("eagle_mlx/engine/engine.py", "from eagle_mlx.train import loop", "the library imports"),
+        ("eagle_mlx/engine/engine.py", "import eagle_mlx.serve.bench", "the library imports"),
+        ("eagle_mlx/engine/engine.py", "def f():\n    from eagle_mlx import data_pipelines", "the library imports"),
         ("eagle_mlx/formats/x.py", "from .. import serve", "the library imports"),
         ("serve/app.py", "from eagle_mlx.data_pipelines import render", "serve imports the application"),
         ("serve/bench/x.py", "from ...train import loop", "serve imports the application"),
@@ -127,10 +164,10 @@ def test_scripts_import_no_command_line() -> None:
         ("train/loop.py", "from train.step import step", "a second name"),
         ("train/loop.py", "from .cli import main", "a command line"),
         ("serve/bench/x.py", "from . import cli", "a command line"),
-        ("eagle_mlx/engine.py", "from mlx_lm.models import cache", "may touch"),
-        ("eagle_mlx/engine.py", "from mlx_lm import models", "may touch"),
+        ("eagle_mlx/engine/engine.py", "from mlx_lm.models import cache", "may touch"),
+        ("eagle_mlx/engine/engine.py", "from mlx_lm import models", "may touch"),
         ("train/step.py", "import mlx_lm.models.qwen3", "may touch"),
-        ("eagle_mlx/sampling.py", "from eagle_mlx.cpu.fastmath import exp", "what its __init__ offers"),
+        ("eagle_mlx/decoding/sampling.py", "from eagle_mlx.cpu.fastmath import exp", "what its __init__ offers"),
         ("train/step.py", "from eagle_mlx.cpu.flag import use_shortcuts", "what its __init__ offers"),
     ],
 )
@@ -142,12 +179,12 @@ def test_a_breach_is_noticed(path: str, source: str, said: str) -> None:
     ("path", "source"),
     [
         ("train/cli.py", "from eagle_mlx.data_pipelines import render"),
-        ("train/loop.py", "from .step import step\nfrom eagle_mlx.engine import Engine"),
+        ("train/loop.py", "from .step import step\nfrom eagle_mlx.engine.engine import Engine"),
         ("serve/bench/cli.py", "from . import report\nfrom ..bench.modes import Mode"),
         ("eagle_mlx/heads/eagle3.py", "from mlx_lm.models.base import scaled_dot_product_attention"),
         ("eagle_mlx/cache/kinds.py", "from mlx_lm.models import cache"),
-        ("eagle_mlx/engine.py", "from .sampling import sample\nimport mlx_lm"),
-        ("eagle_mlx/sampling.py", "from eagle_mlx.cpu import fastmath"),
+        ("eagle_mlx/engine/engine.py", "from .sampling import sample\nimport mlx_lm"),
+        ("eagle_mlx/decoding/sampling.py", "from eagle_mlx.cpu import fastmath"),
         ("eagle_mlx/cpu/streams.py", "from eagle_mlx.cpu.flag import use_shortcuts"),
     ],
 )

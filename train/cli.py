@@ -13,7 +13,7 @@ from typing import Any
 
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.folders import check_free
+from eagle_mlx.files import check_free
 from eagle_mlx.shards.budget import gb
 from eagle_mlx.target import load_target
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import EagleError
-from eagle_mlx.folders import new_folder
+from eagle_mlx.files import new_folder
 from eagle_mlx.formats import load_head
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.serve.bench.machine import describe

@@ -20,10 +20,10 @@ import numpy as np
 
 import eagle_mlx as em
 from eagle_mlx.cpu import blas
+from eagle_mlx.decoding.loops import is_loop
 from eagle_mlx.errors import EagleError, OutputError
-from eagle_mlx.folders import new_folder
+from eagle_mlx.files import new_folder
 from eagle_mlx.heads.eagle3 import Eagle3Head
-from eagle_mlx.loops import is_loop
 from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.continuation import acceptance_length, finish
 from eagle_mlx.serve.bench.machine import describe

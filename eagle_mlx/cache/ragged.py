@@ -16,8 +16,8 @@ from eagle_mlx.cache.lengths import Moves, RowLengths, SavedLengths
 from eagle_mlx.cache.quantized import RaggedQuantized
 from eagle_mlx.cache.recurrent import RaggedList, RecurrentState
 from eagle_mlx.cache.window import RaggedWindow
+from eagle_mlx.decoding.tree import Branches
 from eagle_mlx.hooks import NotesCalls, hook
-from eagle_mlx.tree import Branches
 
 Saved = tuple[SavedLengths, list[list[mx.array | None]]]
 """The lengths, and the arrays of every recurrent state."""

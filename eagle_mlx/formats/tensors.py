@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from eagle_mlx.errors import CheckpointError
-from eagle_mlx.folders import new_folder
+from eagle_mlx.files import new_folder
 from eagle_mlx.formats.torchzip import read_torch
 from eagle_mlx.target import compute_dtype
 

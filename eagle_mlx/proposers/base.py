@@ -13,26 +13,10 @@ from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
+from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.plan import Abilities, Plan
-from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Target
-from eagle_mlx.tree import Tree
-
-
-@dataclass(frozen=True)
-class Draft:
-    """Draft tokens of a batch, a chain or a tree per row."""
-
-    tokens: mx.array
-    """[B, k] int32 target ids; k may be less than was asked for, and 0."""
-    lengths: mx.array
-    """[B] int32, how many of a row's tokens count; 0 is allowed."""
-    probs: mx.array | None = None
-    """[B, k, V] float32, the distributions that the tokens were drawn from; None where they were not drawn."""
-    tree: Tree | None = None
-    """How the tokens hang together; None for chains. The likeliest come first."""
-    confidences: Sequence[Sequence[float]] = ()
-    """Of early exits, as in `RoundResult`: the confidence of every row, for each time that the proposer looked."""
 
 
 @dataclass(frozen=True)

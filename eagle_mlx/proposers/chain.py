@@ -8,9 +8,9 @@ from typing import cast
 
 import mlx.core as mx
 
+from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.sampling import SamplingBatch, draft_sample, draft_scores, surprise_of
 from eagle_mlx.plan import CONFIDENCE_LAG
-from eagle_mlx.proposers.base import Draft
-from eagle_mlx.sampling import SamplingBatch, draft_sample, draft_scores, surprise_of
 
 Forward = Callable[[mx.array | None], mx.array]
 """The chain's newest tokens [B, 1], None before the first -> logits [B, 1, Vd] of what follows."""

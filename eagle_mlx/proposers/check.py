@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 
 import mlx.core as mx
 
+from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.tree import Tree
 from eagle_mlx.errors import ProposerError
 from eagle_mlx.plan import Plan
-from eagle_mlx.proposers.base import Draft
-from eagle_mlx.tree import Tree
 
 _SUM_TOLERANCE = 1e-3
 """How far the probabilities of a position may be from 1 together: float32 over a large vocabulary is much nearer."""

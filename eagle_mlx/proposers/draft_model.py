@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, check_cacheable
+from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import TargetError
 from eagle_mlx.plan import Abilities, Plan
-from eagle_mlx.proposers.base import Draft, Observation, ProposerState
+from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.proposers.chain import Draw, Draws, EarlyExit, Scores, draw_chain
 from eagle_mlx.proposers.growth import beside
-from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Target
 
 _CHUNK = 512

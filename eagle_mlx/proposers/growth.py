@@ -13,8 +13,8 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cpu import fastmath
+from eagle_mlx.decoding.tree import Branches, Tree
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.tree import Branches, Tree
 
 _LEAST = -50.0
 """The least logarithm of a share: what is less likely is not drafted anyway."""

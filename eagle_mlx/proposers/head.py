@@ -9,16 +9,17 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx.cache import RaggedCache, without_row
+from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import HeadError
 from eagle_mlx.formats import check_fit
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.hooks import place_one_by_one
 from eagle_mlx.plan import Abilities, Plan
-from eagle_mlx.proposers.base import Draft, Observation, ProposerState
+from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.proposers.chain import Draw, Draws, EarlyExit, Scores, draw_chain
 from eagle_mlx.proposers.growth import Spread, beside, grow
-from eagle_mlx.sampling import SamplingBatch
 from eagle_mlx.target import Target
 
 

@@ -8,12 +8,13 @@ from itertools import islice
 
 import mlx.core as mx
 
+from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.sampling import SamplingBatch
+from eagle_mlx.decoding.tree import Tree
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import Abilities, Plan
-from eagle_mlx.proposers.base import Draft, Observation, ProposerState
-from eagle_mlx.sampling import SamplingBatch
+from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.target import Target
-from eagle_mlx.tree import Tree
 
 _PLACES = 4
 """Latest places of each n-gram that a tree may be made of."""

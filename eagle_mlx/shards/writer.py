@@ -10,8 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from eagle_mlx.errors import OutputError
-from eagle_mlx.files import locked, sync_folder, write_whole
-from eagle_mlx.folders import check_free, swap
+from eagle_mlx.files import check_free, locked, swap, sync_folder, write_whole
 
 from .files import write_shard
 from .format import Sample, ShardFile, ShardMeta, check_sample, shard_name

@@ -7,7 +7,7 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
-from eagle_mlx.output import Output
+from eagle_mlx.engine.output import Output
 
 from .errors import ApiError
 from .service import Call

@@ -9,9 +9,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from eagle_mlx.output import Output
-from eagle_mlx.row import Row
-from eagle_mlx.streaming import TextStream
+from eagle_mlx.engine.output import Output
+from eagle_mlx.request import Row
+from eagle_mlx.text import TextStream
 
 from ..chat import AnswerReader, Delta, ToolCall, ToolOffer
 from .answer import report, usage

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from eagle_mlx.engine import Engine
-from eagle_mlx.params import SamplingParams
 from eagle_mlx.policy import FixedPolicy
+from eagle_mlx.sampling_params import SamplingParams
 
 from ..bench.identity import compare, tolerance_for
 from .model import Loaded

@@ -9,10 +9,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from eagle_mlx.engine.output import Output
 from eagle_mlx.errors import PromptError
-from eagle_mlx.output import Output
-from eagle_mlx.row import Row, TokenLogprob
-from eagle_mlx.streaming import TextStream
+from eagle_mlx.request import Row, TokenLogprob
+from eagle_mlx.text import TextStream
 
 from .answer import report, usage
 from .errors import ApiError

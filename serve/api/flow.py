@@ -12,9 +12,9 @@ from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from eagle_mlx.engine.output import Output
 from eagle_mlx.errors import EagleError
-from eagle_mlx.output import Output
-from eagle_mlx.row import Row
+from eagle_mlx.request import Row
 
 from . import schema
 from .answer import failure

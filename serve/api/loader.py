@@ -12,9 +12,9 @@ import mlx.core as mx
 from eagle_mlx.cpu import blas
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, TargetError
-from eagle_mlx.params import SamplingParams
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.base import Proposer
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target, load_target
 
 from ..speculation import Speculation

@@ -7,8 +7,8 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from eagle_mlx.row import TokenLogprob
-from eagle_mlx.streaming import TextStream
+from eagle_mlx.request import TokenLogprob
+from eagle_mlx.text import TextStream
 
 from .tokens import TokenTexts
 

@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from eagle_mlx import hub
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.params import SamplingParams
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
 from ..chat import ChatFormat, Grammars

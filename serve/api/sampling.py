@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from eagle_mlx.errors import EagleError
-from eagle_mlx.params import Grammar, SamplingParams
+from eagle_mlx.sampling_params import Grammar, SamplingParams
 
 from .errors import ApiError, refused
 from .limits import Limits

@@ -8,8 +8,8 @@ from typing import cast
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.logprobs import listed, logprobs_of
-from eagle_mlx.row import TokenLogprob
+from eagle_mlx.decoding.logprobs import listed, logprobs_of
+from eagle_mlx.request import TokenLogprob
 from eagle_mlx.target import Target
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal
 
-from eagle_mlx.row import Row
+from eagle_mlx.request import Row
 
 from .errors import ApiError
 from .limits import Limits

@@ -11,9 +11,9 @@ from queue import SimpleQueue
 from threading import Thread
 
 from eagle_mlx.engine import Engine
-from eagle_mlx.output import Output
+from eagle_mlx.engine.output import Output
 from eagle_mlx.plan import RoundResult
-from eagle_mlx.row import Row, TokenLogprob
+from eagle_mlx.request import Row, TokenLogprob
 
 from .errors import ApiError
 from .model import Loaded

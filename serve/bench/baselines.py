@@ -10,7 +10,7 @@ import mlx_lm
 from mlx_lm.generate import GenerationResponse
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.params import SamplingParams
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
 from ..speculation import PolicyName

@@ -11,16 +11,16 @@ from typing import cast
 
 import mlx.core as mx
 
-from eagle_mlx.batch import Batch
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine import Engine
+from eagle_mlx.engine.batch import Batch
+from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.params import SamplingParams
 from eagle_mlx.plan import Plan
 from eagle_mlx.policy import FixedPolicy
-from eagle_mlx.prefix import Prefix
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.proposers.head import HeadProposer, HeadState
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
 _WARM_UP = 5

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from eagle_mlx.params import SamplingParams
-from eagle_mlx.sampling import SamplingBatch, gumbel
+from eagle_mlx.decoding.sampling import SamplingBatch, gumbel
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
 # Above the rounding of a forward, far below what separates tokens. In float32 with OpenBLAS the logits of one token

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from time import perf_counter
 
-from eagle_mlx.bars import progress_bar
+from eagle_mlx.decoding.loops import LEAST_DISTINCT, is_loop
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.loops import LEAST_DISTINCT, is_loop
-from eagle_mlx.params import Acceptance, SamplingParams
+from eagle_mlx.progress import progress_bar
+from eagle_mlx.sampling_params import Acceptance, SamplingParams
 from eagle_mlx.target import Target
 
 from .baselines import MlxLmMode

@@ -10,15 +10,15 @@ from typing import Literal, Protocol, get_args
 import mlx.core as mx
 
 from eagle_mlx.engine import Engine
+from eagle_mlx.engine.output import Output
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
-from eagle_mlx.output import Output
-from eagle_mlx.params import SamplingParams
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.ngram import NgramProposer
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
 from ..speculation import PolicyName, Speculation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
-from eagle_mlx.params import SamplingParams
+from eagle_mlx.sampling_params import SamplingParams
 
 from .continuation import Continuation, Decoding
 from .modes import Mode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eagle_mlx.streaming import held_back
+from eagle_mlx.text import held_back
 
 
 def next_mark(text: str, marks: Sequence[str], final: bool = False) -> tuple[int, str] | None:

@@ -109,7 +109,7 @@ class CompiledGrammar:
 
 
 class MatcherGrammar:
-    """A row's own matcher, as `eagle_mlx.params.AsyncGrammar` wants it.
+    """A row's own matcher, as `eagle_mlx.sampling_params.AsyncGrammar` wants it.
 
     Raises ConfigError where the grammar has become too complex to follow. What it has been told is sent when the next
     masks are asked for; until then the masks that are known say which tokens are allowed.

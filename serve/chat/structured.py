@@ -9,7 +9,7 @@ from threading import Lock
 from typing import Any
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.params import Grammar
+from eagle_mlx.sampling_params import Grammar
 from eagle_mlx.target import Target
 
 from .bounds import too_much

@@ -12,11 +12,11 @@ from time import perf_counter
 
 from eagle_mlx.cpu import blas
 from eagle_mlx.engine import Engine
+from eagle_mlx.engine.output import Output
 from eagle_mlx.errors import EagleError, OutputError, PromptError
 from eagle_mlx.files import write_output
-from eagle_mlx.intake import Prompt as EnginePrompt
-from eagle_mlx.output import Output
-from eagle_mlx.params import SamplingParams
+from eagle_mlx.request import Prompt as EnginePrompt
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target, load_target
 
 from ..prompts import encode, read_prompts

@@ -20,9 +20,9 @@ from eagle_mlx.data_pipelines.partial import PartialFile, open_partial, partial_
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError, OutputError
 from eagle_mlx.formats import save_eagle3
-from eagle_mlx.params import SamplingParams
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 

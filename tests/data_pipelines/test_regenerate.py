@@ -9,12 +9,12 @@ import pytest
 
 from eagle_mlx.data_pipelines import Conversation, Message, RegenerateReport, parse_row, regenerate
 from eagle_mlx.data_pipelines.regenerate import seed_of
+from eagle_mlx.decoding.loops import distinct_ratio
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError
-from eagle_mlx.loops import distinct_ratio
-from eagle_mlx.params import SamplingParams
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 from tests.fakes import tiny_head, tiny_target
 

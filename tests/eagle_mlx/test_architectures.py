@@ -15,8 +15,8 @@ from mlx_lm.generate import generate_step
 
 import eagle_mlx as em
 from eagle_mlx.cache.kinds import ONE_ROW, REFUSED, may_pad
-from eagle_mlx.sampling import SamplingBatch, gumbel, sample
-from eagle_mlx.tree_support import why_no_trees
+from eagle_mlx.cache.tree_support import why_no_trees
+from eagle_mlx.decoding.sampling import SamplingBatch, gumbel, sample
 from tests.architectures import CONFIGS, VOCAB, tiny_model
 from tests.fakes import Oracle, randomize, tiny_head
 
@@ -122,8 +122,8 @@ NO_TREES = ["afm7", "gpt2", "gpt_bigcode", "ministral3", "minimax_m3_vl", "mistr
 def test_trees_are_refused_whatever_the_weights(name: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what the model is, and where that is not known by what it gives."""
     if not known:
-        monkeypatch.setattr("eagle_mlx.tree_support.ONE_ROW", {})
-        monkeypatch.setattr("eagle_mlx.tree_support.OWN_POSITIONS", {})
+        monkeypatch.setattr("eagle_mlx.cache.tree_support.ONE_ROW", {})
+        monkeypatch.setattr("eagle_mlx.cache.tree_support.OWN_POSITIONS", {})
     for spread in (None, 0.02, 0.2):
         model = tiny_model(name)
         if spread is not None:

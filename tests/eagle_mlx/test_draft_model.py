@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from mlx.utils import tree_map
 
 import eagle_mlx as em
+from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.sampling import SamplingBatch, draft_sample
 from eagle_mlx.errors import TargetError
-from eagle_mlx.params import SamplingParams
 from eagle_mlx.plan import Abilities, Plan, RoundResult
-from eagle_mlx.proposers.base import Draft, Observation
-from eagle_mlx.sampling import SamplingBatch, draft_sample
+from eagle_mlx.proposers.base import Observation
+from eagle_mlx.sampling_params import SamplingParams
 from tests.architectures import tiny_model
 from tests.fakes import length_of, randomize, tiny_target
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 
 import eagle_mlx as em
-from eagle_mlx.batch import Batch, Round
+from eagle_mlx.engine.batch import Batch, Round
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.plan import CONFIDENCE_LAG, Abilities, Plan, RoundResult
 from tests.fakes import Oracle, tiny_head, tiny_target

@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eagle_mlx as em
-from eagle_mlx.batch import Batch
 from eagle_mlx.cache import RaggedCache
+from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.sampling import SamplingBatch
+from eagle_mlx.engine.batch import Batch
 from eagle_mlx.plan import Abilities, Plan, RoundResult
-from eagle_mlx.proposers.base import Draft, Observation, ProposerState
-from eagle_mlx.row import Row
-from eagle_mlx.sampling import SamplingBatch
+from eagle_mlx.proposers.base import Observation, ProposerState
+from eagle_mlx.request import Row
 from tests.fakes import tiny_target
 
 TARGET = tiny_target()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from eagle_mlx.errors import OutputError
-from eagle_mlx.folders import check_free, new_folder
+from eagle_mlx.files import check_free, new_folder
 
 
 def test_a_folder_appears_when_it_is_complete(tmp_path: Path) -> None:

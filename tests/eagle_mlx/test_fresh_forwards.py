@@ -20,14 +20,14 @@ import numpy as np
 import pytest
 
 import eagle_mlx as em
-import eagle_mlx.batch
+import eagle_mlx.engine.batch
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.kinds import ONE_ROW
-from eagle_mlx.prefix import LEAST
+from eagle_mlx.decoding.sampling import SamplingBatch
+from eagle_mlx.decoding.verify import Verdict
+from eagle_mlx.engine.prefix import LEAST
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.row import Row
-from eagle_mlx.sampling import SamplingBatch
-from eagle_mlx.verify import Verdict
+from eagle_mlx.request import Row
 from tests.architectures import CONFIGS, VOCAB, tiny_model
 from tests.fakes import randomize
 from tests.fresh_forwards import Judge, judge, untouched
@@ -365,5 +365,5 @@ def keep_all(logits: mx.array, drafts: mx.array, lengths: mx.array, q: Any, batc
 
 
 def test_an_engine_that_keeps_every_draft_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eagle_mlx.batch, "verify", keep_all)
+    monkeypatch.setattr(eagle_mlx.engine.batch, "verify", keep_all)
     assert sum(len(History("llama", seed).play().faults) for seed in range(3)) > 3

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 import eagle_mlx as em
-from eagle_mlx.params import SamplingParams
+from eagle_mlx.decoding.sampling import SamplingBatch, draft_scores
 from eagle_mlx.plan import Plan
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.proposers.growth import Spread
 from eagle_mlx.proposers.head import HeadProposer, HeadState
-from eagle_mlx.sampling import SamplingBatch, draft_scores
+from eagle_mlx.sampling_params import SamplingParams
 from tests.fakes import tiny_head, tiny_target
 
 TARGET = tiny_target()

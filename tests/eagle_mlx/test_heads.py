@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import eagle_mlx as em
+from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import ConfigError, HeadError
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.mtp import MTPConfig
 from eagle_mlx.plan import Plan
 from eagle_mlx.proposers.base import Observation
-from eagle_mlx.sampling import SamplingBatch
 from tests.architectures import tiny_model
 from tests.eagle_mlx.heads import KINDS, bigram_target, eagle, eagle3, mtp, silence
 from tests.fakes import randomize, tiny_target

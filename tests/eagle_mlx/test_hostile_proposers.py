@@ -17,11 +17,12 @@ import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.lengths import RowLengths
 from eagle_mlx.cache.window import RaggedWindow
+from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.sampling import SamplingBatch, distribution
+from eagle_mlx.decoding.tree import Tree
 from eagle_mlx.errors import ProposerError
 from eagle_mlx.plan import Abilities, Plan, RoundResult
-from eagle_mlx.proposers.base import Draft, Observation, ProposerState
-from eagle_mlx.sampling import SamplingBatch, distribution
-from eagle_mlx.tree import Tree
+from eagle_mlx.proposers.base import Observation, ProposerState
 from tests.fakes import randomize, tiny_config, tiny_target
 
 TARGET = tiny_target()

@@ -15,9 +15,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from eagle_mlx.params import SamplingParams
-from eagle_mlx.sampling import SamplingBatch, Stream, distribution, draft_sample, gumbel, sample
-from eagle_mlx.verify import Verdict, match, rejection, verify
+from eagle_mlx.decoding.sampling import SamplingBatch, Stream, distribution, draft_sample, gumbel, sample
+from eagle_mlx.decoding.verify import Verdict, match, rejection, verify
+from eagle_mlx.sampling_params import SamplingParams
 
 Array = np.ndarray[Any, Any]
 Verify = Callable[[mx.array, mx.array, mx.array, mx.array | None, SamplingBatch, mx.array], Verdict]

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import eagle_mlx as em
-from eagle_mlx.masks import walk
-from eagle_mlx.params import AsyncGrammar, SamplingParams
+from eagle_mlx.decoding.masks import walk
 from eagle_mlx.proposers.draft_model import DraftModelProposer
+from eagle_mlx.sampling_params import AsyncGrammar, SamplingParams
 from tests.architectures import tiny_model
 from tests.eagle_mlx.test_processors import Guess
 from tests.fakes import tiny_head, tiny_target

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eagle_mlx as em
-from eagle_mlx.prefix import LEAST
+from eagle_mlx.engine.prefix import LEAST
 from tests.architectures import tiny_model
 from tests.fakes import Oracle, tiny_head, tiny_target
 

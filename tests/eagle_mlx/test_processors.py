@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 
 import eagle_mlx as em
-from eagle_mlx.batch import Batch
+from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.masks import walk
+from eagle_mlx.decoding.processors import Penalties, Processors
+from eagle_mlx.decoding.sampling import SamplingBatch
+from eagle_mlx.decoding.verify import Verdict
+from eagle_mlx.engine.batch import Batch
 from eagle_mlx.errors import PromptError
-from eagle_mlx.masks import walk
-from eagle_mlx.params import SamplingParams
 from eagle_mlx.plan import PLAIN, Abilities, Plan
-from eagle_mlx.processors import Penalties, Processors
-from eagle_mlx.proposers.base import Draft, Observation, ProposerState
-from eagle_mlx.row import Row, StopStrings
-from eagle_mlx.sampling import SamplingBatch
-from eagle_mlx.verify import Verdict
+from eagle_mlx.proposers.base import Observation, ProposerState
+from eagle_mlx.request import Row, StopStrings
+from eagle_mlx.sampling_params import SamplingParams
 from tests.fakes import tiny_head, tiny_target
 
 TARGET = tiny_target()

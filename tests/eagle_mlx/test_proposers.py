@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eagle_mlx as em
+from eagle_mlx.decoding.sampling import SamplingBatch, draft_sample
 from eagle_mlx.errors import ConfigError, HeadError
-from eagle_mlx.params import SamplingParams
 from eagle_mlx.plan import CONFIDENCE_LAG, Plan
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.proposers.head import HeadState
 from eagle_mlx.proposers.ngram import NgramIndex, merged
-from eagle_mlx.sampling import SamplingBatch, draft_sample
+from eagle_mlx.sampling_params import SamplingParams
 from tests.fakes import length_of, tiny_head, tiny_target
 
 TARGET = tiny_target()

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import eagle_mlx as em
-from eagle_mlx.request_queue import MOST_SKIPS, RequestQueue
-from eagle_mlx.row import Row
+from eagle_mlx.engine.request_queue import MOST_SKIPS, RequestQueue
+from eagle_mlx.request import Row
 from tests.fakes import tiny_target
 
 CHUNK = 10

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.errors import ConfigError
-from eagle_mlx.params import SamplingParams
-from eagle_mlx.sampling import (
+from eagle_mlx.decoding.sampling import (
     SamplingBatch,
     Stream,
     distribution,
@@ -21,6 +19,8 @@ from eagle_mlx.sampling import (
     sample,
     uniform,
 )
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.sampling_params import SamplingParams
 
 VOCAB = 37  # odd, so that no row begins at a multiple of a vector register
 

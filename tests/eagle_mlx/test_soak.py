@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 import eagle_mlx as em
-from eagle_mlx.row import Row
+from eagle_mlx.request import Row
 from tests.fakes import tiny_head, tiny_target
 
 REQUESTS, WARM_UP = 2_000, 200

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.params import SamplingParams
-from eagle_mlx.sampling import SamplingBatch, draft_sample, sample
-from eagle_mlx.verify import Verdict, match, rejection, threshold, verify
+from eagle_mlx.decoding.sampling import SamplingBatch, draft_sample, sample
+from eagle_mlx.decoding.verify import Verdict, match, rejection, threshold, verify
+from eagle_mlx.sampling_params import SamplingParams
 
 Array = np.ndarray[Any, Any]
 

@@ -14,11 +14,11 @@ import mlx.core as mx
 import pytest
 
 from eagle_mlx import hub
+from eagle_mlx.decoding.loops import distinct_ratio
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.formats import save_eagle3
-from eagle_mlx.loops import distinct_ratio
-from eagle_mlx.params import SamplingParams
 from eagle_mlx.proposers.ngram import NgramProposer
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.bench import plots, report
 from eagle_mlx.serve.bench.breakdown import measure_breakdown
 from eagle_mlx.serve.bench.cli import main

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from eagle_mlx import hub
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.folders import check_free
+from eagle_mlx.files import check_free
 from eagle_mlx.formats import mtp_of_model, save_mtp
 from eagle_mlx.formats.fields import read_config
 from eagle_mlx.formats.mtp import quantized

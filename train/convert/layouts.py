@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from eagle_mlx import hub
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.folders import check_free
+from eagle_mlx.files import check_free
 from eagle_mlx.formats import (
     load_head,
     save_eagle,
@@ -23,11 +23,11 @@ from eagle_mlx.formats import (
 from eagle_mlx.formats.fields import read_config
 from eagle_mlx.formats.mtp_source import NOTED
 from eagle_mlx.formats.tensors import COPY, DTYPE_NAMES, read_tensors
+from eagle_mlx.head_check import doubt
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.eagle import EagleHead
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_mlx.heads.mtp import MTPHead
-from eagle_mlx.sanity import doubt
 from eagle_mlx.target import Target, load_target
 
 from ..base_model import BASE_MODEL, base_model_of, check_id

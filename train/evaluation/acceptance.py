@@ -6,14 +6,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from eagle_mlx.decoding.loops import is_loop
 from eagle_mlx.engine import Engine
+from eagle_mlx.engine.output import Output
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.intake import Prompt
-from eagle_mlx.loops import is_loop
-from eagle_mlx.output import Output
-from eagle_mlx.params import SamplingParams
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.request import Prompt
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
 from .generations import Generation, generations_of

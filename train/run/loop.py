@@ -15,9 +15,8 @@ from tqdm import tqdm
 
 from eagle_mlx.errors import CheckpointError, DataError, EagleError
 from eagle_mlx.files import write_whole
-from eagle_mlx.fingerprint import fingerprint
 from eagle_mlx.hub import public_name
-from eagle_mlx.target import Target
+from eagle_mlx.target import Target, fingerprint
 
 from ..command import Stop, Stopped
 from ..config import TrainConfig

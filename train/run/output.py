@@ -11,8 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from eagle_mlx.errors import OutputError
-from eagle_mlx.files import locked
-from eagle_mlx.folders import check_free, swap
+from eagle_mlx.files import check_free, locked, swap
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eagle_mlx.bars import progress_bar
+from eagle_mlx.progress import progress_bar
 
 from ..step import Span, StepResult
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from eagle_mlx.errors import CheckpointError, OutputError
-from eagle_mlx.folders import new_folder
+from eagle_mlx.files import new_folder
 from eagle_mlx.formats.tensors import write_tensors
 
 from ..evaluation import Acceptance

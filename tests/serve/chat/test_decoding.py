@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import eagle_mlx as em
-from eagle_mlx.params import SamplingParams
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.ngram import NgramProposer
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.chat import AnswerReader, ChatFormat, Grammars, ToolOffer
 from tests.fakes import tiny_target
 from tests.serve.chat.formats import (

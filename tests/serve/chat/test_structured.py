@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eagle_mlx.decoding.masks import walk
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.masks import walk
-from eagle_mlx.params import AsyncGrammar, Grammar
+from eagle_mlx.sampling_params import AsyncGrammar, Grammar
 from eagle_mlx.serve.chat import Grammars, ToolOffer, matcher, structured
 from eagle_mlx.serve.chat.bounds import repeats
 from eagle_mlx.serve.chat.processes import Process

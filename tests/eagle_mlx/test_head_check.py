@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import eagle_mlx as em
-from eagle_mlx import formats, sanity
+from eagle_mlx import formats, head_check
 from eagle_mlx.formats import save_eagle, save_eagle3
+from eagle_mlx.head_check import Trial, doubt, judge, try_out
 from eagle_mlx.heads.eagle3 import Eagle3Head
-from eagle_mlx.sanity import Trial, doubt, judge, try_out
 from eagle_mlx.serve.speculation import Speculation
 from eagle_mlx.target import Target, load_target
 from tests.eagle_mlx.heads import KINDS, bigram_target, eagle, silence
@@ -148,7 +148,7 @@ def test_a_failure_of_the_trial_is_told_and_not_raised(monkeypatch: pytest.Monke
     def broken(_: Target) -> None:
         raise RuntimeError("no memory\nleft")
 
-    monkeypatch.setattr(sanity, "_prompts", broken)
+    monkeypatch.setattr(head_check, "_prompts", broken)
     with pytest.warns(em.HeadWarning, match="could not be tried on its target: RuntimeError: no memory left"):
         assert em.load_head(tmp_path / "h", tiny) is not None
 
@@ -156,13 +156,13 @@ def test_a_failure_of_the_trial_is_told_and_not_raised(monkeypatch: pytest.Monke
 def test_a_short_context_and_a_template_that_fails() -> None:
     tiny = tiny_target(tokenizer=True)
     tiny.context_length = 70
-    assert [len(prompt) for prompt in sanity._prompts(tiny)] == [5] * 4
+    assert [len(prompt) for prompt in head_check._prompts(tiny)] == [5] * 4
     assert tiny.tokenizer is not None
     tiny.context_length = 512
-    with_template = sanity._prompts(tiny)
+    with_template = head_check._prompts(tiny)
     tiny.tokenizer.chat_template = "{{ raise_exception('no users here') }}"
-    plain = sanity._prompts(tiny)
-    assert [tiny.tokenizer.decode(prompt) for prompt in plain] == list(sanity.PROMPTS)
+    plain = head_check._prompts(tiny)
+    assert [tiny.tokenizer.decode(prompt) for prompt in plain] == list(head_check.PROMPTS)
     assert all(len(a) > len(b) for a, b in zip(with_template, plain, strict=True))
 
 

@@ -12,10 +12,10 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.errors import EagleError, HeadWarning, TargetError
 from eagle_mlx.formats.fit import named_layers
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.intake import encode
-from eagle_mlx.params import SamplingParams
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.request import encode
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
 PROMPTS = (

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from mlx_lm.models import qwen3
 
 import eagle_mlx as em
-from eagle_mlx.batch import Batch
+from eagle_mlx.engine.batch import Batch
 from eagle_mlx.plan import RoundResult
-from eagle_mlx.row import Row
+from eagle_mlx.request import Row
 from tests.fakes import randomize, tiny_config, tiny_head, tiny_target
 
 TARGET = tiny_target()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
-from eagle_mlx.row import Row
+from eagle_mlx.request import Row
 
 MOST_SKIPS = 8
 """Shorter prompts that may pass a client's oldest request: as many as the default batch has rows."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from eagle_mlx.batch import Batch
 from eagle_mlx.cache import may_pad
-from eagle_mlx.prefix import Prefix, PrefixCache
+from eagle_mlx.engine.batch import Batch
+from eagle_mlx.engine.prefix import Prefix, PrefixCache
+from eagle_mlx.engine.request_queue import RequestQueue
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.request_queue import RequestQueue
-from eagle_mlx.row import Row
+from eagle_mlx.request import Row
 from eagle_mlx.target import Target
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
-from eagle_mlx import bars
-from eagle_mlx.bars import progress_bar
+from eagle_mlx import progress
+from eagle_mlx.progress import progress_bar
 
 
 class Terminal(io.StringIO):
@@ -32,7 +32,7 @@ def test_a_log_gets_one_line_of_a_short_job(capsys: Any) -> None:
 
 def test_a_log_gets_a_line_every_half_minute(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(bars.time, "monotonic", lambda: now)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     with progress_bar(total=1000, bar_format="{n} of {total}") as bar:
         for _ in range(950):  # 95 seconds
             now += 0.1

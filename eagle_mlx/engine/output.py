@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from eagle_mlx.row import Row, TokenLogprob
+from eagle_mlx.request import Row, TokenLogprob
 
 
 @dataclass(frozen=True)

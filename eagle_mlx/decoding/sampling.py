@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from eagle_mlx.cpu import fastmath
-from eagle_mlx.params import Rule, SamplingParams
+from eagle_mlx.sampling_params import Rule, SamplingParams
 
 _OFF = 2**31 - 1
 

@@ -9,22 +9,21 @@ from time import perf_counter
 
 import mlx.core as mx
 
-from eagle_mlx.admission import Admission
-from eagle_mlx.bars import progress_bar
-from eagle_mlx.batch import Batch, Round
 from eagle_mlx.cache import RaggedCache, check_cacheable
+from eagle_mlx.cache.tree_support import why_no_trees
+from eagle_mlx.engine.batch import Batch, Round
+from eagle_mlx.engine.output import Chunk, Output
+from eagle_mlx.engine.prefix import PrefixCache
+from eagle_mlx.engine.scheduler import Admission
 from eagle_mlx.errors import ConfigError, PromptError
-from eagle_mlx.intake import Prompt, make_row
-from eagle_mlx.output import Chunk, Output
-from eagle_mlx.params import SamplingParams
 from eagle_mlx.plan import PLAIN, Plan, RoundResult
 from eagle_mlx.policy import Policy, ThroughputPolicy
-from eagle_mlx.prefix import PrefixCache
+from eagle_mlx.progress import progress_bar
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.row import Row
-from eagle_mlx.streaming import TextStream
+from eagle_mlx.request import Prompt, Row, make_row
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
-from eagle_mlx.tree_support import why_no_trees
+from eagle_mlx.text import TextStream
 
 _TIMED = 32
 """Of so many drafting rounds one waits for its draft, so that it is known what drafting takes."""

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.kinds import ONE_ROW, OWN_POSITIONS, model_file
+from eagle_mlx.decoding.tree import Tree
 from eagle_mlx.target import Target
-from eagle_mlx.tree import Tree
 
 Logits = NDArray[np.float32]
 

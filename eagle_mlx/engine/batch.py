@@ -12,17 +12,18 @@ from typing import cast
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, Saved, without_row
-from eagle_mlx.logprobs import Logprobs
+from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.logprobs import Logprobs
+from eagle_mlx.decoding.processors import Processors
+from eagle_mlx.decoding.sampling import SamplingBatch
+from eagle_mlx.decoding.tree import Tree, along
+from eagle_mlx.decoding.verify import Verdict, verify, verify_tree
+from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.plan import PLAIN, Abilities, Plan, RoundResult
-from eagle_mlx.prefix import Prefix
-from eagle_mlx.processors import Processors
-from eagle_mlx.proposers.base import Draft, Forkable, Observation, Proposer, ProposerState
+from eagle_mlx.proposers.base import Forkable, Observation, Proposer, ProposerState
 from eagle_mlx.proposers.check import Asked, check_draft
-from eagle_mlx.row import Row
-from eagle_mlx.sampling import SamplingBatch
+from eagle_mlx.request import Row
 from eagle_mlx.target import Forward, Target
-from eagle_mlx.tree import Tree, along
-from eagle_mlx.verify import Verdict, verify, verify_tree
 
 _ANSWERED = 128
 """Positions, over all rows, that a forward may read of prompts to give their first tokens too: what the last layer

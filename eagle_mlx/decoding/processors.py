@@ -14,10 +14,10 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from eagle_mlx.masks import PATIENCE, RowMasks, ask, collect, may_decode
-from eagle_mlx.proposers.base import Draft
-from eagle_mlx.row import Row
-from eagle_mlx.verify import Verdict
+from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.masks import PATIENCE, RowMasks, ask, collect, may_decode
+from eagle_mlx.decoding.verify import Verdict
+from eagle_mlx.request import Row
 
 _MOST_DRAFTS = 2**31 - 1
 """Of rows without a grammar, all of whose draft tokens can be judged: the largest int32."""

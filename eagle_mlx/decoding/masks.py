@@ -9,8 +9,8 @@ from time import monotonic
 
 import mlx.core as mx
 
-from eagle_mlx.params import AsyncGrammar, Grammar
-from eagle_mlx.row import Row
+from eagle_mlx.request import Row
+from eagle_mlx.sampling_params import AsyncGrammar, Grammar
 
 PATIENCE = 0.05
 """Seconds that a batch waits for one row's masks: a pause that people hardly see in a stream."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from eagle_mlx.sampling import SamplingBatch, distribution, gumbel, sample, uniform
-from eagle_mlx.tree import Branches, Tree, walk
+from eagle_mlx.decoding.sampling import SamplingBatch, distribution, gumbel, sample, uniform
+from eagle_mlx.decoding.tree import Branches, Tree, walk
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from eagle_mlx.row import Row, TokenLogprob
+from eagle_mlx.request import Row, TokenLogprob
 
 
 @dataclass(frozen=True)
