@@ -33,7 +33,7 @@ from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.data import Batches, TrainData, training_data
 from eagle_mlx.train.evaluation import Acceptance, Evaluator
-from eagle_mlx.train.kinds import settled
+from eagle_mlx.train.kinds import resolved
 
 # isort: split
 # Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     target = load_target(args.target)
     limits = {"minutes": 0.0, "epochs": 1, "max_steps": args.max_steps, "seed": args.seed}
     settings = {"target": str(args.target), "shards": str(args.shards), **limits}
-    config = settled(load_config(args.config, settings))
+    config = resolved(load_config(args.config, settings))
     data = training_data(target, config)
     args.work.mkdir(parents=True, exist_ok=True)
     ratio = convert(args.python, args.shards, args.work)

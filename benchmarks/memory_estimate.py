@@ -69,11 +69,11 @@ def measure(changes: dict[str, Any]) -> dict[str, float]:
     from eagle_mlx.target import load_target
     from eagle_mlx.train.config import TrainConfig
     from eagle_mlx.train.data import Batches, training_data
-    from eagle_mlx.train.kinds import KINDS, settled
+    from eagle_mlx.train.kinds import KINDS, resolved
     from eagle_mlx.train.plan import forecast, memory_gb
     from eagle_mlx.train.step import Stepper
 
-    config = settled(TrainConfig.of(target=TARGET, data=("builtin:python-files",), limit=40, **changes))
+    config = resolved(TrainConfig.of(target=TARGET, data=("builtin:python-files",), limit=40, **changes))
     tune_process()
     foretold = forecast(config).memory
     target = load_target(TARGET)

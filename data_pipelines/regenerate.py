@@ -15,7 +15,7 @@ from eagle_mlx.decoding.loops import is_loop
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError
 from eagle_mlx.progress import progress_bar
-from eagle_mlx.request import Row
+from eagle_mlx.request import Request
 from eagle_mlx.sampling_params import SamplingParams
 
 from .chat import prompt_tokens
@@ -133,7 +133,7 @@ def answer_all(
     kept full across conversations and turns. Raises DataError for a target without a chat template.
     """
     remaining = iter(conversations)
-    running: dict[int, tuple[_Draft, Row]] = {}
+    running: dict[int, tuple[_Draft, Request]] = {}
     speed = _Speed(shown)
     try:
         while True:
@@ -224,7 +224,9 @@ class _Draft:
         return Answered(self.source.place, self.so_far if self.answered else None, self.report)
 
 
-def _submit(engine: Engine, draft: _Draft, config: RegenerateConfig, running: dict[int, tuple[_Draft, Row]]) -> bool:
+def _submit(
+    engine: Engine, draft: _Draft, config: RegenerateConfig, running: dict[int, tuple[_Draft, Request]]
+) -> bool:
     """Have the draft's next answer made; False where there is none to make."""
     if not draft.advance():
         return False
@@ -245,7 +247,7 @@ def _submit(engine: Engine, draft: _Draft, config: RegenerateConfig, running: di
     return True
 
 
-def _take(engine: Engine, draft: _Draft, row: Row, config: RegenerateConfig) -> None:
+def _take(engine: Engine, draft: _Draft, row: Request, config: RegenerateConfig) -> None:
     """Put an answer that has been made into its conversation, which it may end."""
     output = engine.output(row)
     if output.finish_reason == "error":
@@ -271,7 +273,7 @@ class _Speed:
         self.finished = 0
         self._started = self._last = monotonic()
 
-    def show(self, running: Iterable[Row]) -> None:
+    def show(self, running: Iterable[Request]) -> None:
         now = monotonic()
         if self.shown is None or self.shown.disable or now - self._last < _SHOW_SECONDS:
             return

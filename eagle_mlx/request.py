@@ -56,7 +56,7 @@ class StopStrings:
 
 
 @dataclass(eq=False)
-class Row:
+class Request:
     """A request and its place in the decoding."""
 
     prompt: list[int]
@@ -173,7 +173,7 @@ class Row:
             self.accepted_by_position[position] += position < accepted
 
 
-def make_row(target: Target, prompt: Prompt, params: SamplingParams) -> Row:
+def make_request(target: Target, prompt: Prompt, params: SamplingParams) -> Request:
     """A row that has not been decoded yet.
 
     Raises PromptError for a prompt that is empty or longer than the target's context, or params that the target cannot
@@ -192,7 +192,7 @@ def make_row(target: Target, prompt: Prompt, params: SamplingParams) -> Row:
     if max(params.logit_bias, default=0) >= target.vocab_size:
         raise PromptError(f"logit_bias names a token id outside the target's vocabulary of {target.vocab_size}")
     goes_on = params.ignore_eos and params.grammar is None
-    return Row(
+    return Request(
         prompt=tokens,
         params=params,
         seed=secrets.randbits(63) if params.seed is None else params.seed,

@@ -109,14 +109,12 @@ def test_the_tree_names_what_exists() -> None:
     text = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
     section = text.split("\n## What is where\n")[1].split("\n## ")[0]
     tree = "".join(re.findall(r"^```\n(.*?)^```", section, re.MULTILINE | re.DOTALL))
-    folder = ""
+    folders: list[str] = []
     for line in filter(None, tree.splitlines()):
-        name = line.split()[0]
-        if not line.startswith(" "):
-            folder = name
-            assert (ROOT / name).is_dir() if name.endswith("/") else (ROOT / name).is_file(), name
-        else:
-            assert (ROOT / folder / name).exists(), folder + name
+        name, depth = line.split()[0], (len(line) - len(line.lstrip())) // 2
+        path = ROOT.joinpath(*folders[:depth], name)
+        assert path.is_dir() if name.endswith("/") else path.is_file(), path
+        folders = [*folders[:depth], name]
     library = [file.name for file in (ROOT / "eagle_mlx").glob("[a-z]*.py")]
     library += [f"{file.parent.name}/" for file in (ROOT / "eagle_mlx").glob("*/__init__.py")]
     assert [name for name in library if f"  {name} " not in tree] == []

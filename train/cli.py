@@ -21,7 +21,7 @@ from .command import Stop, exit_code
 from .config import Setting, TrainConfig, flag, from_mapping, groups, load_config, settings_of
 from .data import heldout_prompts, training_data
 from .distributed import ALONE, World
-from .kinds import KINDS, settled
+from .kinds import KINDS, resolved
 from .plan import check, describe_memory, forecast, load_recipe, plan_of, recipe_names
 from .report import command as report_command
 from .run import BEST, check_wandb, existing_head, follow, resumed_config, train
@@ -99,7 +99,7 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
     """
     if not config.head.target:
         raise ConfigError("no target: name the model that the head is for with --target")
-    config = settled(config)
+    config = resolved(config)
     if resume is None and world.is_first:
         check_free(config.run.output, config.run.overwrite)
     if config.run.wandb and world.is_first:

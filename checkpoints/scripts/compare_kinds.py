@@ -31,7 +31,7 @@ from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.data import Batches, InMemory, TrainData, training_data
 from eagle_mlx.train.evaluation import Acceptance, Evaluator
-from eagle_mlx.train.kinds import settled
+from eagle_mlx.train.kinds import resolved
 from eagle_mlx.train.run import LAST, train
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
@@ -64,7 +64,7 @@ def config_of(kind: str, args: argparse.Namespace, budget: str, output: Path, st
     spans = {"time": {"minutes": args.minutes}, "tokens": {"minutes": 0.0, "max_steps": steps}}
     common = {"target": str(args.target), "output": str(output), "seed": args.seed, "limit": args.conversations}
     judged = {"eval_depth": args.depths[-1], "eval_tokens": args.max_tokens, "eval_steps": NEVER}
-    return settled(load_config(CHECKPOINTS / RECIPES[kind], {**common, **judged, **spans[budget], "head": kind}))
+    return resolved(load_config(CHECKPOINTS / RECIPES[kind], {**common, **judged, **spans[budget], "head": kind}))
 
 
 def data_of(kind: str, captured: TrainData, target: Target) -> TrainData:

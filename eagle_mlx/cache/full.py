@@ -124,7 +124,7 @@ class RaggedKV:
         """The fewest positions that a fork of a row may hold: any, because all entries stay where they are."""
         return 0
 
-    def scrub(self, row: int, start: int = 0) -> None:
+    def zero(self, row: int, start: int = 0) -> None:
         """Forget what a row holds that nobody may see, even multiplied by nothing: entries that are not numbers."""
         if self.keys is not None and self.values is not None:
             self.keys[row, :, start:], self.values[row, :, start:] = 0, 0

@@ -99,7 +99,7 @@ class RowLengths:
         self.upper += most
         self.bounds = [bound + most for bound in self.bounds]
 
-    def settle(self, lengths: Sequence[int]) -> None:
+    def sync(self, lengths: Sequence[int]) -> None:
         """The host has read the rows' real lengths: tighten the bound."""
         self._memo.clear()
         self.bounds = list(lengths)

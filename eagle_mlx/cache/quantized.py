@@ -65,9 +65,9 @@ class RaggedQuantized:
     def shortest(self, row: int) -> int:
         return self.parts[0].shortest(row)
 
-    def scrub(self, row: int, start: int = 0) -> None:
+    def zero(self, row: int, start: int = 0) -> None:
         for part in self.parts:
-            part.scrub(row, start)
+            part.zero(row, start)
 
     @property
     def state(self) -> list[mx.array]:

@@ -100,9 +100,9 @@ class RaggedCache(Sequence[Any]):
         kinds = (RaggedKV, RaggedQuantized)
         return all(isinstance(part, kinds) and not isinstance(part, RaggedChunked) for part in self._parts())
 
-    def settle(self, lengths: Sequence[int]) -> None:
+    def sync(self, lengths: Sequence[int]) -> None:
         """The host has read the rows' real lengths."""
-        self.lengths.settle(lengths)
+        self.lengths.sync(lengths)
 
     def save(self) -> Saved:
         return self.lengths.save(), [list(state.cache) for state in self.recurrent]
@@ -138,7 +138,7 @@ class RaggedCache(Sequence[Any]):
         """A cache of one row that holds the first `length` positions of one of these, at least `shortest(row)`."""
         other = RaggedCache.__new__(RaggedCache)
         lengths = RowLengths(1)
-        lengths.settle([length])
+        lengths.sync([length])
         other._hold(lengths, [layer.fork(row, length, lengths) for layer in self.layers])
         return other
 
@@ -149,14 +149,14 @@ class RaggedCache(Sequence[Any]):
         """
         return max((layer.shortest(row) for layer in self.layers), default=0)
 
-    def scrub(self, row: int, start: int = 0) -> None:
+    def zero(self, row: int, start: int = 0) -> None:
         """Forget what a row holds from position `start` on, which is no number: masks multiply by 0, and NaN stays.
 
         All of it before the row leaves, for its place will be another's; what lies behind its length after a draft that
         reads as no number was rejected.
         """
         for layer in self.layers:
-            layer.scrub(row, start)
+            layer.zero(row, start)
 
     @property
     def state(self) -> list[mx.array]:

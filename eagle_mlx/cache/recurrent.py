@@ -161,7 +161,7 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
         """A state is that of all positions and of no fewer."""
         return self.rows.bounds[row]
 
-    def scrub(self, row: int, start: int = 0) -> None:
+    def zero(self, row: int, start: int = 0) -> None:
         """Nothing outlives a row, and what was rejected was never taken in."""
 
     @property
@@ -203,9 +203,9 @@ class RaggedList(CallListener):
         longest: int = max(cache.shortest(row) for cache in self.caches)
         return longest
 
-    def scrub(self, row: int, start: int = 0) -> None:
+    def zero(self, row: int, start: int = 0) -> None:
         for cache in self.caches:
-            cache.scrub(row, start)
+            cache.zero(row, start)
 
     @property
     def state(self) -> list[mx.array]:

@@ -91,9 +91,9 @@ class RaggedWindow(RaggedKV):
             held = ring_positions(self.lengths.offset - 1, ring) % old
             self.keys, self.values = (x if x is None else _gathered(x, held, old) for x in (self.keys, self.values))
 
-    def scrub(self, row: int, start: int = 0) -> None:
+    def zero(self, row: int, start: int = 0) -> None:
         if self.keys is None or self.values is None or start < self.window:  # what is behind `start` has not wrapped
-            super().scrub(row, start)
+            super().zero(row, start)
             return
         # The position at `start` sees the window - 1 entries before it; all other slots hold nothing that is seen.
         slots = mx.arange(start, start + self.ring - self.window + 1) % self.ring

@@ -8,7 +8,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from eagle_mlx.request import Row, TokenLogprob
+from eagle_mlx.request import Request, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class Logprobs:
         return self.chosen, self.ids, self.values
 
     @classmethod
-    def of(cls, rows: Sequence[Row], logits: mx.array, tokens: mx.array) -> Logprobs | None:
+    def of(cls, requests: Sequence[Request], logits: mx.array, tokens: mx.array) -> Logprobs | None:
         """logits: [B, n+1, V], the target's own; tokens: [B, n+1] int32. None where no row asks."""
-        places = [index for index, row in enumerate(rows) if row.params.wants_logprobs]
+        places = [index for index, request in enumerate(requests) if request.params.wants_logprobs]
         if not places:
             return None
-        if len(places) < len(rows):
+        if len(places) < len(requests):
             logits, tokens = logits[mx.array(places)], tokens[mx.array(places)]
-        tops = [rows[index].params.top_logprobs for index in places]
+        tops = [requests[index].params.top_logprobs for index in places]
         return cls(places, tops, *logprobs_of(logits, tokens, max(tops)))
 
     def read(self, tokens: Sequence[Sequence[int]]) -> dict[int, list[TokenLogprob]]:
-        """Wait for them: by place in the batch, one for each token that the row emits. tokens: row by row."""
+        """Wait for them: by place in the batch, one for each token that the row emits. tokens: row by request."""
         chosen = cast(list[list[float]], self.chosen.tolist())
         ids = cast(list[list[list[int]]], self.ids.tolist())
         values = cast(list[list[list[float]]], self.values.tolist())

@@ -9,82 +9,84 @@ from time import monotonic
 
 import mlx.core as mx
 
-from eagle_mlx.request import Row
+from eagle_mlx.request import Request
 from eagle_mlx.sampling_params import AsyncGrammar, Grammar
 
 PATIENCE = 0.05
 """Seconds that a batch waits for one row's masks: a pause that people hardly see in a stream."""
 
-RowMasks = tuple[list[mx.array], int]
+RequestMasks = tuple[list[mx.array], int]
 """A row's masks, each [V] bool, and how many of its draft tokens can be judged by them, -1 where they are late."""
 
 
-def ask(row: Row, draft: Sequence[int]) -> None:
+def ask(request: Request, draft: Sequence[int]) -> None:
     """Begin to find masks, where that is done elsewhere and none are on their way."""
-    if row.finish_reason is None and row.asked is None and isinstance(row.grammar, AsyncGrammar):
-        row.asked = _before_end(row, draft)
+    if request.finish_reason is None and request.asked is None and isinstance(request.grammar, AsyncGrammar):
+        request.asked = _before_end(request, draft)
         try:
-            row.grammar.ask(row.asked)
+            request.grammar.ask(request.asked)
         except Exception as e:  # whatever a grammar raises is no other row's trouble
-            row.fail_by_grammar(e)
+            request.fail_by_grammar(e)
 
 
-def collect(rows: Sequence[Row], drafts: Sequence[list[int]], logits: mx.array, patience: float) -> list[RowMasks]:
-    """The masks of some rows, for which those that were late before are not waited for again.
+def collect(
+    requests: Sequence[Request], drafts: Sequence[list[int]], logits: mx.array, patience: float
+) -> list[RequestMasks]:
+    """The masks of some requests, for which those that were late before are not waited for again.
 
     logits: what the masks are for, which the device may be working on; patience: seconds.
     """
-    if any(row.slow for row in rows):
+    if any(request.slow for request in requests):
         mx.eval(logits)
     until = monotonic() + patience
     return [
-        _found(row, draft, 0.0 if row.slow and patience < math.inf else max(0.0, until - monotonic()))
-        for row, draft in zip(rows, drafts, strict=True)
+        _found(request, draft, 0.0 if request.slow and patience < math.inf else max(0.0, until - monotonic()))
+        for request, draft in zip(requests, drafts, strict=True)
     ]
 
 
-def may_decode(rows: Sequence[Row]) -> bool:
+def may_decode(requests: Sequence[Request]) -> bool:
     """Whether some row does not wait for masks. Where all do, the first's are waited for a while."""
-    if any(row.finish_reason or row.asked is None for row in rows):
+    if any(request.finish_reason or request.asked is None for request in requests):
         return True
     patience = PATIENCE
-    for row in rows:
-        assert isinstance(row.grammar, AsyncGrammar)
+    for request in requests:
+        assert isinstance(request.grammar, AsyncGrammar)
         try:
-            if row.grammar.answer(patience) is not None:
+            if request.grammar.answer(patience) is not None:
                 return True
         except Exception as e:
-            row.fail_by_grammar(e)
+            request.fail_by_grammar(e)
             return True
         patience = 0.0
     return False
 
 
-def _found(row: Row, draft: list[int], seconds: float) -> RowMasks:
-    if row.grammar is None or row.finish_reason:
+def _found(request: Request, draft: list[int], seconds: float) -> RequestMasks:
+    if request.grammar is None or request.finish_reason:
         return [], len(draft)
-    text = _before_end(row, draft)
+    text = _before_end(request, draft)
     try:
-        if not isinstance(row.grammar, AsyncGrammar):
-            return walk(row.grammar, text), len(draft)
-        masks = row.grammar.answer(seconds)
+        if not isinstance(request.grammar, AsyncGrammar):
+            return walk(request.grammar, text), len(draft)
+        masks = request.grammar.answer(seconds)
     except Exception as e:
-        row.fail_by_grammar(e)
+        request.fail_by_grammar(e)
         return [], len(draft)
     if masks is None:
-        row.slow = True
+        request.slow = True
         return [], -1
-    asked, row.asked = row.asked or [], None
+    asked, request.asked = request.asked or [], None
     if asked == text:
-        row.slow = False
+        request.slow = False
         return masks, len(draft)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, text, strict=False)))
     return masks, min(same, len(masks) - 1)  # they are of the draft of an earlier round
 
 
-def _before_end(row: Row, draft: Sequence[int]) -> list[int]:
+def _before_end(request: Request, draft: Sequence[int]) -> list[int]:
     """The draft up to a token that ends the text, which no grammar is given and behind which nothing counts."""
-    return list(takewhile(lambda token: token not in row.stop_ids, draft))
+    return list(takewhile(lambda token: token not in request.stop_ids, draft))
 
 
 def walk(grammar: Grammar, draft: Sequence[int]) -> list[mx.array]:

@@ -15,9 +15,9 @@ import mlx.core as mx
 import numpy as np
 
 from eagle_mlx.decoding.draft import Draft
-from eagle_mlx.decoding.masks import PATIENCE, RowMasks, ask, collect, may_decode
+from eagle_mlx.decoding.masks import PATIENCE, RequestMasks, ask, collect, may_decode
 from eagle_mlx.decoding.verify import Verdict
-from eagle_mlx.request import Row
+from eagle_mlx.request import Request
 
 _MOST_DRAFTS = 2**31 - 1
 """Of rows without a grammar, all of whose draft tokens can be judged: the largest int32."""
@@ -26,28 +26,30 @@ _MOST_DRAFTS = 2**31 - 1
 class Processors:
     """Of one batch, in its present arrangement of rows."""
 
-    def __init__(self, rows: Sequence[Row], vocab: int):
-        self.penalties = Penalties.of(rows, vocab)
-        self.biased, self.bias = _dense_bias(rows, vocab)
-        self.on_host = [index for index, row in enumerate(rows) if row.params.needs_host]
+    def __init__(self, requests: Sequence[Request], vocab: int):
+        self.penalties = Penalties.of(requests, vocab)
+        self.biased, self.bias = _dense_bias(requests, vocab)
+        self.on_host = [index for index, request in enumerate(requests) if request.params.needs_host]
         """The rows whose processors run on the host, which must read the draft for them."""
         self.reach: mx.array | None = None
         """[B] int32, how many draft tokens of each row the last round can judge: -1 where a row's masks are late, so
         that not even the token behind its newest can be; None where all can.
         """
-        self._all_rows = rows
-        self._rows = [rows[index] for index in self.on_host]
-        self._count = len(rows)
+        self._all_requests = requests
+        self._rows = [requests[index] for index in self.on_host]
+        self._count = len(requests)
 
     @classmethod
-    def of(cls, rows: Sequence[Row], vocab: int) -> Processors | None:
+    def of(cls, requests: Sequence[Request], vocab: int) -> Processors | None:
         """None where no row asks for any."""
-        asking = (row.params.penalizes or row.params.logit_bias or row.params.needs_host for row in rows)
-        return cls(rows, vocab) if any(asking) else None
+        asking = (
+            request.params.penalizes or request.params.logit_bias or request.params.needs_host for request in requests
+        )
+        return cls(requests, vocab) if any(asking) else None
 
     def may_decode(self) -> bool:
         """Whether some row does not wait for masks, now or after a while."""
-        return may_decode(self._all_rows)
+        return may_decode(self._all_requests)
 
     def apply(self, logits: mx.array, draft: Draft, patience: float = PATIENCE) -> mx.array:
         """logits: [B, n+1, V]. Returns them as each row wants them, [B, n+1, V] float32.
@@ -69,7 +71,7 @@ class Processors:
             logits = self._on(mx.array(self.on_host), logits, lambda x: _on_host(x, self._rows, drafts, masks))
         return logits
 
-    def _note(self, drafts: Sequence[list[int]], masks: Sequence[RowMasks]) -> None:
+    def _note(self, drafts: Sequence[list[int]], masks: Sequence[RequestMasks]) -> None:
         """What of the drafts can be judged."""
         judged = [count for _, count in masks]
         self.reach = None
@@ -124,14 +126,14 @@ class Penalties:
         """[M, V] int32, how often each token is in the generated text."""
 
     @classmethod
-    def of(cls, rows: Sequence[Row], vocab: int) -> Penalties | None:
-        places = [index for index, row in enumerate(rows) if row.params.penalizes]
+    def of(cls, requests: Sequence[Request], vocab: int) -> Penalties | None:
+        places = [index for index, request in enumerate(requests) if request.params.penalizes]
         if not places:
             return None
-        params = [rows[index].params for index in places]
+        params = [requests[index].params for index in places]
         strengths = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params]
-        prompts = [np.bincount(rows[index].prompt, minlength=vocab) > 0 for index in places]
-        counts = [np.bincount(rows[index].tokens, minlength=vocab) for index in places]
+        prompts = [np.bincount(requests[index].prompt, minlength=vocab) > 0 for index in places]
+        counts = [np.bincount(requests[index].tokens, minlength=vocab) for index in places]
         return cls(
             mx.array(places, mx.int32),
             mx.array(strengths, mx.float32).T,
@@ -154,26 +156,28 @@ class Penalties:
         return logits - self.frequency * counts - self.presence * written
 
     def add(self, tokens: mx.array, accepted: mx.array) -> None:
-        """Row m has emitted tokens[m, : accepted[m] + 1]. tokens: [M, n+1] int32; accepted: [M] int32."""
+        """Request m has emitted tokens[m, : accepted[m] + 1]. tokens: [M, n+1] int32; accepted: [M] int32."""
         emitted = mx.arange(tokens.shape[1]) <= accepted[:, None]
         self.counts = self.counts.at[mx.arange(tokens.shape[0])[:, None], tokens].add(emitted.astype(mx.int32))
 
 
-def _dense_bias(rows: Sequence[Row], vocab: int) -> tuple[mx.array, mx.array]:
+def _dense_bias(requests: Sequence[Request], vocab: int) -> tuple[mx.array, mx.array]:
     """The places [M] int32 of the rows that have a bias, and their biases [M, 1, V] float32."""
-    places = [index for index, row in enumerate(rows) if row.params.logit_bias]
+    places = [index for index, request in enumerate(requests) if request.params.logit_bias]
     bias = np.zeros((len(places), 1, vocab), np.float32)
     for index, place in enumerate(places):
-        bias[index, 0, list(rows[place].params.logit_bias)] = list(rows[place].params.logit_bias.values())
+        bias[index, 0, list(requests[place].params.logit_bias)] = list(requests[place].params.logit_bias.values())
     return mx.array(places, mx.int32), mx.array(bias)
 
 
-def _on_host(logits: mx.array, rows: Sequence[Row], drafts: Sequence[list[int]], masks: Sequence[RowMasks]) -> mx.array:
+def _on_host(
+    logits: mx.array, requests: Sequence[Request], drafts: Sequence[list[int]], masks: Sequence[RequestMasks]
+) -> mx.array:
     """Callables and grammars, row by row. logits: [M, n+1, V] float32; drafts: row by row, at most n tokens."""
     out = []
-    for x, row, draft, (found, _) in zip(logits, rows, drafts, masks, strict=True):
-        if row.params.logits_processors:
-            x = _called(x, row, draft)
+    for x, request, draft, (found, _) in zip(logits, requests, drafts, masks, strict=True):
+        if request.params.logits_processors:
+            x = _called(x, request, draft)
         if found:
             found = [*found, *[found[-1]] * (len(x) - len(found))]
             x = mx.where(mx.stack(found[: len(x)]), x, -math.inf)
@@ -181,19 +185,19 @@ def _on_host(logits: mx.array, rows: Sequence[Row], drafts: Sequence[list[int]],
     return mx.stack(out)
 
 
-def _called(logits: mx.array, row: Row, draft: list[int]) -> mx.array:
+def _called(logits: mx.array, request: Request, draft: list[int]) -> mx.array:
     """The row's callables at every position that its draft reaches. logits: [n+1, V] float32."""
-    text = row.history
+    text = request.history
     parts = []
     try:
         for position in range(len(draft) + 1):
             part = logits[position : position + 1]
-            for processor in row.params.logits_processors:
+            for processor in request.params.logits_processors:
                 part = processor(text, part)
             parts.append(part.astype(mx.float32))
             text += draft[position : position + 1]
         del text[len(text) - len(draft) :]
         return mx.concatenate([*parts, logits[len(parts) :]])
     except Exception as e:  # whatever a request's own callables raise is no other row's trouble
-        row.fail(f"a logits processor failed: {e}")
+        request.fail(f"a logits processor failed: {e}")
         return logits

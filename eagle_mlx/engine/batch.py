@@ -22,7 +22,7 @@ from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.plan import PLAIN, Abilities, Plan, RoundResult
 from eagle_mlx.proposers.base import Forkable, Observation, Proposer, ProposerState
 from eagle_mlx.proposers.check import Asked, check_draft
-from eagle_mlx.request import Row
+from eagle_mlx.request import Request
 from eagle_mlx.target import Forward, Target
 
 _ANSWERED = 128
@@ -81,34 +81,38 @@ class _Before:
 
 
 class Batch:
-    """Rows with their caches and their proposer's state. Row i of every array is `rows[i]`."""
+    """Rows with their caches and their proposer's state. Request i of every array is `rows[i]`."""
 
     def __init__(
         self,
         target: Target,
         proposer: Proposer | None,
-        rows: Sequence[Row],
+        requests: Sequence[Request],
         past: Prefix | None = None,
         kv_bits: int | None = None,
     ):
         """`past`: what is known already of the beginning of the prompt of a single row."""
         self.target, self.proposer = target, proposer
-        self.rows = list(rows)
-        self.cache = past.cache.fork(0, past.length) if past else RaggedCache.of(target.model, len(self.rows), kv_bits)
+        self.requests = list(requests)
+        self.cache = (
+            past.cache.fork(0, past.length) if past else RaggedCache.of(target.model, len(self.requests), kv_bits)
+        )
         self.state: ProposerState | None = None
         if past and past.state:
             self.state = past.state.fork(0, past.length)
         elif proposer:
-            self.state = proposer.open([row.prompt for row in self.rows])
+            self.state = proposer.open([request.prompt for request in self.requests])
         self._read = past.length if past else 0
         self._arrange()
-        self.last = mx.array([[row.prompt[-1]] for row in self.rows], mx.int32).reshape(-1, 1)
+        self.last = mx.array([[request.prompt[-1]] for request in self.requests], mx.int32).reshape(-1, 1)
         """[B, 1] int32, the newest token of each row, which the caches do not hold yet."""
 
     def _arrange(self) -> None:
         """Gather what the rows ask for; they have joined or left, and no round is under way."""
-        self.sampling = SamplingBatch.of([row.params for row in self.rows], [row.seed for row in self.rows])
-        self.processors = Processors.of(self.rows, self.target.vocab_size)
+        self.sampling = SamplingBatch.of(
+            [request.params for request in self.requests], [request.seed for request in self.requests]
+        )
+        self.processors = Processors.of(self.requests, self.target.vocab_size)
 
     @property
     def abilities(self) -> Abilities:
@@ -133,10 +137,10 @@ class Batch:
         What is short is read to its last token, and gives the rows their first tokens. Of the rest the last token is
         left to the first round.
         """
-        longest = max(len(row.prompt) for row in self.rows) - 1
+        longest = max(len(request.prompt) for request in self.requests) - 1
         if self._read < longest:
             left = longest - self._read
-            if left <= chunk and len(self.rows) * (left + 1) <= _ANSWERED:
+            if left <= chunk and len(self.requests) * (left + 1) <= _ANSWERED:
                 self._answer()
             else:
                 self._read_chunk(self._read, chunk)
@@ -147,19 +151,19 @@ class Batch:
         return True
 
     def _read_chunk(self, start: int, chunk: int) -> None:
-        pieces = [row.prompt[:-1][start : start + chunk] for row in self.rows]
+        pieces = [request.prompt[:-1][start : start + chunk] for request in self.requests]
         counts = [len(piece) for piece in pieces]
         aux = self._forward(pieces, counts).aux
         self._show(start, counts, aux)
         width = max(counts)
         self.cache.advance(width if min(counts) == width else mx.array(counts, mx.int32), at_most=width)
-        self.cache.settle([min(start + chunk, len(row.prompt) - 1) for row in self.rows])
+        self.cache.sync([min(start + chunk, len(request.prompt) - 1) for request in self.requests])
         mx.eval(self.cache.state)
 
     def _answer(self) -> None:
         """Read the rest of each prompt and draw the token behind it: a forward less until the first token."""
         start, before = self._read, self._before()
-        pieces = [row.prompt[start:] for row in self.rows]
+        pieces = [request.prompt[start:] for request in self.requests]
         counts = [len(piece) for piece in pieces]
         ends = [count - 1 for count in counts]
         out = self._forward(pieces, counts, ends)
@@ -176,13 +180,13 @@ class Batch:
         answered = self._sent(PLAIN, before, nothing, verdict, out.logits, newest, _nan_in(out.logits, verdict))
         self._show(start, ends, tuple(x[:, : max(ends)] for x in out.aux))
         self.land(answered)
-        self.cache.settle([row.length for row in self.rows])
+        self.cache.sync([request.length for request in self.requests])
 
     def _forward(self, pieces: list[list[int]], counts: list[int], ends: list[int] | None = None) -> Forward:
         """The target's forward over a piece of each prompt; with `ends`, the logits of these positions alone."""
         width = max(counts)
         # The padding is a token that is read anyway: one that reads as no number would spoil what is behind it.
-        ends_of = [row.prompt[-1:] for row in self.rows]
+        ends_of = [request.prompt[-1:] for request in self.requests]
         padded = [piece + end * (width - len(piece)) for piece, end in zip(pieces, ends_of, strict=True)]
         tokens = mx.array(padded, mx.int32)
         self.cache.expect(counts)
@@ -191,7 +195,9 @@ class Batch:
     def _show(self, start: int, counts: list[int], aux: tuple[mx.array, ...]) -> None:
         """Let the proposer see the prompts' positions from `start` on, counts[i] of them in row i."""
         if self.state is not None and aux:
-            following = [row.prompt[start + 1 : start + 1 + n] for row, n in zip(self.rows, counts, strict=True)]
+            following = [
+                request.prompt[start + 1 : start + 1 + n] for request, n in zip(self.requests, counts, strict=True)
+            ]
             self.state.prefill(Observation(following, aux))
 
     def launch(self, plan: Plan, timed: bool = False) -> Round:
@@ -227,7 +233,7 @@ class Batch:
         draft_seconds: float | None = None,
     ) -> Round:
         """A round with its verdict, on its way to the host. logits, aux: of the positions of the verdict."""
-        logprobs = Logprobs.of(self.rows, logits, verdict.tokens)
+        logprobs = Logprobs.of(self.requests, logits, verdict.tokens)
         drafted = draft.lengths if draft.tree is None else mx.minimum(draft.lengths, draft.tree.levels)
         counts = mx.stack([nan, verdict.accepted, drafted], axis=1)
         answer = mx.concatenate(
@@ -239,7 +245,7 @@ class Batch:
         return Round(plan, width, answer, logprobs, aux, before, draft_seconds, draft.confidences)
 
     def _no_draft(self) -> Draft:
-        return Draft(mx.zeros((len(self.rows), 0), mx.int32), mx.zeros((len(self.rows),), mx.int32))
+        return Draft(mx.zeros((len(self.requests), 0), mx.int32), mx.zeros((len(self.requests),), mx.int32))
 
     def draft(self, plan: Plan) -> Draft:
         """What the proposer drafts by a plan, cut where a row has no use for so much, or where it is none.
@@ -250,7 +256,7 @@ class Batch:
             return self._no_draft()
         assert self.proposer is not None
         draft = self.state.draft(plan, self.sampling, self._positions(1)[:, 0])
-        asked = Asked(self.proposer.name, plan, [row.room for row in self.rows], self.target.vocab_size)
+        asked = Asked(self.proposer.name, plan, [request.room for request in self.requests], self.target.vocab_size)
         return check_draft(draft, asked, self.last, self.sampling.rejects if self.sampling.any_rejection else None)
 
     def read(self, draft: Draft) -> Forward:
@@ -276,7 +282,7 @@ class Batch:
         branches = self.cache.lengths.branches
         assert branches is not None
         count = draft.tokens.shape[1]
-        room = mx.array([[row.room] for row in self.rows], mx.int32)
+        room = mx.array([[request.room] for request in self.requests], mx.int32)
         depths = branches.depths[:, 1:]
         # A tree deeper than it says has nodes that do not see all that is above them.
         whole = (depths == 1 + mx.take_along_axis(branches.depths, tree.parents, axis=1)) & (depths <= tree.levels)
@@ -305,7 +311,7 @@ class Batch:
     @property
     def most_drafts(self) -> int:
         """Draft tokens that the row with the most use for them could take."""
-        return max(0, max(row.room for row in self.rows)) if self.state is not None else 0
+        return max(0, max(request.room for request in self.requests)) if self.state is not None else 0
 
     def _positions(self, count: int) -> mx.array:
         """[B, count] int32: the places in each row's sequence of the next `count` tokens, which key the noise."""
@@ -319,18 +325,18 @@ class Batch:
         answers = [_Answer(landed.width, *answer) for answer in cast(list[list[int]], landed.answer.tolist())]
         sat_out = any(not answer.emitted for answer in answers)
         emitted = [answer.emitted for answer in answers]
-        self.cache.keep([answer.kept for answer in answers], [row.length for row in self.rows])
+        self.cache.keep([answer.kept for answer in answers], [request.length for request in self.requests])
         logprobs = landed.logprobs.read(emitted) if landed.logprobs else {}
         taken = []
-        for index, (row, answer) in enumerate(zip(self.rows, answers, strict=True)):
+        for index, (request, answer) in enumerate(zip(self.requests, answers, strict=True)):
             if answer.nan == _NaN.KEPT:
-                row.fail("the model's logits are not numbers (NaN)")
-                self.cache.scrub(index)
-            taken.append(row.take(answer.emitted, answer.drafted, logprobs.get(index, ())))
+                request.fail("the model's logits are not numbers (NaN)")
+                self.cache.zero(index)
+            taken.append(request.take(answer.emitted, answer.drafted, logprobs.get(index, ())))
             if answer.nan == _NaN.REJECTED:
-                self.cache.scrub(index, row.length)
+                self.cache.zero(index, request.length)
         if landed.width > 1 or sat_out:
-            self.cache.settle([row.length for row in self.rows])
+            self.cache.sync([request.length for request in self.requests])
         if self.state is not None and any(emitted):
             numbers = all(answer.nan == _NaN.NOWHERE for answer in answers)
             self.state.observe(Observation(emitted, landed.aux if numbers else tuple(map(mx.nan_to_num, landed.aux))))
@@ -354,8 +360,8 @@ class Batch:
 
     def past(self, index: int) -> Prefix | None:
         """What a row's caches hold, for prompts that begin like it; None where it cannot be had."""
-        row, length = self.rows[index], self.rows[index].length
-        if row.error or (row.overran and self.cache.recurrent):
+        request, length = self.requests[index], self.requests[index].length
+        if request.error or (request.overran and self.cache.recurrent):
             return None
         reads = self.proposer is not None and bool(self.proposer.aux_layers)
         if reads and not isinstance(self.state, Forkable):
@@ -372,27 +378,29 @@ class Batch:
             self.state.append(other.state)
         self.cache.append(other.cache)
         self.last = mx.concatenate([self.last, other.last], axis=0)
-        self.rows.extend(other.rows)
+        self.requests.extend(other.requests)
         self._arrange()
 
-    def release(self) -> list[Row]:
+    def release(self) -> list[Request]:
         """Let the finished rows leave; the last row moves into each gap."""
-        ended = [index for index, row in enumerate(self.rows) if row.finish_reason]
-        released = [self.rows[index] for index in ended]
-        for row in released:
-            row.grammar = None  # it may hold a process
-        if len(ended) == len(self.rows):
-            self.rows = []
+        ended = [index for index, request in enumerate(self.requests) if request.finish_reason]
+        released = [self.requests[index] for index in ended]
+        for request in released:
+            request.grammar = None  # it may hold a process
+        if len(ended) == len(self.requests):
+            self.requests = []
             return released
         for index in reversed(ended):
             if self.state is not None:
                 self.state.remove(index)
             self.cache.remove(index)
             self.last = without_row(self.last, index)
-            self.rows[index] = self.rows[-1]
-            self.rows.pop()
+            self.requests[index] = self.requests[-1]
+            self.requests.pop()
         if ended:
-            self.cache.settle([row.length for row in self.rows])  # the longest may have left, and plain rounds only add
+            self.cache.sync(
+                [request.length for request in self.requests]
+            )  # the longest may have left, and plain rounds only add
             self._arrange()
         return released
 

@@ -20,7 +20,7 @@ from eagle_mlx.plan import PLAIN, Plan, RoundResult
 from eagle_mlx.policy import Policy, ThroughputPolicy
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.request import Prompt, Row, make_row
+from eagle_mlx.request import Prompt, Request, make_request
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 from eagle_mlx.text import TextStream
@@ -85,7 +85,7 @@ class Engine:
         self._batch: Batch | None = None
         self._ahead: Round | None = None
         self._working = False
-        """Whether a step is under way, or a row is being let go."""
+        """Whether a step is under way, or a request is being let go."""
         self._landed_at = 0.0
         self._was_plain = False
         """Whether the last round was."""
@@ -98,12 +98,12 @@ class Engine:
     @property
     def active(self) -> int:
         """Rows that decode."""
-        return sum(row.finish_reason is None for row in self._batch.rows) if self._batch is not None else 0
+        return sum(request.finish_reason is None for request in self._batch.requests) if self._batch is not None else 0
 
     @property
     def waiting(self) -> int:
         """Requests that do not decode yet."""
-        return len(self._admission.waiting) + len(self._admission.rows)
+        return len(self._admission.waiting) + len(self._admission.requests)
 
     @property
     def idle(self) -> bool:
@@ -124,85 +124,85 @@ class Engine:
         each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise ConfigError(f"{len(prompts)} prompts but {len(each)} SamplingParams; give one, or one for each")
-        rows = [self.prepare(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
-        for row in rows:
-            self.submit(row)
+        requests = [self.prepare(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+        for request in requests:
+            self.submit(request)
         try:
-            with progress_bar(total=len(rows), desc="generate", unit="prompt", disable=not progress) as bar:
-                while not all(row.finish_reason for row in rows):
+            with progress_bar(total=len(requests), desc="generate", unit="prompt", disable=not progress) as bar:
+                while not all(request.finish_reason for request in requests):
                     self.step()
-                    bar.update(sum(row.finish_reason is not None for row in rows) - bar.n)
+                    bar.update(sum(request.finish_reason is not None for request in requests) - bar.n)
         finally:
-            for row in rows:
-                self.cancel(row)
-        return [self.output(row) for row in rows]
+            for request in requests:
+                self.cancel(request)
+        return [self.output(request) for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Decode one prompt and yield what each round adds, in company with whatever else the engine decodes.
 
-        Needs a tokenizer. A caller that stops listening frees the row. Raises what `generate` does.
+        Needs a tokenizer. A caller that stops listening frees the request. Raises what `generate` does.
         """
         tokenizer = self.target.tokenizer
         if tokenizer is None:
             raise PromptError("this target has no tokenizer, so there is no text to stream; use generate")
-        row = self.prepare(prompt, params or SamplingParams())
-        self.submit(row)
-        text = TextStream(tokenizer, row.params.stop)
+        request = self.prepare(prompt, params or SamplingParams())
+        self.submit(request)
+        text = TextStream(tokenizer, request.params.stop)
         try:
             output, seen = None, 0
             while output is None:
-                if len(row.tokens) == seen and not row.finish_reason:  # others may have stepped meanwhile
+                if len(request.tokens) == seen and not request.finish_reason:  # others may have stepped meanwhile
                     self.step()
-                new, seen = row.tokens[seen:], len(row.tokens)
-                output = self.output(row) if row.finish_reason else None
+                new, seen = request.tokens[seen:], len(request.tokens)
+                output = self.output(request) if request.finish_reason else None
                 yield Chunk(text.push(new) if output is None else text.finish(output.text), new, output)
         finally:
-            self.cancel(row)
+            self.cancel(request)
 
-    def prepare(self, prompt: Prompt, params: SamplingParams) -> Row:
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> Request:
         """A request as a row to be submitted. Changes nothing here; any thread may call it. Raises PromptError."""
-        return make_row(self.target, prompt, params)
+        return make_request(self.target, prompt, params)
 
-    def submit(self, row: Row) -> None:
+    def submit(self, request: Request) -> None:
         """The row waits for its turn; its tokens grow with every step, until it has a finish reason."""
-        self._admission.waiting.append(row)
+        self._admission.waiting.append(request)
 
-    def output(self, row: Row) -> Output:
-        """What has become of a row."""
-        return Output.of(row, self.target.tokenizer)
+    def output(self, request: Request) -> Output:
+        """What has become of a request."""
+        return Output.of(request, self.target.tokenizer)
 
-    def cancel(self, row: Row) -> None:
+    def cancel(self, request: Request) -> None:
         """Let a row go that nobody waits for; nothing happens to one that has finished.
 
         An observer or a logits processor may call it too: the row gets no more tokens, and leaves at the end of the
         step that is under way.
         """
-        if row.finish_reason:
+        if request.finish_reason:
             return
-        row.finish_reason = "cancelled"
-        self._admission.withdraw(row)
-        if not self._working and self._batch is not None and row in self._batch.rows:
+        request.finish_reason = "cancelled"
+        self._admission.withdraw(request)
+        if not self._working and self._batch is not None and request in self._batch.requests:
             with self._whole():
                 self._forget_ahead()
                 self._release()
 
     def abandon(self, reason: str) -> None:
         """Fail every row there is, those that wait included, and begin anew."""
-        for row in self._admission.waiting:
-            row.fail(reason)
+        for request in self._admission.waiting:
+            request.fail(reason)
         self._admission.waiting.clear()
         self._fail(reason)
 
     def _fail(self, reason: str) -> None:
         """Fail the rows that decode or whose prompts are being read, and forget what was known of them."""
-        for row in [*self._admission.rows, *(self._batch.rows if self._batch is not None else ())]:
-            row.fail(reason)
+        for request in [*self._admission.requests, *(self._batch.requests if self._batch is not None else ())]:
+            request.fail(reason)
         self._admission.stop_reading()
         self._batch = self._ahead = None
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Work that is done whole or not at all: where it raises, no row is left that is half done."""
+        """Work that is done whole or not at all: where it raises, no request is left that is half done."""
         self._working = True
         try:
             yield
@@ -212,23 +212,23 @@ class Engine:
         finally:
             self._working = False
 
-    def step(self) -> list[Row]:
-        """One round for every row: admit, launch, land, release. Returns the rows that have finished.
+    def step(self) -> list[Request]:
+        """One round for every request: admit, launch, land, release. Returns the rows that have finished.
 
         Raises what anything in it raises; the rows that it worked on have then ended, with `error` (see `Engine`).
         """
         with self._whole():
-            return [row for row in self._step() if row.finish_reason != "cancelled"]
+            return [request for request in self._step() if request.finish_reason != "cancelled"]
 
-    def _step(self) -> list[Row]:
+    def _step(self) -> list[Request]:
         alone = self._batch is None
         joined = self._admit()
-        ended = [row for row in joined if row.finish_reason]
-        if self._batch is None or (alone and any(row.tokens for row in joined)):
+        ended = [request for request in joined if request.finish_reason]
+        if self._batch is None or (alone and any(request.tokens for request in joined)):
             return ended  # nobody waits for a round while first tokens are told
         if self._ahead is None and not self._batch.may_decode():
             return ended
-        decoding = [row for row in self._batch.rows if row.finish_reason is None]
+        decoding = [request for request in self._batch.requests if request.finish_reason is None]
         current = self._ahead or self._launch()
         self._ahead = self._batch.launch(PLAIN) if current.plan == PLAIN and self._may_run_ahead() else None
         landed = self._batch.land(current)
@@ -236,7 +236,7 @@ class Engine:
         self._observe(self._timed(landed))
         if self._may_release():
             self._release()
-        return ended + [row for row in decoding if row.finish_reason]
+        return ended + [request for request in decoding if request.finish_reason]
 
     def _lap(self) -> float:
         """Seconds since this was last asked. A round's run from the end of what came before it, so that what the host
@@ -245,7 +245,7 @@ class Engine:
         before, self._landed_at = self._landed_at, self.clock()
         return self._landed_at - before
 
-    def _admit(self) -> list[Row]:
+    def _admit(self) -> list[Request]:
         """Read a chunk of the prompts of those who wait; the rows that join, because theirs have been read."""
         if self._ahead is not None or not self._admission.wants_in(self._places):
             return []  # a round that is under way is for the rows that it was launched with
@@ -254,23 +254,23 @@ class Engine:
         seconds = self._lap()
         if joining is None:
             return []
-        self._tell_first(joining.rows, seconds)
-        joined = list(joining.rows)
+        self._tell_first(joining.requests, seconds)
+        joined = list(joining.requests)
         if self._batch is None:
             self._batch, self._was_plain = joining, False
         else:
             self._batch.append(joining)
         self._admission.joined()
-        if any(row.finish_reason for row in joined):
+        if any(request.finish_reason for request in joined):
             self._release()
         return joined
 
-    def _tell_first(self, rows: Sequence[Row], seconds: float) -> None:
+    def _tell_first(self, requests: Sequence[Request], seconds: float) -> None:
         """Tell the observer of the tokens that rows were given with their prompts; it is no round for the policy."""
-        emitted = sum(len(row.tokens) for row in rows)
+        emitted = sum(len(request.tokens) for request in requests)
         if self.observer is not None and emitted:
-            nothing = [0] * len(rows)
-            self.observer(RoundResult(PLAIN, nothing, nothing, [len(row.tokens) for row in rows], seconds))
+            nothing = [0] * len(requests)
+            self.observer(RoundResult(PLAIN, nothing, nothing, [len(request.tokens) for request in requests], seconds))
 
     def _launch(self) -> Round:
         assert self._batch is not None
@@ -286,7 +286,7 @@ class Engine:
         can = self._batch.abilities
         if self.chains_only is not None or not self.policy.wants_trees:
             can = replace(can, trees=False)
-        return self.policy.plan(len(self._batch.rows), can).cut(self._batch.most_drafts)
+        return self.policy.plan(len(self._batch.requests), can).cut(self._batch.most_drafts)
 
     def _may_run_ahead(self) -> bool:
         """Whether the next round is sure to be plain and wanted, so that it can start before this one is read."""
@@ -298,12 +298,15 @@ class Engine:
         # both and that one none. In a run of plain rounds this evens out; a single one would be told of as too dear.
         if self.proposer is not None and not self._was_plain:
             return False
-        return all(row.finish_reason is None and len(row.tokens) + 1 < row.limit for row in self._batch.rows)
+        return all(
+            request.finish_reason is None and len(request.tokens) + 1 < request.limit
+            for request in self._batch.requests
+        )
 
     @property
     def _places(self) -> int:
         """Rows that could join."""
-        return self.max_batch - (len(self._batch.rows) if self._batch is not None else 0)
+        return self.max_batch - (len(self._batch.requests) if self._batch is not None else 0)
 
     def _forget_ahead(self) -> None:
         """Undo a round that was launched for other rows than there are now."""
@@ -329,7 +332,7 @@ class Engine:
         stay for it: one row's share of a round is lost instead of the whole round.
         """
         assert self._batch is not None
-        ended = [row.finish_reason is not None for row in self._batch.rows]
+        ended = [request.finish_reason is not None for request in self._batch.requests]
         if self._ahead is None or not any(ended):
             return True
         if all(ended) or (self.prefixes is not None and self._batch.cache.recurrent):
@@ -341,14 +344,14 @@ class Engine:
         assert self._batch is not None
         self._remember()
         self._batch.release()
-        if not self._batch.rows:
+        if not self._batch.requests:
             self._batch = None
 
     def _remember(self) -> None:
         """Keep the pasts of rows that are about to leave."""
         assert self._batch is not None
-        for index, row in enumerate(self._batch.rows):
-            if self.prefixes is not None and row.finish_reason:
+        for index, request in enumerate(self._batch.requests):
+            if self.prefixes is not None and request.finish_reason:
                 past = self._batch.past(index)
                 if past is not None:
-                    self.prefixes.keep([*row.prompt, *row.tokens], past)
+                    self.prefixes.keep([*request.prompt, *request.tokens], past)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from eagle_mlx.request import Row, TokenLogprob
+from eagle_mlx.request import Request, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -45,26 +45,26 @@ class Output:
         return len(self.tokens) / self.rounds if self.rounds else 0.0
 
     @classmethod
-    def of(cls, row: Row, tokenizer: TokenizerWrapper | None) -> Output:
+    def of(cls, request: Request, tokenizer: TokenizerWrapper | None) -> Output:
         """What a row has come to so far; without a tokenizer the text is empty."""
-        tokens = row.tokens
-        shown = tokens[:-1] if tokens and tokens[-1] in row.stop_ids else tokens
+        tokens = request.tokens
+        shown = tokens[:-1] if tokens and tokens[-1] in request.stop_ids else tokens
         text = tokenizer.decode(shown) if tokenizer is not None else ""
         return cls(
-            text=row.stops.cut(text) if row.stops else text,
+            text=request.stops.cut(text) if request.stops else text,
             tokens=tokens,
-            finish_reason=row.finish_reason or "length",
-            prompt_tokens=len(row.prompt),
-            rounds=row.rounds,
-            drafted=sum(row.drafted_by_position),
-            accepted=sum(row.accepted_by_position),
-            drafted_by_position=row.drafted_by_position,
-            accepted_by_position=row.accepted_by_position,
-            logprobs=row.logprobs if row.params.wants_logprobs else None,
-            lossless=row.params.lossless,
-            cached_tokens=row.cached_tokens,
-            error=row.error,
-            refused=row.refused,
+            finish_reason=request.finish_reason or "length",
+            prompt_tokens=len(request.prompt),
+            rounds=request.rounds,
+            drafted=sum(request.drafted_by_position),
+            accepted=sum(request.accepted_by_position),
+            drafted_by_position=request.drafted_by_position,
+            accepted_by_position=request.accepted_by_position,
+            logprobs=request.logprobs if request.params.wants_logprobs else None,
+            lossless=request.params.lossless,
+            cached_tokens=request.cached_tokens,
+            error=request.error,
+            refused=request.refused,
         )
 
 

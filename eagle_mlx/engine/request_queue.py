@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
-from eagle_mlx.request import Row
+from eagle_mlx.request import Request
 
 MOST_SKIPS = 8
-"""Shorter prompts that may pass a client's oldest request: as many as the default batch has rows."""
+"""Shorter prompts that may pass a client's oldest request: as many as the default batch has requests."""
 
 
 @dataclass
-class _Requests:
-    """Those of one client, by the chunks that their prompts take, each list in the order in which they came."""
+class _Client:
+    """The requests of one client, by the chunks that their prompts take, each list in the order in which they came."""
 
-    by_chunks: dict[int, deque[tuple[int, Row]]] = field(default_factory=dict)
+    by_chunks: dict[int, deque[tuple[int, Request]]] = field(default_factory=dict)
     """With the number of each request, which counts up."""
     skips: int = 0
     """How often the oldest has been passed."""
@@ -41,56 +41,57 @@ class RequestQueue:
     def __init__(self, chunk: int):
         """`chunk`: positions of a prompt that are read in one step."""
         self._chunk = chunk
-        self._clients: dict[str, _Requests] = {}
+        self._clients: dict[str, _Client] = {}
         """The one whose turn it is comes first."""
         self._numbers = count()
 
     def __len__(self) -> int:
-        return sum(len(rows) for each in self._clients.values() for rows in each.by_chunks.values())
+        return sum(len(waiting) for client in self._clients.values() for waiting in client.by_chunks.values())
 
-    def __iter__(self) -> Iterator[Row]:
-        return (row for each in self._clients.values() for rows in each.by_chunks.values() for _, row in rows)
+    def __iter__(self) -> Iterator[Request]:
+        lists = (waiting for client in self._clients.values() for waiting in client.by_chunks.values())
+        return (request for waiting in lists for _, request in waiting)
 
-    def append(self, row: Row) -> None:
-        requests = self._clients.setdefault(row.client, _Requests())
-        requests.by_chunks.setdefault(self._chunks(row), deque()).append((next(self._numbers), row))
+    def append(self, request: Request) -> None:
+        client = self._clients.setdefault(request.client, _Client())
+        client.by_chunks.setdefault(self._chunks(request), deque()).append((next(self._numbers), request))
 
-    def peek(self) -> Row:
+    def peek(self) -> Request:
         """The next one. The queue must not be empty."""
-        requests = next(iter(self._clients.values()))
-        return requests.by_chunks[requests.following][0][1]
+        client = next(iter(self._clients.values()))
+        return client.by_chunks[client.following][0][1]
 
-    def pop(self) -> Row:
+    def pop(self) -> Request:
         """Take the next one; its client's next turn comes behind everybody else's."""
-        row = self.peek()
-        requests = self._clients.pop(row.client)
-        chunks = requests.following
-        requests.skips = 0 if chunks == requests.oldest else requests.skips + 1
-        self._clients[row.client] = requests
-        requests.by_chunks[chunks].popleft()
-        self._forget_empty(row.client, chunks)
-        return row
+        request = self.peek()
+        client = self._clients.pop(request.client)
+        chunks = client.following
+        client.skips = 0 if chunks == client.oldest else client.skips + 1
+        self._clients[request.client] = client
+        client.by_chunks[chunks].popleft()
+        self._forget_empty(request.client, chunks)
+        return request
 
-    def remove(self, row: Row) -> None:
-        """Let a row go that waits. Raises KeyError or StopIteration where it does not."""
-        chunks, requests = self._chunks(row), self._clients[row.client]
-        rows = requests.by_chunks[chunks]
-        index = next(index for index, (_, each) in enumerate(rows) if each is row)
-        if index == 0 and chunks == requests.oldest:
-            requests.skips = 0
-        del rows[index]
-        self._forget_empty(row.client, chunks)
+    def remove(self, request: Request) -> None:
+        """Let a request go that waits. Raises KeyError or StopIteration where it does not."""
+        chunks, client = self._chunks(request), self._clients[request.client]
+        waiting = client.by_chunks[chunks]
+        index = next(index for index, (_, each) in enumerate(waiting) if each is request)
+        if index == 0 and chunks == client.oldest:
+            client.skips = 0
+        del waiting[index]
+        self._forget_empty(request.client, chunks)
 
     def clear(self) -> None:
         self._clients.clear()
 
-    def _forget_empty(self, client: str, chunks: int) -> None:
-        requests = self._clients[client]
-        if not requests.by_chunks[chunks]:
-            del requests.by_chunks[chunks]
-        if not requests.by_chunks:
-            del self._clients[client]
+    def _forget_empty(self, name: str, chunks: int) -> None:
+        client = self._clients[name]
+        if not client.by_chunks[chunks]:
+            del client.by_chunks[chunks]
+        if not client.by_chunks:
+            del self._clients[name]
 
-    def _chunks(self, row: Row) -> int:
+    def _chunks(self, request: Request) -> int:
         """Steps that its prompt is read in, without the last token, which the first round reads."""
-        return max(1, -(-(len(row.prompt) - 1) // self._chunk))
+        return max(1, -(-(len(request.prompt) - 1) // self._chunk))

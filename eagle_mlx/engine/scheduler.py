@@ -7,7 +7,7 @@ from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.prefix import Prefix, PrefixCache
 from eagle_mlx.engine.request_queue import RequestQueue
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.request import Row
+from eagle_mlx.request import Request
 from eagle_mlx.target import Target
 
 
@@ -30,20 +30,20 @@ class Admission:
         self.kv_bits = kv_bits
         self.waiting = RequestQueue(chunk)
         self._may_pad = may_pad(target.model)
-        self.rows: list[Row] = []
+        self.requests: list[Request] = []
         """Those whose prompts are being read, from when they stop waiting until `joined`."""
         self._reading: Batch | None = None
 
     @property
     def idle(self) -> bool:
-        return not self.waiting and not self.rows
+        return not self.waiting and not self.requests
 
     def wants_in(self, room: int) -> bool:
-        """Whether somebody will join, or could, with room for so many more rows."""
+        """Whether somebody will join, or could, with room for so many more requests."""
         return self._reading is not None or (room > 0 and bool(self.waiting))
 
     def read(self, room: int) -> Batch | None:
-        """Read one chunk of the prompts whose turn it is; their rows, once that was the last of it.
+        """Read one chunk of the prompts whose turn it is; their requests, once that was the last of it.
 
         They are still among `rows` then, and so whatever happens to them is somebody's business, until `joined`.
         """
@@ -56,36 +56,36 @@ class Admission:
 
     def joined(self) -> None:
         """The rows that `read` gave decode now."""
-        self.rows = []
+        self.requests = []
 
-    def withdraw(self, row: Row) -> None:
+    def withdraw(self, request: Request) -> None:
         """A row that has ended while it waited, or while its prompt was read."""
-        if row in self.waiting:
-            self.waiting.remove(row)
-        if all(reading.finish_reason for reading in self.rows):
+        if request in self.waiting:
+            self.waiting.remove(request)
+        if all(reading.finish_reason for reading in self.requests):
             self.stop_reading()
 
     def stop_reading(self) -> None:
         """Forget those whose prompts are being read, and what has been read of them."""
-        self.rows, self._reading = [], None
+        self.requests, self._reading = [], None
 
     def _next(self, room: int) -> Batch | None:
-        rows = self.rows
-        while self.waiting and len(rows) < room:
+        requests = self.requests
+        while self.waiting and len(requests) < room:
             following = self.waiting.peek()
             prefix = self._known(following)
-            if rows and (prefix is not None or not self._side_by_side(following)):
+            if requests and (prefix is not None or not self._side_by_side(following)):
                 break
-            rows.append(self.waiting.pop())
+            requests.append(self.waiting.pop())
             if prefix is not None:
-                rows[0].cached_tokens = prefix.length
-                return Batch(self.target, self.proposer, rows, prefix, self.kv_bits)
-            if not self._side_by_side(rows[0]):
+                requests[0].cached_tokens = prefix.length
+                return Batch(self.target, self.proposer, requests, prefix, self.kv_bits)
+            if not self._side_by_side(requests[0]):
                 break
-        return Batch(self.target, self.proposer, rows, kv_bits=self.kv_bits) if rows else None
+        return Batch(self.target, self.proposer, requests, kv_bits=self.kv_bits) if requests else None
 
-    def _known(self, row: Row) -> Prefix | None:
-        return self.prefixes.find(row.prompt) if self.prefixes is not None else None
+    def _known(self, request: Request) -> Prefix | None:
+        return self.prefixes.find(request.prompt) if self.prefixes is not None else None
 
-    def _side_by_side(self, row: Row) -> bool:
-        return self._may_pad and len(row.prompt) <= self.chunk + 1
+    def _side_by_side(self, request: Request) -> bool:
+        return self._may_pad and len(request.prompt) <= self.chunk + 1

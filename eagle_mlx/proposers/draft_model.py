@@ -147,7 +147,7 @@ class DraftModelState:
         return mx.take_along_axis(logits, mx.maximum(counts - 1, 0)[:, None, None], axis=1)
 
     def _settle(self) -> None:
-        self.cache.settle([text.read for text in self.texts])
+        self.cache.sync([text.read for text in self.texts])
 
     def observe(self, seen: Observation) -> None:
         kept = []

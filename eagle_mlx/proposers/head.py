@@ -184,7 +184,7 @@ class HeadState:
             self._hidden = mx.where(kept[:, None, None] > 0, newest, self._hidden)
             self.cache.lengths.advance(kept, at_most=pending.longest)
         self._lengths = [a + b for a, b in zip(self._lengths, counts, strict=True)]
-        self.cache.lengths.settle(self._lengths)
+        self.cache.lengths.sync(self._lengths)
         if self._in_prompts:
             mx.async_eval(self._hidden, self.cache.state)
             self._in_prompts = False
@@ -251,7 +251,7 @@ class HeadState:
 
     def remove(self, row: int) -> None:
         self._read_pending()
-        self.cache.scrub(row)  # its hidden states may not have been numbers
+        self.cache.zero(row)  # its hidden states may not have been numbers
         self.cache.remove(row)
         self._lengths[row], self._gaps[row] = self._lengths[-1], self._gaps[-1]
         self._lengths.pop()

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from eagle_mlx.engine.output import Output
-from eagle_mlx.request import Row
+from eagle_mlx.request import Request as EngineRequest
 from eagle_mlx.text import TextStream
 
 from ..chat import AnswerReader, Delta, ToolCall, ToolOffer
@@ -51,7 +51,7 @@ class ChatAnswer:
 
     asked: ChatRequest
     loaded: Loaded
-    rows: Sequence[Row]
+    rows: Sequence[EngineRequest]
     offer: ToolOffer
     starts_in_reasoning: bool
 

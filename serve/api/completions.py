@@ -11,7 +11,8 @@ from starlette.responses import Response
 
 from eagle_mlx.engine.output import Output
 from eagle_mlx.errors import PromptError
-from eagle_mlx.request import Row, TokenLogprob
+from eagle_mlx.request import Request as EngineRequest
+from eagle_mlx.request import TokenLogprob
 from eagle_mlx.text import TextStream
 
 from .answer import report, usage
@@ -91,7 +92,7 @@ def _prompt(given: str | list[int], loaded: Loaded) -> _Prompt:
 class CompletionAnswer:
     """The rows of a completions request: for each prompt its answers, one after the other."""
 
-    def __init__(self, asked: CompletionRequest, loaded: Loaded, prompts: list[_Prompt], rows: Sequence[Row]):
+    def __init__(self, asked: CompletionRequest, loaded: Loaded, prompts: list[_Prompt], rows: Sequence[EngineRequest]):
         self.asked, self.loaded, self.prompts, self.rows = asked, loaded, prompts, rows
 
     def body(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:

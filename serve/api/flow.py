@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from eagle_mlx.engine.output import Output
 from eagle_mlx.errors import EagleError
-from eagle_mlx.request import Row
+from eagle_mlx.request import Request as EngineRequest
 
 from . import schema
 from .answer import failure
@@ -33,7 +33,7 @@ class Answer(Protocol):
     """What a route makes of a request before it decodes."""
 
     @property
-    def rows(self) -> Sequence[Row]: ...
+    def rows(self) -> Sequence[EngineRequest]: ...
 
     def body(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
         """The whole, once all rows have ended."""

@@ -24,7 +24,7 @@ def score_prompt(target: Target, tokens: Sequence[int], top: int, chunk: int = 2
         read = mx.array([tokens[start : start + len(following)]], mx.int32)
         logits = target.forward(read, cache).logits[0]
         cache.advance(len(following))
-        cache.settle([start + len(following)])
+        cache.sync([start + len(following)])
         chosen, ids, values = logprobs_of(logits, mx.array(following, mx.int32), top)
         yield listed(
             following,

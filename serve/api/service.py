@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal
 
-from eagle_mlx.request import Row
+from eagle_mlx.request import Request
 
 from .errors import ApiError
 from .limits import Limits
@@ -157,7 +157,7 @@ class Call:
         """Rows that have not ended, and those that are still to be made."""
         return self.places if self.job is None else self.job.unfinished
 
-    def submit(self, rows: Sequence[Row]) -> None:
+    def submit(self, rows: Sequence[Request]) -> None:
         for row in rows:
             row.client = self.client
         self.job = self.service.worker.submit(rows)

@@ -13,7 +13,7 @@ from threading import Thread
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.output import Output
 from eagle_mlx.plan import RoundResult
-from eagle_mlx.request import Row, TokenLogprob
+from eagle_mlx.request import Request, TokenLogprob
 
 from .errors import ApiError
 from .model import Loaded
@@ -41,7 +41,7 @@ class News:
 class Job:
     """The rows of one request, and what is new of them. Belongs to the event loop."""
 
-    rows: Sequence[Row]
+    rows: Sequence[Request]
     unfinished: int = 0
     _news: asyncio.Queue[News] = field(default_factory=asyncio.Queue)
 
@@ -64,7 +64,7 @@ class Job:
 class _Seat:
     """A row in the engine, and how much of it has been told."""
 
-    row: Row
+    row: Request
     job: Job
     index: int
     told: int = 0
@@ -101,7 +101,7 @@ class Worker:
         self._loop = loop
         self._thread.start()
 
-    def submit(self, rows: Sequence[Row]) -> Job:
+    def submit(self, rows: Sequence[Request]) -> Job:
         """Let rows wait for their turn; the job tells what becomes of them. Those that have ended are told at once."""
         job = Job(rows)
         for index, row in enumerate(rows):
@@ -252,6 +252,6 @@ def _settle(scoring: _Scoring, error: Exception | None) -> None:
         scoring.answer.set_result(scoring.found)
 
 
-def _failed(row: Row, reason: str) -> Output:
+def _failed(row: Request, reason: str) -> Output:
     row.fail(reason)
     return Output.of(row, None)

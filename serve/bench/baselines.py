@@ -45,7 +45,7 @@ class MlxLmMode:
             said.append(Continuation(tuple(int(step.token) for step in steps), text, max(1, rounds)))
         return said
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         mx.synchronize(self._stream)
 
     def _steps(self, prompt: list[int], params: SamplingParams) -> Iterator[GenerationResponse]:
@@ -114,7 +114,7 @@ class MlxLmBatchMode:
         ended = () if len(tokens) == limit else (self._end,)
         return Continuation((*tokens, *ended), text, rounds=len(tokens) + len(ended))
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         mx.synchronize()
 
 

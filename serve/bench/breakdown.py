@@ -110,9 +110,9 @@ class _Forwards:
 
     def run(self, at: int, seen: int) -> None:
         """As in the round that found `at` tokens in the caches and emitted `seen`; nothing is kept of it."""
-        self.cache.settle([at])
+        self.cache.sync([at])
         if self.head is not None:
-            self.drafts.settle([at - seen])
+            self.drafts.sync([at - seen])
             aux = [mx.zeros((1, seen, self.target.hidden_size), self.target.dtype)] * len(self.head.aux_layers)
             g = self.head.features(aux)
             for _ in range(self.depth):
@@ -155,9 +155,9 @@ def _staged_round(batch: Batch, depth: int) -> dict[str, float]:
     clock.append(time.perf_counter())
     accepted, said = cast(list[int], verdict.accepted.tolist()), cast(list[list[int]], verdict.tokens.tolist())
     kept = [tokens[: count + 1] for tokens, count in zip(said, accepted, strict=True)]
-    for row, tokens in zip(batch.rows, kept, strict=True):
+    for row, tokens in zip(batch.requests, kept, strict=True):
         row.take(tokens, depth)
-    batch.cache.settle([row.length for row in batch.rows])
+    batch.cache.sync([row.length for row in batch.requests])
     if batch.state is not None:
         batch.state.observe(Observation(kept, out.aux))
     clock.append(time.perf_counter())

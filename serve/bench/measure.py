@@ -117,7 +117,7 @@ class _Work:
         start = perf_counter()
         out = finish(mode.decode([self.prompts[index] for index in group], [params[index] for index in group]))
         seconds = perf_counter() - start
-        mode.settle()
+        mode.sync()
         return seconds, out
 
     def run_all(self, modes: Sequence[Mode], group: Sequence[int]) -> list[Timed]:

@@ -54,7 +54,7 @@ class Mode(Protocol):
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
         """Decode token-id prompts to their ends; the continuations come in their order."""
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Wait for work that was launched and is not wanted, so that it does not burden what is timed next."""
 
 
@@ -101,7 +101,7 @@ class EngineMode:
                 engine.cancel(row)
         return [_continuation(engine.output(row)) for row in rows]
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         start = perf_counter()
         mx.synchronize()
         self._elsewhere -= perf_counter() - start  # what is waited for are rounds of its own

@@ -42,7 +42,7 @@ def _filled(context: int) -> RaggedCache:
     for layer in cache:
         layer.update_and_fetch(new, new)
     cache.lengths.advance(mx.array(_lengths(context), mx.int32), at_most=context)
-    cache.lengths.settle(_lengths(context))
+    cache.lengths.sync(_lengths(context))
     mx.eval(cache.state, cache.lengths.offset)
     return cache
 
@@ -55,7 +55,7 @@ def _round(cache: RaggedCache, new: mx.array, accepted: list[int]) -> float:
         layer.update_and_fetch(new, new)
     cache.lengths.advance(mx.array(accepted, mx.int32), at_most=WIDTH)
     mx.eval(cache.state, cache.lengths.offset)
-    cache.lengths.settle([a + b for a, b in zip(_lengths(context), accepted, strict=True)])
+    cache.lengths.sync([a + b for a, b in zip(_lengths(context), accepted, strict=True)])
     seconds = time.perf_counter() - begin
     cache.lengths.restore(before)
     return seconds

@@ -32,7 +32,7 @@ class _Runner:
                 self.tokens += next(self.decoding)
         except StopIteration as end:
             self.said = end.value
-        self.mode.settle()  # what was launched for its next turn must not burden those of others
+        self.mode.sync()  # what was launched for its next turn must not burden those of others
         self.seconds += perf_counter() - start
 
 

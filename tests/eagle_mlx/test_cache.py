@@ -54,7 +54,7 @@ def run(
         if keep:
             np.testing.assert_allclose(out[keep - 1], fresh_logits(text, target), rtol=1e-3, atol=1e-3)
     if settle:
-        cache.settle([len(text) for text in texts])
+        cache.sync([len(text) for text in texts])
 
 
 step = st.tuples(
@@ -110,7 +110,7 @@ def test_rows_of_which_nothing_was_read_join_and_leave(name: str, leaving: int) 
     cache.remove(leaving)
     texts[leaving] = texts[-1]
     texts.pop()
-    cache.settle([len(text) for text in texts])
+    cache.sync([len(text) for text in texts])
     run(cache, texts, [[7, 8], [9, 10], [11, 12]], [2, 1, 2], True, target)
     other = RaggedCache.of(target.model, 1)
     other.append(RaggedCache.of(target.model, 1))
@@ -151,7 +151,7 @@ def test_uniform_rows_use_the_cheap_masks_and_ragged_ones_do_not() -> None:
     cache.lengths.advance(mx.array([1, 2]), at_most=2)
     mask = cache[0].make_mask(2)
     assert np.array(mask)[:, 0].astype(int).tolist() == [[[1, 1, 0, 0], [1, 1, 1, 0]], [[1, 1, 1, 0], [1, 1, 1, 1]]]
-    cache.lengths.settle([2, 2])
+    cache.lengths.sync([2, 2])
     assert cache[0].make_mask(1) is None
 
 
@@ -185,7 +185,7 @@ class Ring:
         self.cache.lengths.advance(mx.array(kept, mx.int32), at_most=width)
         self.guessed |= not settle
         if settle:
-            self.cache.lengths.settle([len(row) for row in self.rows])
+            self.cache.lengths.sync([len(row) for row in self.rows])
 
     def join(self, other: Ring) -> None:
         self.cache.append(other.cache)
@@ -195,7 +195,7 @@ class Ring:
     def cut(self, row: int, length: int) -> Ring:
         """A fork of the first `length` numbers of a row."""
         lengths = RowLengths(1)
-        lengths.settle([length])
+        lengths.sync([length])
         other = Ring(self.window, 1, first=self.next + 200_000)
         other.cache, other.rows = self.cache.fork(row, length, lengths), [self.rows[row][:length]]
         return other
@@ -235,7 +235,7 @@ def test_a_window_shows_the_last_positions_after_any_history(window: int, rows: 
 
 def check_cuts(ring: Ring, data: st.DataObject) -> None:
     """Rows cut back to whatever length they may be see what they would have seen at that length."""
-    ring.cache.lengths.settle([len(row) for row in ring.rows])
+    ring.cache.lengths.sync([len(row) for row in ring.rows])
     for row, text in enumerate(ring.rows):
         shortest = ring.cache.shortest(row)
         if shortest > len(text):  # a row's own length can always be taken over where it was always known

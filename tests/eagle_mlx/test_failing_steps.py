@@ -19,7 +19,7 @@ from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.plan import Abilities, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation, ProposerState
-from eagle_mlx.request import Row
+from eagle_mlx.request import Request
 from tests.fakes import tiny_target
 
 TARGET = tiny_target()
@@ -95,19 +95,19 @@ class FailingState:
         self.rows.pop()
 
 
-def assert_owned(engine: em.Engine, rows: Sequence[Row]) -> None:
+def assert_owned(engine: em.Engine, rows: Sequence[Request]) -> None:
     """Whoever has not ended is known to the engine, in one place."""
-    batch = engine._batch.rows if engine._batch is not None else []
-    known = [*engine._admission.waiting, *engine._admission.rows, *batch]
+    batch = engine._batch.requests if engine._batch is not None else []
+    known = [*engine._admission.waiting, *engine._admission.requests, *batch]
     assert len({id(row) for row in known}) == len(known)
     assert {id(row) for row in rows if row.finish_reason is None} <= {id(row) for row in known}
 
 
-def run(engine: em.Engine, rows: Sequence[Row], caught: type[BaseException]) -> int:
+def run(engine: em.Engine, rows: Sequence[Request], caught: type[BaseException]) -> int:
     """Step to the end as a server does; how many steps raised."""
     raised = 0
     while not engine.idle:
-        touched = [*engine._admission.rows, *(engine._batch.rows if engine._batch is not None else [])]
+        touched = [*engine._admission.requests, *(engine._batch.requests if engine._batch is not None else [])]
         before = [row for row in touched if row.finish_reason is None]
         try:
             engine.step()
@@ -120,7 +120,7 @@ def run(engine: em.Engine, rows: Sequence[Row], caught: type[BaseException]) -> 
     return raised
 
 
-def assert_sound(rows: Sequence[Row], error: str) -> None:
+def assert_sound(rows: Sequence[Request], error: str) -> None:
     """Every text is the target's own, as far as it goes, and those that end early say why."""
     for row in rows:
         expected = ALONE[PROMPTS.index(row.prompt)]
@@ -168,7 +168,7 @@ PLACES: list[tuple[type, str]] = [
     (Batch, "past"),
     (RaggedCache, "append"),
     (RaggedCache, "remove"),
-    (RaggedCache, "settle"),
+    (RaggedCache, "sync"),
     (em.Target, "forward"),
 ]
 
@@ -293,7 +293,7 @@ def test_an_observer_may_cancel_whoever_it_likes(gone: list[int], after: int, de
 def test_a_logits_processor_may_cancel_a_request(victim: int, own: bool) -> None:
     """Its own, one that decodes beside it, and one that waits."""
     engine = em.Engine(TARGET, em.NgramProposer(), em.FixedPolicy(2), max_batch=3)
-    rows: list[Row] = []
+    rows: list[Request] = []
     at = len(PROMPTS[victim if own else 1]) + 4
 
     def processor(tokens: list[int], logits: mx.array) -> mx.array:

@@ -27,7 +27,7 @@ from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.verify import Verdict
 from eagle_mlx.engine.prefix import LEAST
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.request import Row
+from eagle_mlx.request import Request
 from tests.architectures import CONFIGS, VOCAB, tiny_model
 from tests.fakes import randomize
 from tests.fresh_forwards import Judge, judge, untouched
@@ -120,8 +120,8 @@ class History:
         self.target, self.judge = target(name, self.weights), judge(name, self.weights)
         self.windows = self.judge.has_windows
         self.known = [list(text) for text in roots(name, self.weights)]
-        self.rows: list[Row] = []
-        self.leaving: list[tuple[Row, int, int]] = []
+        self.rows: list[Request] = []
+        self.leaving: list[tuple[Request, int, int]] = []
         """Requests that are cancelled: behind so many tokens, or after so many steps."""
         self.figures = Figures(histories=1)
         self.step = 0
@@ -257,7 +257,7 @@ class History:
             if len(row.tokens) >= tokens or self.step >= step:
                 self.engine.cancel(row)
 
-    def _judge(self, number: int, row: Row) -> None:
+    def _judge(self, number: int, row: Request) -> None:
         figures, tokens, params = self.figures, row.tokens, row.params
         said = f"request {number} ({params.rule}, {len(row.prompt)} tokens, {row.cached_tokens} of them cached)"
         figures.taken_over += row.cached_tokens > 0

@@ -359,8 +359,8 @@ def test_a_ring_forgets_what_lies_behind_a_row_and_nothing_that_is_seen(length: 
         lengths.advance(1)
     bad = mx.full((2, 1, 9, 4), mx.nan)
     ring.update_and_fetch(bad, bad)
-    cache.scrub(0, length)
-    cache.scrub(1, length)
+    cache.zero(0, length)
+    cache.zero(1, length)
     assert ring.keys is not None
     held = np.array(ring.keys[:, 0, :, 0])
     assert np.isfinite(held[:2]).all()

@@ -24,7 +24,7 @@ from eagle_mlx.engine.batch import Batch
 from eagle_mlx.errors import PromptError
 from eagle_mlx.plan import PLAIN, Abilities, Plan
 from eagle_mlx.proposers.base import Observation, ProposerState
-from eagle_mlx.request import Row, StopStrings
+from eagle_mlx.request import Request, StopStrings
 from eagle_mlx.sampling_params import SamplingParams
 from tests.fakes import tiny_head, tiny_target
 
@@ -104,8 +104,8 @@ some_params = st.builds(
 )
 
 
-def row(params: SamplingParams, prompt: list[int], tokens: list[int]) -> Row:
-    return Row(prompt, params, 0, 99, frozenset(), grammar=None, tokens=list(tokens))
+def row(params: SamplingParams, prompt: list[int], tokens: list[int]) -> Request:
+    return Request(prompt, params, 0, 99, frozenset(), grammar=None, tokens=list(tokens))
 
 
 @settings(max_examples=60, deadline=None)
@@ -450,10 +450,10 @@ def test_of_two_stop_strings_the_earliest_in_the_text_cuts_it() -> None:
 
 def test_a_round_that_is_cancelled_was_never_counted() -> None:
     params = SamplingParams(max_tokens=LENGTH, frequency_penalty=2.0)
-    batch = Batch(TARGET, None, [Row(PROMPTS[0], params, 0, LENGTH, frozenset())])
+    batch = Batch(TARGET, None, [Request(PROMPTS[0], params, 0, LENGTH, frozenset())])
     assert batch.read_prompts(512)
-    while not batch.rows[0].finish_reason:
+    while not batch.requests[0].finish_reason:
         current, unwanted = batch.launch(PLAIN), batch.launch(PLAIN)
         batch.cancel(unwanted)
         batch.land(current)
-    assert batch.rows[0].tokens == plain_text(PROMPTS[0], params)
+    assert batch.requests[0].tokens == plain_text(PROMPTS[0], params)

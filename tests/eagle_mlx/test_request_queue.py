@@ -11,25 +11,25 @@ from hypothesis import strategies as st
 
 import eagle_mlx as em
 from eagle_mlx.engine.request_queue import MOST_SKIPS, RequestQueue
-from eagle_mlx.request import Row
+from eagle_mlx.request import Request
 from tests.fakes import tiny_target
 
 CHUNK = 10
 
 
-def row(client: str = "", length: int = 5) -> Row:
+def row(client: str = "", length: int = 5) -> Request:
     params = em.SamplingParams(max_tokens=4)
-    return Row([3] * length, params, seed=0, limit=4, stop_ids=frozenset(), client=client)
+    return Request([3] * length, params, seed=0, limit=4, stop_ids=frozenset(), client=client)
 
 
-def queue(*rows: Row) -> RequestQueue:
+def queue(*rows: Request) -> RequestQueue:
     made = RequestQueue(CHUNK)
     for each in rows:
         made.append(each)
     return made
 
 
-def drained(waiting: RequestQueue) -> list[Row]:
+def drained(waiting: RequestQueue) -> list[Request]:
     order = []
     while waiting:
         first = waiting.peek()

@@ -15,7 +15,7 @@ from mlx_lm.models import qwen3
 import eagle_mlx as em
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.plan import RoundResult
-from eagle_mlx.request import Row
+from eagle_mlx.request import Request
 from tests.fakes import randomize, tiny_config, tiny_head, tiny_target
 
 TARGET = tiny_target()
@@ -57,7 +57,7 @@ def test_others_go_on_while_a_long_prompt_is_read() -> None:
 @given(st.lists(st.sampled_from(["submit", "cancel", "step", "step"]), max_size=40), st.randoms(use_true_random=False))
 def test_rows_that_stay_are_not_disturbed_by_those_that_go(events: list[str], random: object) -> None:
     busy = engine(max_batch=3, prefill_chunk=16)
-    rows: list[tuple[int, Row]] = []
+    rows: list[tuple[int, Request]] = []
     for event in events:
         if event == "submit":
             which = random.randrange(len(PROMPTS))  # type: ignore[attr-defined]

@@ -191,7 +191,7 @@ def test_waiting_for_rounds_of_its_own_is_a_modes_own_time(monkeypatch: pytest.M
     decoding = mode.decode(PROMPTS[:1], Plan().params(1, 4))
     next(decoding)
     before = mode._engine.clock()
-    mode.settle()
+    mode.sync()
     now[0] += 20  # the turns of others
     next(decoding)
     assert mode._engine.clock() - before == 5

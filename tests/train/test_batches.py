@@ -67,15 +67,15 @@ SAMPLE_LENGTHS = st.one_of(
 @given(SAMPLE_LENGTHS, st.integers(1, 8), st.sampled_from([64, 256, 1000]), st.integers(0, 9))
 def test_batches_hold_every_piece_and_little_else(lengths: list[int], rows: int, length: int, seed: int) -> None:
     batches = batches_of(lengths, rows, length, seed, epoch=1)
-    found = Counter((p.sample, p.start, p.stop) for batch in batches for row in batch.rows for p in row)
+    found = Counter((p.sample, p.start, p.stop) for batch in batches for row in batch.requests for p in row)
     assert found == Counter((p.sample, p.start, p.stop) for i, n in enumerate(lengths) for p in cut(i, n, length))
-    assert all(len(batch.rows) == rows for batch in batches[:-1])
-    assert all(1 <= len(batch.rows) <= rows for batch in batches[-1:])
+    assert all(len(batch.requests) == rows for batch in batches[:-1])
+    assert all(1 <= len(batch.requests) <= rows for batch in batches[-1:])
     for batch in batches:
-        fills = [sum(map(len, row)) for row in batch.rows]
+        fills = [sum(map(len, row)) for row in batch.requests]
         assert max(fills) <= batch.width <= length
         assert batch.tokens == sum(fills)
-    places = sum(len(batch.rows) * batch.width for batch in batches)
+    places = sum(len(batch.requests) * batch.width for batch in batches)
     empty = places - sum(batch.tokens for batch in batches)
     assert empty <= places / 32 + rows * length
     assert batches == batches_of(lengths, rows, length, seed, epoch=1)
@@ -109,7 +109,7 @@ def test_full_rows_meet_others_in_every_epoch_anew() -> None:
     lengths = [100] * 64
     groups = [
         {
-            frozenset(piece.sample for row in batch.rows for piece in row)
+            frozenset(piece.sample for row in batch.requests for piece in row)
             for batch in batches_of(lengths, 4, 100, 0, epoch)
         }
         for epoch in (0, 1)

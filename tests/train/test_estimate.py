@@ -14,7 +14,7 @@ import pytest
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Rows
-from eagle_mlx.train.kinds import KINDS, settled
+from eagle_mlx.train.kinds import KINDS, resolved
 from eagle_mlx.train.plan import preflight as forecasts
 from eagle_mlx.train.plan.estimate import check_memory, disk_of, memory_of, work_of
 from eagle_mlx.train.plan.preflight import Tokens, check, forecast
@@ -27,7 +27,7 @@ CONFIG = TrainConfig.of(target="tiny", rows=2, length=128, unroll=3, draft_vocab
 
 def measured(config: TrainConfig, hidden: int, vocab: int) -> tuple[int, int]:
     """Bytes foretold and taken by a step in which every position carries loss."""
-    config = settled(config)
+    config = resolved(config)
     target, kind = tiny_target(hidden=hidden, vocab=vocab), KINDS[config.head.kind]
     kept = np.arange(config.head.draft_vocab) * 2 if 0 < config.head.draft_vocab < vocab else None
     aux = kind.aux_layers(target, config)
@@ -75,18 +75,18 @@ def test_shapes_are_read_without_loading_a_weight(tmp_path: Path) -> None:
     assert (shape.layers, shape.hidden_size, shape.vocab_size, shape.inner) == (14, 192, 4096, 512)
     assert shape.parameters == 6_298_816
     assert shape.used == 6_298_816 - 4096 * 192 - 192  # all but the embedding and the final norm
-    head = shape_of_head(blank_head(target, settled(TrainConfig.of(draft_vocab=3072))), target)
+    head = shape_of_head(blank_head(target, resolved(TrainConfig.of(draft_vocab=3072))), target)
     assert head.draft_vocab == 3072
     assert head.aux_layers == (1, 6, 10)
     assert mx.get_active_memory() - before < 100_000
 
 
 def test_more_of_anything_takes_more(tmp_path: Path) -> None:
-    config = settled(CONFIG.changed(target=str(tiny_target_folder(tmp_path / "t"))))
+    config = resolved(CONFIG.changed(target=str(tiny_target_folder(tmp_path / "t"))))
     plain = forecast(config)
     assert forecast(config.changed(rows=4)).memory.step > plain.memory.step
     assert forecast(config.changed(rows=4, accumulate=4)).memory.step < plain.memory.step
-    wide = settled(config.changed(rows=8, length=512, unroll=7))
+    wide = resolved(config.changed(rows=8, length=512, unroll=7))
     saved = forecast(wide.changed(grad_checkpoint=True))
     assert saved.memory.step < forecast(wide).memory.step
     assert saved.work > forecast(wide).work

@@ -22,7 +22,7 @@ from eagle_mlx.train.data.batches import Batches, Rows
 from eagle_mlx.train.data.capture import capture_rows
 from eagle_mlx.train.data.samples import InMemory
 from eagle_mlx.train.evaluation.acceptance import Evaluator
-from eagle_mlx.train.kinds import KINDS, Head, kind_of, settled
+from eagle_mlx.train.kinds import KINDS, Head, kind_of, resolved
 from eagle_mlx.train.step.batch_plan import make_plan
 from eagle_mlx.train.step.losses import Objective, feature_losses
 from eagle_mlx.train.step.noise import noise_of
@@ -37,7 +37,7 @@ SMALL: dict[str, Any] = {"target": "tiny", "rows": 4, "length": 32, "lr": 3e-3, 
 
 
 def config_of(name: str, **more: Any) -> TrainConfig:
-    return settled(from_mapping({**SMALL, "head": name, **more}))
+    return resolved(from_mapping({**SMALL, "head": name, **more}))
 
 
 @pytest.fixture(scope="module")
@@ -252,18 +252,18 @@ def test_a_quantised_target(name: str) -> None:
 )
 def test_settings_of_another_kind_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        settled(from_mapping(values))
+        resolved(from_mapping(values))
 
 
 def test_what_is_left_open_is_the_kind_s_own() -> None:
-    assert (settled(TrainConfig()).optimization.unroll, settled(TrainConfig()).head.draft_vocab) == (7, 32000)
+    assert (resolved(TrainConfig()).optimization.unroll, resolved(TrainConfig()).head.draft_vocab) == (7, 32000)
     mtp = config_of("mtp")
     weights = [mtp.optimization.decay**j for j in range(mtp.optimization.unroll)]
     assert [round(weight / sum(weights), 2) for weight in weights] == [0.51, 0.31, 0.18]
     assert config_of("eagle").optimization.loss_weights == (1.0, 0.1)
     assert config_of("eagle", feature_noise=0).optimization.feature_noise == 0.0
-    assert settled(mtp) == mtp
+    assert resolved(mtp) == mtp
     by_hand = config_of("mtp", step_weights=[0.5, 0.5])
     assert (by_hand.optimization.unroll, by_hand.optimization.decay) == (2, 0.0)
-    assert settled(by_hand) == by_hand
+    assert resolved(by_hand) == by_hand
     assert by_hand.changed(seed=1).optimization.step_weights == (0.5, 0.5)

@@ -14,7 +14,7 @@ from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Rows
-from eagle_mlx.train.kinds import KINDS, Head, settled
+from eagle_mlx.train.kinds import KINDS, Head, resolved
 from eagle_mlx.train.step.batch_plan import make_plan
 from eagle_mlx.train.step.frugal import FrugalLoss
 from eagle_mlx.train.step.losses import soft_labels, unrolled_loss
@@ -41,7 +41,7 @@ def target() -> Target:
 
 
 def new(target: Target, config: TrainConfig) -> Head:
-    config = settled(config)
+    config = resolved(config)
     return KINDS[config.head.kind].new(target, config, None, (0, 2, 3))
 
 
@@ -89,7 +89,7 @@ def test_more_parts_than_rows_and_parts_without_loss(target: Target) -> None:
 @pytest.mark.parametrize("head", ["eagle3", "eagle", "mtp"])
 @pytest.mark.parametrize("loss", ["soft", "hard"])
 def test_gradients_agree(target: Target, head: str, loss: str) -> None:
-    config = settled(CONFIG.changed(head=head, loss=loss))
+    config = resolved(CONFIG.changed(head=head, loss=loss))
     trained, rows = new(target, config), random_rows(3, 24)
     plan = make_plan(rows, 3)
     arrays = lane_arrays(trained, target, rows, plan, np.full(3, 1 / 50, np.float32))

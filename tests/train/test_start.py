@@ -21,7 +21,7 @@ from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig, from_mapping
 from eagle_mlx.train.data.sources import training_data
 from eagle_mlx.train.evaluation.acceptance import Evaluator
-from eagle_mlx.train.kinds import KINDS, kind_of, settled
+from eagle_mlx.train.kinds import KINDS, kind_of, resolved
 from eagle_mlx.train.run.start import existing_head
 from eagle_mlx.train.step.step import Stepper
 from tests.eagle_mlx.heads import eagle, eagle3, mtp
@@ -49,7 +49,7 @@ def written(head: Any, folder: Path) -> Path:
 
 def config_of(head: str, folder: Path, **more: Any) -> TrainConfig:
     values = {"target": "tiny", "rows": 4, "length": 32, "lanes": 1, "unroll": 2, "lr": 1e-2}
-    return settled(from_mapping({**values, "head": head, "init_from": str(folder), **more}))
+    return resolved(from_mapping({**values, "head": head, "init_from": str(folder), **more}))
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -116,7 +116,7 @@ def test_what_agrees_is_no_contradiction(tmp_path: Path) -> None:
     assert existing_head(TARGET, config_of("eagle3", folder)) is not None
     whole = written(SHAPES["eagle3.1"](), tmp_path / "whole")
     assert existing_head(TARGET, config_of("eagle3", whole, draft_vocab=32000)) is not None
-    assert existing_head(TARGET, settled(TrainConfig())) is None
+    assert existing_head(TARGET, resolved(TrainConfig())) is None
 
 
 def test_a_folder_that_holds_no_head(tmp_path: Path) -> None:

@@ -19,13 +19,13 @@ from eagle_mlx.train.data.batches import Batches
 from eagle_mlx.train.data.samples import InMemory, Tokens
 from eagle_mlx.train.data.sources import TrainData
 from eagle_mlx.train.distributed import World
-from eagle_mlx.train.kinds import KINDS, settled
+from eagle_mlx.train.kinds import KINDS, resolved
 from eagle_mlx.train.run.loop import train
 from eagle_mlx.train.run.processes import follow
 from eagle_mlx.train.step.step import Stepper
 from tests.fakes import tiny_target
 
-CONFIG = settled(TrainConfig.of(target="tiny", head="eagle", rows=2, length=24, unroll=2, lr=3e-3, lanes=1))
+CONFIG = resolved(TrainConfig.of(target="tiny", head="eagle", rows=2, length=24, unroll=2, lr=3e-3, lanes=1))
 
 
 def conversations(silent: int = 1) -> list[Tokens]:

@@ -238,7 +238,7 @@ class TrainConfig:
 
     In code settings stand in groups. Flags, YAML files and saved runs know each by one name of its own: what code reads
     as `config.evaluation.depth` is `--eval-depth` and `eval_depth`. Where a default depends on the kind of head, the
-    setting is left open here and `kinds.settled` fills it in.
+    setting is left open here and `kinds.resolved` fills it in.
     """
 
     head: HeadConfig = HeadConfig()

@@ -32,7 +32,7 @@ from eagle_mlx.shards.budget import Place
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
-from ..kinds import KINDS, kind_of, settled
+from ..kinds import KINDS, kind_of, resolved
 from ..plan import cache_folder, choose_states
 from .samples import InMemory, OnDisk, Samples, Tokens
 
@@ -67,7 +67,7 @@ def training_data(
     bytes that the training will take besides what is taken now. Raises DataError, ShardError, OutputError or
     ConfigError for data that cannot be used or kept.
     """
-    config = settled(config)
+    config = resolved(config)
     if config.data.shards:
         return _from_shards(target, config, head)
     rendered, read = _render(target, config)

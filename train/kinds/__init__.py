@@ -16,7 +16,7 @@ KINDS: dict[str, Kind[Any]] = {kind.name: kind for kind in (Eagle3Kind(), EagleK
 OPEN = TrainConfig().flat()
 """What a setting is where nothing was said of it."""
 
-__all__ = ["KINDS", "OPEN", "Head", "Kind", "kind_of", "settled"]
+__all__ = ["KINDS", "OPEN", "Head", "Kind", "kind_of", "resolved"]
 
 
 def kind_of(head: object) -> Kind[Any]:
@@ -27,8 +27,8 @@ def kind_of(head: object) -> Kind[Any]:
     raise ConfigError(f"a {type(head).__name__} cannot be trained; known are {', '.join(KINDS)}")
 
 
-def settled(config: TrainConfig) -> TrainConfig:
-    """The config with the kind's own values where it was left open; one that is settled already stays as it is.
+def resolved(config: TrainConfig) -> TrainConfig:
+    """The config with the kind's own values where it was left open; one that is resolved already stays as it is.
 
     Raises ConfigError for a setting that the kind has no use for.
     """

@@ -90,7 +90,7 @@ class Disk:
 
 
 def memory_of(target: TargetShape, head: HeadShape, config: TrainConfig, online: bool, states: int = 0) -> Memory:
-    """The memory of a run with settled settings whose every position carries loss, which is the most that can be."""
+    """The memory of a run with resolved settings whose every position carries loss, which is the most that can be."""
     weights = FLOAT * head.parameters
     optimizer = 2 * weights if config.optimization.optimizer == "adamw" else weights + FLOAT * 2 * head.projections // 2
     return Memory(target.weights, weights, optimizer, step_memory(target, head, config, online), states)

@@ -17,7 +17,7 @@ from eagle_mlx.shards.budget import gb
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
-from ..kinds import KINDS, settled
+from ..kinds import KINDS, resolved
 from . import estimate
 from .cache import as_asked, choose_states
 from .estimate import Disk, Memory
@@ -61,7 +61,7 @@ def forecast(
     `model`, the fields of a config.json, or of that file on the hub. No weight is loaded. Raises ConfigError for a
     head that the target cannot have, EagleError for a target that cannot be found.
     """
-    config = settled(config)
+    config = resolved(config)
     target = lazy_target(config.head.target) if fetch else _read(config.head.target, model)
     KINDS[config.head.kind].check(target, config)
     shape, head = shape_of_target(target), shape_of_head(blank_head(target, config), target)

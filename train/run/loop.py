@@ -23,7 +23,7 @@ from ..config import TrainConfig
 from ..data import Batches, Rows, TrainData
 from ..distributed import ALONE, World
 from ..evaluation import Acceptance, Evaluator
-from ..kinds import KINDS, Head, kind_of, settled
+from ..kinds import KINDS, Head, kind_of, resolved
 from ..report import write_plots
 from ..step import NotFiniteError, Span, Stepper, StepResult, learning_rate_factor, span_of
 from . import identity, state
@@ -59,7 +59,7 @@ def train(
     those that the run to resume began with, CheckpointError where it is complete, and EagleError where the loss is not
     finite. Of the processes of a `world` the first one calls this, and the others `follow`.
     """
-    config, stop = settled(config), stop or Stop()
+    config, stop = resolved(config), stop or Stop()
     head = head or KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
     if resume and (resume / REPORT).exists():
         raise CheckpointError(

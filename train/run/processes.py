@@ -12,7 +12,7 @@ from ..command import Stop, Stopped
 from ..config import TrainConfig
 from ..data import Batches, Rows, TrainData
 from ..distributed import World
-from ..kinds import KINDS, Head, settled
+from ..kinds import KINDS, Head, resolved
 from ..step import Stepper
 
 _AGREE = "agree"
@@ -53,7 +53,7 @@ class Lead:
 
 def follow(target: Target, data: TrainData, config: TrainConfig, head: Head | None, world: World, stop: Stop) -> None:
     """Train along with the first process until it ends the run. It alone measures, saves and writes."""
-    config = settled(config)
+    config = resolved(config)
     head = head or KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
     with stop.deferred():
         batches = Batches(data.samples, config.optimization.rows, config.optimization.length, config.run.seed, world)

@@ -22,7 +22,7 @@ from eagle_mlx.target import Target
 from ..config import TrainConfig
 from ..data import Rows, capture_rows
 from ..distributed import ALONE, World
-from ..kinds import Head, kind_of, settled
+from ..kinds import Head, kind_of, resolved
 from .batch_plan import Plan, make_plan
 from .frugal import FrugalLoss
 from .losses import CROSS_ENTROPY, Objective, feature_losses, soft_labels, step_weights, unrolled_loss
@@ -79,7 +79,7 @@ class Stepper:
     """
 
     def __init__(self, head: Head, target: Target, config: TrainConfig, world: World = ALONE):
-        config = settled(config)
+        config = resolved(config)
         head.attach(target)
         self.head, self._target, self._config, self._world = head, target, config, world
         self._weights = weights_of_steps(config)

@@ -13,7 +13,7 @@ import httpx
 import openai
 
 import eagle_mlx as em
-from eagle_mlx.request import Row
+from eagle_mlx.request import Request
 from eagle_mlx.serve.api.app import create_app
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
@@ -64,7 +64,7 @@ class Live:
         assert loaded is not None
         step = loaded.engine.step
 
-        def slow() -> list[Row]:
+        def slow() -> list[Request]:
             over.wait(seconds)
             return step()
 
