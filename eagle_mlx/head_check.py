@@ -61,13 +61,13 @@ def load_head(name: str | Path, target: Target | None = None, check: bool = True
     """
     head = formats.load_head(name, target)
     if target is not None and check:
-        said = doubt(head, target)
+        said = head_warning(head, target)
         if said is not None:
             warnings.warn(said, HeadWarning, stacklevel=2)
     return head
 
 
-def doubt(head: DraftHead, target: Target) -> str | None:
+def head_warning(head: DraftHead, target: Target) -> str | None:
     """What is to be said of a head that hardly drafts for its target, in one line; None of one that does.
 
     Never raises: where the rounds cannot be run, that is what is said.
@@ -78,7 +78,7 @@ def doubt(head: DraftHead, target: Target) -> str | None:
         return None  # a target that cannot be drafted for says so itself, to whoever decodes with it
     except Exception as e:  # whatever it is, a head that works is not to fail for it
         return f"the head could not be tried on its target: {type(e).__name__}: {' '.join(str(e).split())}"
-    return judge(trial, named_layers(head))
+    return warning_of(trial, named_layers(head))
 
 
 def try_out(head: DraftHead, target: Target) -> Trial:
@@ -94,7 +94,7 @@ def try_out(head: DraftHead, target: Target) -> Trial:
     return Trial(rounds, min(first, rounds), both)  # the last round of a text may have had one draft token alone
 
 
-def judge(trial: Trial, layers: tuple[int, ...] = ()) -> str | None:
+def warning_of(trial: Trial, layers: tuple[int, ...] = ()) -> str | None:
     """The warning that a trial deserves, if any; `layers` are those that the head reads."""
     if trial.both >= BOUND * trial.rounds:
         return None

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats import load_head
-from eagle_mlx.head_check import doubt
+from eagle_mlx.head_check import head_warning
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
 from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
@@ -117,7 +117,7 @@ class Speculation:
             proposer = HeadProposer(load_head(self.head, target))
             if self.mode is not None and proposer.name != self.mode:
                 raise ConfigError(f"--spec-decode {mode}: {self.head} is an {proposer.name} head; leave the flag out")
-            tell_doubt(proposer.head, target)
+            warn_of_head(proposer.head, target)
             return proposer
         if mode == "draft":
             assert self.draft_model is not None
@@ -148,9 +148,9 @@ class Speculation:
         return f"{mode}{source}, up to {self.depth} tokens a round{trees}, policy {self.policy}"
 
 
-def tell_doubt(head: DraftHead, target: Target) -> None:
+def warn_of_head(head: DraftHead, target: Target) -> None:
     """Try a head on its target, and say on standard error what speaks against it, if anything does."""
-    if (said := doubt(head, target)) is not None:
+    if (said := head_warning(head, target)) is not None:
         print(f"warning: {said}", file=sys.stderr)
 
 

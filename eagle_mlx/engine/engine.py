@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from time import perf_counter
 
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, check_cacheable
 from eagle_mlx.cache.tree_support import why_no_trees
-from eagle_mlx.engine.batch import Batch, Round
+from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.output import Chunk, Output
+from eagle_mlx.engine.pipeline import Pipeline
 from eagle_mlx.engine.prefix import PrefixCache
-from eagle_mlx.engine.scheduler import Admission
+from eagle_mlx.engine.scheduler import Scheduler
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.plan import PLAIN, Plan, RoundResult
 from eagle_mlx.policy import Policy, ThroughputPolicy
@@ -24,9 +24,6 @@ from eagle_mlx.request import Prompt, Request, make_request
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 from eagle_mlx.text import TextStream
-
-_TIMED = 32
-"""Of so many drafting rounds one waits for its draft, so that it is known what drafting takes."""
 
 
 class Engine:
@@ -76,38 +73,40 @@ class Engine:
         self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
         self.observer: Callable[[RoundResult], None] | None = None
         """Told of every round after it."""
-        self.clock: Callable[[], float] = perf_counter
-        """Seconds by which rounds are timed."""
         self.prefixes = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
         self.chains_only = self._why_chains(kv_bits)
         """Why no trees are drafted though the policy asks for them; None where they are, or nobody asks."""
-        self._admission = Admission(target, proposer, prefill_chunk, self.prefixes, kv_bits)
+        self._scheduler = Scheduler(target, proposer, prefill_chunk, self.prefixes, kv_bits)
+        self._pipeline = Pipeline()
         self._batch: Batch | None = None
-        self._ahead: Round | None = None
         self._working = False
         """Whether a step is under way, or a request is being let go."""
-        self._landed_at = 0.0
-        self._was_plain = False
-        """Whether the last round was."""
-        self._drafting = 0
-        self._draft_share = 0.0
 
     def _why_chains(self, kv_bits: int | None) -> str | None:
         return why_no_trees(self.target, kv_bits) if self.policy.wants_trees else None
 
     @property
+    def clock(self) -> Callable[[], float]:
+        """Seconds by which rounds are timed."""
+        return self._pipeline.clock
+
+    @clock.setter
+    def clock(self, clock: Callable[[], float]) -> None:
+        self._pipeline.clock = clock
+
+    @property
     def active(self) -> int:
-        """Rows that decode."""
+        """Requests that decode."""
         return sum(request.finish_reason is None for request in self._batch.requests) if self._batch is not None else 0
 
     @property
     def waiting(self) -> int:
         """Requests that do not decode yet."""
-        return len(self._admission.waiting) + len(self._admission.requests)
+        return len(self._scheduler.waiting) + len(self._scheduler.prefilling)
 
     @property
     def idle(self) -> bool:
-        return self._batch is None and self._admission.idle
+        return self._batch is None and self._scheduler.idle
 
     def generate(
         self,
@@ -165,7 +164,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """The row waits for its turn; its tokens grow with every step, until it has a finish reason."""
-        self._admission.waiting.append(request)
+        self._scheduler.waiting.append(request)
 
     def output(self, request: Request) -> Output:
         """What has become of a request."""
@@ -180,25 +179,26 @@ class Engine:
         if request.finish_reason:
             return
         request.finish_reason = "cancelled"
-        self._admission.withdraw(request)
+        self._scheduler.withdraw(request)
         if not self._working and self._batch is not None and request in self._batch.requests:
             with self._whole():
-                self._forget_ahead()
-                self._release()
+                self._pipeline.cancel(self._batch)
+                self._release(self._batch)
 
     def abandon(self, reason: str) -> None:
         """Fail every row there is, those that wait included, and begin anew."""
-        for request in self._admission.waiting:
+        for request in self._scheduler.waiting:
             request.fail(reason)
-        self._admission.waiting.clear()
+        self._scheduler.waiting.clear()
         self._fail(reason)
 
     def _fail(self, reason: str) -> None:
         """Fail the rows that decode or whose prompts are being read, and forget what was known of them."""
-        for request in [*self._admission.requests, *(self._batch.requests if self._batch is not None else ())]:
+        for request in [*self._scheduler.prefilling, *(self._batch.requests if self._batch is not None else ())]:
             request.fail(reason)
-        self._admission.stop_reading()
-        self._batch = self._ahead = None
+        self._scheduler.stop_prefill()
+        self._pipeline.reset()
+        self._batch = None
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -213,113 +213,76 @@ class Engine:
             self._working = False
 
     def step(self) -> list[Request]:
-        """One round for every request: admit, launch, land, release. Returns the rows that have finished.
+        """One round for every request that decodes. Returns the requests that have finished.
 
-        Raises what anything in it raises; the rows that it worked on have then ended, with `error` (see `Engine`).
+        Raises what anything in it raises; the requests that it worked on have then ended, with `error` (see `Engine`).
         """
         with self._whole():
             return [request for request in self._step() if request.finish_reason != "cancelled"]
 
     def _step(self) -> list[Request]:
-        alone = self._batch is None
-        joined = self._admit()
-        ended = [request for request in joined if request.finish_reason]
-        if self._batch is None or (alone and any(request.tokens for request in joined)):
-            return ended  # nobody waits for a round while first tokens are told
-        if self._ahead is None and not self._batch.may_decode():
+        first = self._batch is None
+        ended = [request for request in self._admit() if request.finish_reason]
+        batch = self._batch
+        if batch is None or (first and any(request.tokens for request in batch.requests)):
+            return ended  # first tokens are given out before a round is waited for
+        if not self._pipeline.busy and not batch.may_decode():
             return ended
-        decoding = [request for request in self._batch.requests if request.finish_reason is None]
-        current = self._ahead or self._launch()
-        self._ahead = self._batch.launch(PLAIN) if current.plan == PLAIN and self._may_run_ahead() else None
-        landed = self._batch.land(current)
-        self._was_plain = current.plan == PLAIN
-        self._observe(self._timed(landed))
-        if self._may_release():
-            self._release()
+        decoding = [request for request in batch.requests if request.finish_reason is None]
+        self._dispatch(batch)
+        result = self._pipeline.collect(batch)
+        self._observe(result)
+        self._release(batch)
         return ended + [request for request in decoding if request.finish_reason]
 
-    def _lap(self) -> float:
-        """Seconds since this was last asked. A round's run from the end of what came before it, so that what the host
-        does between rounds is part of them, whether the device waits for it or has been given the next round already.
-        """
-        before, self._landed_at = self._landed_at, self.clock()
-        return self._landed_at - before
-
     def _admit(self) -> list[Request]:
-        """Read a chunk of the prompts of those who wait; the rows that join, because theirs have been read."""
-        if self._ahead is not None or not self._admission.wants_in(self._places):
-            return []  # a round that is under way is for the rows that it was launched with
-        self._lap()
-        joining = self._admission.read(self._places)
-        seconds = self._lap()
+        """Read a chunk of the prompts of those who wait; the requests that join, because theirs have been read."""
+        if self._pipeline.busy or not self._scheduler.wants_in(self._places):
+            return []  # a round that is under way is for the requests that it was dispatched with
+        self._pipeline.lap()
+        joining = self._scheduler.prefill(self._places)
+        seconds = self._pipeline.lap()
         if joining is None:
             return []
-        self._tell_first(joining.requests, seconds)
+        self._report_first_tokens(joining.requests, seconds)
         joined = list(joining.requests)
         if self._batch is None:
-            self._batch, self._was_plain = joining, False
+            self._batch = joining
+            self._pipeline.reset()
         else:
             self._batch.append(joining)
-        self._admission.joined()
-        if any(request.finish_reason for request in joined):
-            self._release()
+        self._scheduler.joined()
+        self._release(self._batch)
         return joined
 
-    def _tell_first(self, requests: Sequence[Request], seconds: float) -> None:
-        """Tell the observer of the tokens that rows were given with their prompts; it is no round for the policy."""
-        emitted = sum(len(request.tokens) for request in requests)
-        if self.observer is not None and emitted:
+    def _report_first_tokens(self, requests: Sequence[Request], seconds: float) -> None:
+        """Show the observer the tokens that requests got with their prompts; it is no round for the policy."""
+        taken = [len(request.tokens) for request in requests]
+        if self.observer is not None and any(taken):
             nothing = [0] * len(requests)
-            self.observer(RoundResult(PLAIN, nothing, nothing, [len(request.tokens) for request in requests], seconds))
+            self.observer(RoundResult(PLAIN, nothing, nothing, taken, seconds))
 
-    def _launch(self) -> Round:
-        assert self._batch is not None
-        plan = self._plan()
-        self._drafting += plan.depth > 0
-        timed = self.observer is not None and plan.depth > 0 and self._drafting % _TIMED == 1
-        return self._batch.launch(plan, timed)
+    def _dispatch(self, batch: Batch) -> None:
+        """Have a round under way, and another behind it where that is sure to be plain and wanted."""
+        if not self._pipeline.busy:
+            self._pipeline.dispatch(batch, self._plan(batch), measured=self.observer is not None)
+        steady = self._pipeline.is_plain if self.proposer is None else self._pipeline.is_steady
+        if steady and batch.may_run_ahead and not self._scheduler.wants_in(self._places) and self._plan(batch) == PLAIN:
+            self._pipeline.dispatch(batch, PLAIN)
 
-    def _plan(self) -> Plan:
+    def _plan(self, batch: Batch) -> Plan:
         """What the next round is to draft."""
-        if self._batch is None or self.proposer is None:
+        if self.proposer is None:
             return PLAIN
-        can = self._batch.abilities
+        can = batch.abilities
         if self.chains_only is not None or not self.policy.wants_trees:
             can = replace(can, trees=False)
-        return self.policy.plan(len(self._batch.requests), can).cut(self._batch.most_drafts)
-
-    def _may_run_ahead(self) -> bool:
-        """Whether the next round is sure to be plain and wanted, so that it can start before this one is read."""
-        if self._batch is None or self._admission.wants_in(self._places):
-            return False
-        if not self._batch.may_run_ahead or self._plan() != PLAIN:
-            return False
-        # Where launching waits for the device, as on a CPU, a round with another launched behind it takes the time of
-        # both and that one none. In a run of plain rounds this evens out; a single one would be told of as too dear.
-        if self.proposer is not None and not self._was_plain:
-            return False
-        return all(
-            request.finish_reason is None and len(request.tokens) + 1 < request.limit
-            for request in self._batch.requests
-        )
+        return self.policy.plan(len(batch.requests), can).cut(batch.most_drafts)
 
     @property
     def _places(self) -> int:
-        """Rows that could join."""
+        """Requests that could join."""
         return self.max_batch - (len(self._batch.requests) if self._batch is not None else 0)
-
-    def _forget_ahead(self) -> None:
-        """Undo a round that was launched for other rows than there are now."""
-        if self._ahead is not None and self._batch is not None:
-            self._batch.cancel(self._ahead)
-        self._ahead = None
-
-    def _timed(self, result: RoundResult) -> RoundResult:
-        """The result of the round that has just been read, with what it took."""
-        seconds = self._lap()
-        if result.draft_seconds is not None:
-            self._draft_share = result.draft_seconds / seconds
-        return replace(result, seconds=seconds, draft_seconds=self._draft_share * seconds if result.plan.depth else 0.0)
 
     def _observe(self, result: RoundResult) -> None:
         if self.proposer is not None:
@@ -327,31 +290,29 @@ class Engine:
         if self.observer is not None:
             self.observer(result)
 
-    def _may_release(self) -> bool:
-        """Whether rows that have ended can leave now. While the others wait for a round that was launched ahead, they
-        stay for it: one row's share of a round is lost instead of the whole round.
-        """
-        assert self._batch is not None
-        ended = [request.finish_reason is not None for request in self._batch.requests]
-        if self._ahead is None or not any(ended):
-            return True
-        if all(ended) or (self.prefixes is not None and self._batch.cache.recurrent):
-            self._forget_ahead()  # nobody waits for it, or a state would go past the text that is to be kept
-        return self._ahead is None
+    def _release(self, batch: Batch) -> None:
+        """Let the requests leave that have ended.
 
-    def _release(self) -> None:
-        """Let the rows that have ended leave."""
-        assert self._batch is not None
-        self._remember()
-        self._batch.release()
-        if not self._batch.requests:
+        While others wait for a round that was dispatched ahead, they stay for it: one row's share of a round is lost
+        instead of the whole round.
+        """
+        ended = [request.finish_reason is not None for request in batch.requests]
+        if not any(ended):
+            return
+        if self._pipeline.busy:
+            if not all(ended) and not (self.prefixes is not None and batch.cache.recurrent):
+                return
+            self._pipeline.cancel(batch)  # nobody waits for it, or a state would go past the text that is to be kept
+        self._remember(batch)
+        batch.release()
+        if not batch.requests:
             self._batch = None
 
-    def _remember(self) -> None:
-        """Keep the pasts of rows that are about to leave."""
-        assert self._batch is not None
-        for index, request in enumerate(self._batch.requests):
-            if self.prefixes is not None and request.finish_reason:
-                past = self._batch.past(index)
-                if past is not None:
-                    self.prefixes.keep([*request.prompt, *request.tokens], past)
+    def _remember(self, batch: Batch) -> None:
+        """Keep the pasts of requests that are about to leave."""
+        if self.prefixes is None:
+            return
+        for index, request in enumerate(batch.requests):
+            past = batch.past(index) if request.finish_reason else None
+            if past is not None:
+                self.prefixes.keep([*request.prompt, *request.tokens], past)

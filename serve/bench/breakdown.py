@@ -14,6 +14,7 @@ import mlx.core as mx
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.batch import Batch
+from eagle_mlx.engine.prefill import Prefill
 from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.plan import Plan
@@ -93,7 +94,8 @@ def measure_breakdown(
 
 def _read(batch: Batch) -> Prefix:
     """The past of a single row whose prompt has been read."""
-    while not batch.read_prompts(_CHUNK):
+    prefill = Prefill(batch)
+    while not prefill.step(_CHUNK):
         pass
     past = batch.past(0)
     assert past is not None
@@ -129,8 +131,8 @@ class _Forwards:
 
 
 def _stages(batch: Batch, depth: int, rounds: int) -> dict[str, float]:
-    while not batch.read_prompts(_CHUNK):
-        pass
+    """`batch`: one whose prompt has been read, but for its last two tokens or fewer."""
+    Prefill(batch, batch.cache.lengths.upper).step(_CHUNK)
     seconds: dict[str, list[float]] = {}
     for _ in range(rounds):
         for name, took in _staged_round(batch, depth).items():
@@ -139,19 +141,19 @@ def _stages(batch: Batch, depth: int, rounds: int) -> dict[str, float]:
 
 
 def _staged_round(batch: Batch, depth: int) -> dict[str, float]:
-    """A round as `Batch.launch` and `Batch.land` do it, with a wait behind each stage."""
+    """A round as `Batch.dispatch` and `Batch.collect` do it, with a wait behind each stage."""
     clock = [time.perf_counter()]
     draft = batch.draft(Plan(depth))
     mx.eval(draft.tokens)
     clock.append(time.perf_counter())
-    out = batch.read(draft)
+    out = batch.forward(draft)
     mx.eval(out.logits, *out.aux)
     clock.append(time.perf_counter())
-    _, verdict = batch.judge(out, draft)
+    verdict = batch.verify(out.logits, draft)
     mx.eval(verdict.tokens, verdict.accepted)
     clock.append(time.perf_counter())
     batch.commit(verdict)
-    mx.eval(batch.last, batch.cache.lengths.offset, batch.cache.state)
+    mx.eval(batch.newest, batch.cache.lengths.offset, batch.cache.state)
     clock.append(time.perf_counter())
     accepted, said = cast(list[int], verdict.accepted.tolist()), cast(list[list[int]], verdict.tokens.tolist())
     kept = [tokens[: count + 1] for tokens, count in zip(said, accepted, strict=True)]

@@ -21,7 +21,7 @@ from eagle_mlx.target import Target, load_target
 
 from ..defaults import embedded
 from ..prompts import encode, read_prompts
-from ..speculation import DEFAULT_TOKENS, PolicyName, tell_doubt
+from ..speculation import DEFAULT_TOKENS, PolicyName, warn_of_head
 from . import plots, report
 from .breakdown import measure_breakdown
 from .costs import measure_costs
@@ -206,7 +206,7 @@ def _head(name: str | Path | None, target: Target) -> DraftHead | None:
     if name == "random":
         return random_head(target)
     head = load_head(name, target)
-    tell_doubt(head, target)
+    warn_of_head(head, target)
     return head
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 
 import eagle_mlx as em
-from eagle_mlx.engine.batch import Batch, Round
+from eagle_mlx.engine.batch import Batch
+from eagle_mlx.engine.round import Round
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.plan import CONFIDENCE_LAG, Abilities, Plan, RoundResult
 from tests.fakes import Oracle, tiny_head, tiny_target
@@ -251,18 +252,18 @@ def test_a_stream_that_nobody_reads_on_frees_its_row(proposer: em.NgramProposer 
 
 def test_an_interrupted_batch_leaves_nothing_behind() -> None:
     engine = em.Engine(TALKER, max_batch=1)
-    land, calls = engine.step, []
+    step, calls = engine.step, []
 
     def interrupted() -> list[object]:
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return land()  # type: ignore[return-value]
+        return step()  # type: ignore[return-value]
 
     engine.step = interrupted  # type: ignore[method-assign, assignment]
     with pytest.raises(KeyboardInterrupt):
         engine.generate([[5, 6], [7, 8]], em.SamplingParams(max_tokens=50))
-    engine.step = land  # type: ignore[method-assign]
+    engine.step = step  # type: ignore[method-assign]
     assert engine.step() == []
 
 
@@ -390,16 +391,16 @@ def test_a_policy_is_told_of_all_the_time_that_passes(monkeypatch: pytest.Monkey
             super().observe(result)
             seconds.append((result.plan.depth, result.seconds))
 
-    land = Batch.land
+    collect = Batch.collect
 
-    def slow(batch: Batch, landed: Round) -> RoundResult:
-        now[0] += 10 if landed.plan.depth else 4
-        return land(batch, landed)
+    def slow(batch: Batch, collected: Round) -> RoundResult:
+        now[0] += 10 if collected.plan.depth else 4
+        return collect(batch, collected)
 
     texts = {p: t for p, (t, _) in GREEDY.items()}
     engine = em.Engine(TARGET, Oracle(texts, 1.0), Timed([2, 2, 0, 0, 0]))  # type: ignore[arg-type]
     engine.clock = lambda: now[0]
-    monkeypatch.setattr(Batch, "land", slow)
+    monkeypatch.setattr(Batch, "collect", slow)
     row = engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=13))
     engine.submit(row)
     engine.step()
@@ -412,15 +413,15 @@ def test_a_policy_is_told_of_all_the_time_that_passes(monkeypatch: pytest.Monkey
 
 
 def test_a_look_at_plain_decoding_is_one_round_and_takes_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device that is done when the launch returns, a second round launched ahead would count for the first."""
+    """On a device that is done when the dispatch returns, a second round dispatched ahead would count for the first."""
     now = [100.0]
-    launch = Batch.launch
+    dispatch = Batch.dispatch
 
     def slow(batch: Batch, plan: Plan, *args: Any) -> Round:
         now[0] += 10 if plan.depth else 4
-        return launch(batch, plan, *args)
+        return dispatch(batch, plan, *args)
 
-    monkeypatch.setattr(Batch, "launch", slow)
+    monkeypatch.setattr(Batch, "dispatch", slow)
 
     class Looking(Recording):
         def plan(self, rows: int, can: Abilities) -> Plan:

@@ -17,6 +17,7 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.engine.batch import Batch
+from eagle_mlx.engine.prefill import Prefill
 from eagle_mlx.plan import Abilities, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.request import Request
@@ -98,7 +99,7 @@ class FailingState:
 def assert_owned(engine: em.Engine, rows: Sequence[Request]) -> None:
     """Whoever has not ended is known to the engine, in one place."""
     batch = engine._batch.requests if engine._batch is not None else []
-    known = [*engine._admission.waiting, *engine._admission.requests, *batch]
+    known = [*engine._scheduler.waiting, *engine._scheduler.prefilling, *batch]
     assert len({id(row) for row in known}) == len(known)
     assert {id(row) for row in rows if row.finish_reason is None} <= {id(row) for row in known}
 
@@ -107,7 +108,7 @@ def run(engine: em.Engine, rows: Sequence[Request], caught: type[BaseException])
     """Step to the end as a server does; how many steps raised."""
     raised = 0
     while not engine.idle:
-        touched = [*engine._admission.requests, *(engine._batch.requests if engine._batch is not None else [])]
+        touched = [*engine._scheduler.prefilling, *(engine._batch.requests if engine._batch is not None else [])]
         before = [row for row in touched if row.finish_reason is None]
         try:
             engine.step()
@@ -160,9 +161,9 @@ def test_a_proposer_that_always_raises_fails_one_batch_after_the_other(method: s
 
 PLACES: list[tuple[type, str]] = [
     (Batch, "__init__"),
-    (Batch, "read_prompts"),
-    (Batch, "launch"),
-    (Batch, "land"),
+    (Prefill, "step"),
+    (Batch, "dispatch"),
+    (Batch, "collect"),
     (Batch, "append"),
     (Batch, "release"),
     (Batch, "past"),
@@ -238,14 +239,14 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_nothing_behind(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = em.Engine(TARGET, max_batch=2)
-    land, rounds = Batch.land, count()
+    collect, rounds = Batch.collect, count()
 
     def interrupted(batch: Batch, *args: Any) -> Any:
         if next(rounds) == 4:
             raise error
-        return land(batch, *args)
+        return collect(batch, *args)
 
-    monkeypatch.setattr(Batch, "land", interrupted)
+    monkeypatch.setattr(Batch, "collect", interrupted)
     with pytest.raises(error):
         engine.generate(PROMPTS, em.SamplingParams(max_tokens=COUNT))
     assert engine.idle

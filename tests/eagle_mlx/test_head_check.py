@@ -15,7 +15,7 @@ import pytest
 import eagle_mlx as em
 from eagle_mlx import formats, head_check
 from eagle_mlx.formats import save_eagle, save_eagle3
-from eagle_mlx.head_check import Trial, doubt, judge, try_out
+from eagle_mlx.head_check import Trial, head_warning, try_out, warning_of
 from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.serve.speculation import Speculation
 from eagle_mlx.target import Target, load_target
@@ -47,7 +47,7 @@ def test_the_embedded_head_passes_without_a_word(target: Target) -> None:
 def test_hidden_states_that_say_nothing_to_the_head(target: Target) -> None:
     head = shipped()
     head.fc.weight = head.fc.weight[:, ::-1]
-    said = doubt(head, target)
+    said = head_warning(head, target)
     assert said is not None
     assert "layer ids in the other convention or order (read are the outputs of 1, 6, 10" in said
     assert "norm_before_residual" in said
@@ -57,7 +57,7 @@ def test_hidden_states_that_say_nothing_to_the_head(target: Target) -> None:
 
 @pytest.mark.parametrize(("flag", "said"), [("fc_norm", "another norm flag"), ("norm_output", "right at depth 1")])
 def test_a_norm_flag_read_wrongly(target: Target, flag: str, said: str) -> None:
-    assert said in str(doubt(shipped(**{flag: False}), target))
+    assert said in str(head_warning(shipped(**{flag: False}), target))
 
 
 def saved(folder: Path) -> Target:
@@ -99,7 +99,7 @@ def test_a_head_that_is_right_by_construction_passes() -> None:
     tiny.model.model.embed_tokens.weight = tiny.model.model.embed_tokens.weight * scale
     trial = try_out(head, tiny)
     assert trial.both == trial.rounds > 60
-    assert doubt(head, tiny) is None
+    assert head_warning(head, tiny) is None
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -109,7 +109,7 @@ def test_heads_of_every_kind_are_tried(name: str) -> None:
     head = KINDS[name](tiny)
     trial = try_out(head, tiny)
     assert trial.rounds > 100
-    said = doubt(head, tiny)
+    said = head_warning(head, tiny)
     assert said is None or "could not be tried" not in said
 
 
@@ -126,7 +126,7 @@ def test_heads_of_every_kind_are_tried(name: str) -> None:
     ],
 )
 def test_what_is_said_of_a_trial(trial: Trial, expected: str | None) -> None:
-    said = judge(trial)
+    said = warning_of(trial)
     assert (said is None) if expected is None else (said is not None and expected in said)
 
 
@@ -137,7 +137,7 @@ def test_nothing_random_is_disturbed() -> None:
     np.random.seed(3)
     random.seed(3)
     before = [mx.random.state[0].tolist(), np.random.get_state()[1].tolist(), random.getstate()]
-    doubt(head, tiny)
+    head_warning(head, tiny)
     after = [mx.random.state[0].tolist(), np.random.get_state()[1].tolist(), random.getstate()]
     assert before == after
 

@@ -21,6 +21,7 @@ from eagle_mlx.decoding.processors import Penalties, Processors
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.verify import Verdict
 from eagle_mlx.engine.batch import Batch
+from eagle_mlx.engine.prefill import Prefill
 from eagle_mlx.errors import PromptError
 from eagle_mlx.plan import PLAIN, Abilities, Plan
 from eagle_mlx.proposers.base import Observation, ProposerState
@@ -451,9 +452,9 @@ def test_of_two_stop_strings_the_earliest_in_the_text_cuts_it() -> None:
 def test_a_round_that_is_cancelled_was_never_counted() -> None:
     params = SamplingParams(max_tokens=LENGTH, frequency_penalty=2.0)
     batch = Batch(TARGET, None, [Request(PROMPTS[0], params, 0, LENGTH, frozenset())])
-    assert batch.read_prompts(512)
+    assert Prefill(batch).step(512)
     while not batch.requests[0].finish_reason:
-        current, unwanted = batch.launch(PLAIN), batch.launch(PLAIN)
+        current, unwanted = batch.dispatch(PLAIN), batch.dispatch(PLAIN)
         batch.cancel(unwanted)
-        batch.land(current)
+        batch.collect(current)
     assert batch.requests[0].tokens == plain_text(PROMPTS[0], params)

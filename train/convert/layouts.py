@@ -23,7 +23,7 @@ from eagle_mlx.formats import (
 from eagle_mlx.formats.fields import read_config
 from eagle_mlx.formats.mtp_source import NOTED
 from eagle_mlx.formats.tensors import COPY, DTYPE_NAMES, read_tensors
-from eagle_mlx.head_check import doubt
+from eagle_mlx.head_check import head_warning
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.eagle import EagleHead
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -104,7 +104,7 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
             f"the {what.to} layout holds an embedding, and this head drafts with its target's: name the target with "
             "--target"
         )
-    if target is not None and (said := doubt(head, target)) is not None:
+    if target is not None and (said := head_warning(head, target)) is not None:
         say(f"warning: {said}")
     config = read_config(folder)
     dtype = DTYPES[what.dtype] if what.dtype else _exact_dtype(folder, config)

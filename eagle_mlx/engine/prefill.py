@@ -1,0 +1,94 @@
+"""The prompts of new requests, read by the target a chunk at a time."""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+
+from eagle_mlx.engine.batch import Batch
+from eagle_mlx.plan import PLAIN
+from eagle_mlx.proposers.base import Observation
+from eagle_mlx.target import Forward
+
+_FIRST_TOKENS = 128
+"""Positions, over all rows, that a forward may read of prompts to give their first tokens too: what the last layer
+costs is then less than a forward of its own for the last token.
+"""
+
+
+class Prefill:
+    """Reads the prompts of a batch side by side, until its requests can decode."""
+
+    def __init__(self, batch: Batch, known: int = 0):
+        """`known`: positions of a single prompt that the batch's cache holds already."""
+        self.batch = batch
+        self._read = known
+
+    def step(self, chunk: int) -> bool:
+        """Read `chunk` further positions of each prompt; whether the requests can decode now.
+
+        What is short is read to its last token, and gives the requests their first tokens. Of the rest the last token
+        is left to the first round.
+        """
+        prompts = [request.prompt for request in self.batch.requests]
+        longest = max(map(len, prompts)) - 1
+        left = longest - self._read
+        if left > 0:
+            if left <= chunk and len(prompts) * (left + 1) <= _FIRST_TOKENS:
+                self._read_to_end(prompts)
+            else:
+                self._read_chunk([prompt[:-1][self._read : self._read + chunk] for prompt in prompts])
+            self._read += chunk
+        if self._read < longest:
+            return False
+        self.batch.cache.compact()
+        return True
+
+    def _read_chunk(self, pieces: list[list[int]]) -> None:
+        batch, counts = self.batch, [len(piece) for piece in pieces]
+        aux = self._forward(pieces).aux
+        self._show(counts, aux)
+        width = max(counts)
+        batch.cache.advance(width if min(counts) == width else mx.array(counts, mx.int32), at_most=width)
+        ends = [min(self._read + width, len(request.prompt) - 1) for request in batch.requests]
+        batch.cache.sync(ends)
+        mx.eval(batch.cache.state)
+
+    def _read_to_end(self, prompts: list[list[int]]) -> None:
+        """Read the rest of each prompt and draw the token behind it: a forward less until the first token."""
+        batch, before, draft = self.batch, self.batch.checkpoint(), self.batch.no_draft()
+        pieces = [prompt[self._read :] for prompt in prompts]
+        counts = [len(piece) for piece in pieces]
+        out = self._forward(pieces, [count - 1 for count in counts])
+        read = mx.array(counts, mx.int32)
+        positions = (batch.cache.lengths.offset + read)[:, None]
+        verdict = batch.verify(out.logits, draft, positions, patience=math.inf)
+        batch.newest = verdict.tokens
+        batch.cache.advance(counts[0] if len(set(counts)) == 1 else read, at_most=max(counts))
+        if batch.processors:
+            batch.processors.commit(verdict)
+        at_end = tuple(mx.take_along_axis(x, (read - 1)[:, None, None], axis=1) for x in out.aux)
+        first = batch.send(PLAIN, before, draft, verdict, Forward(out.logits, at_end))
+        self._show([count - 1 for count in counts], tuple(x[:, : max(counts) - 1] for x in out.aux))
+        batch.collect(first)
+        batch.cache.sync([request.length for request in batch.requests])
+
+    def _forward(self, pieces: list[list[int]], ends: list[int] | None = None) -> Forward:
+        """The target's forward over a piece of each prompt; with `ends`, the logits of these positions alone."""
+        batch, counts = self.batch, [len(piece) for piece in pieces]
+        width = max(counts)
+        # The padding is a token that is read anyway: one that reads as no number would spoil what is behind it.
+        last = [request.prompt[-1:] for request in batch.requests]
+        padded = [piece + end * (width - len(piece)) for piece, end in zip(pieces, last, strict=True)]
+        batch.cache.expect(counts)
+        return batch.target.forward(mx.array(padded, mx.int32), batch.cache, batch.aux_layers, ends)
+
+    def _show(self, counts: list[int], aux: tuple[mx.array, ...]) -> None:
+        """Let the proposer see the next positions of the prompts, counts[i] of them in row i."""
+        batch, start = self.batch, self._read + 1
+        if batch.state is not None and aux:
+            following = [
+                request.prompt[start : start + count] for request, count in zip(batch.requests, counts, strict=True)
+            ]
+            batch.state.prefill(Observation(following, aux))
