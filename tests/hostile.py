@@ -98,7 +98,8 @@ class HostileState:
 
     def prefill(self, seen: Observation) -> None:
         self.proposer.fail_by_chance()
-        self._take(seen)
+        if self.proposer.aux_layers:  # others were given all of the prompt when the state was opened
+            self._take(seen)
 
     def observe(self, seen: Observation) -> None:
         self.proposer.fail_by_chance()

@@ -87,7 +87,7 @@ class Prefill:
     def _show(self, counts: list[int], aux: tuple[mx.array, ...]) -> None:
         """Let the proposer see the next positions of the prompts, counts[i] of them in row i."""
         batch, start = self.batch, self._read + 1
-        if batch.state is not None and aux:
+        if batch.state is not None:
             following = [
                 request.prompt[start : start + count] for request, count in zip(batch.requests, counts, strict=True)
             ]

@@ -32,7 +32,7 @@ class Observation:
 
 class ProposerState(Protocol):
     def prefill(self, seen: Observation) -> None:
-        """The target has read a chunk of the prompts that the state was opened with."""
+        """The target has read a chunk of the prompts that the state was opened with; without aux layers it has none."""
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
         """Draft what the plan asks for behind each row, or the nearest less that this proposer can; depth is >= 1.

@@ -19,7 +19,7 @@ from eagle_mlx.proposers.growth import beside
 from eagle_mlx.target import Target
 
 _CHUNK = 512
-"""Positions of a prompt that are read at once."""
+"""Positions that are read at once of what is behind when a draft begins."""
 
 
 class DraftModelProposer:
@@ -45,9 +45,7 @@ class DraftModelProposer:
         self.vocab_size = target.vocab_size
 
     def open(self, prompts: Sequence[Sequence[int]]) -> DraftModelState:
-        state = DraftModelState(self, [_Text(list(prompt)) for prompt in prompts])
-        state.read_prompts()
-        return state
+        return DraftModelState(self, [_Text(list(prompt)) for prompt in prompts])
 
 
 @dataclass
@@ -75,14 +73,21 @@ class DraftModelState:
         self.proposer, self.texts = proposer, texts
         self.cache = RaggedCache.of(proposer.draft.model, len(texts))
 
-    def read_prompts(self) -> None:
-        """Read all of each prompt but its last token."""
-        while any(len(text.unread) > 1 for text in self.texts):
-            self._read([text.unread[:-1][:_CHUNK] for text in self.texts])
+    def prefill(self, seen: Observation) -> None:
+        """Read as much of the prompts as the target has: a long one keeps nobody waiting longer than its chunks do."""
+        self._read_chunk([len(tokens) for tokens in seen.tokens])
+
+    def _read_chunk(self, most: Sequence[int]) -> None:
+        """Read at most so many tokens of each row, and leave one."""
+        pieces = [text.unread[:-1][:count] for text, count in zip(self.texts, most, strict=True)]
+        if any(pieces):
+            self._read(pieces)
             mx.eval(self.cache.state)
 
-    def prefill(self, seen: Observation) -> None:
-        """The prompts were read when the state was opened."""
+    def _catch_up(self) -> None:
+        """Read what the target has taken over from the prefix cache, which this model has not seen."""
+        while max(len(text.unread) for text in self.texts) > _CHUNK:
+            self._read_chunk([_CHUNK] * len(self.texts))
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
         if plan.is_tree:
@@ -97,6 +102,7 @@ class DraftModelState:
 
     def _chain(self, depth: int, draw: Draw, exits: EarlyExit | None = None) -> list[mx.array]:
         self._unread_newest()
+        self._catch_up()
         first = self._read([list(text.unread) for text in self.texts])
         committed = self.cache.save()
 
@@ -120,7 +126,7 @@ class DraftModelState:
             for text, count in zip(self.texts, back, strict=True):
                 text.unread, text.read = text.unread or [text.newest_read], text.read - count
             self.cache.advance(-mx.array(back, mx.int32), at_most=0)
-            self._settle()
+            self._sync()
 
     def _tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
         """A chain of the likeliest tokens, and beside each of them the likeliest others."""
@@ -134,19 +140,20 @@ class DraftModelState:
     def _read(self, pieces: list[list[int]]) -> mx.array:
         """Read some unread tokens of each row; the logits [B, 1, V] after the last of each, where it has any."""
         width = max(map(len, pieces))
-        counts = mx.array([len(piece) for piece in pieces], mx.int32)
+        counts = [len(piece) for piece in pieces]
         tokens = mx.array([piece + [0] * (width - len(piece)) for piece in pieces], mx.int32)
-        self.cache.expect([len(piece) for piece in pieces])
-        logits = self.proposer.draft.forward(tokens, self.cache).logits
-        self.cache.advance(counts, at_most=width)
+        self.cache.expect(counts)
+        ends = [max(0, count - 1) for count in counts]
+        logits = self.proposer.draft.forward(tokens, self.cache, ends=ends).logits
+        self.cache.advance(mx.array(counts, mx.int32), at_most=width)
         for text, piece in zip(self.texts, pieces, strict=True):
             text.unread = text.unread[len(piece) :]
             text.read += len(piece)
             text.newest_read = piece[-1] if piece else text.newest_read
-        self._settle()
-        return mx.take_along_axis(logits, mx.maximum(counts - 1, 0)[:, None, None], axis=1)
+        self._sync()
+        return logits
 
-    def _settle(self) -> None:
+    def _sync(self) -> None:
         self.cache.sync([text.read for text in self.texts])
 
     def observe(self, seen: Observation) -> None:
@@ -157,7 +164,7 @@ class DraftModelState:
             text.read, text.guessed = text.read + kept[-1], 0
         if any(kept):
             self.cache.advance(mx.array(kept, mx.int32), at_most=max(kept))
-            self._settle()
+            self._sync()
 
     def append(self, other: ProposerState) -> None:
         assert isinstance(other, DraftModelState)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from eagle_mlx.errors import TargetError
 from eagle_mlx.plan import Abilities, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.sampling_params import SamplingParams
+from eagle_mlx.target import Forward
 from tests.architectures import tiny_model
 from tests.fakes import length_of, randomize, tiny_target
 
@@ -82,6 +85,30 @@ def test_drafts_equal_those_of_a_model_without_a_cache(
             texts[0], params[0] = texts[-1], params[-1]
             texts.pop()
             params.pop()
+
+
+@pytest.mark.parametrize("prefixes", [0, 1 << 20], ids=["cold", "prefix cache"])
+def test_a_long_prompt_is_read_a_chunk_a_step(prefixes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that those who decode already wait for a chunk of the draft model's too, not for all of its prompt."""
+    draft, widths, forward = tiny_target(seed=1, layers=2), list[int](), em.Target.forward
+
+    def noting(target: em.Target, tokens: mx.array, *args: Any, **more: Any) -> Forward:
+        widths.extend([tokens.shape[1]] if target is draft else [])
+        return forward(target, tokens, *args, **more)
+
+    monkeypatch.setattr(em.Target, "forward", noting)
+    engine = em.Engine(
+        TARGET, em.DraftModelProposer(draft), em.FixedPolicy(2), prefill_chunk=8, prefix_cache_bytes=prefixes
+    )
+    text = [3 + 7 * i % 90 for i in range(60)]
+    engine.generate([text[:30]], SamplingParams(max_tokens=4))
+    widths.clear()
+    params = SamplingParams(max_tokens=12)
+    wanted = em.Engine(TARGET).generate([text], params)[0].tokens
+    widths.clear()
+    assert engine.generate([text], params)[0].tokens == wanted
+    assert max(widths) <= (8 if not prefixes else 32)
+    assert sum(width for width in widths if width > 3) >= 50
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.9, seed=5)])
