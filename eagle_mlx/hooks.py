@@ -8,6 +8,7 @@ model, and one that is gone leaves nothing behind.
 from __future__ import annotations
 
 import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -162,6 +163,64 @@ class BoundedTable(Hook):
 
     def __call__(self, positions: mx.array) -> Any:
         return super().__call__(mx.minimum(positions, self.weight.shape[0] - 1))  # type: ignore[misc, attr-defined]
+
+
+# Attention of a verify, in slices of its queries that Metal's kernel for few queries takes.
+
+_ATTENTION = "scaled_dot_product_attention"
+"""Under this name mlx-lm's models have it, each in its own file."""
+_MOST_QUERIES = 8
+_MOST_HEADS = 32
+"""Queries times heads that share keys. These two are the bounds of that kernel (mlx, backend/metal,
+scaled_dot_product_attention.cpp, `use_fallback`)."""
+_LONG_KERNEL = (64, 80, 128)
+"""Widths of a head for which there is a kernel for more queries than those."""
+_LONGEST_VERIFY = 64
+"""Queries beyond which it is a prompt that is read, whose scores are little beside the rest of the work."""
+
+
+def slice_attention(model: nn.Module) -> None:
+    """Let the attention of a model's file take a verify's queries in slices, each of which stays in the fused kernel.
+
+    Outside of it the scores of all heads are written to memory and read again. Plain decoding and prompts go as before.
+    """
+    for name in {type(module).__module__ for module in model.modules()}:
+        file = sys.modules.get(name)
+        attention = getattr(file, _ATTENTION, None)
+        if attention is not None and not hasattr(attention, "sliced"):
+            setattr(file, _ATTENTION, sliced(attention))
+
+
+def queries_at_once(length: int, sharing: int, width: int) -> int:
+    """How many of `length` queries one call should take, of heads `sharing` keys, each `width` wide."""
+    if length == 1 or length > _LONGEST_VERIFY or (length > _MOST_QUERIES and width in _LONG_KERNEL):
+        return length
+    return min(length, _MOST_QUERIES, max(1, _MOST_HEADS // sharing))
+
+
+def sliced(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """mlx-lm's `scaled_dot_product_attention`, a slice of the queries at a time; the values are the same."""
+
+    def attend(
+        queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
+    ) -> mx.array:
+        # queries: [B, heads, L, D]; keys, values: [B, key heads, T, D]; mask: [..., L, T], "causal" or None
+        length = queries.shape[2]
+        quantized = hasattr(cache, "bits")
+        most = length if quantized else queries_at_once(length, queries.shape[1] // keys.shape[1], queries.shape[3])
+        if most >= length:
+            return attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+        past, parts = keys.shape[2] - length, []
+        for start in range(0, length, most):
+            end = min(start + most, length)
+            seen = past + end if isinstance(mask, str) else keys.shape[2]  # "causal" is counted from the last key
+            part = mask[..., start:end, :] if isinstance(mask, mx.array) and mask.shape[-2] == length else mask
+            some = queries[:, :, start:end], keys[:, :, :seen], values[:, :, :seen]
+            parts.append(attention(*some, cache=cache, scale=scale, mask=part, sinks=sinks))
+        return mx.concatenate(parts, axis=2)
+
+    attend.sliced = True  # type: ignore[attr-defined]
+    return attend
 
 
 # Calls of layers, which a recurrent state repeats for the tokens that were accepted.

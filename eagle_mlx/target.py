@@ -19,7 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from eagle_mlx import hub
 from eagle_mlx.cpu import use_shortcuts
 from eagle_mlx.errors import TargetError
-from eagle_mlx.hooks import CutNorm, Recording, RecordsOutput, bound_positions, hook, place_one_by_one
+from eagle_mlx.hooks import CutNorm, Recording, RecordsOutput, bound_positions, hook, place_one_by_one, slice_attention
 
 # Where mlx-lm's architectures keep their parts, in the order in which they are looked for.
 _BACKBONES = ("model", "language_model.model", "model.language_model", "transformer", "backbone", "model.model")
@@ -72,6 +72,8 @@ class Target:
         self._lm_head = _find(model, _LM_HEADS) or self._embed.as_linear
         self._layers: list[nn.Module] = list(model.layers)
         self._rope_cache = place_one_by_one(model)
+        if mx.metal.is_available() and mx.default_device() == mx.gpu:
+            slice_attention(model)
         self._norm_is_last: bool | None = None
         """Whether the final norm is called once, behind all layers, so that it can be cut short; None before the first
         forward that would have a use for it."""
