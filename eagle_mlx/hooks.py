@@ -11,7 +11,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -225,13 +225,70 @@ def sliced(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 # Calls of layers, which a recurrent state repeats for the tokens that were accepted.
 
+Project = Callable[[nn.Module, Callable[[], mx.array]], mx.array]
+"""Gives a linear projection's output: by computing it, or without."""
+
 
 class CallListener(ABC):
     """A cache that is told of each call of a layer that it is given to."""
 
     @abstractmethod
-    def note(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The layer is about to be called so; calling `layer` tells nobody."""
+    def note(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Projections | None:
+        """The layer is about to be called so; calling `layer` tells nobody.
+
+        Returns what is to keep the outputs of the layer's projections; None where nobody will ask for them.
+        """
+
+
+class Projections:
+    """What a layer's linear projections gave in a call, so that another need not read their weights again."""
+
+    def __init__(self) -> None:
+        self._outputs: dict[int, list[mx.array]] = {}
+        """By the id of the projection, in the order of its calls."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Keep what projections give within the block."""
+        return _projecting(self._record)
+
+    def replaying(self, cut: Callable[[mx.array], mx.array | None]) -> AbstractContextManager[None]:
+        """Let projections give, in the block, what `cut` makes of what they gave; where it is None they compute."""
+        calls: dict[int, int] = {}
+
+        def replay(projection: nn.Module, compute: Callable[[], mx.array]) -> mx.array:
+            kept, number = self._outputs.get(id(projection), []), calls.get(id(projection), 0)
+            calls[id(projection)] = number + 1
+            found = cut(kept[number]) if number < len(kept) else None
+            return compute() if found is None else found
+
+        return _projecting(replay)
+
+    def _record(self, projection: nn.Module, compute: Callable[[], mx.array]) -> mx.array:
+        output = compute()
+        self._outputs.setdefault(id(projection), []).append(output)
+        return output
+
+
+_PROJECT: ContextVar[Project | None] = ContextVar("project", default=None)
+
+
+@contextmanager
+def _projecting(how: Project) -> Iterator[None]:
+    token = _PROJECT.set(how)
+    try:
+        yield
+    finally:
+        _PROJECT.reset(token)
+
+
+class KeepsProjection(Hook):
+    """A linear projection within a layer whose call may be repeated."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        plain: Any = super().__call__  # type: ignore[misc]
+        how = _PROJECT.get()
+        out: mx.array = plain(x) if how is None else how(self, lambda: plain(x))  # type: ignore[arg-type]
+        return out
 
 
 class NotesCalls(Hook):
@@ -240,6 +297,11 @@ class NotesCalls(Hook):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plain: Any = super().__call__  # type: ignore[misc]
         listener = next((x for x in (*args, *kwargs.values()) if isinstance(x, CallListener)), None)
-        if listener is not None:
-            listener.note(plain, args, kwargs)
-        return plain(*args, **kwargs)
+        projections = listener.note(plain, args, kwargs) if listener is not None else None
+        if projections is None:
+            return plain(*args, **kwargs)
+        for module in self.modules():  # type: ignore[attr-defined]
+            if isinstance(module, nn.Linear | nn.QuantizedLinear):
+                hook(module, KeepsProjection)
+        with projections.recording():
+            return plain(*args, **kwargs)

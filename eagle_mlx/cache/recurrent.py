@@ -4,6 +4,7 @@ Such a state cannot be cut back like keys: after a verify it is that of all the 
 is kept, which costs nothing because arrays are immutable, and once it is known how many tokens each row accepts, the
 layer is called again from there with what it was called with, for those tokens alone. MLX evaluates lazily: of that
 second call only the state is computed, not the layer's output, its output projection or its MLP, and no other layer.
+The projections before the recurrence are not computed again either: what they gave is kept for the length of a round.
 The alternative, to put the accepted tokens in front of the next verify, makes every layer read them twice, and their
 number grows until a draft is accepted whole.
 
@@ -14,7 +15,7 @@ is called token by token, and each row takes the state after its last accepted t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +24,7 @@ from mlx_lm.models.cache import ArraysCache
 from eagle_mlx.cache.full import own
 from eagle_mlx.cache.lengths import Moves, RowLengths, without_row
 from eagle_mlx.errors import TargetError
-from eagle_mlx.hooks import CallListener
+from eagle_mlx.hooks import CallListener, Projections
 
 MASKED = frozenset(
     {
@@ -53,20 +54,27 @@ class _Call:
     kwargs: dict[str, Any]
     before: list[mx.array | None]
     width: int
+    projections: Projections = field(default_factory=Projections)
 
     def again(self, replace: Callable[[Any], Any]) -> None:
         """Call the layer for its state alone."""
-        self.layer(*map(replace, self.args), **{name: replace(value) for name, value in self.kwargs.items()})
+        with self.projections.replaying(lambda output: output):
+            self.layer(*map(replace, self.args), **{name: replace(value) for name, value in self.kwargs.items()})
 
-    def at(self, step: int) -> _Call:
-        """The call of one position alone: [B, L, ...] -> [B, 1, ...]."""
+    def again_at(self, step: int, replace: Callable[[Any], Any]) -> None:
+        """Call it for one position alone: [B, L, ...] -> [B, 1, ...]."""
 
         def cut(value: Any) -> Any:
             ours = isinstance(value, mx.array) and value.ndim > 1 and value.shape[1] == self.width
             return value[:, step : step + 1] if ours else value
 
+        def cut_output(output: mx.array) -> mx.array | None:
+            """None of what was projected position by position, which is not [B, L, ...]."""
+            return output[:, step : step + 1] if output.ndim == 3 and output.shape[1] == self.width else None
+
         kwargs = {name: value + step if name == "offset" else cut(value) for name, value in self.kwargs.items()}
-        return _Call(self.layer, tuple(map(cut, self.args)), kwargs, self.before, 1)
+        with self.projections.replaying(cut_output):
+            self.layer(*map(replace, map(cut, self.args)), **{name: replace(x) for name, x in kwargs.items()})
 
 
 _ArraysCache: Any = ArraysCache  # its annotations are narrower than what it holds
@@ -94,11 +102,12 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
     def advance(self, count: int) -> None:
         """The lengths are those of one forward: nothing is left of them for the next."""
 
-    def note(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Projections | None:
         """Remember a call of which some positions may be rejected."""
         width = next(x.shape[1] for x in (*args, *kwargs.values()) if isinstance(x, mx.array))
         known = width == 1 or self.rows.valid is not None
         self._call = None if known else _Call(layer, args, kwargs, list(self.cache), width)
+        return self._call.projections if self._call is not None else None
 
     def commit(self, count: int | mx.array) -> None:
         """Keep the state after `count` of the positions last read: an int for all of them, else [B] int32."""
@@ -128,7 +137,7 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
         self.cache = list(call.before)
         states = [[mx.zeros_like(new) if old is None else old for old, new in zip(call.before, after, strict=True)]]
         for step in range(call.width):
-            call.at(step).again(lambda value: self._replaced(value, None))
+            call.again_at(step, lambda value: self._replaced(value, None))
             states.append(self.state)
         self.cache = [_picked(mx.stack(list(column), axis=1), count) for column in zip(*states, strict=True)]
 
@@ -178,11 +187,10 @@ class RaggedList(CallListener):
     def __getitem__(self, index: int) -> Any:
         return self.caches[index]
 
-    def note(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Projections | None:
         """Tell the first of the caches that listens."""
         listener = next((cache for cache in self.caches if isinstance(cache, CallListener)), None)
-        if listener is not None:
-            listener.note(layer, args, kwargs)
+        return listener.note(layer, args, kwargs) if listener is not None else None
 
     def append(self, other: RaggedList) -> None:
         for mine, theirs in zip(self.caches, other.caches, strict=True):

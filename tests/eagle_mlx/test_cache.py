@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
+import eagle_mlx as em
 from eagle_mlx.cache import STEP, RaggedCache, check_cacheable, without_row
 from eagle_mlx.cache.lengths import RowLengths
 from eagle_mlx.cache.recurrent import RecurrentState
@@ -18,7 +19,7 @@ from eagle_mlx.cpu import without_shortcuts
 from eagle_mlx.errors import TargetError
 from eagle_mlx.target import Target
 from tests.architectures import tiny_model
-from tests.fakes import randomize, tiny_target
+from tests.fakes import Oracle, randomize, tiny_target
 
 TARGET = tiny_target()
 WIDTH = 5
@@ -338,3 +339,32 @@ def test_a_row_that_leaves_does_not_make_the_others_move() -> None:
     for row, was in enumerate((7, 1, 2, 3, 4, 5, 6)):
         assert mx.array_equal(layer.keys[row, :, : STEP - 9], new[was])
         assert mx.array_equal(layer.values[row, :, : STEP - 9], new[was])
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "rwkv7"])
+def test_no_weights_are_read_again_for_a_state_that_goes_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What projections gave in the verify is what they give in the second call, in one call or token by token."""
+    target, calls = target_of(name), list[int]()
+    plain = nn.Linear.__call__
+
+    def counting(self: nn.Linear, x: mx.array) -> mx.array:
+        calls.append(x.shape[1])
+        return plain(self, x)
+
+    prompts, params = [[5, 6, 7, 8], [9, 8, 7, 6]], em.SamplingParams(max_tokens=12)
+    texts = [output.tokens for output in em.Engine(target).generate(prompts, params)]
+    wrong = Oracle({tuple(p): [t + 1 for t in text] for p, text in zip(prompts, texts, strict=True)}, 1.0)
+    engine = em.Engine(target, wrong, em.FixedPolicy(3))  # type: ignore[arg-type]
+    monkeypatch.setattr(nn.Linear, "__call__", counting)
+    target.forward(mx.array([[1, 2, 3, 4]] * 2), RaggedCache.of(target.model, 2))
+    in_one_forward = len(calls)
+    for prompt in prompts:
+        engine.submit(engine.prepare(prompt, params))
+    verifies = 0
+    while not engine.idle:
+        joining = engine.waiting > 0
+        calls.clear()
+        engine.step()
+        verifies += 4 in calls and not joining
+        assert len(calls) <= in_one_forward or joining
+    assert verifies > 5
