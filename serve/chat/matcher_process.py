@@ -7,6 +7,7 @@ a row costs a few milliseconds and what it changes; and whatever becomes of it, 
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -77,7 +78,7 @@ class MatcherProcess:
 
     def open(self, tokenizer: str, vocab: int, ends: list[int]) -> list[int]:
         """Read the tokenizer; those of its tokens that grammars name by their ids."""
-        self.tokenizer = llguidance.LLTokenizer(tokenizer, n_vocab=vocab, eos_token=ends)
+        self.tokenizer = llguidance.LLTokenizer(literal(tokenizer), n_vocab=vocab, eos_token=ends)
         return [token for token in range(vocab) if self.tokenizer.is_special_token(token)]
 
     def compile(self, grammar: str, schemas: Places) -> bytes:
@@ -124,6 +125,44 @@ class MatcherProcess:
         if matcher.is_error():
             raise Refused(matcher.get_error())
         return masks
+
+
+def literal(tokenizer: str) -> str:
+    """A tokenizer.json that encodes every text as it is written: no special token is found in it, no letter changed.
+
+    Where a grammar leaves no choice, llguidance encodes the text to come, and allows the token that this begins with.
+    A special token would be refused then, because it stands for no text, or would end the answer in its middle.
+    """
+    content = json.loads(tokenizer)
+    added, model = content["added_tokens"], content["model"]
+    # Those that llguidance takes for special; no JSON holds the character 0, so no grammar forces these names.
+    names = {
+        token["content"]: f"<\0{token['id']}>"
+        for token in added
+        if token["special"] or (token["content"].startswith("<") and token["content"].endswith(">"))
+    }
+    for token in added:
+        token["content"] = names.get(token["content"], token["content"])
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(text, text): token for text, token in model["vocab"].items()}
+    else:
+        model["vocab"] = [[names.get(text, text), *rest] for text, *rest in model["vocab"]]
+    if "unk_token" in model:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    if "merges" in model:
+        model["merges"] = [[a, b] for a, b in model["merges"] if names.keys().isdisjoint((a, b, a + b))]
+    content["normalizer"] = _spelling(content["normalizer"])
+    return json.dumps(content)
+
+
+def _spelling(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What of a normalizer is how the vocabulary spells a text, and not another text."""
+    if normalizer is None or normalizer["type"] in ("ByteLevel", "Prepend"):
+        return normalizer
+    if normalizer["type"] == "Sequence":
+        parts = [part for part in map(_spelling, normalizer["normalizers"]) if part]
+        return {"type": "Sequence", "normalizers": parts}
+    return normalizer if normalizer.get("pattern") == {"String": " "} else None  # a space as a letter of its own
 
 
 def _bound_memory(more: int) -> None:

@@ -114,13 +114,15 @@ def by_schema(schema: Any, **more: Any) -> dict[str, Any]:
 
 
 @cache
-def tokenizer_of(name: str, special: bool = False, parser: str | None = None) -> TokenizerWrapper:
+def tokenizer_of(
+    name: str, special: bool = False, parser: str | None = None, normalizer: str | None = None
+) -> TokenizerWrapper:
     """special: whether the added tags are special tokens, as they are in some models and in others not."""
     with tempfile.TemporaryDirectory() as folder:
-        return _load(Path(folder), name, special, parser or PARSERS.get(name))
+        return _load(Path(folder), name, special, parser or PARSERS.get(name), normalizer)
 
 
-def _load(folder: Path, name: str, special: bool, parser: str | None) -> TokenizerWrapper:
+def _load(folder: Path, name: str, special: bool, parser: str | None, normalizer: str | None) -> TokenizerWrapper:
     for file in TOKENIZER_FILES:
         shutil.copy(EMBEDDED_TARGET / file, folder / file)
     path = folder / "tokenizer.json"
@@ -129,6 +131,7 @@ def _load(folder: Path, name: str, special: bool, parser: str | None) -> Tokeniz
     content["added_tokens"] += [
         {"id": 4096 + index, "content": tag, **flags} for index, tag in enumerate(ADDED.get(name, ()))
     ]
+    content["normalizer"] = {"type": normalizer} if normalizer else content["normalizer"]
     path.write_text(json.dumps(content))
     (folder / "chat_template.jinja").write_text(TEMPLATES[name])
     config: dict[str, Any] = {"tool_parser_type": parser} if parser else {}
@@ -136,8 +139,9 @@ def _load(folder: Path, name: str, special: bool, parser: str | None) -> Tokeniz
 
 
 @cache
-def target_of(name: str, special: bool = False, seed: int = 0) -> em.Target:
-    return em.Target(tiny_target(seed, layers=2, vocab=VOCAB).model, tokenizer_of(name, special), name=name)
+def target_of(name: str, special: bool = False, seed: int = 0, normalizer: str | None = None) -> em.Target:
+    tokenizer = tokenizer_of(name, special, normalizer=normalizer)
+    return em.Target(tiny_target(seed, layers=2, vocab=VOCAB).model, tokenizer, name=name)
 
 
 @cache

@@ -153,3 +153,31 @@ def test_a_mask_of_a_wide_vocabulary_holds_no_other_row_up() -> None:
         engine.step()
     assert rows[0].tokens == wanted.tokens
     assert rows[1].tokens == em.Engine(target).generate([[7, 8]], SamplingParams(max_tokens=60))[0].tokens
+
+
+MARKED = ("<|im_end|>", "<|im_start|>", "<|endoftext|>", "a<tool_call>b</tool_call>", "<", "e\u0301", "\u1112\u1161")
+"""Texts with tokens that a chat gives a meaning to, and letters that Unicode writes in two ways."""
+
+
+def only(value: str) -> dict[str, Any]:
+    properties = {"k": {"const": value}, value: {"type": "boolean"}}
+    return {"type": "object", "properties": properties, "required": ["k", value], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("proposer", [lambda: None, NgramProposer], ids=["plain", "ngram"])
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("normalizer", [None, "NFC"])
+def test_a_text_that_looks_like_special_tokens_is_written_as_text(
+    proposer: Any, special: bool, normalizer: str | None
+) -> None:
+    """Such a text is forced: no part of it may be a token that stands for something else, or for the text's end."""
+    target = target_of("qwen", special, normalizer=normalizer)
+    grammars = Grammars.of(target)
+    engine = em.Engine(target, proposer(), FixedPolicy(3))
+    prompt = ChatFormat.of(target).prompt(HELLO)
+    makes = [grammars.grammar(by_schema(only(value))) for value in MARKED]
+    params = [SamplingParams(max_tokens=500, temperature=1.0, grammar=make) for make in makes]
+    for output, value in zip(engine.generate([prompt] * len(MARKED), params), MARKED, strict=True):
+        assert (output.finish_reason, output.error) == ("stop", None)
+        assert json.loads(output.text).keys() == {"k", value}
+        assert json.loads(output.text)["k"] == value
