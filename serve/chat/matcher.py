@@ -1,13 +1,13 @@
 """llguidance's matcher as the grammar of a row: which tokens may come next, in a text that must follow a grammar.
 
-The matchers live in processes of their own (`processes.py`), one for each grammar and one for each row.
+The matchers live in processes of their own (`matcher_process.py`), one for each grammar and one for each row.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from threading import BoundedSemaphore, Lock
+from threading import Lock
 from time import monotonic
 
 import mlx.core as mx
@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 
 from eagle_mlx.errors import ConfigError
 
-from .matcher_process import Places
-from .processes import MOST_MEMORY, Process, ProcessEnded
+from ..processes import Process, ProcessEnded
+from .matcher_process import MatcherProcess, Places
 
 COMPILE_SECONDS = 5.0
 """Ordinary schemas take under 0.1 s, those of 64 KiB up to 1 s, on a machine with nothing else to do."""
 MASK_SECONDS = 10.0
 """Of the masks of one round; beyond them the row ends. Ordinary masks take under 10 ms."""
-_COMPILED_AT_ONCE = 4
-"""Grammars, each with a core and its memory."""
+MOST_MEMORY = 256 << 20
+"""Bytes that compiling a grammar, or following it, may take: about twice what llguidance's own limits lead to."""
 _TOKENIZER_SECONDS = 60.0
 """It takes 1 s for 49,152 tokens."""
 _LONGEST_REASON = 400
@@ -52,7 +52,6 @@ class MatcherServer:
             raise ConfigError("grammars need a token that ends the text, and this model has none")
         self._opening = ("open", backend.to_str(), size, known)
         self._starting = Lock()
-        self._compiling = BoundedSemaphore(_COMPILED_AT_ONCE)
         self._process: Process | None = None
         self.special: frozenset[int] = frozenset()
         """Tokens that grammars name by their ids: no text allows them."""
@@ -62,7 +61,7 @@ class MatcherServer:
         """The process, in place of one that somebody has killed."""
         with self._starting:
             if self._process is None or not self._process.alive:
-                self._process = Process.start()
+                self._process = Process.start(MatcherProcess, MOST_MEMORY)
                 self._process.ask(*self._opening)
                 answer = self._process.answer(_TOKENIZER_SECONDS)
                 if answer is None or answer[1]:
@@ -75,10 +74,9 @@ class MatcherServer:
         """schemas: those in the grammar. Raises ConfigError with the place and the reason."""
         where = ", ".join(where for where, _ in schemas)
         try:
-            with self._compiling:
-                process = self.start().fork()
-                process.ask("compile", grammar, schemas)
-                answer = process.answer(COMPILE_SECONDS)
+            process = self.start().fork()
+            process.ask("compile", grammar, schemas)
+            answer = process.answer(COMPILE_SECONDS)
         except ProcessEnded as e:
             raise ConfigError(
                 f"{where}: too complex: to compile it takes more than {MOST_MEMORY >> 20} MB of memory; simplify it"

@@ -1,22 +1,15 @@
-"""Runs llguidance in processes that can be killed: this file is such a process's program, and imports no other of ours.
+"""What the processes hold that run llguidance: the tokenizer, a grammar, a row's place in it.
 
 The first process holds the tokenizer. It is forked for each grammar, which is compiled in the fork, and that is forked
 for each row that follows the grammar. A fork shares the tokenizer's and the grammar's memory until it writes to it, so
-a row costs a few milliseconds and what it changes; and whatever becomes of it, it shares no state with any other row.
+a row costs a few milliseconds and what it changes.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import resource
-import signal
-import sys
 import threading
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import llguidance
@@ -32,49 +25,16 @@ Places = tuple[tuple[str, str], ...]
 """Schemas as JSON texts, each behind its place in the request."""
 
 
-class Refused(Exception):
+class Refused(ValueError):
     """A grammar, or a token, that cannot be taken; the message is llguidance's reason."""
 
 
 class MatcherProcess:
-    """What one process holds, and the questions that it answers over its connection, one after the other."""
+    """What one process holds, and the questions that it answers (`process_program.py`)."""
 
-    def __init__(self, connection: Connection, memory: int):
-        self.connection, self.memory = connection, memory
+    def __init__(self) -> None:
         self.tokenizer: llguidance.LLTokenizer | None = None
         self.matcher: llguidance.LLMatcher | None = None
-
-    def serve(self) -> None:
-        """Answer until nobody asks any more."""
-        while True:
-            try:
-                name, *arguments = self.connection.recv()
-            except EOFError:
-                return
-            if name == "fork":
-                self.fork()
-            else:
-                self.connection.send(self.answer(getattr(self, name), arguments))
-
-    def answer(self, work: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, str]:
-        """What the work gives, or why it gives nothing."""
-        try:
-            return work(*arguments), ""
-        except (Refused, ValueError, RuntimeError) as e:
-            return None, str(e)
-
-    def fork(self) -> None:
-        """A copy of this process answers over a connection of its own, and first tells its id."""
-        handle = recv_handle(self.connection)
-        if os.fork():
-            os.close(handle)
-            return
-        self.connection.close()
-        self.connection = Connection(handle)
-        _bound_memory(self.memory)
-        self.connection.send(os.getpid())
-        self.serve()
-        os._exit(0)
 
     def open(self, tokenizer: str, vocab: int, ends: list[int]) -> list[int]:
         """Read the tokenizer; those of its tokens that grammars name by their ids."""
@@ -83,16 +43,10 @@ class MatcherProcess:
 
     def compile(self, grammar: str, schemas: Places) -> bytes:
         """The mask of the first token."""
-        answers: list[tuple[Any, str]] = []
         # llguidance follows a schema's references by recursion: a long chain would overflow an ordinary stack.
         threading.stack_size(_DEEP_STACK)
-        thread = threading.Thread(target=lambda: answers.append(self.answer(self._compile, (grammar, schemas))))
-        thread.start()
-        thread.join()
-        first, reason = answers[0]
-        if reason:
-            raise Refused(reason)
-        return first  # type: ignore[no-any-return]  # of `_compile`
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self._compile, grammar, schemas).result()
 
     def _compile(self, grammar: str, schemas: Places) -> bytes:
         assert self.tokenizer is not None
@@ -163,24 +117,3 @@ def _spelling(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
         parts = [part for part in map(_spelling, normalizer["normalizers"]) if part]
         return {"type": "Sequence", "normalizers": parts}
     return normalizer if normalizer.get("pattern") == {"String": " "} else None  # a space as a letter of its own
-
-
-def _bound_memory(more: int) -> None:
-    """Let this process have so many bytes more than it has. Only Linux keeps to it; elsewhere time is the bound."""
-    if sys.platform == "linux":
-        pages = Path("/proc/self/statm").read_text().split()[0]
-        size = int(pages) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + more, resource.RLIM_INFINITY))
-
-
-def main() -> None:
-    """Serve the descriptor that is the first argument; with its end all forks end too, whatever they are doing."""
-    os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that have ended leave nothing to be waited for
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    MatcherProcess(Connection(int(sys.argv[1])), int(sys.argv[2])).serve()
-    os.killpg(0, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,7 @@ from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.server import Server, address, listen
 from eagle_mlx.serve.api.worker import Worker
 from eagle_mlx.serve.chat import matcher, structured
-from eagle_mlx.serve.chat.processes import Process
+from eagle_mlx.serve.processes import Process
 from tests.serve.api.live import DEPTH, Live, engine, live, wide
 from tests.serve.chat.formats import by_schema
 
@@ -107,7 +107,7 @@ def test_no_process_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Process] = []
     fork, start = Process.fork, Process.start
     monkeypatch.setattr(Process, "fork", lambda self: started.append(fork(self)) or started[-1])  # type: ignore[func-returns-value]
-    monkeypatch.setattr(Process, "start", lambda: started.append(start()) or started[-1])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(Process, "start", lambda *how: started.append(start(*how)) or started[-1])  # type: ignore[func-returns-value]
     with live() as server:
         assert server.http.post(CHAT, json=asking({"type": "string", "maxLength": 5})).status_code == 200
         assert len(started) == 3

@@ -23,8 +23,8 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import AsyncGrammar, Grammar
 from eagle_mlx.serve.chat import Grammars, ToolOffer, matcher, structured
 from eagle_mlx.serve.chat.bounds import repeats
-from eagle_mlx.serve.chat.processes import Process
 from eagle_mlx.serve.chat.structured import MOST_SCHEMA_BYTES
+from eagle_mlx.serve.processes import Process
 from tests.fakes import tiny_target
 from tests.serve.chat.formats import (
     ANSWER,
@@ -350,7 +350,7 @@ def test_what_needs_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(structured, "too_much", lambda schema: None)
     monkeypatch.setattr(matcher, "COMPILE_SECONDS", 60.0)
     start = Process.start
-    monkeypatch.setattr(Process, "start", lambda: start(memory=80 << 20))
+    monkeypatch.setattr(Process, "start", lambda kind, memory: start(kind, 80 << 20))
     grammars = Grammars.of(target_of("plain"))
     with pytest.raises(ConfigError, match="too complex: to compile it takes more than 256 MB"):
         grammars.grammar(by_schema(HUNGRY))

@@ -1,4 +1,4 @@
-"""The server's end of `matcher_process.py`: processes that are asked something, and killed when it takes too long."""
+"""The server's end of `process_program.py`: processes that are asked something, and killed when it takes too long."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from contextlib import suppress
+from inspect import getfile
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
@@ -15,10 +16,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-_PROGRAM = Path(__file__).with_name("matcher_process.py")
-MOST_MEMORY = 256 << 20
-"""Bytes that compiling a grammar, or following it, may take: about twice what llguidance's own limits lead to."""
-
+_PROGRAM = Path(__file__).with_name("process_program.py")
 _LAST_SECONDS = 10.0
 """The first process does nothing long but read the tokenizer, which takes a second."""
 
@@ -45,11 +43,15 @@ class Process:
         )
 
     @classmethod
-    def start(cls, memory: int = MOST_MEMORY) -> Process:
-        """The first one."""
+    def start(cls, kind: type, memory: int = 0) -> Process:
+        """The first one.
+
+        kind: what it holds, made without arguments, whose methods are the questions; its file may import none of ours.
+        memory: bytes that a fork may take beside those that it begins with, 0 for as many as there are.
+        """
         ours, its = Pipe()
         with its:
-            command = [sys.executable, str(_PROGRAM), str(its.fileno()), str(memory)]
+            command = [sys.executable, str(_PROGRAM), str(its.fileno()), str(memory), getfile(kind), kind.__name__]
             program = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()])
         return cls(ours, program)
 
