@@ -36,6 +36,7 @@ def create_app(settings: Settings, worker: Worker) -> FastAPI:
         worker.stop()  # not in a thread of the pool: work that hangs may hold all of them
         if worker.loaded is not None:
             worker.loaded.grammars.end()
+            worker.loaded.encoder.end()
 
     app = FastAPI(title="eagle-serve", version="1", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.service = service

@@ -15,6 +15,7 @@ from eagle_mlx.text import TextStream
 
 from ..chat import AnswerReader, Delta, ToolCall, ToolOffer
 from .answer import report, usage
+from .encoder import Encode
 from .errors import ApiError
 from .flow import in_thread, opened, respond
 from .logprobs import chat_logprobs
@@ -40,7 +41,8 @@ async def chat_completions(request: Request) -> Response:
 
     async def prepare(_: Call) -> ChatAnswer:
         forced = asked.tool_choice not in (None, "none", "auto")
-        return await in_thread(request, lambda: _prepare(asked, loaded), forced or asked.response_format is not None)
+        has_schema = forced or asked.response_format is not None
+        return await in_thread(request, loaded, lambda encode: _prepare(asked, loaded, encode), has_schema)
 
     return await respond(request, asked.answers, prepare, bool(asked.stream))
 
@@ -95,7 +97,7 @@ def finish_reason(output: Output, calls: bool) -> str:
     return "tool_calls" if calls and output.finish_reason == "stop" else output.finish_reason
 
 
-def _prepare(asked: ChatRequest, loaded: Loaded) -> ChatAnswer:
+def _prepare(asked: ChatRequest, loaded: Loaded, encode: Encode) -> ChatAnswer:
     """Write the prompt and check everything. Raises PromptError, ConfigError or ApiError."""
     tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
     choice = asked.tool_choice
@@ -110,7 +112,7 @@ def _prepare(asked: ChatRequest, loaded: Loaded) -> ChatAnswer:
     def check(text: str) -> None:
         check_text(text, max_tokens, loaded, "messages")
 
-    prompt = loaded.chat.prompt(messages, tools, choice_given, arguments, check)
+    prompt = loaded.chat.prompt(messages, tools, choice_given, arguments, check, encode)
     thinking = loaded.chat.starts_in_reasoning(prompt)
     check_context(len(prompt), max_tokens, loaded, "messages")
     grammar = loaded.grammars.grammar(asked.answer_format, offer, thinking)

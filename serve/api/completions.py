@@ -16,6 +16,7 @@ from eagle_mlx.request import TokenLogprob
 from eagle_mlx.text import TextStream
 
 from .answer import report, usage
+from .encoder import Encode
 from .errors import ApiError
 from .flow import in_thread, opened, respond, service_of
 from .logprobs import CompletionLogprobs, joined
@@ -42,7 +43,8 @@ async def completions(request: Request) -> Response:
         raise ApiError(400, "max_tokens is 0, which asks for nothing without echo", "max_tokens")
 
     async def prepare(call: Call) -> CompletionAnswer:
-        answer = await in_thread(request, lambda: _prepare(asked, loaded), asked.response_format is not None)
+        has_schema = asked.response_format is not None
+        answer = await in_thread(request, loaded, lambda encode: _prepare(asked, loaded, encode), has_schema)
         if asked.echo and asked.logprobs is not None:
             for prompt in answer.prompts:
                 prompt.scores = await call.service.worker.score(
@@ -61,14 +63,14 @@ class _Prompt:
     """Of all tokens but the first, where they are echoed with log probabilities."""
 
 
-def _prepare(asked: CompletionRequest, loaded: Loaded) -> CompletionAnswer:
+def _prepare(asked: CompletionRequest, loaded: Loaded, encode: Encode) -> CompletionAnswer:
     """Encode and check the prompts. Raises PromptError or ApiError."""
     for given in asked.prompts:
         if isinstance(given, str):
             check_text(given, asked.max_tokens, loaded, "prompt")
         else:
             check_context(len(given), asked.max_tokens, loaded, "prompt")
-    prompts = [_prompt(given, loaded) for given in asked.prompts]
+    prompts = [_prompt(given, loaded, encode) for given in asked.prompts]
     grammar = loaded.grammars.grammar(asked.answer_format)
     params = sampling(asked, loaded, asked.max_tokens, asked.logprobs, grammar)
     for prompt in prompts:
@@ -80,9 +82,9 @@ def _prepare(asked: CompletionRequest, loaded: Loaded) -> CompletionAnswer:
     return CompletionAnswer(asked, loaded, prompts, rows)
 
 
-def _prompt(given: str | list[int], loaded: Loaded) -> _Prompt:
+def _prompt(given: str | list[int], loaded: Loaded, encode: Encode) -> _Prompt:
     if isinstance(given, str):
-        return _Prompt(given, list(loaded.tokenizer.encode(given)))
+        return _Prompt(given, encode(given, True))
     if max(given, default=0) >= loaded.target.vocab_size:
         size = loaded.target.vocab_size
         raise PromptError(f"prompt: holds a token id outside the model's vocabulary of {size}")

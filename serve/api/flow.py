@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from threading import Event
 from typing import Any, Literal, Protocol, TypeVar
 
 from fastapi import Request
@@ -18,6 +19,7 @@ from eagle_mlx.request import Request as EngineRequest
 
 from . import schema
 from .answer import failure
+from .encoder import Encode
 from .errors import ApiError, refused
 from .limits import read_body
 from .model import Loaded
@@ -92,15 +94,24 @@ async def opened(request: Request, kind: type[R]) -> tuple[R, Loaded]:
     return asked, loaded
 
 
-async def in_thread(request: Request, work: Callable[[], T], has_schema: bool = False) -> T:
-    """Do what may take a while, such as the encoding of a long prompt, beside the event loop.
+async def in_thread(request: Request, loaded: Loaded, work: Callable[[Encode], T], has_schema: bool = False) -> T:
+    """Do what may take a while beside the event loop, with what encodes the texts of this request.
 
-    The body must have been read. What the library refuses comes back as ApiError 400.
+    When this is cancelled, the encoding of a long text is, too. The body must have been read. What the library refuses
+    comes back as ApiError 400.
     """
+    pools, client = service_of(request).pools, client_of(request)
+    long, cancelled = service_of(request).settings.limits.long_bytes, Event()
+
+    def encode(text: str, add_special_tokens: bool) -> list[int]:
+        return loaded.encoder.encode(text, add_special_tokens, len(text) >= long, cancelled)
+
     try:
-        return await service_of(request).pools.encode(work, request.state.size, client_of(request), has_schema)
+        return await pools.encode(lambda: work(encode), request.state.size, client, has_schema)
     except EagleError as e:
         raise refused(e) from e
+    finally:
+        cancelled.set()
 
 
 async def respond(

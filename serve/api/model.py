@@ -18,6 +18,7 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
 from ..chat import ChatFormat, Grammars
+from .encoder import Encoder
 from .text_size import TokenSize, token_size
 from .tokens import TokenTexts
 
@@ -50,6 +51,10 @@ class Loaded:
     @cached_property
     def grammars(self) -> Grammars:
         return Grammars.of(self.target, self.chat)
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        return Encoder(self.tokenizer)
 
     @cached_property
     def token_size(self) -> TokenSize | None:

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from .encoder import Encode
 from .errors import ApiError
 from .flow import body_of, client_of, in_thread, json_response, service_of, unless_gone
 from .model import Loaded
@@ -25,11 +26,11 @@ async def tokenize(request: Request) -> Response:
     loaded = service_of(request).loaded(asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "give prompt, a text, or messages", "prompt")
-    return await _answered(request, lambda: _tokens(asked, loaded))
+    return await _answered(request, loaded, lambda encode: _tokens(asked, loaded, encode))
 
 
-def _tokens(asked: TokenizeRequest, loaded: Loaded) -> dict[str, Any]:
-    tokens = _encode(asked, loaded)
+def _tokens(asked: TokenizeRequest, loaded: Loaded, encode: Encode) -> dict[str, Any]:
+    tokens = _encode(asked, loaded, encode)
     return {
         "count": len(tokens),
         "max_model_len": loaded.target.context_length,
@@ -38,10 +39,11 @@ def _tokens(asked: TokenizeRequest, loaded: Loaded) -> dict[str, Any]:
     }
 
 
-def _encode(asked: TokenizeRequest, loaded: Loaded) -> list[int]:
+def _encode(asked: TokenizeRequest, loaded: Loaded, encode: Encode) -> list[int]:
     if asked.messages is not None:
-        return loaded.chat.prompt([message.plain() for message in asked.messages])
-    return list(loaded.tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False))
+        return loaded.chat.prompt([message.plain() for message in asked.messages], encode=encode)
+    assert asked.prompt is not None
+    return encode(asked.prompt, asked.add_special_tokens is not False)
 
 
 @router.post("/detokenize", responses=documented(Text, *ERRORS))
@@ -50,7 +52,7 @@ async def detokenize(request: Request) -> Response:
     service_of(request).loaded()
     asked = await body_of(request, DetokenizeRequest)
     loaded = service_of(request).loaded(asked.model)
-    return await _answered(request, lambda: _text(asked, loaded))
+    return await _answered(request, loaded, lambda _: _text(asked, loaded))
 
 
 def _text(asked: DetokenizeRequest, loaded: Loaded) -> dict[str, Any]:
@@ -59,7 +61,7 @@ def _text(asked: DetokenizeRequest, loaded: Loaded) -> dict[str, Any]:
     return {"prompt": loaded.tokenizer.decode(asked.tokens)}
 
 
-async def _answered(request: Request, work: Callable[[], dict[str, Any]]) -> Response:
+async def _answered(request: Request, loaded: Loaded, work: Callable[[Encode], dict[str, Any]]) -> Response:
     """Do the work in a place of the queue, and write its result down beside it; both may be long."""
     with service_of(request).encoding(client_of(request)):
-        return await unless_gone(request, in_thread(request, lambda: json_response(work())))
+        return await unless_gone(request, in_thread(request, loaded, lambda encode: json_response(work(encode))))

@@ -59,14 +59,16 @@ class ChatFormat:
         tool_choice: str | Mapping[str, Any] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         check_text: Callable[[str], None] = lambda _: None,
+        encode: Callable[[str, bool], list[int]] | None = None,
     ) -> list[int]:
         """The token ids of a chat that the model is to answer.
 
         messages, tools, tool_choice: as in OpenAI's API; of calls' arguments both objects and JSON texts are read.
         template_kwargs: what else the template takes, such as `enable_thinking`; names that it does not know are of no
         effect, as in the template itself. check_text: called with the chat's text before it is encoded, to raise where
-        that is too long. Raises PromptError, with the place, for what cannot be used, and where the template would
-        leave tools or calls out.
+        that is too long. encode: what encodes the text in the tokenizer's place (the second argument, false, asks for
+        no more special tokens than the template wrote), but where the tokenizer has ways of its own with chats. Raises
+        PromptError, with the place, for what cannot be used, and where the template would leave tools or calls out.
         """
         read, offer = read_messages(messages), ToolOffer.of(tools, tool_choice)
         arguments = _check_kwargs(template_kwargs or {})
@@ -85,6 +87,8 @@ class ChatFormat:
         check_text(text)
         self._check_nothing_left_out(read, arguments, text)
         assert self.tokenizer is not None
+        if encode is not None and _encodes_the_text(self.tokenizer):
+            return encode(text, False)
         return list(self.tokenizer.apply_chat_template(read, tokenize=True, **arguments))
 
     def _rendered(
@@ -125,6 +129,13 @@ class ChatFormat:
             return False
         end: str = self.tokenizer.decode(list(prompt[-len(start) - 8 :]))
         return end.rstrip().endswith(start)
+
+
+def _encodes_the_text(tokenizer: TokenizerWrapper) -> bool:
+    """Whether a chat's tokens are those of its text; some tokenizers, as Mistral's own, find them in another way."""
+    kind = type(tokenizer._tokenizer)
+    ways = ("__call__", "encode", "apply_chat_template")
+    return all(getattr(kind, name) is getattr(PreTrainedTokenizerBase, name) for name in ways)
 
 
 def _check_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from eagle_mlx.serve.api.encoder import Encoder
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
 from tests.serve.api.live import DEPTH, Live, engine, live, wide
@@ -163,29 +164,28 @@ def test_beyond_the_limit_connections_that_wait_longest_make_room() -> None:
             raw.close()
 
 
-class Encoder:
+class LongTexts:
     """Counts the long texts that are made into tokens, and keeps each until it may go on."""
 
     def __init__(self) -> None:
         self.begun, self.go_on = 0, Event()
 
-    def wait(self, text: Any) -> None:
-        if isinstance(text, str) and len(text) > 100_000:
-            self.begun += 1
-            assert self.go_on.wait(60)
+    def wait(self) -> None:
+        self.begun += 1
+        assert self.go_on.wait(60)
 
 
 @pytest.fixture
-def encoder(monkeypatch: pytest.MonkeyPatch) -> Encoder:
-    made = Encoder()
-    tokenizer = type(engine("none").target.tokenizer._tokenizer)  # type: ignore[union-attr]
-    encode = tokenizer._encode_plus
+def encoder(monkeypatch: pytest.MonkeyPatch) -> LongTexts:
+    made = LongTexts()
+    encode = Encoder.encode
 
-    def held(self: Any, text: Any, *args: Any, **kwargs: Any) -> Any:
-        made.wait(text)
-        return encode(self, text, *args, **kwargs)
+    def held(self: Encoder, text: str, add_special_tokens: bool, is_long: bool, cancelled: Event) -> list[int]:
+        if is_long:
+            made.wait()
+        return encode(self, text, add_special_tokens, is_long, cancelled)
 
-    monkeypatch.setattr(tokenizer, "_encode_plus", held)
+    monkeypatch.setattr(Encoder, "encode", held)
     return made
 
 
@@ -207,7 +207,7 @@ def many_long_texts(server: Live, path: str, count: int, client: str = "127.0.0.
 
 
 @pytest.mark.parametrize("path", ["/tokenize", CHAT])
-def test_long_texts_keep_nobody_waiting_and_are_forgotten_with_their_client(path: str, encoder: Encoder) -> None:
+def test_long_texts_keep_nobody_waiting_and_are_forgotten_with_their_client(path: str, encoder: LongTexts) -> None:
     with live(unbounded) as server:
         with many_long_texts(server, path, 8):
             server.until(lambda: server.service.taken == 8 and encoder.begun == 1)
@@ -220,7 +220,7 @@ def test_long_texts_keep_nobody_waiting_and_are_forgotten_with_their_client(path
         assert encoder.begun == 2  # those who had left were not encoded
 
 
-def test_tokenizing_takes_a_place_in_the_queue(encoder: Encoder) -> None:
+def test_tokenizing_takes_a_place_in_the_queue(encoder: LongTexts) -> None:
     with live(unbounded, wide(Limits(queue=0))) as server:
         with many_long_texts(server, "/tokenize", 4):
             server.until(lambda: server.service.taken == 4)
@@ -244,7 +244,7 @@ def test_tokenizing_takes_a_place_in_the_queue(encoder: Encoder) -> None:
     ],
 )
 def test_texts_that_cannot_fit_are_refused_before_they_are_encoded(
-    server: Live, encoder: Encoder, path: str, body: dict[str, Any]
+    server: Live, encoder: LongTexts, path: str, body: dict[str, Any]
 ) -> None:
     answer = server.http.post(path, json=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
@@ -264,7 +264,7 @@ def test_a_short_request_does_not_wait_for_all_of_another_clients() -> None:
         assert "".join(pieces).endswith("data: [DONE]\n\n")
 
 
-def test_one_client_cannot_take_all_places(encoder: Encoder) -> None:
+def test_one_client_cannot_take_all_places(encoder: LongTexts) -> None:
     other = {"X-Forwarded-For": "192.0.2.7"}
     with live(unbounded, wide(Limits(queue=12))) as server, many_long_texts(server, "/tokenize", 14):
         server.until(lambda: server.service.taken == 14)
