@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerFast
 
 import eagle_mlx as em
 from eagle_mlx.errors import PromptError
@@ -67,6 +70,32 @@ def test_a_prompt_is_what_the_engine_makes_of_plain_messages() -> None:
     assert target.tokenizer is not None
     expected = target.tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, tokenize=True)
     assert ChatFormat.of(target).prompt(HELLO) == list(expected)
+
+
+class OfItsOwn(PreTrainedTokenizerFast):
+    """Makes a chat's tokens in a way of its own."""
+
+    def apply_chat_template(self, *args: Any, tokenize: bool = True, **kwargs: Any) -> Any:
+        text = super().apply_chat_template(*args, tokenize=False, **kwargs)
+        return self.encode(text)[::-1] if tokenize else text
+
+
+@pytest.mark.parametrize("name", ["plain", "qwen", "thinking", "llama", "joined", "mistral"])
+@pytest.mark.parametrize("own", [False, True])
+def test_whoever_encodes_a_chat_its_tokens_are_the_same(name: str, own: bool) -> None:
+    tokenizer = format_of(name).tokenizer
+    assert tokenizer is not None
+    if own:
+        kind = OfItsOwn(tokenizer_object=tokenizer.backend_tokenizer, chat_template=tokenizer.chat_template)
+        tokenizer = TokenizerWrapper(kind)
+    format, texts = replace(format_of(name), tokenizer=tokenizer), []
+
+    def encode(text: str, add_special_tokens: bool) -> list[int]:
+        texts.append(text)
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    assert format.prompt(HELLO, encode=encode) == format.prompt(HELLO)
+    assert len(texts) == (not own)
 
 
 def test_the_template_gets_what_the_request_says_for_it() -> None:
