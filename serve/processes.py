@@ -51,7 +51,8 @@ class Process:
         """
         ours, its = Pipe()
         with its:
-            command = [sys.executable, str(_PROGRAM), str(its.fileno()), str(memory), getfile(kind), kind.__name__]
+            what = [str(its.fileno()), str(memory), getfile(kind), kind.__name__]
+            command = [sys.executable, "-P", str(_PROGRAM), *what]  # nothing is imported from the program's folder
             program = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()])
         return cls(ours, program)
 

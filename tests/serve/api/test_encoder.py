@@ -33,10 +33,9 @@ BODIES: dict[str, Any] = {
     CHAT: {**SHORT, "messages": [{"role": "user", "content": MEGABYTES}]},
     COMPLETIONS: {"prompt": [MEGABYTES, "x"], "max_tokens": 1},
 }
-RUN = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[3]
 ALONE = """
-import sys
-from pathlib import Path
+import sys, time
 from threading import Event, Thread
 from eagle_mlx.serve.api.encoder import Encoder
 from eagle_mlx.serve.processes import Process
@@ -47,7 +46,7 @@ Process.fork = lambda self: forks.append(fork(self)) or forks[-1]
 encoder = Encoder(load(EMBEDDED_TARGET))
 Thread(target=encoder.encode, args=("x = 1\\n" * 4_000_000, True, True, Event()), daemon=True).start()
 while not (forks and forks[0]._id):
-    pass
+    time.sleep(0.005)
 print(encoder._process._id[0], forks[0]._id[0], flush=True)
 sys.stdin.read()
 """
@@ -184,7 +183,7 @@ def test_the_servers_end_is_that_of_its_processes(forks: list[Process]) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_no_process_outlives_a_server_that_is_killed() -> None:
     command = [sys.executable, "-c", ALONE]
-    with subprocess.Popen(command, cwd=RUN, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         ids = list(map(int, program.stdout.readline().split()))
         assert len(ids) == 2
