@@ -1,4 +1,7 @@
-"""Data for training draft heads: conversations, the chat template and loss mask, regenerated answers, capture."""
+"""Data for training draft heads: conversations, the chat template and loss mask, regenerated answers, capture.
+
+`eagle-data` is in `cli`. Training uses the names below and nothing else of this package.
+"""
 
 from .answers import regenerate_to_file
 from .chat import Rendered, RenderReport, all_tokens, prompt_tokens, render, render_all

@@ -13,10 +13,10 @@ from eagle_mlx.target import fingerprint
 from .conversation import Conversation
 from .jsonl import as_line
 from .partial import PartialFile, open_partial
-from .regenerate import Numbered, RegenerateConfig, RegenerateReport, answer_all, bar, number
+from .regenerate import Numbered, RegenerateConfig, RegenerateReport, bar, numbered, regenerate_all
 
 _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
-"""What of the sampling parameters is compared before a file is gone on with."""
+"""What of the sampling parameters is compared before a file is continued."""
 
 
 def regenerate_to_file(
@@ -32,7 +32,7 @@ def regenerate_to_file(
     """Answer conversations into a jsonl file; returns its rows, and the counts of them all.
 
     Rows are kept in `OUTPUT.partial` as soon as they are made. Where there is such a file, those that it holds are not
-    made again, so the same call after any interruption goes on with it, and the output is the same to the byte. So it
+    made again, so the same call after any interruption continues with it, and the output is the same to the byte. So it
     is with other batch sizes and proposers, as far as the target's arithmetic does not depend on them. `settings` are
     compared as well, for whatever else the rows depend on. `total` is for the progress bar, where the number of
     conversations is not known.
@@ -40,20 +40,20 @@ def regenerate_to_file(
     Raises OutputError where the output exists and `overwrite` is not set, or the partial file was begun with other
     settings or by a process that still runs; DataError where the data has changed since.
     """
-    said = _settings(engine, config) | dict(settings or {})
+    compared = _settings(engine, config) | dict(settings or {})
     if isinstance(conversations, Sequence):
         total = len(conversations)
     report = RegenerateReport()
-    with open_partial(output, said, overwrite) as part:
+    with open_partial(output, compared, overwrite) as part:
         for done in part.done.values():
             report.add(done.counts)
         keys: dict[int, int] = {}
-        todo = _Todo(part, number(conversations), keys)
+        todo = _Todo(part, numbered(conversations), keys)
         with bar(total, len(part.done), not progress) as shown:
-            for answered in answer_all(engine, todo, config, shown):
+            for answered in regenerate_all(engine, todo, config, shown):
                 row = as_line(answered.conversation) if answered.conversation is not None else b""
                 counts = answered.report.counts()
-                part.add(answered.place, keys.pop(answered.place), counts, row)
+                part.add(answered.position, keys.pop(answered.position), counts, row)
                 report.add(counts)
                 shown.update()
         return part.finish(todo.seen, overwrite), report
@@ -62,16 +62,16 @@ def regenerate_to_file(
 class _Todo:
     """The conversations that are not done yet, after a look at those that are."""
 
-    def __init__(self, part: PartialFile, numbered: Iterator[Numbered], keys: dict[int, int]):
-        self._part, self._numbered, self._keys = part, numbered, keys
+    def __init__(self, part: PartialFile, conversations: Iterator[Numbered], keys: dict[int, int]):
+        self._part, self._conversations, self._keys = part, conversations, keys
         self.seen = 0
 
     def __iter__(self) -> Iterator[Numbered]:
-        for each in self._numbered:
+        for each in self._conversations:
             self.seen += 1
             key = each.conversation.whole_key()
-            if not self._part.check(each.place, key, each.conversation.origin):
-                self._keys[each.place] = key
+            if not self._part.check(each.position, key, each.conversation.origin):
+                self._keys[each.position] = key
                 yield each
 
 

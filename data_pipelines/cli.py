@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError, DataError, EagleError, OutputError, ShardError
@@ -22,7 +26,6 @@ from .filters import ReadReport
 from .options import add_data, conversations, positive, tokenizer_of
 from .shard_capture import ShardCapture
 from .spec import SPECS
-from .stopping import Terminated, terminable
 
 _HELP = f"""\
 Prepare data for training a draft head.
@@ -47,12 +50,33 @@ examples:
   eagle-data inspect out/shards
   eagle-data collect --repair out/shards
 
-A capture or a regeneration that was interrupted goes on when the same command is given again.
+A capture or a regeneration that was interrupted continues when the same command is given again.
 """
 
 
+class Terminated(KeyboardInterrupt):
+    """The process was asked to end."""
+
+
+@contextmanager
+def terminated_by_sigterm() -> Iterator[None]:
+    """While the block runs, a SIGTERM raises Terminated in it; only the main thread can have that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 after an error that the user can mend, 130 after Ctrl-C, 143
+    """Run one command and return its exit code: 0, 2 after an error that the user can fix, 130 after Ctrl-C, 143
     after a SIGTERM.
     """
     given = list(sys.argv[1:] if argv is None else argv)
@@ -65,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"blas: {blas.activate()}", file=sys.stderr)
     try:
         command: Callable[[argparse.Namespace], None] = args.command
-        with terminable():
+        with terminated_by_sigterm():
             command(args)
     except EagleError as e:
         print(f"error: {e}", file=sys.stderr)
@@ -98,7 +122,7 @@ def collect(args: argparse.Namespace) -> None:
     plan = ShardCapture(target, aux_layers, samples, args.bits, args.batch_tokens)
     with plan.open(args.output, args.overwrite, args.resume, args.given) as shards:
         missing = plan.missing(shards)
-        for fault in shards.aside if isinstance(shards, ShardRepair) else ():
+        for fault in shards.faults if isinstance(shards, ShardRepair) else ():
             print(f"{fault}; it is captured again")
         if shards.files:
             print(f"{len(shards.files):,} of {len(plan):,} shards are whole and stay as they are")
@@ -113,7 +137,7 @@ def collect(args: argparse.Namespace) -> None:
         except KeyboardInterrupt as e:
             if not shards.files:
                 raise
-            kept = f"{len(shards.files):,} of {len(plan):,} shards are kept, and the same command goes on with them"
+            kept = f"{len(shards.files):,} of {len(plan):,} shards are kept, and the same command continues with them"
             raise type(e)(kept) from None
 
 

@@ -50,9 +50,8 @@ def capture_batches(
     """
     layers = (*aux_layers, target.num_layers - 1)
     split = target.hidden_size * len(aux_layers)
-    lanes = default_streams()
-    streams = make_streams(lanes)
-    for group in _groups(iter(batches), lanes):
+    streams = make_streams(default_streams())
+    for group in _groups(iter(batches), len(streams)):
         hidden = _hidden_states(target, layers, group, streams)
         for (tokens, mask), states in zip(chain.from_iterable(group), chain.from_iterable(hidden), strict=True):
             states = states[: len(tokens)]
@@ -86,7 +85,7 @@ def _groups(batches: Iterator[list[TokensAndMask]], size: int) -> Iterator[list[
 def _hidden_states(
     target: Target, layers: Sequence[int], group: Sequence[list[TokensAndMask]], streams: Sequence[mx.Stream]
 ) -> list[np.ndarray]:
-    """Hidden states of n layers side by side, float16 [B, L, n * H], for each batch; one lane for each."""
+    """Hidden states of n layers side by side, float16 [B, L, n * H], for each batch; one stream for each."""
     limit = float(np.finfo(np.float16).max)
     states = []
     for batch, stream in zip(group, streams, strict=False):

@@ -18,7 +18,7 @@ from .chat import Rendered, all_tokens, render
 from .conversation import Conversation
 from .filters import ReadReport
 from .options import add_choice, data_config, positive, tokenizer_of
-from .preview import heading, histogram, marked, spoken, wants_colour
+from .preview import as_text, heading, histogram, marked, wants_colour
 from .sources import read_conversations
 
 
@@ -87,7 +87,7 @@ def _show(conversation: Conversation, rendered: Rendered | None, tokenizer: Toke
     colour = wants_colour(sys.stdout)
     print(heading(conversation.origin, colour))
     if rendered is None or tokenizer is None:
-        print(spoken(conversation))
+        print(as_text(conversation))
         return
     print(marked(rendered, tokenizer.decode, colour))
     where = "in green" if colour else "between ⟦ and ⟧"

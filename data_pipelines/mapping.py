@@ -122,7 +122,7 @@ class FieldMap:
         if theirs not in row or (row[theirs] is None and ours not in _OPTIONAL and what == "row"):
             raise DataError(
                 f"{origin}: no field `{theirs}`, which --map names as the {ours}; "
-                f"{_fields(row, what)}; mend the row or --map, or leave such rows out with --skip-bad"
+                f"{_fields(row, what)}; fix the row or --map, or leave such rows out with --skip-bad"
             )
 
 

@@ -56,7 +56,7 @@ class PartialFile:
         if found is not None and found.key != key:
             raise DataError(
                 f"{origin} is not the conversation that stood there when {self.path} was begun: the data has changed; "
-                f"bring it back to go on, or delete {self.path} to begin anew"
+                f"bring it back to continue, or delete {self.path} to begin anew"
             )
         return found is not None
 
@@ -86,7 +86,7 @@ class PartialFile:
         if beyond:
             raise DataError(
                 f"{self.path} holds row {max(beyond) + 1}, but the data has only {total} conversations now: it has "
-                f"changed; bring it back to go on, or delete {self.path} to begin anew"
+                f"changed; bring it back to continue, or delete {self.path} to begin anew"
             )
         count = write_lines(self.output, self._rows(), overwrite)
         self.path.unlink()
@@ -109,7 +109,7 @@ def partial_path(output: str | Path) -> Path:
 
 @contextmanager
 def open_partial(output: str | Path, settings: Mapping[str, Any], overwrite: bool = False) -> Iterator[PartialFile]:
-    """Go on with the partial file of an output where there is one, else begin it; it stays when the block fails.
+    """Continue with the partial file of an output where there is one, else begin it; it stays when the block fails.
 
     `settings` are all that the rows depend on. Raises OutputError where the output exists and `overwrite` is not set,
     where the partial file was begun with other settings, or where another process is writing it.
@@ -184,6 +184,6 @@ def _compare(line: bytes, path: Path, settings: Mapping[str, Any]) -> None:
     for name in sorted(begun.keys() | settings.keys()):
         if begun.get(name) != settings.get(name):
             raise OutputError(
-                f"{path} was begun with {name} {begun.get(name)!r}, not {settings.get(name)!r}; go on with the same "
+                f"{path} was begun with {name} {begun.get(name)!r}, not {settings.get(name)!r}; continue with the same "
                 "options, or delete it to begin anew"
             )

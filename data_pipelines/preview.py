@@ -28,7 +28,7 @@ def marked(rendered: Rendered, decode: Callable[[list[int]], str], colour: bool)
     tokens, mask = rendered
     for i in range(1, len(tokens) + 1):
         if i == len(tokens) or mask[i] != mask[start]:
-            text = harmless(decode(tokens[start:i]))
+            text = escape_control_characters(decode(tokens[start:i]))
             if colour:
                 parts.append(f"{_LEARNT if mask[start] else _OTHER}{text}{_RESET}")
             else:
@@ -37,22 +37,22 @@ def marked(rendered: Rendered, decode: Callable[[list[int]], str], colour: bool)
     return "".join(parts)
 
 
-def spoken(conversation: Conversation) -> str:
+def as_text(conversation: Conversation) -> str:
     """A conversation as it is written down, for want of a model to render it for."""
     if conversation.text is not None:
-        return harmless(conversation.text)
+        return escape_control_characters(conversation.text)
     lines = [f"[tools] {json.dumps(list(conversation.tools), ensure_ascii=False)}"] if conversation.tools else []
     for message in conversation.messages:
         lines.append(f"[{message.role}] {message.content}")
         lines += [f"  {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in message.extra.items()]
-    return harmless("\n".join(lines))
+    return escape_control_characters("\n".join(lines))
 
 
 def heading(text: str, colour: bool) -> str:
     return f"{_HEAD}--- {text}{_RESET}" if colour else f"--- {text}"
 
 
-def harmless(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """The text with control characters made visible, so that no data can command a terminal."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 

@@ -22,7 +22,7 @@ from .chat import prompt_tokens
 from .conversation import Conversation, Message
 
 _SHOW_SECONDS = 0.5
-"""Between two looks at the speed."""
+"""Between two updates of the shown speed."""
 
 
 @dataclass
@@ -62,18 +62,18 @@ class RegenerateConfig:
 
 
 class Numbered(NamedTuple):
-    """A conversation with its place among those to be answered."""
+    """A conversation with its position among those to be answered."""
 
-    place: int
+    position: int
     conversation: Conversation
     repeat: int = 0
     """Conversations with the same prompt before it."""
 
 
-class Answered(NamedTuple):
-    """What has become of a conversation."""
+class Regenerated(NamedTuple):
+    """A conversation with the target's answers."""
 
-    place: int
+    position: int
     conversation: Conversation | None
     """None where nothing was left."""
     report: RegenerateReport
@@ -91,39 +91,39 @@ def regenerate(
 ) -> Iterator[Conversation]:
     """Yield the conversations, in order, with every assistant answer replaced by the target's own.
 
-    `answer_all` in the order of the conversations; `report` counts what it says of each.
+    `regenerate_all` in the order of the conversations; `report` counts what it says of each.
     """
     config = RegenerateConfig(params or SamplingParams(), tuple(systems), least_distinct)
     report = report if report is not None else RegenerateReport()
     total = len(conversations) if isinstance(conversations, (list, tuple)) else None
-    waiting: dict[int, Answered] = {}
+    finished: dict[int, Regenerated] = {}
     with bar(total, disable=not progress) as shown:
         following = 0
-        for answered in answer_all(engine, number(conversations), config, shown):
+        for answered in regenerate_all(engine, numbered(conversations), config, shown):
             shown.update()
-            waiting[answered.place] = answered
-            while (ready := waiting.pop(following, None)) is not None:
+            finished[answered.position] = answered
+            while (ready := finished.pop(following, None)) is not None:
                 following += 1
                 report.add(ready.report.counts())
                 if ready.conversation is not None:
                     yield ready.conversation
 
 
-def number(conversations: Iterable[Conversation]) -> Iterator[Numbered]:
-    """The conversations with their places; those with the same prompt are told apart, so that answers differ."""
+def numbered(conversations: Iterable[Conversation]) -> Iterator[Numbered]:
+    """The conversations with their positions; those with the same prompt are told apart, so that answers differ."""
     seen: Counter[int] = Counter()
-    for place, conversation in enumerate(conversations):
+    for position, conversation in enumerate(conversations):
         key = conversation.prompt_key()
-        yield Numbered(place, conversation, seen[key])
+        yield Numbered(position, conversation, seen[key])
         seen[key] += 1
 
 
-def answer_all(
+def regenerate_all(
     engine: Engine,
     conversations: Iterable[Numbered],
     config: RegenerateConfig,
     shown: tqdm[NoReturn] | None = None,
-) -> Iterator[Answered]:
+) -> Iterator[Regenerated]:
     """Yield every conversation with the target's own answers, as soon as its last one is made.
 
     The answers of a conversation are made one after the other, each on top of the new answers before it; a
@@ -133,29 +133,29 @@ def answer_all(
     kept full across conversations and turns. Raises DataError for a target without a chat template.
     """
     remaining = iter(conversations)
-    running: dict[int, tuple[_Draft, Request]] = {}
+    running: dict[int, tuple[_Regeneration, Request]] = {}
     speed = _Speed(shown)
     try:
         while True:
             while len(running) < 2 * engine.max_batch and (following := next(remaining, None)) is not None:
-                draft = _Draft.of(following, config)
-                if not _submit(engine, draft, config, running):
-                    yield draft.result()
+                regeneration = _Regeneration.of(following, config)
+                if not _submit(engine, regeneration, config, running):
+                    yield regeneration.result()
             if not running:
                 return
             engine.step()
-            for place, (draft, row) in list(running.items()):
-                if row.finish_reason is None:
+            for position, (regeneration, request) in list(running.items()):
+                if request.finish_reason is None:
                     continue
-                del running[place]
-                speed.finished += len(row.tokens)
-                _take(engine, draft, row, config)
-                if not _submit(engine, draft, config, running):
-                    yield draft.result()
-            speed.show(row for _, row in running.values())
+                del running[position]
+                speed.finished += len(request.tokens)
+                _add_answer(engine, regeneration, request, config)
+                if not _submit(engine, regeneration, config, running):
+                    yield regeneration.result()
+            speed.show(request for _, request in running.values())
     finally:
-        for _, row in running.values():
-            engine.cancel(row)
+        for _, request in running.values():
+            engine.cancel(request)
 
 
 def seed_of(seed: int, *parts: int | str) -> int:
@@ -172,19 +172,19 @@ def bar(total: int | None, done: int = 0, disable: bool = False) -> tqdm[NoRetur
 
 
 @dataclass
-class _Draft:
-    """A conversation on its way: what has been said so far, and what of the original is still to come."""
+class _Regeneration:
+    """A conversation under way: its messages so far, and those of the original that are still to come."""
 
     source: Numbered
     rest: list[Message]
-    said: list[Message] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
     answered: bool = False
     over: bool = False
     """Whether no further answer is to be made."""
     report: RegenerateReport = field(default_factory=RegenerateReport)
 
     @classmethod
-    def of(cls, source: Numbered, config: RegenerateConfig) -> _Draft:
+    def of(cls, source: Numbered, config: RegenerateConfig) -> _Regeneration:
         messages = list(source.conversation.messages)
         if messages and config.systems:
             key = source.conversation.prompt_key()
@@ -202,71 +202,76 @@ class _Draft:
             if message.role == "assistant" and self._asked and "tool_calls" not in message.extra:
                 self.rest.pop(0)
                 return True
-            self.said.append(self.rest.pop(0))
-        return not self.over and self._asked and self.said[-1].role != "assistant"
+            self.messages.append(self.rest.pop(0))
+        return not self.over and self._asked and self.messages[-1].role != "assistant"
 
     @property
     def _asked(self) -> bool:
         """Whether anyone but the system has spoken: a greeting of the assistant's is no answer."""
-        return any(m.role not in ("system", "developer", "assistant") for m in self.said)
+        return any(m.role not in ("system", "developer", "assistant") for m in self.messages)
 
     @property
     def so_far(self) -> Conversation:
-        return replace(self.source.conversation, messages=tuple(self.said))
+        return replace(self.source.conversation, messages=tuple(self.messages))
 
-    def result(self) -> Answered:
+    def result(self) -> Regenerated:
         """What was said up to the last answer; nothing where none was made."""
         if self.source.conversation.text is not None:
-            return Answered(self.source.place, self.source.conversation, self.report)
-        while self.said and self.said[-1].role != "assistant":
-            self.said.pop()
+            return Regenerated(self.source.position, self.source.conversation, self.report)
+        while self.messages and self.messages[-1].role != "assistant":
+            self.messages.pop()
         self.report.dropped = int(not self.answered)
-        return Answered(self.source.place, self.so_far if self.answered else None, self.report)
+        return Regenerated(self.source.position, self.so_far if self.answered else None, self.report)
 
 
 def _submit(
-    engine: Engine, draft: _Draft, config: RegenerateConfig, running: dict[int, tuple[_Draft, Request]]
+    engine: Engine,
+    regeneration: _Regeneration,
+    config: RegenerateConfig,
+    running: dict[int, tuple[_Regeneration, Request]],
 ) -> bool:
-    """Have the draft's next answer made; False where there is none to make."""
-    if not draft.advance():
+    """Have the conversation's next answer generated; False where there is none to generate."""
+    if not regeneration.advance():
         return False
     tokenizer = engine.target.tokenizer
     if tokenizer is None or not tokenizer.has_chat_template:
         raise DataError("the target has no chat template, so it cannot answer conversations")
-    prompt = prompt_tokens(tokenizer, draft.so_far)
+    prompt = prompt_tokens(tokenizer, regeneration.so_far)
     if len(prompt) >= engine.target.context_length:
-        draft.report.too_long += 1
+        regeneration.report.too_long += 1
         return False
     params = config.params
     if params.seed is not None:
-        key = draft.source.conversation.prompt_key()
-        params = replace(params, seed=seed_of(params.seed, key, draft.source.repeat, draft.report.answers))
-    row = engine.prepare(prompt, params)
-    engine.submit(row)
-    running[draft.source.place] = draft, row
+        key = regeneration.source.conversation.prompt_key()
+        params = replace(
+            params, seed=seed_of(params.seed, key, regeneration.source.repeat, regeneration.report.answers)
+        )
+    request = engine.prepare(prompt, params)
+    engine.submit(request)
+    running[regeneration.source.position] = regeneration, request
     return True
 
 
-def _take(engine: Engine, draft: _Draft, row: Request, config: RegenerateConfig) -> None:
+def _add_answer(engine: Engine, regeneration: _Regeneration, request: Request, config: RegenerateConfig) -> None:
     """Put an answer that has been made into its conversation, which it may end."""
-    output = engine.output(row)
+    output = engine.output(request)
     if output.finish_reason == "error":
-        raise DataError(f"{draft.source.conversation.origin}: no answer could be made: {output.error}")
+        raise DataError(f"{regeneration.source.conversation.origin}: no answer could be made: {output.error}")
     if is_loop(output.tokens, config.least_distinct):
-        draft.report.looping += 1
-        draft.over = True
+        regeneration.report.looping += 1
+        regeneration.over = True
         return
-    draft.said.append(Message("assistant", output.text))
-    draft.answered = True
-    draft.report.answers += 1
-    draft.report.tokens += len(output.tokens)
+    regeneration.messages.append(Message("assistant", output.text))
+    regeneration.answered = True
+    regeneration.report.answers += 1
+    regeneration.report.tokens += len(output.tokens)
     if output.finish_reason == "length":
-        draft.report.cut += 1
-        draft.over = True
+        regeneration.report.cut += 1
+        regeneration.over = True
 
 
 class _Speed:
-    """Shows tokens per second beside a progress bar, answers on their way included."""
+    """Shows tokens per second beside a progress bar, unfinished answers included."""
 
     def __init__(self, shown: tqdm[NoReturn] | None):
         self.shown = shown
@@ -278,5 +283,5 @@ class _Speed:
         if self.shown is None or self.shown.disable or now - self._last < _SHOW_SECONDS:
             return
         self._last = now
-        tokens = self.finished + sum(len(row.tokens) for row in running)
+        tokens = self.finished + sum(len(request.tokens) for request in running)
         self.shown.set_postfix_str(f"{tokens / (now - self._started):,.0f} tokens/s")

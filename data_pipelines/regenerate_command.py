@@ -1,4 +1,4 @@
-"""`eagle-data regenerate`: answers of the target's own, into a file that can be gone on with."""
+"""`eagle-data regenerate`: answers of the target's own, into a file that can be continued."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HELP = """\
 Replace every assistant answer by the target's own, which is what a draft head has to predict.
 
 What is done lies in FILE.jsonl.partial until FILE.jsonl is whole. Ctrl-C, a SIGTERM or a crash lose no row that was
-made (a power cut those of its last seconds): the same command goes on with that file by itself, and the result is the
+made (a power cut those of its last seconds): the same command continues with that file by itself, and the result is the
 same to the byte as if nothing had happened. --batch, --head and --num-speculative-tokens may differ; anything else
 that changes the answers is refused. To begin anew, delete the .partial file.
 
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
         part = partial_path(args.output)
         if not part.exists():
             raise
-        raise type(e)(f"what is done is in {part}, and the same command goes on with it") from None
+        raise type(e)(f"what is done is in {part}, and the same command continues with it") from None
     if args.stream and report.left_out:
         print(report)
     print(

@@ -1,4 +1,4 @@
-"""Capture into shards that can be interrupted, gone on with and repaired, since lengths decide what each one holds."""
+"""Capture into shards that can be interrupted, continued and repaired, since lengths decide what each one holds."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ShardCapture:
     ) -> ShardWriter | ShardRepair:
         """Where the shards go, to be entered with `with`; it knows those that are whole already.
 
-        An unfinished capture made from the same goes on. With `resume` a finished folder is repaired: what is damaged
+        An unfinished capture made from the same continues. With `resume` a finished folder is repaired: what is damaged
         is set aside. `command` is kept in the manifest.
         """
         if resume and (Path(folder) / MANIFEST).exists():
@@ -117,7 +117,7 @@ def capture_to_shards(
     bits: int = 16,
     resume: bool = False,
 ) -> None:
-    """Capture into a folder of shards, which appears when it is complete; an interrupted capture goes on.
+    """Capture into a folder of shards, which appears when it is complete; an interrupted capture continues.
 
     Raises OutputError where the folder exists, or cannot be written; then the shards made so far are kept beside it
     for the next call. With `resume` a folder that exists is repaired.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from itertools import chain, islice
-from typing import get_args
+from typing import TypeVar, get_args
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -21,9 +21,12 @@ from .filters import Dedupe, Filter, Range, ReadReport
 from .mapping import choose, place_of
 from .spec import Source, parse
 from .stdlib_source import HELDOUT_ONE_IN
-from .stream import shuffled
+
+T = TypeVar("T")
 
 SPLITS = ("train", "heldout", "all")
+BLOCK = 10_000
+"""Rows of a stream that are held at once to be shuffled."""
 
 
 @dataclass(frozen=True)
@@ -208,3 +211,22 @@ def _note(report: ReadReport, error: DataError) -> None:
 
 def _count_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> int:
     return len(all_tokens(tokenizer, conversation))
+
+
+def shuffled(parts: Sequence[Callable[[], Iterable[T]]], seed: int | None, block: int = BLOCK) -> Iterator[T]:
+    """Every row of every part once: the parts in an order drawn by the seed, then shuffled block by block.
+
+    A block is filled, permuted by (seed, its number), emptied, and only then comes the next one. So the row at any
+    place is a function of the seed and the data, and whoever starts again meets the same rows in the same order: none
+    is lost or met twice, as happens with a buffer whose contents are forgotten. None keeps the parts' own order.
+    """
+    if seed is None:
+        yield from chain.from_iterable(part() for part in parts)
+        return
+    order = random.Random(f"{seed}/parts").sample(range(len(parts)), len(parts))
+    rows = chain.from_iterable(parts[number]() for number in order)
+    number = 0
+    while held := list(islice(rows, block)):
+        random.Random(f"{seed}/{number}").shuffle(held)
+        yield from held
+        number += 1

@@ -119,9 +119,9 @@ class PlacesOneByOne(Hook):
             return out
         known = isinstance(offset, int) or dims > 0
         if known and x.dtype == mx.float32 and not args and not kwargs and use_shortcuts():
-            turns = self.rope_cache.turns(self, plain, x.shape[-1])  # type: ignore[arg-type]
-            if turns is not None and (dims > 1 or turns.suits_chains):
-                return turns(x, offset)
+            rotation = self.rope_cache.rotation(self, plain, x.shape[-1])  # type: ignore[arg-type]
+            if rotation is not None and (dims > 1 or rotation.suits_chains):
+                return rotation(x, offset)
         return self._apart(plain, x, offset, *args, **kwargs) if dims > 1 else plain(x, offset, *args, **kwargs)
 
     def _apart(self, plain: Any, x: mx.array, offset: mx.array, *args: Any, **kwargs: Any) -> mx.array:

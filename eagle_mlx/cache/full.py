@@ -24,7 +24,7 @@ class RaggedKV:
         self.lengths = lengths
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
-        self._shown = 0, 0
+        self._fetched = 0, 0
 
     @property
     def offset(self) -> int | mx.array:
@@ -52,14 +52,14 @@ class RaggedKV:
         end = self.lengths.upper + count
         self.keys = self._written(room(self.keys, keys, rows, end), keys)
         self.values = self._written(room(self.values, values, rows, end), values)
-        self._shown = rows, end
+        self._fetched = rows, end
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What `update_and_fetch` last returned, for layers that share it."""
         assert self.keys is not None
         assert self.values is not None
-        return fetched(self.keys, *self._shown), fetched(self.values, *self._shown)
+        return fetched(self.keys, *self._fetched), fetched(self.values, *self._fetched)
 
     def _written(self, buffer: mx.array, new: mx.array) -> mx.array:
         rows, _, count, _ = new.shape
@@ -117,7 +117,7 @@ class RaggedKV:
         other = copy(self)
         other.lengths, slots = lengths, self._used(length)
         if self.keys is not None and self.values is not None:
-            other.keys, other.values = (own(x[row : row + 1, :, :slots]) for x in (self.keys, self.values))
+            other.keys, other.values = (copied(x[row : row + 1, :, :slots]) for x in (self.keys, self.values))
         return other
 
     def shortest(self, row: int) -> int:
@@ -145,7 +145,7 @@ class RaggedGrouped(RaggedKV):
         return mask[:, :, None] if isinstance(mask, mx.array) else mask
 
 
-def own(x: mx.array) -> mx.array:
+def copied(x: mx.array) -> mx.array:
     """A copy that shares no memory; a slice alone may keep the whole array that it was cut from."""
     return x * 1
 

@@ -66,7 +66,7 @@ def ragged(cache: Any, lengths: RowLengths, model: nn.Module, kv_bits: int | Non
     if kind is ChunkedKVCache:
         return RaggedChunked(lengths, cache.chunk_size)
     if kind is ArraysCache:
-        return RecurrentState(lengths, len(cache.cache), masked=leaves_padding_out(model))
+        return RecurrentState(lengths, len(cache.cache), masked=masks_padding(model))
     if kind is CacheList:
         return RaggedList([ragged(part, lengths, model, kv_bits) for part in cache.caches])
     raise TargetError(
@@ -107,10 +107,10 @@ def may_pad(model: nn.Module) -> bool:
     """Whether prompts of different lengths may be read in one forward: padding never enters a recurrent state."""
     caches = make_prompt_cache(model)
     parts = [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else (cache,))]
-    return leaves_padding_out(model) or not any(isinstance(part, ArraysCache) for part in parts)
+    return masks_padding(model) or not any(isinstance(part, ArraysCache) for part in parts)
 
 
-def leaves_padding_out(model: nn.Module) -> bool:
+def masks_padding(model: nn.Module) -> bool:
     """Whether this model's recurrent layers heed the lengths of rows."""
     return all({base.__module__.rsplit(".", 1)[-1] for base in type(x).__mro__} & MASKED for x in model.layers)
 

@@ -130,7 +130,7 @@ class RowLengths:
         offset = None if self.uniform else without_row(self.offset, row)
         self._memo.clear()
         self.rows -= 1
-        self.bounds = moved_up(self.bounds, row)
+        self.bounds = swap_removed(self.bounds, row)
         self._offset = offset
 
     def places(self, count: int) -> mx.array:
@@ -160,50 +160,50 @@ class RowLengths:
         """[B, 1, count, upper + count] bool: which entries each new position sees, at most the last `window`."""
         key = ("mask", count, window or 0)
         if key not in self._memo:
-            held, asking = mx.arange(self.upper + count), self.places(count)[..., None]
+            keys, queries = mx.arange(self.upper + count), self.places(count)[..., None]
             if self.branches is None:
-                self._memo[key] = self._seen(held, asking, window)
+                self._memo[key] = self._causal(keys, queries, window)
             elif self.uniform and window is None:
-                self._memo[key] = self._behind_text(self.branches)
+                self._memo[key] = self._uniform_tree_mask(self.branches)
             else:
-                self._memo[key] = self._grown(held[None], asking, window, self.branches, self.upper + count)
+                self._memo[key] = self._tree_mask(keys[None], queries, window, self.branches, self.upper + count)
         return self._memo[key]
 
     def ring_mask(self, count: int, window: int, size: int) -> mx.array:
         """[B, 1, count, size] bool: the same where the entry of position p lies in slot p mod size."""
         key = ("ring", count, window, size)
         if key not in self._memo:
-            held, asking = ring_positions(self.offset + (count - 1), size), self.places(count)[..., None]
+            keys, queries = ring_positions(self.offset + (count - 1), size), self.places(count)[..., None]
             if self.branches is None:
-                self._memo[key] = self._seen(held[:, None], asking, window) & (held >= 0)[:, None, None]
+                self._memo[key] = self._causal(keys[:, None], queries, window) & (keys >= 0)[:, None, None]
             else:
-                self._memo[key] = self._grown(held, asking, window, self.branches, size)
+                self._memo[key] = self._tree_mask(keys, queries, window, self.branches, size)
         return self._memo[key]
 
     @staticmethod
-    def _seen(held: mx.array, asking: mx.array, window: int | None) -> mx.array:
-        """Whether the position asking [B, L, 1] sees the position held [..., S]: [B, 1, L, S] bool."""
-        seen = held <= asking
+    def _causal(keys: mx.array, queries: mx.array, window: int | None) -> mx.array:
+        """Whether queries at positions [B, L, 1] see keys at positions [..., S]: [B, 1, L, S] bool."""
+        seen = keys <= queries
         if window is not None:
-            seen = seen & (held > asking - window)
+            seen = seen & (keys > queries - window)
         return seen[:, None]
 
-    def _behind_text(self, tree: Branches) -> mx.array:
+    def _uniform_tree_mask(self, tree: Branches) -> mx.array:
         """What the positions of a tree see where all rows are of one length: the text, and their branches."""
         text = mx.ones((self.rows, tree.count, self.upper - tree.before), mx.bool_)
         return mx.concatenate([text, tree.seen], axis=-1)[:, None]
 
-    def _grown(self, held: mx.array, asking: mx.array, window: int | None, tree: Branches, size: int) -> mx.array:
-        """What the positions of a tree see of the entries held [B or 1, S], which lie in a ring of `size` slots.
+    def _tree_mask(self, keys: mx.array, queries: mx.array, window: int | None, tree: Branches, size: int) -> mx.array:
+        """What the positions of a tree see of the keys at [B or 1, S], which lie in a ring of `size` slots.
 
-        asking: [B, L, 1] int32. Returns [B, 1, L, S] bool.
+        queries: their positions, [B, L, 1] int32. Returns [B, 1, L, S] bool.
         """
         start = self.offset - tree.before
-        text = (held >= 0) & (held < start[:, None])
-        seen = mx.broadcast_to(text[:, None], (self.rows, tree.count, held.shape[-1]))
+        text = (keys >= 0) & (keys < start[:, None])
+        seen = mx.broadcast_to(text[:, None], (self.rows, tree.count, keys.shape[-1]))
         own = tree.seen
         if window is not None:
-            seen = seen & (held[:, None] > asking - window)
+            seen = seen & (keys[:, None] > queries - window)
             own = own & (tree.asking[..., None] - tree.depths[:, None] < window)
         slots = (start[:, None] + mx.arange(own.shape[-1])) % size
         return mx.put_along_axis(seen, mx.broadcast_to(slots[:, None], own.shape), own, axis=-1)[:, None]
@@ -224,7 +224,7 @@ def ring_positions(newest: mx.array, size: int) -> mx.array:
     return newest[:, None] - (newest[:, None] - mx.arange(size)) % size
 
 
-def moved_up(values: Sequence[int], row: int) -> list[int]:
+def swap_removed(values: Sequence[int], row: int) -> list[int]:
     """A value for each row without one row, the last one in its place."""
     last = len(values) - 1
     return [values[last if index == row else index] for index in range(last)]

@@ -76,7 +76,7 @@ class RaggedCache(Sequence[Any]):
         """The same where count [B] int32 may be 0: these rows stay as they were in `saved`, before the forward."""
         for state, before in zip(self.recurrent, saved[1], strict=True):
             state.commit(1 if at_most == 1 else mx.maximum(count, 1))
-            state.stay(count == 0, before)
+            state.restore_rows(count == 0, before)
         self.lengths.advance(count, at_most)
 
     def branch(self, branches: Branches) -> None:

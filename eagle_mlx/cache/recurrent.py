@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from eagle_mlx.cache.full import own
+from eagle_mlx.cache.full import copied
 from eagle_mlx.cache.lengths import Moves, RowLengths, without_row
 from eagle_mlx.errors import TargetError
 from eagle_mlx.hooks import CallListener, Projections
@@ -56,12 +56,12 @@ class _Call:
     width: int
     projections: Projections = field(default_factory=Projections)
 
-    def again(self, replace: Callable[[Any], Any]) -> None:
+    def replay(self, replace: Callable[[Any], Any]) -> None:
         """Call the layer for its state alone."""
         with self.projections.replaying(lambda output: output):
             self.layer(*map(replace, self.args), **{name: replace(value) for name, value in self.kwargs.items()})
 
-    def again_at(self, step: int, replace: Callable[[Any], Any]) -> None:
+    def replay_at(self, step: int, replace: Callable[[Any], Any]) -> None:
         """Call it for one position alone: [B, L, ...] -> [B, 1, ...]."""
 
         def cut(value: Any) -> Any:
@@ -123,28 +123,28 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
             self._read_stepwise(call, count)
         self._accepted = None
 
-    def stay(self, rows: mx.array, before: Sequence[mx.array | None]) -> None:
+    def restore_rows(self, rows: mx.array, before: Sequence[mx.array | None]) -> None:
         """Let some rows, [B] bool, have the state that they had before."""
         self.cache = [x if x is None else _where(rows, old, x) for x, old in zip(self.cache, before, strict=True)]
 
     def _read_masked(self, call: _Call, count: mx.array) -> None:
         self.cache = list(call.before)
         mask = mx.arange(call.width) < count[:, None]
-        call.again(lambda value: self._replaced(value, mask))
+        call.replay(lambda value: self._replaced(value, mask))
 
     def _read_stepwise(self, call: _Call, count: mx.array) -> None:
         after = self.state
         self.cache = list(call.before)
         states = [[mx.zeros_like(new) if old is None else old for old, new in zip(call.before, after, strict=True)]]
         for step in range(call.width):
-            call.again_at(step, lambda value: self._replaced(value, None))
+            call.replay_at(step, lambda value: self._replaced(value, None))
             states.append(self.state)
         self.cache = [_picked(mx.stack(list(column), axis=1), count) for column in zip(*states, strict=True)]
 
     def _replaced(self, value: Any, mask: mx.array | None) -> Any:
         """An argument for a second call: masks are the state's own, attention beside it sees the new keys alone."""
         if isinstance(value, RaggedList):
-            return [x if x is self else _Echo(x.offset) for x in value.caches]
+            return [x if x is self else _PassThrough(x.offset) for x in value.caches]
         if isinstance(value, mx.array) and value.dtype == mx.bool_:
             return mask if value.ndim == 2 else None
         return value
@@ -163,7 +163,7 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
     def fork(self, row: int, length: int, lengths: RowLengths) -> RecurrentState:
         """One row's state, which is that of all its positions."""
         other = RecurrentState(lengths, len(self.cache), self.masked)
-        other.cache = [x if x is None else own(x[row : row + 1]) for x in self.cache]
+        other.cache = [x if x is None else copied(x[row : row + 1]) for x in self.cache]
         return other
 
     def shortest(self, row: int) -> int:
@@ -221,8 +221,8 @@ class RaggedList(CallListener):
 
 
 @dataclass(frozen=True)
-class _Echo:
-    """An attention cache that keeps nothing, for a call whose attention nobody looks at."""
+class _PassThrough:
+    """An attention cache that keeps nothing, for a call whose attention is not used."""
 
     offset: int | mx.array
 

@@ -7,7 +7,7 @@ from typing import Self
 import mlx.core as mx
 
 from eagle_mlx.cache.full import RaggedKV, room, scattered
-from eagle_mlx.cache.lengths import Moves, RowLengths, moved_up, ring_positions
+from eagle_mlx.cache.lengths import Moves, RowLengths, ring_positions, swap_removed
 from eagle_mlx.errors import TargetError
 
 SLACK = 16
@@ -52,9 +52,9 @@ class RaggedWindow(RaggedKV):
         end = self.lengths.upper + count
         if end <= self.ring:
             return super().update_and_fetch(keys, values)
-        self.keys = self._turned(room(self.keys, keys, rows, self.ring), keys)
-        self.values = self._turned(room(self.values, values, rows, self.ring), values)
-        self._shown = rows, self.ring
+        self.keys = self._written_to_ring(room(self.keys, keys, rows, self.ring), keys)
+        self.values = self._written_to_ring(room(self.values, values, rows, self.ring), values)
+        self._fetched = rows, self.ring
         return self.keys_and_values()
 
     def _displace(self, count: int) -> None:
@@ -69,7 +69,7 @@ class RaggedWindow(RaggedKV):
     def _ring_for(self, count: int) -> int:
         return max(self.ring, self.window + count - 1)
 
-    def _turned(self, buffer: mx.array, new: mx.array) -> mx.array:
+    def _written_to_ring(self, buffer: mx.array, new: mx.array) -> mx.array:
         rows, _, count, _ = new.shape
         start = self.lengths.upper % self.ring
         if self.lengths.uniform and start + count <= self.ring:
@@ -116,7 +116,7 @@ class RaggedWindow(RaggedKV):
 
     def remove(self, row: int, last: Self | None) -> None:
         super().remove(row, last)
-        self._displaced = moved_up(self._displaced, row)
+        self._displaced = swap_removed(self._displaced, row)
 
     def fork(self, row: int, length: int, lengths: RowLengths) -> Self:
         other = super().fork(row, length, lengths)

@@ -60,7 +60,7 @@ def _activate(wish: str) -> Blas:
         if provider is not None:
             return Blas("openblas", provider)
     where = f"{wish} cannot be loaded" if wish not in ("", "openblas") else "no OpenBLAS found"
-    _warn(f"{where}: matrix products run on the reference BLAS, about 40 times slower. To mend it: {INSTALL_HINT}")
+    _warn(f"{where}: matrix products run on the reference BLAS, about 40 times slower. To fix it: {INSTALL_HINT}")
     return Blas("reference", "")
 
 

@@ -17,9 +17,9 @@ Rotary = Callable[[mx.array, mx.array], mx.array]
 
 
 class RopeCache:
-    """How each of a model's rotary modules turns.
+    """How each of a model's rotary modules rotates.
 
-    On the CPU a rotary embedding of a few positions is some twenty small operations, most of which find the same
+    On the CPU a rotary embedding of a few positions is some twenty small operations, most of which compute the same
     angles in every layer; a GPU has one kernel for all of them. What a module does is learned from the module itself:
     it is given unit vectors, and where they show that it turns pairs of numbers, each by a position's own angle, their
     images are the cosines and sines of all others.
@@ -28,8 +28,8 @@ class RopeCache:
     def __init__(self) -> None:
         self.shared = False
         """Whether chains, too, are turned by what is kept here, as trees always are."""
-        self._kinds: dict[tuple[int, bytes], Turns] = {}
-        self._of: dict[tuple[int, int], Turns | None] = {}
+        self._kinds: dict[tuple[int, bytes], Rotation] = {}
+        self._of: dict[tuple[int, int], Rotation | None] = {}
         """By module, which lives as long as the model, and by how wide its inputs are."""
 
     @contextmanager
@@ -40,23 +40,23 @@ class RopeCache:
             yield
         finally:
             self.shared = False
-            for turns in self._kinds.values():
-                turns.forget()
+            for rotation in self._kinds.values():
+                rotation.clear()
 
-    def turns(self, module: nn.Module, rotary: Rotary, dim: int) -> Turns | None:
+    def rotation(self, module: nn.Module, rotary: Rotary, dim: int) -> Rotation | None:
         """How this module turns vectors of `dim` numbers; None where it does not turn pairs of them."""
         key = id(module), dim
         if key not in self._of:
             partner = _partners(rotary, dim)
-            new = None if partner is None else Turns(rotary, partner)
+            new = None if partner is None else Rotation(rotary, partner)
             self._of[key] = None if new is None else self._kinds.setdefault((dim, new.signature()), new)
         return self._of[key]
 
 
-class Turns:
+class Rotation:
     """How one kind of rotary module turns: number i and its partner by the angle of their position."""
 
-    _SIGNS = (0, 1, 2, 3, 31, 1000, 4095, 30011)
+    _PROBES = (0, 1, 2, 3, 31, 1000, 4095, 30011)
     """Positions at which modules that agree are taken for alike."""
 
     def __init__(self, rotary: Rotary, partner: np.ndarray[Any, np.dtype[np.int64]]):
@@ -67,25 +67,25 @@ class Turns:
         self._partner = mx.array(partner, mx.int32)
         self._first = mx.array(np.arange(dim) <= partner)
         self._units = mx.stack([self._first, ~self._first]).astype(mx.float32)[:, None]
-        self.forget()
-        self.suits_chains = self._half > 0 and self._agrees()
+        self.clear()
+        self.suits_chains = self._half > 0 and self._matches_module()
         """Whether the results are those of the module itself to the last bit, and cheaper than those."""
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """The angles that are kept are not wanted any more."""
         self._at: tuple[int | mx.array, int] = -1, 0
         """The offset and the number of positions that the angles are known of."""
         self._cos_sin: tuple[mx.array, mx.array] = self._first, self._first
 
-    def _agrees(self) -> bool:
-        x = mx.random.normal((1, len(self._SIGNS), len(self._partner)), key=mx.random.key(0))
-        at = mx.array(self._SIGNS, mx.int32)
-        alone = self._rotary(x.reshape(len(self._SIGNS), 1, 1, -1), at).reshape(x.shape)
+    def _matches_module(self) -> bool:
+        x = mx.random.normal((1, len(self._PROBES), len(self._partner)), key=mx.random.key(0))
+        at = mx.array(self._PROBES, mx.int32)
+        alone = self._rotary(x.reshape(len(self._PROBES), 1, 1, -1), at).reshape(x.shape)
         return bool(mx.array_equal(self(x, at[None]), alone).item())
 
     def signature(self) -> bytes:
         """The same for modules that turn alike."""
-        cos, sin = self._angles(mx.array([self._SIGNS], mx.int32))
+        cos, sin = self._angles(mx.array([self._PROBES], mx.int32))
         return np.array(mx.concatenate([cos, sin])).tobytes()
 
     def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
@@ -94,14 +94,14 @@ class Turns:
         offset: the first of them, for all rows or [B] int32 row by row, or all of them, [B, L] int32.
         """
         count = x.shape[-2]
-        if not self._knows(offset, count):
+        if not self._is_cached(offset, count):
             self._at, self._cos_sin = (offset, count), self._angles(_positions(offset, count))
         cos, sin = self._cos_sin
         if x.ndim != 3:
             cos, sin = (a.reshape(a.shape[0], *(1,) * (x.ndim - 3), *a.shape[1:]) for a in (cos, sin))
         return x * cos + self._swapped(x) * sin
 
-    def _knows(self, offset: int | mx.array, count: int) -> bool:
+    def _is_cached(self, offset: int | mx.array, count: int) -> bool:
         known, known_count = self._at
         if isinstance(known, int) and isinstance(offset, int):
             return known == offset and known_count == count

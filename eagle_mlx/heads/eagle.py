@@ -1,4 +1,4 @@
-"""The EAGLE head of the first two papers: it foretells the target's own last hidden states.
+"""The EAGLE head of the first two papers: it predicts the target's own last hidden states.
 
 Sources: Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" and "EAGLE-2: Faster
 Inference of Language Models with Dynamic Draft Trees" (the same head); tensor names as in SafeAILab/EAGLE.

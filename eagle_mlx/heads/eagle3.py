@@ -202,9 +202,9 @@ class Eagle3Head(HeadBase[Eagle3Config], nn.Module):
         if others:
             for layer, kept in zip(self.layers, others, strict=True):
                 h = layer(h, mask, kept)
-        return self.handed_on(h)
+        return self.next_feature(h)
 
-    def handed_on(self, h: mx.array) -> mx.array:
+    def next_feature(self, h: mx.array) -> mx.array:
         """The last layer's output [..., H] -> the feature of the next draft step."""
         return self.norm(h) if self._config.norm_output else h
 

@@ -12,8 +12,8 @@ from eagle_mlx.cpu import fastmath, use_shortcuts
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.base import Mask, layer_mask
 
-_FEW = 32
-"""Positions for which an operation costs more than the copying that it saves."""
+_MAX_JOINT_ROPE = 32
+"""Positions up to which one rotation of queries and keys together is cheaper than two: calls cost more than copies."""
 
 
 class LayerShape(Protocol):
@@ -95,15 +95,15 @@ class Attention(nn.Module):
         v = self.v_proj(x).reshape(b, length, self.kv_heads, -1).transpose(0, 2, 1, 3)
         if self.normed:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self._turned(q.transpose(0, 2, 1, 3), k.transpose(0, 2, 1, 3), offset)
+        q, k = self._rotated(q.transpose(0, 2, 1, 3), k.transpose(0, 2, 1, 3), offset)
         return q, k, v
 
-    def _turned(self, q: mx.array, k: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
+    def _rotated(self, q: mx.array, k: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
         """Queries and keys at their positions; on the CPU, where turning takes some twenty operations, both at once."""
-        if q.shape[2] > _FEW or not use_shortcuts():
+        if q.shape[2] > _MAX_JOINT_ROPE or not use_shortcuts():
             return self.rope(q, offset=offset), self.rope(k, offset=offset)
-        turned = self.rope(mx.concatenate([q, k], axis=1), offset=offset)
-        return turned[:, : self.heads], turned[:, self.heads :]
+        rotated = self.rope(mx.concatenate([q, k], axis=1), offset=offset)
+        return rotated[:, : self.heads], rotated[:, self.heads :]
 
     def output(self, attended: mx.array) -> mx.array:
         """attended [B, heads, L, D] -> [B, L, H]."""

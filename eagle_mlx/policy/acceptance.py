@@ -8,9 +8,9 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import PLAIN, Abilities, Plan, RoundResult
 from eagle_mlx.policy.base import check_depth, check_share
 
-_START = 0.7
-_PROBE_EVERY = 32
-"""Plain rounds between two probes: one of them costs about a quarter of a round, so less than 1 % in all."""
+_INITIAL_RATE = 0.7
+_EXPLORE_EVERY = 32
+"""Plain rounds between two that explore: one costs about a quarter of a round more, so less than 1 % in all."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class AcceptancePolicy:
     """From this batch size on nothing is drafted; None: at no size."""
     adaptive: bool = True
     """Whether the depth follows the rate while drafting; else it is k."""
-    rate: float = field(default=_START, init=False)
+    rate: float = field(default=_INITIAL_RATE, init=False)
     """The moving average."""
     _plain_rounds: int = field(default=0, init=False)
 
@@ -52,7 +52,7 @@ class AcceptancePolicy:
 
     def _depth(self) -> int:
         if self.rate < self.threshold:
-            return min(1, self.k) if self._plain_rounds >= _PROBE_EVERY - 1 else 0
+            return min(1, self.k) if self._plain_rounds >= _EXPLORE_EVERY - 1 else 0
         if not self.adaptive or self.rate >= 0.8:
             return self.k
         return min(self.k, max(1, self.k - 2) if self.rate >= 0.5 else 1)

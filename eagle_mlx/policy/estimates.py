@@ -13,12 +13,12 @@ from eagle_mlx.plan import CONFIDENCE_LAG
 
 _LATEST = 7
 """Rounds of a size whose median counts: odd, and few, so that a change of speed is seen soon."""
-_ACCIDENT = 3.0
-"""Rounds that take more than so many times what was expected count as that much: something else had the machine."""
+_OUTLIER = 3.0
+"""A round that takes more than so many times the expected counts as that much: something else had the machine."""
 _PRIOR_WEIGHT = 2.0
 """Tries for which a first guess stands."""
-_FADE = 0.98
-"""What is left of older tries with each new round: half of their weight after 34."""
+_DECAY = 0.98
+"""What is left of older trials with each new round: half of their weight after 34."""
 
 
 class Drift:
@@ -35,7 +35,7 @@ class Drift:
     def __init__(self) -> None:
         self.factor = 1.0
 
-    def steadied(self, seconds: float, usual: float | None) -> float:
+    def normalized(self, seconds: float, usual: float | None) -> float:
         """A round's seconds as they would be at the usual speed; of that they tell where they usually are `usual`."""
         self.factor **= self._REMEMBER
         if usual is not None:
@@ -52,13 +52,13 @@ class Costs:
         self._curves: dict[int, dict[int, float]] = {}
         """By rows, then by size, both in ascending order of size."""
 
-    def add(self, rows: int, size: int, seconds: float, afresh: bool = False) -> None:
-        """A round of `size` draft tokens. afresh: the last ones were long ago, and count as one."""
+    def add(self, rows: int, size: int, seconds: float, restart: bool = False) -> None:
+        """A round of `size` draft tokens. restart: the last ones were long ago, and count as one."""
         expected = self.estimate(rows, size)
         if expected is not None and rows in self._curves:
-            seconds = min(seconds, _ACCIDENT * expected)
+            seconds = min(seconds, _OUTLIER * expected)
         latest = self._latest.setdefault((rows, size), deque(maxlen=_LATEST))
-        if afresh and latest:
+        if restart and latest:
             latest = self._latest[rows, size] = deque([self._curves[rows][size]], maxlen=_LATEST)
         latest.append(seconds)
         curve = self._curves.get(rows, {}) | {size: sorted(latest)[(len(latest) - 1) // 2]}
@@ -130,28 +130,28 @@ class AcceptanceByPosition:
     A round counts once for each row. A position that no draft has reached yet has a guess.
     """
 
-    _GUESS = 0.7
+    _PRIOR = 0.7
 
     def __init__(self) -> None:
-        self._tries: list[float] = []
+        self._trials: list[float] = []
         self._hits: list[float] = []
 
     def add(self, depth: int, accepted: Sequence[int]) -> None:
         """A round of `depth` draft tokens kept accepted[i] of them in row i; a row without drafts counts as refused."""
-        new = max(0, depth - len(self._tries))
-        self._tries += [_PRIOR_WEIGHT] * new
-        self._hits += [_PRIOR_WEIGHT * self._GUESS] * new
+        new = max(0, depth - len(self._trials))
+        self._trials += [_PRIOR_WEIGHT] * new
+        self._hits += [_PRIOR_WEIGHT * self._PRIOR] * new
         for position in range(depth):
-            tries = sum(kept >= position for kept in accepted)
-            if tries:
+            trials = sum(kept >= position for kept in accepted)
+            if trials:
                 hits = sum(kept > position for kept in accepted)
-                self._tries[position] = self._tries[position] * _FADE + tries
-                self._hits[position] = self._hits[position] * _FADE + hits
+                self._trials[position] = self._trials[position] * _DECAY + trials
+                self._hits[position] = self._hits[position] * _DECAY + hits
 
     def expected_tokens(self, depth: int) -> float:
         """Tokens that a row emits in a round of this depth, the target's own included."""
-        rates = [hits / tries for hits, tries in zip(self._hits[:depth], self._tries[:depth], strict=True)]
-        rates += [self._GUESS] * (depth - len(rates))
+        rates = [hits / trials for hits, trials in zip(self._hits[:depth], self._trials[:depth], strict=True)]
+        rates += [self._PRIOR] * (depth - len(rates))
         kept: float = sum(accumulate(rates, mul))
         return 1.0 + kept
 
@@ -163,25 +163,25 @@ class AcceptanceByRank:
     """
 
     def __init__(self) -> None:
-        self._tries: list[float] = []
+        self._trials: list[float] = []
         self._hits: list[float] = []
 
     def add(self, nodes: int, paths: Sequence[Sequence[int]]) -> None:
         """Rows of `nodes` draft tokens kept those of the ranks paths[i]."""
-        for rank in range(len(self._tries), nodes):
-            self._tries.append(_PRIOR_WEIGHT)
-            self._hits.append(_PRIOR_WEIGHT * self._guess(rank))
+        for rank in range(len(self._trials), nodes):
+            self._trials.append(_PRIOR_WEIGHT)
+            self._hits.append(_PRIOR_WEIGHT * self._prior(rank))
         for rank in range(nodes):
-            self._tries[rank] = self._tries[rank] * _FADE + len(paths)
-            self._hits[rank] = self._hits[rank] * _FADE + sum(rank in row for row in paths)
+            self._trials[rank] = self._trials[rank] * _DECAY + len(paths)
+            self._hits[rank] = self._hits[rank] * _DECAY + sum(rank in row for row in paths)
 
     def expected_tokens(self, nodes: int) -> float:
         """Tokens that a row emits in a round with so many draft tokens, the target's own included."""
-        seen = sum(hits / tries for hits, tries in zip(self._hits[:nodes], self._tries[:nodes], strict=True))
-        return 1.0 + seen + sum(map(self._guess, range(len(self._tries), nodes)))
+        seen = sum(hits / trials for hits, trials in zip(self._hits[:nodes], self._trials[:nodes], strict=True))
+        return 1.0 + seen + sum(map(self._prior, range(len(self._trials), nodes)))
 
     @staticmethod
-    def _guess(rank: int) -> float:
+    def _prior(rank: int) -> float:
         return 0.6 / (1 + rank)
 
 
@@ -191,11 +191,11 @@ class Calibration:
     Confidences are the proposer's own reckoning. They need not be right, only larger where drafts are better.
     """
 
-    _BINS, _FADE, _WEIGHT = 10, 0.99, 4.0
+    _BINS, _DECAY, _WEIGHT = 10, 0.99, 4.0
 
     def __init__(self) -> None:
-        self._tries = [self._WEIGHT] * self._BINS
-        self._hits = [self._WEIGHT * AcceptanceByPosition._GUESS * (n + 0.5) / self._BINS for n in range(self._BINS)]
+        self._trials = [self._WEIGHT] * self._BINS
+        self._hits = [self._WEIGHT * AcceptanceByPosition._PRIOR * (n + 0.5) / self._BINS for n in range(self._BINS)]
 
     def add(self, confidences: Sequence[Sequence[float]], drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """As in `RoundResult`."""
@@ -203,12 +203,12 @@ class Calibration:
             for confidence, length, kept in zip(looked, drafted, accepted, strict=True):
                 if length > position:
                     bin = min(int(confidence * self._BINS), self._BINS - 1)
-                    self._tries[bin] = self._tries[bin] * self._FADE + 1
-                    self._hits[bin] = self._hits[bin] * self._FADE + (kept > position)
+                    self._trials[bin] = self._trials[bin] * self._DECAY + 1
+                    self._hits[bin] = self._hits[bin] * self._DECAY + (kept > position)
 
     def threshold(self, least: float) -> float:
         """The confidence below which a further token is kept with a chance of less than `least`."""
-        rates = [hits / tries for hits, tries in zip(self._hits, self._tries, strict=True)]
+        rates = [hits / trials for hits, trials in zip(self._hits, self._trials, strict=True)]
         bin = self._BINS
         while bin > 0 and rates[bin - 1] >= least:
             bin -= 1

@@ -20,17 +20,22 @@ _MARGIN = 0.03
 """Of plans whose speeds are this close the smallest is taken: an estimate may be wrong, what is not drafted is free."""
 _LEAD = 0.12
 """What drafting must promise beyond plain decoding to take the lead: of estimates that are noise the largest would."""
-_RUN, _CLOSE = 3, 0.85
-"""Rounds that a plan is tried for where it promises more than that share of the best. The first round behind another
-plan takes longer: it is not timed where that matters. What promises less is tried for one round."""
+_CLOSE = 0.85
+"""A plan is close to the best where it is expected to reach more than this share of its speed."""
+_RUN = 3
+"""Rounds that exploring a close plan takes; others get one.
+
+The first round behind another plan takes longer, and is not timed where that matters."""
 _FIRST = 2
 """Rounds of each kind before there is a choice: the first may compile kernels."""
 _EVERY = 20
-"""Rounds between two trials, at least: so many trials of plans that give nothing cost less than half a percent."""
+"""Rounds between two explorations, at least: so rarely, plans that give nothing cost less than half a percent."""
 _NEAR = 2
-"""Neighbours that are tried on each side: costs rise in steps, and behind a dear step may come a cheap one."""
-_CHECK, _LAST_CHECK = 4, 256
-"""Rounds behind which a new leader is compared with fresh plain rounds: at first, and at last; they double."""
+"""Neighbours that are explored on each side: costs rise in steps, and behind a dear step may come a cheap one."""
+_CHECK = 4
+"""Rounds behind which a new leader is first compared with fresh plain rounds; they double with each comparison."""
+_LAST_CHECK = 256
+"""Where the doubling ends."""
 
 
 def levels_for(nodes: int) -> int:
@@ -40,21 +45,21 @@ def levels_for(nodes: int) -> int:
 
 @dataclass
 class _Gain:
-    """What early exits gave, and what the best chain of a fixed depth promised for the time that they took."""
+    """What early exits gave, and what the best chain of a fixed depth would have given in that time."""
 
     tokens: float = 20.0
-    promised: float = 20.0
+    baseline: float = 20.0
     """The first guess: as much, for 20 tokens a row."""
-    tries: int = 0
+    rounds: int = 0
 
-    def add(self, tokens: float, promised: float) -> None:
-        self.tokens, self.promised = self.tokens * 0.995 + tokens, self.promised * 0.995 + promised
-        self.tries += 1
+    def add(self, tokens: float, baseline: float) -> None:
+        self.tokens, self.baseline = self.tokens * 0.995 + tokens, self.baseline * 0.995 + baseline
+        self.rounds += 1
 
     @property
     def factor(self) -> float:
         """Early exits' speed, that of the best chain of a fixed depth = 1; in their favour while little is known."""
-        return self.tokens / self.promised + 1 / math.sqrt(1 + self.tries)
+        return self.tokens / self.baseline + 1 / math.sqrt(1 + self.rounds)
 
 
 def _is_early(plan: Plan) -> bool:
@@ -66,19 +71,19 @@ def _kind(plan: Plan) -> str:
 
 
 @dataclass(frozen=True)
-class _Answer:
-    """What was answered to whoever asked, and what leads."""
+class _Decision:
+    """The plan that was given out, and the best one at that time."""
 
     plan: Plan
     best: Plan
 
     @property
-    def is_trial(self) -> bool:
+    def is_exploration(self) -> bool:
         return self.plan != self.best
 
 
-class _Budget:
-    """What may be lost against something better: a share of all time. Gains pay losses back, and allow no new ones."""
+class _RegretBudget:
+    """The regret that is allowed against something better: a share of all time. Gains pay it back."""
 
     def __init__(self, share: float):
         self._share = share
@@ -87,7 +92,7 @@ class _Budget:
     def allows(self, loss: float = 0.0) -> bool:
         return self._lost + max(0.0, loss) <= self._share * self._spent
 
-    def enter(self, seconds: float, better: float | None = None) -> None:
+    def record(self, seconds: float, better: float | None = None) -> None:
         """A round took so long; where it is known to be worse, what would have taken `better` for as many tokens."""
         self._spent += seconds
         if better is not None:
@@ -95,15 +100,15 @@ class _Budget:
 
 
 class ThroughputPolicy:
-    """Plans what promises the most tokens per second, nothing included.
+    """Plans what is expected to give the most tokens per second, plain decoding included.
 
     Expected tokens come from the acceptance by position, or in trees by rank; seconds from rounds of the same rows and
-    size. Where a proposer knows how sure it is, long chains exit early: as soon as a token more is worth less than what
+    size. Where a proposer gives confidences, long chains exit early: as soon as a token more is worth less than what
     decoding gives in its time otherwise.
 
-    Now and then another plan is tried: a neighbour of the best or the best of another kind, whichever was tried the
-    longest ago; and plain decoding, at doubling distances behind a change of the leader. What trials lose against the
-    best plan is at most `explore` of all time. Raises ConfigError for values out of range.
+    Now and then it explores another plan: a neighbour of the best or the best of another kind, whichever was explored
+    the longest ago; and plain decoding, at doubling distances behind a change of the leader. What exploration loses
+    against the best plan is at most `explore` of all time. Raises ConfigError for values out of range.
     """
 
     def __init__(self, max_depth: int = MOST_TOKENS, explore: float = 0.005, max_nodes: int = 0):
@@ -122,17 +127,17 @@ class ThroughputPolicy:
         self._drift = Drift()
         self._round = self._run = 0
         """Rounds, and those of the newest plan in a row."""
-        self._before, self._afresh = PLAIN, False
+        self._before, self._restart_costs = PLAIN, False
         self._seen, self._count = Counter[Plan](), Counter[Plan]()
         """The newest round of each plan, and how many there were."""
-        self._leads_since = self._last_trial = 0
-        self._check = _CHECK
-        self._drafts, self._trials = _Budget(explore), _Budget(explore)
-        """Of drafting beside plain decoding, and of trials beside the best plan."""
+        self._leader_since = self._last_exploration = 0
+        self._baseline_check = _CHECK
+        self._draft_budget, self._exploration_budget = _RegretBudget(explore), _RegretBudget(explore)
+        """Of drafting against plain decoding, and of exploration against the best plan."""
         self._speeds: dict[tuple[int, Plan], float] = {}
         """Found since the newest round."""
-        self._answers: dict[tuple[int, Abilities], _Answer] = {}
-        self._answer = _Answer(PLAIN, PLAIN)
+        self._decisions: dict[tuple[int, Abilities], _Decision] = {}
+        self._decision = _Decision(PLAIN, PLAIN)
         """The newest."""
 
     @property
@@ -140,26 +145,26 @@ class ThroughputPolicy:
         return bool(self._trees)
 
     def plan(self, rows: int, can: Abilities) -> Plan:
-        if (rows, can) not in self._answers:
-            self._answers[rows, can] = self._choose(rows, can)
-        self._answer = self._answers[rows, can]
-        plan = self._answer.plan
+        if (rows, can) not in self._decisions:
+            self._decisions[rows, can] = self._choose(rows, can)
+        self._decision = self._decisions[rows, can]
+        plan = self._decision.plan
         return replace(plan, stop_below=self._stop_below(rows)) if _is_early(plan) else plan
 
-    def _choose(self, rows: int, can: Abilities) -> _Answer:
+    def _choose(self, rows: int, can: Abilities) -> _Decision:
         plans = self._plans(can)
         for plan in self._first(rows, plans):
             if self._count[plan] < _FIRST:
-                return _Answer(plan, plan)
+                return _Decision(plan, plan)
         best = self._best(rows, plans)
-        if self._goes_on(rows, best) and self._before in plans:
-            return _Answer(self._before, best)
-        return _Answer(self._trial(rows, plans, best) or best, best)
+        if self._continues(rows, best) and self._before in plans:
+            return _Decision(self._before, best)
+        return _Decision(self._explore(rows, plans, best) or best, best)
 
-    def _goes_on(self, rows: int, best: Plan) -> bool:
-        """Whether the trial that is under way is to take another round."""
-        on_trial = self._answer.is_trial and self._before == self._answer.plan and self._run < _RUN
-        return on_trial and self._is_close(rows, self._before, best)
+    def _continues(self, rows: int, best: Plan) -> bool:
+        """Whether the exploration under way is to take another round."""
+        explored = self._decision.is_exploration and self._before == self._decision.plan and self._run < _RUN
+        return explored and self._is_close(rows, self._before, best)
 
     def _is_close(self, rows: int, plan: Plan, best: Plan) -> bool:
         return self._speed(rows, plan) > _CLOSE * self._speed(rows, best)
@@ -171,7 +176,7 @@ class ThroughputPolicy:
         return chains + (self._trees if can.trees else [])
 
     def _first(self, rows: int, plans: list[Plan]) -> list[Plan]:
-        """What is tried before anything can be compared: nothing, a short chain, a long one where that gives hope."""
+        """What comes before anything can be compared: nothing, a short chain, a long one where that gives hope."""
         chains = [plan for plan in plans if not plan.is_tree]
         first = [PLAIN, chains[min(2, len(chains) - 1)]]
         if all(self._count[plan] for plan in first) and self._speed(rows, chains[-1]) > self._speed(rows, PLAIN) / 2:
@@ -181,10 +186,10 @@ class ThroughputPolicy:
     def _speed(self, rows: int, plan: Plan) -> float:
         """Expected tokens per second and row."""
         if (rows, plan) not in self._speeds:
-            self._speeds[rows, plan] = self._promise(rows, plan)
+            self._speeds[rows, plan] = self._estimated_speed(rows, plan)
         return self._speeds[rows, plan]
 
-    def _promise(self, rows: int, plan: Plan) -> float:
+    def _estimated_speed(self, rows: int, plan: Plan) -> float:
         if _is_early(plan):
             return self._best_short(rows) * self._gain(rows).factor
         tokens = self.ranks.expected_tokens(plan.nodes) if plan.is_tree else self.positions.expected_tokens(plan.depth)
@@ -205,27 +210,28 @@ class ThroughputPolicy:
         speeds = {plan: self._speed(rows, plan) for plan in plans}
         most = max(speeds.values())
         best = next(plan for plan in plans if speeds[plan] >= (1 - _MARGIN) * most)
-        lead = _LEAD if self._answer.best == PLAIN else _MARGIN
+        lead = _LEAD if self._decision.best == PLAIN else _MARGIN
         return best if speeds[best] > (1 + lead) * speeds[PLAIN] else PLAIN
 
     def _stop_below(self, rows: int) -> float:
         """The confidence below which a token more is worth less than what its seconds give otherwise."""
-        pace = self._best_short(rows) * max(1.0, self._gain(rows).factor)
+        baseline = self._best_short(rows) * max(1.0, self._gain(rows).factor)
         per_token = self.costs["chain"].per_token(rows, self.costs["early exit"])
         further = 2 if self._round % _EVERY == 0 else 1  # now and then, to see whether the threshold is right
-        return min(self.calibration.threshold(pace * per_token), 2.0) / further
+        return min(self.calibration.threshold(baseline * per_token), 2.0) / further
 
-    def _trial(self, rows: int, plans: list[Plan], best: Plan) -> Plan | None:
-        """A plan to be tried in place of the best, where it is time for one."""
-        if best != PLAIN and self._round - self._leads_since >= self._check:
+    def _explore(self, rows: int, plans: list[Plan], best: Plan) -> Plan | None:
+        """A plan to explore in place of the best, where it is time for one."""
+        if best != PLAIN and self._round - self._leader_since >= self._baseline_check:
             return PLAIN
-        if self._round - self._last_trial < _EVERY or not (best != PLAIN or self._drafts.allows()):
+        if self._round - self._last_exploration < _EVERY or not (best != PLAIN or self._draft_budget.allows()):
             return None
         kinds = [[plan for plan in plans if _kind(plan) == kind and plan != PLAIN] for kind in self.costs]
         others = {max(kind, key=lambda plan: self._speed(rows, plan)) for kind in kinds if kind}
         at = plans.index(best)
         others |= {plan for plan in plans[max(at - _NEAR, 0) : at + _NEAR + 1] if _kind(plan) == _kind(best)}
-        affordable = [plan for plan in others - {best, PLAIN} if self._trials.allows(self._loss(rows, plan, best))]
+        budget = self._exploration_budget
+        affordable = [plan for plan in others - {best, PLAIN} if budget.allows(self._loss(rows, plan, best))]
         return min(affordable, key=lambda plan: self._seen[plan], default=None)
 
     def _loss(self, rows: int, plan: Plan, best: Plan) -> float:
@@ -241,25 +247,25 @@ class ThroughputPolicy:
         self._round += 1
         self._run = self._run + 1 if plan == self._before else 1
         if self._run == 1:
-            self._afresh = self._round - self._seen[plan] > _EVERY
+            self._restart_costs = self._round - self._seen[plan] > _EVERY
         self._before, self._seen[plan] = plan, self._round
         self._count[plan] += 1
         size = plan.nodes if plan.is_tree else result.depth if _is_early(plan) else plan.depth
         self._time(plan, rows, size, result.seconds)
         self._learn(plan, result)
-        self._account(plan, rows, size, 1 + sum(result.accepted) / rows)
-        self._answers.clear()
+        self._record_losses(plan, rows, size, 1 + sum(result.accepted) / rows)
+        self._decisions.clear()
         self._speeds.clear()
 
     def _time(self, plan: Plan, rows: int, size: int, seconds: float) -> None:
         """Take a round's seconds, at the machine's usual speed, unless it was the first behind another plan."""
         costs = self.costs[_kind(plan)]
         usual = costs.known(rows, size)
-        steadied = self._drift.steadied(seconds, usual)
-        if usual is not None and self._run == 1 and self._is_close(rows, plan, self._answer.best):
+        normalized = self._drift.normalized(seconds, usual)
+        if usual is not None and self._run == 1 and self._is_close(rows, plan, self._decision.best):
             return
-        costs.add(rows, size, steadied, self._afresh)
-        self._afresh = False
+        costs.add(rows, size, normalized, self._restart_costs)
+        self._restart_costs = False
 
     def _learn(self, plan: Plan, result: RoundResult) -> None:
         if plan.is_tree:
@@ -274,16 +280,17 @@ class ThroughputPolicy:
         else:
             self.positions.add(plan.depth, result.accepted)
 
-    def _account(self, plan: Plan, rows: int, size: int, tokens: float) -> None:
-        """What drafting lost against plain decoding, and a trial against the best plan."""
-        answer, seconds = self._answer, self._seconds(rows, plan, size)
+    def _record_losses(self, plan: Plan, rows: int, size: int, tokens: float) -> None:
+        """What drafting lost against plain decoding, and exploration against the best plan."""
+        decision, seconds = self._decision, self._seconds(rows, plan, size)
         plain = self._seconds(rows, PLAIN, 0)
-        self._drafts.enter(seconds, min(plain, seconds) * tokens if plan.depth else None)
-        on_trial = answer.is_trial and plan == answer.plan
-        self._trials.enter(seconds, tokens / self._speed(rows, answer.best) if on_trial and plan.depth else None)
-        if on_trial:
-            self._last_trial = self._round
-            if plan == PLAIN and not self._goes_on(rows, answer.best):
-                self._leads_since, self._check = self._round, min(2 * self._check, _LAST_CHECK)
+        self._draft_budget.record(seconds, min(plain, seconds) * tokens if plan.depth else None)
+        explored = decision.is_exploration and plan == decision.plan
+        counts = explored and plan.depth
+        self._exploration_budget.record(seconds, tokens / self._speed(rows, decision.best) if counts else None)
+        if explored:
+            self._last_exploration = self._round
+            if plan == PLAIN and not self._continues(rows, decision.best):
+                self._leader_since, self._baseline_check = self._round, min(2 * self._baseline_check, _LAST_CHECK)
         elif plan == PLAIN:
-            self._leads_since, self._check = self._round, _CHECK
+            self._leader_since, self._baseline_check = self._round, _CHECK

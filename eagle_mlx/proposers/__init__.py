@@ -1,1 +1,1 @@
-"""Ways to draft: a head, a draft model, n-grams. `base.py` has the protocol that an engine asks of them."""
+"""Ways to draft: a head (`head.py`), a draft model, n-grams. `base.py` has the protocol between them and the engine."""

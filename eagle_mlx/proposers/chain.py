@@ -14,11 +14,11 @@ from eagle_mlx.plan import CONFIDENCE_LAG
 
 Forward = Callable[[mx.array | None], mx.array]
 """The chain's newest tokens [B, 1], None before the first -> logits [B, 1, Vd] of what follows."""
-Draw = Callable[[mx.array, int], mx.array]
+SampleFn = Callable[[mx.array, int], mx.array]
 """Logits [B, 1, Vd] and the token's place in the chain -> the token [B, 1] int32 in the target's ids."""
 
 
-class Draws:
+class ChainSampler:
     """Draws tokens as each row's parameters say, and keeps the distributions where a row is judged by them."""
 
     def __init__(self, sampling: SamplingBatch, positions: mx.array, vocab: int, token_ids: mx.array | None = None):
@@ -38,11 +38,11 @@ class Draws:
         return Draft(mx.concatenate(tokens, axis=1), lengths, probs, confidences=exits.confidences if exits else ())
 
 
-class Scores:
-    """Draws the likeliest tokens, and keeps how likely all others are, for what may stand beside them."""
+class TreeScorer:
+    """Takes the likeliest tokens, and keeps the scores of all others, for side branches."""
 
     def __init__(self, sampling: SamplingBatch, positions: mx.array, vocab: int, token_ids: mx.array | None = None):
-        """As of `Draws`."""
+        """As of `ChainSampler`."""
         self._sampling, self._positions, self._vocab, self.token_ids = sampling, positions, vocab, token_ids
         self._levels: list[mx.array] = []
 
@@ -63,9 +63,9 @@ class Scores:
 
 
 class EarlyExit:
-    """Looks, while a chain is drafted, at how likely it is to be kept, by the proposer's own reckoning.
+    """Ends a chain early where it is unlikely to be accepted, by the proposer's own confidence.
 
-    A token's confidence is the product of the chances of the likeliest tokens down to it, whatever was drawn.
+    A token's confidence is the product of the probabilities of the likeliest tokens down to it, whatever was drawn.
     """
 
     def __init__(self, stop_below: float, sampling: SamplingBatch):
@@ -82,7 +82,7 @@ class EarlyExit:
         return self._surprises[-1]
 
     @property
-    def is_due(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether the chain is to end with the tokens that it has. Waits for the device, CONFIDENCE_LAG tokens back."""
         known = len(self._surprises) - CONFIDENCE_LAG
         if known <= 0:
@@ -92,14 +92,14 @@ class EarlyExit:
         return sum(self.confidences[-1]) < self._stop_below * len(surprises)
 
 
-def draw_chain(depth: int, forward: Forward, draw: Draw, exits: EarlyExit | None = None) -> list[mx.array]:
+def draft_chain(depth: int, forward: Forward, draw: SampleFn, exits: EarlyExit | None = None) -> list[mx.array]:
     """The tokens of a chain, [B, 1] int32 each in the target's ids: `depth` of them, or fewer where it exits early.
 
     The device drafts while the host builds the next step.
     """
     tokens: list[mx.array] = []
     for step in range(depth):
-        if exits is not None and exits.is_due:
+        if exits is not None and exits.should_stop:
             break
         logits = forward(tokens[-1] if tokens else None)
         tokens.append(draw(logits, step))

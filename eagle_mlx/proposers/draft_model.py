@@ -14,8 +14,8 @@ from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import TargetError
 from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import Observation, ProposerState
-from eagle_mlx.proposers.chain import Draw, Draws, EarlyExit, Scores, draw_chain
-from eagle_mlx.proposers.growth import beside
+from eagle_mlx.proposers.chain import ChainSampler, EarlyExit, SampleFn, TreeScorer, draft_chain
+from eagle_mlx.proposers.growth import side_branch_tree
 from eagle_mlx.target import Target
 
 _CHUNK = 512
@@ -45,11 +45,11 @@ class DraftModelProposer:
         self.vocab_size = target.vocab_size
 
     def open(self, prompts: Sequence[Sequence[int]]) -> DraftModelState:
-        return DraftModelState(self, [_Text(list(prompt)) for prompt in prompts])
+        return DraftModelState(self, [_RowText(list(prompt)) for prompt in prompts])
 
 
 @dataclass
-class _Text:
+class _RowText:
     """How much of one row's text the draft model has read."""
 
     unread: list[int]
@@ -58,7 +58,7 @@ class _Text:
     """The last token that the cache holds."""
     read: int = 0
     """Tokens of the row's text that the cache holds."""
-    guessed: int = 0
+    drafted: int = 0
     """Entries behind those that hold the tokens of the latest draft."""
 
 
@@ -69,7 +69,7 @@ class DraftModelState:
     masked and overwritten. The last draft token is never read, so after a full acceptance two tokens are unread.
     """
 
-    def __init__(self, proposer: DraftModelProposer, texts: list[_Text]):
+    def __init__(self, proposer: DraftModelProposer, texts: list[_RowText]):
         self.proposer, self.texts = proposer, texts
         self.cache = RaggedCache.of(proposer.draft.model, len(texts))
 
@@ -93,15 +93,15 @@ class DraftModelState:
         if plan.is_tree:
             return self._tree(plan.depth, plan.nodes, sampling, positions)
         exits = EarlyExit(plan.stop_below, sampling) if plan.stop_below is not None else None
-        draws = Draws(sampling, positions, self.proposer.vocab_size)
-        tokens = self._chain(plan.depth, draws, exits)
-        return draws.draft(tokens, self._counts(len(tokens)), exits)
+        sampler = ChainSampler(sampling, positions, self.proposer.vocab_size)
+        tokens = self._chain(plan.depth, sampler, exits)
+        return sampler.draft(tokens, self._counts(len(tokens)), exits)
 
     def _counts(self, drafted: int) -> mx.array:
         return mx.full((len(self.texts),), drafted, mx.int32)
 
-    def _chain(self, depth: int, draw: Draw, exits: EarlyExit | None = None) -> list[mx.array]:
-        self._unread_newest()
+    def _chain(self, depth: int, draw: SampleFn, exits: EarlyExit | None = None) -> list[mx.array]:
+        self._reread_newest()
         self._catch_up()
         first = self._read([list(text.unread) for text in self.texts])
         committed = self.cache.save()
@@ -113,13 +113,13 @@ class DraftModelState:
                 self.cache.advance(1)
             return _fitted(logits, self.proposer.vocab_size)
 
-        tokens = draw_chain(depth, forward, draw, exits)
+        tokens = draft_chain(depth, forward, draw, exits)
         self.cache.restore(committed)
         for text in self.texts:
-            text.guessed = len(tokens) - 1
+            text.drafted = len(tokens) - 1
         return tokens
 
-    def _unread_newest(self) -> None:
+    def _reread_newest(self) -> None:
         """Let rows that sat out the round that they last drafted for read their newest token again."""
         back = [0 if text.unread else 1 for text in self.texts]
         if any(back):
@@ -129,12 +129,12 @@ class DraftModelState:
             self._sync()
 
     def _tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        """A chain of the likeliest tokens, and beside each of them the likeliest others."""
-        scores = Scores(sampling, positions, self.proposer.vocab_size)
+        """A chain of the likeliest tokens, with side branches."""
+        scores = TreeScorer(sampling, positions, self.proposer.vocab_size)
         self._chain(depth, scores)
         for text in self.texts:
-            text.guessed = 0  # what is kept may leave the chain that was read
-        tokens, tree = beside(scores.levels, nodes, max(2, -(-nodes // depth)), None)
+            text.drafted = 0  # what is kept may leave the chain that was read
+        tokens, tree = side_branch_tree(scores.levels, nodes, max(2, -(-nodes // depth)), None)
         return Draft(tokens, self._counts(nodes), tree=tree)
 
     def _read(self, pieces: list[list[int]]) -> mx.array:
@@ -159,9 +159,9 @@ class DraftModelState:
     def observe(self, seen: Observation) -> None:
         kept = []
         for text, tokens in zip(self.texts, seen.tokens, strict=True):
-            kept.append(min(text.guessed, max(0, len(tokens) - 1)))
+            kept.append(min(text.drafted, max(0, len(tokens) - 1)))
             text.unread += tokens[kept[-1] :]
-            text.read, text.guessed = text.read + kept[-1], 0
+            text.read, text.drafted = text.read + kept[-1], 0
         if any(kept):
             self.cache.advance(mx.array(kept, mx.int32), at_most=max(kept))
             self._sync()

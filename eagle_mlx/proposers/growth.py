@@ -1,4 +1,4 @@
-"""Growing a draft tree: beside a chain, or level by level below the nodes that are likeliest to be reached.
+"""Growing a draft tree: side branches of a chain, or level by level below the nodes that are likeliest to be reached.
 
 Source: Li et al. 2024, EAGLE-2, section 4: expansion by joint probability, then the best nodes of the whole tree.
 """
@@ -21,7 +21,7 @@ _LEAST = -50.0
 _STEP = 1e-3
 """What a node costs more than its parent at least, so that parents come before their children."""
 
-Scores = Callable[[mx.array, int], mx.array]
+ScoreFn = Callable[[mx.array, int], mx.array]
 """Hidden states [B, n, H] and how many draft tokens stand before what is drawn there -> logits of shares [B, n, Vd]."""
 
 
@@ -39,8 +39,8 @@ class Nodes:
     """int32, their own."""
 
     @classmethod
-    def text(cls, rows: int) -> Nodes:
-        """What the first tokens hang below."""
+    def root(cls, rows: int) -> Nodes:
+        """The parent of the first tokens: the text so far."""
         none = mx.full((rows, 1), -1, mx.int32)
         return cls(none, mx.zeros((rows, 1)), none, none)
 
@@ -50,31 +50,31 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class Spread:
-    """How a tree spreads: nodes that are expanded at each level, and the children that each of them has."""
+class TreeShape:
+    """How a tree shapes: nodes that are expanded at each level, and the children that each of them has."""
 
     width: int
     children: int
 
     @classmethod
-    def of(cls, nodes: int, levels: int) -> Spread:
+    def of(cls, nodes: int, levels: int) -> TreeShape:
         """For a tree of so many tokens: enough candidates for it, and a choice among them.
 
-        Up to two tokens a level are drafted best as a chain and what stands beside it: that takes no more steps of the
+        Up to two tokens a level are drafted best as a chain with side branches: that takes no more steps of the
         head than the chain alone.
         """
         width = 1 if nodes <= 2 * levels else max(2, math.isqrt(2 * nodes // 3))
-        spread = cls(width, width + 2)
-        while spread.candidates(levels) < nodes:
-            spread = cls(spread.width + 1, spread.children + 1)
-        return spread
+        shape = cls(width, width + 2)
+        while shape.candidates(levels) < nodes:
+            shape = cls(shape.width + 1, shape.children + 1)
+        return shape
 
     def candidates(self, levels: int) -> int:
         return self.children + (levels - 1) * self.width * self.children
 
 
 @dataclass(frozen=True)
-class Along:
+class ChainCandidates:
     """The likeliest tokens at each place of a chain of the likeliest."""
 
     ids: mx.array
@@ -85,40 +85,41 @@ class Along:
     """[B, levels], which of them is the chain's."""
 
     @classmethod
-    def of(cls, scores: mx.array, count: int) -> Along:
+    def of(cls, scores: mx.array, count: int) -> ChainCandidates:
         """scores: [B, levels, Vd], logits of the shares of what stands at each place of the chain."""
         ids, steps = _likeliest(scores, min(count, scores.shape[-1]))
         so_far = mx.cumsum(mx.max(steps, axis=-1), axis=1)
         return cls(ids, steps + mx.pad(so_far[:, :-1], [(0, 0), (1, 0)])[..., None], mx.argmax(steps, axis=-1))
 
 
-def beside(scores: mx.array, nodes: int, children: int, token_ids: mx.array | None) -> tuple[mx.array, Tree]:
-    """A tree of `nodes` tokens: the best of a chain of the likeliest, and of what is likeliest beside them.
+def side_branch_tree(scores: mx.array, nodes: int, children: int, token_ids: mx.array | None) -> tuple[mx.array, Tree]:
+    """A tree of `nodes` tokens: the best of a chain of the likeliest, and of the likeliest side branches.
 
-    scores: as of `Along.of`; children: candidates at each place, the chain's included. Otherwise as `grow`.
+    scores: as of `ChainCandidates.of`; children: candidates at each place, the chain's included; the rest as of
+    `grow_tree`.
     """
     rows, levels, _ = scores.shape
-    along = Along.of(scores, children)
-    count = along.ids.shape[-1]
-    chain = along.best + count * mx.arange(levels)
+    found = ChainCandidates.of(scores, children)
+    count = found.ids.shape[-1]
+    chain = found.best + count * mx.arange(levels)
     above = mx.pad(chain[:, :-1], [(0, 0), (1, 0)], constant_values=mx.array(-1, chain.dtype)).astype(mx.int32)
     places = mx.broadcast_to(mx.arange(levels * count, dtype=mx.int32), (rows, levels * count))
-    tokens = _in_target(along.ids, token_ids)
-    pool = Nodes(tokens.reshape(rows, -1), along.joint.reshape(rows, -1), mx.repeat(above, count, axis=1), places)
+    tokens = _in_target(found.ids, token_ids)
+    pool = Nodes(tokens.reshape(rows, -1), found.joint.reshape(rows, -1), mx.repeat(above, count, axis=1), places)
     return best_of([pool], nodes, levels)
 
 
-def grow(
-    head: DraftHead, cache: RaggedCache, hidden: mx.array, scores: Scores, levels: int, nodes: int
+def grow_tree(
+    head: DraftHead, cache: RaggedCache, hidden: mx.array, scores: ScoreFn, levels: int, nodes: int
 ) -> tuple[mx.array, Tree]:
     """A tree of `nodes` tokens, at most `levels` deep.
 
     hidden: [B, 1, H], from which the first tokens are drawn; cache: the head's, which the nodes that were expanded stay
     in. Returns tokens [B, nodes] in the target's ids, likeliest first, and the tree.
     """
-    spread, rows = Spread.of(nodes, levels), hidden.shape[0]
-    width = spread.width
-    pool = [children_of(Nodes.text(rows), scores(hidden, 0), spread.children, head.token_ids, 0)]
+    shape, rows = TreeShape.of(nodes, levels), hidden.shape[0]
+    width = shape.width
+    pool = [children_of(Nodes.root(rows), scores(hidden, 0), shape.children, head.token_ids, 0)]
     frontier = pool[0].at(_top(pool[0].scores, width))
     width = frontier.tokens.shape[1]
     seen = eye = mx.broadcast_to(mx.eye(width, dtype=mx.bool_), (rows, width, width))
@@ -129,7 +130,7 @@ def grow(
         h = head(head.embed(frontier.tokens), g, cache)
         cache.advance(width)
         first = sum(level.tokens.shape[1] for level in pool)
-        pool.append(children_of(frontier, scores(h, level), spread.children, head.token_ids, first))
+        pool.append(children_of(frontier, scores(h, level), shape.children, head.token_ids, first))
         mx.async_eval(pool[-1].scores)  # the device drafts while the host builds the next level
         picked = _top(pool[-1].scores, width)
         frontier, below = pool[-1].at(picked), picked // (pool[-1].tokens.shape[1] // width)
@@ -180,7 +181,7 @@ def _in_target(ids: mx.array, token_ids: mx.array | None) -> mx.array:
 
 
 def _top(x: mx.array, count: int) -> mx.array:
-    """The places of the `count` greatest along the last axis, in any order."""
+    """The places of the `count` greatest found the last axis, in any order."""
     if count >= x.shape[-1]:
         return mx.broadcast_to(mx.arange(x.shape[-1]), x.shape)
     return mx.argpartition(x, -count, axis=-1)[..., -count:]

@@ -18,8 +18,8 @@ from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.hooks import place_one_by_one
 from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import Observation, ProposerState
-from eagle_mlx.proposers.chain import Draw, Draws, EarlyExit, Scores, draw_chain
-from eagle_mlx.proposers.growth import Spread, beside, grow
+from eagle_mlx.proposers.chain import ChainSampler, EarlyExit, SampleFn, TreeScorer, draft_chain
+from eagle_mlx.proposers.growth import TreeShape, grow_tree, side_branch_tree
 from eagle_mlx.target import Target
 
 
@@ -57,10 +57,13 @@ class HeadProposer:
         return HeadState(self, len(prompts))
 
 
-_MOST, _KEPT = 32, 8
-"""Positions a row that a head which is not asked to draft keeps unread, and how many of them stay when there are more:
-to read all would slow plain decoding down, by a tenth where the batch is large.
+_MOST_UNREAD = 32
+"""Positions of a row that the head leaves unread while nothing is drafted.
+
+To read all would slow plain decoding down, by a tenth where the batch is large.
 """
+_KEPT_UNREAD = 8
+"""How many of them stay when there are more: the newest, so that the next draft has something to read."""
 
 
 @dataclass
@@ -91,15 +94,15 @@ class _Pending:
             mine.extend(theirs)
         self.aux.extend(other.aux)
 
-    def forget(self, kept: int) -> int:
-        """Let the oldest go, as they came, as long as `kept` are left; how many positions those were in each row."""
-        gone = 0
+    def drop_oldest(self, kept: int) -> int:
+        """Drop the oldest, as they came, as long as `kept` are left; how many positions those were in each row."""
+        dropped = 0
         while self.longest - self.aux[0][0].shape[1] >= kept:
             count = self.aux.pop(0)[0].shape[1]
             for tokens in self.tokens:
                 del tokens[:count]
-            gone += count
-        return gone
+            dropped += count
+        return dropped
 
     def layers(self) -> list[mx.array]:
         """The hidden states of all positions, one [B, L, H] for each layer."""
@@ -144,21 +147,21 @@ class HeadState:
     def prefill(self, seen: Observation) -> None:
         """Read what came before, and this with what comes next: the target's first token does not wait for it."""
         self._read_pending()
-        self._take(seen)
+        self._append_pending(seen)
         self._in_prompts = True
 
     def observe(self, seen: Observation) -> None:
-        pending = self._take(seen)
+        pending = self._append_pending(seen)
         if self._in_prompts:
             self._read_pending()
             return
-        if pending.longest > _MOST and pending.even:
-            gone = pending.forget(_KEPT)
+        if pending.longest > _MOST_UNREAD and pending.even:
+            dropped = pending.drop_oldest(_KEPT_UNREAD)
             for gaps, slot in zip(self._gaps, self._lengths, strict=True):
                 before = gaps.pop().count if gaps and gaps[-1].slot == slot else 0
-                gaps.append(_Gap(slot, before + gone))
+                gaps.append(_Gap(slot, before + dropped))
 
-    def _take(self, seen: Observation) -> _Pending:
+    def _append_pending(self, seen: Observation) -> _Pending:
         """Put new positions behind those that wait to be read."""
         new = _Pending.of(seen)
         if self._pending is not None and self._pending.even:
@@ -196,11 +199,11 @@ class HeadState:
         if plan.is_tree:
             return self._tree(plan.depth, plan.nodes, sampling, positions)
         exits = EarlyExit(plan.stop_below, sampling) if plan.stop_below is not None else None
-        draws = Draws(sampling, positions, self.target.vocab_size, self.head.token_ids)
-        tokens = self._chain(plan.depth, draws, exits)
-        return draws.draft(tokens, self._counts(len(tokens)), exits)
+        sampler = ChainSampler(sampling, positions, self.target.vocab_size, self.head.token_ids)
+        tokens = self._chain(plan.depth, sampler, exits)
+        return sampler.draft(tokens, self._counts(len(tokens)), exits)
 
-    def _chain(self, depth: int, draw: Draw, exits: EarlyExit | None = None) -> list[mx.array]:
+    def _chain(self, depth: int, draw: SampleFn, exits: EarlyExit | None = None) -> list[mx.array]:
         self._read_pending()
         committed = self.cache.lengths.save()
         hidden = self._hidden
@@ -212,7 +215,7 @@ class HeadState:
                 self.cache.lengths.advance(1)
             return self.head.logits(hidden)
 
-        tokens = draw_chain(depth, forward, draw, exits)
+        tokens = draft_chain(depth, forward, draw, exits)
         self.cache.lengths.restore(committed)
         return tokens
 
@@ -221,15 +224,15 @@ class HeadState:
         return mx.array([drafted if length else 0 for length in self._lengths], mx.int32)
 
     def _tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        scores = Scores(sampling, positions, self.target.vocab_size, self.head.token_ids)
-        spread = Spread.of(nodes, depth)
-        if spread.width == 1:
+        scores = TreeScorer(sampling, positions, self.target.vocab_size, self.head.token_ids)
+        shape = TreeShape.of(nodes, depth)
+        if shape.width == 1:
             self._chain(depth, scores)
-            tokens, tree = beside(scores.levels, nodes, spread.children, self.head.token_ids)
+            tokens, tree = side_branch_tree(scores.levels, nodes, shape.children, self.head.token_ids)
         else:
             self._read_pending()
             committed = self.cache.lengths.save()
-            tokens, tree = grow(
+            tokens, tree = grow_tree(
                 self.head,
                 self.cache,
                 self._hidden,

@@ -16,9 +16,9 @@ from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.target import Target
 
-_PLACES = 4
+_MAX_MATCHES = 4
 """Latest places of each n-gram that a tree may be made of."""
-_BRANCHES = 8
+_MAX_BRANCHES = 8
 """Places that a tree is made of."""
 _NEXT_BRANCH, _NEXT_TOKEN = 0.5, 0.8
 """What a branch is worth beside the one before it, and a token beside the one above it."""
@@ -63,7 +63,7 @@ class NgramIndex:
         """Up to `count` tokens behind each place that is known: the longest matches first, the latest of them first."""
         for n in range(min(self.max_ngram, len(self.tokens)), self.min_ngram - 1, -1):
             end, seen = self.ends.get(tuple(self.tokens[-n:]), 0), 0
-            while end and seen < _PLACES:
+            while end and seen < _MAX_MATCHES:
                 yield self.tokens[end : end + count]
                 end, seen = self.earlier[n - self.min_ngram][end], seen + 1
 
@@ -90,7 +90,7 @@ class NgramProposer:
         return NgramState(rows)
 
 
-def merged(branches: Iterable[Sequence[int]], nodes: int) -> tuple[list[int], list[int]]:
+def merge_branches(branches: Iterable[Sequence[int]], nodes: int) -> tuple[list[int], list[int]]:
     """Branches laid upon each other as a tree: the tokens of at most `nodes` nodes, and their parents' numbers.
 
     What a node is worth falls with its depth and with the place of the first branch that it is on; the worthiest come
@@ -119,7 +119,7 @@ class NgramState:
         return Draft(padded.reshape(len(found), width), mx.array([len(tokens) for tokens in found], mx.int32))
 
     def _tree(self, plan: Plan) -> Draft:
-        grown = [merged(islice(row.matches(plan.depth), _BRANCHES), plan.nodes) for row in self.rows]
+        grown = [merge_branches(islice(row.matches(plan.depth), _MAX_BRANCHES), plan.nodes) for row in self.rows]
         width = max(len(tokens) for tokens, _ in grown)
         if not width:
             return self._chain(plan.depth)

@@ -1,4 +1,4 @@
-"""Hidden states on disk: shards of samples in 16 or 8 bits, a manifest with checksums, a writer that can go on."""
+"""Hidden states on disk: shards of samples in 16 or 8 bits, a manifest with checksums, a writer that can continue."""
 
 from .budget import CacheChoice, choose_cache, states_bytes
 from .format import BITS, Sample, ShardFile, ShardMeta, bytes_per_token

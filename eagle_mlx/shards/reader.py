@@ -104,7 +104,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ShardError(f"{folder} is not a folder of shards: it has no {MANIFEST}") from e
         raise ShardError(
             f"{folder} is not finished: its capture was interrupted, or is still under way, in {part}; "
-            "give the same `eagle-data collect` command again, which goes on where it stopped"
+            "give the same `eagle-data collect` command again, which continues where it stopped"
         ) from e
     except OSError as e:
         raise ShardError(f"{path} cannot be read: {e.strerror}") from e

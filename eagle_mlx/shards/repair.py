@@ -1,4 +1,4 @@
-"""Mending a finished folder: the shards that are damaged or missing are set aside and written again."""
+"""Repairing a finished folder: the shards that are damaged or missing are renamed and written again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .reader import read_manifest
 class ShardRepair:
     """Like ShardWriter for a folder that is complete but for some shards; the others are not touched.
 
-    Use it in a `with` statement. `files` holds the shards that are whole, `aside` the faults of the others, which have
+    Use it in a `with` statement. `files` holds the shards that are whole, `faults` the faults of the others, which have
     been renamed to `*.damaged` where they exist. Each shard that is written is at once part of the folder. Raises
     ShardError for a folder without a readable manifest, and for one that was made from something else or does not say
     from what; OutputError where another process writes there, and where the disk refuses.
@@ -32,7 +32,7 @@ class ShardRepair:
         self._made_from = dict(made_from)
         self._manifest: Manifest
         self.files: dict[int, ShardFile] = {}
-        self.aside: list[str] = []
+        self.faults: list[str] = []
         """One line for each shard that was damaged or missing."""
         self._lock = ExitStack()
 
@@ -43,7 +43,7 @@ class ShardRepair:
             with ExitStack() as stack:
                 stack.enter_context(locked(self.folder))
                 remove_parts(self.folder)
-                self._set_aside()
+                self._quarantine()
                 self._lock = stack.pop_all()
         except OSError as e:
             raise OutputError(f"{self.folder} cannot be repaired: {e.strerror or e}") from e
@@ -82,13 +82,13 @@ class ShardRepair:
                 "capture all of it with --overwrite"
             )
 
-    def _set_aside(self) -> None:
+    def _quarantine(self) -> None:
         for index, entry in enumerate(self._manifest.files):
             path = self.folder / entry.name
             wrong = fault(path, entry)
             if wrong is None:
                 self.files[index] = entry
                 continue
-            self.aside.append(f"{path} {wrong}")
+            self.faults.append(f"{path} {wrong}")
             if path.exists():
                 path.replace(path.with_name(path.name + ".damaged"))

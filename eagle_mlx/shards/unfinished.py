@@ -67,8 +67,8 @@ def read_kept(part: Path, manifest: Manifest) -> dict[int, ShardFile]:
     wrong = differences(found.made_from, manifest.made_from)
     if wrong:
         raise OutputError(
-            f"{part} holds the unfinished capture of something else ({wrong}); give the options of then, which goes on "
-            "with it, or remove the folder, or drop it with --overwrite"
+            f"{part} holds the unfinished capture of something else ({wrong}); give the "
+            "options of then to continue it, or remove the folder, or drop it with --overwrite"
         )
     return {index: entry for index, entry in listed.items() if fault(part / entry.name, entry) is None}
 

@@ -133,5 +133,5 @@ class ShardWriter:
     def _refused(self, error: OSError) -> OutputError:
         kept = "nothing was left behind"
         if self._resumable:
-            kept = f"{len(self.files):,} shards are kept in {self.part}: make room, and the same command goes on"
+            kept = f"{len(self.files):,} shards are kept in {self.part}: make room, and the same command continues"
         return OutputError(f"{self.folder} could not be written: {error.strerror or error}; {kept}")

@@ -1,4 +1,4 @@
-"""Regenerated files: interrupted anywhere, gone on with, the same to the byte."""
+"""Regenerated files: interrupted anywhere, continued, the same to the byte."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_other_settings_other_data_and_another_target_are_refused(
 
     warmer = RegenerateConfig(SamplingParams(temperature=2.0, top_k=50, seed=5, max_tokens=10), CONFIG.systems, 0.1)
     with pytest.raises(
-        OutputError, match=r"a.jsonl.partial was begun with temperature 1.0, not 2.0; go on with the sa"
+        OutputError, match=r"a.jsonl.partial was begun with temperature 1.0, not 2.0; continue with the sa"
     ):
         again(target, ROWS, warmer, {"data": ["x"]})
     with pytest.raises(OutputError, match="was begun with data"):
@@ -257,7 +257,7 @@ def test_a_killed_process_is_gone_on_with(tmp_path: Path, capsys: pytest.Capture
         assert ended.returncode == code, ended.stderr
         assert not out.exists()
         assert partial_path(out).exists()
-    assert f"what is done is in {partial_path(out)}, and the same command goes on with it" in ended.stderr
+    assert f"what is done is in {partial_path(out)}, and the same command continues with it" in ended.stderr
     assert len(partial_path(out).read_bytes().splitlines()) >= 1 + 4 + 2
     assert cli.main(["inspect", str(partial_path(out))]) == 2, "it is not taken for data"
     assert cli.main([*argv, "--output", str(out), "--head", head, "--batch", "2"]) == 0

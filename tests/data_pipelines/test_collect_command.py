@@ -51,7 +51,7 @@ def test_the_same_command_goes_on(
 ) -> None:
     assert cli.main(command) == 130
     said = capsys.readouterr().err
-    assert "interrupted; 1 of 3 shards are kept, and the same command goes on with them" in said
+    assert "interrupted; 1 of 3 shards are kept, and the same command continues with them" in said
     assert cli.main(["inspect", str(tmp_path / "s.unfinished")]) == 2
     stop.undo()
     assert cli.main([*command, "--bits", "8"]) == 2

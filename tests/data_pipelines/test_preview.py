@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from eagle_mlx.data_pipelines import Rendered, cli
-from eagle_mlx.data_pipelines.preview import harmless, histogram, marked, wants_colour
+from eagle_mlx.data_pipelines.preview import escape_control_characters, histogram, marked, wants_colour
 from tests.fakes import tiny_target_folder
 
 
@@ -43,7 +43,7 @@ def test_what_is_learnt_is_green_or_between_marks() -> None:
 
 
 def test_data_cannot_command_the_terminal() -> None:
-    assert harmless("a\x1b[2J\tb\nc\x07\x9bd") == "a\\x1b[2J\tb\nc\\x07\\x9bd"
+    assert escape_control_characters("a\x1b[2J\tb\nc\x07\x9bd") == "a\\x1b[2J\tb\nc\\x07\\x9bd"
 
 
 def test_the_histogram_counts_every_length_once() -> None:

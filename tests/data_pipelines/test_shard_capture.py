@@ -1,4 +1,4 @@
-"""Capture into shards: interrupted and gone on with, damaged and repaired, the same bytes in the end."""
+"""Capture into shards: interrupted and continued, damaged and repaired, the same bytes in the end."""
 
 from __future__ import annotations
 

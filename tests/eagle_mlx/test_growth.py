@@ -10,7 +10,7 @@ import eagle_mlx as em
 from eagle_mlx.decoding.sampling import SamplingBatch, draft_scores
 from eagle_mlx.plan import Plan
 from eagle_mlx.proposers.base import Observation
-from eagle_mlx.proposers.growth import Spread
+from eagle_mlx.proposers.growth import TreeShape
 from eagle_mlx.proposers.head import HeadProposer, HeadState
 from eagle_mlx.sampling_params import SamplingParams
 from tests.fakes import tiny_head, tiny_target
@@ -92,9 +92,9 @@ def test_drafting_leaves_no_trace_in_the_heads_cache() -> None:
 @pytest.mark.parametrize("nodes", [2, 3, 8, 16, 60])
 @pytest.mark.parametrize("levels", [1, 2, 6])
 def test_there_are_candidates_for_every_node(nodes: int, levels: int) -> None:
-    spread = Spread.of(nodes, levels)
-    assert spread.candidates(levels) >= nodes
-    assert 1 <= spread.width < spread.children <= max(nodes, 4)
+    shape = TreeShape.of(nodes, levels)
+    assert shape.candidates(levels) >= nodes
+    assert 1 <= shape.width < shape.children <= max(nodes, 4)
 
 
 def test_a_tree_accepts_more_than_a_chain_and_says_the_same() -> None:

@@ -153,7 +153,7 @@ BROKEN = {
     "eagle-qkv-bias": {"the biases": without("qkv_bias", "proj.bias")},
     "safeailab-eagle3": {
         "the residual": fields(norm_before_residual=True),
-        "recycling": fields(norm_output=True, norm_before_residual=False),
+        "feedback": fields(norm_output=True, norm_before_residual=False),
         "the layers": fields(eagle_aux_hidden_state_layer_ids=[1, 3, 3]),
         "scaling": fields(rope_scaling={"type": "linear", "factor": 4.0}),
         "a window": fields(use_sliding_window=True, sliding_window=3),
@@ -167,7 +167,7 @@ BROKEN = {
         "scaling": fields(rope_scaling=None),
         "the biases": without("attention_bias", *ATTENTION_BIASES),
     },
-    "sglang-narrow": {"recycling": fields(norm_output=False), "the residual": fields(norm_before_residual=False)},
+    "sglang-narrow": {"feedback": fields(norm_output=False), "the residual": fields(norm_before_residual=False)},
     "sliding": {"the window": fields(sliding_window=5), "no window": fields(use_sliding_window=False)},
     "modelopt-yarn": {
         "no scaling": fields(rope_scaling=None),
@@ -184,7 +184,7 @@ BROKEN = {
         "the others": without("mlp_bias", "mlp.gate_proj.bias", "mlp.up_proj.bias", "mlp.down_proj.bias"),
     },
     "speculators-3.1": {
-        "recycling": fields(norm_output=False),
+        "feedback": fields(norm_output=False),
         "the norms": without("fc_norm", "fc_norm."),
         "q and k": without("attention_bias", "q_norm", "k_norm", kind="llama"),
     },

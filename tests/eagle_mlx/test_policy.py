@@ -121,14 +121,14 @@ def test_an_accident_says_little_of_what_drafts_cost() -> None:
 def test_what_was_measured_at_other_speeds_is_made_comparable() -> None:
     drift = Drift()
     for _ in range(20):
-        assert drift.steadied(2.0, 2.0) == pytest.approx(2.0)
+        assert drift.normalized(2.0, 2.0) == pytest.approx(2.0)
     for _ in range(60):
-        steadied = drift.steadied(3.0, 2.0)
-    assert steadied == pytest.approx(2.0, rel=0.03)
-    assert drift.steadied(4.5, None) == pytest.approx(3.0, rel=0.03)
-    assert drift.steadied(60.0, 2.0) > 30, "an accident is no change of speed"
+        normalized = drift.normalized(3.0, 2.0)
+    assert normalized == pytest.approx(2.0, rel=0.03)
+    assert drift.normalized(4.5, None) == pytest.approx(3.0, rel=0.03)
+    assert drift.normalized(60.0, 2.0) > 30, "an accident is no change of speed"
     for _ in range(2000):
-        drift.steadied(1.0, None)
+        drift.normalized(1.0, None)
     assert drift.factor == pytest.approx(1.0, rel=0.01), "a speed that nothing tells of any more is forgotten"
 
 

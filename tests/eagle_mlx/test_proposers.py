@@ -14,7 +14,7 @@ from eagle_mlx.errors import ConfigError, HeadError
 from eagle_mlx.plan import CONFIDENCE_LAG, Plan
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.proposers.head import HeadState
-from eagle_mlx.proposers.ngram import NgramIndex, merged
+from eagle_mlx.proposers.ngram import NgramIndex, merge_branches
 from eagle_mlx.sampling_params import SamplingParams
 from tests.fakes import length_of, tiny_head, tiny_target
 
@@ -283,9 +283,9 @@ def test_ngram_trees_hold_what_followed_before(text: list[int], depth: int, more
 
 
 def test_branches_that_begin_alike_share_their_nodes() -> None:
-    assert merged([[5, 6, 7], [5, 8], [9]], 5) == ([5, 6, 7, 8, 9], [0, 1, 2, 1, 0])
-    assert merged([[5, 6, 7], [5, 8], [9]], 2) == ([5, 6], [0, 1])
-    assert merged([], 4) == ([], [])
+    assert merge_branches([[5, 6, 7], [5, 8], [9]], 5) == ([5, 6, 7, 8, 9], [0, 1, 2, 1, 0])
+    assert merge_branches([[5, 6, 7], [5, 8], [9]], 2) == ([5, 6], [0, 1])
+    assert merge_branches([], 4) == ([], [])
 
 
 def test_ngram_sizes_must_make_sense() -> None:

@@ -288,7 +288,7 @@ def test_repair_sets_aside_and_writes_again(tmp_path: Path, whole: dict[str, byt
     inode = (folder / "shard-00002.safetensors").stat().st_ino
     with ShardRepair(folder, MADE_FROM) as shards:
         assert sorted(shards.files) == [0, 2]
-        assert [fault.split(" ", 1)[1].split(":")[0] for fault in shards.aside] == [
+        assert [fault.split(" ", 1)[1].split(":")[0] for fault in shards.faults] == [
             "is damaged",
             "is missing, but the manifest lists it",
         ]
@@ -297,9 +297,9 @@ def test_repair_sets_aside_and_writes_again(tmp_path: Path, whole: dict[str, byt
         write_some(shards)
     ShardReader(folder).verify()
     found = content(folder)
-    aside = found.pop("shard-00001.safetensors.damaged")
-    assert aside != whole["shard-00001.safetensors"]
-    assert len(aside) == len(whole["shard-00001.safetensors"])
+    set_aside = found.pop("shard-00001.safetensors.damaged")
+    assert set_aside != whole["shard-00001.safetensors"]
+    assert len(set_aside) == len(whole["shard-00001.safetensors"])
     assert found == whole
     assert (folder / "shard-00002.safetensors").stat().st_ino == inode
 

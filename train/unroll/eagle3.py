@@ -49,7 +49,7 @@ def unroll(
         q, k, v = _project_each(head, x, positions + step)
         pairs = [*zip(own[::2], own[1::2], strict=True), *([(k, v)] if step else [])]
         attended = attend(q * attention.scale, past_keys, past_values, mask, pairs)
-        return [head.handed_on(head.midlayer.finish(residual, attention.output(attended))), k, v]
+        return [head.next_feature(head.midlayer.finish(residual, attention.output(attended))), k, v]
 
     own: list[mx.array] = []
     h, outputs = take_rows(g, positions), []
