@@ -1,4 +1,4 @@
-"""The memory that was foretold for a training step, beside what steps on real data then took.
+"""The memory that was predicted for a training step, beside what steps on real data then took.
 
     .venv/bin/python benchmarks/memory_estimate.py [--json FILE]
 
@@ -43,13 +43,13 @@ def main() -> None:
         print(json.dumps(measure(SETTINGS[args.one])))
         return
     found = {name: in_own_process(name) for name in SETTINGS}
-    print("| setting | foretold, MB | arrays, MB | off by | with the program, MB | process, MB |")
+    print("| setting | predicted, MB | arrays, MB | off by | with the program, MB | process, MB |")
     print("|---|---|---|---|---|---|")
     for name, row in found.items():
-        off = row["foretold"] / row["arrays"] - 1
+        off = row["predicted"] / row["arrays"] - 1
         whole, process = row["whole"] / 1e6, row["process"] / 1e6
         print(
-            f"| {name} | {row['foretold'] / 1e6:,.0f} | {row['arrays'] / 1e6:,.0f} | {off:+.0%} | {whole:,.0f} | "
+            f"| {name} | {row['predicted'] / 1e6:,.0f} | {row['arrays'] / 1e6:,.0f} | {off:+.0%} | {whole:,.0f} | "
             f"{process:,.0f} |"
         )
     if args.json:
@@ -63,7 +63,7 @@ def in_own_process(name: str) -> dict[str, float]:
 
 
 def measure(changes: dict[str, Any]) -> dict[str, float]:
-    """Bytes foretold before the target is loaded, and taken by steps on conversations of the standard library."""
+    """Bytes predicted before the target is loaded, and taken by steps on conversations of the standard library."""
     from eagle_mlx.cpu import tune_process
     from eagle_mlx.shards import Sample
     from eagle_mlx.target import load_target
@@ -75,7 +75,7 @@ def measure(changes: dict[str, Any]) -> dict[str, float]:
 
     config = resolved(TrainConfig.of(target=TARGET, data=("builtin:python-files",), limit=40, **changes))
     tune_process()
-    foretold = forecast(config).memory
+    predicted = forecast(config).memory
     target = load_target(TARGET)
     data = training_data(target, config)
     head = KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
@@ -91,9 +91,9 @@ def measure(changes: dict[str, Any]) -> dict[str, float]:
     taken = memory_gb()
     samples = [data.samples[index] for index in range(len(data.samples.lengths))]
     states = sum(sample.aux.nbytes + sample.last.nbytes for sample in samples if isinstance(sample, Sample))
-    whole = dataclasses.replace(foretold, states=states)
+    whole = dataclasses.replace(predicted, states=states)
     return {
-        "foretold": foretold.arrays,
+        "predicted": predicted.arrays,
         "arrays": taken["peak"] * 1e9,
         "whole": whole.total,
         "process": taken["process_peak"] * 1e9,

@@ -1,4 +1,4 @@
-"""A training step taken to pieces, each of which can be run and timed by itself, on the same lanes as the step."""
+"""A training step taken to pieces, each of which can be run and timed by itself, on the same streams as the step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import Rows, capture_rows
 from eagle_mlx.train.step.batch_plan import make_plan
 from eagle_mlx.train.step.losses import soft_labels, unrolled_loss
-from eagle_mlx.train.step.step import lane_arrays, lane_loss, objective_of, weights_of_steps
+from eagle_mlx.train.step.step import objective_of, part_arrays, part_loss, weights_of_steps
 from eagle_mlx.train.unroll.eagle3 import attend, causal_mask
 
 
@@ -45,8 +45,7 @@ class Pieces:
         head.attach(target)
         self._head, self._target, self._config = head, target, config
         self._weights, self._objective = weights_of_steps(config), objective_of(config)
-        self._lanes = config.run.lanes or min(default_streams(), config.optimization.rows)
-        self._streams = make_streams(self._lanes)
+        self._streams = make_streams(config.run.streams or min(default_streams(), config.optimization.rows))
 
     def captured(self, rows: Rows) -> Rows:
         """The batch with its hidden states, as they come from shards."""
@@ -55,17 +54,17 @@ class Pieces:
 
     def target_forward(self, rows: Rows) -> Callable[[], None]:
         """The frozen target's forward over the batch."""
-        parts = dataclasses.replace(rows, states=None).split(self._lanes)
+        parts = dataclasses.replace(rows, states=None).split(len(self._streams))
         layers = self._head.config.aux_layers
-        return self._on_lanes(parts, lambda part: capture_rows(self._target, layers, part))
+        return self._on_streams(parts, lambda part: capture_rows(self._target, layers, part))
 
     def head_both_ways(self, rows: Rows) -> Callable[[], None]:
         """The head's forward, its loss and the gradient, of a batch with hidden states."""
 
         def loss(arrays: dict[str, mx.array]) -> tuple[mx.array, ...]:
-            return lane_loss(self._head, self._target, arrays, self._objective)
+            return part_loss(self._head, self._target, arrays, self._objective)
 
-        return self._on_lanes(self._arrays(rows), lambda arrays: nn.value_and_grad(self._head, loss)(arrays))
+        return self._on_streams(self._arrays(rows), lambda arrays: nn.value_and_grad(self._head, loss)(arrays))
 
     def vocabulary(self, rows: Rows) -> Callable[[], None]:
         """Of that, what is done over the vocabulary: the target's distribution, logits and loss, and their gradient."""
@@ -84,8 +83,8 @@ class Pieces:
             finally:
                 head.update(weights)
 
-        lanes = self._arrays(rows)
-        return self._on_lanes([(arrays, self._like(arrays, width)) for arrays in lanes], piece)
+        given = [(arrays, self._like(arrays, width)) for arrays in self._arrays(rows)]
+        return self._on_streams(given, piece)
 
     def attention(self, rows: Rows) -> Callable[[], None]:
         """Of that, the attention of all draft steps and its gradient, without the projections around it."""
@@ -104,15 +103,15 @@ class Pieces:
             steps = range(len(self._weights))
             return sum((mx.sum(attend(q, past, past, mask, [(own, own)] * step)) for step in steps), mx.array(0.0))
 
-        return self._on_lanes(given, lambda each: mx.value_and_grad(attended, argnums=(0, 1, 2))(*each))
+        return self._on_streams(given, lambda each: mx.value_and_grad(attended, argnums=(0, 1, 2))(*each))
 
     def _arrays(self, rows: Rows) -> list[dict[str, mx.array]]:
-        parts = rows.split(self._lanes)
+        parts = rows.split(len(self._streams))
         plans = [make_plan(part, len(self._weights)) for part in parts]
         counts = np.sum([plan.counts for plan in plans], axis=0)
         scale = (self._weights / np.maximum(counts, 1)).astype(np.float32)
         made = [
-            lane_arrays(self._head, self._target, part, plan, scale) for part, plan in zip(parts, plans, strict=True)
+            part_arrays(self._head, self._target, part, plan, scale) for part, plan in zip(parts, plans, strict=True)
         ]
         mx.eval(made)
         return made
@@ -122,9 +121,9 @@ class Pieces:
         mx.eval(outputs)
         return outputs
 
-    def _on_lanes(self, given: list[Any], piece: Callable[[Any], Any]) -> Callable[[], None]:
+    def _on_streams(self, given: list[Any], piece: Callable[[Any], Any]) -> Callable[[], None]:
         def run() -> None:
-            with one_blas_thread(self._lanes > 1):
+            with one_blas_thread(len(self._streams) > 1):
                 found = []
                 for one, stream in zip(given, self._streams, strict=False):
                     with mx.stream(stream):

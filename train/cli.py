@@ -20,11 +20,11 @@ from eagle_mlx.target import load_target
 from .command import Stop, exit_code
 from .config import Setting, TrainConfig, flag, from_mapping, groups, load_config, settings_of
 from .data import heldout_prompts, training_data
-from .distributed import ALONE, World
+from .distributed import SINGLE_PROCESS, World
 from .kinds import KINDS, resolved
 from .plan import check, describe_memory, forecast, load_recipe, plan_of, recipe_names
 from .report import command as report_command
-from .run import BEST, check_wandb, existing_head, follow, resumed_config, train
+from .run import BEST, check_wandb, existing_head, resumed_config, run_worker, train
 
 _METAVARS = {int: "N", float: "X", str: "NAME"}
 _HELP = """\
@@ -32,7 +32,7 @@ Train a head for a target, from nothing or from a head that exists.
 
 kinds of heads:
   eagle3  reads three of the target's layers; an output projection of its own, over the most frequent tokens
-  eagle   EAGLE-1 and 2: reads the target's last hidden state and foretells the next one
+  eagle   EAGLE-1 and 2: reads the target's last hidden state and predicts the next one
   mtp     a layer of the target's own architecture over the last hidden state, used again for every draft token
 
 examples:
@@ -51,13 +51,13 @@ Settings come from their defaults, then the recipe, then the YAML file, then the
 without the dashes in front, with _ for - (draft_vocab: 32000). A bare model name such as Qwen3-4B-4bit means
 mlx-community/Qwen3-4B-4bit.
 
-Ctrl-C (or SIGTERM) saves the run's state and stops; --resume goes on from it as if nothing had happened, after a crash
-from the last state that was saved. A second Ctrl-C stops at once.
+Ctrl-C (or SIGTERM) saves the run's state and stops; --resume continues as if nothing had happened, after a crash from
+the last state that was saved. A second Ctrl-C stops at once.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train and return the exit code: 0, 2 after an error that the user can mend, 130 or 143 when interrupted."""
+    """Train and return the exit code: 0, 2 after an error that the user can fix, 130 or 143 when interrupted."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["report"]:
         return report_command.main(given[1:])
@@ -70,54 +70,54 @@ def _main(flags: dict[str, Any]) -> None:
     resume, config_file = flags.pop("resume", None), flags.pop("config_file", None)
     name, dry = flags.pop("recipe", None), flags.pop("dry_run", False)
     if resume is not None and (name is not None or dry):
-        raise ConfigError("a run goes on with its own settings: leave --recipe and --dry-run out beside --resume")
+        raise ConfigError("a resumed run has its own settings: leave --recipe and --dry-run out beside --resume")
     recipe = load_recipe(name) if name is not None else None
     if dry:
         config = load_config(config_file, flags, recipe.settings if recipe else None)
         print(plan_of(config, recipe))
         return
     tune_process()
-    stop, world = Stop(), World.joined()
+    stop, world = Stop(), World.init()
     with stop.listening():
-        if not world.is_first:
-            config = from_mapping(world.tell())
+        if not world.is_rank_zero:
+            config = from_mapping(world.broadcast())
         elif resume is None:
             config = load_config(config_file, flags, recipe.settings if recipe else None)
         elif config_file is not None:
-            raise ConfigError("a run goes on with its own settings: leave -c out beside --resume")
+            raise ConfigError("a resumed run has its own settings: leave -c out beside --resume")
         else:
             config = resumed_config(resume, flags)
-        if world.is_first:
-            world.tell(config.flat())
+        if world.is_rank_zero:
+            world.broadcast(config.flat())
         run(config, stop, resume, world)
 
 
-def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: World = ALONE) -> None:
+def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: World = SINGLE_PROCESS) -> None:
     """One run, from the target's name to the line that says where the head is.
 
-    Of the processes of a `world` only the first one writes and says how things stand.
+    Of the processes of a `world` rank 0 alone writes files and reports progress.
     """
     if not config.head.target:
         raise ConfigError("no target: name the model that the head is for with --target")
     config = resolved(config)
-    if resume is None and world.is_first:
+    if resume is None and world.is_rank_zero:
         check_free(config.run.output, config.run.overwrite)
-    if config.run.wandb and world.is_first:
+    if config.run.wandb and world.is_rank_zero:
         check_wandb()
     found = forecast(config, fetch=True)
     check(found)
-    if world.is_first:
+    if world.is_rank_zero:
         step = dataclasses.replace(found.memory, states=0)  # how many states there are is not known before the data
         print(f"memory: {gb(step.total)} expected besides hidden states: {describe_memory(step)}", file=sys.stderr)
     target = load_target(config.head.target)
     head = existing_head(target, config)
     if head is None:
         KINDS[config.head.kind].check(target, config)
-    prompts = heldout_prompts(target, config) if world.is_first else []
+    prompts = heldout_prompts(target, config) if world.is_rank_zero else []
     reserve = found.memory.head + found.memory.optimizer + found.memory.step
-    data = world.in_turn(lambda: training_data(target, config, progress=world.is_first, head=head, reserve=reserve))
-    if not world.is_first:
-        follow(target, data, config, head, world, stop)
+    data = world.in_turn(lambda: training_data(target, config, progress=world.is_rank_zero, head=head, reserve=reserve))
+    if not world.is_rank_zero:
+        run_worker(target, data, config, head, world, stop)
         return
     config = config if config.data.shards else config.changed(states=data.place)  # a resumed run's as well
     print("data: " + ", ".join(f"{key} {_show(value)}" for key, value in data.report.items()), file=sys.stderr)
@@ -141,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument(
-        "--resume", type=Path, metavar="DIR", help="go on with the run in this folder, with the settings it began with"
+        "--resume", type=Path, metavar="DIR", help="continue the run in this folder, with the settings it began with"
     )
     parser.add_argument("--recipe", metavar="NAME", help=f"settings for a known model: {', '.join(recipe_names())}")
     parser.add_argument(

@@ -86,7 +86,7 @@ class Stop:
 
 
 def exit_code(work: Callable[[], None]) -> int:
-    """Do a command's work: 0, 2 after an error that the user can mend, 130 or 143 when interrupted."""
+    """Do a command's work: 0, 2 after an error that the user can fix, 130 or 143 when interrupted."""
     try:
         work()
     except EagleError as e:

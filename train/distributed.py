@@ -19,8 +19,8 @@ from eagle_mlx.errors import ConfigError, EagleError
 
 T = TypeVar("T")
 
-_SENT = 1 << 23
-"""Numbers of a message, as many as a parameter more or less, that is 32 MB of float32."""
+_BUCKET = 1 << 23
+"""Numbers that are summed in one message, up to a parameter more: 32 MB of float32."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class World:
     group: mx.distributed.Group | None = None
 
     @classmethod
-    def alone(cls) -> World:
-        """One process, in which nothing is sent."""
+    def single(cls) -> World:
+        """One process, which sends nothing."""
         return cls(0, 1)
 
     @classmethod
-    def joined(cls) -> World:
+    def init(cls) -> World:
         """The processes that `mlx.launch` has started; one where it has not.
 
         Raises ConfigError where they cannot reach one another.
@@ -59,8 +59,8 @@ class World:
         return cls(group.rank(), group.size(), group if group.size() > 1 else None)
 
     @property
-    def is_first(self) -> bool:
-        """Whether this process writes the files and says how things stand."""
+    def is_rank_zero(self) -> bool:
+        """Whether this process writes the files and reports progress."""
         return self.rank == 0
 
     def part(self, count: int) -> slice:
@@ -69,7 +69,7 @@ class World:
         begin = self.rank * each + min(self.rank, more)
         return slice(begin, begin + each + (self.rank < more))
 
-    def sum(self, numbers: NDArray[Any]) -> NDArray[Any]:
+    def all_sum(self, numbers: NDArray[Any]) -> NDArray[Any]:
         """Whole numbers below 2**31, added over all processes."""
         if self.group is None:
             return numbers
@@ -77,21 +77,21 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """Whether it is so in one process at least, such as that it has been asked to stop."""
-        return bool(self.sum(np.array([flag], np.int32))[0])
+        return bool(self.all_sum(np.array([flag], np.int32))[0])
 
     def in_turn(self, work: Callable[[], T]) -> T:
         """Do something of which the processes on one machine would get in one another's way; returns its result."""
         host = zlib.crc32(socket.gethostname().encode()) >> 1
         hosts = np.zeros(self.size, np.int64)
         hosts[self.rank] = host
-        known = self.sum(hosts).tolist()
+        known = self.all_sum(hosts).tolist()
         for turn in range(max(known.count(each) for each in known)):
             if turn == known[: self.rank].count(host):
                 done = work()
-            self.sum(np.zeros(1, np.int64))
+            self.all_sum(np.zeros(1, np.int64))
         return done
 
-    def sum_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    def all_sum_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """float32 arrays of the same names and shapes, added over all processes."""
         if self.group is None:
             return dict(arrays)
@@ -99,42 +99,42 @@ class World:
         waiting: list[str] = []
         for name in sorted(arrays):
             waiting.append(name)
-            if sum(arrays[each].size for each in waiting) >= _SENT:
-                summed |= self._sum_together({each: arrays[each] for each in waiting})
+            if sum(arrays[each].size for each in waiting) >= _BUCKET:
+                summed |= self._sum_bucket({each: arrays[each] for each in waiting})
                 waiting = []
         if waiting:
-            summed |= self._sum_together({each: arrays[each] for each in waiting})
+            summed |= self._sum_bucket({each: arrays[each] for each in waiting})
         return summed
 
-    def sum_tree(self, tree: Any) -> Any:
+    def all_sum_tree(self, tree: Any) -> Any:
         """The same for a tree of arrays."""
         if self.group is None:
             return tree
         flat = dict(cast(list[tuple[str, mx.array]], tree_flatten(tree)))
-        return tree_unflatten(list(self.sum_arrays(flat).items()))
+        return tree_unflatten(list(self.all_sum_arrays(flat).items()))
 
-    def of_first(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """The first process's arrays, bit by bit; those given elsewhere say their names, shapes and types."""
+    def broadcast_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """Rank 0's arrays, bit by bit; those given elsewhere say their names, shapes and types."""
         if self.group is None:
             return dict(arrays)
         found = {}
         for name in sorted(arrays):
             array = arrays[name]
-            sent = np.array(array.reshape(-1).view(mx.uint8)) if self.is_first else np.zeros(array.nbytes, np.uint8)
+            sent = np.array(array.reshape(-1).view(mx.uint8)) if self.is_rank_zero else np.zeros(array.nbytes, np.uint8)
             received = np.array(self._sum(mx.array(sent)))
             found[name] = mx.array(received).view(array.dtype).reshape(array.shape)
         return found
 
-    def tell(self, value: Any = None) -> Any:
-        """What the first process has passed, plain values as JSON has them, in all of them."""
+    def broadcast(self, value: Any = None) -> Any:
+        """Rank 0's value in all processes; plain values as JSON has them."""
         if self.group is None:
             return value
-        text = np.frombuffer(json.dumps(value).encode() if self.is_first else b"", np.uint8)
-        size = int(self.sum(np.array([len(text)], np.int32))[0])
-        sent = text if self.is_first else np.zeros(size, np.uint8)
+        text = np.frombuffer(json.dumps(value).encode() if self.is_rank_zero else b"", np.uint8)
+        size = int(self.all_sum(np.array([len(text)], np.int32))[0])
+        sent = text if self.is_rank_zero else np.zeros(size, np.uint8)
         return json.loads(np.array(self._sum(mx.array(sent))).tobytes())
 
-    def _sum_together(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    def _sum_bucket(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
         joined = self._sum(mx.concatenate([array.reshape(-1) for array in arrays.values()]))
         ends = np.cumsum([array.size for array in arrays.values()]).tolist()
         parts = mx.split(joined, ends[:-1]) if len(ends) > 1 else [joined]
@@ -150,4 +150,4 @@ class World:
         return summed
 
 
-ALONE = World.alone()
+SINGLE_PROCESS = World.single()

@@ -14,7 +14,7 @@ from eagle_mlx.cpu import blas_threads, set_blas_threads
 from eagle_mlx.errors import ShardError
 from eagle_mlx.shards import Sample, ShardMeta, ShardReader, ShardWriter
 from eagle_mlx.train.data.batches import Batches, Rows
-from eagle_mlx.train.data.packing import SHORTEST, batches_of, cut, order_of, pack
+from eagle_mlx.train.data.packing import MIN_TOKENS, batches_of, cut_into_pieces, order_of, pack
 from eagle_mlx.train.data.samples import InMemory, OnDisk, Tokens
 
 H, N = 4, 3
@@ -42,7 +42,7 @@ def collect(batches: Batches, epoch: int, skip: int = 0) -> list[Rows]:
 def test_packing_uses_every_piece_once_and_fits(lengths: list[int], length: int, seed: int) -> None:
     rows = pack(lengths, order_of(seed, 0, len(lengths)), length)
     found = Counter((p.sample, p.start, p.stop) for row in rows for p in row)
-    wanted = Counter((p.sample, p.start, p.stop) for i, n in enumerate(lengths) for p in cut(i, n, length))
+    wanted = Counter((p.sample, p.start, p.stop) for i, n in enumerate(lengths) for p in cut_into_pieces(i, n, length))
     assert found == wanted
     assert all(sum(len(piece) for piece in row) <= length for row in rows)
     assert rows == pack(lengths, order_of(seed, 0, len(lengths)), length)
@@ -67,15 +67,16 @@ SAMPLE_LENGTHS = st.one_of(
 @given(SAMPLE_LENGTHS, st.integers(1, 8), st.sampled_from([64, 256, 1000]), st.integers(0, 9))
 def test_batches_hold_every_piece_and_little_else(lengths: list[int], rows: int, length: int, seed: int) -> None:
     batches = batches_of(lengths, rows, length, seed, epoch=1)
-    found = Counter((p.sample, p.start, p.stop) for batch in batches for row in batch.requests for p in row)
-    assert found == Counter((p.sample, p.start, p.stop) for i, n in enumerate(lengths) for p in cut(i, n, length))
-    assert all(len(batch.requests) == rows for batch in batches[:-1])
-    assert all(1 <= len(batch.requests) <= rows for batch in batches[-1:])
+    found = Counter((p.sample, p.start, p.stop) for batch in batches for row in batch.rows for p in row)
+    pieces = (p for i, n in enumerate(lengths) for p in cut_into_pieces(i, n, length))
+    assert found == Counter((p.sample, p.start, p.stop) for p in pieces)
+    assert all(len(batch.rows) == rows for batch in batches[:-1])
+    assert all(1 <= len(batch.rows) <= rows for batch in batches[-1:])
     for batch in batches:
-        fills = [sum(map(len, row)) for row in batch.requests]
+        fills = [sum(map(len, row)) for row in batch.rows]
         assert max(fills) <= batch.width <= length
         assert batch.tokens == sum(fills)
-    places = sum(len(batch.requests) * batch.width for batch in batches)
+    places = sum(len(batch.rows) * batch.width for batch in batches)
     empty = places - sum(batch.tokens for batch in batches)
     assert empty <= places / 32 + rows * length
     assert batches == batches_of(lengths, rows, length, seed, epoch=1)
@@ -109,7 +110,7 @@ def test_full_rows_meet_others_in_every_epoch_anew() -> None:
     lengths = [100] * 64
     groups = [
         {
-            frozenset(piece.sample for row in batch.requests for piece in row)
+            frozenset(piece.sample for row in batch.rows for piece in row)
             for batch in batches_of(lengths, 4, 100, 0, epoch)
         }
         for epoch in (0, 1)
@@ -118,9 +119,9 @@ def test_full_rows_meet_others_in_every_epoch_anew() -> None:
 
 
 def test_long_samples_are_cut_and_ends_too_short_left_out() -> None:
-    assert [(p.start, p.stop) for p in cut(0, 20, 8)] == [(0, 8), (8, 16), (16, 20)]
-    assert [(p.start, p.stop) for p in cut(0, 17, 8)] == [(0, 8), (8, 16)]
-    assert cut(0, SHORTEST - 1, 8) == []
+    assert [(p.start, p.stop) for p in cut_into_pieces(0, 20, 8)] == [(0, 8), (8, 16), (16, 20)]
+    assert [(p.start, p.stop) for p in cut_into_pieces(0, 17, 8)] == [(0, 8), (8, 16)]
+    assert cut_into_pieces(0, MIN_TOKENS - 1, 8) == []
 
 
 def test_rows_hold_what_the_samples_hold() -> None:

@@ -67,9 +67,9 @@ def test_three_processes_learn_as_one_with_all_their_rows(tmp_path: Path) -> Non
     count = 3
     found = together(count, tmp_path)
     assert [(one["rank"], one["size"]) for one in found] == [(rank, count) for rank in range(count)]
-    alone = learnt(CONFIG.changed(rows=count * CONFIG.optimization.rows), World.alone())
+    alone = learnt(CONFIG.changed(rows=count * CONFIG.optimization.rows), World.single())
     for one in found:
-        assert one["told"] == {"place": [1, 2.5], "who": 0}
+        assert one["received"] == {"place": [1, 2.5], "who": 0}
         assert one["stop"] == [False, True]
         assert one["weights"] == found[0]["weights"], "heads that began differently are alike, bit by bit"
         assert len(one["results"]) == len(alone["results"])
@@ -88,10 +88,10 @@ def test_three_processes_learn_as_one_with_all_their_rows(tmp_path: Path) -> Non
 
 @needs_ring
 def test_two_processes_make_the_run_of_one_with_twice_the_rows(tmp_path: Path) -> None:
-    """Also where the second of them is asked to stop, and the run goes on later."""
-    told = ("step", "tokens", "loss", "grad_norm")
+    """Also where the second of them is asked to stop, and the run continues later."""
+    compared = ("step", "tokens", "loss", "grad_norm")
     (tmp_path / "alone").mkdir()
-    alone = whole_run(tmp_path / "alone", World.alone(), 2 * CONFIG.optimization.rows)
+    alone = whole_run(tmp_path / "alone", World.single(), 2 * CONFIG.optimization.rows)
     assert together(2, tmp_path, str(tmp_path), "3") == ["stopped", []]
     assert not (tmp_path / "out" / "report.json").exists()
     first, second = together(2, tmp_path, str(tmp_path), "0")
@@ -99,11 +99,11 @@ def test_two_processes_make_the_run_of_one_with_twice_the_rows(tmp_path: Path) -
     assert (tmp_path / "out" / "report.json").exists()
     assert [line["step"] for line in first] == [line["step"] for line in alone] == [1, 2, 3, 4, 5, 6]
     for ours, theirs in zip(first, alone, strict=True):
-        assert [ours[name] for name in told] == pytest.approx([theirs[name] for name in told], rel=1e-4)
+        assert [ours[name] for name in compared] == pytest.approx([theirs[name] for name in compared], rel=1e-4)
 
 
 @needs_ring
-def test_the_command_takes_its_settings_from_the_first_process(tmp_path: Path) -> None:
+def test_the_command_takes_its_settings_from_rank_zero(tmp_path: Path) -> None:
     target, chats, out = tiny_target_folder(tmp_path / "target"), tmp_path / "chats.jsonl", tmp_path / "out"
     rows = [{"prompt": f"add {i}", "completion": f"def add(x):\n    return x + {i}"} for i in range(20)]
     chats.write_text("\n".join(map(json.dumps, rows)) + "\n")
@@ -133,20 +133,20 @@ def test_every_row_is_read_by_one_process(size: int, skip: int) -> None:
     assert all(len(part) == len(whole) for part in parts)
 
 
-def test_alone_nothing_is_sent() -> None:
-    world, counts, array = World.alone(), np.array([3, 4]), mx.array([1.0])
-    assert world.is_first
-    assert world.sum(counts) is counts
-    assert world.tell({"a": 1}) == {"a": 1}
+def test_a_single_process_sends_nothing() -> None:
+    world, counts, array = World.single(), np.array([3, 4]), mx.array([1.0])
+    assert world.is_rank_zero
+    assert world.all_sum(counts) is counts
+    assert world.broadcast({"a": 1}) == {"a": 1}
     assert (world.any(True), world.any(False)) == (True, False)
-    assert world.of_first({"a": array})["a"] is array
-    assert world.sum_tree({"a": array})["a"] is array
+    assert world.broadcast_arrays({"a": array})["a"] is array
+    assert world.all_sum_tree({"a": array})["a"] is array
     assert world.in_turn(lambda: 5) == 5
 
 
 def test_a_process_that_finds_no_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLX_HOSTFILE", raising=False)
-    assert World.joined() == World.alone()
+    assert World.init() == World.single()
     monkeypatch.setenv("MLX_RANK", "1")
     with pytest.raises(ConfigError, match="process 1 of at least 2 sees 1"):
-        World.joined()
+        World.init()

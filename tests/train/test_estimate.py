@@ -1,4 +1,4 @@
-"""What a run takes, foretold from shapes alone and held against what a step then takes."""
+"""What a run takes, predicted from shapes alone and held against what a step then takes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ CONFIG = TrainConfig.of(target="tiny", rows=2, length=128, unroll=3, draft_vocab
 
 
 def measured(config: TrainConfig, hidden: int, vocab: int) -> tuple[int, int]:
-    """Bytes foretold and taken by a step in which every position carries loss."""
+    """Bytes predicted and taken by a step in which every position carries loss."""
     config = resolved(config)
     target, kind = tiny_target(hidden=hidden, vocab=vocab), KINDS[config.head.kind]
     kept = np.arange(config.head.draft_vocab) * 2 if 0 < config.head.draft_vocab < vocab else None
     aux = kind.aux_layers(target, config)
     head = kind.new(target, config, kept, aux)
-    foretold = memory_of(shape_of_target(target), shape_of_head(head, target), config, online=False)
+    predicted = memory_of(shape_of_target(target), shape_of_head(head, target), config, online=False)
     rng = np.random.default_rng(0)
     shape = (config.optimization.rows, config.optimization.length)
     rows = Rows(
@@ -48,8 +48,8 @@ def measured(config: TrainConfig, hidden: int, vocab: int) -> tuple[int, int]:
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     stepper(rows, 1.0)
-    others = before - foretold.arrays + foretold.step  # what the process held besides this run
-    return foretold.arrays, mx.get_peak_memory() - others
+    others = before - predicted.arrays + predicted.step  # what the process held besides this run
+    return predicted.arrays, mx.get_peak_memory() - others
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def measured(config: TrainConfig, hidden: int, vocab: int) -> tuple[int, int]:
     ],
 )
 def test_a_step_takes_what_was_foretold(changes: dict[str, Any], hidden: int, vocab: int) -> None:
-    foretold, taken = measured(CONFIG.changed(**changes), hidden, vocab)
-    assert foretold == pytest.approx(taken, rel=0.15)
+    predicted, taken = measured(CONFIG.changed(**changes), hidden, vocab)
+    assert predicted == pytest.approx(taken, rel=0.15)
 
 
 def test_shapes_are_read_without_loading_a_weight(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_nothing_changes_and_the_row_is_named(accumulate: int, optimizer: str) -
     after = state()
     assert after.keys() == before.keys()
     assert all(np.array_equal(after[name], before[name]) for name in before)
-    assert stepper(good, 1.0) is not None, "it could go on"
+    assert stepper(good, 1.0) is not None, "it could continue"
 
 
 def test_the_command_says_where_to_look(tmp_path: Path, capsys: Any) -> None:

@@ -1,4 +1,4 @@
-"""What holds for every kind of head: it learns, alone, the same with any lanes, and what is saved drafts the same."""
+"""What holds for every kind of head: it learns, with any number of streams the same, and drafts the same when saved."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from eagle_mlx.train.kinds import KINDS, Head, kind_of, resolved
 from eagle_mlx.train.step.batch_plan import make_plan
 from eagle_mlx.train.step.losses import Objective, feature_losses
 from eagle_mlx.train.step.noise import noise_of
-from eagle_mlx.train.step.step import Stepper, lane_arrays, lane_loss, objective_of
+from eagle_mlx.train.step.step import Stepper, objective_of, part_arrays, part_loss
 from tests.architectures import tiny_model
 from tests.eagle_mlx.heads import KINDS as RANDOM
 from tests.fakes import tiny_target
@@ -90,11 +90,11 @@ def test_any_head_that_exists_has_a_finite_gradient_that_points_downhill(name: s
     head.attach(target)
     rows = batch(target, head, 4)
     config = config_of(kind_of(head).name, unroll=3)
-    arrays = lane_arrays(head, target, rows, make_plan(rows, 3), np.full(3, 1 / 50, np.float32))
+    arrays = part_arrays(head, target, rows, make_plan(rows, 3), np.full(3, 1 / 50, np.float32))
     objective = objective_of(config)
 
     def loss() -> mx.array:
-        return lane_loss(head, target, arrays, objective)[0]
+        return part_loss(head, target, arrays, objective)[0]
 
     before, gradient = nn.value_and_grad(head, loss)()
     flat: dict[str, mx.array] = dict(tree_flatten(gradient))
@@ -169,9 +169,9 @@ def test_the_loss_of_eagle_is_the_sum_of_its_parts(target: Target) -> None:
     head: Any = RANDOM["eagle"](target)
     head.attach(target)
     rows = batch(target, head)
-    arrays = lane_arrays(head, target, rows, make_plan(rows, 2), np.full(2, 1 / 100, np.float32))
-    token = lane_loss(head, target, arrays)
-    both = lane_loss(head, target, arrays, Objective(False, 0.1, 2.0))
+    arrays = part_arrays(head, target, rows, make_plan(rows, 2), np.full(2, 1 / 100, np.float32))
+    token = part_loss(head, target, arrays)
+    both = part_loss(head, target, arrays, Objective(False, 0.1, 2.0))
     assert len(token) == 3
     assert both[0].item() == pytest.approx(0.1 * token[0].item() + 2.0 * mx.sum(both[3]).item(), rel=1e-5)
     np.testing.assert_allclose(both[1], 0.1 * token[1] + 2.0 * both[3], rtol=1e-5)

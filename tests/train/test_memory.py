@@ -16,9 +16,9 @@ from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Rows
 from eagle_mlx.train.kinds import KINDS, Head, resolved
 from eagle_mlx.train.step.batch_plan import make_plan
-from eagle_mlx.train.step.frugal import FrugalLoss
+from eagle_mlx.train.step.chunked_loss import ChunkedLoss
 from eagle_mlx.train.step.losses import soft_labels, unrolled_loss
-from eagle_mlx.train.step.step import Stepper, StepResult, lane_arrays, lane_loss, objective_of
+from eagle_mlx.train.step.step import Stepper, StepResult, objective_of, part_arrays, part_loss
 from eagle_mlx.train.unroll.recompute import recomputed
 from tests.fakes import tiny_head, tiny_target
 
@@ -92,20 +92,20 @@ def test_gradients_agree(target: Target, head: str, loss: str) -> None:
     config = resolved(CONFIG.changed(head=head, loss=loss))
     trained, rows = new(target, config), random_rows(3, 24)
     plan = make_plan(rows, 3)
-    arrays = lane_arrays(trained, target, rows, plan, np.full(3, 1 / 50, np.float32))
+    arrays = part_arrays(trained, target, rows, plan, np.full(3, 1 / 50, np.float32))
 
-    def gradient(frugal: bool) -> dict[str, mx.array]:
-        found = nn.value_and_grad(trained, lambda: lane_loss(trained, target, arrays, objective_of(config), frugal)[0])
+    def gradient(chunked: bool) -> dict[str, mx.array]:
+        found = nn.value_and_grad(trained, lambda: part_loss(trained, target, arrays, objective_of(config), chunked)[0])
         return dict(tree_flatten(found()[1]))
 
-    plain, frugal = gradient(False), gradient(True)
-    assert plain.keys() == frugal.keys()
+    plain, chunked = gradient(False), gradient(True)
+    assert plain.keys() == chunked.keys()
     for name, value in plain.items():
-        np.testing.assert_allclose(value, frugal[name], rtol=1e-3, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(value, chunked[name], rtol=1e-3, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("logits", [1, 5 * VOCAB, 1 << 20])
-def test_the_frugal_loss_in_parts_of_any_size(target: Target, logits: int) -> None:
+def test_the_chunked_loss_in_parts_of_any_size(target: Target, logits: int) -> None:
     head, rng = tiny_head(target, draft_vocab=48), np.random.default_rng(0)
     outputs = [mx.array(rng.normal(size=(2, 9, 32)), mx.float32) for _ in range(3)]
     last = mx.array(rng.normal(size=(13, 32)), mx.float32)
@@ -115,14 +115,14 @@ def test_the_frugal_loss_in_parts_of_any_size(target: Target, logits: int) -> No
     def plain(outputs: list[mx.array]) -> mx.array:
         return unrolled_loss(head, outputs, soft_labels(target, last, head.token_ids), select, weights)[0]
 
-    frugal = FrugalLoss(head, target, last, weights, logits=logits)
+    chunked = ChunkedLoss(head, target, last, weights, logits=logits)
     labels = soft_labels(target, last, head.token_ids)
     for ours, theirs in zip(
-        frugal(outputs, select), unrolled_loss(head, outputs, labels, select, weights), strict=True
+        chunked(outputs, select), unrolled_loss(head, outputs, labels, select, weights), strict=True
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     for ours, theirs in zip(
-        mx.grad(lambda xs: 2 * frugal(xs, select)[0])(outputs), mx.grad(plain)(outputs), strict=True
+        mx.grad(lambda xs: 2 * chunked(xs, select)[0])(outputs), mx.grad(plain)(outputs), strict=True
     ):
         np.testing.assert_allclose(ours, 2 * theirs, rtol=1e-3, atol=1e-6)
 

@@ -85,7 +85,7 @@ def test_a_run_that_can_go_on_says_how(tmp_path: Path, capsys: Any) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
     assert main(["report", str(folder)]) == 0
-    assert f"a: unfinished; eagle-train --resume {folder} goes on" in capsys.readouterr().out
+    assert f"a: unfinished; eagle-train --resume {folder} continues" in capsys.readouterr().out
 
 
 def test_the_comparison_as_files(tmp_path: Path, capsys: Any) -> None:

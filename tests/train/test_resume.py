@@ -1,4 +1,4 @@
-"""A run that was cut short goes on as if nothing had happened."""
+"""A run that was cut short continues as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_what_may_change_and_what_may_not(
     with monkeypatch.context() as patch:
         stop_at(patch, 4)
         assert main(flags(target, chats, out, "--max-steps", "4")) == 143
-    assert f"go on with: eagle-train --resume {out}" in capsys.readouterr().out
+    assert f"continue with: eagle-train --resume {out}" in capsys.readouterr().out
     assert load_head(out / "last") is not None
     assert main(["--resume", str(out), "--lr", "1e-2"]) == 2
     assert "began with 0.001; leave --lr out" in capsys.readouterr().err
@@ -169,7 +169,7 @@ def test_the_newest_whole_state_is_taken(
     assert main(["--resume", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "optimizer.safetensors is damaged" in shown
-    assert f"going on after step {int(folders[0].name.split('-')[1])}" in shown
+    assert f"resuming after step {int(folders[0].name.split('-')[1])}" in shown
     assert [line["step"] for line in lines(out) if line["kind"] == "eval"] == list(range(7))
 
 
@@ -208,7 +208,7 @@ def test_a_disk_that_fills_while_a_state_is_written_leaves_the_state_before(
     [earlier] = (out / "checkpoints").iterdir()
     error = capsys.readouterr().err.splitlines()[-1]
     assert "step-00000002 could not be written: File too large; nothing was left behind" in error
-    assert f"{earlier} is whole: make room and go on from there with `eagle-train --resume {out}`" in error
+    assert f"{earlier} is whole: make room and continue from there with `eagle-train --resume {out}`" in error
     assert main(["--resume", str(out)]) == 0
 
 
@@ -250,7 +250,7 @@ def test_a_signal_saves_and_stops(number: signal.Signals, target: Path, chats: P
     process.process.send_signal(number)
     code, shown = process.end()
     assert code == 128 + number, shown
-    assert "go on with" in shown
+    assert "continue with" in shown
     found = state.newest(out, print)
     assert found is not None
     assert f"stopped after {found.state.progress.step} steps" in shown, "what was saved is where it stopped"
@@ -261,7 +261,7 @@ def test_a_second_signal_stops_at_once() -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "busy\n"
     process.send_signal(signal.SIGINT)
-    with pytest.raises(subprocess.TimeoutExpired):  # it goes on to its next good moment
+    with pytest.raises(subprocess.TimeoutExpired):  # it continues to its next good moment
         process.wait(0.5)
     process.send_signal(signal.SIGTERM)
     assert process.wait(5) == -signal.SIGTERM

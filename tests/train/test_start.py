@@ -1,4 +1,4 @@
-"""Going on from a head that exists: the same head, trained as what it is, or a refusal that names what does not fit."""
+"""Training that starts from an existing head: the same head, or a refusal that names what does not fit."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_a_quantised_head_is_trained_as_what_its_weights_stand_for(tmp_path: Pat
 @pytest.mark.parametrize(
     ("made", "head", "more", "message"),
     [
-        ("eagle3", "mtp", {}, "is an EAGLE-3 head; go on from it with --head eagle3"),
-        ("mtp", "eagle3", {}, "is an MTP head; go on from it with --head mtp"),
+        ("eagle3", "mtp", {}, "is an EAGLE-3 head; continue from it with --head eagle3"),
+        ("mtp", "eagle3", {}, "is an MTP head; continue from it with --head mtp"),
         ("eagle3", "eagle3", {"draft_vocab": 64}, "--draft-vocab is 64, but .* has 48; leave --draft-vocab out"),
         ("eagle3", "eagle3", {"aux_layers": [0, 1, 2]}, "--aux-layers is 0 1 2, but .* has 0 2 3"),
         ("eagle3", "eagle3", {"heads": 2}, "--heads is 2, but .* has 4"),

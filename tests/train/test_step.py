@@ -22,7 +22,7 @@ from eagle_mlx.train.data.samples import InMemory, Tokens
 from eagle_mlx.train.kinds.initial import check_shape, head_config, new_head
 from eagle_mlx.train.step.batch_plan import make_plan
 from eagle_mlx.train.step.optimizers import is_inner_matrix
-from eagle_mlx.train.step.step import Stepper, lane_arrays, lane_loss
+from eagle_mlx.train.step.step import Stepper, part_arrays, part_loss
 from tests.fakes import tiny_head, tiny_target
 
 CONFIG = TrainConfig.of(target="tiny", rows=4, length=32, unroll=3, lr=3e-3, lanes=1)
@@ -104,10 +104,10 @@ def test_the_gradient_is_finite_and_points_downhill(target: Target, draft_vocab:
     head = tiny_head(target, draft_vocab=draft_vocab)
     rows = batch(target, aux=head.config.aux_layers)
     plan = make_plan(rows, 3)
-    arrays = lane_arrays(head, target, rows, plan, np.full(3, 1 / 100, np.float32))
+    arrays = part_arrays(head, target, rows, plan, np.full(3, 1 / 100, np.float32))
 
     def loss() -> mx.array:
-        return lane_loss(head, target, arrays)[0]
+        return part_loss(head, target, arrays)[0]
 
     before, gradient = nn.value_and_grad(head, loss)()
     flat: dict[str, mx.array] = dict(tree_flatten(gradient))
@@ -214,7 +214,7 @@ def test_packing_changes_no_loss(target: Target, lengths: list[int], seed: int) 
 
     def total(held: list[Sample]) -> float:
         (rows,) = Batches(InMemory(held), len(lengths), 24, seed).epoch(0)
-        arrays = lane_arrays(head, target, rows, make_plan(rows, 3), np.ones(3, np.float32))
-        return float(np.array(lane_loss(head, target, arrays)[0]))
+        arrays = part_arrays(head, target, rows, make_plan(rows, 3), np.ones(3, np.float32))
+        return float(np.array(part_loss(head, target, arrays)[0]))
 
     assert total(samples) == pytest.approx(sum(total([sample]) for sample in samples), rel=1e-4)

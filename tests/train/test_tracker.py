@@ -9,7 +9,7 @@ import pytest
 from eagle_mlx.errors import DataError
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.evaluation.generations import FILE, Generation
-from eagle_mlx.train.report.metrics import METRICS, cut_back, read_rows
+from eagle_mlx.train.report.metrics import METRICS, read_rows, truncate
 from eagle_mlx.train.run.tracker import Tracker
 
 
@@ -87,8 +87,8 @@ def test_a_file_that_ends_anywhere_can_be_gone_on_with(tmp_path: Path) -> None:
     for size in range(0, len(whole) + 1, 7):
         file.write_bytes(whole[:size])
         complete = sum(end <= size for end in ends) + (size + 1 in ends)  # a line that only lacks its end counts
-        assert cut_back(file, 3) == [row for row in rows[:complete] if row["step"] <= 3]
-        assert cut_back(file, 3) == read_rows(file), "once more changes nothing"
+        assert truncate(file, 3) == [row for row in rows[:complete] if row["step"] <= 3]
+        assert truncate(file, 3) == read_rows(file), "once more changes nothing"
 
 
 def test_a_run_goes_on_without_its_metrics(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The unroll against the head as inference runs it: a cache over the true prefix, then its own outputs recycled."""
+"""The unroll against the head as inference runs it: a cache over the true prefix, then its own outputs fed back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PlainCache:
 def sequential(
     head: Eagle3Head, target: Target, tokens: list[int], g: mx.array, index: int, steps: int
 ) -> list[mx.array]:
-    """The head's outputs [H] at `index` and for the steps behind it: prefill the prefix, then recycle one by one."""
+    """The head's outputs [H] at `index` and for the steps behind it: prefill the prefix, then feed back one by one."""
     cache: Any = PlainCache()
     read = mx.array(tokens[1 : index + 2])[None]
     h = head(target.embed(read), g[:, : index + 1], cache, "causal")[:, -1:]

@@ -21,7 +21,7 @@ from eagle_mlx.train.data.sources import TrainData
 from eagle_mlx.train.distributed import World
 from eagle_mlx.train.kinds import KINDS, resolved
 from eagle_mlx.train.run.loop import train
-from eagle_mlx.train.run.processes import follow
+from eagle_mlx.train.run.processes import run_worker
 from eagle_mlx.train.step.step import Stepper
 from tests.fakes import tiny_target
 
@@ -62,16 +62,16 @@ def learnt(config: TrainConfig, world: World, seed: int = 0) -> dict[str, Any]:
 
 
 class StopAt(Stop):
-    """A signal comes before the so-manieth order."""
+    """A signal comes before the command of that number."""
 
-    def __init__(self, looks: int):
+    def __init__(self, checks: int):
         super().__init__()
-        self._looks = looks
+        self._checks = checks
 
     @property
     def asked(self) -> bool:
-        self._looks -= 1
-        return self._looks < 0
+        self._checks -= 1
+        return self._checks < 0
 
 
 def whole_run(
@@ -82,8 +82,8 @@ def whole_run(
     settings = {"max_steps": 6, "eval_steps": 4, "eval_tokens": 4, "eval_prompts": 2, "eval_batch": 2, "log_steps": 1}
     config = CONFIG.changed(**settings, output=str(out), rows=rows)
     target, data = tiny_target(tokenizer=True), TrainData(InMemory(conversations(2)), (), None, {})
-    if not world.is_first:
-        follow(target, data, config, None, world, stop)
+    if not world.is_rank_zero:
+        run_worker(target, data, config, None, world, stop)
         return []
     train(target, data, [[1, 2, 3], [4, 5, 6]], config, resume=out if out.exists() else None, stop=stop, world=world)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -91,19 +91,19 @@ def whole_run(
 
 
 def main() -> None:
-    world = World.joined()
+    world = World.init()
     if sys.argv[1:]:
-        folder, looks = Path(sys.argv[1]), int(sys.argv[2])
-        stop = StopAt(looks) if looks and not world.is_first else None
+        folder, checks = Path(sys.argv[1]), int(sys.argv[2])
+        stop = StopAt(checks) if checks and not world.is_rank_zero else None
         try:
             print(json.dumps(whole_run(folder, world, stop=stop)))
         except Stopped:
             print(json.dumps("stopped"))
         return
-    told = world.tell({"place": [1, 2.5], "who": world.rank})
+    received = world.broadcast({"place": [1, 2.5], "who": world.rank})
     stop = [world.any(False), world.any(world.rank == world.size - 1)]
     found = learnt(CONFIG, world, seed=world.rank)
-    print(json.dumps({"rank": world.rank, "size": world.size, "told": told, "stop": stop, **found}))
+    print(json.dumps({"rank": world.rank, "size": world.size, "received": received, "stop": stop, **found}))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ class HeadConfig(Group):
     )
     init_from: str = setting(
         "",
-        "folder or hub id of a head of that kind to go on from; it gives the shape and the draft vocabulary",
+        "folder or hub id of a head of that kind to continue from; it gives the shape and the draft vocabulary",
     )
     draft_vocab: int = setting(
         0,
@@ -46,9 +46,10 @@ class HeadConfig(Group):
         "auto",
         "norm of the layers that are read: one for each (EAGLE-3.1's fc_norm), one over all (norm_before_fc), or none",
     )
-    recycle: Literal["auto", "normed", "output"] = setting(
+    feedback: Literal["auto", "normed", "output"] = setting(
         "auto",
-        "what a draft step hands to the next: its output, or that behind the final norm (EAGLE-3.1's norm_output)",
+        "what a draft step feeds to the next: its output, or that behind the final norm (EAGLE-3.1's norm_output)",
+        name="recycle",
     )
     norm_before_residual: bool = setting(False, "start the residual stream from the normed feature")
 
@@ -225,10 +226,11 @@ class RunConfig(Group):
     log_steps: int = setting(10, "steps between lines of metrics.jsonl", AT_LEAST_1)
     wandb: bool = setting(False, "log to Weights & Biases as well (WANDB_MODE=offline works without a network)")
     wandb_project: str = setting("eagle-mlx", "project of Weights & Biases")
-    lanes: int = setting(
+    streams: int = setting(
         0,
-        "parts of a batch computed side by side; 0 for one per core on a CPU under Linux, else one",
+        "MLX streams that compute parts of a batch in parallel; 0 for one per core on a CPU under Linux, else one",
         NOT_NEGATIVE,
+        name="lanes",
     )
 
 

@@ -53,7 +53,7 @@ eagle-bench decide.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert and return the exit code: 0, 2 after an error that the user can mend, 130 when interrupted."""
+    """Convert and return the exit code: 0, 2 after an error that the user can fix, 130 when interrupted."""
     given = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: run(given))
 

@@ -1,9 +1,10 @@
-"""An MTP head out of a published model."""
+"""An MTP head out of a published model, of which only the files that hold it are fetched."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -12,14 +13,15 @@ from eagle_mlx import hub
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_free
 from eagle_mlx.formats import mtp_of_model, save_mtp
-from eagle_mlx.formats.fields import read_config
+from eagle_mlx.formats.fields import read_config, reading
 from eagle_mlx.formats.mtp import quantized
-from eagle_mlx.formats.tensors import DTYPE_NAMES, weights_of
+from eagle_mlx.formats.mtp_files import shards_of
+from eagle_mlx.formats.mtp_source import mtp_prefix
+from eagle_mlx.formats.tensors import DTYPE_NAMES, INDEX, read_index, weights_of
 from eagle_mlx.heads.mtp import MTPHead
 
-from .fetch import mtp_folder
-
 Hidden = Literal["after", "before"]
+_ONE_FILE = "model.safetensors"
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -55,7 +57,7 @@ def extract(what: Extraction, say: Callable[[str], None]) -> str:
     """
     output = what.output or f"{hub.public_name(what.source).rpartition('/')[2]}-mtp"
     check_free(output, what.overwrite)
-    folder = mtp_folder(what.source, what.index)
+    folder = _mtp_folder(what.source, what.index)
     say(f"reading MTP layer {what.index} of {what.source}")
     head, notes = mtp_of_model(folder, what.index, target_norm=what.hidden == "after")
     for line in [*notes, *_decided(head, any("norms" in note for note in notes))]:
@@ -89,3 +91,24 @@ def _dtype_of(config: dict[str, Any]) -> mx.Dtype:
     text = config.get("text_config") or {}
     named = next((c[key] for c in (config, text) for key in ("torch_dtype", "dtype") if c.get(key)), None)
     return DTYPES.get(str(named), mx.bfloat16)
+
+
+def _mtp_folder(source: str, index: int = 0) -> Path:
+    """A folder with config.json and the weights of MTP layer `index`: a folder here, or what is fetched of a hub id.
+
+    Of a model in shards only those that hold the layer are fetched. Raises EagleError where the model cannot be had,
+    and CheckpointError where it has no such layer.
+    """
+    repo = None if Path(source).expanduser().exists() else hub.hub_id(source)
+    if repo is None:
+        return hub.resolve(source)
+    config = hub.fetch_file(repo, "config.json")
+    assert config is not None
+    folder, commit = config.parent, config.parent.name
+    with reading(config):
+        prefix = mtp_prefix(read_config(folder), index)
+    listed = hub.fetch_file(repo, INDEX, commit, required=False)
+    shards = [_ONE_FILE] if listed is None else shards_of(repo, read_index(listed), prefix)
+    for shard in shards:
+        hub.fetch_file(repo, shard, commit)
+    return folder

@@ -1,4 +1,4 @@
-"""What a run learns from: samples, packed into rows, in batches that are read ahead."""
+"""What a run learns from: samples, packed into rows, in prefetched batches."""
 
 from .batches import Batches, Rows
 from .capture import capture_rows

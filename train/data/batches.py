@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from eagle_mlx.shards import Sample
 
-from ..distributed import ALONE, World
+from ..distributed import SINGLE_PROCESS, World
 from .packing import Batch, Row, batches_of, padding_of
 from .samples import Samples
 
-_AHEAD = 4
+_PREFETCHED = 4
 """Batches that are fetched before they are asked for."""
 
 T = TypeVar("T")
@@ -66,9 +66,9 @@ class Batches:
     Where several processes train together, a batch has `rows` rows for each of them, and each reads its own.
     """
 
-    def __init__(self, samples: Samples, rows: int, length: int, seed: int, world: World = ALONE):
+    def __init__(self, samples: Samples, rows: int, length: int, seed: int, world: World = SINGLE_PROCESS):
         self._samples, self._rows, self._length, self._seed, self._world = samples, rows, length, seed, world
-        self._laid_out: tuple[int, list[Batch]] | None = None
+        self._packed: tuple[int, list[Batch]] | None = None
 
     def steps_per_epoch(self) -> int:
         return len(self._batches(0))
@@ -87,9 +87,9 @@ class Batches:
         batches = self._batches(epoch)[skip:]
         parts = [self._world.part(len(batch.rows)) for batch in batches]
         own = [(batch.rows[at], batch.width) for batch, at in zip(batches, parts, strict=True)]
-        with contextlib.closing(self._read_ahead([(row, width) for rows, width in own for row in rows])) as stream:
+        with contextlib.closing(self._prefetched([(row, width) for rows, width in own for row in rows])) as stream:
             for at, (rows, _) in zip(parts, own, strict=True):
-                found = next(stream) if rows else _no_rows(self._length)
+                found = next(stream) if rows else _empty_rows(self._length)
                 samples = tuple(tuple(piece.sample for piece in row) for row in rows)
                 yield dataclasses.replace(found, first=at.start, samples=samples)
 
@@ -97,24 +97,24 @@ class Batches:
         """What a user would look for to see a sample."""
         return self._samples.where(sample)
 
-    def _read_ahead(self, rows: list[tuple[Row, int]]) -> Generator[Rows, None, None]:
+    def _prefetched(self, rows: list[tuple[Row, int]]) -> Generator[Rows, None, None]:
         stream = (
             dx.buffer_from_vector([{"row": i} for i in range(len(rows))])
             .sample_transform(lambda sample: self._read(*rows[int(sample["row"])]))
             .batch(self._rows)
             .to_stream()
         )
-        with contextlib.closing(ahead(iter(stream), _AHEAD)) as batches:
+        with contextlib.closing(prefetch(iter(stream), _PREFETCHED)) as batches:
             for batch in batches:
                 states = batch["states"].view(np.float16) if self._samples.has_states else None
                 yield Rows(batch["tokens"], batch["loss_mask"], batch["segments"], states)
 
     def _batches(self, epoch: int) -> list[Batch]:
         """The epoch's batches; the last epoch that was asked for is kept."""
-        if self._laid_out is None or self._laid_out[0] != epoch:
+        if self._packed is None or self._packed[0] != epoch:
             batches = batches_of(self._samples.lengths, self._rows * self._world.size, self._length, self._seed, epoch)
-            self._laid_out = epoch, batches
-        return self._laid_out[1]
+            self._packed = epoch, batches
+        return self._packed[1]
 
     def _read(self, pieces: Row, width: int) -> dict[str, NDArray[Any]]:
         """One row, as mlx-data takes it: it knows no float16, so the states travel as bytes."""
@@ -139,19 +139,19 @@ def _joined(parts: Sequence[NDArray[Any]], width: int) -> NDArray[Any]:
     return joined
 
 
-def _no_rows(length: int) -> Rows:
+def _empty_rows(length: int) -> Rows:
     none = np.zeros((0, length), np.int32)
     return Rows(none, none.astype(np.uint8), none, None)
 
 
-def ahead(items: Iterator[T], count: int) -> Generator[T, None, None]:
+def prefetch(items: Iterator[T], count: int) -> Generator[T, None, None]:
     """The same items, of which one thread fetches up to `count` before they are asked for.
 
     mlx-data's own prefetching does this too, but its threads set those of OpenBLAS to one and back for every batch, in
     the middle of the step that computes meanwhile: a product's last bits depend on them, and no run could be repeated.
     What fetching an item raises is raised in its place. Close the generator when leaving early: it joins the thread.
     """
-    pool = ThreadPoolExecutor(1, thread_name_prefix="ahead")
+    pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
     try:
         coming = deque(pool.submit(next, items, _END) for _ in range(count))
         while (item := coming.popleft().result()) is not _END:

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-SHORTEST = 3
+MIN_TOKENS = 3
 """Tokens below which a piece holds no draft step: two that are read and one that is predicted."""
 _WINDOW = 256
 """Rows' worth of pieces that are sorted by length before they are laid out."""
-_ENOUGH = 0.05
+_PADDING_THRESHOLD = 0.05
 """Padding that is not worth laying out anew."""
-_FEW = 64
+_MAX_REPACKED_BATCHES = 64
 """Batches up to which that is done."""
-_SHARE = 32
+_FULL_SHARE = 32
 """A row is full when less than 1/32 of it is left."""
 
 
@@ -40,11 +40,11 @@ def order_of(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(count)
 
 
-def cut(sample: int, tokens: int, length: int) -> list[Piece]:
+def cut_into_pieces(sample: int, tokens: int, length: int) -> list[Piece]:
     """A sample as pieces of at most `length` tokens; ends too short to learn from are left out."""
     starts = range(0, tokens, length)
     pieces = (Piece(sample, start, min(start + length, tokens)) for start in starts)
-    return [piece for piece in pieces if len(piece) >= SHORTEST]
+    return [piece for piece in pieces if len(piece) >= MIN_TOKENS]
 
 
 def pack(
@@ -76,7 +76,7 @@ def pack(
                 room, row = max(filled, len(piece)), len(rows)
                 rows.append([piece])
             room -= len(piece)
-            if room >= SHORTEST:
+            if room >= MIN_TOKENS:
                 open_rows[room].append(row)
                 rooms |= 1 << room
     return [tuple(row) for row in rows]
@@ -88,7 +88,7 @@ def _windows(
     windows: list[list[Piece]] = [[]]
     total = 0
     for sample in order:
-        for piece in cut(int(sample), lengths[int(sample)], length):
+        for piece in cut_into_pieces(int(sample), lengths[int(sample)], length):
             if total >= _WINDOW * length:
                 windows.append([])
                 total = 0
@@ -112,7 +112,7 @@ class Batch:
 
 def multiple_of(length: int) -> int:
     """What widths are rounded up to, so that there are not too many of them."""
-    return max(1, length // (2 * _SHARE))
+    return max(1, length // (2 * _FULL_SHARE))
 
 
 def padding_of(batches: Sequence[Batch]) -> float:
@@ -133,7 +133,7 @@ def batches_of(lengths: Sequence[int], rows: int, length: int, seed: int, epoch:
         return in_batches(pack(lengths, order, length, filled), rows, length, seed, epoch)
 
     best = batched(length)
-    if padding_of(best) <= _ENOUGH or len(best) > _FEW:
+    if padding_of(best) <= _PADDING_THRESHOLD or len(best) > _MAX_REPACKED_BATCHES:
         return best
     step = multiple_of(length)
     others = [batched(filled) for filled in range(length - step, length // 2, -step)]
@@ -150,7 +150,7 @@ def in_batches(packed: Sequence[Row], rows: int, length: int, seed: int, epoch: 
     fills = np.array([sum(map(len, row)) for row in packed], np.int64)
     order = order_of(seed + 1, epoch, len(packed))
     left = length - fills[order]
-    left[left * _SHARE < length] = 0
+    left[left * _FULL_SHARE < length] = 0
     order = order[np.argsort(left, kind="stable")]
     groups = [order[at : at + rows] for at in range(0, len(packed), rows)]
     whole = len(packed) // rows

@@ -63,7 +63,7 @@ def training_data(
 ) -> TrainData:
     """Shards where they are given; else conversations, whose states are kept where there is room for them.
 
-    A head to go on from decides what is captured and what it drafts, where there is one. `reserve` is the memory in
+    A head to continue from decides what is captured and what it drafts, where there is one. `reserve` is the memory in
     bytes that the training will take besides what is taken now. Raises DataError, ShardError, OutputError or
     ConfigError for data that cannot be used or kept.
     """

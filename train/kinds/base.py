@@ -17,7 +17,7 @@ from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
-from ..unroll import recycle
+from ..unroll import unroll_feedback
 
 Head = Eagle3Head | EagleHead | MTPHead
 H = TypeVar("H", Eagle3Head, EagleHead, MTPHead)
@@ -62,7 +62,7 @@ class Kind(ABC, Generic[H]):
         """A loaded head made ready for training."""
         return head
 
-    def contradictions(self, head: H, config: TrainConfig) -> Mapping[str, Any]:
+    def mismatches(self, head: H, config: TrainConfig) -> Mapping[str, Any]:
         """What a loaded head has for settings that decide a new one's shape, by name."""
         return {}
 
@@ -81,8 +81,8 @@ class Kind(ABC, Generic[H]):
         steps: int,
         recompute: bool = False,
     ) -> list[mx.array]:
-        """The outputs of all draft steps; see `recycle`."""
-        return recycle(head, embeddings, g, segments, positions, steps, recompute)
+        """The outputs of all draft steps; see `unroll_feedback`."""
+        return unroll_feedback(head, embeddings, g, segments, positions, steps, recompute)
 
     @abstractmethod
     def save(self, head: H, folder: Path, target_name: str, extra: Mapping[str, Any]) -> None:

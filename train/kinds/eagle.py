@@ -1,4 +1,4 @@
-"""EAGLE-1 and 2: the head foretells the target's last hidden state itself, and the target's projection reads it."""
+"""EAGLE-1 and 2: the head predicts the target's last hidden state itself, and the target's projection reads it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class EagleKind(Kind[EagleHead]):
         mx.eval(head.parameters())
         return head
 
-    def contradictions(self, head: EagleHead, config: TrainConfig) -> Mapping[str, Any]:
+    def mismatches(self, head: EagleHead, config: TrainConfig) -> Mapping[str, Any]:
         shape = head.config
         return {
             "intermediate_size": shape.intermediate_size,

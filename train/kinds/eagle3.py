@@ -52,7 +52,7 @@ class Eagle3Kind(Kind[Eagle3Head]):
         shape = dataclasses.replace(head_config(target, config, size), aux_layers=aux_layers)
         return new_head(target, shape, kept, config.run.seed)
 
-    def contradictions(self, head: Eagle3Head, config: TrainConfig) -> Mapping[str, Any]:
+    def mismatches(self, head: Eagle3Head, config: TrainConfig) -> Mapping[str, Any]:
         shape = head.config
         all_of_it = shape.draft_vocab_size == shape.vocab_size <= config.head.draft_vocab
         return {
@@ -83,13 +83,13 @@ class Eagle3Kind(Kind[Eagle3Head]):
         steps: int,
         recompute: bool = False,
     ) -> list[mx.array]:
-        way = unroll if _usual(head.config) else super().unroll
+        way = unroll if _is_standard(head.config) else super().unroll
         return way(head, embeddings, g, segments, positions, steps, recompute)
 
     def save(self, head: Eagle3Head, folder: Path, target_name: str, extra: Mapping[str, Any]) -> None:
         save_eagle3(head, folder, target_name=target_name, extra=extra, overwrite=True)
 
 
-def _usual(config: Eagle3Config) -> bool:
+def _is_standard(config: Eagle3Config) -> bool:
     """Whether `unroll` computes what this head does: one layer that sees everything, its output fed back as it is."""
     return config.num_hidden_layers == 1 and not any(config.windows)

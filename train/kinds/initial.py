@@ -53,7 +53,7 @@ def head_config(target: Target, config: TrainConfig, draft_vocab_size: int) -> E
         aux_layers=config.head.aux_layers or default_aux_layers(target.num_layers),
         norm_before_fc=config.head.feature_norm == "all",
         fc_norm=config.head.feature_norm == "each",
-        norm_output=config.head.recycle == "normed",
+        norm_output=config.head.feedback == "normed",
         norm_before_residual=config.head.norm_before_residual,
     )
 

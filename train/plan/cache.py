@@ -24,7 +24,7 @@ _AS_ASKED: dict[Place, str] = {
 
 
 def cache_folder(config: TrainConfig) -> Path:
-    """Where states are kept on the disk; there an interrupted capture goes on, and a later run finds them."""
+    """Where states are kept on the disk; there an interrupted capture continues, and a later run finds them."""
     return Path(config.data.cache_dir or f"{config.run.output.rstrip('/')}.shards")
 
 
@@ -54,7 +54,7 @@ def choose_states(config: TrainConfig, tokens: int, meta: ShardMeta, reserve: in
 def room(config: TrainConfig, reserve: int) -> tuple[float, float]:
     """Bytes of memory and of the disk that a cache may take.
 
-    What its folder holds already counts as free, since a capture goes on with it.
+    What its folder holds already counts as free, since a capture continues with it.
     """
     folder = cache_folder(config)
     held = sum(map(_size, (folder, unfinished_folder(folder))))

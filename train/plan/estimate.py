@@ -45,9 +45,9 @@ class _Kept:
 # Fitted to the peaks of MLX's allocator over 150 steps of all kinds on a CPU; benchmarks/memory_estimate.py repeats it
 # on some.
 _GATHERED = _Kept((2, 3), (1.5, 0), (4.3, 3.8), (19, 16), 8)
-_RECYCLED = _Kept((1.6, 1.9), (1.6, 0), (3.8, 4.3), (19, 8), 6.8)
+_FEEDBACK = _Kept((1.6, 1.9), (1.6, 0), (3.8, 4.3), (19, 8), 6.8)
 _GATHERED_AGAIN = _Kept((0, 6.5), (2, 1), (3.75, 8.7), (14, 26), 0)
-_RECYCLED_AGAIN = _Kept((0, 6.5), (0, 3.7), (0, 15.5), (20, 8), 0)
+_FEEDBACK_AGAIN = _Kept((0, 6.5), (0, 3.7), (0, 15.5), (20, 8), 0)
 """Those with --grad-checkpoint, where logits and layers peak one after the other."""
 
 
@@ -110,13 +110,13 @@ def step_memory(target: TargetShape, head: HeadShape, config: TrainConfig, onlin
 def _passes(target: TargetShape, head: HeadShape, step: OptimizationConfig, count: int) -> float:
     """Numbers at the turn from the forward to the backward pass of `count` tokens."""
     again = step.grad_checkpoint
-    kept = (_GATHERED_AGAIN if again else _GATHERED) if head.gathered else (_RECYCLED_AGAIN if again else _RECYCLED)
+    kept = (_GATHERED_AGAIN if again else _GATHERED) if head.gathered else (_FEEDBACK_AGAIN if again else _FEEDBACK)
     judged = min(count, _CHUNK // target.vocab_size) if again else count
 
     def arrays(kept: tuple[float, float]) -> float:
         return kept[0] * step.unroll + kept[1]
 
-    scores = arrays(kept.scores) * (1 if head.gathered else (step.unroll + 1) / 2)  # recycling: keys of all steps
+    scores = arrays(kept.scores) * (1 if head.gathered else (step.unroll + 1) / 2)  # with feedback: keys of all steps
     layers = (
         scores * head.heads * count * step.length
         + arrays(kept.inner) * count * head.inner

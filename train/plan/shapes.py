@@ -61,7 +61,7 @@ class HeadShape:
     projections: int
     """Of these, the output projection and what reads the hidden states once, before the draft steps."""
     gathered: bool
-    """Whether `unroll/eagle3.py` computes its draft steps, where loss comes from, and not `unroll/recycling.py`."""
+    """Whether `unroll/eagle3.py` computes its draft steps, where loss comes from, and not `unroll/feedback.py`."""
 
 
 def lazy_target(name: str) -> Target:
@@ -125,7 +125,7 @@ def shape_of_target(target: Target) -> TargetShape:
 def blank_head(target: Target, config: TrainConfig) -> Head:
     """A head of the shape that the settings ask for, without values. Raises ConfigError where there is no such.
 
-    Of a head to go on from, whose draft vocabulary is not known yet, the usual size of that is taken.
+    Of a head to continue from, whose draft vocabulary is not known yet, the usual size of that is taken.
     """
     if config.head.kind == "mtp":
         return MTPHead(mtp_config(target))
@@ -145,7 +145,7 @@ def shape_of_head(head: Head, target: Target) -> HeadShape:
     fields = {**fields, **fields.get("text_config", {})} if fields is not None else vars(shape)
     weights = cast("list[tuple[str, mx.array]]", tree_flatten(head.trainable_parameters()))
     once = ("lm_head", "fc.", "eh_proj")
-    recycled = not isinstance(head, Eagle3Head) or shape.num_hidden_layers > 1
+    feedback = not isinstance(head, Eagle3Head) or shape.num_hidden_layers > 1
     hidden = target.hidden_size if isinstance(head, MTPHead) else shape.hidden_size
     kind = kind_of(head)
     return HeadShape(
@@ -158,7 +158,7 @@ def shape_of_head(head: Head, target: Target) -> HeadShape:
         aux_layers=kind.aux_layers_of(head),
         parameters=sum(weight.size for _, weight in weights),
         projections=sum(weight.size for name, weight in weights if name.startswith(once)),
-        gathered=not recycled,
+        gathered=not feedback,
     )
 
 

@@ -1,1 +1,1 @@
-"""eagle-publish: a head with its card, for others."""
+"""eagle-publish: a trained head with its model card, as one folder that goes to the hub. `cli` is the command."""

@@ -41,7 +41,7 @@ HF_ENDPOINT names another hub than https://huggingface.co.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Publish and return the exit code: 0, 2 after an error that the user can mend, 130 when interrupted."""
+    """Publish and return the exit code: 0, 2 after an error that the user can fix, 130 when interrupted."""
     args = _parser().parse_args(argv)
     return exit_code(lambda: run(args))
 

@@ -27,7 +27,7 @@ examples:
   eagle-train report out/head
   eagle-train report out/adamw out/muon --output runs.md --plot runs.png
 
-A run that was cut short, or still goes on, is shown as far as its metrics.jsonl tells. τ is tokens per target forward,
+A run that was cut short, or still runs, is shown as far as its metrics.jsonl tells. τ is tokens per target forward,
 decoded greedily at the depth shown, bonus token included; compare it between runs of one target and the same prompts.
 """
 _NONE = "-"

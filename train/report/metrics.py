@@ -27,7 +27,7 @@ def read_rows(file: Path) -> list[Row]:
     return [row for row in rows if row is not None]
 
 
-def cut_back(file: Path, step: int) -> list[Row]:
+def truncate(file: Path, step: int) -> list[Row]:
     """Drop what the file holds of later steps, and a half-written line; returns the rest. The file is replaced whole.
 
     Raises DataError as `read_rows` does. A file that is not there counts as an empty one.

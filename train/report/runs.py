@@ -104,7 +104,7 @@ def _state(folder: Path, complete: bool, now: Row) -> str:
     if complete:
         return "complete"
     if any((folder / _STATES).glob("step-*")):
-        return f"unfinished; eagle-train --resume {folder} goes on"
+        return f"unfinished; eagle-train --resume {folder} continues it"
     return "unfinished" if now else "unfinished, nothing measured"
 
 

@@ -1,4 +1,4 @@
-"""What a run is: its settings, its target and its data, so that it is gone on with as it began."""
+"""What a run is: its settings, its target and its data, so that it is continued as it began."""
 
 from __future__ import annotations
 
@@ -18,11 +18,20 @@ from eagle_mlx.files import write_whole
 from ..config import TrainConfig, flag, from_mapping
 from ..data import Samples
 
-ABOUT = "run.json"
-_LOOKED_AT = 256
+RUN_FILE = "run.json"
+_COMPARED_SAMPLES = 256
 """Samples whose tokens are compared, evenly spread over the data; the lengths of all are."""
-FREE = ("output", "overwrite", "cache_dir", "checkpoints", "checkpoint_minutes", "log_steps", "wandb", "wandb_project")
-"""Settings that change nothing of what is learnt, so that a run may go on with others."""
+MUTABLE = (
+    "output",
+    "overwrite",
+    "cache_dir",
+    "checkpoints",
+    "checkpoint_minutes",
+    "log_steps",
+    "wandb",
+    "wandb_project",
+)
+"""Settings that change nothing of what is learnt, so that a run may continue with others."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ def fingerprint_of(samples: Samples) -> str:
     """Hexadecimal digits made from the lengths of all samples and the tokens and masks of some."""
     lengths = np.array(samples.lengths, np.int64)
     digest = hashlib.blake2s(lengths.tobytes())
-    for index in np.unique(np.linspace(0, len(lengths) - 1, min(_LOOKED_AT, len(lengths))).astype(int)):
+    for index in np.unique(np.linspace(0, len(lengths) - 1, min(_COMPARED_SAMPLES, len(lengths))).astype(int)):
         sample = samples[int(index)]
         digest.update(sample.tokens.tobytes())
         digest.update(sample.loss_mask.tobytes())
@@ -50,18 +59,18 @@ def fingerprint_of(samples: Samples) -> str:
 def write(folder: Path, identity: Identity) -> None:
     """Put it into the folder of a run."""
     values = {**dataclasses.asdict(identity), "config": identity.config.flat()}
-    write_whole(folder / ABOUT, (json.dumps(values, indent=2) + "\n").encode())
+    write_whole(folder / RUN_FILE, (json.dumps(values, indent=2) + "\n").encode())
 
 
 def read(folder: Path) -> Identity:
     """What the run in a folder is. Raises CheckpointError where there is none."""
-    file = folder / ABOUT
+    file = folder / RUN_FILE
     try:
         values = json.loads(file.read_text())
         return Identity(from_mapping(values["config"]), values["target"], values["data"], values["processes"])
     except FileNotFoundError as e:
         raise CheckpointError(
-            f"{folder} holds no run ({ABOUT} is missing); name the --output of a run that was cut short"
+            f"{folder} holds no run ({RUN_FILE} is missing); name the --output of a run that was cut short"
         ) from e
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as e:
         raise CheckpointError(f"{file} cannot be read: {e}") from e
@@ -76,7 +85,7 @@ def resumed_config(folder: Path, changes: Mapping[str, Any]) -> TrainConfig:
     config = from_mapping({**began.flat(), **changes})
     for name in changes:
         before, now = began.value(name), config.value(name)
-        if before != now and name not in FREE:
+        if before != now and name not in MUTABLE:
             raise ConfigError(
                 f"{flag(name)} is {now!r}, but the run in {folder} began with {before!r}; leave {flag(name)} out, "
                 f"or begin another run from its head with --init-from {folder}/last"

@@ -21,7 +21,7 @@ from eagle_mlx.target import Target, fingerprint
 from ..command import Stop, Stopped
 from ..config import TrainConfig
 from ..data import Batches, Rows, TrainData
-from ..distributed import ALONE, World
+from ..distributed import SINGLE_PROCESS, World
 from ..evaluation import Acceptance, Evaluator
 from ..kinds import KINDS, Head, kind_of, resolved
 from ..report import write_plots
@@ -29,13 +29,13 @@ from ..step import NotFiniteError, Span, Stepper, StepResult, learning_rate_fact
 from . import identity, state
 from .outcome import outcome
 from .output import run_folder
-from .processes import Lead
+from .processes import Workers
 from .progress import Bar, Progress, mean, means
 from .state import Checkpoint, RunState
 from .tracker import Tracker
 
 BEST, LAST, REPORT = "best", "last", "report.json"
-_EVALS = 10
+_DEFAULT_EVALS = 10
 """Evaluations of a run for which no interval is given."""
 
 
@@ -47,17 +47,17 @@ def train(
     head: Head | None = None,
     resume: Path | None = None,
     stop: Stop | None = None,
-    world: World = ALONE,
+    world: World = SINGLE_PROCESS,
 ) -> dict[str, Any]:
     """Train a head, a new one unless one is given, into `config.run.output`; returns the report that is written there.
 
     The folder gets `best` (highest τ) and `last`, both checkpoints in the layout of their kind, metrics.jsonl,
-    report.json and plots. With `resume`, the folder of a run that was cut short, that run goes on where its newest
+    report.json and plots. With `resume`, the folder of a run that was cut short, that run continues where its newest
     whole state was saved, as if it had never stopped. Ctrl-C and SIGTERM save the state and raise Stopped.
 
     Raises OutputError where the folder exists already or cannot be written, ConfigError where target or data are not
     those that the run to resume began with, CheckpointError where it is complete, and EagleError where the loss is not
-    finite. Of the processes of a `world` the first one calls this, and the others `follow`.
+    finite. Of the processes of a `world` rank 0 calls this, and the others `run_worker`.
     """
     config, stop = resolved(config), stop or Stop()
     head = head or KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
@@ -104,7 +104,7 @@ class Run:
             target, prompts, config.evaluation.depth, config.evaluation.tokens, config.evaluation.batch
         )
         self.stepper = Stepper(head, target, config, world)
-        self.lead = Lead(world, stop)
+        self.workers = Workers(world, stop)
         self.progress = Progress()
         self.untrained: Acceptance | None = None
         self.best: tuple[int, Acceptance] | None = None
@@ -123,7 +123,7 @@ class Run:
         try:
             return self._run(saved)
         finally:
-            self.lead.end()
+            self.workers.end()
 
     def _run(self, saved: Checkpoint | None) -> dict[str, Any]:
         if saved:
@@ -138,7 +138,7 @@ class Run:
                 self._train()
                 last = self._evaluate()
             except Stopped:
-                self._keep()
+                self._save_interrupted()
                 raise
             return self._finish(last)
 
@@ -171,7 +171,7 @@ class Run:
         begin = time.monotonic()
         progress = self.span.progress(self.progress.step, self.elapsed)
         factor = learning_rate_factor(progress, self.config.optimization.warmup, self.config.optimization.final_lr)
-        self.lead.step(self.progress.epoch, self.progress.batch, factor)
+        self.workers.step(self.progress.epoch, self.progress.batch, factor)
         try:
             result = self.stepper(rows, factor)
         except NotFiniteError as e:
@@ -202,7 +202,7 @@ class Run:
             return
         progress = self.span.progress(self.progress.step - 1, self.elapsed)
         values = {
-            **self._place(),
+            **self._counts(),
             "loss": mean([r.loss for r in self._recent]),
             "loss_by_step": means([r.loss_by_step for r in self._recent]),
             "accuracy_by_step": means([r.accuracy_by_step for r in self._recent]),
@@ -218,7 +218,7 @@ class Run:
         self.tracker.log("train", self.progress.step, values)
         self._recent = []
 
-    def _place(self) -> dict[str, Any]:
+    def _counts(self) -> dict[str, Any]:
         return {
             "epoch": self.progress.epoch,
             "tokens": self.progress.tokens,
@@ -229,7 +229,7 @@ class Run:
         with self.stop.immediate():
             found = self.evaluator.measure(self.head)
         texts = {"generations": self.evaluator.generations}
-        self.tracker.log("eval", self.progress.step, {**self._place(), **dataclasses.asdict(found), **texts})
+        self.tracker.log("eval", self.progress.step, {**self._counts(), **dataclasses.asdict(found), **texts})
         tqdm.write(
             f"step {self.progress.step}: τ {found.acceptance_length:.3f} at depth {found.depth}, by position "
             f"{' '.join(f'{a:.2f}' for a in found.acceptance_by_position)} "
@@ -262,22 +262,22 @@ class Run:
         self._plan_next_save()
 
     def _restore(self, saved: Checkpoint) -> None:
-        state.put_back(self.head, saved.head)
+        state.load_weights(self.head, saved.head)
         self.stepper.restore(saved.stepper)
-        self.lead.agree(self.stepper)
+        self.workers.sync(self.stepper)
         now = saved.state
         self.progress, self.untrained, self._recent = now.progress, now.untrained, now.recent
         self.best = (now.best_step, now.best) if now.best_step is not None and now.best else None
         self._next_eval = now.next_eval
         self._begin = time.monotonic() - now.elapsed
-        tqdm.write(f"going on after step {self.progress.step}")
+        tqdm.write(f"resuming after step {self.progress.step}")
 
-    def _keep(self) -> None:
-        """Save what an interrupted run has come to, and say how it goes on."""
+    def _save_interrupted(self) -> None:
+        """Save what an interrupted run has come to, and say how it continues."""
         if self.progress.step:
             self._save_head(LAST)
             self._save_state()
-            tqdm.write(f"stopped after {self.progress.step} steps; go on with: eagle-train --resume {self.folder}")
+            tqdm.write(f"stopped after {self.progress.step} steps; continue with: eagle-train --resume {self.folder}")
 
     def _plan_next_eval(self) -> None:
         if self.config.evaluation.steps:
@@ -285,7 +285,7 @@ class Run:
         elif self.config.evaluation.minutes:
             self._next_eval = self.elapsed + 60 * self.config.evaluation.minutes
         else:
-            self._next_eval = self.span.progress(self.progress.step, self.elapsed) + 1 / _EVALS
+            self._next_eval = self.span.progress(self.progress.step, self.elapsed) + 1 / _DEFAULT_EVALS
 
     def _eval_is_due(self) -> bool:
         if self.config.evaluation.steps:

@@ -20,7 +20,7 @@ def run_folder(
 ) -> Iterator[Path]:
     """The folder that a run writes to; no second run can write there meanwhile.
 
-    It is `output` itself where that is free, and `resume` where a run goes on. Where `output` is to be overwritten it
+    It is `output` itself where that is free, and `resume` where a run continues. Where `output` is to be overwritten it
     is a folder beside it, which takes its place when the block ends well, now or after it was resumed. A new run that
     fails leaves no folder, unless that is worth keeping.
     """

@@ -1,4 +1,4 @@
-"""A run of several processes: the first one leads, the others take the steps that it orders."""
+"""A run of several processes: rank 0 runs the loop, the workers take the steps that it broadcasts."""
 
 from __future__ import annotations
 
@@ -15,64 +15,66 @@ from ..distributed import World
 from ..kinds import KINDS, Head, resolved
 from ..step import Stepper
 
-_AGREE = "agree"
+_SYNC = "sync"
 
 
-class Lead:
-    """What the first process asks of the others. Alone it asks nobody."""
+class Workers:
+    """The other processes, as rank 0 commands them. A single process has none."""
 
     def __init__(self, world: World, stop: Stop):
         self._world, self._stop = world, stop
-        self._over = world.size == 1
+        self._ended = world.size == 1
 
     def step(self, epoch: int, batch: int, factor: float) -> None:
         """All take their part of that batch next. Raises Stopped where one of them was asked to stop."""
-        self._order([epoch, batch, factor])
+        self._broadcast([epoch, batch, factor])
 
-    def agree(self, stepper: Stepper) -> None:
+    def sync(self, stepper: Stepper) -> None:
         """All get this process's head and optimizer state."""
-        if not self._over:
-            self._order(_AGREE)
-            stepper.agree()
+        if not self._ended:
+            self._broadcast(_SYNC)
+            stepper.sync()
 
     def end(self) -> None:
-        """The others stop."""
-        if not self._over:
-            self._over = True
+        """The workers stop."""
+        if not self._ended:
+            self._ended = True
             with contextlib.suppress(EagleError):  # they have ended already
                 self._world.any(True)
 
-    def _order(self, order: object) -> None:
-        if self._over:
+    def _broadcast(self, command: object) -> None:
+        if self._ended:
             return
         if self._world.any(self._stop.asked):
-            self._over = True
+            self._ended = True
             raise Stopped
-        self._world.tell(order)
+        self._world.broadcast(command)
 
 
-def follow(target: Target, data: TrainData, config: TrainConfig, head: Head | None, world: World, stop: Stop) -> None:
-    """Train along with the first process until it ends the run. It alone measures, saves and writes."""
+def run_worker(
+    target: Target, data: TrainData, config: TrainConfig, head: Head | None, world: World, stop: Stop
+) -> None:
+    """Train along with rank 0 until it ends the run. Rank 0 alone measures, saves and writes."""
     config = resolved(config)
     head = head or KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
     with stop.deferred():
         batches = Batches(data.samples, config.optimization.rows, config.optimization.length, config.run.seed, world)
         stepper = Stepper(head, target, config, world)
         stream: Generator[Rows, None, None] | None = None
-        place: tuple[int, int] | None = None
+        position: tuple[int, int] | None = None
         try:
             while not world.any(stop.asked):
-                order = world.tell()
-                if order == _AGREE:
-                    stepper.agree()
+                command = world.broadcast()
+                if command == _SYNC:
+                    stepper.sync()
                     continue
-                epoch, batch, factor = order
-                if stream is None or place != (epoch, batch):
+                epoch, batch, factor = command
+                if stream is None or position != (epoch, batch):
                     if stream is not None:
                         stream.close()
                     stream = batches.epoch(epoch, batch)
                 stepper(next(stream), factor)
-                place = (epoch, batch + 1)
+                position = (epoch, batch + 1)
         finally:
             if stream is not None:
                 stream.close()

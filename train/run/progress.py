@@ -27,7 +27,7 @@ class Progress:
 class Bar:
     """The progress bar: steps of a known number, or seconds of a budget, with the time that is left.
 
-    `done` is what a run that goes on has behind it, in steps or seconds; the time left is judged by what follows.
+    `done` is what a run that continues has behind it, in steps or seconds; the time left is judged by what follows.
     """
 
     def __init__(self, span: Span, done: float = 0):

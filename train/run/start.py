@@ -1,4 +1,4 @@
-"""Going on from a head that exists."""
+"""Training that starts from an existing head."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def existing_head(target: Target, config: TrainConfig) -> Head | None:
     loaded: Any = load_head(config.head.init_from, target)
     kind = kind_of(loaded)
     if kind.name != config.head.kind:
-        raise ConfigError(f"{config.head.init_from} is an {kind.title} head; go on from it with --head {kind.name}")
-    for name, has in kind.contradictions(loaded, config).items():
+        raise ConfigError(f"{config.head.init_from} is an {kind.title} head; continue from it with --head {kind.name}")
+    for name, has in kind.mismatches(loaded, config).items():
         asked = config.value(name)
         if asked not in (OPEN[name], has):
             raise ConfigError(

@@ -81,8 +81,8 @@ def save(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
     return folder
 
 
-def newest(run: Path, tell: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that is whole, None where there is none; those that are not are told of and passed over.
+def newest(run: Path, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint that is whole, None where there is none; damaged ones are warned of and skipped.
 
     What a write that was cut short has left is removed.
     """
@@ -92,7 +92,7 @@ def newest(run: Path, tell: Callable[[str], None]) -> Checkpoint | None:
         try:
             return load(folder)
         except CheckpointError as e:
-            tell(f"{e}; going back to the one before")
+            warn(f"{e}; going back to the one before")
     return None
 
 
@@ -116,7 +116,7 @@ def weights_of(head: Head) -> Arrays:
     return dict(cast(list[tuple[str, mx.array]], tree_flatten(head.trainable_parameters())))
 
 
-def put_back(head: Head, weights: Arrays) -> None:
+def load_weights(head: Head, weights: Arrays) -> None:
     """Give a head its weights again. Raises CheckpointError for those of a head of another shape."""
     has = {name: weight.shape for name, weight in weights_of(head).items()}
     given = {name: weight.shape for name, weight in weights.items()}
@@ -180,4 +180,4 @@ def _earlier(run: Path) -> str:
     folders = _folders(run)
     if not folders:
         return "there is no earlier state, so make room and begin again"
-    return f"{folders[0]} is whole: make room and go on from there with `eagle-train --resume {run}`"
+    return f"{folders[0]} is whole: make room and continue from there with `eagle-train --resume {run}`"

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from ..config import TrainConfig
 from ..evaluation import write_generations
 from ..plan import memory_gb
-from ..report import METRICS, PICTURES, Row, cut_back
+from ..report import METRICS, PICTURES, Row, truncate
 from .wandb_run import WandbRun
 
 Kind = Literal["train", "eval"]
@@ -20,14 +20,14 @@ Kind = Literal["train", "eval"]
 class Tracker:
     """Writes lines of metrics, and the texts of evaluations; use it in a `with` statement.
 
-    With `resume_step` the folder is that of a run which goes on after that step: lines of later steps are dropped, and
+    With `resume_step` the folder is that of a run which resumes after that step: lines of later steps are dropped, and
     each step is written once however often it is logged. Raises DataError where the lines that are there are damaged,
     ConfigError where Weights & Biases cannot be used.
     """
 
     def __init__(self, folder: Path, config: TrainConfig, resume_step: int | None = None):
         file = folder / METRICS
-        self.rows: list[Row] = [] if resume_step is None else cut_back(file, resume_step)
+        self.rows: list[Row] = [] if resume_step is None else truncate(file, resume_step)
         """All lines so far, those of before an interruption included."""
         self._known = {(row["kind"], row["step"]) for row in self.rows}
         self._folder, self._config = folder, config

@@ -19,7 +19,7 @@ from ..config import TrainConfig
 from ..evaluation import Generation, per_round
 
 _ID = "run-id"
-"""File in `wandb/` with the id under which a run goes on."""
+"""File in `wandb/` with the id under which a run continues."""
 _FINISH_SECONDS = 8.0
 """How long the end of a run waits for uploads; what is left stays on the disk for `wandb sync`."""
 _TEARDOWN_SECONDS = 20.0
@@ -56,7 +56,7 @@ class WandbRun:
                 settings=wandb.Settings(finish_timeout=_FINISH_SECONDS),
             )
             self._run.define_metric("step")
-            self._run.define_metric("*", step_metric="step")  # a run that goes on may send a step again
+            self._run.define_metric("*", step_metric="step")  # a run that continues may send a step again
         except Exception as e:
             raise _refusal(e) from e
         file.parent.mkdir(exist_ok=True)
@@ -99,8 +99,8 @@ class WandbRun:
         except Exception as e:
             self._run = None
             tqdm.write(
-                f"warning: Weights & Biases failed ({_first_line(e)}); the run goes on without it, and its files have "
-                "everything",
+                f"warning: Weights & Biases failed ({_first_line(e)}); the run continues without it, and its files "
+                "have everything",
                 file=sys.stderr,
             )
 

@@ -1,4 +1,4 @@
-"""One optimizer step: losses, gradients over all lanes, the optimizers and their schedule."""
+"""One optimizer step: losses, gradients over all streams, the optimizers and their schedule."""
 
 from .schedule import Span, learning_rate_factor, span_of
 from .step import NotFiniteError, Stepper, StepResult

@@ -1,4 +1,4 @@
-"""One optimizer step: losses of all lanes, their gradients, clipping, update."""
+"""One optimizer step: losses of all streams, their gradients, clipping, update."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from eagle_mlx.target import Target
 
 from ..config import TrainConfig
 from ..data import Rows, capture_rows
-from ..distributed import ALONE, World
+from ..distributed import SINGLE_PROCESS, World
 from ..kinds import Head, kind_of, resolved
 from .batch_plan import Plan, make_plan
-from .frugal import FrugalLoss
+from .chunked_loss import ChunkedLoss
 from .losses import CROSS_ENTROPY, Objective, feature_losses, soft_labels, step_weights, unrolled_loss
 from .noise import Noise, add_noise, noise_of
 from .optimizers import Optimizers
@@ -65,7 +65,7 @@ class NotFiniteError(EagleError):
 
 @dataclass(frozen=True)
 class _Part:
-    """What one lane computes."""
+    """What one stream computes."""
 
     rows: Rows
     plan: Plan
@@ -78,7 +78,7 @@ class Stepper:
     The processes of a `world` take each step together, every one with its own rows, and stay alike.
     """
 
-    def __init__(self, head: Head, target: Target, config: TrainConfig, world: World = ALONE):
+    def __init__(self, head: Head, target: Target, config: TrainConfig, world: World = SINGLE_PROCESS):
         config = resolved(config)
         head.attach(target)
         self.head, self._target, self._config, self._world = head, target, config, world
@@ -86,13 +86,12 @@ class Stepper:
         self._objective = objective_of(config)
         self._steps = 0
         self._optimizers = Optimizers(config.optimization, head.trainable_parameters())
-        self._lanes = config.run.lanes or min(default_streams(), config.optimization.rows)
-        self._streams = make_streams(self._lanes)
+        self._streams = make_streams(config.run.streams or min(default_streams(), config.optimization.rows))
         self._gradients: Callable[[list[Arrays]], tuple[list[mx.array], Any]] = self._plain_gradients
         self._update: Callable[[Any, mx.array], None] = self._plain_update
         if not use_shortcuts():  # on a CPU a compiled step is the slower one
             self.compile()
-        self.agree()
+        self.sync()
 
     def compile(self) -> None:
         """Let MLX fuse the step's operations; a new shape of batch is compiled anew."""
@@ -110,13 +109,13 @@ class Stepper:
         counts = np.zeros(len(self._weights), np.int64)
         for part in itertools.chain(*groups):
             counts += part.plan.counts.astype(np.int64)
-        *counted, tokens = self._world.sum(np.array([*counts, (rows.segments > 0).sum()])).tolist()
+        *counted, tokens = self._world.all_sum(np.array([*counts, (rows.segments > 0).sum()])).tolist()
         if not counted[0]:
             return None
         scale = (self._weights / np.maximum(counted, 1)).astype(np.float32)
         self._steps += 1
         self._optimizers.set_rates(factor)
-        with one_blas_thread(self._lanes > 1):
+        with one_blas_thread(len(self._streams) > 1):
             norm, loss, by_step, hits, *features = self._learn(groups, scale, rows)
         return StepResult(
             float(np.array(loss)),
@@ -129,7 +128,7 @@ class Stepper:
         )
 
     def _parts(self, rows: Rows) -> list[list[_Part]]:
-        """The rows dealt out to groups, one after the other, of lanes side by side; parts without loss are left out."""
+        """The rows in groups, one after the other, of parts computed in parallel; parts without loss are left out."""
         multiple = 1 if use_shortcuts() else _COMPILED_MULTIPLE
         noise = noise_of(rows, self._config.optimization.feature_noise, self._config.run.seed, self._steps)
 
@@ -137,16 +136,18 @@ class Stepper:
             own = noise.part(part.first - rows.first, len(part.tokens)) if noise else None
             return _Part(part, make_plan(part, len(self._weights), multiple), own)
 
-        groups = [map(part_of, group.split(self._lanes)) for group in rows.split(self._config.optimization.accumulate)]
+        groups = [
+            map(part_of, group.split(len(self._streams))) for group in rows.split(self._config.optimization.accumulate)
+        ]
         with_loss = [[part for part in group if part.plan.counts[0]] for group in groups]
         return [group for group in with_loss if group]
 
     def _learn(self, groups: list[list[_Part]], scale: NDArray[np.float32], rows: Rows) -> list[mx.array]:
         """One update; the gradient's norm and the results of all groups, added over all processes."""
-        total = self._added(groups, scale)
+        total = self._accumulate(groups, scale)
         if self._world.size > 1:
             mx.eval(total)
-            total = self._world.sum_tree(list(total))
+            total = self._world.all_sum_tree(list(total))
         results, gradient = total
         norm = gradient_norm(gradient)
         mx.eval(norm, results)
@@ -156,16 +157,16 @@ class Stepper:
         mx.eval(self.head.parameters(), self._optimizers.together.state)
         return [norm, *results]
 
-    def _added(self, groups: list[list[_Part]], scale: NDArray[np.float32]) -> Any:
+    def _accumulate(self, groups: list[list[_Part]], scale: NDArray[np.float32]) -> Any:
         """The results and the gradient of all groups, added."""
         total: Any = None
         for group in groups:
-            found = self._gradients([self._lane(part, scale, at) for at, part in enumerate(group)])
+            found = self._gradients([self._arrays_of(part, scale, at) for at, part in enumerate(group)])
             total = found if total is None else tree_map(mx.add, total, found)
             del found
             if len(groups) > 1:
                 mx.eval(total)  # before the next group takes its memory
-        return self._nothing() if total is None else total
+        return self._zeros() if total is None else total
 
     def _check(self, norm: mx.array, loss: mx.array, rows: Rows) -> None:
         """Raise NotFiniteError, with the rows that are to blame, unless both are finite."""
@@ -182,49 +183,49 @@ class Stepper:
         if not groups:
             return True
         counts = sum(part.plan.counts for part in itertools.chain(*groups))
-        (loss, *_), gradient = self._added(groups, (self._weights / np.maximum(counts, 1)).astype(np.float32))
+        (loss, *_), gradient = self._accumulate(groups, (self._weights / np.maximum(counts, 1)).astype(np.float32))
         return bool(mx.isfinite(loss + gradient_norm(gradient)))
 
-    def _lane(self, part: _Part, scale: NDArray[np.float32], number: int) -> Arrays:
-        with mx.stream(self._streams[number]):
-            return lane_arrays(self.head, self._target, part.rows, part.plan, scale, part.noise)
+    def _arrays_of(self, part: _Part, scale: NDArray[np.float32], stream: int) -> Arrays:
+        with mx.stream(self._streams[stream]):
+            return part_arrays(self.head, self._target, part.rows, part.plan, scale, part.noise)
 
-    def _nothing(self) -> tuple[list[mx.array], Any]:
+    def _zeros(self) -> tuple[list[mx.array], Any]:
         """What comes of no rows."""
         by_step = mx.zeros(len(self._weights))
         results = [mx.array(0.0), by_step, by_step, *([by_step] if self._objective.feature_weight else [])]
         return results, tree_map(mx.zeros_like, self.head.trainable_parameters())
 
-    def agree(self) -> None:
-        """Give all processes the head and the state of the first one, bit by bit."""
+    def sync(self) -> None:
+        """Broadcast the head and the state of rank 0, bit by bit."""
         if self._world.size == 1:
             return
         weights = dict(cast(list[tuple[str, mx.array]], tree_flatten(self.head.trainable_parameters())))
-        self.head.update(tree_unflatten(list(self._world.of_first(weights).items())))
-        self.restore(self._world.of_first(self.state()))
+        self.head.update(tree_unflatten(list(self._world.broadcast_arrays(weights).items())))
+        self.restore(self._world.broadcast_arrays(self.state()))
 
     def state(self) -> dict[str, mx.array]:
         """All that the next step depends on besides the head's weights and the batch, by name.
 
         `step` counts the updates; the rest is the optimizers'. A new Stepper that gets this back over a head with the
-        same weights goes on bit by bit as this one would.
+        same weights continues bit by bit as this one would.
         """
         own = {_STEP: mx.array(self._steps, mx.int64)}
         return own | {f"{_OPTIMIZER}{name}": value for name, value in self._optimizers.arrays().items()}
 
     def restore(self, state: Mapping[str, mx.array]) -> None:
-        """Go on from what `state` gave. Raises CheckpointError where it is of another head or optimizer."""
+        """Continue from what `state` gave. Raises CheckpointError where it is of another head or optimizer."""
         if _STEP not in state:
             raise CheckpointError(f"the trainer's state has no {_STEP!r}; was it written by eagle-train?")
         others = {name.removeprefix(_OPTIMIZER): value for name, value in state.items() if name != _STEP}
         self._optimizers.restore(others)
         self._steps = int(np.array(state[_STEP]))
 
-    def _plain_gradients(self, lanes: list[Arrays]) -> tuple[list[mx.array], Any]:
-        """What came of the lanes and the gradient, both added up."""
-        loss_and_grad = nn.value_and_grad(self.head, self._lane_loss)
+    def _plain_gradients(self, parts: list[Arrays]) -> tuple[list[mx.array], Any]:
+        """Results and gradient of all parts, added."""
+        loss_and_grad = nn.value_and_grad(self.head, self._part_loss)
         found = []
-        for arrays, stream in zip(lanes, self._streams, strict=False):
+        for arrays, stream in zip(parts, self._streams, strict=False):
             with mx.stream(stream):
                 result, gradient = loss_and_grad(arrays)
             found.append((list(result), gradient))
@@ -233,8 +234,8 @@ class Stepper:
             total = tree_map(mx.add, total, one)
         return total
 
-    def _lane_loss(self, arrays: Arrays) -> tuple[mx.array, ...]:
-        return lane_loss(self.head, self._target, arrays, self._objective, self._config.optimization.grad_checkpoint)
+    def _part_loss(self, arrays: Arrays) -> tuple[mx.array, ...]:
+        return part_loss(self.head, self._target, arrays, self._objective, self._config.optimization.grad_checkpoint)
 
     def _plain_update(self, gradient: Any, norm: mx.array) -> None:
         """Change the weights by a gradient of that norm, clipped."""
@@ -247,10 +248,10 @@ def gradient_norm(gradient: Any) -> mx.array:
     return mx.sqrt(tree_reduce(lambda total, g: total + mx.sum(mx.square(g)), gradient, mx.array(0.0)))
 
 
-def lane_arrays(
+def part_arrays(
     head: Head, target: Target, rows: Rows, plan: Plan, scale: NDArray[np.float32], noise: Noise | None = None
 ) -> Arrays:
-    """What a lane computes on; `scale` [S] is what a position counts for in each draft step."""
+    """The arrays of one part of a batch; `scale` [S] is what a position counts for in each draft step."""
     aux_layers = kind_of(head).aux_layers_of(head)
     states = mx.array(rows.states) if rows.states is not None else capture_rows(target, aux_layers, rows)
     return {
@@ -265,13 +266,13 @@ def lane_arrays(
     }
 
 
-def lane_loss(
-    head: Head, target: Target, arrays: Arrays, objective: Objective = CROSS_ENTROPY, frugal: bool = False
+def part_loss(
+    head: Head, target: Target, arrays: Arrays, objective: Objective = CROSS_ENTROPY, grad_checkpoint: bool = False
 ) -> tuple[mx.array, ...]:
     """The loss of some rows and what came of each draft step, as `unrolled_loss` has it.
 
-    Where the distance of the features is part of the loss, it follows as [S]. A frugal one comes to the same with less
-    memory: what can be computed again is not kept for the gradient.
+    Where the distance of the features is part of the loss, it follows as [S]. With
+    `grad_checkpoint` it comes to the same with less memory: what can be computed again is not kept for the gradient.
     """
     kind, width = kind_of(head), target.hidden_size
     states, select, weights = arrays["states"], arrays["select"], arrays["weights"]
@@ -279,9 +280,11 @@ def lane_loss(
     g = kind.features(head, target, states, partial(add_noise, arrays))
     tokens = arrays["tokens"]
     embeddings = (head.embed_tokens(tokens) if head.config.own_embedding else target.embed(tokens)).astype(mx.float32)
-    outputs = kind.unroll(head, embeddings, g, arrays["segments"], arrays["positions"], select.shape[0], frugal)
-    if frugal:
-        loss, by_step, hits = FrugalLoss(head, target, last, weights, objective.hard)(outputs, select)
+    outputs = kind.unroll(
+        head, embeddings, g, arrays["segments"], arrays["positions"], select.shape[0], grad_checkpoint
+    )
+    if grad_checkpoint:
+        loss, by_step, hits = ChunkedLoss(head, target, last, weights, objective.hard)(outputs, select)
     else:
         labels = soft_labels(target, last, head.token_ids)
         loss, by_step, hits = unrolled_loss(head, outputs, labels, select, weights, objective.hard)

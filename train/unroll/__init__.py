@@ -1,7 +1,7 @@
-"""Draft steps in training, each reading what the one before it made: for EAGLE-3 heads, and for heads of any make."""
+"""Draft steps in training, each fed with the one before it: for EAGLE-3 heads, and for heads of any make."""
 
 from .eagle3 import unroll
+from .feedback import unroll_feedback
 from .recompute import holding, weights_but
-from .recycling import recycle
 
-__all__ = ["holding", "recycle", "unroll", "weights_but"]
+__all__ = ["holding", "unroll", "unroll_feedback", "weights_but"]

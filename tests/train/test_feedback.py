@@ -14,7 +14,7 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.target import Target
 from eagle_mlx.train.kinds import kind_of
 from eagle_mlx.train.unroll.eagle3 import unroll
-from eagle_mlx.train.unroll.recycling import Unrolled, recycle
+from eagle_mlx.train.unroll.feedback import UnrolledCache, unroll_feedback
 from tests.eagle_mlx.heads import KINDS, eagle3
 from tests.fakes import tiny_target
 
@@ -23,7 +23,7 @@ STEPS = 4
 
 
 def drafted(head: DraftHead, target: Target, tokens: list[int], index: int, steps: int) -> list[mx.array]:
-    """The outputs [H] at `index` and of the steps behind it, as a proposer comes by them: read, then recycle."""
+    """The outputs [H] at `index` and of the steps behind it, as a proposer comes by them: read, then fed back."""
     cache = RaggedCache(head.cache_layers, 1)
     ids = mx.array([tokens], mx.int32)
     aux = target.forward(ids[:, : index + 1], aux_layers=head.aux_layers).aux
@@ -80,7 +80,9 @@ def test_it_equals_the_unroll_that_knows_eagle3(seed: int, steps: int, length: i
     segments = mx.array(np.sort(rng.integers(1, 4, (2, length)), axis=1), mx.int32)
     positions = mx.array(np.sort(rng.integers(0, length - steps, (2, 3)), axis=1), mx.int32)
     known = unroll(head, TARGET.embed(tokens), g, segments, positions, steps)
-    for ours, theirs in zip(recycle(head, TARGET.embed(tokens), g, segments, positions, steps), known, strict=True):
+    for ours, theirs in zip(
+        unroll_feedback(head, TARGET.embed(tokens), g, segments, positions, steps), known, strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
 
 
@@ -95,7 +97,7 @@ def test_the_gradient_reaches_the_keys_of_earlier_steps(name: str) -> None:
 
     def last_key(start: mx.array) -> mx.array:
         """Only the first step's keys differ by what is at index 1; index 4 sees them alone of it."""
-        return mx.sum(recycle(head, head.embed(tokens), start, segments, mx.array([[4]]), 3)[-1])
+        return mx.sum(unroll_feedback(head, head.embed(tokens), start, segments, mx.array([[4]]), 3)[-1])
 
     gradient = dict(tree_flatten({"g": mx.grad(last_key)(g)}))["g"]
     size = np.abs(np.array(gradient)).sum(axis=-1)[0]
@@ -108,7 +110,7 @@ def test_the_gradient_reaches_the_keys_of_earlier_steps(name: str) -> None:
 
 def test_the_mask_is_causal_on_the_first_keys_and_diagonal_behind_them() -> None:
     made = mx.zeros((1, 1, 4, 2))
-    cache = Unrolled(mx.array([[1, 1, 2, 2]]), [(made, made)])
+    cache = UnrolledCache(mx.array([[1, 1, 2, 2]]), [(made, made)])
     mask = np.array(cache.make_mask(4)[0, 0], np.int32)
     assert mask[:, :4].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     assert mask[:, 4:].tolist() == np.eye(4, dtype=int).tolist()

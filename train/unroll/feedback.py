@@ -1,4 +1,6 @@
-"""Draft steps unrolled over whole rows, for heads of any make: each layer is given the cache that drafting would have.
+"""Draft steps unrolled over whole rows, each fed the head's own output of the step before, for heads of any make.
+
+Each layer is given the cache that drafting would have.
 
 `eagle3.py` does the same for the usual EAGLE-3 head, at less cost; this one knows nothing of what is inside a head.
 """
@@ -15,7 +17,7 @@ from .eagle3 import take_rows
 from .recompute import Step, recomputed
 
 
-class Unrolled:
+class UnrolledCache:
     """One layer's keys and values while drafts run behind every position at once, in mlx-lm's cache protocol.
 
     First come the L entries of step 0, made of the target's hidden states; then, step by step, L entries that the
@@ -61,7 +63,7 @@ class Unrolled:
         return self._keys[-1], self._values[-1]
 
 
-def recycle(
+def unroll_feedback(
     head: Any,
     embeddings: mx.array,
     g: mx.array,
@@ -80,7 +82,7 @@ def recycle(
     def draft(step: int, h: mx.array, *past: mx.array) -> list[mx.array]:
         """The output, then keys and values layer by layer; `past` has the latter of each step before."""
         pairs = list(zip(past[::2], past[1::2], strict=True))
-        caches = [Unrolled(segments, pairs[layer::layers]) for layer in range(layers)]
+        caches = [UnrolledCache(segments, pairs[layer::layers]) for layer in range(layers)]
         behind = mx.repeat(embeddings[:, -1:], step + 1, axis=1)
         following = mx.concatenate([embeddings[:, step + 1 :], behind], axis=1)[:, : embeddings.shape[1]]
         h = head(following, h, caches)

@@ -1,7 +1,7 @@
-"""The loss of `losses.py` without the memory for it: no logits are kept for the backward pass.
+"""The loss of `losses.py`, chunk by chunk, so that no logits are kept for the backward pass.
 
-The gradients of a few labels are computed as soon as their loss is, and only their sums are kept; the backward pass has
-but to scale them. Nothing is computed twice.
+The gradients of a chunk of labels are computed with its loss, and only their sums are kept. The backward pass scales
+them. Nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOGITS = 1 << 25
 
 
 @dataclass(frozen=True)
-class FrugalLoss:
+class ChunkedLoss:
     """As `unrolled_loss`, with the target's last hidden states at the labels' positions in place of the labels."""
 
     head: Head
@@ -42,10 +42,10 @@ class FrugalLoss:
         names, own = weights_but(self.head, others)
         read = [h.reshape(-1, h.shape[-1])[select[step]] for step, h in enumerate(outputs)]
 
-        def with_gradients(*given: mx.array) -> list[mx.array]:
-            return self._with_gradients(names, given[: len(names)], given[len(names) :])
+        def loss_and_gradients(*given: mx.array) -> list[mx.array]:
+            return self._loss_and_gradients(names, given[: len(names)], given[len(names) :])
 
-        forward: Any = mx.custom_function(with_gradients)
+        forward: Any = mx.custom_function(loss_and_gradients)
 
         @forward.vjp  # type: ignore[untyped-decorator]
         def backward(_: Any, cotangents: Sequence[mx.array], found: Sequence[mx.array]) -> list[mx.array]:
@@ -54,31 +54,31 @@ class FrugalLoss:
         loss, by_step, hits, *_ = forward(*own, *read)
         return loss, mx.stop_gradient(by_step), mx.stop_gradient(hits)
 
-    def _with_gradients(
+    def _loss_and_gradients(
         self, names: Sequence[str], own: Sequence[mx.array], read: Sequence[mx.array]
     ) -> list[mx.array]:
-        """Loss, the steps' losses and hits, then the gradients of `own` and of `read`, one part after the other."""
+        """Loss, the steps' losses and hits, then the gradients of `own` and of `read`, chunk after chunk."""
         losses = [mx.array(0.0)] * len(read)
         hits = list(losses)
         of_own = [mx.zeros_like(weight) for weight in own]
         of_read: list[list[mx.array]] = [[] for _ in read]
         done: list[mx.array] = []
-        """What the next part waits for, so that MLX does not compute several at once."""
-        chunk = max(1, self.logits // self.target.vocab_size)
-        for begin in range(0, self.last.shape[0], chunk):
-            at = slice(begin, begin + chunk)
+        """What the next chunk waits for, so that MLX does not compute several at once."""
+        size = max(1, self.logits // self.target.vocab_size)
+        for begin in range(0, self.last.shape[0], size):
+            at = slice(begin, begin + size)
             labels = soft_labels(self.target, _after(self.last[at], done), self.head.token_ids)
             for step, x in enumerate(read):
-                loss, hit, gradients, slope = self._part(names, own, _after(x[at], done), labels, step, at)
+                loss, hit, gradients, gradient_of_x = self._chunk(names, own, _after(x[at], done), labels, step, at)
                 losses[step] = losses[step] + loss
                 hits[step] = hits[step] + hit
                 of_own = [total + gradient for total, gradient in zip(of_own, gradients, strict=True)]
-                of_read[step].append(slope)
-                done = [slope, *of_own, losses[step], hits[step]]
+                of_read[step].append(gradient_of_x)
+                done = [gradient_of_x, *of_own, losses[step], hits[step]]
         by_step = mx.stack(losses)
         return [mx.sum(by_step), by_step, mx.stack(hits), *of_own, *map(mx.concatenate, of_read)]
 
-    def _part(
+    def _chunk(
         self, names: Sequence[str], own: Sequence[mx.array], x: mx.array, labels: Labels, step: int, at: slice
     ) -> tuple[mx.array, mx.array, list[mx.array], mx.array]:
         """A draft step's loss and hits at some labels, with the gradients of the weights and of x."""
@@ -87,8 +87,8 @@ class FrugalLoss:
             with holding(self.head, names, weights):
                 return step_loss(self.head, x, labels, self.weights[step, at], self.hard)
 
-        (loss, hit), (gradients, slope) = mx.value_and_grad(loss_of, argnums=(0, 1))(list(own), x)
-        return loss, hit, gradients, slope
+        (loss, hit), (gradients, gradient_of_x) = mx.value_and_grad(loss_of, argnums=(0, 1))(list(own), x)
+        return loss, hit, gradients, gradient_of_x
 
 
 def _after(x: mx.array, done: list[mx.array]) -> mx.array:
