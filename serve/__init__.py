@@ -1,1 +1,5 @@
-"""Serving a target: for now `eagle-bench`, which measures what serving with speculation gains."""
+"""Commands that decode: eagle-generate, eagle-serve and eagle-bench, each in a package of its own.
+
+They share `speculation` (the flags that say what drafts, and how deep), `prompts` (prompts from files) and `defaults`
+(the included target, head and prompts).
+"""

@@ -35,7 +35,7 @@ class Process:
         self._connection, self._parent = connection, parent
         self._forking = Lock()
         self._id = [program.pid] if program else []
-        """Empty until a fork has told it."""
+        """Empty until a fork has sent it."""
         self._ending = (
             weakref.finalize(self, _close, connection, program)
             if program
@@ -78,10 +78,10 @@ class Process:
         """What the method gave, or why it gave nothing; None after so many seconds. Raises ProcessEnded."""
         try:
             while self._connection.poll(seconds):
-                told = self._connection.recv()
+                message = self._connection.recv()
                 if self._id:
-                    return told  # type: ignore[no-any-return]  # as the program's `answer` gives it
-                self._id.append(told)
+                    return message  # type: ignore[no-any-return]  # as the program's `answer` gives it
+                self._id.append(message)
         except (EOFError, OSError) as e:
             raise ProcessEnded from e
         return None
@@ -109,8 +109,8 @@ def _kill(connection: Connection, known: list[int]) -> None:
     """Kill a fork, unless it has ended: another process might have its id by now."""
     with suppress(EOFError, OSError):
         while connection.poll(0 if known else 1):
-            told = connection.recv()
-            known[:] = known or [told]
+            message = connection.recv()
+            known[:] = known or [message]
         if known:
             os.kill(known[0], signal.SIGKILL)
     connection.close()

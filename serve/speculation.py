@@ -89,7 +89,7 @@ class Speculation:
         """Draft tokens a round, the most where the policy adapts."""
         return DEFAULT_TOKENS[self.policy] if self.num_tokens is None else self.num_tokens
 
-    def chosen(self) -> Mode:
+    def resolved_mode(self) -> Mode:
         """The mode that is on."""
         if self.depth == 0:
             return "none"
@@ -98,7 +98,7 @@ class Speculation:
         return "eagle" if self.head is not None else "draft" if self.draft_model is not None else "none"
 
     @property
-    def deepest(self) -> int:
+    def max_depth(self) -> int:
         """The most draft tokens below one another."""
         grown = levels_for(self.tree_nodes) if self.policy == "throughput" else 0
         return max(self.depth, grown)
@@ -108,7 +108,7 @@ class Speculation:
 
         Raises an EagleError where it cannot be had or does not fit.
         """
-        mode = self.chosen()
+        mode = self.resolved_mode()
         if mode == "ngram":
             return NgramProposer(self.ngram_max, self.ngram_min, self.prompt_lookup)
         if mode in _HEADS:
@@ -140,7 +140,7 @@ class Speculation:
         return [f"no draft trees for this target: {engine.chains_only}; it gets chains"] if engine.chains_only else []
 
     def __str__(self) -> str:
-        mode = self.chosen()
+        mode = self.resolved_mode()
         source = f" head {self.head}" if mode in _HEADS else f" model {self.draft_model}" if mode == "draft" else ""
         if mode == "none":
             return "none, plain decoding"
@@ -149,9 +149,9 @@ class Speculation:
 
 
 def warn_of_head(head: DraftHead, target: Target) -> None:
-    """Try a head on its target, and say on standard error what speaks against it, if anything does."""
-    if (said := head_warning(head, target)) is not None:
-        print(f"warning: {said}", file=sys.stderr)
+    """Try a head on its target, and warn on standard error where it hardly drafts."""
+    if (warning := head_warning(head, target)) is not None:
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -190,7 +190,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how deep to draft")
     how.add_argument("--spec-policy", choices=get_args(PolicyName), help=f"rule (default {default.policy})")
     ema = "with --spec-policy acceptance-ema: "
-    how.add_argument("--disable-by-batch-size", type=int, metavar="N", help=f"{ema}no drafts from N rows on")
+    how.add_argument("--disable-by-batch-size", type=int, metavar="N", help=f"{ema}no drafts from N requests on")
     how.add_argument("--acceptance-rate-threshold", type=float, metavar="R", help=f"{ema}none below R (0.3)")
     how.add_argument("--acceptance-rate-ema-alpha", type=float, metavar="A", help=f"{ema}weight of a round (0.1)")
     how.add_argument("--no-adaptive-k", action="store_true", help=f"{ema}all K tokens or none")

@@ -27,7 +27,7 @@ from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.continuation import acceptance_length, finish
 from eagle_mlx.serve.bench.machine import describe
-from eagle_mlx.serve.bench.measure import Plan, Run, measure
+from eagle_mlx.serve.bench.measure import BenchConfig, Run, measure
 from eagle_mlx.serve.bench.modes import EngineMode, Models, build_modes
 from eagle_mlx.serve.prompts import encode, read_prompts
 from eagle_mlx.train.kinds.initial import new_head
@@ -63,11 +63,11 @@ def untrained_like(head: Eagle3Head, target: em.Target) -> Eagle3Head:
     return new_head(target, head.config, kept, seed=0)
 
 
-def tau(target: em.Target, head: Eagle3Head, prompts: list[list[int]], plan: Plan, depth: int) -> float:
+def tau(target: em.Target, head: Eagle3Head, prompts: list[list[int]], config: BenchConfig, depth: int) -> float:
     """τ of a head over the continuations that do not loop."""
     mode = EngineMode("eagle", target, TAU_BATCH, depth, em.HeadProposer(head))
-    said = finish(mode.decode(prompts, plan.params(len(prompts), plan.max_tokens)))
-    return acceptance_length([one for one in said if not is_loop(one.tokens, plan.least_distinct)])
+    said = finish(mode.decode(prompts, config.params(len(prompts), config.max_tokens)))
+    return acceptance_length([one for one in said if not is_loop(one.tokens, config.least_distinct)])
 
 
 def trained_head(folder: Path) -> Path:
@@ -87,19 +87,21 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     target = em.load_target(args.target)
     shipped = em.load_head(args.head, target)
     demo = em.load_head(trained_head(folder / "head"), target)
-    plan = Plan(max_tokens=args.max_tokens, repeats=1)
-    prompts = [encode(row, target, plan.max_tokens) for row in read_prompts(args.prompts, args.limit)]
-    runs = measure(target, build_modes(Models(target, shipped), ["mlx-lm", "eagle"], [1], [args.depth]), prompts, plan)
+    config = BenchConfig(max_tokens=args.max_tokens, repeats=1)
+    prompts = [encode(prompt, target, config.max_tokens) for prompt in read_prompts(args.prompts, args.limit)]
+    runs = measure(
+        target, build_modes(Models(target, shipped), ["mlx-lm", "eagle"], [1], [args.depth]), prompts, config
+    )
     plain, eagle = runs
     print("\n" + report.table(runs))
 
     title("3 of 3: acceptance length of an untrained head, of this demo's and of the one that ships")
     taus = Taus(
-        untrained=tau(target, untrained_like(demo, target), prompts, plan, args.depth),
-        demo=tau(target, demo, prompts, plan, args.depth),
+        untrained=tau(target, untrained_like(demo, target), prompts, config, args.depth),
+        demo=tau(target, demo, prompts, config, args.depth),
         shipped=eagle.acceptance_length,
     )
-    prompt, sample = longest_answer(target, shipped, prompts[:16], plan, args.depth)
+    prompt, sample = longest_answer(target, shipped, prompts[:16], config, args.depth)
     figures = {
         "plain_tokens_per_s": plain.tokens_per_second,
         "eagle_tokens_per_s": eagle.tokens_per_second,
@@ -114,7 +116,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
         "train_seconds": train_seconds,
         "total_seconds": time.perf_counter() - began,
         "depth": args.depth,
-        "max_tokens": plan.max_tokens,
+        "max_tokens": config.max_tokens,
         "prompts": eagle.prompts,
         "left_out_looping": eagle.left_out_looping,
         "machine": describe().to_json(),
@@ -125,12 +127,12 @@ def run(args: argparse.Namespace, folder: Path) -> None:
 
 
 def longest_answer(
-    target: em.Target, head: Eagle3Head, prompts: list[list[int]], plan: Plan, depth: int
+    target: em.Target, head: Eagle3Head, prompts: list[list[int]], config: BenchConfig, depth: int
 ) -> tuple[list[int], em.Output]:
     """Something to show: a prompt and its continuation, the longest of those that do not loop."""
     engine = em.Engine(target, em.HeadProposer(head), em.FixedPolicy(depth))
-    said = list(zip(prompts, engine.generate(prompts, plan.params(len(prompts), plan.max_tokens)), strict=True))
-    fit = [pair for pair in said if not is_loop(pair[1].tokens, plan.least_distinct)]
+    said = list(zip(prompts, engine.generate(prompts, config.params(len(prompts), config.max_tokens)), strict=True))
+    fit = [pair for pair in said if not is_loop(pair[1].tokens, config.least_distinct)]
     return max(fit, key=lambda pair: len(pair[1].tokens), default=said[0])
 
 

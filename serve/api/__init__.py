@@ -1,5 +1,6 @@
 """eagle-serve: the engine over HTTP, in the shapes that OpenAI's clients know.
 
-A request's way: `app` refuses what may not come in, `schema` reads the body, `chat` or `completions` makes rows of it,
-`worker` decodes them in its own thread and tells what is new, `stream` or `answer` writes it down.
+`app.create_app` makes the FastAPI application, `worker.Worker` the thread that owns the engine, and `loader.load` what
+that thread serves. A request passes `guard`, is read by `schema`, becomes requests of the engine in `chat` or
+`completions`, is decoded by `worker`, and is answered by `stream` or `answer`.
 """

@@ -14,7 +14,7 @@ from .service import Call
 
 
 def failure(outputs: Sequence[Output]) -> ApiError | None:
-    """The error of the first row that ended with one."""
+    """The error of the first request that ended with one."""
     failed = next((output for output in outputs if output.error is not None), None)
     if failed is None:
         return None
@@ -33,8 +33,8 @@ def usage(outputs: Sequence[Output], answers: int) -> dict[str, Any]:
     }
 
 
-def report(call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
-    """`timings`, under llama.cpp's names, and `metrics`, under vLLM's; of all the request's rows together.
+def stats(call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
+    """`timings`, under llama.cpp's names, and `metrics`, under vLLM's; of all answers to the request together.
 
     The time until the first token holds the wait in the queue.
     """
@@ -61,7 +61,7 @@ def _timings(call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
 
 
 def _speculation(outputs: Sequence[Output]) -> dict[str, Any]:
-    """A step is a target forward of one row in which something was drafted."""
+    """A step is a target forward of one request in which something was drafted."""
     steps = sum(o.drafted_by_position[0] for o in outputs if o.drafted_by_position)
     drafted, accepted = sum(o.drafted for o in outputs), sum(o.accepted for o in outputs)
     histogram: dict[int, int] = {}

@@ -10,12 +10,11 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from . import chat, completions, metrics, page, status, tokenize
-from .auth import KeyGuard
 from .errors import add_handlers
-from .guard import FramingGuard, HostGuard
+from .guard import FramingGuard, HostGuard, KeyGuard
 from .openapi import add_schema
+from .pools import Threads
 from .service import Service, Settings
-from .threads import Threads
 from .worker import Worker
 
 ROUTERS = (chat.router, completions.router, status.router, tokenize.router, page.router)

@@ -13,19 +13,19 @@ from eagle_mlx.engine.output import Output
 from eagle_mlx.request import Request as EngineRequest
 from eagle_mlx.text import TextStream
 
-from ..chat import AnswerReader, Delta, ToolCall, ToolOffer
-from .answer import report, usage
+from ..chat import AnswerParser, Delta, ToolCall, ToolOffer
+from .answer import stats, usage
 from .encoder import Encode
 from .errors import ApiError
-from .flow import in_thread, opened, respond
+from .flow import in_thread, read_request, respond
 from .logprobs import chat_logprobs
 from .model import Loaded
 from .responses import ERRORS, EVENTS, ChatCompletion, documented
 from .sampling import check_context, check_text, sampling
 from .schema import ChatRequest
 from .service import Call
-from .stream import Frame, dumps, events, quote
-from .worker import News
+from .stream import Frame, dumps, quote, stream_events
+from .worker import RequestEvent
 
 router = APIRouter()
 
@@ -33,34 +33,34 @@ router = APIRouter()
 @router.post("/v1/chat/completions", responses=documented(ChatCompletion, *ERRORS, **EVENTS))
 async def chat_completions(request: Request) -> Response:
     """The next message of a conversation, or several to choose from."""
-    asked, loaded = await opened(request, ChatRequest)
-    if asked.top_logprobs is not None and not asked.logprobs:
+    body, loaded = await read_request(request, ChatRequest)
+    if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
-    if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ; give one", "max_completion_tokens")
 
     async def prepare(_: Call) -> ChatAnswer:
-        forced = asked.tool_choice not in (None, "none", "auto")
-        has_schema = forced or asked.response_format is not None
-        return await in_thread(request, loaded, lambda encode: _prepare(asked, loaded, encode), has_schema)
+        forced = body.tool_choice not in (None, "none", "auto")
+        has_schema = forced or body.response_format is not None
+        return await in_thread(request, loaded, lambda encode: _prepare(body, loaded, encode), has_schema)
 
-    return await respond(request, asked.answers, prepare, bool(asked.stream))
+    return await respond(request, body.answers, prepare, bool(body.stream))
 
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """The rows that answer a conversation, and how their text is to be read."""
+    """The engine's requests for a conversation, and how their text is to be read."""
 
-    asked: ChatRequest
+    body: ChatRequest
     loaded: Loaded
-    rows: Sequence[EngineRequest]
+    requests: Sequence[EngineRequest]
     offer: ToolOffer
     starts_in_reasoning: bool
 
-    def reader(self) -> AnswerReader:
-        return AnswerReader(self.loaded.chat, self.offer.tools, self.starts_in_reasoning)
+    def reader(self) -> AnswerParser:
+        return AnswerParser(self.loaded.chat, self.offer.tools, self.starts_in_reasoning)
 
-    def body(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
+    def response(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
         return {
             "id": f"chatcmpl-{call.id}",
             "object": "chat.completion",
@@ -69,13 +69,13 @@ class ChatAnswer:
             "system_fingerprint": call.service.fingerprint,
             "choices": [self._choice(index, output) for index, output in enumerate(outputs)],
             "usage": usage(outputs, len(outputs)),
-            **report(call, outputs),
+            **stats(call, outputs),
         }
 
-    def events(self, call: Call) -> AsyncIterator[bytes]:
-        frame = Frame(call, "chat.completion.chunk", self.asked.usage_wanted)
-        writers = [_Writer(self, frame, index) for index in range(len(self.rows))]
-        return events(call, frame, writers, len(self.rows))
+    def stream(self, call: Call) -> AsyncIterator[bytes]:
+        frame = Frame(call, "chat.completion.chunk", self.body.usage_wanted)
+        writers = [_Writer(self, frame, index) for index in range(len(self.requests))]
+        return stream_events(call, frame, writers, len(self.requests))
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
         reader = self.reader()
@@ -88,7 +88,7 @@ class ChatAnswer:
             message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = calls
-        logprobs = chat_logprobs(self.loaded.texts, output.logprobs or ()) if self.asked.logprobs else None
+        logprobs = chat_logprobs(self.loaded.texts, output.logprobs or ()) if self.body.logprobs else None
         reason = finish_reason(output, bool(calls))
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
@@ -97,17 +97,17 @@ def finish_reason(output: Output, calls: bool) -> str:
     return "tool_calls" if calls and output.finish_reason == "stop" else output.finish_reason
 
 
-def _prepare(asked: ChatRequest, loaded: Loaded, encode: Encode) -> ChatAnswer:
+def _prepare(body: ChatRequest, loaded: Loaded, encode: Encode) -> ChatAnswer:
     """Write the prompt and check everything. Raises PromptError, ConfigError or ApiError."""
-    tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
-    choice = asked.tool_choice
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    choice = body.tool_choice
     choice_given = choice if choice is None or isinstance(choice, str) else choice.model_dump()
-    offer = ToolOffer.of(tools, choice_given, asked.parallel_tool_calls is not False)
-    arguments = dict(asked.chat_template_kwargs or {})
-    if asked.reasoning_effort is not None:
-        arguments.setdefault("reasoning_effort", asked.reasoning_effort)
-    messages = [message.plain() for message in asked.messages]
-    max_tokens = asked.max_completion_tokens or asked.max_tokens
+    offer = ToolOffer.of(tools, choice_given, body.parallel_tool_calls is not False)
+    arguments = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        arguments.setdefault("reasoning_effort", body.reasoning_effort)
+    messages = [message.plain() for message in body.messages]
+    max_tokens = body.max_completion_tokens or body.max_tokens
 
     def check(text: str) -> None:
         check_text(text, max_tokens, loaded, "messages")
@@ -115,10 +115,10 @@ def _prepare(asked: ChatRequest, loaded: Loaded, encode: Encode) -> ChatAnswer:
     prompt = loaded.chat.prompt(messages, tools, choice_given, arguments, check, encode)
     thinking = loaded.chat.starts_in_reasoning(prompt)
     check_context(len(prompt), max_tokens, loaded, "messages")
-    grammar = loaded.grammars.grammar(asked.answer_format, offer, thinking)
-    top = (asked.top_logprobs or 0) if asked.logprobs else None
-    rows = [loaded.engine.prepare(prompt, each) for each in sampling(asked, loaded, max_tokens, top, grammar)]
-    return ChatAnswer(asked, loaded, rows, offer, thinking)
+    grammar = loaded.grammars.grammar(body.answer_format, offer, thinking)
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    requests = [loaded.engine.prepare(prompt, each) for each in sampling(body, loaded, max_tokens, top, grammar)]
+    return ChatAnswer(body, loaded, requests, offer, thinking)
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
@@ -128,23 +128,23 @@ def _call(call: ToolCall) -> dict[str, Any]:
 class _Writer:
     def __init__(self, answer: ChatAnswer, frame: Frame, index: int):
         self._answer, self._frame, self._index = answer, frame, index
-        self._text = TextStream(answer.loaded.tokenizer, answer.asked.stops)
+        self._text = TextStream(answer.loaded.tokenizer, answer.body.stops)
         self._reader = answer.reader()
         self._calls = False
 
     def open(self) -> str:
         return self._frame.chunk(self._index, '"delta":{"role":"assistant","content":"","refusal":null}')
 
-    def write(self, news: News) -> str:
-        output = news.output
+    def write(self, event: RequestEvent) -> str:
+        output = event.output
         if output is None:
-            deltas = self._reader.push(self._text.push(news.tokens))
+            deltas = self._reader.push(self._text.push(event.tokens))
         else:
             deltas = self._reader.push(self._text.finish(output.text))
             deltas += self._reader.finish(output.finish_reason == "stop")
-        if self._answer.asked.logprobs and news.logprobs:
+        if self._answer.body.logprobs and event.logprobs:
             # Tokens whose text waits are listed with the empty text.
-            logprobs = dumps(chat_logprobs(self._answer.loaded.texts, news.logprobs))
+            logprobs = dumps(chat_logprobs(self._answer.loaded.texts, event.logprobs))
             first, rest = (deltas[0], deltas[1:]) if deltas else (Delta(), [])
             return self._piece(first, logprobs) + "".join(map(self._piece, rest))
         return "".join(map(self._piece, deltas))

@@ -16,10 +16,9 @@ from eagle_mlx.errors import ConfigError, EagleError
 
 from ..speculation import add_arguments, from_arguments
 from .app import create_app
-from .check import check
 from .guard import is_loopback
 from .limits import Limits
-from .loader import Plan, load
+from .loader import LoadConfig, check, load
 from .server import Server, listen, run
 from .service import Settings
 from .worker import Worker
@@ -45,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run eagle-serve; returns the exit status: 0, 1 where --check fails, 2 for an error."""
     args = _parser().parse_args(argv)
     try:
-        plan, settings = _plan(args), _settings(args)
+        config, settings = _load_config(args), _settings(args)
         if args.check:
-            return 0 if check(load(plan, say), say) else 1
-        _serve(plan, settings, args)
+            return 0 if check(load(config, say), say) else 1
+        _serve(config, settings, args)
     except EagleError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
@@ -73,14 +72,14 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _serve(plan: Plan, settings: Settings, args: argparse.Namespace) -> None:
+def _serve(config: LoadConfig, settings: Settings, args: argparse.Namespace) -> None:
     sock = listen(args.host, args.port)
     settings = replace(settings, hosts=_hosts(sock, args.allowed_host))
     say(f"model: {settings.name}")
     if settings.api_key is None and not is_loopback(sock.getsockname()[0]):
         say(f"note: whoever reaches {args.host} can use this server; an --api-key would keep others out")
     with sock:
-        run(Server(create_app(settings, Worker(lambda: load(plan, say))), say), sock)
+        run(Server(create_app(settings, Worker(lambda: load(config, say))), say), sock)
 
 
 def _hosts(sock: socket.socket, named: Sequence[str]) -> tuple[str, ...] | None:
@@ -88,11 +87,13 @@ def _hosts(sock: socket.socket, named: Sequence[str]) -> tuple[str, ...] | None:
     return tuple(named) if named or is_loopback(sock.getsockname()[0]) else None
 
 
-def _plan(args: argparse.Namespace) -> Plan:
+def _load_config(args: argparse.Namespace) -> LoadConfig:
     target, speculation = from_arguments(args)
     if not (math.isfinite(args.prefix_cache_gb) and args.prefix_cache_gb >= 0):
         raise ConfigError(f"--prefix-cache-gb must be at least 0; got {args.prefix_cache_gb}")
-    return Plan(target, speculation, args.max_batch, args.max_context, int(args.prefix_cache_gb * 1e9), args.kv_bits)
+    return LoadConfig(
+        target, speculation, args.max_batch, args.max_context, int(args.prefix_cache_gb * 1e9), args.kv_bits
+    )
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -151,13 +152,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_arguments(parser)
     much = parser.add_argument_group("how much")
-    batch, queue, drain = Plan.max_batch, Limits.queue, Settings.drain_seconds
-    body, cache = Limits.body_bytes / (1 << 20), Plan.prefix_cache_bytes / 1e9
+    batch, queue, drain = LoadConfig.max_batch, Limits.queue, Settings.drain_seconds
+    body, cache = Limits.body_bytes / (1 << 20), LoadConfig.prefix_cache_bytes / 1e9
     much.add_argument(
-        "--max-batch", type=int, default=batch, metavar="N", help=f"rows that decode at once (default {batch})"
+        "--max-batch", type=int, default=batch, metavar="N", help=f"requests that decode at once (default {batch})"
     )
     much.add_argument(
-        "--max-queue", type=int, default=queue, metavar="N", help=f"rows that wait; beyond them 429 (default {queue})"
+        "--max-queue",
+        type=int,
+        default=queue,
+        metavar="N",
+        help=f"requests that wait; beyond them 429 (default {queue})",
     )
     much.add_argument("--max-context", type=int, metavar="N", help="tokens of prompt and answer (default: the model's)")
     much.add_argument(

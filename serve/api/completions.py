@@ -1,4 +1,4 @@
-"""POST /v1/completions: text, or token ids, to be gone on with."""
+"""POST /v1/completions: text, or token ids, to be continued."""
 
 from __future__ import annotations
 
@@ -15,44 +15,43 @@ from eagle_mlx.request import Request as EngineRequest
 from eagle_mlx.request import TokenLogprob
 from eagle_mlx.text import TextStream
 
-from .answer import report, usage
+from .answer import stats, usage
 from .encoder import Encode
 from .errors import ApiError
-from .flow import in_thread, opened, respond, service_of
-from .logprobs import CompletionLogprobs, joined
+from .flow import in_thread, read_request, respond, service_of
+from .logprobs import CompletionLogprobs, joined, score_prompt
 from .model import Loaded
 from .responses import ERRORS, EVENTS, Completion, documented
 from .sampling import check_context, check_text, sampling
 from .schema import CompletionRequest
-from .score import score_prompt
 from .service import Call
-from .stream import Frame, dumps, events, quote
-from .worker import News
+from .stream import Frame, dumps, quote, stream_events
+from .worker import RequestEvent
 
 router = APIRouter()
 
 
 @router.post("/v1/completions", responses=documented(Completion, *ERRORS, **EVENTS))
 async def completions(request: Request) -> Response:
-    """Text that goes on from a prompt, or from each of several."""
-    asked, loaded = await opened(request, CompletionRequest)
-    service_of(request).settings.limits.check_prompts(len(asked.prompts))
-    if asked.best_of not in (None, asked.answers):
+    """Text that continues from a prompt, or from each of several."""
+    body, loaded = await read_request(request, CompletionRequest)
+    service_of(request).settings.limits.check_prompts(len(body.prompts))
+    if body.best_of not in (None, body.answers):
         raise ApiError(400, "best_of must equal n: answers are not chosen among", "best_of")
-    if asked.max_tokens == 0 and not asked.echo:
+    if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens is 0, which asks for nothing without echo", "max_tokens")
 
     async def prepare(call: Call) -> CompletionAnswer:
-        has_schema = asked.response_format is not None
-        answer = await in_thread(request, loaded, lambda encode: _prepare(asked, loaded, encode), has_schema)
-        if asked.echo and asked.logprobs is not None:
+        has_schema = body.response_format is not None
+        answer = await in_thread(request, loaded, lambda encode: _prepare(body, loaded, encode), has_schema)
+        if body.echo and body.logprobs is not None:
             for prompt in answer.prompts:
                 prompt.scores = await call.service.worker.score(
-                    score_prompt(loaded.target, prompt.tokens, asked.logprobs)
+                    score_prompt(loaded.target, prompt.tokens, body.logprobs)
                 )
         return answer
 
-    return await respond(request, len(asked.prompts) * asked.answers, prepare, bool(asked.stream))
+    return await respond(request, len(body.prompts) * body.answers, prepare, bool(body.stream))
 
 
 @dataclass
@@ -63,23 +62,23 @@ class _Prompt:
     """Of all tokens but the first, where they are echoed with log probabilities."""
 
 
-def _prepare(asked: CompletionRequest, loaded: Loaded, encode: Encode) -> CompletionAnswer:
+def _prepare(body: CompletionRequest, loaded: Loaded, encode: Encode) -> CompletionAnswer:
     """Encode and check the prompts. Raises PromptError or ApiError."""
-    for given in asked.prompts:
+    for given in body.prompts:
         if isinstance(given, str):
-            check_text(given, asked.max_tokens, loaded, "prompt")
+            check_text(given, body.max_tokens, loaded, "prompt")
         else:
-            check_context(len(given), asked.max_tokens, loaded, "prompt")
-    prompts = [_prompt(given, loaded, encode) for given in asked.prompts]
-    grammar = loaded.grammars.grammar(asked.answer_format)
-    params = sampling(asked, loaded, asked.max_tokens, asked.logprobs, grammar)
+            check_context(len(given), body.max_tokens, loaded, "prompt")
+    prompts = [_prompt(given, loaded, encode) for given in body.prompts]
+    grammar = loaded.grammars.grammar(body.answer_format)
+    params = sampling(body, loaded, body.max_tokens, body.logprobs, grammar)
     for prompt in prompts:
-        check_context(len(prompt.tokens), asked.max_tokens, loaded, "prompt")
-    rows = [loaded.engine.prepare(prompt.tokens, each) for prompt in prompts for each in params]
-    if asked.max_tokens == 0:  # the echo is all that is wanted
-        for row in rows:
-            row.finish_reason = "length"
-    return CompletionAnswer(asked, loaded, prompts, rows)
+        check_context(len(prompt.tokens), body.max_tokens, loaded, "prompt")
+    requests = [loaded.engine.prepare(prompt.tokens, each) for prompt in prompts for each in params]
+    if body.max_tokens == 0:  # the echo is all that is wanted
+        for engine_request in requests:
+            engine_request.finish_reason = "length"
+    return CompletionAnswer(body, loaded, prompts, requests)
 
 
 def _prompt(given: str | list[int], loaded: Loaded, encode: Encode) -> _Prompt:
@@ -92,12 +91,14 @@ def _prompt(given: str | list[int], loaded: Loaded, encode: Encode) -> _Prompt:
 
 
 class CompletionAnswer:
-    """The rows of a completions request: for each prompt its answers, one after the other."""
+    """The engine's requests for a completion: for each prompt its answers, one after the other."""
 
-    def __init__(self, asked: CompletionRequest, loaded: Loaded, prompts: list[_Prompt], rows: Sequence[EngineRequest]):
-        self.asked, self.loaded, self.prompts, self.rows = asked, loaded, prompts, rows
+    def __init__(
+        self, body: CompletionRequest, loaded: Loaded, prompts: list[_Prompt], requests: Sequence[EngineRequest]
+    ):
+        self.body, self.loaded, self.prompts, self.requests = body, loaded, prompts, requests
 
-    def body(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
+    def response(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
         return {
             "id": f"cmpl-{call.id}",
             "object": "text_completion",
@@ -105,51 +106,51 @@ class CompletionAnswer:
             "model": call.service.settings.name,
             "system_fingerprint": call.service.fingerprint,
             "choices": [self._choice(index, output) for index, output in enumerate(outputs)],
-            "usage": usage(outputs, self.asked.answers),
-            **report(call, outputs),
+            "usage": usage(outputs, self.body.answers),
+            **stats(call, outputs),
         }
 
-    def events(self, call: Call) -> AsyncIterator[bytes]:
-        frame = Frame(call, "text_completion", self.asked.usage_wanted)
-        writers = [_Writer(self, frame, index) for index in range(len(self.rows))]
-        return events(call, frame, writers, self.asked.answers)
+    def stream(self, call: Call) -> AsyncIterator[bytes]:
+        frame = Frame(call, "text_completion", self.body.usage_wanted)
+        writers = [_Writer(self, frame, index) for index in range(len(self.requests))]
+        return stream_events(call, frame, writers, self.body.answers)
 
     def prompt(self, index: int) -> _Prompt:
         """That of a choice."""
-        return self.prompts[index // self.asked.answers]
+        return self.prompts[index // self.body.answers]
 
     def lists(self, index: int) -> tuple[CompletionLogprobs, dict[str, Any]]:
         """What lists a choice's log probabilities, and those of the prompt where it is echoed."""
         prompt = self.prompt(index)
         lists = CompletionLogprobs(self.loaded.texts, self.loaded.tokenizer)
-        return lists, lists.take(prompt.scores, prompt.tokens[0]) if self.asked.echo else lists.take(())
+        return lists, lists.take(prompt.scores, prompt.tokens[0]) if self.body.echo else lists.take(())
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
         logprobs = None
-        if self.asked.logprobs is not None:
+        if self.body.logprobs is not None:
             lists, first = self.lists(index)
             logprobs = joined(first, lists.take(output.logprobs or ()))
-        text = self.prompt(index).text + output.text if self.asked.echo else output.text
+        text = self.prompt(index).text + output.text if self.body.echo else output.text
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
 
 class _Writer:
     def __init__(self, answer: CompletionAnswer, frame: Frame, index: int):
         self._answer, self._frame, self._index = answer, frame, index
-        self._text = TextStream(answer.loaded.tokenizer, answer.asked.stops)
+        self._text = TextStream(answer.loaded.tokenizer, answer.body.stops)
         self._lists: CompletionLogprobs | None = None
         self._echoed: dict[str, Any] | None = None
-        if answer.asked.logprobs is not None:
+        if answer.body.logprobs is not None:
             self._lists, self._echoed = answer.lists(index)
 
     def open(self) -> str:
-        if not self._answer.asked.echo:
+        if not self._answer.body.echo:
             return ""
         return self._chunk(self._answer.prompt(self._index).text, self._echoed)
 
-    def write(self, news: News) -> str:
-        text = self._text.push(news.tokens) if news.output is None else self._text.finish(news.output.text)
-        lists = self._lists.take(news.logprobs) if self._lists is not None and news.logprobs else None
+    def write(self, event: RequestEvent) -> str:
+        text = self._text.push(event.tokens) if event.output is None else self._text.finish(event.output.text)
+        lists = self._lists.take(event.logprobs) if self._lists is not None and event.logprobs else None
         return self._chunk(text, lists) if text or lists else ""
 
     def close(self, output: Output, more: str) -> str:

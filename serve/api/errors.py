@@ -54,8 +54,8 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def refused(error: EagleError) -> ApiError:
-    """What the library refuses is the client's to mend. Its messages begin with the field that they are about."""
+def bad_request(error: EagleError) -> ApiError:
+    """What the library refuses is the client's to fix. Its messages begin with the field that they are about."""
     found = _FIELD.match(str(error))
     return ApiError(400, str(error), found[1] if found else None)
 
@@ -74,9 +74,9 @@ def add_handlers(app: FastAPI) -> None:
             message += f"; there are {', '.join(sorted(app.openapi()['paths']))}"
         return ApiError(error.status_code, message, headers=error.headers).response()
 
-    async def unforeseen(_: Request, error: Exception) -> Response:
+    async def unexpected(_: Request, error: Exception) -> Response:
         return ApiError(500, f"the server failed: {type(error).__name__}").response()
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(Exception, unforeseen)
+    app.add_exception_handler(Exception, unexpected)

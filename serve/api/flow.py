@@ -1,4 +1,4 @@
-"""A request's way through the worker, the same for every route: let in, made into rows, decoded, written down."""
+"""An HTTP request's way through the worker, the same for every route: admit, prepare, decode, respond."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from eagle_mlx.request import Request as EngineRequest
 from . import schema
 from .answer import failure
 from .encoder import Encode
-from .errors import ApiError, refused
+from .errors import ApiError, bad_request
 from .limits import read_body
 from .model import Loaded
 from .sampling import check
@@ -35,14 +35,14 @@ class Answer(Protocol):
     """What a route makes of a request before it decodes."""
 
     @property
-    def rows(self) -> Sequence[EngineRequest]: ...
+    def requests(self) -> Sequence[EngineRequest]: ...
 
-    def body(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
-        """The whole, once all rows have ended."""
+    def response(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
+        """The whole, once all requests have ended."""
         ...
 
-    def events(self, call: Call) -> AsyncIterator[bytes]:
-        """The pieces, as server-sent events."""
+    def stream(self, call: Call) -> AsyncIterator[bytes]:
+        """The chunks, as server-sent events."""
         ...
 
 
@@ -84,14 +84,14 @@ async def body_of(request: Request, kind: type[B]) -> B:
     return await service.pools.read(lambda: read(kind, body, unknown), len(body))
 
 
-async def opened(request: Request, kind: type[R]) -> tuple[R, Loaded]:
-    """What is asked, within the limits, and the model that it is asked of. Raises ApiError."""
+async def read_request(request: Request, kind: type[R]) -> tuple[R, Loaded]:
+    """The body, within the limits, and the model that it is for. Raises ApiError."""
     service = service_of(request)
     service.loaded()  # a server that takes no requests does not read their bodies
-    asked = await body_of(request, kind)
-    loaded = service.loaded(asked.model)
-    check(asked, service.settings.limits)
-    return asked, loaded
+    body = await body_of(request, kind)
+    loaded = service.loaded(body.model)
+    check(body, service.settings.limits)
+    return body, loaded
 
 
 async def in_thread(request: Request, loaded: Loaded, work: Callable[[Encode], T], has_schema: bool = False) -> T:
@@ -109,46 +109,44 @@ async def in_thread(request: Request, loaded: Loaded, work: Callable[[Encode], T
     try:
         return await pools.encode(lambda: work(encode), request.state.size, client, has_schema)
     except EagleError as e:
-        raise refused(e) from e
+        raise bad_request(e) from e
     finally:
         cancelled.set()
 
 
-async def respond(
-    request: Request, places: int, prepare: Callable[[Call], Awaitable[Answer]], stream: bool
-) -> Response:
-    """Serve a request of so many rows, in whole or in pieces."""
-    call = service_of(request).admit(places, client_of(request))
+async def respond(request: Request, slots: int, prepare: Callable[[Call], Awaitable[Answer]], stream: bool) -> Response:
+    """Serve a request that needs so many slots, whole or as a stream."""
+    call = service_of(request).admit(slots, client_of(request))
     streaming = False
     try:
-        answer = await unless_gone(request, prepare(call))
-        call.submit(answer.rows)
+        answer = await unless_disconnected(request, prepare(call))
+        call.submit(answer.requests)
         if stream:
             streaming = True
-            return EventStream(call, answer.events(call))
-        outputs = await unless_gone(request, finished(call))
+            return EventStream(call, answer.stream(call))
+        outputs = await unless_disconnected(request, finished(call))
         if error := failure(outputs):
             call.failed = True
             raise error
-        return json_response(answer.body(call, outputs))
+        return json_response(answer.response(call, outputs))
     finally:
         if not streaming:
             call.close()
 
 
 async def finished(call: Call) -> list[Output]:
-    """Wait for all rows of a call, which come in their order."""
+    """Wait for all requests of a call, whose outputs come in their order."""
     assert call.job is not None
     outputs: dict[int, Output] = {}
-    while len(outputs) < len(call.job.rows):
-        outputs |= {news.index: news.output for news in await call.news() if news.output is not None}
+    while len(outputs) < len(call.job.requests):
+        outputs |= {event.index: event.output for event in await call.events() if event.output is not None}
     return [outputs[index] for index in range(len(outputs))]
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
     """Wait for `work`, but no longer than for the client. Raises ApiError where it has left; nobody reads it."""
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_left(request))
+    leaving = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -159,6 +157,6 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         leaving.cancel()
 
 
-async def _left(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,7 +1,8 @@
-"""What is refused before anything of a request is read: hosts that are not this server's, and bodies of two lengths."""
+"""Middleware that refuses requests before they are read: without the API key, to other hosts, with two lengths."""
 
 from __future__ import annotations
 
+import hmac
 import re
 from collections.abc import Collection
 from ipaddress import ip_address
@@ -11,6 +12,28 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .errors import ApiError
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::\d+)?", re.IGNORECASE)
+OPEN = frozenset({"/", "/health", "/metrics"})
+"""What needs no key: it tells nothing of what is asked or answered."""
+
+
+class KeyGuard:
+    """Lets requests through that carry `Authorization: Bearer <key>`."""
+
+    def __init__(self, app: ASGIApp, key: str):
+        self.app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN or self._knows(scope):
+            await self.app(scope, receive, send)
+            return
+        headers = {"WWW-Authenticate": "Bearer"}
+        refusal = ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=headers)
+        await refusal.response()(scope, receive, send)
+
+    def _knows(self, scope: Scope) -> bool:
+        scheme, _, given = (header(scope, b"authorization") or "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._key)
 
 
 class HostGuard:

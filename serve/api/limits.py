@@ -23,7 +23,7 @@ class Limits:
 
     body_bytes: int = 8 << 20
     queue: int = 128
-    """Rows that may wait beside those that decode."""
+    """Requests of the engine that may wait beside those that decode."""
     n: int = 16
     prompts: int = 64
     """Prompts of one completions request."""

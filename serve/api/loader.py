@@ -1,4 +1,4 @@
-"""Loads what is to be served, tries it once, and says what is on."""
+"""Loads what is to be served, tries it once, and says what is on; and `eagle-serve --check`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target, load_target
 
+from ..bench import compare, tolerance_for
 from ..speculation import Speculation
 from .model import Loaded, sampling_defaults
 
+_CHECK_PROMPT = "def fibonacci(n):\n    if n < 2:\n        return n\n    return"
+_CHECK_TOKENS = 16
+"""Enough to see a difference, in about a second."""
+
 
 @dataclass(frozen=True)
-class Plan:
+class LoadConfig:
     """What to load, and how much of it may run. Raises ConfigError for what cannot be."""
 
     target: str | Path
@@ -43,38 +48,56 @@ class Plan:
             raise ConfigError("--prefix-cache-gb must be at least 0")
 
 
-def load(plan: Plan, say: Callable[[str], None]) -> Loaded:
+def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     """Load target and proposer and decode a few tokens, so that what cannot work fails now.
 
     Raises an EagleError that says what is wrong.
     """
-    target = load_target(plan.target)
+    target = load_target(config.target)
     if target.tokenizer is None:
-        raise TargetError(f"{plan.target} has no tokenizer, so it cannot be served")
-    if plan.max_context is not None:
-        if plan.max_context > target.context_length:
+        raise TargetError(f"{config.target} has no tokenizer, so it cannot be served")
+    if config.max_context is not None:
+        if config.max_context > target.context_length:
             raise ConfigError(
-                f"--max-context {plan.max_context} is more than the {target.context_length} tokens of {plan.target}"
+                f"--max-context {config.max_context} is more than the {target.context_length} tokens of {config.target}"
             )
-        target.context_length = plan.max_context
-    proposer = plan.speculation.proposer(target)
-    _try_out(target, proposer, plan.speculation.depth)
-    policy = plan.speculation.make_policy()
+        target.context_length = config.max_context
+    proposer = config.speculation.proposer(target)
+    _try_out(target, proposer, config.speculation.depth)
+    policy = config.speculation.make_policy()
     engine = Engine(
         target,
         proposer,
         policy,
-        plan.max_batch,
-        prefix_cache_bytes=plan.prefix_cache_bytes,
-        kv_bits=plan.kv_bits,
+        config.max_batch,
+        prefix_cache_bytes=config.prefix_cache_bytes,
+        kv_bits=config.kv_bits,
     )
-    drafts = plan.speculation.deepest if proposer is not None else 0
-    loaded = Loaded(engine, proposer.name if proposer is not None else "none", drafts, sampling_defaults(plan.target))
+    drafts = config.speculation.max_depth if proposer is not None else 0
+    loaded = Loaded(engine, proposer.name if proposer is not None else "none", drafts, sampling_defaults(config.target))
     with suppress(ConfigError):  # requests that want a grammar are told why there is none
         loaded.grammars.start()
-    for line in _description(plan, loaded):
+    for line in _description(config, loaded):
         say(line)
     return loaded
+
+
+def check(loaded: Loaded, say: Callable[[str], None]) -> bool:
+    """Whether greedy text is the same with and without speculation; where it first differs by rounding alone, it is."""
+    target = loaded.target
+    params = SamplingParams(max_tokens=min(_CHECK_TOKENS, target.context_length - 2), ignore_eos=True)
+    prompt = loaded.engine.prepare(_CHECK_PROMPT, params).prompt[-(target.context_length - params.max_tokens - 1) :]
+    plain = Engine(target, max_batch=1).generate([prompt], params)[0]
+    policy = FixedPolicy(loaded.most_drafts)
+    drafted = Engine(target, loaded.engine.proposer, policy, max_batch=1).generate([prompt], params)[0]
+    identity = compare(target, [prompt], [plain.tokens], [drafted.tokens], [params], tolerance_for(target))
+    tau = f"tau {drafted.acceptance_length:.2f} ({len(drafted.tokens)} tokens in {drafted.rounds} forwards)"
+    if identity.different:
+        say(f"check: FAILED: with speculation the text is {drafted.text!r}, without {plain.text!r}; {tau}")
+        return False
+    same = "equal but for rounding" if identity.excused else "equal"
+    say(f"check: ok: {len(plain.tokens)} tokens with and without speculation are {same}; {tau}")
+    return True
 
 
 def _try_out(target: Target, proposer: Proposer | None, depth: int) -> None:
@@ -85,7 +108,7 @@ def _try_out(target: Target, proposer: Proposer | None, depth: int) -> None:
     mx.synchronize()
 
 
-def _description(plan: Plan, loaded: Loaded) -> list[str]:
+def _description(config: LoadConfig, loaded: Loaded) -> list[str]:
     """What is on, line by line."""
     target, chat = loaded.target, loaded.chat
     chats = [
@@ -93,15 +116,15 @@ def _description(plan: Plan, loaded: Loaded) -> list[str]:
         *(["tools"] if chat.has_tool_calling else []),
         *(["reasoning"] if chat.has_thinking else []),
     ]
-    cache = f"prefix cache up to {_size(plan.prefix_cache_bytes)}" if plan.prefix_cache_bytes else "no prefix cache"
-    keys = f", keys and values in {plan.kv_bits} bits" if plan.kv_bits else ""
+    cache = f"prefix cache up to {_size(config.prefix_cache_bytes)}" if config.prefix_cache_bytes else "no prefix cache"
+    keys = f", keys and values in {config.kv_bits} bits" if config.kv_bits else ""
     return [
         f"target: {target.name}, {target.num_layers} layers, {str(target.dtype).rpartition('.')[2]}",
-        f"speculation: {plan.speculation}",
-        *plan.speculation.why_chains(loaded.engine),
+        f"speculation: {config.speculation}",
+        *config.speculation.why_chains(loaded.engine),
         f"chat: {', '.join(chats)}",
         f"sampling: temperature {loaded.defaults.get('temperature', 1.0):g} unless a request says otherwise",
-        f"context: {target.context_length} tokens, {plan.max_batch} rows at once",
+        f"context: {target.context_length} tokens, {config.max_batch} requests at once",
         f"memory: {_size(mx.get_active_memory())} in use, {cache}{keys}",
         f"blas: {blas.activate()}, mlx on {'the CPU' if mx.default_device() == mx.Device(mx.cpu) else 'the GPU'}",
     ]

@@ -1,13 +1,17 @@
-"""Log probabilities in the two shapes that OpenAI's routes give them; they are the target's own."""
+"""The target's log probabilities: of a prompt's own tokens, and in the two shapes of OpenAI's routes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
 
+import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from eagle_mlx.cache import RaggedCache
+from eagle_mlx.decoding.logprobs import listed, logprobs_of
 from eagle_mlx.request import TokenLogprob
+from eagle_mlx.target import Target
 from eagle_mlx.text import TextStream
 
 from .tokens import TokenTexts
@@ -61,3 +65,25 @@ class CompletionLogprobs:
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Two sets of lists as one."""
     return {name: first[name] + second[name] for name in first}
+
+
+def score_prompt(target: Target, tokens: Sequence[int], top: int, chunk: int = 256) -> Iterator[list[TokenLogprob]]:
+    """Of each token but the first, given those before it; `chunk` of them at a time, so that others get their turn.
+
+    top: how many of the likeliest to report at each place. Must run in the thread that owns the target.
+    """
+    cache = RaggedCache.of(target.model, 1)
+    for start in range(0, len(tokens) - 1, chunk):
+        following = list(tokens[start + 1 : start + 1 + chunk])
+        read = mx.array([tokens[start : start + len(following)]], mx.int32)
+        logits = target.forward(read, cache).logits[0]
+        cache.advance(len(following))
+        cache.sync([start + len(following)])
+        chosen, ids, values = logprobs_of(logits, mx.array(following, mx.int32), top)
+        yield listed(
+            following,
+            cast(list[float], chosen.tolist()),
+            cast(list[list[int]], ids.tolist()),
+            cast(list[list[float]], values.tolist()),
+            top,
+        )

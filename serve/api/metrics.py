@@ -16,22 +16,22 @@ from .totals import SECONDS, Histogram, Totals
 
 
 class Gauges(Protocol):
-    """What stands now, beside what has added up."""
+    """The server's present state, beside its totals."""
 
     totals: Totals
 
     @property
-    def rows(self) -> int:
-        """Decoding."""
+    def running(self) -> int:
+        """Requests that decode."""
         ...
 
     @property
-    def queue(self) -> int:
-        """Waiting."""
+    def waiting(self) -> int:
+        """Requests that wait for their turn."""
         ...
 
     @property
-    def most_rows(self) -> int: ...
+    def max_running(self) -> int: ...
 
     @property
     def ready(self) -> bool: ...
@@ -47,12 +47,12 @@ class ServerCollector(Collector):
         totals = self.server.totals
         yield from _speculation(totals)
         yield from _rounds(totals)
-        yield _counter("eagle:prompt_tokens", "Prompt tokens of rows that have ended", totals.prompt_tokens)
+        yield _counter("eagle:prompt_tokens", "Prompt tokens of requests that have ended", totals.prompt_tokens)
         yield _counter("eagle:cached_prompt_tokens", "Those of them from the prefix cache", totals.cached_tokens)
         yield _labelled("eagle:requests", "Requests by how they ended", "outcome", dict(totals.requests))
-        yield GaugeMetricFamily("eagle:rows", "Rows that decode", self.server.rows)
-        yield GaugeMetricFamily("eagle:rows_max", "Rows that can decode at once", self.server.most_rows)
-        yield GaugeMetricFamily("eagle:queue", "Rows that wait for their turn", self.server.queue)
+        yield GaugeMetricFamily("eagle:rows", "Requests that decode", self.server.running)
+        yield GaugeMetricFamily("eagle:rows_max", "Requests that can decode at once", self.server.max_running)
+        yield GaugeMetricFamily("eagle:queue", "Requests that wait for their turn", self.server.waiting)
         yield GaugeMetricFamily("eagle:ready", "1 while requests are taken", int(self.server.ready))
         yield _histogram("eagle:time_to_first_token_seconds", "From a request's arrival", totals.first_token)
         yield _histogram("eagle:request_seconds", "From a request's arrival to its end", totals.whole)
@@ -60,7 +60,7 @@ class ServerCollector(Collector):
 
 def _speculation(totals: Totals) -> Iterator[Metric]:
     name = "vllm:spec_decode_num_"
-    yield _counter(f"{name}drafts", "Rounds of a row in which tokens were drafted", totals.drafts)
+    yield _counter(f"{name}drafts", "Rounds of a request in which tokens were drafted", totals.drafts)
     yield _counter(f"{name}draft_tokens", "Tokens drafted", totals.drafted)
     yield _counter(f"{name}accepted_tokens", "Drafted tokens that were accepted and emitted", totals.accepted)
     by_position = {str(position): count for position, count in enumerate(list(totals.accepted_by_position))}
@@ -70,7 +70,7 @@ def _speculation(totals: Totals) -> Iterator[Metric]:
 def _rounds(totals: Totals) -> Iterator[Metric]:
     yield _counter("eagle:rounds", "Target forwards", totals.rounds)
     yield _counter("eagle:plain_rounds", "Target forwards in which nothing was drafted", totals.plain_rounds)
-    yield _counter("eagle:row_rounds", "Target forwards, each counted for every row in it", totals.row_rounds)
+    yield _counter("eagle:row_rounds", "Target forwards, each counted for every request in it", totals.row_rounds)
     yield _counter("eagle:generation_tokens", "Tokens emitted", totals.emitted)
     yield _counter("eagle:verify_seconds", "Time in rounds, drafting left out", totals.verify_seconds)
     yield _counter("eagle:draft_seconds", "Time in drafting", totals.draft_seconds)
@@ -87,7 +87,7 @@ def registry(server: Gauges) -> CollectorRegistry:
 
 
 def speculation_json(totals: Totals, mode: str, most: int) -> dict[str, Any]:
-    """The summary of `/v1/spec_decode/metrics`; a step is a target forward of one row."""
+    """The summary of `/v1/spec_decode/metrics`; a step is a target forward of one request."""
     steps = totals.row_rounds
     return {
         "spec_decode_enabled": mode != "none",

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from .fair_semaphore import FairSemaphore
 from .limits import Limits
-from .turns import Turns
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class Pools:
         self._short = ThreadPoolExecutor(limits.short_threads, "short")
         self._long = ThreadPoolExecutor(1, "long")
         self._schemas = ThreadPoolExecutor(limits.schema_threads, "schema")
-        self._long_turns, self._schema_turns = Turns(), Turns(limits.schema_threads)
+        self._long_semaphore, self._schema_semaphore = FairSemaphore(), FairSemaphore(limits.schema_threads)
 
     async def read(self, work: Callable[[], T], size: int) -> T:
         """Read a body of so many bytes; a short one at once, which takes less than to hand it over."""
@@ -37,18 +37,25 @@ class Pools:
     async def encode(self, work: Callable[[], T], size: int, client: str, has_schema: bool = False) -> T:
         """Make a client's request of so many bytes ready to be decoded. Raises what `work` raises."""
         if size >= self._long_bytes:
-            pool, turns = self._long, self._long_turns
+            pool, semaphore = self._long, self._long_semaphore
         elif has_schema:
-            pool, turns = self._schemas, self._schema_turns
+            pool, semaphore = self._schemas, self._schema_semaphore
         else:
             return await _in(self._short, work)
-        async with turns.turn(client):
+        async with semaphore.acquire(client):
             return await _in(pool, work)
 
     def close(self) -> None:
         """Begin nothing more; what has begun is not waited for."""
         for pool in (self._reading, self._short, self._long, self._schemas):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Threads(ThreadPoolExecutor):
+    """A pool whose end waits for nothing: asyncio's own would keep a server from ending while some work hangs."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
 
 
 async def _in(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from eagle_mlx.errors import EagleError
 from eagle_mlx.sampling_params import Grammar, SamplingParams
 
-from .errors import ApiError, refused
+from .errors import ApiError, bad_request
 from .limits import Limits
 from .model import Loaded
 from .schema import Request
@@ -58,7 +58,7 @@ def sampling(
             grammar=grammar,
         )
     except EagleError as e:
-        raise refused(e) from e
+        raise bad_request(e) from e
     if request.seed is None:
         return [params] * request.answers
     return [replace(params, seed=request.seed + i) for i in range(request.answers)]

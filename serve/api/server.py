@@ -39,7 +39,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.service: Service = app.state.service
         self._say = say
-        self._told = False
+        self._announced = False
         self._end: float | None = None
         """When what is under way must have finished."""
         self._abandoned = False
@@ -51,8 +51,8 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn every tenth of a second."""
-        if self.service.ready and not self._told:
-            self._told = True
+        if self.service.ready and not self._announced:
+            self._announced = True
             self._say(f"ready: {' '.join(self._addresses())}")
         if self.service.worker.failure is not None:
             self.should_exit = True
@@ -69,7 +69,7 @@ class Server(uvicorn.Server):
         elif now > self._end and not self._abandoned:
             self._abandoned = True
             self._say("the time to drain is over; requests under way end with an error")
-            self.service.worker.abandon("the server is shutting down")
+            self.service.worker.abort_all("the server is shutting down")
 
     def _addresses(self) -> list[str]:
         sockets = [sock for server in self.servers for sock in server.sockets]

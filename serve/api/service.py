@@ -1,4 +1,4 @@
-"""What the routes share: the worker, who is let in, and what became of them."""
+"""What the routes share: the worker, admission, and the requests under way."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .limits import Limits
 from .model import Loaded
 from .pools import Pools
 from .totals import Totals
-from .worker import Job, News, Worker
+from .worker import Job, RequestEvent, Worker
 
-_KEPT = 8
-"""One of so many places is kept for clients that have none, so that no client can take them all."""
+_RESERVED_SHARE = 8
+"""One of so many slots is reserved for clients that have none, so that no client can take them all."""
 State = Literal["starting", "ready", "draining"]
 
 
@@ -55,7 +55,7 @@ class Service:
         self.pools = Pools(settings.limits)
         self._calls: set[Call] = set()
         self._encoding: Counter[str] = Counter()
-        """Requests that take a place and decode nothing, by client."""
+        """Requests that take a slot and decode nothing, by client."""
 
     @property
     def state(self) -> State:
@@ -73,21 +73,23 @@ class Service:
         return not self._calls and not self._encoding.total()
 
     @property
-    def rows(self) -> int:
+    def running(self) -> int:
+        """Requests of the engine that decode."""
         loaded = self.worker.loaded
         return loaded.engine.active if loaded else 0
 
     @property
-    def queue(self) -> int:
-        return max(0, self.taken - self._encoding.total() - self.rows)
+    def waiting(self) -> int:
+        """Requests of the engine that wait for their turn."""
+        return max(0, self.slots_taken - self._encoding.total() - self.running)
 
     @property
-    def taken(self) -> int:
-        """Places. A row that has ended holds none, whether or not its text has been read."""
+    def slots_taken(self) -> int:
+        """A request that has ended holds no slot, whether or not its text has been read."""
         return sum(call.unfinished for call in self._calls) + self._encoding.total()
 
     @property
-    def most_rows(self) -> int:
+    def max_running(self) -> int:
         return self.settings.max_batch
 
     def loaded(self, model: str | None = None) -> Loaded:
@@ -102,20 +104,22 @@ class Service:
             raise ApiError(404, said, "model", "model_not_found")
         return loaded
 
-    def admit(self, rows: int, client: str = "") -> Call:
-        """Take a request of so many rows. Raises ApiError 429 where the queue is full, 400 where it never has room."""
-        self._check_room(rows, client)
-        call = Call(self, rows, client)
+    def admit(self, count: int, client: str = "") -> Call:
+        """Take an HTTP request that needs `count` slots.
+
+        Raises ApiError 429 where the queue is full, 400 where there are never so many."""
+        self._check_capacity(count, client)
+        call = Call(self, count, client)
         self._calls.add(call)
         return call
 
-    def leave(self, call: Call) -> None:
+    def release(self, call: Call) -> None:
         self._calls.discard(call)
 
     @contextmanager
     def encoding(self, client: str) -> Iterator[None]:
-        """Take a request that decodes nothing: one place, for as long as this context. Raises ApiError 429."""
-        self._check_room(1, client)
+        """Take a request that decodes nothing: one slot, for as long as this context. Raises ApiError 429."""
+        self._check_capacity(1, client)
         self._encoding[client] += 1
         try:
             yield
@@ -123,27 +127,29 @@ class Service:
             self._encoding[client] -= 1
             self._encoding += Counter()  # forgets clients that have none
 
-    def _check_room(self, rows: int, client: str) -> None:
-        places = self.settings.max_batch + self.settings.limits.queue
-        if rows > places:
-            raise ApiError(400, f"the request asks for {rows} answers; at most {places} fit at once", "n")
-        waits = self._encoding[client] or any(call.client == client and call.unfinished for call in self._calls)
-        if self.taken + rows > places - (places // _KEPT if waits else 0):
+    def _check_capacity(self, count: int, client: str) -> None:
+        slots = self.settings.max_batch + self.settings.limits.queue
+        if count > slots:
+            raise ApiError(400, f"the request asks for {count} answers; at most {slots} fit at once", "n")
+        has_some = self._encoding[client] or any(call.client == client and call.unfinished for call in self._calls)
+        if self.slots_taken + count > slots - (slots // _RESERVED_SHARE if has_some else 0):
             self.totals.requests["refused"] += 1
-            wait = str(self._patience())
-            raise ApiError(429, "the queue is full; try again later", code="queue_full", headers={"Retry-After": wait})
+            seconds = str(self._retry_after())
+            raise ApiError(
+                429, "the queue is full; try again later", code="queue_full", headers={"Retry-After": seconds}
+            )
 
-    def _patience(self) -> int:
+    def _retry_after(self) -> int:
         """Seconds after which somebody who was sent away may find room: as long as a request has taken on average."""
         ended = sum(self.totals.whole.buckets)
         return max(1, min(60, round(self.totals.whole.sum / ended))) if ended else 1
 
 
 class Call:
-    """One request under way, from its admission to its last byte."""
+    """One HTTP request under way, from its admission to its last byte."""
 
-    def __init__(self, service: Service, places: int, client: str):
-        self.service, self.places, self.client = service, places, client
+    def __init__(self, service: Service, slots: int, client: str):
+        self.service, self.slots, self.client = service, slots, client
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
         self.arrived = perf_counter()
@@ -154,32 +160,32 @@ class Call:
 
     @property
     def unfinished(self) -> int:
-        """Rows that have not ended, and those that are still to be made."""
-        return self.places if self.job is None else self.job.unfinished
+        """Requests that have not ended, and those that are still to be made."""
+        return self.slots if self.job is None else self.job.unfinished
 
-    def submit(self, rows: Sequence[Request]) -> None:
-        for row in rows:
-            row.client = self.client
-        self.job = self.service.worker.submit(rows)
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            request.client = self.client
+        self.job = self.service.worker.submit(requests)
 
-    async def news(self) -> list[News]:
-        """All that is new of its rows."""
+    async def events(self) -> list[RequestEvent]:
+        """The events of its requests that wait, at least one."""
         assert self.job is not None
-        found = await self.job.news()
-        if self.first_token is None and any(news.tokens for news in found):
+        found = await self.job.events()
+        if self.first_token is None and any(event.tokens for event in found):
             self.first_token = perf_counter()
             self.service.totals.first_token.add(self.first_token - self.arrived)
-        for output in (news.output for news in found if news.output is not None):
+        for output in (event.output for event in found if event.output is not None):
             self.service.totals.prompt_tokens += output.prompt_tokens
             self.service.totals.cached_tokens += output.cached_tokens
         return found
 
     def close(self) -> None:
-        """Its places are free again; rows that have not ended are let go."""
+        """Free its slots, and cancel requests that have not ended."""
         if self._closed:
             return
         self._closed = True
-        self.service.leave(self)
+        self.service.release(self)
         if self.job is None:
             how = "refused"
         else:

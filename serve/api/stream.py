@@ -9,9 +9,9 @@ from typing import Any, Literal, Protocol
 
 from eagle_mlx.engine.output import Output
 
-from .answer import failure, report, usage
+from .answer import failure, stats, usage
 from .service import Call
-from .worker import News
+from .worker import RequestEvent
 
 DONE = b"data: [DONE]\n\n"
 Kind = Literal["chat.completion.chunk", "text_completion"]
@@ -43,54 +43,54 @@ class Frame:
 
 
 class Writer(Protocol):
-    """Writes one row's pieces."""
+    """Writes one choice's chunks."""
 
     def open(self) -> str:
         """Before the first token."""
         ...
 
-    def write(self, news: News) -> str: ...
+    def write(self, event: RequestEvent) -> str: ...
 
     def close(self, output: Output, more: str) -> str:
         """The chunk with the finish reason."""
         ...
 
 
-async def events(call: Call, frame: Frame, writers: Sequence[Writer], answers: int) -> AsyncIterator[bytes]:
-    """The rows' pieces as they come; all that is new at one time goes out at once."""
+async def stream_events(call: Call, frame: Frame, writers: Sequence[Writer], answers: int) -> AsyncIterator[bytes]:
+    """The choices' chunks as they come; all that waits at one time goes out at once."""
     if opening := "".join(writer.open() for writer in writers):
         yield opening.encode()
     outputs: dict[int, Output] = {}
     while len(outputs) < len(writers):
         pieces: list[str] = []
-        for news in await call.news():
-            writer = writers[news.index]
-            pieces.append(writer.write(news))
-            if news.output is None:
+        for event in await call.events():
+            writer = writers[event.index]
+            pieces.append(writer.write(event))
+            if event.output is None:
                 continue
-            if error := failure([news.output]):
+            if error := failure([event.output]):
                 call.failed = True
                 yield f"{''.join(pieces)}data: {dumps(error.body)}\n\n".encode() + DONE
                 return
-            outputs[news.index] = news.output
+            outputs[event.index] = event.output
             last = len(outputs) == len(writers)
-            more = _report(call, outputs) if last else ""
-            pieces.append(writer.close(news.output, more))
+            more = _stats(call, outputs) if last else ""
+            pieces.append(writer.close(event.output, more))
         if text := "".join(pieces):
             yield text.encode()
     ordered = [outputs[index] for index in range(len(outputs))]
     if frame.with_usage:
-        yield frame.usage_chunk(usage(ordered, answers), _report(call, outputs)).encode()
+        yield frame.usage_chunk(usage(ordered, answers), _stats(call, outputs)).encode()
     yield DONE
 
 
-def _report(call: Call, outputs: dict[int, Output]) -> str:
+def _stats(call: Call, outputs: dict[int, Output]) -> str:
     """Timings and metrics, as further fields of a chunk."""
-    return f",{dumps(report(call, list(outputs.values())))[1:-1]}"
+    return f",{dumps(stats(call, list(outputs.values())))[1:-1]}"
 
 
 def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-__all__ = ["DONE", "Frame", "Writer", "dumps", "events", "quote"]
+__all__ = ["DONE", "Frame", "Writer", "dumps", "quote", "stream_events"]

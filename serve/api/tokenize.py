@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from .encoder import Encode
 from .errors import ApiError
-from .flow import body_of, client_of, in_thread, json_response, service_of, unless_gone
+from .flow import body_of, client_of, in_thread, json_response, service_of, unless_disconnected
 from .model import Loaded
 from .responses import ERRORS, Text, Tokens, documented
 from .schema import DetokenizeRequest, TokenizeRequest
@@ -22,46 +22,46 @@ router = APIRouter()
 async def tokenize(request: Request) -> Response:
     """The tokens of a text, or of a conversation as the model would read it."""
     service_of(request).loaded()
-    asked = await body_of(request, TokenizeRequest)
-    loaded = service_of(request).loaded(asked.model)
-    if (asked.prompt is None) == (asked.messages is None):
+    body = await body_of(request, TokenizeRequest)
+    loaded = service_of(request).loaded(body.model)
+    if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give prompt, a text, or messages", "prompt")
-    return await _answered(request, loaded, lambda encode: _tokens(asked, loaded, encode))
+    return await _respond(request, loaded, lambda encode: _tokens(body, loaded, encode))
 
 
-def _tokens(asked: TokenizeRequest, loaded: Loaded, encode: Encode) -> dict[str, Any]:
-    tokens = _encode(asked, loaded, encode)
+def _tokens(body: TokenizeRequest, loaded: Loaded, encode: Encode) -> dict[str, Any]:
+    tokens = _encode(body, loaded, encode)
     return {
         "count": len(tokens),
         "max_model_len": loaded.target.context_length,
         "tokens": tokens,
-        "token_strs": [loaded.texts[token][0] for token in tokens] if asked.return_token_strs else None,
+        "token_strs": [loaded.texts[token][0] for token in tokens] if body.return_token_strs else None,
     }
 
 
-def _encode(asked: TokenizeRequest, loaded: Loaded, encode: Encode) -> list[int]:
-    if asked.messages is not None:
-        return loaded.chat.prompt([message.plain() for message in asked.messages], encode=encode)
-    assert asked.prompt is not None
-    return encode(asked.prompt, asked.add_special_tokens is not False)
+def _encode(body: TokenizeRequest, loaded: Loaded, encode: Encode) -> list[int]:
+    if body.messages is not None:
+        return loaded.chat.prompt([message.plain() for message in body.messages], encode=encode)
+    assert body.prompt is not None
+    return encode(body.prompt, body.add_special_tokens is not False)
 
 
 @router.post("/detokenize", responses=documented(Text, *ERRORS))
 async def detokenize(request: Request) -> Response:
     """The text of tokens."""
     service_of(request).loaded()
-    asked = await body_of(request, DetokenizeRequest)
-    loaded = service_of(request).loaded(asked.model)
-    return await _answered(request, loaded, lambda _: _text(asked, loaded))
+    body = await body_of(request, DetokenizeRequest)
+    loaded = service_of(request).loaded(body.model)
+    return await _respond(request, loaded, lambda _: _text(body, loaded))
 
 
-def _text(asked: DetokenizeRequest, loaded: Loaded) -> dict[str, Any]:
-    if max(asked.tokens, default=0) >= loaded.target.vocab_size:
+def _text(body: DetokenizeRequest, loaded: Loaded) -> dict[str, Any]:
+    if max(body.tokens, default=0) >= loaded.target.vocab_size:
         raise ApiError(400, f"tokens holds an id outside the vocabulary of {loaded.target.vocab_size}", "tokens")
-    return {"prompt": loaded.tokenizer.decode(asked.tokens)}
+    return {"prompt": loaded.tokenizer.decode(body.tokens)}
 
 
-async def _answered(request: Request, loaded: Loaded, work: Callable[[Encode], dict[str, Any]]) -> Response:
-    """Do the work in a place of the queue, and write its result down beside it; both may be long."""
+async def _respond(request: Request, loaded: Loaded, work: Callable[[Encode], dict[str, Any]]) -> Response:
+    """Do the work in a slot of the queue, and encode its result in the same thread; both may be long."""
     with service_of(request).encoding(client_of(request)):
-        return await unless_gone(request, in_thread(request, loaded, lambda encode: json_response(work(encode))))
+        return await unless_disconnected(request, in_thread(request, loaded, lambda encode: json_response(work(encode))))

@@ -27,16 +27,18 @@ class Histogram:
 
 @dataclass
 class Totals:
-    """Numbers that only grow, but for the last round's. Rounds are told by the engine's thread, requests by the loop's;
-    no number has two writers."""
+    """Numbers that only grow, but for the last round's.
+
+    The engine's thread counts rounds, the event loop's counts requests; no number has two writers.
+    """
 
     rounds: int = 0
     plain_rounds: int = 0
     """In which nothing was drafted for anybody."""
     row_rounds: int = 0
-    """Rounds of single rows: target forwards as a request sees them."""
+    """Rounds of single requests: target forwards as a request sees them."""
     drafts: int = 0
-    """Rounds of single rows in which something was drafted."""
+    """Rounds of single requests in which something was drafted."""
     drafted: int = 0
     accepted: int = 0
     accepted_by_position: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The one thread that loads and owns the engine: rows go in by a queue, what is new comes back by the event loop."""
+"""The one thread that loads and owns the engine: requests go in by a queue, events come back by the event loop."""
 
 from __future__ import annotations
 
@@ -25,55 +25,55 @@ Score = Iterator[list[TokenLogprob]]
 
 
 @dataclass(frozen=True)
-class News:
-    """What a step has added to a row."""
+class RequestEvent:
+    """What a step has added to a request."""
 
     index: int
-    """Its place among the rows of its job."""
+    """Its place among the requests of its job."""
     tokens: list[int]
     logprobs: list[TokenLogprob]
     """One for each of the tokens, where the request asked."""
     output: Output | None
-    """The whole, when the row has ended."""
+    """The whole, when the request has ended."""
 
 
 @dataclass(eq=False)
 class Job:
-    """The rows of one request, and what is new of them. Belongs to the event loop."""
+    """The engine's requests of one HTTP request, and their events. Belongs to the event loop."""
 
-    rows: Sequence[Request]
+    requests: Sequence[Request]
     unfinished: int = 0
-    _news: asyncio.Queue[News] = field(default_factory=asyncio.Queue)
+    _events: asyncio.Queue[RequestEvent] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
-        self.unfinished = len(self.rows)
+        self.unfinished = len(self.requests)
 
-    def tell(self, news: News) -> None:
-        self.unfinished -= news.output is not None
-        self._news.put_nowait(news)
+    def report(self, event: RequestEvent) -> None:
+        self.unfinished -= event.output is not None
+        self._events.put_nowait(event)
 
-    async def news(self) -> list[News]:
-        """All that is new, once there is something: whoever is slow gets more at a time."""
-        found = [await self._news.get()]
-        while not self._news.empty():
-            found.append(self._news.get_nowait())
+    async def events(self) -> list[RequestEvent]:
+        """All that wait, at least one: a slow reader gets more at a time."""
+        found = [await self._events.get()]
+        while not self._events.empty():
+            found.append(self._events.get_nowait())
         return found
 
 
 @dataclass(eq=False)
-class _Seat:
-    """A row in the engine, and how much of it has been told."""
+class _Slot:
+    """A request in the engine, and how many of its tokens have been reported."""
 
-    row: Request
+    request: Request
     job: Job
     index: int
-    told: int = 0
+    reported: int = 0
 
 
 @dataclass(eq=False)
 class _Scoring:
     score: Score
-    answer: asyncio.Future[list[TokenLogprob]]
+    result: asyncio.Future[list[TokenLogprob]]
     found: list[TokenLogprob] = field(default_factory=list)
 
 
@@ -86,7 +86,7 @@ class Worker:
     def __init__(self, load: Callable[[], Loaded]):
         self._load = load
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._seats: list[_Seat] = []
+        self._slots: list[_Slot] = []
         self._scorings: deque[_Scoring] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = False
@@ -94,37 +94,37 @@ class Worker:
         self.loaded: Loaded | None = None
         """None until everything is in memory."""
         self.observer: Callable[[RoundResult], None] | None = None
-        """Told of every round, in the worker's thread."""
+        """Called after every round, in the worker's thread."""
         self.failure: BaseException | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._thread.start()
 
-    def submit(self, rows: Sequence[Request]) -> Job:
-        """Let rows wait for their turn; the job tells what becomes of them. Those that have ended are told at once."""
-        job = Job(rows)
-        for index, row in enumerate(rows):
-            if row.finish_reason is not None:
-                job.tell(News(index, [], [], Output.of(row, None)))
-        self._commands.put(lambda: self._seat(job))
+    def submit(self, requests: Sequence[Request]) -> Job:
+        """Queue requests; the job reports their events. Those that have ended already are reported at once."""
+        job = Job(requests)
+        for index, request in enumerate(requests):
+            if request.finish_reason is not None:
+                job.report(RequestEvent(index, [], [], Output.of(request, None)))
+        self._commands.put(lambda: self._submit(job))
         return job
 
     def cancel(self, job: Job) -> None:
-        """Let the rows of a job go; nothing happens to those that have ended."""
+        """Cancel the requests of a job; nothing happens to those that have ended."""
         if job.unfinished:
-            self._commands.put(lambda: self._leave(job))
+            self._commands.put(lambda: self._cancel(job))
 
     async def score(self, score: Score) -> list[TokenLogprob]:
         """Log probabilities of a prompt, computed between the steps of others."""
         assert self._loop is not None
-        answer: asyncio.Future[list[TokenLogprob]] = self._loop.create_future()
-        self._commands.put(lambda: self._scorings.append(_Scoring(score, answer)))
-        return await answer
+        result: asyncio.Future[list[TokenLogprob]] = self._loop.create_future()
+        self._commands.put(lambda: self._scorings.append(_Scoring(score, result)))
+        return await result
 
-    def abandon(self, reason: str) -> None:
-        """End every row with an error."""
-        self._commands.put(lambda: self._abandon(reason))
+    def abort_all(self, reason: str) -> None:
+        """End every request with an error."""
+        self._commands.put(lambda: self._abort_all(reason))
 
     def stop(self) -> None:
         """End the thread after the step that it is in."""
@@ -140,118 +140,118 @@ class Worker:
             engine.observer = self.observer
             self.loaded = loaded
             while not self._stopped:
-                self._obey(engine, wait=engine.idle and not self._scorings)
+                self._run_commands(engine, wait=engine.idle and not self._scorings)
                 if not engine.idle:
                     self._step(engine)
-                self._score_on()
+                self._score_next()
         except BaseException as e:
             self.failure = e
             self.loaded = None
-            self._tell(
-                [(s.job, News(s.index, [], [], _failed(s.row, "the engine's thread died"))) for s in self._seats]
-            )
-            if self._seats:
-                log.exception("the engine's thread died")
+            reason = "the engine's thread died"
+            self._report([(s.job, RequestEvent(s.index, [], [], _failed(s.request, reason))) for s in self._slots])
+            if self._slots:
+                log.exception(reason)
 
-    def _obey(self, engine: Engine, wait: bool) -> None:
+    def _run_commands(self, engine: Engine, wait: bool) -> None:
         while wait or not self._commands.empty():
             try:
                 self._commands.get()()
             except Exception as e:
-                self._give_up(engine, e)
+                self._fail_all(engine, e)
             wait = False
 
     def _step(self, engine: Engine) -> None:
         try:
             engine.step()
-        except Exception:  # the rows that the step worked on have ended, and those that wait get their turn
+        except Exception:  # the requests that the step worked on have ended, and those that wait get their turn
             log.exception("a step of the engine failed; the requests in it end")
         self._publish(engine)
 
-    def _give_up(self, engine: Engine, error: Exception) -> None:
-        """All rows end, and the engine goes on with those to come."""
+    def _fail_all(self, engine: Engine, error: Exception) -> None:
+        """All requests end, and the engine continues with those to come."""
         log.exception("the engine failed; the requests in it end")
         engine.abandon(f"the engine failed: {type(error).__name__}: {error}")
         self._publish(engine)
 
     def _publish(self, engine: Engine) -> None:
-        """Tell what has changed, with one wakeup of the event loop for all rows."""
-        told: list[tuple[Job, News]] = []
+        """Report what has changed, with one wakeup of the event loop for all requests."""
+        events: list[tuple[Job, RequestEvent]] = []
         ended = False
-        for seat in self._seats:
-            row, before = seat.row, seat.told
-            seat.told = len(row.tokens)
-            done = row.finish_reason is not None
+        for slot in self._slots:
+            request, before = slot.request, slot.reported
+            slot.reported = len(request.tokens)
+            done = request.finish_reason is not None
             ended |= done
-            if done or seat.told > before:
-                output = engine.output(row) if done else None
-                told.append((seat.job, News(seat.index, row.tokens[before:], row.logprobs[before:], output)))
+            if done or slot.reported > before:
+                output = engine.output(request) if done else None
+                new = RequestEvent(slot.index, request.tokens[before:], request.logprobs[before:], output)
+                events.append((slot.job, new))
         if ended:
-            self._seats = [seat for seat in self._seats if seat.row.finish_reason is None]
-        self._tell(told)
+            self._slots = [slot for slot in self._slots if slot.request.finish_reason is None]
+        self._report(events)
 
-    def _tell(self, told: Sequence[tuple[Job, News]]) -> None:
-        if told and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_deliver, told)
+    def _report(self, events: Sequence[tuple[Job, RequestEvent]]) -> None:
+        if events and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_deliver, events)
 
-    def _seat(self, job: Job) -> None:
+    def _submit(self, job: Job) -> None:
         assert self.loaded is not None
-        for index, row in enumerate(job.rows):
-            if row.finish_reason is not None:
+        for index, request in enumerate(job.requests):
+            if request.finish_reason is not None:
                 continue
-            self.loaded.engine.submit(row)
-            self._seats.append(_Seat(row, job, index))
+            self.loaded.engine.submit(request)
+            self._slots.append(_Slot(request, job, index))
 
-    def _leave(self, job: Job) -> None:
+    def _cancel(self, job: Job) -> None:
         assert self.loaded is not None
-        for row in job.rows:
-            self.loaded.engine.cancel(row)
+        for request in job.requests:
+            self.loaded.engine.cancel(request)
         self._publish(self.loaded.engine)
 
-    def _abandon(self, reason: str) -> None:
+    def _abort_all(self, reason: str) -> None:
         assert self.loaded is not None
         self.loaded.engine.abandon(reason)
         self._publish(self.loaded.engine)
 
-    def _score_on(self) -> None:
+    def _score_next(self) -> None:
         """One piece of the prompt whose turn it is."""
         if not self._scorings:
             return
         scoring = self._scorings.popleft()
-        if scoring.answer.cancelled():
+        if scoring.result.cancelled():
             return
         try:
             scoring.found += next(scoring.score)
             self._scorings.append(scoring)
         except StopIteration:
-            self._answer(scoring, None)
+            self._finish_scoring(scoring, None)
         except Exception as e:
             log.exception("a prompt could not be scored")
-            self._answer(scoring, ApiError(500, f"the prompt could not be scored: {type(e).__name__}"))
+            self._finish_scoring(scoring, ApiError(500, f"the prompt could not be scored: {type(e).__name__}"))
 
-    def _answer(self, scoring: _Scoring, error: Exception | None) -> None:
+    def _finish_scoring(self, scoring: _Scoring, error: Exception | None) -> None:
         assert self._loop is not None
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_settle, scoring, error)
+            self._loop.call_soon_threadsafe(_resolve, scoring, error)
 
     def _stop(self) -> None:
         self._stopped = True
 
 
-def _deliver(told: Sequence[tuple[Job, News]]) -> None:
-    for job, news in told:
-        job.tell(news)
+def _deliver(events: Sequence[tuple[Job, RequestEvent]]) -> None:
+    for job, event in events:
+        job.report(event)
 
 
-def _settle(scoring: _Scoring, error: Exception | None) -> None:
-    if scoring.answer.done():
+def _resolve(scoring: _Scoring, error: Exception | None) -> None:
+    if scoring.result.done():
         return
     if error is not None:
-        scoring.answer.set_exception(error)
+        scoring.result.set_exception(error)
     else:
-        scoring.answer.set_result(scoring.found)
+        scoring.result.set_result(scoring.found)
 
 
-def _failed(row: Request, reason: str) -> Output:
-    row.fail(reason)
-    return Output.of(row, None)
+def _failed(request: Request, reason: str) -> Output:
+    request.fail(reason)
+    return Output.of(request, None)

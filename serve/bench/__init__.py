@@ -1,1 +1,10 @@
-"""eagle-bench: the same prompts, machine and process, decoded by mlx-lm, plainly, with n-grams and with a head."""
+"""eagle-bench: tokens per second, acceptance and identity of ways to decode the same prompts, in one process.
+
+`build_modes` makes the ways, `measure` times them in turns, `compare` tells whether two gave the same tokens.
+"""
+
+from .identity import compare, tolerance_for
+from .measure import BenchConfig, Run, measure
+from .modes import Models, build_modes
+
+__all__ = ["BenchConfig", "Models", "Run", "build_modes", "compare", "measure", "tolerance_for"]

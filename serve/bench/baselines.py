@@ -34,7 +34,7 @@ class MlxLmMode:
         self._extra: dict[str, Any] = {}
 
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
-        said = []
+        continuations = []
         for prompt, each in zip(prompts, params, strict=True):
             steps = []
             for step in self._steps(prompt, each):
@@ -42,8 +42,8 @@ class MlxLmMode:
                 yield 1
             rounds = sum(not step.from_draft for step in steps)
             text = "".join(step.text for step in steps)
-            said.append(Continuation(tuple(int(step.token) for step in steps), text, max(1, rounds)))
-        return said
+            continuations.append(Continuation(tuple(int(step.token) for step in steps), text, max(1, rounds)))
+        return continuations
 
     def sync(self) -> None:
         mx.synchronize(self._stream)
@@ -93,7 +93,7 @@ class MlxLmBatchMode:
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
         _seed(params[0])
         limits = [each.max_tokens for each in params]
-        said = mlx_lm.batch_generate(
+        generated = mlx_lm.batch_generate(
             self._model,
             self._tokenizer,
             [list(prompt) for prompt in prompts],
@@ -103,11 +103,11 @@ class MlxLmBatchMode:
             completion_batch_size=self.batch,
             sampler=_sampler(params[0]),
         )
-        assert said.token_ids is not None
-        yield sum(map(len, said.token_ids))
+        assert generated.token_ids is not None
+        yield sum(map(len, generated.token_ids))
         return [
             self._continuation(tokens, text, limit)
-            for tokens, text, limit in zip(said.token_ids, said.texts, limits, strict=True)
+            for tokens, text, limit in zip(generated.token_ids, generated.texts, limits, strict=True)
         ]
 
     def _continuation(self, tokens: list[int], text: str, limit: int) -> Continuation:

@@ -27,7 +27,7 @@ from .breakdown import measure_breakdown
 from .costs import measure_costs
 from .identity import tolerance_for
 from .machine import describe
-from .measure import Plan, Run, measure
+from .measure import BenchConfig, Run, measure
 from .modes import MODE_NAMES, NEEDS, Models, ModeName, build_modes, random_head
 from .rollback import measure_rollback
 
@@ -59,15 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    plan = Plan()
+    default = BenchConfig()
     parser = argparse.ArgumentParser(
         prog="eagle-bench",
         description="Measure tokens/s, acceptance and identity of speculative decoding against plain decoding.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_what(parser.add_argument_group("what to measure"), plan)
-    _add_how(parser.add_argument_group("on what"), plan)
+    _add_what(parser.add_argument_group("what to measure"), default)
+    _add_how(parser.add_argument_group("on what"), default)
     out = parser.add_argument_group("output")
     out.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them; trees of several sizes as curves")
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_what(what: argparse._ArgumentGroup, plan: Plan) -> None:
+def _add_what(what: argparse._ArgumentGroup, default: BenchConfig) -> None:
     what.add_argument("--target", help="folder or hub id of the model (default: the embedded one)")
     what.add_argument(
         "--head", help="folder or hub id of its EAGLE-3 head (default: the embedded one's); random: the worst there is"
@@ -106,36 +106,39 @@ def _add_what(what: argparse._ArgumentGroup, plan: Plan) -> None:
         help="what decides how many of K are drafted (default fixed: all)",
     )
     what.add_argument(
-        "--temperature", type=float, nargs="+", default=[plan.temperature], metavar="T", help="default 0, greedy"
+        "--temperature", type=float, nargs="+", default=[default.temperature], metavar="T", help="default 0, greedy"
     )
     what.add_argument(
-        "--acceptance", choices=("coupled", "rejection"), default=plan.acceptance, help="of sampled drafts (coupled)"
+        "--acceptance", choices=("coupled", "rejection"), default=default.acceptance, help="of sampled drafts (coupled)"
     )
 
 
-def _add_how(how: argparse._ArgumentGroup, plan: Plan) -> None:
+def _add_how(how: argparse._ArgumentGroup, default: BenchConfig) -> None:
     how.add_argument("--prompts", type=Path, help="jsonl of `messages` or `prompt` rows (default: held-out functions)")
     how.add_argument("--limit", type=_positive, default=100, help="prompts to take (default 100)")
     how.add_argument(
-        "--max-tokens", type=_positive, default=plan.max_tokens, help=f"new tokens each (default {plan.max_tokens})"
+        "--max-tokens",
+        type=_positive,
+        default=default.max_tokens,
+        help=f"new tokens each (default {default.max_tokens})",
     )
     how.add_argument("--ignore-eos", action="store_true", help="let every continuation be --max-tokens long")
-    how.add_argument("--repeats", type=_positive, default=plan.repeats, help=f"default {plan.repeats}")
+    how.add_argument("--repeats", type=_positive, default=default.repeats, help=f"default {default.repeats}")
     how.add_argument(
         "--turn",
         type=_positive,
-        default=plan.turn,
+        default=default.turn,
         metavar="N",
         help="let the modes change over after every N tokens a row rather than after whole prompts, where a machine's "
         "speed varies; mlx-lm-batch has one long turn",
     )
-    how.add_argument("--seed", type=int, default=plan.seed, help="of the first prompt when sampling (default 0)")
+    how.add_argument("--seed", type=int, default=default.seed, help="of the first prompt when sampling (default 0)")
     how.add_argument(
         "--least-distinct",
         type=float,
-        default=plan.least_distinct,
+        default=default.least_distinct,
         metavar="R",
-        help=f"leave out continuations with a smaller share of distinct 4-grams (default {plan.least_distinct})",
+        help=f"leave out continuations with a smaller share of distinct 4-grams (default {default.least_distinct})",
     )
     how.add_argument(
         "--tolerance", type=float, help="excuse a first difference where the two best logits are closer than this"
@@ -166,7 +169,7 @@ def _bench(args: argparse.Namespace, command: str) -> int:
     target = load_target(args.target or embedded("target"))
     head = _head(head_name, target)
     draft = load_target(args.draft_model) if args.draft_model is not None else None
-    plans = [_plan(args, temperature) for temperature in args.temperature]
+    configs = [_config(args, temperature) for temperature in args.temperature]
     prompts = _prompts(args, target)
     machine = describe()
     print(f"machine: {machine}\ntarget: {target.name}\nhead: {head_name or 'none'}")
@@ -174,9 +177,9 @@ def _bench(args: argparse.Namespace, command: str) -> int:
         print(f"draft model: {draft.name}")
     args.depth = args.depth or [min(DEFAULT_TOKENS[policy] for policy in args.policy)]
     runs: list[Run] = []
-    for plan in plans:
-        ways = build_modes(Models(target, head, draft), modes, args.batch, args.depth, args.policy, args.nodes)
-        runs += measure(target, ways, prompts, plan, progress=not args.quiet)
+    for config in configs:
+        built = build_modes(Models(target, head, draft), modes, args.batch, args.depth, args.policy, args.nodes)
+        runs += measure(target, built, prompts, config, progress=not args.quiet)
     tolerance = tolerance_for(target) if args.tolerance is None else args.tolerance
     print(f"\n{report.table(runs)}\n\n{report.footnote(runs, args.max_tokens, tolerance)}")
     extra: dict[str, object] = {
@@ -245,8 +248,8 @@ def _modes(args: argparse.Namespace) -> tuple[list[ModeName], str | Path | None]
     return modes, head if "eagle" in modes else None
 
 
-def _plan(args: argparse.Namespace, temperature: float) -> Plan:
-    return Plan(
+def _config(args: argparse.Namespace, temperature: float) -> BenchConfig:
+    return BenchConfig(
         max_tokens=args.max_tokens,
         temperature=temperature,
         repeats=args.repeats,
@@ -260,8 +263,8 @@ def _plan(args: argparse.Namespace, temperature: float) -> Plan:
 
 
 def _prompts(args: argparse.Namespace, target: Target) -> list[list[int]]:
-    rows = read_prompts(args.prompts or embedded("prompts.jsonl"), args.limit)
-    return [encode(row, target, args.max_tokens) for row in rows]
+    prompts = read_prompts(args.prompts or embedded("prompts.jsonl"), args.limit)
+    return [encode(prompt, target, args.max_tokens) for prompt in prompts]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a mode said to one prompt, and how much of it was drafted."""
+"""What a mode decoded for one prompt, and how much of it was drafted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Continuation:
 
 
 Decoding = Generator[int, None, list[Continuation]]
-"""Yields after every step how many tokens it gave; returns what was said to each prompt."""
+"""Yields after every step how many tokens it gave; returns the continuation of each prompt."""
 
 
 def finish(decoding: Decoding) -> list[Continuation]:
@@ -29,8 +29,8 @@ def finish(decoding: Decoding) -> list[Continuation]:
         try:
             next(decoding)
         except StopIteration as end:
-            said: list[Continuation] = end.value
-            return said
+            continuations: list[Continuation] = end.value
+            return continuations
 
 
 def acceptance_length(continuations: Sequence[Continuation]) -> float:
@@ -42,4 +42,4 @@ def acceptance_by_position(continuations: Sequence[Continuation]) -> list[float]
     """For each draft position, the share of the rounds that drafted it in which it was accepted."""
     drafted = [sum(column) for column in zip_longest(*(c.drafted_by_position for c in continuations), fillvalue=0)]
     accepted = [sum(column) for column in zip_longest(*(c.accepted_by_position for c in continuations), fillvalue=0)]
-    return [hits / tries for hits, tries in zip_longest(accepted, drafted, fillvalue=0) if tries]
+    return [hits / count for hits, count in zip_longest(accepted, drafted, fillvalue=0) if count]

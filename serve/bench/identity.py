@@ -1,4 +1,4 @@
-"""Whether two ways of decoding said the same, and whether a difference can be laid to rounding."""
+"""Whether two ways of decoding gave the same tokens, and whether rounding explains a difference."""
 
 from __future__ import annotations
 
@@ -58,13 +58,15 @@ def compare(
         if at is None:
             identical += 1
         elif at < min(len(expected), len(actual)):
-            rivals = {expected[at], actual[at]}
-            excused += _is_near_tie(target, [*prompt, *expected[:at]], rivals, each, tolerance)
+            candidates = {expected[at], actual[at]}
+            excused += _is_near_tie(target, [*prompt, *expected[:at]], candidates, each, tolerance)
     return Identity(identical, excused, len(prompts) - identical - excused)
 
 
-def _is_near_tie(target: Target, tokens: list[int], rivals: set[int], params: SamplingParams, tolerance: float) -> bool:
-    """Whether the two rivals are the target's two best next tokens, and closer than the tolerance.
+def _is_near_tie(
+    target: Target, tokens: list[int], candidates: set[int], params: SamplingParams, tolerance: float
+) -> bool:
+    """Whether the two candidates are the target's two best next tokens, and closer than the tolerance.
 
     Sampled tokens are the argmax of logits + temperature x noise, so those are the scores that must be close.
     """
@@ -75,4 +77,4 @@ def _is_near_tie(target: Target, tokens: list[int], rivals: set[int], params: Sa
         scores = scores + params.temperature * gumbel(batch, position, scores.shape[-1])
     by_token = np.array(scores[0, 0])
     second, first = np.argsort(by_token)[-2:]
-    return rivals == {int(first), int(second)} and bool(by_token[first] - by_token[second] < tolerance)
+    return candidates == {int(first), int(second)} and bool(by_token[first] - by_token[second] < tolerance)

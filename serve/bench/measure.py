@@ -24,7 +24,7 @@ GROUP_PER_ROW = 4
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchConfig:
     """What to measure, beside the modes. Raises ConfigError, with the field's name, for a value out of range."""
 
     max_tokens: int = 128
@@ -109,10 +109,10 @@ class _Work:
     first: Sequence[SamplingParams]
     """The same, for one token only."""
     turn: int
-    """As of the plan."""
+    """As of the config."""
 
     def run(self, mode: Mode, group: Sequence[int], first: bool = False) -> Timed:
-        """Decode some of the prompts, whole or to their first token: the seconds, and what was said."""
+        """Decode some of the prompts, whole or to their first token: the seconds, and what was decoded."""
         params = self.first if first else self.params
         start = perf_counter()
         out = finish(mode.decode([self.prompts[index] for index in group], [params[index] for index in group]))
@@ -139,14 +139,14 @@ class _Timing:
 
 
 @dataclass
-class _Tally:
-    """What one mode has said, and how long it took, repeat by repeat and group by group."""
+class _Results:
+    """What one mode has decoded, and how long it took, repeat by repeat and group by group."""
 
     mode: Mode
     continuations: dict[int, Continuation] = field(default_factory=dict)
     repeats: list[list[_Timing]] = field(default_factory=list)
 
-    def said(self, indices: Iterable[int]) -> list[Continuation]:
+    def outputs(self, indices: Iterable[int]) -> list[Continuation]:
         return [self.continuations[index] for index in indices]
 
     def seconds(self, kept: Sequence[int]) -> list[float]:
@@ -155,12 +155,12 @@ class _Tally:
 
     def rates(self, kept: Sequence[int]) -> list[float]:
         """Tokens per second of each repeat."""
-        tokens = sum(len(one.tokens) for one in self.said(kept))
+        tokens = sum(len(one.tokens) for one in self.outputs(kept))
         return [tokens / seconds for seconds in self.seconds(kept)]
 
     def decode_rates(self, kept: Sequence[int]) -> list[float]:
         """The same behind the first token of each prompt."""
-        tokens = sum(len(one.tokens) - 1 for one in self.said(kept))
+        tokens = sum(len(one.tokens) - 1 for one in self.outputs(kept))
         spent = (
             sum(timing.seconds - timing.first_token_seconds for timing in repeat if timing.index in kept)
             for repeat in self.repeats
@@ -169,9 +169,9 @@ class _Tally:
 
 
 def measure(
-    target: Target, modes: Sequence[Mode], prompts: Sequence[list[int]], plan: Plan, progress: bool = True
+    target: Target, modes: Sequence[Mode], prompts: Sequence[list[int]], config: BenchConfig, progress: bool = True
 ) -> list[Run]:
-    """Time every mode on every prompt, `plan.repeats` times, and compare what they say.
+    """Time every mode on every prompt, `config.repeats` times, and compare their texts.
 
     The reference is mlx-lm's greedy text; when sampling or ignoring ends, the plain engine's with the same seeds.
     Prompts on which it loops are decoded once, for the comparison alone. Raises ConfigError where it loops on all of
@@ -179,50 +179,55 @@ def measure(
     """
     if not prompts or not modes:
         raise ConfigError("there is nothing to measure: no prompts or no modes")
-    if plan.ignore_eos and any(mode.name in BASELINES for mode in modes):
+    if config.ignore_eos and any(mode.name in BASELINES for mode in modes):
         raise ConfigError("mlx-lm ends where the model does: leave its modes out, or --ignore-eos")
-    work = _Work(prompts, plan.params(len(prompts), plan.max_tokens), plan.params(len(prompts), 1), plan.turn)
-    tallies = [_Tally(mode) for mode in modes]
+    work = _Work(prompts, config.params(len(prompts), config.max_tokens), config.params(len(prompts), 1), config.turn)
+    results = [_Results(mode) for mode in modes]
     for mode in modes:
         work.run(mode, [0])
-    reference = _reference(target, tallies, work, plan, progress)
-    everything = range(len(prompts))
+    reference = _reference(target, results, work, config, progress)
+    indices = range(len(prompts))
     if reference.continuations:
-        kept = _kept(reference, everything, plan)
-        groups = _groups(kept, modes) + _groups([index for index in everything if index not in kept], modes)
-        _repeat(tallies, groups, work, f"repeat 1/{plan.repeats}", progress)
+        kept = _kept(reference, indices, config)
+        groups = _groups(kept, modes) + _groups([index for index in indices if index not in kept], modes)
+        _repeat(results, groups, work, f"repeat 1/{config.repeats}", progress)
     else:
-        _repeat(tallies, _groups(everything, modes), work, f"repeat 1/{plan.repeats}", progress)
-        kept = _kept(reference, everything, plan)
-    for repeat in range(1, plan.repeats):
-        _repeat(tallies, _groups(kept, modes), work, f"repeat {repeat + 1}/{plan.repeats}", progress)
-    expected = [one.tokens for one in reference.said(everything)]
-    return [_figures(tally, tallies, _identity(target, tally, expected, work, plan), kept, plan) for tally in tallies]
+        _repeat(results, _groups(indices, modes), work, f"repeat 1/{config.repeats}", progress)
+        kept = _kept(reference, indices, config)
+    for repeat in range(1, config.repeats):
+        _repeat(results, _groups(kept, modes), work, f"repeat {repeat + 1}/{config.repeats}", progress)
+    expected = [one.tokens for one in reference.outputs(indices)]
+    return [
+        _figures(result, results, _identity(target, result, expected, work, config), kept, config) for result in results
+    ]
 
 
-def _reference(target: Target, tallies: Sequence[_Tally], work: _Work, plan: Plan, progress: bool) -> _Tally:
-    """The tally that the others are compared with, filled beforehand unless the first repeat will do that.
+def _reference(
+    target: Target, results: Sequence[_Results], work: _Work, config: BenchConfig, progress: bool
+) -> _Results:
+    """The result that the others are compared with, filled beforehand unless the first repeat will do that.
 
     With one prompt at a time the first repeat can decode them all and the loops be set aside after it; in a batch
     the prompts that loop must be known before, so that they do not share rounds with the others.
     """
-    name = "plain" if plan.temperature or plan.ignore_eos else "mlx-lm"
-    found = next((tally for tally in tallies if tally.mode.name == name and tally.mode.batch == 1), None)
-    if found is not None and all(tally.mode.batch == 1 for tally in tallies):
+    name = "plain" if config.temperature or config.ignore_eos else "mlx-lm"
+    found = next((result for result in results if result.mode.name == name and result.mode.batch == 1), None)
+    if found is not None and all(result.mode.batch == 1 for result in results):
         return found
-    tally = _Tally(EngineMode("plain", target, batch=1) if name == "plain" else MlxLmMode(target))
+    result = _Results(EngineMode("plain", target, batch=1) if name == "plain" else MlxLmMode(target))
     for index in progress_bar(range(len(work.prompts)), desc="reference", unit="prompt", disable=not progress):
-        tally.continuations[index] = work.run(tally.mode, [index])[1][0]
-    return tally
+        result.continuations[index] = work.run(result.mode, [index])[1][0]
+    return result
 
 
-def _kept(reference: _Tally, everything: Iterable[int], plan: Plan) -> list[int]:
+def _kept(reference: _Results, indices: Iterable[int], config: BenchConfig) -> list[int]:
     """The prompts on which the reference does not loop."""
-    kept = [i for i in everything if not is_loop(reference.continuations[i].tokens, plan.least_distinct)]
+    kept = [i for i in indices if not is_loop(reference.continuations[i].tokens, config.least_distinct)]
     if not kept:
         raise ConfigError(
-            f"all {len(reference.continuations)} continuations loop (distinct 4-grams under {plan.least_distinct:g}), "
-            "so no figure means anything; take other prompts or a better target"
+            f"all {len(reference.continuations)} continuations loop "
+            f"(distinct 4-grams under {config.least_distinct:g}), so no figure means anything; "
+            "take other prompts or a better target"
         )
     return kept
 
@@ -235,69 +240,69 @@ def _groups(indices: Sequence[int], modes: Sequence[Mode]) -> list[Sequence[int]
 
 
 def _repeat(
-    tallies: Sequence[_Tally], groups: Sequence[Sequence[int]], work: _Work, title: str, progress: bool
+    results: Sequence[_Results], groups: Sequence[Sequence[int]], work: _Work, title: str, progress: bool
 ) -> None:
     """One pass over the groups; within a group the modes take turns, so that all meet the same moments."""
-    for tally in tallies:
-        tally.repeats.append([])
+    for result in results:
+        result.repeats.append([])
     with progress_bar(total=sum(map(len, groups)), desc=title, unit="prompt", disable=not progress) as bar:
         for number, group in enumerate(groups):
-            start = number % len(tallies)
-            ordered = [*tallies[start:], *tallies[:start]]
-            firsts = [work.run(tally.mode, group, first=True)[0] for tally in ordered]
-            timed = work.run_all([tally.mode for tally in ordered], group)
-            for tally, first, (seconds, out) in zip(ordered, firsts, timed, strict=True):
-                tally.repeats[-1].append(_Timing(group[0], seconds, first))
-                tally.continuations.update(zip(group, out, strict=True))
+            start = number % len(results)
+            ordered = [*results[start:], *results[:start]]
+            firsts = [work.run(result.mode, group, first=True)[0] for result in ordered]
+            timed = work.run_all([result.mode for result in ordered], group)
+            for result, first, (seconds, out) in zip(ordered, firsts, timed, strict=True):
+                result.repeats[-1].append(_Timing(group[0], seconds, first))
+                result.continuations.update(zip(group, out, strict=True))
             bar.update(len(group))
 
 
 def _figures(
-    tally: _Tally, tallies: Sequence[_Tally], identity: Identity | None, kept: Sequence[int], plan: Plan
+    result: _Results, results: Sequence[_Results], identity: Identity | None, kept: Sequence[int], config: BenchConfig
 ) -> Run:
-    rates, continuations = tally.rates(kept), tally.said(kept)
-    by_mode = {(other.mode.name, other.mode.batch): other for other in tallies}
+    rates, continuations = result.rates(kept), result.outputs(kept)
+    by_mode = {(other.mode.name, other.mode.batch): other for other in results}
     return Run(
-        mode=tally.mode.name,
-        batch=tally.mode.batch,
-        depth=tally.mode.depth,
-        nodes=tally.mode.nodes,
-        policy=tally.mode.policy,
-        temperature=plan.temperature,
+        mode=result.mode.name,
+        batch=result.mode.batch,
+        depth=result.mode.depth,
+        nodes=result.mode.nodes,
+        policy=result.mode.policy,
+        temperature=config.temperature,
         tokens_per_second=median(rates),
-        decode_tokens_per_second=median(tally.decode_rates(kept)),
-        ratio_to_mlx_lm=_ratio(tally, by_mode.get(("mlx-lm", 1)), kept),
-        ratio_to_mlx_lm_batch=_ratio(tally, by_mode.get(("mlx-lm-batch", tally.mode.batch)), kept),
-        ratio_to_plain=_ratio(tally, by_mode.get(("plain", tally.mode.batch)), kept),
+        decode_tokens_per_second=median(result.decode_rates(kept)),
+        ratio_to_mlx_lm=_ratio(result, by_mode.get(("mlx-lm", 1)), kept),
+        ratio_to_mlx_lm_batch=_ratio(result, by_mode.get(("mlx-lm-batch", result.mode.batch)), kept),
+        ratio_to_plain=_ratio(result, by_mode.get(("plain", result.mode.batch)), kept),
         acceptance_length=acceptance_length(continuations),
         acceptance_by_position=acceptance_by_position(continuations),
         identical=identity.holds if identity else None,
         identical_count=identity.identical if identity else None,
         excused=identity.excused if identity else None,
         prompts=len(kept),
-        left_out_looping=len(tally.continuations) - len(kept),
+        left_out_looping=len(result.continuations) - len(kept),
         tokens=sum(len(one.tokens) for one in continuations),
-        seconds=median(tally.seconds(kept)),
+        seconds=median(result.seconds(kept)),
     )
 
 
-def _ratio(tally: _Tally, baseline: _Tally | None, kept: Sequence[int]) -> float | None:
+def _ratio(result: _Results, baseline: _Results | None, kept: Sequence[int]) -> float | None:
     """How much faster one is than the other: repeat by repeat, then the median."""
     if baseline is None:
         return None
-    return median(mine / its for mine, its in zip(tally.rates(kept), baseline.rates(kept), strict=True))
+    return median(mine / its for mine, its in zip(result.rates(kept), baseline.rates(kept), strict=True))
 
 
 def _identity(
-    target: Target, tally: _Tally, expected: Sequence[Sequence[int]], work: _Work, plan: Plan
+    target: Target, result: _Results, expected: Sequence[Sequence[int]], work: _Work, config: BenchConfig
 ) -> Identity | None:
     """Over all prompts, those left out included; None for mlx-lm's sampling and batches, and for other rules."""
-    name = tally.mode.name
-    sampled = plan.temperature > 0
+    name = result.mode.name
+    sampled = config.temperature > 0
     if name == "mlx-lm-batch" or (
-        sampled and (name in BASELINES or (plan.acceptance != "coupled" and name != "plain"))
+        sampled and (name in BASELINES or (config.acceptance != "coupled" and name != "plain"))
     ):
         return None
-    said = [one.tokens for one in tally.said(range(len(work.prompts)))]
-    tolerance = tolerance_for(target) if plan.tolerance is None else plan.tolerance
-    return compare(target, work.prompts, expected, said, work.params, tolerance)
+    tokens = [one.tokens for one in result.outputs(range(len(work.prompts)))]
+    tolerance = tolerance_for(target) if config.tolerance is None else config.tolerance
+    return compare(target, work.prompts, expected, tokens, work.params, tolerance)

@@ -55,7 +55,7 @@ class Mode(Protocol):
         """Decode token-id prompts to their ends; the continuations come in their order."""
 
     def sync(self) -> None:
-        """Wait for work that was launched and is not wanted, so that it does not burden what is timed next."""
+        """Wait for work that was dispatched and is not wanted, so that it does not slow what is timed next."""
 
 
 class EngineMode:
@@ -74,9 +74,9 @@ class EngineMode:
         self.name, self.batch, self.depth, self.nodes, self.policy = name, batch, depth, nodes, policy
         rule = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy).make_policy()
         self._engine = Engine(target, proposer, rule, max_batch=batch)
-        self._elsewhere = 0.0
-        """Seconds of other modes' turns, which are none of its rounds'."""
-        self._engine.clock = lambda: perf_counter() - self._elsewhere
+        self._excluded = 0.0
+        """Seconds of other modes' turns, which its clock leaves out."""
+        self._engine.clock = lambda: perf_counter() - self._excluded
         if self._engine.chains_only is not None:
             raise ConfigError(
                 f"no trees can be drafted for {target.name}: {self._engine.chains_only}; leave --nodes out"
@@ -84,27 +84,27 @@ class EngineMode:
 
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
         engine = self._engine
-        rows = [engine.prepare(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
-        for row in rows:
-            engine.submit(row)
+        requests = [engine.prepare(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+        for request in requests:
+            engine.submit(request)
         given = 0
         try:
-            while not all(row.finish_reason for row in rows):
+            while not all(request.finish_reason for request in requests):
                 engine.step()
-                now = sum(len(row.tokens) for row in rows)
+                now = sum(len(request.tokens) for request in requests)
                 left = perf_counter()
                 yield now - given
-                self._elsewhere += perf_counter() - left
+                self._excluded += perf_counter() - left
                 given = now
         finally:
-            for row in rows:
-                engine.cancel(row)
-        return [_continuation(engine.output(row)) for row in rows]
+            for request in requests:
+                engine.cancel(request)
+        return [_continuation(engine.output(request)) for request in requests]
 
     def sync(self) -> None:
         start = perf_counter()
         mx.synchronize()
-        self._elsewhere -= perf_counter() - start  # what is waited for are rounds of its own
+        self._excluded -= perf_counter() - start  # what is waited for are rounds of its own
 
 
 def _continuation(out: Output) -> Continuation:

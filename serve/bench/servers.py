@@ -4,7 +4,7 @@
 
 Both servers run side by side on this machine and take turns; the one whose turn it is not sleeps. The engine decodes
 the same chats in this process. Prompt caches are off, since every turn asks the same. Chats whose greedy answer loops
-are left out, as in eagle-bench. What HTTP itself costs is seen with more clients than rows, so that none stays empty:
+are left out, as in eagle-bench. What HTTP itself costs is seen with more clients than slots, so that none stays empty:
 --clients 16 --max-batch 8.
 """
 
@@ -111,7 +111,9 @@ class Server:
 
             async def client() -> None:
                 for chat in turns:
-                    answers.append(await _patiently(http, f"{self.url}/chat/completions", {**body, "messages": chat}))
+                    answers.append(
+                        await _ask_with_retries(http, f"{self.url}/chat/completions", {**body, "messages": chat})
+                    )
 
             start = time.perf_counter()
             await asyncio.gather(*(client() for _ in range(clients)))
@@ -119,7 +121,7 @@ class Server:
         return Turn(sum(tokens for tokens, _ in answers), seconds, median(first for _, first in answers))
 
 
-async def _patiently(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> tuple[int, float]:
+async def _ask_with_retries(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> tuple[int, float]:
     """The same as `_ask`; a connection that is not taken is tried again, as OpenAI's client does it."""
     for pause in (0.05, 0.1, 0.2, 0.4, 0.8):
         try:
@@ -148,11 +150,11 @@ def both_servers(target: str, head: str, max_batch: int) -> Iterator[tuple[Serve
     ports = _free_port(), _free_port()
     ours = ["-m", "eagle_mlx.serve.api.cli", "--target", target, "--head", head, "--max-batch", str(max_batch)]
     theirs = ["-c", _MLX_LM, "--model", target, "--log-level", "ERROR"]
-    # The same chats come again and again: nobody is to remember them.
-    forgetful = ["--prefix-cache-gb", "0"], ["--prompt-cache-size", "1"]
+    # The same chats come again and again: neither server may cache them.
+    without_cache = ["--prefix-cache-gb", "0"], ["--prompt-cache-size", "1"]
     commands = [
-        [sys.executable, *which, *forgets, "--port", str(port)]
-        for which, forgets, port in zip((ours, theirs), forgetful, ports, strict=True)
+        [sys.executable, *which, *cache_flags, "--port", str(port)]
+        for which, cache_flags, port in zip((ours, theirs), without_cache, ports, strict=True)
     ]
     servers = [Server(command, port) for command, port in zip(commands, ports, strict=True)]
     try:
@@ -171,7 +173,7 @@ def _free_port() -> int:
 
 
 class BareEngine:
-    """The engine in this process, with as many rows as there are clients, or as may be."""
+    """The engine in this process, with as many slots as there are clients, or as may be."""
 
     def __init__(self, target: str, head: str, max_batch: int):
         self.target, self.speculation, self.max_batch = load_target(target), Speculation(head=head), max_batch
@@ -193,9 +195,11 @@ class BareEngine:
 
 def compare(args: argparse.Namespace) -> list[Comparison]:
     engine = BareEngine(args.target, args.head, args.max_batch or max(args.clients))
-    rows = [row.content for row in read_prompts(args.prompts) if not isinstance(row.content, str)]
-    chats = engine.chats_that_do_not_loop([[dict(turn) for turn in row] for row in rows[: args.limit]], args.max_tokens)
-    found = []
+    found = [prompt.content for prompt in read_prompts(args.prompts) if not isinstance(prompt.content, str)]
+    chats = engine.chats_that_do_not_loop(
+        [[dict(turn) for turn in chat] for chat in found[: args.limit]], args.max_tokens
+    )
+    comparisons = []
     with both_servers(args.target, args.head, engine.max_batch) as (ours, theirs):
         for temperature, clients in itertools.product(args.temperature, args.clients):
             body = {"temperature": temperature, "max_tokens": args.max_tokens}
@@ -210,9 +214,9 @@ def compare(args: argparse.Namespace) -> list[Comparison]:
                 took = {which % 3: ways[which % 3]() for which in range(repeat, repeat + 3)}
                 if repeat:
                     turns.append((took[0], took[1], took[2]))
-            found.append(_comparison(clients, temperature, turns))
-            print(found[-1], flush=True)
-    return found
+            comparisons.append(_comparison(clients, temperature, turns))
+            print(comparisons[-1], flush=True)
+    return comparisons
 
 
 def _comparison(clients: int, temperature: float, turns: Sequence[tuple[Turn, Turn, Turn]]) -> Comparison:

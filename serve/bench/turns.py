@@ -11,7 +11,7 @@ from .continuation import Continuation, Decoding
 from .modes import Mode
 
 Timed = tuple[float, list[Continuation]]
-"""The seconds that a mode took, and what it said."""
+"""The seconds that a mode took, and its outputs."""
 
 
 class _Runner:
@@ -20,19 +20,19 @@ class _Runner:
     def __init__(self, mode: Mode, decoding: Decoding):
         self.mode, self.decoding = mode, decoding
         self.seconds, self.tokens = 0.0, 0
-        self.said: list[Continuation] | None = None
+        self.outputs: list[Continuation] | None = None
 
     def run(self, goal: int) -> None:
-        """Go on until there are so many tokens, or the end."""
-        if self.said is not None:
+        """Continue until there are so many tokens, or the end."""
+        if self.outputs is not None:
             return
         start = perf_counter()
         try:
             while self.tokens < goal:
                 self.tokens += next(self.decoding)
         except StopIteration as end:
-            self.said = end.value
-        self.mode.sync()  # what was launched for its next turn must not burden those of others
+            self.outputs = end.value
+        self.mode.sync()  # what was dispatched for its next turn must not slow those of others
         self.seconds += perf_counter() - start
 
 
@@ -46,9 +46,9 @@ def take_turns(
     runners = [_Runner(mode, mode.decode(prompts, params)) for mode in modes]
     step = tokens * min(len(prompts), max(mode.batch for mode in modes))
     goal, order = 0, list(runners)
-    while any(runner.said is None for runner in runners):
+    while any(runner.outputs is None for runner in runners):
         goal += step
         for runner in order:
             runner.run(goal)
         order = order[1:] + order[:1]
-    return [(runner.seconds, runner.said or []) for runner in runners]
+    return [(runner.seconds, runner.outputs or []) for runner in runners]

@@ -1,9 +1,12 @@
-"""What is special about chat: prompts from messages, thoughts and tool calls in answers, texts that follow a schema."""
+"""Chat formats: prompts from messages, reasoning and tool calls parsed out of answers, schemas as grammars.
 
-from .calls import ToolCall
-from .reader import AnswerReader, Delta
+`ChatFormat` knows a model's template and tags, `AnswerParser` splits its answers, `Grammars` compiles schemas.
+"""
+
+from .parser import AnswerParser, Delta
 from .structured import Grammars
 from .template import ChatFormat
+from .tool_calls import ToolCall
 from .tools import ToolOffer
 
-__all__ = ["AnswerReader", "ChatFormat", "Delta", "Grammars", "ToolCall", "ToolOffer"]
+__all__ = ["AnswerParser", "ChatFormat", "Delta", "Grammars", "ToolCall", "ToolOffer"]

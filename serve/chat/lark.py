@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .calls import CallMarks
-from .reasoning import ThoughtMarks
+from .reasoning import ReasoningTags
+from .tool_calls import ToolCallTags
 from .tools import Tool
 
 Schema = Mapping[str, Any]
@@ -21,9 +21,9 @@ _WHITE_SPACE = r"[ \n\r\t]{1,40}"
 def grammar_text(
     schema: Schema | None,
     tools: Sequence[Tool],
-    calls: CallMarks | None,
+    calls: ToolCallTags | None,
     several: bool,
-    thoughts: ThoughtMarks,
+    thoughts: ReasoningTags,
     thinking: bool,
     tag: TagWriter,
 ) -> str:
@@ -49,8 +49,8 @@ def _json(schema: Schema) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
-def _calls(tools: Sequence[Tool], marks: CallMarks, several: bool, tag: TagWriter) -> list[str]:
-    """A JSON object with name and arguments, on a line between the marks."""
+def _calls(tools: Sequence[Tool], tags: ToolCallTags, several: bool, tag: TagWriter) -> list[str]:
+    """A JSON object with name and arguments, on a line between the tags."""
     bodies, rules = [], []
     for index, tool in enumerate(tools):
         name = json.dumps(f'{{"name": {json.dumps(tool["function"]["name"])}, "arguments": ')
@@ -58,7 +58,7 @@ def _calls(tools: Sequence[Tool], marks: CallMarks, several: bool, tag: TagWrite
         rules.append(f"arguments_{index}: {_json(parameters_of(tool))}")
     return [
         'calls: call ("\\n" call)*' if several else "calls: call",
-        f'call: {tag(marks.start)} "\\n" body "}}\\n" {tag(marks.end)}',
+        f'call: {tag(tags.start)} "\\n" body "}}\\n" {tag(tags.end)}',
         f"body: {' | '.join(bodies)}",
         *rules,
     ]
@@ -70,12 +70,12 @@ def parameters_of(tool: Tool) -> Schema:
     return parameters if "type" in parameters else {**parameters, "type": "object"}
 
 
-def _thought(marks: ThoughtMarks, thinking: bool, tag: TagWriter) -> list[str]:
+def _thought(tags: ReasoningTags, thinking: bool, tag: TagWriter) -> list[str]:
     """The rule of what may come before an answer."""
-    if not marks.think_start:
+    if not tags.think_start:
         return ['before: ""']
-    end = tag(marks.think_end)
-    opening = "" if thinking else f"{tag(marks.think_start)} "
+    end = tag(tags.think_end)
+    opening = "" if thinking else f"{tag(tags.think_start)} "
     if end.startswith("<"):
         return [f"before: {opening}THOUGHT {end} BREAKS", "THOUGHT: /(.|\\n)*/", "BREAKS: /\\n{0,2}/"]
     return [f"before: {opening}thought BREAKS", f"thought[suffix={end}]: /(.|\\n)*/", "BREAKS: /\\n{0,2}/"]

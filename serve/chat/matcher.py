@@ -1,6 +1,6 @@
-"""llguidance's matcher as the grammar of a row: which tokens may come next, in a text that must follow a grammar.
+"""llguidance's matcher as the grammar of a request: which tokens may come next, in a text that must follow a grammar.
 
-The matchers live in processes of their own (`matcher_process.py`), one for each grammar and one for each row.
+The matchers live in processes of their own (`matcher_process.py`), one for each grammar and one for each request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .matcher_process import MatcherProcess, Places
 COMPILE_SECONDS = 5.0
 """Ordinary schemas take under 0.1 s, those of 64 KiB up to 1 s, on a machine with nothing else to do."""
 MASK_SECONDS = 10.0
-"""Of the masks of one round; beyond them the row ends. Ordinary masks take under 10 ms."""
+"""Of the masks of one round; beyond them the request ends. Ordinary masks take under 10 ms."""
 MOST_MEMORY = 256 << 20
 """Bytes that compiling a grammar, or following it, may take: about twice what llguidance's own limits lead to."""
 _TOKENIZER_SECONDS = 60.0
@@ -107,16 +107,16 @@ class CompiledGrammar:
 
 
 class MatcherGrammar:
-    """A row's own matcher, as `eagle_mlx.sampling_params.AsyncGrammar` wants it.
+    """A request's own matcher, as `eagle_mlx.sampling_params.AsyncGrammar` wants it.
 
-    Raises ConfigError where the grammar has become too complex to follow. What it has been told is sent when the next
-    masks are asked for; until then the masks that are known say which tokens are allowed.
+    Raises ConfigError where the grammar has become too complex to follow. Tokens that it has taken are sent with the
+    next question for masks; until then the known masks say which tokens are allowed.
     """
 
     def __init__(self, compiled: CompiledGrammar):
         self._compiled = compiled
         self._process: Process | None = None
-        """Forked when it is needed: many rows wait in a queue."""
+        """Forked when it is needed: many requests wait in a queue."""
         self._undo = 0
         self._taken: list[int] = []
         """What the process does not know yet: tokens to undo, then those to take."""

@@ -1,4 +1,4 @@
-"""Answers that must follow a JSON schema, or be calls of tools, as grammars of the rows that write them."""
+"""Answers that must follow a JSON schema, or be calls of tools, as grammars of the requests that write them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import Grammar
 from eagle_mlx.target import Target
 
-from .bounds import too_much
 from .lark import Schema, grammar_text, parameters_of
 from .matcher import CompiledGrammar, MatcherGrammar, MatcherServer
 from .matcher_process import Places
+from .schema_limits import why_too_complex
 from .template import ChatFormat
 from .tools import ToolOffer
 
@@ -50,7 +50,7 @@ class Grammars:
         offer: ToolOffer | None = None,
         starts_in_reasoning: bool = False,
     ) -> Callable[[], Grammar] | None:
-        """What makes the grammar of one row (`SamplingParams.grammar`); None where the answer is free.
+        """What makes the grammar of one request (`SamplingParams.grammar`); None where the answer is free.
 
         response_format: as in OpenAI's API, `text`, `json_object` or `json_schema`. offer: the tools of the request;
         where the model must call one, the answer is nothing but calls, and where it may, with a response format, the
@@ -89,7 +89,7 @@ class Grammars:
             return self._server
 
     def end(self) -> None:
-        """Kill the processes; rows that follow a grammar end with an error."""
+        """Kill the processes; requests that follow a grammar end with an error."""
         with self._lock:
             if self._server is not None:
                 self._server.end()
@@ -147,7 +147,7 @@ def _as_texts(schemas: Mapping[str, Schema]) -> Places:
             raise ConfigError(f"{where}: unknown key 'x-guidance'")
         if _depth(schema) > _DEEPEST_SCHEMA:
             raise ConfigError(f"{where}: it is nested too deep; {_DEEPEST_SCHEMA} levels of JSON are the most")
-        if reason := too_much(schema):
+        if reason := why_too_complex(schema):
             raise ConfigError(f"{where}: {reason}")
         places.append((where, json.dumps(schema)))
     size = sum(len(text) for _, text in places)

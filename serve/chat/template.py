@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from eagle_mlx.errors import PromptError
 from eagle_mlx.target import Target
 
-from .calls import CallMarks
 from .messages import Message, read_messages, with_argument_texts
-from .reasoning import ThoughtMarks
+from .reasoning import ReasoningTags
+from .tool_calls import ToolCallTags
 from .tools import Tool, ToolOffer
 
 _FROM_REQUESTS = {"add_generation_prompt"}
@@ -25,11 +25,11 @@ _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_t
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a model wants its chats written, and how it marks its own thoughts and calls."""
+    """How a model wants its chats written, and how it tags its own thoughts and calls."""
 
     tokenizer: TokenizerWrapper | None
-    thoughts: ThoughtMarks
-    calls: CallMarks | None
+    thoughts: ReasoningTags
+    calls: ToolCallTags | None
     """None where mlx-lm has no parser for the model's calls."""
 
     @classmethod
@@ -37,8 +37,8 @@ class ChatFormat:
         """Read a target's tokenizer; one without a tokenizer has no chat format either, as `has_chat_template` says."""
         tokenizer = target.tokenizer
         if tokenizer is None:
-            return cls(None, ThoughtMarks(), None)
-        return cls(tokenizer, _thought_marks(tokenizer), _call_marks(tokenizer))
+            return cls(None, ReasoningTags(), None)
+        return cls(tokenizer, _reasoning_tags(tokenizer), _tool_call_tags(tokenizer))
 
     @property
     def has_chat_template(self) -> bool:
@@ -123,7 +123,7 @@ class ChatFormat:
             return False
 
     def starts_in_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt ends in an open thought, so that the answer goes on with it."""
+        """Whether a prompt ends in an open thought, so that the answer continues with it."""
         start = self.thoughts.think_start
         if self.tokenizer is None or not start:
             return False
@@ -148,25 +148,25 @@ def _check_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {"add_generation_prompt": True, **kwargs}
 
 
-def _call_marks(tokenizer: TokenizerWrapper) -> CallMarks | None:
+def _tool_call_tags(tokenizer: TokenizerWrapper) -> ToolCallTags | None:
     if not tokenizer.has_tool_calling:
         return None
     parser = tokenizer.tool_parser
     name = str(getattr(parser, "__module__", "")).rsplit(".", 1)[-1]
-    return CallMarks(tokenizer.tool_call_start, tokenizer.tool_call_end or "", parser, name)
+    return ToolCallTags(tokenizer.tool_call_start, tokenizer.tool_call_end or "", parser, name)
 
 
-def _thought_marks(tokenizer: TokenizerWrapper) -> ThoughtMarks:
-    """The think tags, the marks that only give an answer its shape, and a template's own states."""
+def _reasoning_tags(tokenizer: TokenizerWrapper) -> ReasoningTags:
+    """The think tags, the tags that only give an answer its shape, and a template's own states."""
     names = {"normal": "content"}
     edges: dict[str, list[tuple[str, str]]] = {}
     if tokenizer.has_thinking:
         edges["reasoning"] = [(tokenizer.think_end, "content")]
-    edges["content"] = [(mark, "content") for mark in tokenizer.structural_markers]
+    edges["content"] = [(tag, "content") for tag in tokenizer.structural_markers]
     for state, leads in tokenizer.response_transitions.items():
         known = edges.setdefault(names.get(state, state), [])
-        known += [(mark, names.get(to, to)) for mark, to in leads if to != "tool"]
-    return ThoughtMarks(
+        known += [(tag, names.get(to, to)) for tag, to in leads if to != "tool"]
+    return ReasoningTags(
         tokenizer.think_start or "",
         tokenizer.think_end or "",
         edges,

@@ -110,9 +110,9 @@ def prompt_of(text: str, target: Target, args: argparse.Namespace) -> EngineProm
 
 def _many(engine: Engine, args: argparse.Namespace, params: SamplingParams) -> list[Output]:
     """Decode a file's prompts side by side; one line of JSON for each, in their order."""
-    prompts = [encode(row, engine.target, params.max_tokens) for row in read_prompts(args.file)]
+    prompts = [encode(prompt, engine.target, params.max_tokens) for prompt in read_prompts(args.file)]
     outputs = engine.generate(prompts, params, progress=not args.quiet)
-    lines = "".join(json.dumps(_row(output), ensure_ascii=False) + "\n" for output in outputs)
+    lines = "".join(json.dumps(_result(output), ensure_ascii=False) + "\n" for output in outputs)
     if args.output is None:
         print(lines, end="")
     else:
@@ -120,7 +120,7 @@ def _many(engine: Engine, args: argparse.Namespace, params: SamplingParams) -> l
     return outputs
 
 
-def _row(output: Output) -> dict[str, object]:
+def _result(output: Output) -> dict[str, object]:
     return {
         "text": output.text,
         "finish_reason": output.finish_reason,
@@ -151,7 +151,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("prompt", nargs="?", help="what to say to the model; `-` reads standard input")
     parser.add_argument("--file", type=Path, metavar="FILE.jsonl", help="rows of `messages` or `prompt` in its place")
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="answers to --file (default: to the screen)")
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="rows of a file side by side (default 8)")
+    parser.add_argument(
+        "--batch", type=int, default=8, metavar="N", help="prompts of a file that decode together (default 8)"
+    )
     parser.add_argument("--kv-bits", type=int, choices=(4, 8), help="keep keys and values in so few bits: less memory")
     parser.add_argument("--system", help="system prompt")
     parser.add_argument("--raw", action="store_true", help="take the prompt as it is, without the chat template")
@@ -167,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
         draw.add_argument(f"--{name}-penalty", type=float, default=off, metavar="X", help=f"default {off:g}, none")
     draw.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     draw.add_argument("--seed", type=int, help="makes sampled text repeatable")
-    draw.add_argument("--ignore-eos", action="store_true", help="go on after the model's end of text")
+    draw.add_argument("--ignore-eos", action="store_true", help="continue after the model's end of text")
     return parser
 
 

@@ -32,7 +32,7 @@ from eagle_mlx.serve.bench.continuation import (
 from eagle_mlx.serve.bench.costs import measure_costs
 from eagle_mlx.serve.bench.identity import Identity, compare, first_difference
 from eagle_mlx.serve.bench.machine import describe
-from eagle_mlx.serve.bench.measure import Plan, Run, measure
+from eagle_mlx.serve.bench.measure import BenchConfig, Run, measure
 from eagle_mlx.serve.bench.modes import MODE_NAMES, EngineMode, Models, ModeName, build_modes
 from eagle_mlx.serve.bench.turns import take_turns
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
@@ -92,7 +92,7 @@ def tiny_runs(temperature: float = 0.0, batches: Sequence[int] = (1,), repeats: 
     target = tiny_target(tokenizer=True)
     models = Models(target, tiny_head(target, draft_vocab=64), tiny_target(seed=1, layers=2, tokenizer=True))
     modes = build_modes(models, MODE_NAMES, batches, [2, 3])
-    plan = Plan(max_tokens=12, temperature=temperature, repeats=repeats, least_distinct=0.0)
+    plan = BenchConfig(max_tokens=12, temperature=temperature, repeats=repeats, least_distinct=0.0)
     return measure(target, modes, PROMPTS, plan, progress=False)
 
 
@@ -127,7 +127,7 @@ def test_all_modes_say_the_same_greedily() -> None:
 def test_policies_change_the_speed_alone() -> None:
     target = tiny_target(tokenizer=True)
     modes = build_modes(Models(target), ["mlx-lm", "ngram"], [2], [3], ["fixed", "throughput", "acceptance-ema"])
-    runs = measure(target, modes, PROMPTS, Plan(max_tokens=12, repeats=1, least_distinct=0.0), progress=False)
+    runs = measure(target, modes, PROMPTS, BenchConfig(max_tokens=12, repeats=1, least_distinct=0.0), progress=False)
     assert [run.policy for run in runs[1:]] == ["fixed", "throughput", "acceptance-ema"]
     assert all(run.identical for run in runs)
     assert "throughput" in report.table(runs)
@@ -141,7 +141,7 @@ def test_seeded_sampling_is_compared_with_the_plain_engine() -> None:
 def test_modes_that_take_turns_say_the_same() -> None:
     target = tiny_target(tokenizer=True)
     names: list[ModeName] = ["mlx-lm", "mlx-lm-batch", "plain", "ngram"]
-    plan = Plan(max_tokens=12, repeats=2, least_distinct=0.0)
+    plan = BenchConfig(max_tokens=12, repeats=2, least_distinct=0.0)
     for batch in (1, 2):
         modes = build_modes(Models(target), names, [batch], [3])
         whole = measure(target, modes, PROMPTS, plan, progress=False)
@@ -175,7 +175,7 @@ def test_no_round_is_charged_for_the_turns_of_others(monkeypatch: pytest.MonkeyP
     slow, quick = Slow("plain", target, 2), EngineMode("ngram", target, 2, 3, NgramProposer())
     seconds: list[float] = []
     quick._engine.observer = lambda report: seconds.append(report.seconds)
-    params = Plan().params(4, 12)
+    params = BenchConfig().params(4, 12)
     (_, first), (_, second) = take_turns([slow, quick], PROMPTS, params, 3)
     assert now[0] >= 7 * 12
     assert len(seconds) > 6
@@ -188,7 +188,7 @@ def test_waiting_for_rounds_of_its_own_is_a_modes_own_time(monkeypatch: pytest.M
     mode = EngineMode("plain", tiny_target(tokenizer=True), 1)
     monkeypatch.setattr("eagle_mlx.serve.bench.modes.perf_counter", lambda: now[0])
     monkeypatch.setattr("eagle_mlx.serve.bench.modes.mx.synchronize", lambda: now.append(now.pop() + 5))
-    decoding = mode.decode(PROMPTS[:1], Plan().params(1, 4))
+    decoding = mode.decode(PROMPTS[:1], BenchConfig().params(1, 4))
     next(decoding)
     before = mode._engine.clock()
     mode.sync()
@@ -205,7 +205,7 @@ def test_a_mode_that_says_something_else_is_caught() -> None:
             return [replace(one, tokens=((one.tokens[0] + 1) % 4096, *one.tokens[1:])) for one in honest]
 
     target = tiny_target(tokenizer=True)
-    plan = Plan(max_tokens=6, repeats=1, least_distinct=0.0)
+    plan = BenchConfig(max_tokens=6, repeats=1, least_distinct=0.0)
     (run,) = measure(target, [Liar("plain", target, 1)], PROMPTS, plan, progress=False)
     assert run.identical is False
     assert run.identical_count == 0
@@ -219,20 +219,21 @@ def test_loops_are_left_out_and_counted() -> None:
     target.model.model.norm.weight *= 0
     target.model.model.norm.weight[0] = 1.0
     with pytest.raises(ConfigError, match="continuations loop"):
-        measure(target, modes, PROMPTS, Plan(max_tokens=40, repeats=1), progress=False)
-    (run,) = measure(target, modes, PROMPTS, Plan(max_tokens=40, repeats=1, least_distinct=0.0), progress=False)
+        measure(target, modes, PROMPTS, BenchConfig(max_tokens=40, repeats=1), progress=False)
+    (run,) = measure(target, modes, PROMPTS, BenchConfig(max_tokens=40, repeats=1, least_distinct=0.0), progress=False)
     assert run.prompts + run.left_out_looping == len(PROMPTS)
 
 
 def test_only_some_loop() -> None:
     target = tiny_target(seed=3, tokenizer=True)
     modes = [EngineMode("plain", target, 1)]
-    said = finish(modes[0].decode(PROMPTS, Plan().params(4, 40)))
+    said = finish(modes[0].decode(PROMPTS, BenchConfig().params(4, 40)))
     ratios = sorted(distinct_ratio(one.tokens) for one in said)
     middle = (ratios[1] + ratios[2]) / 2
     looping = sum(ratio < middle for ratio in ratios)
     assert 0 < looping < len(PROMPTS), "choose another seed"
-    (run,) = measure(target, modes, PROMPTS, Plan(max_tokens=40, repeats=1, least_distinct=middle), progress=False)
+    config = BenchConfig(max_tokens=40, repeats=1, least_distinct=middle)
+    (run,) = measure(target, modes, PROMPTS, config, progress=False)
     assert run.left_out_looping == looping
     assert run.prompts == len(PROMPTS) - looping
     assert run.identical_count == len(PROMPTS)
@@ -242,7 +243,7 @@ def test_only_some_loop() -> None:
 @pytest.mark.parametrize(("field", "value"), [("max_tokens", 0), ("repeats", 0), ("least_distinct", 1.5)])
 def test_a_plan_refuses_what_makes_no_sense(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=field):
-        Plan(**{field: value})  # type: ignore[arg-type]
+        BenchConfig(**{field: value})  # type: ignore[arg-type]
 
 
 def test_eagle_needs_a_head() -> None:

@@ -39,7 +39,7 @@ def parse(line: str) -> Speculation:
     ],
 )
 def test_what_is_given_decides_what_drafts(line: str, mode: str) -> None:
-    assert parse(line).chosen() == mode
+    assert parse(line).resolved_mode() == mode
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,10 @@ def test_policies() -> None:
     assert (parse("").depth, parse("--spec-policy fixed").depth, parse("--num-draft-tokens 0").depth) == (8, 4, 0)
     trees = parse("--spec-decode ngram --num-speculative-tokens 4 --draft-tree-nodes 16")
     assert trees.make_policy().wants_trees  # type: ignore[attr-defined]
-    assert trees.deepest == levels_for(16)
+    assert trees.max_depth == levels_for(16)
     assert "trees of up to 16" in str(trees)
     fixed = parse("--draft-tree-nodes 16 --spec-policy fixed --num-speculative-tokens 5")
-    assert (fixed.make_policy(), fixed.deepest) == (FixedPolicy(5, 16), 5)
+    assert (fixed.make_policy(), fixed.max_depth) == (FixedPolicy(5, 16), 5)
     assert parse("--spec-policy fixed --num-draft-tokens 3").make_policy() == FixedPolicy(3)
     policy = parse(
         "--spec-policy acceptance-ema --no-adaptive-k --no-dynamic-spec-decode --disable-by-batch-size 8 "

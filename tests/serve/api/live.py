@@ -81,7 +81,7 @@ class Live:
 
     @property
     def idle(self) -> bool:
-        return self.service.idle and self.service.rows == 0
+        return self.service.idle and self.service.running == 0
 
 
 def wide(limits: Limits | None = None, **settings: object) -> Settings:

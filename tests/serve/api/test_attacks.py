@@ -78,9 +78,9 @@ def test_rows_that_have_ended_hold_no_place_though_nobody_reads_their_text(
 ) -> None:
     with live(settings=wide(Limits(queue=0)), unread_bytes=4096) as server:
         raw = unread(server)
-        server.until(lambda: server.service.rows > 0)
+        server.until(lambda: server.service.running > 0)
         assert server.http.post(CHAT, json=SHORT).status_code == 429
-        server.until(lambda: server.service.rows == 0)
+        server.until(lambda: server.service.running == 0)
         server.until(lambda: is_served(server))
         assert not server.service.idle  # the stream is still there
         assert "eagle:queue 0.0" in server.http.get("/metrics").text
@@ -165,7 +165,7 @@ def test_beyond_the_limit_connections_that_wait_longest_make_room() -> None:
 
 
 class LongTexts:
-    """Counts the long texts that are made into tokens, and keeps each until it may go on."""
+    """Counts the long texts that are made into tokens, and keeps each until it may continue."""
 
     def __init__(self) -> None:
         self.begun, self.go_on = 0, Event()
@@ -210,7 +210,7 @@ def many_long_texts(server: Live, path: str, count: int, client: str = "127.0.0.
 def test_long_texts_keep_nobody_waiting_and_are_forgotten_with_their_client(path: str, encoder: LongTexts) -> None:
     with live(unbounded) as server:
         with many_long_texts(server, path, 8):
-            server.until(lambda: server.service.taken == 8 and encoder.begun == 1)
+            server.until(lambda: server.service.slots_taken == 8 and encoder.begun == 1)
             for _ in range(3):
                 assert is_served(server)
                 assert server.http.post("/tokenize", json={"prompt": "x"}).status_code == 200
@@ -223,7 +223,7 @@ def test_long_texts_keep_nobody_waiting_and_are_forgotten_with_their_client(path
 def test_tokenizing_takes_a_place_in_the_queue(encoder: LongTexts) -> None:
     with live(unbounded, wide(Limits(queue=0))) as server:
         with many_long_texts(server, "/tokenize", 4):
-            server.until(lambda: server.service.taken == 4)
+            server.until(lambda: server.service.slots_taken == 4)
             for path, body in [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]}), (CHAT, SHORT)]:
                 answer = server.http.post(path, json=body)
                 assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
@@ -267,12 +267,12 @@ def test_a_short_request_does_not_wait_for_all_of_another_clients() -> None:
 def test_one_client_cannot_take_all_places(encoder: LongTexts) -> None:
     other = {"X-Forwarded-For": "192.0.2.7"}
     with live(unbounded, wide(Limits(queue=12))) as server, many_long_texts(server, "/tokenize", 14):
-        server.until(lambda: server.service.taken == 14)
+        server.until(lambda: server.service.slots_taken == 14)
         for path, body in [(CHAT, SHORT), ("/tokenize", {"prompt": "x"})]:
             assert server.http.post(path, json=body).status_code == 429
             assert server.http.post(path, json=body, headers=other).status_code == 200
         with many_long_texts(server, "/tokenize", 1, "192.0.2.7") as (waiting,):
-            server.until(lambda: server.service.taken == 15)
+            server.until(lambda: server.service.slots_taken == 15)
             encoder.go_on.set()
             assert waiting.recv(100).startswith(b"HTTP/1.1 200")
             assert encoder.begun <= 4  # its turn was the second

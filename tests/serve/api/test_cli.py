@@ -10,9 +10,8 @@ import pytest
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats import save_eagle3
-from eagle_mlx.serve.api.check import check
 from eagle_mlx.serve.api.cli import main
-from eagle_mlx.serve.api.loader import Plan, load
+from eagle_mlx.serve.api.loader import LoadConfig, check, load
 from eagle_mlx.serve.api.model import sampling_defaults
 from eagle_mlx.serve.speculation import Speculation
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
@@ -81,7 +80,7 @@ def test_the_check_passes(models: tuple[str, str], how: list[str], capsys: pytes
 
 def test_the_check_fails_where_speculation_changes_the_text(models: tuple[str, str]) -> None:
     said: list[str] = []
-    loaded = load(Plan(models[0], Speculation(mode="ngram")), said.append)
+    loaded = load(LoadConfig(models[0], Speculation(mode="ngram")), said.append)
     forward = loaded.target.forward
     base = type(loaded.target)
 
@@ -101,7 +100,7 @@ def test_the_check_fails_where_speculation_changes_the_text(models: tuple[str, s
 
 def test_plans_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="--max-batch"):
-        Plan("x", Speculation(), max_batch=0)
+        LoadConfig("x", Speculation(), max_batch=0)
 
 
 def test_what_the_models_authors_advise(tmp_path: Path) -> None:

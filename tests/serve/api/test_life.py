@@ -73,7 +73,7 @@ def hold(server: Live, count: int) -> list[Held]:
 def test_who_leaves_a_stream_frees_its_rows(server: Live) -> None:
     with server.slowed(0.01):
         held = hold(server, 3)
-        server.until(lambda: server.service.rows > 0)
+        server.until(lambda: server.service.running > 0)
         for each in held:
             each.answer.close()
         assert not server.idle

@@ -36,7 +36,7 @@ def test_a_schema_that_is_known_to_hang_is_refused_at_once(server: Live) -> None
 
 
 def test_a_schema_that_turns_out_to_hang_is_refused_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structured, "too_much", lambda schema: None)
+    monkeypatch.setattr(structured, "why_too_complex", lambda schema: None)
     monkeypatch.setattr(matcher, "COMPILE_SECONDS", 2.0)
     with live() as server, ThreadPoolExecutor(1) as pool:
         hanging = pool.submit(server.http.post, CHAT, json=asking(HANGS))
@@ -49,11 +49,11 @@ def test_a_schema_that_turns_out_to_hang_is_refused_and_others_go_on(monkeypatch
 
 
 def test_who_asks_for_no_schema_does_not_wait_for_those_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structured, "too_much", lambda schema: None)
+    monkeypatch.setattr(structured, "why_too_complex", lambda schema: None)
     plain = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     with live() as server, ThreadPoolExecutor(6) as pool:
         hanging = [pool.submit(server.http.post, CHAT, json=asking(HANGS)) for _ in range(6)]
-        server.until(lambda: server.service.queue == 6)
+        server.until(lambda: server.service.waiting == 6)
         assert server.http.post(CHAT, json=plain).status_code == 200
         assert not any(each.done() for each in hanging)
         assert {each.result().status_code for each in hanging} == {400}
@@ -92,7 +92,7 @@ def test_a_server_whose_threads_all_hang_ends_in_time(monkeypatch: pytest.Monkey
         server.until(lambda: server.service.ready)
         with ThreadPoolExecutor(40) as pool:
             asked = [pool.submit(server.http.post, CHAT, json=asking({})) for _ in range(40)]
-            server.until(lambda: server.service.queue == 40)
+            server.until(lambda: server.service.waiting == 40)
             server.terminate()
             server.until(lambda: not thread.is_alive(), seconds=30)
             assert all(each.exception() is not None or each.result().status_code >= 400 for each in asked)

@@ -14,7 +14,7 @@ import eagle_mlx as em
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.serve.chat import AnswerReader, ChatFormat, Grammars, ToolOffer
+from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Grammars, ToolOffer
 from tests.fakes import tiny_target
 from tests.serve.chat.formats import (
     ANSWER,
@@ -77,7 +77,7 @@ def test_speculation_changes_no_constrained_text(case: str, seed: int) -> None:
     assert [output.finish_reason for output in alone] == ["stop", alone[1].finish_reason, "stop", "stop"]
     assert by_the_schema(alone[0].text)
     assert by_the_schema(alone[3].text)
-    called = AnswerReader(format, [WEATHER, CLOCK]).push(alone[2].text)
+    called = AnswerParser(format, [WEATHER, CLOCK]).push(alone[2].text)
     assert [delta.tool_call is not None for delta in called] == [True]
     drafting = em.Engine(target, NgramProposer(), FixedPolicy(3))
     for company in (False, True):
@@ -99,7 +99,7 @@ def test_a_thinking_model_thinks_and_then_keeps_to_the_schema() -> None:
     end = tokenizer_of("thinking").encode("</think>", add_special_tokens=False)[0]
     params = SamplingParams(max_tokens=300, temperature=1, seed=3, grammar=make, logit_bias={end: 5.0})
     output = em.Engine(target, NgramProposer(), FixedPolicy(3)).generate([prompt], params)[0]
-    reader = AnswerReader(format, None, inside)
+    reader = AnswerParser(format, None, inside)
     deltas = [*reader.push(output.text), *reader.finish()]
     assert by_the_schema("".join(delta.content for delta in deltas))
     assert "".join(delta.reasoning for delta in deltas)
@@ -126,7 +126,7 @@ def test_schemas_that_are_too_complex_to_follow_fail_alone() -> None:
 
 
 def test_a_mask_of_a_wide_vocabulary_holds_no_other_row_up() -> None:
-    """The process that finds it is stopped, as if it had much to do, and goes on when the other row has ended."""
+    """The process that finds it is stopped, as if it had much to do, and continues when the other row has ended."""
     target = em.Target(tiny_target(layers=2, vocab=WIDE).model, wide_tokenizer(), name="wide")
     grammars = Grammars(ChatFormat.of(target), WIDE, [2])
     params = SamplingParams(max_tokens=400, temperature=1.0, seed=4, grammar=grammars.grammar(by_schema(SCHEMA)))

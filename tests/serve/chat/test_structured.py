@@ -22,7 +22,7 @@ from eagle_mlx.decoding.masks import walk
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import AsyncGrammar, Grammar
 from eagle_mlx.serve.chat import Grammars, ToolOffer, matcher, structured
-from eagle_mlx.serve.chat.bounds import repeats
+from eagle_mlx.serve.chat.schema_limits import repeats
 from eagle_mlx.serve.chat.structured import MOST_SCHEMA_BYTES
 from eagle_mlx.serve.processes import Process
 from tests.fakes import tiny_target
@@ -303,7 +303,7 @@ def test_a_walk_leaves_no_trace() -> None:
 
 
 def test_a_token_that_ends_the_text_is_not_taken() -> None:
-    """Also where the text could go on: a number may end after each digit."""
+    """Also where the text could continue: a number may end after each digit."""
     grammar = fresh(compiled(by_schema({"type": "integer"})), tokenizer_of("plain").encode("1"))
     before = masks_of(grammar)
     assert before[END]
@@ -326,7 +326,7 @@ def until_gone(*ids: int) -> None:
 @pytest.mark.parametrize("schema", [HANGS, HUNGRY], ids=["hangs", "hungry"])
 def test_what_compiles_without_end_is_killed_and_hurts_nobody(schema: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where nothing is known against it beforehand."""
-    monkeypatch.setattr(structured, "too_much", lambda schema: None)
+    monkeypatch.setattr(structured, "why_too_complex", lambda schema: None)
     monkeypatch.setattr(matcher, "COMPILE_SECONDS", 0.5)
     started: list[Process] = []
     fork = Process.fork
@@ -347,7 +347,7 @@ def test_what_compiles_without_end_is_killed_and_hurts_nobody(schema: Any, monke
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is bounded on Linux")
 def test_what_needs_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structured, "too_much", lambda schema: None)
+    monkeypatch.setattr(structured, "why_too_complex", lambda schema: None)
     monkeypatch.setattr(matcher, "COMPILE_SECONDS", 60.0)
     start = Process.start
     monkeypatch.setattr(Process, "start", lambda kind, memory: start(kind, 80 << 20))

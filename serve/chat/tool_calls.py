@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .marks import certain
+from .tags import safe_length
 from .tools import Tool, tool_names
 
 ToolParser = Callable[[str, Any], Any]
-"""The text between a call's marks and the tools -> {"name", "arguments"}, or several; raises where it is no call."""
+"""The text between a call's tags and the tools -> {"name", "arguments"}, or several; raises where it is no call."""
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 _MOST_MALFORMED = 64
@@ -33,8 +33,8 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class CallMarks:
-    """How a model marks its calls."""
+class ToolCallTags:
+    """How a model tags its calls."""
 
     start: str
     end: str
@@ -44,16 +44,16 @@ class CallMarks:
     """The parser's name in mlx-lm."""
 
 
-class CallReader:
+class ToolCallParser:
     """Finds the calls in a text that keeps coming; all that is no call comes out as text, with nothing lost.
 
-    Text before a call passes at once; what may become a call's mark waits, and so does a call until it is complete. A
-    call that cannot be parsed, or is of a function that was not offered, is text. Line breaks before a mark belong
+    Text before a call passes at once; what may become a call's tag waits, and so does a call until it is complete. A
+    call that cannot be parsed, or is of a function that was not offered, is text. Line breaks before a tag belong
     to it.
     """
 
-    def __init__(self, marks: CallMarks, tools: Sequence[Tool], think_end: str = ""):
-        self._marks, self._think_end = marks, think_end
+    def __init__(self, tags: ToolCallTags, tools: Sequence[Tool], think_end: str = ""):
+        self._tags, self._think_end = tags, think_end
         self._tools = [_for_parsers(tool) for tool in tools]
         self._names = frozenset(tool_names(tools))
         self._text = ""
@@ -79,16 +79,16 @@ class CallReader:
         return self._outside(thinking, final, complete)
 
     def _outside(self, thinking: bool, final: bool, complete: bool) -> str | list[ToolCall] | None:
-        marks = (self._marks.start,) if self._malformed < _MOST_MALFORMED else ()
-        at = self._text.find(self._marks.start) if marks else -1
+        tags = (self._tags.start,) if self._malformed < _MOST_MALFORMED else ()
+        at = self._text.find(self._tags.start) if tags else -1
         if at < 0:
-            return self._take(len(self._text) if final else certain(self._text, marks))
+            return self._take(len(self._text) if final else safe_length(self._text, tags))
         before = self._take(len(self._text[:at].rstrip("\n")))
-        self._head = self._searched = self._text.index(self._marks.start) + len(self._marks.start)
+        self._head = self._searched = self._text.index(self._tags.start) + len(self._tags.start)
         return before or self._inside(thinking, final, complete)
 
     def _inside(self, thinking: bool, final: bool, complete: bool) -> str | list[ToolCall] | None:
-        end = self._marks.end or self._marks.start
+        end = self._tags.end or self._tags.start
         at = self._text.find(end, self._searched)
         thought_end = self._text.find(self._think_end, self._head) if thinking and self._think_end else -1
         if thought_end >= 0 and (at < 0 or thought_end < at):
@@ -99,16 +99,16 @@ class CallReader:
         closed = at >= 0
         calls = self._parse(self._text[self._head : at if closed else None]) if closed or complete else []
         if calls:
-            self._take(at + len(self._marks.end) if closed else len(self._text))
+            self._take(at + len(self._tags.end) if closed else len(self._text))
             return calls
-        if not self._marks.end and closed and self._malformed < _MOST_MALFORMED:
-            self._malformed += 1  # the mark may stand in an argument
+        if not self._tags.end and closed and self._malformed < _MOST_MALFORMED:
+            self._malformed += 1  # the tag may stand in an argument
             self._searched = at + len(end)
             return self._inside(thinking, final, complete)
         return self._give_up()
 
     def _give_up(self) -> str | None:
-        """What looked like a call was none: its mark is text, and what follows is looked at anew."""
+        """What looked like a call was none: its tag is text, and what follows is looked at anew."""
         self._malformed += 1
         return self._take(self._head)
 
@@ -118,7 +118,7 @@ class CallReader:
 
     def _parse(self, body: str) -> list[ToolCall]:
         try:
-            found = self._marks.parse(body, self._tools)
+            found = self._tags.parse(body, self._tools)
             each = found if isinstance(found, list) else [found]
             calls = [self._call(call, self._count + index) for index, call in enumerate(each)]
         except Exception:  # mlx-lm's parsers raise whatever the text makes them raise
@@ -137,7 +137,7 @@ class CallReader:
         return ToolCall(index, own if isinstance(own, str) and own else self._new_id(), name, _json(arguments or {}))
 
     def _new_id(self) -> str:
-        if self._marks.parser == "mistral":  # its templates take ids of nine letters and digits, and no others
+        if self._tags.parser == "mistral":  # its templates take ids of nine letters and digits, and no others
             return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Turns:
+class FairSemaphore:
     """A semaphore for which clients take turns: who has many that wait for it keeps nobody else waiting for them all.
 
     Belongs to the event loop.
@@ -20,7 +20,7 @@ class Turns:
         """By client, the one whose turn comes next first."""
 
     @asynccontextmanager
-    async def turn(self, client: str) -> AsyncIterator[None]:
+    async def acquire(self, client: str) -> AsyncIterator[None]:
         """Wait for a turn, and have it for as long as this context."""
         if self._free:
             self._free -= 1
@@ -29,7 +29,7 @@ class Turns:
         try:
             yield
         finally:
-            self._pass_on()
+            self._release()
 
     async def _wait(self, client: str) -> None:
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -38,10 +38,10 @@ class Turns:
             await mine
         except asyncio.CancelledError:
             if not mine.cancelled():  # the turn had come already
-                self._pass_on()
+                self._release()
             raise
 
-    def _pass_on(self) -> None:
+    def _release(self) -> None:
         """Give a turn that has ended to whoever is next, or to nobody."""
         while self._waiting:
             client = next(iter(self._waiting))

@@ -1,4 +1,4 @@
-"""Turns go round among clients; who leaves takes none, and loses none for the others."""
+"""FairSemaphore go round among clients; who leaves takes none, and loses none for the others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle_mlx.serve.api.turns import Turns
+from eagle_mlx.serve.api.fair_semaphore import FairSemaphore
 
 
 async def ended(tasks: list[asyncio.Task[None]]) -> None:
@@ -17,10 +17,10 @@ async def ended(tasks: list[asyncio.Task[None]]) -> None:
 
 def test_clients_take_turns() -> None:
     async def run() -> list[str]:
-        turns, order = Turns(), []
+        semaphore, order = FairSemaphore(), []
 
         async def one(client: str, name: str) -> None:
-            async with turns.turn(client):
+            async with semaphore.acquire(client):
                 await asyncio.sleep(0)
                 order.append(name)
 
@@ -38,11 +38,11 @@ def test_whoever_leaves_whenever_the_others_have_their_turns(asked: list[tuple[s
     """asked: the client, the steps of the event loop until it leaves, and whether it does."""
 
     async def run() -> None:
-        turns, inside, served = Turns(at_once), 0, 0
+        semaphore, inside, served = FairSemaphore(at_once), 0, 0
 
         async def one(client: str) -> None:
             nonlocal inside, served
-            async with turns.turn(client):
+            async with semaphore.acquire(client):
                 inside += 1
                 assert inside <= at_once
                 try:
@@ -60,7 +60,7 @@ def test_whoever_leaves_whenever_the_others_have_their_turns(asked: list[tuple[s
         await ended(tasks)
         assert [task.exception() for task in tasks if not task.cancelled()] == [None] * served
         assert served >= sum(not leaves for _, _, leaves in asked)
-        async with asyncio.timeout(10), turns.turn("late"):
+        async with asyncio.timeout(10), semaphore.acquire("late"):
             pass
 
     asyncio.run(run())

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .calls import CallReader, ToolCall
-from .reasoning import Kind, ThoughtReader
+from .reasoning import Kind, ReasoningParser
 from .template import ChatFormat
+from .tool_calls import ToolCall, ToolCallParser
 from .tools import Tool, check_tools
 
 
 @dataclass(frozen=True)
 class Delta:
-    """Something that an answer goes on with: one of the three."""
+    """Something that an answer continues with: one of the three."""
 
     content: str = ""
     reasoning: str = ""
     tool_call: ToolCall | None = None
 
 
-class AnswerReader:
+class AnswerParser:
     """Text in, deltas out; together they are the same however the text is cut.
 
     tools: those that the model was offered; without any, nothing is taken for a call. Raises PromptError for tools that
@@ -29,9 +29,9 @@ class AnswerReader:
 
     def __init__(self, format: ChatFormat, tools: Sequence[Tool] | None = None, starts_in_reasoning: bool = False):
         offered = check_tools(tools or ())
-        marks = format.calls if offered else None
-        self._calls = CallReader(marks, offered, format.thoughts.think_end) if marks else None
-        self._thoughts = ThoughtReader(format.thoughts, starts_in_reasoning)
+        tags = format.calls if offered else None
+        self._calls = ToolCallParser(tags, offered, format.thoughts.think_end) if tags else None
+        self._thoughts = ReasoningParser(format.thoughts, starts_in_reasoning)
 
     def push(self, text: str) -> list[Delta]:
         """What is certain after this text."""
@@ -47,19 +47,19 @@ class AnswerReader:
     def _read(self, text: str, final: bool, complete: bool) -> list[Delta]:
         deltas: list[Delta] = []
         if self._calls is None:
-            self._say(deltas, text)
+            self._add_text(deltas, text)
             return deltas
         self._calls.feed(text)
         while (part := self._calls.next(self._thoughts.thinking, final, complete)) is not None:
             if isinstance(part, str):
-                self._say(deltas, part)
+                self._add_text(deltas, part)
                 continue
             for kind, waiting in self._thoughts.interrupt():
                 _add(deltas, kind, waiting)
             deltas += [Delta(tool_call=call) for call in part]
         return deltas
 
-    def _say(self, deltas: list[Delta], text: str) -> None:
+    def _add_text(self, deltas: list[Delta], text: str) -> None:
         for kind, part in self._thoughts.push(text):
             _add(deltas, kind, part)
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import eagle_mlx as em
 from eagle_mlx.errors import PromptError
-from eagle_mlx.serve.chat import AnswerReader, ChatFormat, Delta
-from eagle_mlx.serve.chat.reasoning import ThoughtMarks
+from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta
+from eagle_mlx.serve.chat.reasoning import ReasoningTags
 from tests.serve.chat.formats import CLOCK, WEATHER, format_of, format_with_parser, target_of
 
 TOOLS = [WEATHER, CLOCK]
@@ -46,7 +46,7 @@ def told(deltas: Sequence[Delta]) -> list[Piece]:
 def read(
     format: ChatFormat, *parts: str, tools: Any = TOOLS, inside: bool = False, complete: bool = True
 ) -> list[Piece]:
-    reader = AnswerReader(format, tools, inside)
+    reader = AnswerParser(format, tools, inside)
     deltas = [delta for part in parts for delta in reader.push(part)]
     return told([*deltas, *reader.finish(complete)])
 
@@ -56,7 +56,7 @@ def rome(index: int = 0) -> Piece:
 
 
 def test_text_passes_at_once_and_half_a_mark_waits() -> None:
-    reader = AnswerReader(format_of("qwen"), TOOLS)
+    reader = AnswerParser(format_of("qwen"), TOOLS)
     steps = [
         "Let me ",
         "look.",
@@ -90,11 +90,11 @@ def test_line_breaks_around_marks_are_not_said() -> None:
 
 
 def test_ids_are_unlike_and_of_the_form_that_the_template_takes() -> None:
-    reader = AnswerReader(format_of("qwen"), TOOLS)
+    reader = AnswerParser(format_of("qwen"), TOOLS)
     ids = [delta.tool_call.id for delta in reader.push(ROME + NOW) if delta.tool_call]
     assert len(set(ids)) == 2
     assert all(re.fullmatch("call_[0-9a-f]{24}", each) for each in ids)
-    mistral = AnswerReader(format_of("mistral"), TOOLS)
+    mistral = AnswerParser(format_of("mistral"), TOOLS)
     mistral.push("[TOOL_CALLS]clock[ARGS]{}")
     assert [
         re.fullmatch("[A-Za-z0-9]{9}", delta.tool_call.id) is None for delta in mistral.finish() if delta.tool_call
@@ -106,7 +106,7 @@ def test_without_tools_nothing_is_a_call() -> None:
         assert read(format_of("qwen"), ROME, tools=tools) == [("content", ROME)]
     assert read(format_of("plain"), ROME) == [("content", ROME)]
     with pytest.raises(PromptError, match=r"^tools\[0\]"):
-        AnswerReader(format_of("qwen"), [{}])
+        AnswerParser(format_of("qwen"), [{}])
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_malformed_call_is_text(body: str) -> None:
 
 def test_arguments_come_as_json_that_utf8_can_hold() -> None:
     def arguments(text: str) -> str:
-        deltas = AnswerReader(format_of("qwen"), TOOLS).push(
+        deltas = AnswerParser(format_of("qwen"), TOOLS).push(
             f'<tool_call>{{"name": "clock", "arguments": {text}}}</tool_call>'
         )
         assert deltas[0].tool_call is not None
@@ -212,14 +212,14 @@ def test_the_calls_of_every_parser_of_mlx_lm_are_read(parser: str) -> None:
 
 
 def test_a_models_own_ids_are_kept() -> None:
-    reader = AnswerReader(format_with_parser("kimi_k2"), TOOLS)
+    reader = AnswerParser(format_with_parser("kimi_k2"), TOOLS)
     assert [delta.tool_call.id for delta in reader.push(SAMPLES["kimi_k2"]) if delta.tool_call] == [
         "functions.get_weather:0"
     ]
 
 
 def test_a_call_without_an_end_mark_comes_with_the_next_or_the_end() -> None:
-    reader = AnswerReader(format_of("mistral"), TOOLS)
+    reader = AnswerParser(format_of("mistral"), TOOLS)
     assert told(reader.push("x[TOOL_CALLS]clock[ARGS]{}")) == [("content", "x")]
     assert told(reader.push('[TOOL_CALLS]get_weather[ARGS]{"city": "[TOOL_CALLS]')) == [("call", (0, "clock", {}))]
     assert told(reader.push('"}')) == []
@@ -227,7 +227,7 @@ def test_a_call_without_an_end_mark_comes_with_the_next_or_the_end() -> None:
 
 
 def test_thoughts_of_prompts_that_open_them() -> None:
-    reader = AnswerReader(format_of("thinking"), TOOLS, starts_in_reasoning=True)
+    reader = AnswerParser(format_of("thinking"), TOOLS, starts_in_reasoning=True)
     assert told(reader.push("\nhm")) == [("reasoning", "hm")]
     assert told(reader.push("m</th")) == [("reasoning", "m")]
     assert told(reader.push("ing>\n")) == [("reasoning", "</thing>")]
@@ -256,7 +256,7 @@ def test_a_call_ends_a_thought_and_the_end_of_a_thought_what_looked_like_a_call(
         ("call", (0, "clock", {})),
         ("content", "Done."),
     ]
-    reader = AnswerReader(format, TOOLS, starts_in_reasoning=True)
+    reader = AnswerParser(format, TOOLS, starts_in_reasoning=True)
     assert told(reader.push("they write <tool_call> for it. ")) == [("reasoning", "they write ")]
     assert told(reader.push("</think>So: ")) == [("reasoning", "<tool_call> for it. "), ("content", "So: ")]
     in_arguments = '<tool_call>{"name": "clock", "arguments": {"a": "</think>"}}</tool_call>'
@@ -265,7 +265,7 @@ def test_a_call_ends_a_thought_and_the_end_of_a_thought_what_looked_like_a_call(
 
 def test_states_of_a_templates_own() -> None:
     """Headers are dropped, and marks that only give an answer its shape."""
-    marks = ThoughtMarks(
+    marks = ReasoningTags(
         edges={
             "header": [("to=self|", "reasoning"), ("to=user|", "content")],
             "reasoning": [("|eom|", "header")],

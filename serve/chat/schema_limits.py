@@ -14,7 +14,7 @@ MOST_REPEATS = 100_000
 _PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\(|\)|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
 
 
-def too_much(schema: Any) -> str | None:
+def why_too_complex(schema: Any) -> str | None:
     """Why a schema cannot be compiled in a moment, with the key that is to blame; None where nothing is known."""
     for node in _objects(schema):
         multiple, pattern = node.get("multipleOf"), node.get("pattern")
