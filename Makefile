@@ -81,7 +81,7 @@ blas: $(READY)
 	  $$install >/dev/null 2>&1 || { $$as apt-get update -qq && $$install; } >/dev/null 2>&1 || true; \
 	fi; \
 	if ! $(BIN)/python -c "$$found" 2>/dev/null; then \
-	  echo 'note: OpenBLAS is missing, so everything runs, slowly. To mend it, type:'; \
+	  echo 'note: OpenBLAS is missing, so everything runs, slowly. To fix it, type:'; \
 	  echo '        sudo apt-get install libopenblas0-pthread     (Debian, Ubuntu)'; \
 	  echo '        sudo dnf install openblas-threads             (Fedora)'; \
 	fi

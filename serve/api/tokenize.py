@@ -64,4 +64,5 @@ def _text(body: DetokenizeRequest, loaded: Loaded) -> dict[str, Any]:
 async def _respond(request: Request, loaded: Loaded, work: Callable[[Encode], dict[str, Any]]) -> Response:
     """Do the work in a slot of the queue, and encode its result in the same thread; both may be long."""
     with service_of(request).encoding(client_of(request)):
-        return await unless_disconnected(request, in_thread(request, loaded, lambda encode: json_response(work(encode))))
+        answer = in_thread(request, loaded, lambda encode: json_response(work(encode)))
+        return await unless_disconnected(request, answer)

@@ -1,8 +1,8 @@
 """What the processes hold that run llguidance: the tokenizer, a grammar, a request's place in it.
 
 The first process holds the tokenizer. It is forked for each grammar, which is compiled in the fork, and that is forked
-for each request that follows the grammar. A fork shares the tokenizer's and the grammar's memory until it writes to it, so
-a request costs a few milliseconds and what it changes.
+for each request that follows the grammar. A fork shares the tokenizer's and the grammar's memory until it writes to it.
+So a request costs a few milliseconds and what it changes.
 """
 
 from __future__ import annotations
