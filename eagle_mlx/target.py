@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,18 @@ class Target:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         return frozenset(self.tokenizer.eos_token_ids) if self.tokenizer is not None else frozenset()
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of most of its weights where these are quantised, else None."""
+        counts: Counter[int | None] = Counter()
+        for module in self.model.modules():
+            own = [x for x in module.values() if isinstance(x, mx.array)]
+            if "scales" in module:
+                counts[module.bits] += module.weight.size * 32 // module.bits
+            else:
+                counts[None] += sum(x.size for x in own)
+        return max(counts, key=lambda bits: counts[bits])
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Token ids [...] -> embeddings [..., H]."""

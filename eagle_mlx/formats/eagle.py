@@ -10,9 +10,27 @@ from typing import Any
 import mlx.core as mx
 
 from eagle_mlx.errors import CheckpointError
-from eagle_mlx.formats.fields import layer_fields, read_config, reading, refuse, warn_of_unknown, window_json
-from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, read_weights, with_embedding, without_copy, write_head
+from eagle_mlx.formats.fields import (
+    layer_fields,
+    quantization_json,
+    read_config,
+    read_quantization,
+    reading,
+    refuse,
+    warn_of_unknown,
+    window_json,
+)
+from eagle_mlx.formats.tensors import (
+    DTYPE_NAMES,
+    fill,
+    in_file_type,
+    read_weights,
+    with_embedding,
+    without_copy,
+    write_head,
+)
 from eagle_mlx.heads.eagle import EagleConfig, EagleHead
+from eagle_mlx.heads.precision import make_quantized
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
 """As SGLang knows it; SafeAILab's own loader does not look."""
@@ -29,13 +47,14 @@ def save_eagle(
 ) -> None:
     """Write a head as a folder that appears whole or not at all.
 
-    The embedding that other loaders expect in the file is the head's own or else its target's: attach one first.
+    The embedding that other loaders expect in the file is the head's own or else its target's: attach one first. What
+    is quantised stays so, and other loaders do not read it.
     `target_name` and `extra` are kept under the key `eagle_mlx` of config.json. Raises HeadError for a head with no
     embedding and no target, OutputError for a place that cannot be written.
     """
     weights, noted = with_embedding(head)
     fields = dataclasses.asdict(head.config)
-    del fields["own_embedding"], fields["windows"], fields["qk_norm"]
+    del fields["own_embedding"], fields["windows"], fields["qk_norm"], fields["quantization"]
     config = {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
@@ -44,10 +63,11 @@ def save_eagle(
         **fields,
         "eagle_fc_bias": head.config.bias,
         **window_json(head.config.windows),
+        **quantization_json(head.config.quantization),
         "torch_dtype": DTYPE_NAMES[dtype],
         "eagle_mlx": {"target": target_name, **noted, **(extra or {})},
     }
-    write_head(folder, config, {name: value.astype(dtype) for name, value in weights.items()}, overwrite)
+    write_head(folder, config, in_file_type(weights, dtype), overwrite)
 
 
 def load_eagle(folder: str | Path) -> EagleHead:
@@ -63,6 +83,7 @@ def load_eagle(folder: str | Path) -> EagleHead:
     config = _from_json(folder, written, tensors)
     with reading(folder / "config.json"):
         head = EagleHead(config)
+        make_quantized(head, config.quantization, tensors)
     fill(folder, head, tensors)
     return head
 
@@ -80,4 +101,5 @@ def _from_json(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx
             bias=bool(next(iter(flags.values()), "fc.bias" in tensors)),
             qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
             own_embedding="embed_tokens.weight" in tensors,
+            quantization=read_quantization(config),
         )

@@ -20,15 +20,18 @@ from eagle_mlx.formats.fields import (
     LAYER_IDS,
     aux_layer_ids,
     layer_fields,
+    quantization_json,
     read_config,
+    read_quantization,
     reading,
     refuse,
     warn_of_unknown,
     window_json,
 )
-from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, read_weights, weights_of, write_head
+from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, in_file_type, read_weights, weights_of, write_head
 from eagle_mlx.formats.vocabulary import take_draft_vocabulary, vocabulary_tensors
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+from eagle_mlx.heads.precision import make_quantized
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _NESTED = {LAYER_IDS, "use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"}
@@ -45,7 +48,7 @@ def save_eagle3(
     dtype: mx.Dtype = mx.bfloat16,
     overwrite: bool = False,
 ) -> None:
-    """Write a head as a folder that appears whole or not at all.
+    """Write a head as a folder that appears whole or not at all; what is quantised stays so.
 
     `target_name` and `extra` (any JSON) are kept under the key `eagle_mlx` of config.json, which other loaders ignore.
     Raises OutputError where the folder exists and `overwrite` is not set, or where it cannot be written, and
@@ -53,7 +56,7 @@ def save_eagle3(
     """
     config = {**_to_json(head.config), "torch_dtype": DTYPE_NAMES[dtype]}
     config["eagle_mlx"] = {"target": target_name, **(extra or {})}
-    tensors = {outer_name(name): value.astype(dtype) for name, value in weights_of(head).items()}
+    tensors = in_file_type({outer_name(name): value for name, value in weights_of(head).items()}, dtype)
     write_head(folder, config, tensors | vocabulary_tensors(head.d2t, head.config.vocab_size), overwrite)
 
 
@@ -80,6 +83,7 @@ def build_eagle3(folder: Path, config: Eagle3Config, tensors: dict[str, mx.array
     d2t = take_draft_vocabulary(folder, tensors, config.vocab_size, config.draft_vocab_size)
     with reading(folder / "config.json"):
         head = Eagle3Head(config, d2t)
+        make_quantized(head, config.quantization, tensors)
     fill(folder, head, tensors, outer_name)
     return head
 
@@ -112,7 +116,7 @@ def outer_name(name: str) -> str:
 def _to_json(config: Eagle3Config) -> dict[str, Any]:
     fields = dataclasses.asdict(config)
     layers = list(fields.pop("aux_layers"))
-    del fields["own_embedding"], fields["windows"], fields["norm_logits"]
+    del fields["own_embedding"], fields["windows"], fields["norm_logits"], fields["quantization"]
     nested = {
         LAYER_IDS: layers,
         "use_aux_hidden_state": fields.pop("use_aux_hidden_state"),
@@ -133,6 +137,7 @@ def _to_json(config: Eagle3Config) -> dict[str, Any]:
         "tie_word_embeddings": False,
         **fields,
         **window_json(config.windows),
+        **quantization_json(config.quantization),
         **({LAYER_IDS: [k + 1 for k in layers]} if layers else {}),
         "eagle_config": nested,
     }
@@ -169,6 +174,7 @@ def _from_json(
             hidden_norm=_flag(config, "hidden_norm", with_aux or "midlayer.hidden_norm.weight" in tensors),
             use_aux_hidden_state=with_aux,
             own_embedding="embed_tokens.weight" in tensors,
+            quantization=read_quantization(config),
         )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadWarning
+from eagle_mlx.heads.base import Quantization, check_quantization
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -31,7 +32,7 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "parallel_drafting": (lambda v: not v, "tokens are drafted one behind the other"),
     "parallel_draft_step": (lambda v: v == 1, "tokens are drafted one behind the other"),
     "eagle_aux_injection_mode": (lambda v: v == "fused_fc", "the hidden states go through one projection"),
-    "quantization_config": (lambda v: not v, "the weights must be plain numbers"),
+    "quantization_config": (lambda v: not v, "of quantised heads only those that MLX has quantised can be read"),
     "compression_config": (lambda v: not v, "the weights must be plain numbers"),
 }
 """Fields that change the forward in ways that are not implemented: the values that change nothing, and the reason."""
@@ -45,6 +46,7 @@ _READ = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
     *("num_hidden_layers", "max_position_embeddings", "rms_norm_eps", "rope_theta", "sliding_window", "layer_types"),
     *("draft_vocab_size", "target_hidden_size", LAYER_IDS, "transformer_layer_config", "speculators_model_type"),
+    "quantization",
 )
 _HARMLESS = (
     *("architectures", "model_type", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"),
@@ -55,6 +57,8 @@ _HARMLESS = (
 )
 """What transformers and the trainers write beside the fields that are read, and what changes no draft."""
 _KNOWN = frozenset((*_READ, *_HARMLESS, *_FLAGS, *_OBJECTS, *_REFUSED))
+_MODE = "affine"
+"""mlx-lm's name of quantisation by a scale and a bias for each group."""
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _MOST_LAYERS = 64
 _MOST = 1 << 31
@@ -92,6 +96,8 @@ def refuse(file: Path, config: Mapping[str, Any]) -> None:
     """Raise CheckpointError that names a field whose value changes the forward in a way that is not implemented."""
     for name, (harmless, reason) in _REFUSED.items():
         value = config.get(name)
+        if name == "quantization_config" and value == config.get("quantization"):
+            continue  # mlx-lm writes the same under both names
         if value is not None and not harmless(value):
             raise CheckpointError(f"{file} sets {name} to {value!r}, which cannot be honoured: {reason}")
     for name in _FLAGS:
@@ -113,6 +119,31 @@ def warn_of_unknown(file: Path, config: Mapping[str, Any]) -> None:
             HeadWarning,
             stacklevel=2,
         )
+
+
+def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
+    """How a head is quantised, from the field that mlx-lm writes; None where it is not.
+
+    Raises ConfigError for a way that is not known: another mode, or layers that differ.
+    """
+    how = config.get("quantization")
+    if how is None:
+        return None
+    if not isinstance(how, dict):
+        raise ConfigError(f"quantization is {how!r}; it must be an object with group_size and bits")
+    if how.get("mode", _MODE) != _MODE:
+        raise ConfigError(f"quantization is of mode {how['mode']!r}; heads can be read in mode {_MODE}")
+    plain = {name: value for name, value in how.items() if name != "mode"}
+    check_quantization(plain)
+    return {name: int(value) for name, value in plain.items()}
+
+
+def quantization_json(how: Quantization | None) -> dict[str, Any]:
+    """The fields that say so, as mlx-lm writes them; none for a head that is not quantised."""
+    if how is None:
+        return {}
+    written = {"group_size": how["group_size"], "bits": how["bits"], "mode": _MODE}
+    return {"quantization": written, "quantization_config": written}
 
 
 def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,15 +69,23 @@ def kind_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.ar
             f"eagle-convert mtp --source {folder}"
         )
     names = {name.removeprefix("model.") for name in tensors}
-    shapes = {name.removeprefix("model."): value.shape for name, value in tensors.items()}
     first = next((x for x in ("midlayer", "layers.0") if f"{x}.self_attn.q_proj.weight" in names), None)
     if first is None:
         raise CheckpointError(
             f"{folder} holds no head that is known: neither EAGLE's layers nor MTP's; its tensors begin with "
             f"{', '.join(sorted(names)[:3])}"
         )
-    if first == "midlayer" or shapes[f"{first}.self_attn.q_proj.weight"][-1] != config.get("hidden_size"):
+    if first == "midlayer" or _width(config, tensors, f"{first}.self_attn.q_proj") != config.get("hidden_size"):
         return "eagle3"
     if "fc.weight" in names:
         return "eagle"
     raise CheckpointError(f"{folder} holds a language model, no head; a model that drafts is given as a draft model")
+
+
+def _width(config: Mapping[str, Any], tensors: Mapping[str, mx.array], layer: str) -> int:
+    """How many numbers a layer reads: one for each column of its weight, unless that is packed."""
+    found = {name.removeprefix("model."): value for name, value in tensors.items()}
+    how = config.get("quantization")
+    if f"{layer}.scales" in found and isinstance(how, dict) and isinstance(how.get("group_size"), int):
+        return int(found[f"{layer}.scales"].shape[-1] * how["group_size"])
+    return int(found[f"{layer}.weight"].shape[-1])

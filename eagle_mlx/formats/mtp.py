@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from eagle_mlx.errors import CheckpointError, ConfigError
-from eagle_mlx.formats.fields import read_config, reading
+from eagle_mlx.formats.fields import quantization_json, read_config, reading
 from eagle_mlx.formats.mtp_source import mtp_of_speculators
-from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, read_weights, weights_of, write_head
+from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, in_file_type, read_weights, weights_of, write_head
 from eagle_mlx.heads.mtp import MTPConfig, MTPHead
+from eagle_mlx.heads.precision import make_quantized, quantize
 
 FIELD = "eagle_mlx_mtp"
 ARCHITECTURE = "EagleMLXMTPHead"
-_EXACT = ("e_score_correction_bias",)
-"""Ends of names of weights that are kept as they are: they choose experts, and rounding would choose others."""
-_ROUTERS = ("mlp.gate", "shared_expert_gate")
 
 
 def save_mtp(
@@ -47,14 +43,11 @@ def save_mtp(
         "hidden_size": head.hidden_size,
         "vocab_size": head.vocab_size,
         FIELD: dataclasses.asdict(head.config),
+        **quantization_json(head.config.quantization),
         "torch_dtype": DTYPE_NAMES[dtype],
         "eagle_mlx": {"target": target_name, **(extra or {})},
     }
-    tensors = {
-        name: value.astype(dtype) if mx.issubdtype(value.dtype, mx.floating) and not name.endswith(_EXACT) else value
-        for name, value in weights_of(head).items()
-    }
-    write_head(folder, config, tensors, overwrite)
+    write_head(folder, config, in_file_type(weights_of(head), dtype), overwrite)
 
 
 def load_mtp(folder: str | Path) -> MTPHead:
@@ -72,8 +65,7 @@ def load_mtp(folder: str | Path) -> MTPHead:
         config = _from_json(folder, written)
     with reading(folder / "config.json"):
         head = MTPHead(config)
-        if config.quantization is not None:
-            _make_quantized(head, config.quantization, lambda path, _: f"{path}.scales" in tensors)
+        make_quantized(head, config.quantization, tensors)
     fill(folder, head, tensors)
     return head
 
@@ -97,17 +89,5 @@ def quantized(head: MTPHead, bits: int = 4, group_size: int = 64) -> MTPHead:
     """
     if head.hidden_size % group_size:
         raise ConfigError(f"a hidden size of {head.hidden_size} cannot be cut into groups of {group_size}")
-    how = {"group_size": group_size, "bits": bits}
-    _make_quantized(head, how, lambda path, part: _may_quantize(path, part, group_size))
-    head._config = replace(head.config, quantization=how)
+    quantize(head, bits, group_size)
     return head
-
-
-def _may_quantize(path: str, part: nn.Module, group_size: int) -> bool:
-    return (
-        hasattr(part, "to_quantized") and not path.endswith(_ROUTERS) and bool(part.weight.shape[-1] % group_size == 0)
-    )
-
-
-def _make_quantized(head: MTPHead, how: Mapping[str, int], which: Any) -> None:
-    nn.quantize(head, how["group_size"], how["bits"], class_predicate=which)

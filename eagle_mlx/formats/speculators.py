@@ -173,7 +173,7 @@ def save_speculators(
 def _check_sayable(config: Eagle3Config) -> None:
     window_json(config.windows)
     plain = Eagle3Config(1, 1, 1, 1, 1, 1, 1, 1, (0,))
-    for name in ("norm_logits", "input_layernorm", "hidden_norm", "use_aux_hidden_state", "qkv_bias"):
+    for name in ("norm_logits", "input_layernorm", "hidden_norm", "use_aux_hidden_state", "qkv_bias", "quantization"):
         if getattr(config, name) != getattr(plain, name):
             raise ConfigError(f"speculators has no word for {name}={getattr(config, name)}; write the portable layout")
     if config.hidden_size != config.target_hidden_size:

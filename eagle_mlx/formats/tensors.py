@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.files import new_folder
 from eagle_mlx.formats.torchzip import read_torch
+from eagle_mlx.heads.precision import EXACT
 from eagle_mlx.target import compute_dtype
 
 DTYPE_NAMES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
@@ -42,8 +43,8 @@ def with_embedding(head: Any) -> tuple[dict[str, mx.array], dict[str, bool]]:
     Raises HeadError for a head with neither.
     """
     weights = weights_of(head)
-    if "embed_tokens.weight" in weights:
-        return weights, {}
+    if "embed_tokens.weight" in weights or head.config.quantization is not None:
+        return weights, {}  # others do not load what MLX has quantised
     return {**weights, "embed_tokens.weight": head.target.embed(mx.arange(head.vocab_size))}, {COPY: True}
 
 
@@ -57,6 +58,15 @@ def without_copy(config: Mapping[str, Any], tensors: dict[str, mx.array]) -> dic
 def weights_of(module: nn.Module) -> dict[str, mx.array]:
     """A module's parameters by their full names."""
     return cast("dict[str, mx.array]", tree_flatten(module.parameters(), destination={}))
+
+
+def in_file_type(weights: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
+    """Weights as a file of this type holds them; what is quantised stays so, and what must be exact."""
+
+    def kept(name: str, value: mx.array) -> bool:
+        return not mx.issubdtype(value.dtype, mx.floating) or name.endswith(EXACT)
+
+    return {name: value if kept(name, value) else value.astype(dtype) for name, value in weights.items()}
 
 
 def write_tensors(file: Path, tensors: Mapping[str, mx.array]) -> None:

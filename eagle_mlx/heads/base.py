@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_causal_mask
 
-from eagle_mlx.errors import HeadError
+from eagle_mlx.errors import ConfigError, HeadError
 from eagle_mlx.target import Target
 
 Mask = mx.array | str | None
+Quantization = Mapping[str, int]
+"""`group_size` and `bits` of a head's quantised layers."""
 
 
 @runtime_checkable
@@ -89,6 +91,8 @@ class HeadConfig(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def own_embedding(self) -> bool: ...
+    @property
+    def quantization(self) -> Quantization | None: ...
 
 
 Config = TypeVar("Config", bound=HeadConfig)
@@ -147,6 +151,12 @@ class HeadBase(Generic[Config]):
         """Token ids [...] -> embeddings [..., H]."""
         out: mx.array = self.embed_tokens(tokens) if self._config.own_embedding else self.target.embed(tokens)
         return out
+
+
+def check_quantization(how: Quantization | None) -> None:
+    """Raise ConfigError where it is not said how layers are quantised, or more is said than that."""
+    if how is not None and set(how) != {"group_size", "bits"}:
+        raise ConfigError(f"quantization names {', '.join(sorted(how))}; give group_size and bits")
 
 
 def caches_of(cache: Any | None, layers: int) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from eagle_mlx.heads.base import HeadBase, Mask, caches_of
+from eagle_mlx.heads.base import HeadBase, Mask, Quantization, caches_of
 from eagle_mlx.heads.layers import PlainLayer, check_shape
 
 
@@ -41,6 +41,8 @@ class EagleConfig:
     own_embedding: bool = False
     num_hidden_layers: int = 1
     windows: tuple[int | None, ...] = ()
+    quantization: Quantization | None = None
+    """None where no layer is quantised."""
 
     def __post_init__(self) -> None:
         check_shape(self)

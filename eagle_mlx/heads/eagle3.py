@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.heads.base import HeadBase, Mask, caches_of, layer_mask
+from eagle_mlx.heads.base import HeadBase, Mask, Quantization, caches_of, layer_mask
 from eagle_mlx.heads.layers import MLP, Attention, PlainLayer, check_shape, window_of
 
 
@@ -71,6 +71,8 @@ class Eagle3Config:
     num_hidden_layers: int = 1
     windows: tuple[int | None, ...] = ()
     """Layer by layer, how many positions it sees; None for all. Empty where all see all."""
+    quantization: Quantization | None = None
+    """None where no layer is quantised."""
 
     def __post_init__(self) -> None:
         check_shape(self)

@@ -10,7 +10,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from eagle_mlx.cpu import fastmath, use_shortcuts
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.heads.base import Mask, layer_mask
+from eagle_mlx.heads.base import Mask, Quantization, check_quantization, layer_mask
 
 _MAX_JOINT_ROPE = 32
 """Positions up to which one rotation of queries and keys together is cheaper than two: calls cost more than copies."""
@@ -49,6 +49,8 @@ class LayerShape(Protocol):
     def windows(self) -> tuple[int | None, ...]: ...
     @property
     def num_hidden_layers(self) -> int: ...
+    @property
+    def quantization(self) -> Quantization | None: ...
 
 
 def check_shape(config: LayerShape) -> None:
@@ -62,6 +64,7 @@ def check_shape(config: LayerShape) -> None:
         raise ConfigError(f"num_hidden_layers is {config.num_hidden_layers}; a head has at least one layer")
     if config.windows and len(config.windows) != config.num_hidden_layers:
         raise ConfigError(f"windows are given for {len(config.windows)} of {config.num_hidden_layers} layers")
+    check_quantization(config.quantization)
 
 
 def window_of(config: LayerShape, layer: int) -> int | None:

@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.heads.base import HeadBase, Mask, caches_of, layer_mask
+from eagle_mlx.heads.base import HeadBase, Mask, Quantization, caches_of, check_quantization, layer_mask
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class MTPConfig:
     """The next draft step reads this one's output after the head's own norm, not before it."""
     own_embedding: bool = False
     own_lm_head: bool = False
-    quantization: Mapping[str, int] | None = None
-    """`group_size` and `bits` of the weights that are quantised; None for none."""
+    quantization: Quantization | None = None
+    """None where no layer is quantised."""
 
     def __post_init__(self) -> None:
         if self.model_type not in _KINDS:
@@ -70,8 +70,7 @@ class MTPConfig:
                 raise ConfigError(f"the layer's config lacks {name}")
             if not isinstance(value, (int, float) if name == "rms_norm_eps" else int) or value < 0:
                 raise ConfigError(f"the layer's config sets {name} to {value!r}")
-        if self.quantization is not None and set(self.quantization) != {"group_size", "bits"}:
-            raise ConfigError(f"quantization names {', '.join(sorted(self.quantization))}; give group_size and bits")
+        check_quantization(self.quantization)
 
     @property
     def hidden_size(self) -> int:

@@ -15,6 +15,7 @@ from eagle_mlx.errors import HeadError
 from eagle_mlx.formats import check_fit
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.mtp import MTPHead
+from eagle_mlx.heads.precision import in_dtype
 from eagle_mlx.hooks import place_one_by_one
 from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import Observation, ProposerState
@@ -28,6 +29,7 @@ class HeadProposer:
 
     def __init__(self, head: DraftHead):
         self.head = head
+        """Once bound, a copy in the target's type, where the head given is of another."""
         self._target: Target | None = None
 
     @property
@@ -49,6 +51,7 @@ class HeadProposer:
     def bind(self, target: Target) -> None:
         check_fit(self.head, target)
         self.head.attach(target)
+        self.head = in_dtype(self.head, target.dtype)
         if isinstance(self.head, nn.Module):
             place_one_by_one(self.head)
         self._target = target

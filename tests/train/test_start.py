@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from eagle_mlx.formats import load_head
 from eagle_mlx.formats.mtp import quantized
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads.mtp import MTPHead
+from eagle_mlx.heads.precision import quantize
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig, from_mapping
@@ -87,6 +89,20 @@ def test_a_quantised_head_is_trained_as_what_its_weights_stand_for(tmp_path: Pat
     np.testing.assert_allclose(
         head.logits(head(e, g, None, "causal")), saved.logits(saved(e, g, None, "causal")), atol=1e-3
     )
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_of_every_kind_a_quantised_head_is_trained_so(tmp_path: Path, name: str) -> None:
+    made = SHAPES[name]()
+    quantize(made, 8, 32)
+    saved: Any = load_head(written(made, tmp_path / "head"), TARGET)
+    head: Any = existing_head(TARGET, config_of(kind_of(saved).name, tmp_path / "head"))
+    assert head.config == replace(saved.config, quantization=None)
+    assert {x.dtype for x in weights_of(head).values()} == {mx.float32}
+    rng = np.random.default_rng(0)
+    e, g = (mx.array(rng.normal(size=(1, 5, head.hidden_size)), mx.float32) for _ in range(2))
+    np.testing.assert_allclose(head(e, g, None, "causal"), saved(e, g, None, "causal"), atol=1e-3)
+    assert head.token_ids is None or mx.array_equal(head.token_ids, saved.token_ids)
 
 
 @pytest.mark.parametrize(

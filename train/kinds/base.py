@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
@@ -59,8 +61,16 @@ class Kind(ABC, Generic[H]):
         """A head before training; `kept` [Vd] are the target's ids of the draft vocabulary, None for all."""
 
     def adopt(self, head: H) -> H:
-        """A loaded head made ready for training."""
-        return head
+        """A loaded head made ready for training: a quantised one becomes what its weights stand for."""
+        if head.config.quantization is None:
+            return head
+        plain = self.like(head, replace(head.config, quantization=None))
+        plain.load_weights(list(_plain_weights(head).items()))
+        return plain
+
+    def like(self, head: H, config: Any) -> H:
+        """A new head of this config, which drafts the same vocabulary."""
+        return self.head_class(config)
 
     def mismatches(self, head: H, config: TrainConfig) -> Mapping[str, Any]:
         """What a loaded head has for settings that decide a new one's shape, by name."""
@@ -87,3 +97,17 @@ class Kind(ABC, Generic[H]):
     @abstractmethod
     def save(self, head: H, folder: Path, target_name: str, extra: Mapping[str, Any]) -> None:
         """Write the head in the layout of its kind; what was there is replaced."""
+
+
+def _plain_weights(module: nn.Module) -> dict[str, mx.array]:
+    """A module's parameters by name as float32, those that are quantised as what they stand for."""
+    plain: dict[str, mx.array] = {}
+    for path, part in module.named_modules():
+        own = {name: value for name, value in part.items() if isinstance(value, mx.array) and not name.startswith("_")}
+        if "scales" in own:
+            how = {"group_size": part.group_size, "bits": part.bits, "mode": getattr(part, "mode", "affine")}
+            own["weight"] = mx.dequantize(own["weight"], own.pop("scales"), own.pop("biases", None), **how)
+        for name, value in own.items():
+            full = f"{path}.{name}" if path else name
+            plain[full] = value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) else value
+    return plain

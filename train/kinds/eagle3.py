@@ -66,6 +66,9 @@ class Eagle3Kind(Kind[Eagle3Head]):
             "norm_before_residual": shape.norm_before_residual,
         }
 
+    def like(self, head: Eagle3Head, config: Any) -> Eagle3Head:
+        return Eagle3Head(config, head.d2t)
+
     def features(self, head: Eagle3Head, target: Target, states: mx.array, jitter: Jitter) -> mx.array:
         count = len(head.config.aux_layers)
         if not count:

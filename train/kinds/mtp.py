@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
@@ -64,14 +63,6 @@ class MTPKind(Kind[MTPHead]):
         mx.eval(head.parameters())
         return head
 
-    def adopt(self, head: MTPHead) -> MTPHead:
-        """A quantised head becomes the one that its weights stand for: they cannot be trained as they are."""
-        if head.config.quantization is None:
-            return head
-        plain = MTPHead(dataclasses.replace(head.config, quantization=None))
-        plain.load_weights(list(_plain_weights(head).items()))
-        return plain
-
     def save(self, head: MTPHead, folder: Path, target_name: str, extra: Mapping[str, Any]) -> None:
         save_mtp(head, folder, target_name=target_name, extra=extra, overwrite=True)
 
@@ -86,17 +77,3 @@ def mtp_config(target: Target) -> MTPConfig:
         return MTPConfig(model_type, {**fields, "vocab_size": target.vocab_size})
     except ConfigError as e:
         raise ConfigError(f"no MTP head can be made for {target.name or 'this target'}: {e}; try --head eagle3") from e
-
-
-def _plain_weights(module: nn.Module) -> dict[str, mx.array]:
-    """A module's parameters by name as float32, those that are quantised as what they stand for."""
-    plain: dict[str, mx.array] = {}
-    for path, part in module.named_modules():
-        own = {name: value for name, value in part.items() if isinstance(value, mx.array) and not name.startswith("_")}
-        if "scales" in own:
-            how = {"group_size": part.group_size, "bits": part.bits, "mode": getattr(part, "mode", "affine")}
-            own["weight"] = mx.dequantize(own["weight"], own.pop("scales"), own.pop("biases", None), **how)
-        for name, value in own.items():
-            full = f"{path}.{name}" if path else name
-            plain[full] = value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) else value
-    return plain
