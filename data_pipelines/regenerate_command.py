@@ -12,6 +12,7 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError
 from eagle_mlx.formats import load_head
 from eagle_mlx.head_check import head_warning
+from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.policy import ThroughputPolicy
 from eagle_mlx.policy.throughput import MOST_TOKENS
 from eagle_mlx.proposers.head import HeadProposer
@@ -116,6 +117,7 @@ def _engine(args: argparse.Namespace, target: Target) -> Engine:
     if args.head is None or args.num_speculative_tokens == 0:
         return Engine(target, max_batch=args.batch)
     head = load_head(args.head, target)
+    quantize_for(head, target)
     said = head_warning(head, target)
     if said is not None:
         print(f"warning: {said}", file=sys.stderr)

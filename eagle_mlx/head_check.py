@@ -12,6 +12,7 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.errors import EagleError, HeadWarning, TargetError
 from eagle_mlx.formats.fit import named_layers
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.precision import check_bits, quantize_for
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.request import encode
@@ -50,16 +51,21 @@ class Trial:
     both: int
 
 
-def load_head(name: str | Path, target: Target | None = None, check: bool = True) -> DraftHead:
+def load_head(name: str | Path, target: Target | None = None, check: bool = True, bits: int | None = None) -> DraftHead:
     """Load a head from a folder or a hub id, and with a target see that it fits and that it drafts.
+
+    `bits` quantises its large matrices: 4 or 8, or 16 to leave it as it is. By default they are quantised where most of
+    the target is, in as few bits. A head that is quantised on disk stays as it is there.
 
     A head that fits and yet drafts next to nothing is a HeadWarning that names the likely causes. To find out, four
     answers of 64 tokens are decoded side by side: at most 64 forwards of the target behind the one that reads the
     prompts, about 30 with a good head (four times as many with the few models that decode one row at a time). With
     `check=False` nothing is decoded. Raises CheckpointError for files that cannot be read, HeadError for a head of
-    another target.
+    another target, ConfigError for other `bits`.
     """
+    check_bits(bits)
     head = formats.load_head(name, target)
+    quantize_for(head, target, bits)
     if target is not None and check:
         said = head_warning(head, target)
         if said is not None:

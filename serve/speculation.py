@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,6 +17,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats import load_head
 from eagle_mlx.head_check import head_warning
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.precision import described, quantize_for
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
 from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
 from eagle_mlx.proposers.base import Proposer
@@ -30,6 +31,7 @@ from .defaults import embedded
 Mode = Literal["none", "ngram", "draft", "eagle", "mtp"]
 _HEADS: tuple[Mode, ...] = ("eagle", "mtp")
 """Modes in which a head drafts."""
+HeadBits = Literal[4, 8, 16]
 PolicyName = Literal["throughput", "acceptance-ema", "fixed"]
 Bits = Literal["4bit", "8bit"]
 DEFAULT_TOKENS: dict[PolicyName, int] = {"throughput": MOST_TOKENS, "acceptance-ema": 4, "fixed": 4}
@@ -52,6 +54,8 @@ class Speculation:
     mode: Mode | None = None
     """None: what the head is, else draft with a draft model, else none."""
     head: str | None = None
+    head_bits: HeadBits | None = None
+    """Bits to which the head is quantised, 16 for as it is; None: as the target is, where that is in 4 or 8 bits."""
     num_tokens: int | None = None
     """Draft tokens a round; the most where the policy adapts. None: `DEFAULT_TOKENS` of the policy."""
     draft_model: str | None = None
@@ -78,9 +82,15 @@ class Speculation:
             raise ConfigError("--spec-decode draft needs a model that drafts: give --draft-model")
         if self.head is not None and self.draft_model is not None:
             raise ConfigError("a --head and a --draft-model are two ways to draft; give one of them")
-        for flag, given, modes in (("--head", self.head, _HEADS), ("--draft-model", self.draft_model, ("draft",))):
+        for flag, given, modes in (
+            ("--head", self.head, _HEADS),
+            ("--head-bits", self.head_bits, _HEADS),
+            ("--draft-model", self.draft_model, ("draft",)),
+        ):
             if given is not None and self.mode not in (None, "none", *modes):
                 raise ConfigError(f"--spec-decode {self.mode} does not use a {flag}; leave one of the two out")
+        if self.head_bits is not None and self.head is None:
+            raise ConfigError("--head-bits needs a --head")
         if self.draft_bits is not None and self.draft_model is None:
             raise ConfigError("--draft-model-quantize needs a --draft-model")
 
@@ -114,7 +124,7 @@ class Speculation:
         if mode in _HEADS:
             if self.head is None:
                 raise ConfigError(f"--spec-decode {mode} needs a head for {target.name}: give --head")
-            proposer = HeadProposer(load_head(self.head, target))
+            proposer = HeadProposer(load_quantized(self.head, target, self.head_bits))
             if self.mode is not None and proposer.name != self.mode:
                 raise ConfigError(f"--spec-decode {mode}: {self.head} is an {proposer.name} head; leave the flag out")
             warn_of_head(proposer.head, target)
@@ -135,6 +145,11 @@ class Speculation:
             return ThroughputPolicy(self.depth, max_nodes=self.tree_nodes)
         return AcceptancePolicy(self.depth, self.alpha, self.threshold, self.disable_at_rows, self.adaptive)
 
+    def about_head(self, engine: Engine) -> list[str]:
+        """A line on the numbers that a head's weights are, where one drafts."""
+        proposer = engine.proposer
+        return [f"head: {described(proposer.head)}"] if isinstance(proposer, HeadProposer) else []
+
     def why_chains(self, engine: Engine) -> list[str]:
         """A line on why there will be no trees, where some were asked for."""
         return [f"no draft trees for this target: {engine.chains_only}; it gets chains"] if engine.chains_only else []
@@ -148,10 +163,17 @@ class Speculation:
         return f"{mode}{source}, up to {self.depth} tokens a round{trees}, policy {self.policy}"
 
 
+def load_quantized(name: str | Path, target: Target, bits: int | None) -> DraftHead:
+    """Load a head and quantise it as `--head-bits` asks. Raises an EagleError where it cannot be had."""
+    head = load_head(name, target)
+    quantize_for(head, target, bits)
+    return head
+
+
 def warn_of_head(head: DraftHead, target: Target) -> None:
-    """Try a head on its target, and warn on standard error where it hardly drafts."""
-    if (warning := head_warning(head, target)) is not None:
-        print(f"warning: {warning}", file=sys.stderr)
+    """Try a head on its target, and say on standard error what speaks against it, if anything does."""
+    if (said := head_warning(head, target)) is not None:
+        print(f"warning: {said}", file=sys.stderr)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -162,6 +184,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--head", "--eagle-head-path", help="folder or hub id of its EAGLE head (default: the embedded target's own)"
     )
+    add_head_bits(what)
     what.add_argument("--spec-decode", choices=get_args(Mode), help="what drafts (default: whatever is given)")
     what.add_argument(
         "--num-speculative-tokens",
@@ -197,6 +220,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--no-dynamic-spec-decode", action="store_true", help=f"{ema}never switch off")
 
 
+def add_head_bits(what: argparse._ArgumentGroup) -> None:
+    what.add_argument(
+        "--head-bits",
+        type=int,
+        choices=get_args(HeadBits),
+        help="quantise the head on load; 16 leaves it as it is (default: 4 or 8 bits where the target has as many)",
+    )
+
+
 def from_arguments(args: argparse.Namespace) -> tuple[str | Path, Speculation]:
     """The target's name, and how to speculate; with no target named, the embedded one with its head.
 
@@ -205,6 +237,7 @@ def from_arguments(args: argparse.Namespace) -> tuple[str | Path, Speculation]:
     given: dict[str, Any] = {
         "mode": args.spec_decode,
         "head": args.head,
+        "head_bits": args.head_bits,
         "num_tokens": args.num_speculative_tokens,
         "tree_nodes": args.draft_tree_nodes,
         "draft_model": args.draft_model,
@@ -223,10 +256,9 @@ def from_arguments(args: argparse.Namespace) -> tuple[str | Path, Speculation]:
         given |= known
     if args.target is not None:
         return args.target, Speculation(**given)
-    speculation = Speculation(**given)
-    if speculation.head is None and speculation.mode in (None, "eagle") and speculation.draft_model is None:
-        speculation = replace(speculation, head=str(embedded("head")))
-    return embedded("target"), speculation
+    if given.get("mode", "eagle") == "eagle" and not {"head", "draft_model"} & given.keys():
+        given["head"] = str(embedded("head"))
+    return embedded("target"), Speculation(**given)
 
 
 def _ema_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -121,6 +121,7 @@ def _description(config: LoadConfig, loaded: Loaded) -> list[str]:
     return [
         f"target: {target.name}, {target.num_layers} layers, {str(target.dtype).rpartition('.')[2]}",
         f"speculation: {config.speculation}",
+        *config.speculation.about_head(loaded.engine),
         *config.speculation.why_chains(loaded.engine),
         f"chat: {', '.join(chats)}",
         f"sampling: temperature {loaded.defaults.get('temperature', 1.0):g} unless a request says otherwise",

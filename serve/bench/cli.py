@@ -15,13 +15,13 @@ from eagle_mlx import hub
 from eagle_mlx.cpu import blas
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.extras import require
-from eagle_mlx.formats import load_head
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.precision import described, in_dtype, quantization_of, quantize_for
 from eagle_mlx.target import Target, load_target
 
 from ..defaults import embedded
 from ..prompts import encode, read_prompts
-from ..speculation import DEFAULT_TOKENS, PolicyName, warn_of_head
+from ..speculation import DEFAULT_TOKENS, PolicyName, add_head_bits, load_quantized, warn_of_head
 from . import plots, report
 from .breakdown import measure_breakdown
 from .costs import measure_costs
@@ -80,6 +80,7 @@ def _add_what(what: argparse._ArgumentGroup, default: BenchConfig) -> None:
     what.add_argument(
         "--head", help="folder or hub id of its EAGLE-3 head (default: the embedded one's); random: the worst there is"
     )
+    add_head_bits(what)
     what.add_argument("--draft-model", metavar="MODEL", help="folder or hub id of a small model of the same tokenizer")
     what.add_argument("--modes", nargs="+", choices=MODE_NAMES, help="default: all for which there are models")
     what.add_argument("--batch", type=_positive, nargs="+", default=[1], metavar="N", help="rows at once (default 1)")
@@ -167,12 +168,13 @@ def _bench(args: argparse.Namespace, command: str) -> int:
             report.check_writable(path)
     modes, head_name = _modes(args)
     target = load_target(args.target or embedded("target"))
-    head = _head(head_name, target)
+    head = _head(head_name, target, args.head_bits)
     draft = load_target(args.draft_model) if args.draft_model is not None else None
     configs = [_config(args, temperature) for temperature in args.temperature]
     prompts = _prompts(args, target)
     machine = describe()
-    print(f"machine: {machine}\ntarget: {target.name}\nhead: {head_name or 'none'}")
+    which = "none" if head is None else f"{head_name}, {described(head)}"
+    print(f"machine: {machine}\ntarget: {target.name}\nhead: {which}")
     if draft is not None:
         print(f"draft model: {draft.name}")
     args.depth = args.depth or [min(DEFAULT_TOKENS[policy] for policy in args.policy)]
@@ -187,6 +189,7 @@ def _bench(args: argparse.Namespace, command: str) -> int:
         "eagle_mlx": version("eagle-mlx"),
         "prompts": str(args.prompts or embedded("prompts.jsonl")),
         "head_sha256": _digest(head_name),
+        "head_quantization": quantization_of(head) if head is not None else None,
         "max_tokens": args.max_tokens,
         "acceptance": args.acceptance,
         "repeats": args.repeats,
@@ -203,12 +206,17 @@ def _bench(args: argparse.Namespace, command: str) -> int:
     return 1 if any(run.identical is False for run in runs) else 0
 
 
-def _head(name: str | Path | None, target: Target) -> DraftHead | None:
+def _head(name: str | Path | None, target: Target, bits: int | None) -> DraftHead | None:
+    """The head as it drafts, in the target's type, so that the parts of a round are timed as they are."""
     if name is None:
+        if bits is not None:
+            raise ConfigError("--head-bits needs a --head, and mode eagle")
         return None
     if name == "random":
-        return random_head(target)
-    head = load_head(name, target)
+        head: DraftHead = random_head(target)
+        quantize_for(head, target, bits)
+        return head
+    head = in_dtype(load_quantized(name, target, bits), target.dtype)
     warn_of_head(head, target)
     return head
 

@@ -79,7 +79,8 @@ def _generate(args: argparse.Namespace) -> None:
     name, speculation = from_arguments(args)
     target = load_target(name)
     engine = Engine(target, speculation.proposer(target), speculation.make_policy(), args.batch, kv_bits=args.kv_bits)
-    say("\n".join([f"target: {target.name}", f"speculation: {speculation}", *speculation.why_chains(engine)]), args)
+    notes = [*speculation.about_head(engine), *speculation.why_chains(engine)]
+    say("\n".join([f"target: {target.name}", f"speculation: {speculation}", *notes]), args)
     began = perf_counter()
     outputs = _one(engine, args, params) if args.file is None else _many(engine, args, params)
     say(summary(outputs, perf_counter() - began), args)

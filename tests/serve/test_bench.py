@@ -368,6 +368,20 @@ def test_command_measures_and_writes(
         assert run["prompts"] == 2
 
 
+def test_a_head_in_few_bits_is_measured_and_named(
+    folders: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, head = folders
+    given = ["--target", target, "--head", head, "--depth", "2", "--modes", "plain", "eagle", *QUICK]
+    assert main([*given, "--head-bits", "4", "--json", str(tmp_path / "figures.json")]) == 0
+    assert f"head: {head}, 4-bit weights in groups of 32" in capsys.readouterr().out
+    written = json.loads((tmp_path / "figures.json").read_text())
+    assert written["head_quantization"] == {"group_size": 32, "bits": 4}
+    assert all(run["identical"] for run in written["runs"])
+    assert main(["--target", target, "--modes", "plain", *QUICK, "--head-bits", "4"]) == 2
+    assert "--head-bits needs a --head" in capsys.readouterr().err
+
+
 def test_command_times_the_parts_of_a_round(
     folders: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

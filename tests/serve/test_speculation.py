@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import mlx.nn as nn
 import pytest
@@ -70,6 +71,9 @@ def test_the_one_flag_form_says_the_same(config: dict[str, object], flags: str) 
         ("--head H --spec-decode ngram", "does not use a --head"),
         ("--draft-model D --spec-decode eagle", "does not use a --draft-model"),
         ("--draft-model-quantize 4bit", "--draft-model"),
+        ("--head-bits 4", "--head-bits needs a --head"),
+        ("--head-bits 4 --draft-model D", "--head-bits needs a --head"),
+        ("--head-bits 8 --spec-decode ngram", "--spec-decode ngram does not use a --head-bits"),
         ("--num-speculative-tokens -1", "at least 0"),
         ("--speculative-config '{'", "not JSON"),
         ("--speculative-config '[]'", "must be an object"),
@@ -153,3 +157,32 @@ def test_a_head_drafts_as_what_it_is(tmp_path: Path) -> None:
             Speculation(other, str(tmp_path / name)).proposer(target)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="--spec-decode mtp needs a head"):
         Speculation("mtp").proposer(target)
+
+
+def test_head_bits_are_of_the_included_head_too() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    _, speculation = from_arguments(parser.parse_args(["--head-bits", "8"]))
+    assert speculation.head is not None
+    assert speculation.head_bits == 8
+
+
+def test_other_head_bits_are_refused_with_those_that_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--head H --head-bits 5")
+    assert "--head-bits: invalid choice: 5 (choose from 4, 8, 16)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("bits", "said"),
+    [(4, "head: 4-bit weights in groups of 32"), (16, "head: weights in float32"), (None, "head: 8-bit weights in")],
+)
+def test_the_head_is_quantised_as_asked_and_that_is_said(bits: Any, said: str, tmp_path: Path) -> None:
+    target = tiny_target()
+    save_eagle3(tiny_head(target), tmp_path / "head")
+    nn.quantize(target.model, 32, 8)
+    speculation = Speculation(head=str(tmp_path / "head"), head_bits=bits)
+    engine = em.Engine(target, speculation.proposer(target), FixedPolicy(2))
+    [line] = speculation.about_head(engine)
+    assert line.startswith(said)
+    assert Speculation().about_head(em.Engine(target)) == []
