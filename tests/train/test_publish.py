@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 import eagle_mlx as em
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats import save_eagle, save_eagle3, save_mtp, save_speculators, save_speculators_mtp
+from eagle_mlx.heads.precision import quantization_of, quantize
 from eagle_mlx.serve.bench.cli import main as bench
 from eagle_mlx.serve.speculation import Speculation
 from eagle_mlx.target import load_target
@@ -26,7 +27,7 @@ from eagle_mlx.train.cli import _parser as train_parser
 from eagle_mlx.train.cli import main as train
 from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.publish.cli import main
-from eagle_mlx.train.publish.figures import of_training
+from eagle_mlx.train.publish.figures import of_bench, of_training
 from eagle_mlx.train.publish.public import public, public_command
 from eagle_mlx.train.publish.recipe import data_sets, train_command
 from eagle_mlx.train.publish.source import read_source
@@ -552,3 +553,103 @@ def test_a_folder_that_is_no_head_is_said_to_be_none(tmp_path: Path) -> None:
         read_source(tmp_path / "none")
     with pytest.raises(ConfigError, match="holds neither a head"):
         read_source(tmp_path)
+
+
+# In fewer bits
+
+
+@pytest.mark.parametrize(("bits", "other"), [(4, 8), (8, 4)])
+def test_beside_the_portable_head_a_quantised_one_goes_up_and_loads(
+    made: Made, online: hub_server.Hub, capsys: pytest.CaptureFixture[str], bits: int, other: int
+) -> None:
+    (made.run / "best" / "LICENSE").write_text("Do as you like.")
+    assert main([str(made.run), *GOES_UP, "--bits", str(bits), "--private"]) == 0
+    small = f"{REPO}-{bits}bit"
+    assert f"{online.base}/{small}" in capsys.readouterr().out
+    assert set(online.repos) == {REPO, small}
+    portable, quantised = online.repos[REPO], online.repos[small]
+    assert quantised.private
+    assert portable.files["model.safetensors"] == (made.run / "best" / "model.safetensors").read_bytes()
+    assert "quantization" not in json.loads(portable.files["config.json"])
+    assert set(quantised.files) == {".gitattributes", "README.md", "LICENSE", "config.json", "model.safetensors"}
+    assert len(quantised.files["model.safetensors"]) < 0.7 * len(portable.files["model.safetensors"])
+    how = json.loads(quantised.files["config.json"])["quantization"]
+    assert how == {"group_size": 32, "bits": bits, "mode": "affine"}
+
+    target = load_target(str(made.target))
+    head, asked = em.load_head(small, target, check=False), em.load_head(small, target, check=False, bits=other)
+    assert quantization_of(head) == quantization_of(asked) == {"group_size": 32, "bits": bits}
+    here = em.load_head(made.run / "best", target, check=False, bits=bits)
+    params = em.SamplingParams(max_tokens=12, ignore_eos=True)
+    texts = [
+        em.Engine(target, em.HeadProposer(one), em.FixedPolicy(2)).generate(["def f(x):"], params)[0]
+        for one in (head, here)
+    ]
+    plain = em.Engine(target).generate(["def f(x):"], params)[0]
+    assert [one.tokens for one in texts] == [plain.tokens] * 2
+    assert texts[0].drafted > 0
+
+
+def test_both_cards_say_where_the_other_is(online: hub_server.Hub, tmp_path: Path) -> None:
+    folder = head_folder(tmp_path / "head")
+    assert main([str(folder), "--repo", REPO, "--license", "mit", "--bits", "4"]) == 0
+    portable, quantised = (ModelCard(online.repos[name].files["README.md"].decode()) for name in (REPO, REPO + "-4bit"))
+    assert f"https://huggingface.co/{REPO}-4bit" in portable.text
+    assert "With SGLang" in portable.text
+    assert portable.data.base_model == "owner/tiny"
+    assert quantised.data.base_model == REPO
+    assert quantised.data.base_model_relation == "quantized"
+    assert quantised.data.tags == ["eagle3", "speculative-decoding", "mlx", "4-bit"]
+    assert "With SGLang" not in quantised.text
+    assert "With vLLM" not in quantised.text
+    assert "SGLang and vLLM load that one" in quantised.text
+    assert f"eagle-serve --target owner/tiny --head {REPO}-4bit" in quantised.text
+    assert "| type | 4-bit weights in groups of 32 |" in quantised.text
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp", "speculators", "speculators-mtp"])
+def test_a_head_of_every_layout_goes_up_quantised(
+    kind: str, online: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, folder = tiny_target(), tmp_path / "head"
+    heads = {"eagle": eagle, "mtp": mtp, "speculators-mtp": lambda t: mtp(t, norm_output=True)}
+    head: Any = heads[kind](target) if kind in heads else tiny_head(target, draft_vocab=48)
+    head.attach(target)
+    writers = {"eagle": save_eagle, "mtp": save_mtp, "eagle3": save_eagle3, "speculators": save_speculators}
+    writers.get(kind, save_speculators_mtp)(head, folder, target_name="owner/tiny", dtype=mx.float16)
+    assert main([str(folder), "--repo", REPO, "--license", "mit", "--bits", "8"]) == 0
+    again: Any = em.load_head(f"{REPO}-8bit", target, check=False)
+    assert type(again) is type(head)
+    again.attach(target)
+    x = mx.random.normal((1, 4, 32), key=mx.random.key(0))
+    one, other = (each.logits(each(x, x, None, "causal")) for each in (head, again))
+    assert mx.abs(one - other).max() < 0.1 * mx.abs(one).max()
+    assert again.token_ids is None or mx.array_equal(again.token_ids, head.token_ids)
+
+
+def test_what_is_quantised_already_is_not_quantised_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head = tiny_head(tiny_target())
+    quantize(head, 4, 32)
+    save_eagle3(head, tmp_path / "head", target_name="owner/tiny")
+    given = [str(tmp_path / "head"), "--repo", REPO, "--license", "mit"]
+    assert "is quantised already; give --bits with the head as it was before" in refused(capsys, *given, "--bits", "8")
+    card = ModelCard(dry(tmp_path / "head", capsys).split("README.md:\n\n")[1])
+    assert "With SGLang" not in card.text
+    with pytest.raises(SystemExit):
+        main([*given, "--bits", "5"])
+    assert "--bits: invalid choice: 5 (choose from 4, 8)" in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = dry(head_folder(tmp_path / "head"), capsys, "--bits", "4")
+    assert f"would go to {REPO}:" in shown
+    assert f"would go to {REPO}-4bit:" in shown
+    assert shown.index("# tiny-eagle3\n") < shown.index("# tiny-eagle3-4bit\n")
+
+
+def test_figures_of_a_head_in_few_bits_are_said_to_be_that(made: Made, tmp_path: Path) -> None:
+    written = json.loads(made.figures.read_text()) | {"head_quantization": {"group_size": 64, "bits": 4}}
+    (tmp_path / "figures.json").write_text(json.dumps(written))
+    source = read_source(made.run)
+    assert "the head quantised to 4 bits" in of_bench(tmp_path / "figures.json", source, REPO, "owner/tiny").how
+    assert "quantised" not in of_bench(made.figures, source, REPO, "owner/tiny").how

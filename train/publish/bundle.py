@@ -21,7 +21,8 @@ from .source import CONFIG, Source, fields_of
 
 CARD = "README.md"
 _PLOTS = "plots"
-_TAKEN = ("*.safetensors", "*.safetensors.index.json", "LICENSE*", "NOTICE*")
+LICENCES = ("LICENSE*", "NOTICE*")
+_TAKEN = ("*.safetensors", "*.safetensors.index.json", *LICENCES)
 """Files of a head's folder that go up as they are."""
 
 

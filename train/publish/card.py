@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from huggingface_hub import ModelCard, ModelCardData
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.heads.precision import described, quantization_of
 
 from . import usage
 from .figures import Figures, Speed, Tau, machine_line
@@ -36,27 +37,54 @@ class Licence:
             raise ConfigError("--license-name and --license-link go with --license other")
 
 
+@dataclass(frozen=True)
+class Beside:
+    """The head's other repository."""
+
+    portable: str | None = None
+    """Where the head is as others load it, of one that is quantised."""
+    quantized: str | None = None
+    """Where it is quantised, of one that is not."""
+
+
 def make_card(
-    source: Source, repo: str, base: str, licence: Licence, figures: Sequence[Figures], pictures: Sequence[str] = ()
+    source: Source,
+    repo: str,
+    base: str,
+    licence: Licence,
+    figures: Sequence[Figures],
+    pictures: Sequence[str] = (),
+    beside: Beside = Beside(),
 ) -> ModelCard:
     """The card of a head that is published as `repo` for the model `base`; `pictures` are paths in the repository."""
-    return ModelCard(f"---\n{_data(source, base, licence)}\n---\n\n{_body(source, repo, base, figures, pictures)}")
+    body = _body(source, repo, base, figures, pictures, beside)
+    return ModelCard(f"---\n{_data(source, base, licence, beside)}\n---\n\n{body}")
 
 
-def _data(source: Source, base: str, licence: Licence) -> ModelCardData:
+def _data(source: Source, base: str, licence: Licence, beside: Beside) -> ModelCardData:
+    how = quantization_of(source.head)
     return ModelCardData(
-        base_model=base,
+        base_model=beside.portable or base,
+        base_model_relation="quantized" if beside.portable else None,
         datasets=data_sets(source) or None,
         library_name="mlx",
         license=licence.name,
         license_name=licence.title,
         license_link=licence.link,
         pipeline_tag="text-generation",
-        tags=[source.layout.tag, "speculative-decoding", "mlx", *source.layout.engines],
+        tags=[
+            source.layout.tag,
+            "speculative-decoding",
+            "mlx",
+            *source.layout.engines,
+            *([f"{how['bits']}-bit"] if how is not None else []),
+        ],
     )
 
 
-def _body(source: Source, repo: str, base: str, figures: Sequence[Figures], pictures: Sequence[str]) -> str:
+def _body(
+    source: Source, repo: str, base: str, figures: Sequence[Figures], pictures: Sequence[str], beside: Beside
+) -> str:
     target = source.trained_on or base
     depth = next((found.depth for found in reversed(figures) if found.depth), usage.DEPTH)
     parts = [
@@ -64,6 +92,7 @@ def _body(source: Source, repo: str, base: str, figures: Sequence[Figures], pict
         f"A draft head ({source.layout.title}) for [{base}](https://huggingface.co/{base}). With speculative decoding "
         "it makes that model answer sooner: the head drafts some tokens, the model checks them in one forward, and "
         "what comes out is the model's own text. Made with EAGLE-MLX.",
+        *_other_repository(source, beside),
         "## How well it drafts",
         *_acceptance(figures, repo, target),
         *_speed(figures),
@@ -75,6 +104,21 @@ def _body(source: Source, repo: str, base: str, figures: Sequence[Figures], pict
         *(f"![{_PICTURES.get(_stem(name), _stem(name))}]({name})" for name in pictures),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _other_repository(source: Source, beside: Beside) -> list[str]:
+    if beside.portable:
+        return [
+            f"This is {_link(beside.portable)} with its large matrices quantised ({described(source.head)}), for MLX "
+            "alone: SGLang and vLLM load that one. There is how it was trained, and what it accepts as it was trained."
+        ]
+    if beside.quantized:
+        return [f"Quantised for MLX, so smaller to fetch and to read, it is {_link(beside.quantized)}."]
+    return []
+
+
+def _link(repo: str) -> str:
+    return f"[{repo}](https://huggingface.co/{repo})"
 
 
 def _acceptance(figures: Sequence[Figures], repo: str, target: str) -> list[str]:
@@ -158,7 +202,9 @@ def _shape(source: Source) -> Rows:
     rows: Rows = [("kind", source.layout.title), ("layout", source.layout.written_as)]
     if count is not None:
         rows.append(("parameters", f"{count / 1e6:,.2f} M"))
-    if isinstance(config.get("torch_dtype") or config.get("dtype"), str):
+    if quantization_of(head) is not None:
+        rows.append(("type", described(head)))
+    elif isinstance(config.get("torch_dtype") or config.get("dtype"), str):
         rows.append(("type", str(config.get("torch_dtype") or config["dtype"])))
     rows.append(("hidden size", f"{head.hidden_size:,}"))
     if layers:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from eagle_mlx import hub
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.heads.precision import BITS
 
 from ..base_model import check_id
 from ..command import exit_code
 from .bundle import CARD, bundle, listing, pictures
-from .card import Licence, make_card
+from .card import Beside, Licence, make_card
 from .figures import Figures, of_bench, of_training
+from .quantized import name_beside, quantized
 from .source import Source, read_source
 
 _HELP = """\
@@ -28,6 +31,7 @@ examples:
   eagle-publish out/head --repo you/qwen3-4b-eagle3 --license apache-2.0 --dry-run
   eagle-bench --target Qwen3-4B-4bit --head out/head/best --depth 1 2 4 6 --prompts chats.jsonl --json chats.json
   eagle-publish out/head --repo you/qwen3-4b-eagle3 --license apache-2.0 --base-model Qwen/Qwen3-4B --figures chats.json
+  eagle-publish out/head --repo you/qwen3-4b-eagle3 --license apache-2.0 --bits 4    and you/qwen3-4b-eagle3-4bit
   eagle-publish out/head --repo you/qwen3-4b-eagle3 --license apache-2.0 --overwrite --message 'Trained for longer'
 
 --dry-run shows the files and the card, and asks nothing of the network.
@@ -53,23 +57,35 @@ def run(args: argparse.Namespace) -> None:
     source = read_source(args.folder)
     base = _base_model(source, args.base_model)
     figures = _figures(source, args.figures, args.repo, source.trained_on or base)
-    card = make_card(source, args.repo, base, licence, figures, pictures(source))
+    small = name_beside(args.repo, args.bits) if args.bits else None
+    card = make_card(source, args.repo, base, licence, figures, pictures(source), Beside(quantized=small))
     if (source.folder / CARD).exists():
         print(f"note: {source.folder / CARD} stays here; the card is made anew", file=sys.stderr)
-    with bundle(source, card, base) as folder:
-        if args.dry_run:
-            print(f"would go to {args.repo}{', private' if args.private else ''}:\n{listing(folder)}\n")
-            print(f"{CARD}:\n\n{(folder / CARD).read_text(encoding='utf-8')}", end="")
-            return
-        print(f"to {args.repo}:\n{listing(folder)}", file=sys.stderr)
-        done = hub.publish_head(
-            folder,
-            args.repo,
-            token=args.token,
-            private=args.private,
-            overwrite=args.overwrite,
-            message=args.message or f"Publish an {source.layout.title} head for {base}",
-        )
+    with contextlib.ExitStack() as opened:
+        going = [(args.repo, opened.enter_context(bundle(source, card, base)))]
+        if small is not None:
+            second = opened.enter_context(quantized(source, args.bits))
+            card = make_card(second, small, base, licence, (), beside=Beside(portable=args.repo))
+            going.append((small, opened.enter_context(bundle(second, card, base))))
+        for repo, folder in going:
+            _send(repo, folder, args, f"Publish an {source.layout.title} head for {base}")
+
+
+def _send(repo: str, folder: Path, args: argparse.Namespace, message: str) -> None:
+    """Publish a folder, or show what would be."""
+    if args.dry_run:
+        print(f"would go to {repo}{', private' if args.private else ''}:\n{listing(folder)}\n")
+        print(f"{CARD}:\n\n{(folder / CARD).read_text(encoding='utf-8')}", end="")
+        return
+    print(f"to {repo}:\n{listing(folder)}", file=sys.stderr)
+    done = hub.publish_head(
+        folder,
+        repo,
+        token=args.token,
+        private=args.private,
+        overwrite=args.overwrite,
+        message=args.message or message,
+    )
     print(f"published: {done.url} (commit {done.commit[:12]})")
 
 
@@ -127,6 +143,12 @@ def _parser() -> argparse.ArgumentParser:
         help="figures of eagle-bench --json; may be given several times, once for each set of prompts",
     )
     up = parser.add_argument_group("going up")
+    up.add_argument(
+        "--bits",
+        type=int,
+        choices=BITS,
+        help="publish the head quantised as well, for MLX, as USER/NAME-4bit or -8bit; the other stays as it is",
+    )
     up.add_argument("--dry-run", action="store_true", help="show the files and the card; no request is made")
     up.add_argument("--private", action="store_true", help="make the repository private (default: public)")
     up.add_argument("--overwrite", action="store_true", help="put this head in the place of one that is there already")

@@ -190,6 +190,8 @@ def _how(written: Mapping[str, Any]) -> str:
         said.append(f"up to {written['max_tokens']} new tokens each")
     if written.get("repeats"):
         said.append(f"medians of {written['repeats']} repeats")
+    if written.get("head_quantization"):
+        said.append(f"the head quantised to {written['head_quantization']['bits']} bits")
     if written.get("acceptance") and any(run["temperature"] for run in written["runs"]):
         said.append(f"{written['acceptance']} acceptance of sampled drafts")
     return "; ".join(said) + "."

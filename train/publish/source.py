@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from eagle_mlx.formats.fields import read_config
 from eagle_mlx.formats.load import kind_of
 from eagle_mlx.formats.tensors import read_tensors, weights_of
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.precision import quantization_of
 
 from ..base_model import BASE_MODEL
 from ..report import OF_THE_HEAD
@@ -127,6 +128,8 @@ def read_source(folder: str | Path) -> Source:
     kind = kind_of(place, config, read_tensors(place))
     of_speculators = kind == "mtp" and config.get("speculators_model_type") == "mtp"
     layout = _MTP_OF_SPECULATORS if of_speculators else _LAYOUTS[kind]
+    if quantization_of(head) is not None:
+        layout = replace(layout, written_as=f"{layout.written_as}, quantised by MLX", engines=())
     report = _read_report(run / REPORT) if run is not None else None
     plots = tuple(run / name for name in OF_THE_HEAD if (run / name).is_file()) if run is not None else ()
     return Source(place, config, layout, head, report, which, plots)
