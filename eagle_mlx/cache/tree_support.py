@@ -83,7 +83,7 @@ def _read_all(target: Target, kv_bits: int | None) -> _Readings:
     steps = [_read(target, cache, token) for token in np.split(longer, longer.shape[1], axis=1)]
     cache.restore(begun)
     cache.branch(Tree(mx.array([_PARENTS] * _DRAWS, mx.int32), len(_BRANCHES[1]) - 1).branches())
-    grown = np.array(target.forward(mx.array(nodes, mx.int32), cache).logits.astype(mx.float32))
+    grown = _numbers(target.forward(mx.array(nodes, mx.int32), cache).logits)
     cache.keep([[node - 1 for node in _BRANCHES[1][1:]]] * _DRAWS, [_TEXT] * _DRAWS)
     cache.advance(len(_BRANCHES[1]))
     tree = [*(grown[:, list(branch)] for branch in _BRANCHES), _read(target, cache, behind)]
@@ -92,9 +92,16 @@ def _read_all(target: Target, kv_bits: int | None) -> _Readings:
 
 
 def _read(target: Target, cache: RaggedCache, tokens: NDArray[np.int64]) -> Logits:
-    logits = target.forward(mx.array(tokens, mx.int32), cache).logits.astype(mx.float32)
+    logits = _numbers(target.forward(mx.array(tokens, mx.int32), cache).logits)
     cache.advance(tokens.shape[1])
-    return np.array(logits)
+    return logits
+
+
+def _numbers(logits: mx.array) -> Logits:
+    """Logits as numbers that can be told apart: those of tokens that are never said are infinite, and their difference
+    would be NaN."""
+    found = np.array(logits.astype(mx.float32))
+    return np.where(np.isinf(found), np.float32(0), found)
 
 
 def _distance(a: Logits, b: Logits) -> Logits:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -109,6 +110,43 @@ def test_a_row_whose_logits_are_no_numbers_fails_alone(drafts: bool, sick: int) 
     expected = [*healthy[:sick], *healthy[sick + 1 :], healthy[sick], healthy[0]]
     assert [o.tokens for o in others] == [o.tokens for o in expected]
     assert [o.accepted_by_position for o in others] == [o.accepted_by_position for o in expected]
+
+
+class Steep(qwen3.Model):
+    """Logits that are all right, and of which no sum in their type is a number: some are infinite, others large."""
+
+    def __call__(self, *args: Any, **options: Any) -> mx.array:
+        logits = super().__call__(*args, **options)
+        largest = mx.max(mx.abs(logits), axis=-1, keepdims=True)
+        steep = (6e4 * logits / largest).astype(mx.float16)
+        out: mx.array = mx.where(mx.arange(steep.shape[-1]) % 5 == 0, mx.array(-mx.inf, mx.float16), mx.abs(steep))
+        return out
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("how", ["plain", "chains", "trees"])
+def test_infinite_logits_are_no_nan(how: str) -> None:
+    """Inf less inf in a sum would be one, so every logit is looked at by itself."""
+    model = Steep(qwen3.ModelArgs(**tiny_config()))  # type: ignore[arg-type]
+    randomize(model, 0, 0.2)
+    model.set_dtype(mx.float16)
+    target = em.Target(model)
+    logits = target.forward(mx.array([PROMPTS[0]])).logits
+    assert mx.all(mx.min(logits, axis=-1) == -mx.inf)
+    assert mx.all(mx.sum(mx.maximum(logits, 0), axis=-1) == mx.inf)
+    policy = em.FixedPolicy(2, nodes=4 if how == "trees" else 0)
+    proposer = em.HeadProposer(tiny_head(target)) if how != "plain" else None
+    params = [
+        em.SamplingParams(max_tokens=8, ignore_eos=True),
+        em.SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.8, seed=1),
+        em.SamplingParams(max_tokens=8, ignore_eos=True, logit_bias={3: 1.0}),
+    ]
+    busy = em.Engine(target, proposer, policy, max_batch=3)
+    assert busy.chains_only is None
+    outputs = busy.generate([PROMPTS[0]] * 3, params)
+    assert [output.error for output in outputs] == [None] * 3
+    assert all(len(output.tokens) == 8 and all(token % 5 for token in output.tokens) for output in outputs)
+    assert (sum(output.drafted for output in outputs) > 0) == (how != "plain")
 
 
 def test_a_callable_that_raises_fails_its_own_request() -> None:
