@@ -79,6 +79,7 @@ def quantize_for(head: DraftHead, target: Target | None, bits: int | None = None
     size = next((size for size in GROUP_SIZES if head.hidden_size % size == 0), GROUP_SIZES[-1])
     if any(_may_quantize(path, part, size) for path, part in head.named_modules()):
         quantize(head, wanted, size)
+        mx.eval(head.parameters())
     elif bits is not None:
         raise ConfigError(f"this head cannot be quantised: none of its layers reads a multiple of {size} numbers")
 
@@ -90,10 +91,12 @@ def quantization_of(head: DraftHead) -> Quantization | None:
 
 
 def quantize(head: Any, bits: int, group_size: int) -> None:
-    """Quantise a head's matrices in place; those that choose experts, or do not fit the groups, stay as they are."""
+    """Quantise a head's matrices in place; those that choose experts, or do not fit the groups, stay as they are.
+
+    Nothing is computed yet.
+    """
     nn.quantize(head, group_size, bits, class_predicate=lambda path, part: _may_quantize(path, part, group_size))
     head._config = replace(head.config, quantization={"group_size": group_size, "bits": bits})
-    mx.eval(head.parameters())
 
 
 def make_quantized(head: nn.Module, how: Quantization | None, tensors: Mapping[str, mx.array]) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from eagle_mlx.formats import load_head, save_eagle, save_eagle3, save_mtp
 from eagle_mlx.formats.tensors import read_tensors
+from eagle_mlx.heads.precision import quantize
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.base_model import base_model_of
 from eagle_mlx.train.convert.cli import main
@@ -299,6 +300,21 @@ def damaged(folder: Path, how: str) -> Path:
     mx.eval(tensors)
     mx.save_safetensors(str(weights), tensors)
     return folder
+
+
+@pytest.mark.parametrize(("make", "layout", "how"), [(eagle, "eagle", save_eagle), (eagle3, "eagle3", save_eagle3)])
+def test_a_quantised_head_stays_what_it_is_and_is_said_to_be_for_mlx(
+    make: Any, layout: str, how: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = make(TARGET)
+    quantize(head, 4, 32)
+    how(head, tmp_path / "a", dtype=mx.float16)
+    convert(tmp_path / "a", layout, tmp_path / "b")
+    assert same_files(tmp_path / "a", tmp_path / "b")
+    said = capsys.readouterr().out
+    assert "EAGLE-MLX loads it, being quantised" in said
+    assert "SGLang" not in said
+    assert main([str(tmp_path / "a"), "--to", "speculators", "--output", str(tmp_path / "c")]) == 2
 
 
 @pytest.mark.parametrize(

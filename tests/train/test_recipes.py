@@ -5,15 +5,20 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from eagle_mlx.data_pipelines import DataConfig
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.formats.tensors import weights_of
+from eagle_mlx.heads.precision import quantize
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import from_mapping, load_config
+from eagle_mlx.train.kinds import resolved
 from eagle_mlx.train.plan.estimate import FLOAT
 from eagle_mlx.train.plan.preflight import as_text, assumed, forecast
 from eagle_mlx.train.plan.recipe import FOLDER, load_recipe, recipe_names
+from eagle_mlx.train.plan.shapes import blank_head, described_target, shape_of_target
 from tests.fakes import EMBEDDED_TARGET
 
 BILLIONS = {
@@ -106,3 +111,21 @@ def test_recipes_are_packaged() -> None:
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     assert '"eagle_mlx.train" = ["recipes/*.yaml"]' in project
     assert FOLDER.is_dir()
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("name", ["qwen3-4b", "qwen3-8b", "llama3.1-8b"])
+def test_the_bytes_of_heads_in_few_bits_are_those_of_the_guide(name: str) -> None:
+    recipe = load_recipe(name)
+    target, config = described_target(name, recipe.model), resolved(from_mapping(recipe.settings))
+    whole = shape_of_target(target).weights
+    cells = [f"`{name}`", f"{whole / 1e9:.2f} GB"]
+    for bits in (16, 8, 4):
+        head = blank_head(target, config)
+        head.set_dtype(mx.bfloat16)
+        if bits < 16:
+            quantize(head, bits, 64)
+        size = sum(x.nbytes for x in weights_of(head).values())
+        cells.append(f"{size / 1e6:.0f} MB, {100 * size / whole:.1f} %")
+    guide = Path(__file__).parents[2] / "docs" / "heads.md"
+    assert f"| {' | '.join(cells)} |" in guide.read_text(encoding="utf-8")

@@ -28,6 +28,7 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.eagle import EagleHead
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_mlx.heads.mtp import MTPHead
+from eagle_mlx.heads.precision import quantization_of
 from eagle_mlx.target import Target, load_target
 
 from ..base_model import BASE_MODEL, base_model_of, check_id
@@ -99,7 +100,7 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
     kind = _KINDS[type(head)]
     say(f"{what.source}: an {kind} head, {_type_name(folder)}")
     write = _writer(head, what)
-    if write in _EMBEDDING and head.embedding_size is not None and target is None:
+    if _copies_embedding(head, write) and target is None:
         raise ConfigError(
             f"the {what.to} layout holds an embedding, and this head drafts with its target's: name the target with "
             "--target"
@@ -201,13 +202,19 @@ def _closing(
 ) -> str:
     tensors = read_tensors(Path(what.output))
     size = sum(x.nbytes for x in tensors.values())
-    copied = ", with a copy of the target's embedding" if write in _EMBEDDING and head.embedding_size else ""
+    copied = ", with a copy of the target's embedding" if _copies_embedding(head, write) else ""
+    readers = _READERS[write] if quantization_of(head) is None else "EAGLE-MLX loads it, being quantised"
     flags = _flags(head.config) if isinstance(head, Eagle3Head) else []
     needs = f", if their version knows {', '.join(flags)}" if flags else ""
     return (
         f"{what.output}: an {_KINDS[type(head)]} head in the {what.to} layout, {len(tensors)} tensors in "
-        f"{DTYPE_NAMES[dtype]}, {size / 1e6:,.1f} MB{copied}. {_READERS[write]}{needs}"
+        f"{DTYPE_NAMES[dtype]}, {size / 1e6:,.1f} MB{copied}. {readers}{needs}"
     )
+
+
+def _copies_embedding(head: DraftHead, write: Callable[..., None]) -> bool:
+    """Whether a layout holds an embedding, and the head has none; no other loader reads what MLX has quantised."""
+    return write in _EMBEDDING and head.embedding_size is not None and quantization_of(head) is None
 
 
 def _flags(config: Eagle3Config) -> list[str]:
