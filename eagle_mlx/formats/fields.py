@@ -135,7 +135,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
         raise ConfigError(f"quantization is of mode {how['mode']!r}; heads can be read in mode {_MODE}")
     plain = {name: value for name, value in how.items() if name != "mode"}
     check_quantization(plain)
-    return {name: int(value) for name, value in plain.items()}
+    return plain
 
 
 def quantization_json(how: Quantization | None) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from eagle_mlx.target import Target
 Mask = mx.array | str | None
 Quantization = Mapping[str, int]
 """`group_size` and `bits` of a head's quantised layers."""
+_QUANTIZATION = {"group_size": (32, 64, 128), "bits": (2, 3, 4, 5, 6, 8)}
+"""What mlx.core.quantize takes."""
 
 
 @runtime_checkable
@@ -154,9 +156,15 @@ class HeadBase(Generic[Config]):
 
 
 def check_quantization(how: Quantization | None) -> None:
-    """Raise ConfigError where it is not said how layers are quantised, or more is said than that."""
-    if how is not None and set(how) != {"group_size", "bits"}:
-        raise ConfigError(f"quantization names {', '.join(sorted(how))}; give group_size and bits")
+    """Raise ConfigError where that is no way to quantise layers: MLX would end the process for some that are none."""
+    if how is None:
+        return
+    if not isinstance(how, Mapping) or set(how) != set(_QUANTIZATION):
+        named = ", ".join(sorted(map(str, how))) if isinstance(how, Mapping) else repr(how)
+        raise ConfigError(f"quantization names {named or 'nothing'}; give group_size and bits")
+    for name, known in _QUANTIZATION.items():
+        if type(how[name]) is not int or how[name] not in known:
+            raise ConfigError(f"quantization sets {name} to {how[name]!r}; MLX knows {', '.join(map(str, known))}")
 
 
 def caches_of(cache: Any | None, layers: int) -> list[Any]:

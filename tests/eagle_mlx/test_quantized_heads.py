@@ -19,6 +19,7 @@ from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.heads.precision import described, quantization_of, quantize, quantize_for
 from eagle_mlx.target import Target
 from tests.eagle_mlx.heads import KINDS, eagle, eagle3, mtp
+from tests.eagle_mlx.test_formats_damage import JUNK
 from tests.fakes import tiny_target, tiny_target_folder
 
 TARGET = tiny_target(vocab=64)
@@ -198,7 +199,10 @@ def test_packed_weights_do_not_hide_the_kind_of_a_head(make: Any, kind: type, tm
         ({"quantization": {"bits": 4}, "quantization_config": None}, "quantization names bits; give group_size and"),
         ({"quantization": 4, "quantization_config": None}, "quantization is 4; it must be an object"),
         ({"quantization": {**IN_4_BITS, "fc": False}, "quantization_config": None}, "names bits, fc, group_size"),
-        ({"quantization": {"group_size": 32, "bits": 7}, "quantization_config": None}, "not usable|do not fit"),
+        (
+            {"quantization": {"group_size": 32, "bits": 7}, "quantization_config": None},
+            "sets bits to 7; MLX knows 2, 3",
+        ),
         ({"quantization": {"group_size": 32, "bits": 8}, "quantization_config": None}, "do not fit its config.json"),
     ],
 )
@@ -238,3 +242,19 @@ def test_an_mtp_head_says_it_where_older_versions_look_too(tmp_path: Path) -> No
 
 def test_a_target_from_disk_knows_its_bits(tmp_path: Path) -> None:
     assert em.load_target(tiny_target_folder(tmp_path / "target")).bits is None
+
+
+@pytest.mark.parametrize("make", [eagle, eagle3, mtp])
+def test_no_quantization_is_so_wrong_that_it_is_not_an_error_of_ours(make: Any, tmp_path: Path) -> None:
+    head = make(TARGET)
+    quantize(head, 4, 32)
+    folder = save(head, tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
+    place = config["eagle_mlx_mtp"] if make is mtp else config
+    for part in (None, "group_size", "bits", "mode"):
+        for junk in (value for value in JUNK if part != "mode" or value is not None):
+            wrong = junk if part is None else {**IN_4_BITS, part: junk}
+            place["quantization"], config["quantization_config"] = wrong, None
+            (folder / "config.json").write_text(json.dumps(config))
+            with pytest.raises(CheckpointError):
+                load_head(folder, TARGET)
