@@ -1,8 +1,11 @@
-"""What holds for every test: no network, no windows, the fast BLAS before MLX, one BLAS thread to a worker."""
+"""What holds for every test: no network, no windows, the fast BLAS before MLX, one BLAS thread to a worker, and
+threads that let each other finish.
+"""
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -15,6 +18,11 @@ os.environ.update(
 )
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# MLX hands each operation to another thread on a CPU, and the operations of tiny models are shorter than the switch.
+# As a batch the thread that wakes waits until the other pauses, which spares a fifth of the suite's time.
+if hasattr(os, "SCHED_BATCH"):
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 from collections.abc import Iterator
 from pathlib import Path
