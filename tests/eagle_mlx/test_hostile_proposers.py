@@ -24,6 +24,7 @@ from eagle_mlx.errors import ProposerError
 from eagle_mlx.plan import Abilities, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation, ProposerState
 from tests.fakes import randomize, tiny_config, tiny_target
+from tests.full import in_full
 
 TARGET = tiny_target()
 RNG = np.random.default_rng(0)
@@ -147,7 +148,7 @@ class Free(em.FixedPolicy):
 POLICIES = [em.FixedPolicy(3), em.FixedPolicy(3, nodes=9), Free(4), Free(4, nodes=9)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=in_full(60, 30))
 @given(
     st.integers(0, 999),
     st.sampled_from(POLICIES),

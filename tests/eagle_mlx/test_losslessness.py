@@ -18,6 +18,7 @@ import pytest
 from eagle_mlx.decoding.sampling import SamplingBatch, Stream, distribution, draft_sample, gumbel, sample
 from eagle_mlx.decoding.verify import Verdict, match, rejection, verify
 from eagle_mlx.sampling_params import SamplingParams
+from tests.full import in_full
 
 Array = np.ndarray[Any, Any]
 Verify = Callable[[mx.array, mx.array, mx.array, mx.array | None, SamplingBatch, mx.array], Verdict]
@@ -268,10 +269,9 @@ def bonus_of_the_last_draft(
 @pytest.mark.parametrize(
     ("params", "rule", "certain"),
     [
-        (REJECTION, residual_from_p, False),
         (REJECTION, residual_from_p, True),
-        (REJECTION, always_accepted, False),
         (REJECTION, always_accepted, True),
+        *in_full([(REJECTION, residual_from_p, False), (REJECTION, always_accepted, False)], []),  # as at depth 1 below
         (REJECTION, q_of_another_draft, False),
         (REJECTION, one_noise_for_all, False),
         (REJECTION, bonus_of_the_last_draft, True),

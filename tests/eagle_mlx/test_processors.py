@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +29,7 @@ from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.request import Request, StopStrings
 from eagle_mlx.sampling_params import SamplingParams
 from tests.fakes import tiny_head, tiny_target
+from tests.full import FULL
 
 TARGET = tiny_target()
 VOCAB = TARGET.vocab_size
@@ -225,9 +227,11 @@ def plain_text(prompt: list[int], params: SamplingParams) -> list[int]:
 
 def mlx_lms_text(prompt: list[int], params: SamplingParams) -> list[int]:
     """mlx-lm's greedy decoding with callables that spell the penalties out."""
-    text: list[int] = []
+    steps = itertools.count()
 
-    def process(_: Any, logits: mx.array) -> mx.array:
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        written = next(steps)
+        text = [int(token) for token in tokens.tolist()[len(tokens) - written :]]  # type: ignore[union-attr]
         out = mx.array(by_hand(np.array(logits[0]), params, prompt, text).astype(np.float32))[None]
         for processor in params.logits_processors:
             out = processor([*prompt, *text], out)
@@ -237,10 +241,8 @@ def mlx_lms_text(prompt: list[int], params: SamplingParams) -> list[int]:
             out = mx.where(grammar.mask(), out, -math.inf)
         return out
 
-    for _ in range(LENGTH):
-        token, _ = next(generate_step(mx.array([*prompt, *text]), TARGET.model, logits_processors=[process]))
-        text.append(int(token))
-    return text
+    said = generate_step(mx.array(prompt), TARGET.model, max_tokens=LENGTH, logits_processors=[process])
+    return [int(token) for token, _ in said]
 
 
 @pytest.mark.parametrize("asked", ASKING)
@@ -251,21 +253,28 @@ def test_greedy_text_is_that_of_mlx_lm_with_the_same_processors(asked: str) -> N
         assert asked == "all" or plain_text(prompt, params) != plain_text(prompt, SamplingParams(max_tokens=LENGTH))
 
 
-@pytest.mark.parametrize("kind", [{}, {"temperature": 0.9, "seed": 3, "top_p": 0.95}], ids=["greedy", "seeded"])
+KINDS: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 0.9, "seed": 3, "top_p": 0.95}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("asked", ASKING)
-def test_speculation_and_company_change_nothing(asked: str, kind: dict[str, Any]) -> None:
-    params = SamplingParams(max_tokens=LENGTH, **ASKING[asked], **kind)
+def test_speculation_and_company_change_nothing(asked: str, kind: str) -> None:
+    """Unless in full, half of the proposers draft for each kind of text, in turns."""
+    how = KINDS[kind]
+    params = SamplingParams(max_tokens=LENGTH, **ASKING[asked], **how)
     company = [
-        SamplingParams(max_tokens=7, **kind),
-        SamplingParams(max_tokens=11, frequency_penalty=1.0, **kind),
+        SamplingParams(max_tokens=7, **how),
+        SamplingParams(max_tokens=11, frequency_penalty=1.0, **how),
         params,
-        SamplingParams(max_tokens=LENGTH, **kind),
+        SamplingParams(max_tokens=LENGTH, **how),
         params,
     ]
     prompts = [PROMPTS[2], PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]]
     alone = [plain_text(prompt, each) for prompt, each in zip(prompts, company, strict=True)]
     texts = [[*prompt, *text] for prompt, text in zip(prompts, alone, strict=True)]
-    for proposer in (None, em.NgramProposer(), em.HeadProposer(tiny_head(TARGET)), Guess(texts), Guess(texts, 0.0)):
+    drafting = [None, em.NgramProposer(), em.HeadProposer(tiny_head(TARGET)), Guess(texts), Guess(texts, 0.0)]
+    turn = (list(ASKING).index(asked) + list(KINDS).index(kind)) % 2
+    for proposer in drafting if FULL else drafting[turn::2]:
         engine = em.Engine(TARGET, proposer, em.FixedPolicy(4), max_batch=4)  # type: ignore[arg-type]
         outputs = engine.generate(prompts, company)
         assert [output.tokens for output in outputs] == alone

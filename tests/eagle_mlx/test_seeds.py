@@ -11,6 +11,7 @@ import pytest
 import eagle_mlx as em
 from eagle_mlx.proposers.base import Proposer
 from tests.fakes import tiny_head, tiny_target
+from tests.full import mixed
 
 TARGET = tiny_target()
 RNG = np.random.default_rng(1)
@@ -51,9 +52,7 @@ PROPOSERS: dict[str, Callable[[], Proposer | None]] = {
 }
 
 
-@pytest.mark.parametrize("proposer", PROPOSERS)
-@pytest.mark.parametrize("depth", [0, 1, 3, 5])
-@pytest.mark.parametrize("batch", [1, 4, 8])
+@pytest.mark.parametrize(("proposer", "depth", "batch"), mixed(PROPOSERS, [0, 1, 3, 5], [1, 4, 8]))
 def test_the_same_tokens_every_time(proposer: str, depth: int, batch: int) -> None:
     engine = em.Engine(TARGET, PROPOSERS[proposer](), em.FixedPolicy(depth), max_batch=batch)
     outputs = engine.generate(PROMPTS, PARAMS)

@@ -9,19 +9,17 @@ from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Plan
 from eagle_mlx.policy import ThroughputPolicy
 from eagle_mlx.policy.throughput import levels_for
 from tests.eagle_mlx.worlds import CHAINS, EARLY_EXITS, Cost, Forest, Moods, World, result
+from tests.full import mixed
+
+COSTS = [
+    lambda rows, depth: 1 + 0.1 * depth + (0.1 if depth else 0),
+    lambda rows, depth: 1 + 0.02 * depth,
+    lambda rows, depth: (1, 1.9, 2.0, 2.1, 2.2, 2.3)[depth],  # as with 4 bits on a GPU: two tokens cost much more
+    lambda rows, depth: 1 + 0.06 * rows * depth,
+]
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("chance", [0.3, 0.6, 0.8, 0.95])
-@pytest.mark.parametrize(
-    "cost",
-    [
-        lambda rows, depth: 1 + 0.1 * depth + (0.1 if depth else 0),
-        lambda rows, depth: 1 + 0.02 * depth,
-        lambda rows, depth: (1, 1.9, 2.0, 2.1, 2.2, 2.3)[depth],  # as with 4 bits on a GPU: two tokens cost much more
-        lambda rows, depth: 1 + 0.06 * rows * depth,
-    ],
-)
+@pytest.mark.parametrize(("cost", "chance", "rows"), mixed(COSTS, [0.3, 0.6, 0.8, 0.95], [1, 8]))
 def test_throughput_policy_converges_to_the_best_depth(cost: Cost, chance: float, rows: int) -> None:
     world, policy = World(chance, cost), ThroughputPolicy(max_depth=5)
     world.run(policy, 400, rows)
@@ -192,11 +190,12 @@ def test_short_drafts_do_not_exit_early() -> None:
 PLANS = [*map(Plan, range(6)), *(Plan(levels_for(nodes), nodes) for nodes in (8, 12, 16, 24, 32))]
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize(("chance", "gain"), [(0.6, 0.9), (0.9, 0.3), (0.0, 0.0), (0.5, 0.7)])
-@pytest.mark.parametrize("slope", [0.01, 0.05, 0.3])
-def test_throughput_policy_sizes_trees_by_what_pays(slope: float, chance: float, gain: float, rows: int) -> None:
-    speeds = []
+CHANCES = [(0.6, 0.9), (0.9, 0.3), (0.0, 0.0), (0.5, 0.7)]
+
+
+@pytest.mark.parametrize(("slope", "chances", "rows"), mixed([0.01, 0.05, 0.3], CHANCES, [1, 4]))
+def test_throughput_policy_sizes_trees_by_what_pays(slope: float, chances: tuple[float, float], rows: int) -> None:
+    (chance, gain), speeds = chances, []
     for seed in range(4):
         forest = Forest(chance, lambda rows, nodes: 1 + slope * rows * nodes, np.random.default_rng(seed), gain=gain)
         policy = ThroughputPolicy(max_depth=5, max_nodes=32)

@@ -36,6 +36,7 @@ from eagle_mlx.serve.bench.measure import BenchConfig, Run, measure
 from eagle_mlx.serve.bench.modes import MODE_NAMES, EngineMode, Models, ModeName, build_modes
 from eagle_mlx.serve.bench.turns import take_turns
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+from tests.full import in_full
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5], [100], [11, 12, 11, 12, 11, 12]]
 
@@ -97,7 +98,7 @@ def tiny_runs(temperature: float = 0.0, batches: Sequence[int] = (1,), repeats: 
 
 
 def test_all_modes_say_the_same_greedily() -> None:
-    runs = tiny_runs(batches=(1, 3), repeats=2)
+    runs = tiny_runs(batches=(1, 3), repeats=in_full(2, 1))
     assert [(run.mode, run.batch, run.depth) for run in runs] == [
         ("mlx-lm", 1, 0),
         ("mlx-lm-draft", 1, 2),
@@ -383,8 +384,9 @@ def test_a_head_in_few_bits_is_measured_and_named(
 
 
 def test_command_times_the_parts_of_a_round(
-    folders: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folders: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("eagle_mlx.serve.bench.rollback.LAYERS", 2)
     target, head = folders
     figures = tmp_path / "figures.json"
     modes = ("--modes", "eagle", "--depth", "1", "3", "--costs", "--json", str(figures))

@@ -1,0 +1,40 @@
+"""What `make test` runs of what `make test-full` runs: fewer cases of the same properties.
+
+`EAGLE_FULL=1 pytest tests/...` runs any test in full.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from itertools import combinations, product
+from typing import Any, TypeVar
+
+FULL = os.environ.get("EAGLE_FULL") == "1"
+T = TypeVar("T")
+
+
+def in_full(full: T, otherwise: T) -> T:
+    """One value for `make test-full`, another for `make test`."""
+    return full if FULL else otherwise
+
+
+def mixed(*parameters: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]]:
+    """All combinations of values; unless in full, few in which any two values of two parameters still meet."""
+    values = [list(each) for each in parameters]
+    every = list(product(*(range(len(each)) for each in values)))
+    if not full:
+        every = _covering(every)
+    return [tuple(each[at] for each, at in zip(values, places, strict=True)) for places in every]
+
+
+def _covering(every: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The greedy choice: always the combination that brings most pairs which have not met."""
+    met_by = {places: set(combinations(enumerate(places), 2)) for places in every}
+    missing = set[Any]().union(*met_by.values())
+    chosen = []
+    while missing:
+        best = max(every, key=lambda places: len(met_by[places] & missing))
+        chosen.append(best)
+        missing -= met_by[best]
+    return chosen

@@ -1,0 +1,26 @@
+"""What is left out unless the suite runs in full."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+
+from tests.full import mixed
+
+PARAMETERS = (["none", "ngram", "head", "model"], [0, 1, 3, 5], [1, 4, 8], [{}, {"seed": 1}])
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_any_two_values_meet_in_few_combinations(count: int) -> None:
+    parameters = PARAMETERS[:count]
+    chosen = mixed(*parameters, full=False)
+    for one, other in combinations(range(count), 2):
+        for pair in product(parameters[one], parameters[other]):
+            assert any((each[one], each[other]) == pair for each in chosen)
+    assert len(chosen) <= 1.3 * 16
+    assert chosen == mixed(*parameters, full=False)
+
+
+def test_in_full_all_combinations_are_there() -> None:
+    assert mixed(*PARAMETERS, full=True) == list(product(*PARAMETERS))
