@@ -12,20 +12,24 @@ QUICK := tests/test_imports.py tests/test_mlx_lm_contract.py \
   $(addprefix tests/train/,test_config.py test_losses.py test_schedule.py) \
   $(addprefix tests/serve/,test_prompts.py test_speculation.py)
 
-.PHONY: help demo test check format blas clean
+.PHONY: help demo test test-full check format blas clean
 
 help:
-	@echo 'make demo    train an EAGLE-3 head for a few minutes, decode with it, show a table and pictures (out/demo)'
-	@echo 'make test    run the tests'
-	@echo 'make check   run the linter, the format check, the type check and the quick tests'
-	@echo 'make format  write the code in the project'\''s format'
-	@echo 'make clean   remove .venv, caches and out/'
+	@echo 'make demo       train an EAGLE-3 head for a few minutes, decode with it, show a table and pictures (out/demo)'
+	@echo 'make test       run the tests'
+	@echo 'make test-full  run them with all combinations, seeds and examples; EAGLE_FULL=1 pytest FILE does so for one file'
+	@echo 'make check      run the linter, the format check, the type check and the quick tests'
+	@echo 'make format     write the code in the project'\''s format'
+	@echo 'make clean      remove .venv, caches and out/'
 
 demo: $(READY) blas
 	@$(BIN)/python checkpoints/scripts/demo.py --output out/demo
 
 test: $(READY) blas
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+
+test-full: export EAGLE_FULL = 1
+test-full: test
 
 # The type checker follows files, not installation maps: it sees the applications through links in build/typed.
 check: $(READY) blas

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -63,12 +64,14 @@ def test_demo_trains_measures_and_reports(arguments: list[str], tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_demo_keeps_what_it_did_not_make(arguments: list[str], tmp_path: Path) -> None:
+def test_demo_keeps_what_it_did_not_make(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "thesis.txt").write_text("years of work")
-    done = demo(arguments)
-    assert done.returncode == 2
-    assert "holds no demo" in done.stderr
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+    assert runpy.run_path(str(SCRIPT))["main"]() == 2
+    assert "holds no demo" in capsys.readouterr().err
     assert (tmp_path / "demo" / "thesis.txt").read_text() == "years of work"
 
 

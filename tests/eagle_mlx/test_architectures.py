@@ -67,7 +67,7 @@ def decodings(name: str, trees: bool) -> list[tuple[list[em.SamplingParams], int
     both = [(GREEDY, rows, 3, 512), (SEEDED, rows, 5, 16)]
     if FULL or why_no_trees(target(name)) is not None:
         return both
-    return [both[(sorted(CONFIGS).index(name) + trees) % 2]]
+    return [both[(sorted(CONFIGS).index(name) + (not trees)) % 2]]
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))

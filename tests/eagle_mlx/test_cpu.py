@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from eagle_mlx.cpu import default_streams, fastmath, use_shortcuts, without_shortcuts
+from eagle_mlx.cpu import default_streams, fastmath, flag, use_shortcuts, without_shortcuts
 from eagle_mlx.heads.layers import Attention
 from eagle_mlx.target import compute_dtype
 from tests.fakes import tiny_head, tiny_target
@@ -32,9 +33,21 @@ def run(setting: str | None) -> subprocess.CompletedProcess[str]:
 
 
 @on_a_cpu
-@pytest.mark.parametrize(("setting", "said"), [(None, "True"), ("", "True"), ("1", "True"), ("0", "False")])
-def test_the_environment_switches_shortcuts_off(setting: str | None, said: str) -> None:
-    assert run(setting).stdout.strip() == said
+@pytest.mark.parametrize(("setting", "expected"), [(None, True), ("", True), ("1", True), ("0", False)])
+def test_the_environment_switches_shortcuts_off(
+    setting: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what the module reads when it is loaded."""
+    if setting is None:
+        monkeypatch.delenv(flag.ENVIRONMENT, raising=False)
+    else:
+        monkeypatch.setenv(flag.ENVIRONMENT, setting)
+    assert runpy.run_path(flag.__file__)["use_shortcuts"]() == expected
+
+
+@on_a_cpu
+def test_a_process_takes_no_shortcuts_where_they_are_switched_off() -> None:
+    assert run("0").stdout.strip() == "False"
 
 
 def test_another_setting_is_refused_with_its_name() -> None:

@@ -22,6 +22,7 @@ from eagle_mlx.plan import Abilities, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.request import Request
 from tests.fakes import tiny_target
+from tests.full import in_full
 
 TARGET = tiny_target()
 RNG = np.random.default_rng(0)
@@ -132,7 +133,7 @@ def assert_sound(rows: Sequence[Request], error: str) -> None:
             assert (row.finish_reason, len(row.tokens)) == ("length", COUNT)
 
 
-@settings(max_examples=25)
+@settings(max_examples=in_full(25, 15))
 @given(st.sampled_from(METHODS), st.integers(1, 12), st.integers(0, 4), st.sampled_from([8, 512]))
 def test_a_proposer_that_raises_ends_the_rows_of_its_step_alone(method: str, nth: int, depth: int, chunk: int) -> None:
     proposer = Failing(method, nth)
@@ -253,7 +254,7 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_nothing_behind(
     assert [o.tokens for o in engine.generate(PROMPTS, em.SamplingParams(max_tokens=COUNT))] == ALONE
 
 
-@settings(max_examples=20)
+@settings(max_examples=in_full(20, 12))
 @given(
     st.lists(st.sampled_from(range(len(PROMPTS))), max_size=4),
     st.integers(0, 6),
