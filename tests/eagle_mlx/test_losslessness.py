@@ -18,7 +18,7 @@ import pytest
 from eagle_mlx.decoding.sampling import SamplingBatch, Stream, distribution, draft_sample, gumbel, sample
 from eagle_mlx.decoding.verify import Verdict, match, rejection, verify
 from eagle_mlx.sampling_params import SamplingParams
-from tests.full import in_full
+from tests.full import in_full, mixed
 
 Array = np.ndarray[Any, Any]
 Verify = Callable[[mx.array, mx.array, mx.array, mx.array | None, SamplingBatch, mx.array], Verdict]
@@ -176,9 +176,10 @@ def test_the_next_token_follows_the_target(params: SamplingParams, depth: int) -
     assert follows(texts, toy.law(params, 1), 64)
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("certain", [False, True])
-@pytest.mark.parametrize("params", [COUPLED, REJECTION, replace(FILTERED, top_p=0.9)])
+@pytest.mark.parametrize(
+    ("params", "certain", "ragged"),
+    mixed([COUPLED, REJECTION, replace(FILTERED, top_p=0.9)], [False, True], [False, True]),
+)
 def test_texts_of_several_rounds_follow_the_target(params: SamplingParams, certain: bool, ragged: bool) -> None:
     toy = Toy.random(5, scale=1.0)
     texts, _ = decode(toy, many(params), 3, 2, certain=certain, ragged=ragged)
