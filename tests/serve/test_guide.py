@@ -16,7 +16,7 @@ import pytest
 import eagle_mlx as em
 from eagle_mlx.extras import EXTRAS
 from eagle_mlx.serve.api import cli
-from eagle_mlx.serve.api.loader import Plan, load
+from eagle_mlx.serve.api.loader import LoadConfig, load
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.service import Settings
 from eagle_mlx.serve.defaults import embedded
@@ -43,7 +43,7 @@ EXAMPLES = blocks("python")
 @pytest.fixture(scope="module")
 def serving() -> Iterator[Live]:
     """What `eagle-serve` serves."""
-    plan = Plan(embedded("target"), Speculation(head=str(embedded("head"))))
+    plan = LoadConfig(embedded("target"), Speculation(head=str(embedded("head"))))
     with live(lambda: load(plan, lambda _: None), Settings("embedded")) as running:
         yield running
 
