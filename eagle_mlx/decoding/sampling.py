@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from hashlib import blake2b
 
@@ -12,9 +12,9 @@ import mlx.core as mx
 import numpy as np
 
 from eagle_mlx.cpu import fastmath
+from eagle_mlx.decoding.filters import Filters
+from eagle_mlx.decoding.noise import gumbel_noise, uniform_noise
 from eagle_mlx.sampling_params import Rule, SamplingParams
-
-_OFF = 2**31 - 1
 
 
 class Stream(IntEnum):
@@ -33,9 +33,7 @@ class SamplingBatch:
     """The parameters of B requests as arrays, and what the host must know of them to skip work that no row needs."""
 
     temperature: mx.array  # [B] float32, 0 in greedy rows, whose filters are off
-    top_k: mx.array  # [B] int32, 2^31 - 1 where off
-    top_p: mx.array  # [B] float32, infinite where off
-    min_p: mx.array  # [B] float32, 0 where off
+    filters: Filters
     keys: mx.array  # [B, len(Stream), 2] uint32
     rejects: mx.array  # [B] bool, rows of the rejection rule
     thresholds: mx.array  # [B] float32, infinite but in rows of the threshold rule, which is not lossless
@@ -51,22 +49,18 @@ class SamplingBatch:
         """Gather the rows' parameters; `seeds` gives every row's seed, also of requests that came without one."""
         rules = [row.rule for row in params]
         sampled = [rule != "greedy" for rule in rules]
-        top_k = [row.top_k if on and row.top_k else _OFF for row, on in zip(params, sampled, strict=True)]
-        top_p = [row.top_p if on and row.top_p < 1 else math.inf for row, on in zip(params, sampled, strict=True)]
-        min_p = [row.min_p if on else 0.0 for row, on in zip(params, sampled, strict=True)]
+        filters = Filters.of(params)
         keys = [_stream_keys(seed, rule) for seed, rule in zip(seeds, rules, strict=True)]
         temperature = [row.temperature if on else 0.0 for row, on in zip(params, sampled, strict=True)]
         return cls(
             temperature=mx.array(temperature, mx.float32),
-            top_k=mx.array(top_k, mx.int32),
-            top_p=mx.array(top_p, mx.float32),
-            min_p=mx.array(min_p, mx.float32),
+            filters=filters,
             keys=mx.array(np.array(keys, np.uint32).reshape(-1, len(Stream), 2)),
             rejects=mx.array([rule == "rejection" for rule in rules], mx.bool_),
             thresholds=mx.array([p.threshold if p.rule == "threshold" else math.inf for p in params], mx.float32),
             all_greedy=not any(sampled),
             any_greedy=not all(sampled),
-            any_filtered=min(top_k, default=_OFF) < _OFF or min(top_p, default=1) < 1 or max(min_p, default=0) > 0,
+            any_filtered=filters.any,
             any_coupled="coupled" in rules,
             any_rejection="rejection" in rules,
             any_threshold="threshold" in rules,
@@ -83,26 +77,24 @@ def _stream_keys(seed: int, rule: Rule) -> np.ndarray[tuple[int, ...], np.dtype[
 
 
 def gumbel(batch: SamplingBatch, positions: mx.array, vocab: int, stream: Stream = Stream.TOKEN) -> mx.array:
-    """Standard Gumbel noise for every token, a function of the row's seed, the position, `vocab` and `stream` alone.
+    """Standard Gumbel noise for every token, a function of the row's seed, the position, the token and `stream` alone.
 
     positions: [B, n] int32. Returns [B, n, vocab] float32, always finite.
     """
-    u = _uniform(batch, positions, stream, (vocab,))
-    # Floats are dense near 0 and 2^-24 apart near 1: an exponential variate taken as -log(1 - u) rather than -log(u)
-    # resolves the upper tail of the Gumbel, which is where unlikely tokens win.
-    return -mx.log(-mx.log1p(-mx.maximum(u, 2.0**-33)))
+    return gumbel_noise(batch.keys[:, stream], positions, mx.arange(vocab))
 
 
 def uniform(batch: SamplingBatch, positions: mx.array, stream: Stream = Stream.ACCEPT) -> mx.array:
     """Uniform noise in [0, 1), keyed as in `gumbel`. positions: [B, n] int32. Returns [B, n] float32."""
-    return _uniform(batch, positions, stream, ())
+    return uniform_noise(batch.keys[:, stream], positions)
 
 
-def _uniform(batch: SamplingBatch, positions: mx.array, stream: Stream, shape: tuple[int, ...]) -> mx.array:
-    low_word = mx.array([0, 1], mx.uint32)
-    keys = batch.keys[:, None, stream] ^ (positions[..., None].astype(mx.uint32) * low_word)
-    draws: mx.array = mx.vmap(mx.vmap(lambda key: mx.random.uniform(shape=shape, key=key)))(keys)
-    return draws
+def filtered(logits: mx.array, batch: SamplingBatch) -> tuple[mx.array, SamplingBatch]:
+    """The logits [B, n, V], minus infinity where a filter removes the token, and the rows as they are from then on.
+
+    For those who sample from the same logits and ask for their distribution.
+    """
+    return _filtered(logits, batch), replace(batch, any_filtered=False)
 
 
 def distribution(logits: mx.array, batch: SamplingBatch) -> mx.array:
@@ -148,8 +140,9 @@ def draft_sample(
     None where no row needs it.
     """
     noise = None if batch.all_greedy else _draft_noise(batch, positions, vocab, token_ids)
-    tokens = sample(logits, batch, positions, noise)
-    q = distribution(logits, batch) if batch.any_rejection else None
+    logits, rest = filtered(logits, batch) if batch.any_rejection else (logits, batch)
+    tokens = sample(logits, rest, positions, noise)
+    q = distribution(logits, rest) if batch.any_rejection else None
     if token_ids is None:
         return tokens, q
     if q is not None:
@@ -158,11 +151,8 @@ def draft_sample(
 
 
 def _draft_noise(batch: SamplingBatch, positions: mx.array, vocab: int, token_ids: mx.array | None) -> mx.array:
-    """The noise of the target's vocabulary at those tokens that can be drafted."""
-    noise = gumbel(batch, positions, vocab, Stream.DRAFT)
-    if token_ids is None:
-        return noise
-    return mx.take_along_axis(noise, mx.broadcast_to(token_ids, (*noise.shape[:-1], token_ids.size)), axis=-1)
+    """The noise of the tokens that can be drafted, and of no others."""
+    return gumbel_noise(batch.keys[:, Stream.DRAFT], positions, mx.arange(vocab) if token_ids is None else token_ids)
 
 
 def draft_scores(
@@ -186,7 +176,7 @@ def surprise_of(logits: mx.array, batch: SamplingBatch) -> mx.array:
     Filters are left out. logits: [B, n, Vd]. Returns [B, n], of their type: 0 where nothing else can come.
     """
     scores = logits if batch.all_greedy else logits / _divisor(batch)
-    return mx.logsumexp(scores, axis=-1) - mx.max(scores, axis=-1)
+    return fastmath.log_sum_exp(scores)[..., 0] - mx.max(scores, axis=-1)
 
 
 def _one_hot_argmax(logits: mx.array) -> mx.array:
@@ -201,23 +191,4 @@ def _divisor(batch: SamplingBatch) -> mx.array:
 
 def _filtered(logits: mx.array, batch: SamplingBatch) -> mx.array:
     """The logits in float32, minus infinity where a filter of the row removes the token."""
-    logits = logits.astype(mx.float32)
-    if not batch.any_filtered:
-        return logits
-    scaled = logits / _divisor(batch)
-    return mx.where(scaled >= _floor(scaled, batch), logits, -math.inf)
-
-
-def _floor(scaled: mx.array, batch: SamplingBatch) -> mx.array:
-    """The least of the scaled logits [B, n, V] that top-k, top-p and min-p keep, [B, n, 1]; -inf or the least: all."""
-    ascending = mx.sort(scaled, axis=-1)
-    rows, width, vocab = scaled.shape
-    index = mx.broadcast_to((vocab - mx.minimum(batch.top_k, vocab))[:, None, None], (rows, width, 1))
-    top_k = mx.take_along_axis(ascending, index, axis=-1)
-    probs = mx.softmax(mx.where(ascending >= top_k, ascending, -math.inf), axis=-1)
-    likelier = mx.cumsum(probs, axis=-1, reverse=True, inclusive=False)
-    nucleus = mx.where(likelier < batch.top_p[:, None, None], ascending, math.inf)
-    top_p = mx.min(nucleus, axis=-1, keepdims=True)
-    likeliest = ascending[..., -1:]
-    min_p = likeliest + mx.log(batch.min_p)[:, None, None]
-    return mx.minimum(mx.maximum(mx.maximum(top_k, top_p), min_p), likeliest)
+    return batch.filters.apply(logits, _divisor(batch)) if batch.any_filtered else logits.astype(mx.float32)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from eagle_mlx.decoding.sampling import SamplingBatch, distribution, gumbel, sample, uniform
+from eagle_mlx.decoding.sampling import SamplingBatch, distribution, filtered, gumbel, sample, uniform
 from eagle_mlx.decoding.tree import Branches, Tree, walk
 
 
@@ -37,14 +37,16 @@ def verify(
     """
     if drafts.shape[1] == 0 or not (batch.any_rejection or batch.any_threshold):
         return match(sample(logits, batch, positions), drafts, lengths)
+    logits, batch = filtered(logits, batch)
     p = distribution(logits, batch)
+    rejects_all = not (batch.any_greedy or batch.any_coupled or batch.any_threshold)
+    noise = gumbel(batch, positions[:, :1] if rejects_all else positions, logits.shape[-1])
     verdict = None
     if batch.any_rejection:
         # Every round begins at a position where none began before: its noise, keyed by that position, is always new.
-        noise = gumbel(batch, positions[:, :1], logits.shape[-1])
-        verdict = rejection(p, q, drafts, lengths, uniform(batch, positions[:, :-1]), noise)
-    if batch.any_greedy or batch.any_coupled or batch.any_threshold:
-        samples = sample(logits, batch, positions)
+        verdict = rejection(p, q, drafts, lengths, uniform(batch, positions[:, :-1]), noise[:, :1])
+    if not rejects_all:
+        samples = sample(logits, batch, positions, noise)
         others = match(samples, drafts, lengths)
         if batch.any_threshold:
             kept = threshold(p, samples, drafts, lengths, batch.thresholds)
@@ -72,7 +74,7 @@ def verify_tree(
     if not batch.all_greedy:  # one draw for each depth, not for each node
         levels = mx.arange(tree.levels + 1, dtype=mx.int32)
         drawn = gumbel(batch, positions[:, :1] + levels, logits.shape[-1])
-        noise = mx.take_along_axis(drawn, branches.depths[..., None], axis=1)
+        noise = drawn[mx.arange(drawn.shape[0])[:, None], branches.depths]
     samples = sample(logits, batch, positions, noise)
     path = walk(samples, drafts, valid, tree, branches)
     return Verdict(path.accepted, mx.take_along_axis(samples, path.nodes, axis=1), path.nodes)

@@ -128,7 +128,7 @@ def test_flags_say_what_some_row_needs() -> None:
     with pytest.raises(ValueError, match="zip"):
         SamplingBatch.of([greedy, greedy], [1])
     whole = SamplingBatch.of([SamplingParams(temperature=1, top_p=1, min_p=1)], [1])  # integers where floats may be
-    assert {array.dtype for array in (whole.temperature, whole.top_p, whole.min_p)} == {mx.float32}
+    assert {array.dtype for array in (whole.temperature, whole.filters.top_p, whole.filters.min_p)} == {mx.float32}
     empty = SamplingBatch.of([], [])
     assert (empty.all_greedy, empty.any_greedy, empty.any_filtered) == (True, False, False)
     assert (empty.keys.shape, empty.temperature.shape) == ((0, len(Stream), 2), (0,))

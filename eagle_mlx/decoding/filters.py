@@ -1,0 +1,164 @@
+"""Which tokens top-k, top-p and min-p keep: all from a least logit on, which is found without sorting a vocabulary.
+
+With W(t) the number of the tokens that exceed t (top-k), or their mass (top-p), a token x is kept where W(x) is less
+than the limit, which is k, or top_p times the whole mass. W falls as t rises, so what is kept are all tokens from
+some logit on. Tokens that tie are kept or removed together.
+
+There are two ways to find that logit. A row's own parameters say which it takes, so that no bit of it depends on the
+rows beside it. Over the vocabulary, top_k of up to MOST_CANDIDATES reads the logits twice, top_p included. Any other
+bisects the logits' representable numbers: 16 steps for 16 bits, 32 for 32, each with one sum over the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from eagle_mlx.cpu import fastmath
+from eagle_mlx.decoding.fused import fused
+from eagle_mlx.decoding.largest import largest
+from eagle_mlx.sampling_params import SamplingParams
+
+MOST_CANDIDATES = 64
+"""The greatest top_k that orders candidates: the greatest default of a model family (Gemma 3; Qwen3 has 20)."""
+
+_OFF = 2**31 - 1
+_NONE = (_OFF, math.inf)
+
+
+@dataclass(frozen=True)
+class Filters:
+    """The filters of B requests. Greedy ones have none."""
+
+    top_k: mx.array  # [B] int32, 2^31 - 1 where off
+    top_p: mx.array  # [B] float32, infinite where off
+    min_p: mx.array  # [B] float32, 0 where off
+    few: mx.array  # [R] int32, the rows with a top_k of at most MOST_CANDIDATES
+    many: mx.array  # [S] int32, the other rows with top_k or top_p
+    any_top_k: bool  # whether any of `many` has top_k
+    any_top_p: bool  # whether any of `many` has top_p
+    any_min_p: bool
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> Filters:
+        rows = [None if row.rule == "greedy" else row for row in params]
+        top_k = [row.top_k if row and row.top_k else _OFF for row in rows]
+        top_p = [row.top_p if row and row.top_p < 1 else math.inf for row in rows]
+        min_p = [float(row.min_p) if row else 0.0 for row in rows]
+        few = [index for index, k in enumerate(top_k) if k <= MOST_CANDIDATES]
+        many = [i for i, (k, p) in enumerate(zip(top_k, top_p, strict=True)) if k > MOST_CANDIDATES and (k, p) != _NONE]
+        return cls(
+            top_k=mx.array(top_k, mx.int32),
+            top_p=mx.array(top_p, mx.float32),
+            min_p=mx.array(min_p, mx.float32),
+            few=mx.array(few, mx.int32),
+            many=mx.array(many, mx.int32),
+            any_top_k=any(top_k[index] < _OFF for index in many),
+            any_top_p=any(top_p[index] < 1 for index in many),
+            any_min_p=any(min_p),
+        )
+
+    @property
+    def any(self) -> bool:
+        return bool(self.few.size or self.many.size or self.any_min_p)
+
+    def apply(self, logits: mx.array, divisor: mx.array) -> mx.array:
+        """The logits in float32, minus infinity where a filter of the row removes the token; each row keeps some.
+
+        logits: [B, n, V]; divisor: [B, 1, 1] float32, the temperatures. In this order: temperature, top_k, top_p of
+        what top_k left, min_p.
+        """
+        x = logits.astype(mx.float32)
+        return mx.where(x >= self._least(x, divisor, logits.dtype), x, -math.inf)
+
+    def _least(self, x: mx.array, divisor: mx.array, dtype: mx.Dtype) -> mx.array:
+        """The least logit that each row keeps, [B, n, 1]; minus infinity where it keeps all."""
+        rows, width, _ = x.shape
+        least = mx.full((rows, width, 1), -math.inf)
+        for group, find in ((self.few, self._least_of_few), (self.many, self._least_of_many)):
+            if group.size == rows:
+                least = find(x, divisor, self.top_k[:, None, None], self.top_p[:, None, None], dtype)
+            elif group.size:
+                its = (array[group] for array in (x, divisor, self.top_k[:, None, None], self.top_p[:, None, None]))
+                least[group] = find(*its, dtype)
+        if not self.any_min_p:
+            return least
+        return mx.maximum(least, mx.max(x, axis=-1, keepdims=True) + divisor * mx.log(self.min_p)[:, None, None])
+
+    def _least_of_few(
+        self, x: mx.array, divisor: mx.array, top_k: mx.array, top_p: mx.array, dtype: mx.Dtype
+    ) -> mx.array:
+        """By ordering the MOST_CANDIDATES greatest, as many for every row, so that all rows' sums are made alike."""
+        count = min(MOST_CANDIDATES, x.shape[-1])
+        ordered = mx.sort(largest(x, count)[0], axis=-1)[..., ::-1]
+        last = mx.minimum(top_k, count) - 1
+        last = mx.broadcast_to(last, (*x.shape[:-1], 1))
+        kept = mx.arange(count) <= last
+        kth = mx.take_along_axis(ordered, last, axis=-1)
+        ties = mx.sum(x >= kth, axis=-1, keepdims=True) - (last + 1)  # not among the k, but kept with the last of them
+        masses = mx.where(kept, mx.exp((ordered - ordered[..., :1]) / divisor), 0.0)
+        whole = mx.sum(masses, axis=-1, keepdims=True) + ties * mx.take_along_axis(masses, last, axis=-1)
+        likelier = mx.cumsum(masses, axis=-1, inclusive=False)
+        nucleus = mx.where(kept & (likelier < top_p * whole), ordered, math.inf)
+        return mx.minimum(mx.min(nucleus, axis=-1, keepdims=True), ordered[..., :1])
+
+    def _least_of_many(
+        self, x: mx.array, divisor: mx.array, top_k: mx.array, top_p: mx.array, dtype: mx.Dtype
+    ) -> mx.array:
+        """By bisection."""
+        greatest = mx.max(x, axis=-1, keepdims=True)
+        start = greatest.astype(dtype)  # what the logits had before they were float32
+        least = mx.full(greatest.shape, -math.inf)
+        if self.any_top_k:
+            least = bisect(lambda t: mx.sum(x > t, axis=-1, keepdims=True) < top_k, start)
+        if not self.any_top_p:
+            return least
+        masses = fastmath.exp((x - greatest) / divisor) * (x >= least)
+        limit = top_p * mx.sum(masses, axis=-1, keepdims=True)
+        nucleus = bisect(lambda t: mx.sum(_above(masses, x, t), axis=-1, keepdims=True) < limit, start)
+        return mx.maximum(least, nucleus)
+
+
+@fused
+def _above(masses: mx.array, x: mx.array, t: mx.array) -> mx.array:
+    return masses * (x > t)
+
+
+def bisect(holds: Callable[[mx.array], mx.array], greatest: mx.array) -> mx.array:
+    """The least number t of the type of `greatest` for which `holds(t)`; it holds for all greater ones, and is taken to
+    hold at `greatest`.
+
+    Exact, since what is halved is the count of the numbers that lie between. `holds` may compare a sum of masses with a
+    limit: rounding keeps order, so a sum made in the same order cannot rise where some of the masses become 0.
+
+    greatest: float32 or of 16 bits. `holds` gets float32 and gives bool, both of the shape of `greatest`, as the result.
+    """
+    integer, sign = (mx.int16, 0x7FFF) if greatest.dtype.size == 2 else (mx.int32, 0x7FFFFFFF)
+
+    def rank(x: mx.array) -> mx.array:
+        return _flipped(x.view(integer).astype(mx.int32), mx.array(sign))
+
+    def number(rank: mx.array) -> mx.array:
+        return _flipped(rank, mx.array(sign)).astype(integer).view(greatest.dtype).astype(mx.float32)
+
+    low, high = rank(mx.full(greatest.shape, -math.inf, greatest.dtype)), rank(greatest)
+    for _ in range(8 * greatest.dtype.size):
+        middle = _middle(low, high)
+        true = holds(number(middle))
+        low, high = mx.where(true, low, middle), mx.where(true, middle, high)
+    return number(high)
+
+
+@fused
+def _flipped(bits: mx.array, sign: mx.array) -> mx.array:
+    """The bits of a float, as a signed integer that rises with it; and back."""
+    return mx.where(bits < 0, bits ^ sign, bits)
+
+
+@fused
+def _middle(low: mx.array, high: mx.array) -> mx.array:
+    """Rounded down, where the sum of both would not fit."""
+    return (low & high) + ((low ^ high) >> 1)

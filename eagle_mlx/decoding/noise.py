@@ -1,0 +1,58 @@
+"""Noise for any token at any position: a function of a key, the position and the token's id alone.
+
+It is counter-based (Salmon et al. 2011, Random123): a draw is a hash of where it is asked for. So whoever needs the
+noise of few tokens computes no other, and gets the same numbers.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from eagle_mlx.decoding.fused import fused
+
+_FIRST, _SECOND = mx.array(0x85EBCA6B, mx.uint32), mx.array(0xC2B2AE35, mx.uint32)
+"""The multipliers of MurmurHash3's 32-bit finalizer (Appleby 2011, `fmix32`)."""
+
+
+def gumbel_noise(keys: mx.array, positions: mx.array, tokens: mx.array) -> mx.array:
+    """Standard Gumbel noise, always finite.
+
+    keys: [B, 2] uint32; positions: [B, n] int32; tokens: [m] int32, token ids. Returns [B, n, m] float32.
+    """
+    words = mx.vmap(mx.vmap(lambda key: mx.random.split(key, 1)[0]))(_keyed(keys, positions))
+    return _gumbel_of(_hash(words[..., :1], words[..., 1:], tokens.astype(mx.uint32)))
+
+
+def uniform_noise(keys: mx.array, positions: mx.array) -> mx.array:
+    """Uniform noise in [0, 1), one number a position. keys: [B, 2] uint32; positions: [B, n]. Returns [B, n] float32."""
+    draws: mx.array = mx.vmap(mx.vmap(lambda key: mx.random.uniform(key=key)))(_keyed(keys, positions))
+    return draws
+
+
+def _keyed(keys: mx.array, positions: mx.array) -> mx.array:
+    """A key for each position, [B, n, 2] uint32, for MLX's own generator (Threefry), which makes strangers of them."""
+    return keys[:, None] ^ (positions[..., None].astype(mx.uint32) * mx.array([0, 1], mx.uint32))
+
+
+@fused
+def _hash(before: mx.array, between: mx.array, tokens: mx.array) -> mx.array:
+    """32 bits for each token: MurmurHash3's finalizer, with one word of the key before it and one inside.
+
+    With a single word, the bits of one position would be those of another in a different order.
+    """
+    bits = tokens ^ before
+    bits = (bits ^ (bits >> 16)) * _FIRST + between
+    bits = (bits ^ (bits >> 13)) * _SECOND
+    return bits ^ (bits >> 16)
+
+
+@fused
+def _gumbel_of(bits: mx.array) -> mx.array:
+    """Minus the logarithm of an exponential variate, whose own logarithm is taken of the upper 24 bits.
+
+    The lower 8 bits fill the gaps of 2^-24 between its values. That resolves the variates near 0, with which unlikely
+    tokens win. All products are exact, so that contracting them with sums cannot change the result.
+    """
+    upper = ((bits >> 8).astype(mx.float32) + 1) * 2.0**-24  # in (0, 1]
+    lower = ((bits & 255).astype(mx.float32) + 0.5) * 2.0**-32
+    return -mx.log(lower - mx.log(upper))
