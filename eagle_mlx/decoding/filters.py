@@ -128,13 +128,15 @@ def _above(masses: mx.array, x: mx.array, t: mx.array) -> mx.array:
 
 
 def bisect(holds: Callable[[mx.array], mx.array], greatest: mx.array) -> mx.array:
-    """The least number t of the type of `greatest` for which `holds(t)`; it holds for all greater ones, and is taken to
-    hold at `greatest`.
+    """The least number t of the type of `greatest` for which `holds(t)`, which is taken to hold from some t on.
+
+    At `greatest` it is taken to hold without asking, so that something is always kept.
 
     Exact, since what is halved is the count of the numbers that lie between. `holds` may compare a sum of masses with a
     limit: rounding keeps order, so a sum made in the same order cannot rise where some of the masses become 0.
 
-    greatest: float32 or of 16 bits. `holds` gets float32 and gives bool, both of the shape of `greatest`, as the result.
+    greatest: float32 or of 16 bits. `holds` gets float32 and gives bool. All shapes are that of `greatest`. Returns
+    float32.
     """
     integer, sign = (mx.int16, 0x7FFF) if greatest.dtype.size == 2 else (mx.int32, 0x7FFFFFFF)
 

@@ -10,8 +10,10 @@ import mlx.core as mx
 
 from eagle_mlx.decoding.fused import fused
 
-_FIRST, _SECOND = mx.array(0x85EBCA6B, mx.uint32), mx.array(0xC2B2AE35, mx.uint32)
-"""The multipliers of MurmurHash3's 32-bit finalizer (Appleby 2011, `fmix32`)."""
+_FIRST = mx.array(0x85EBCA6B, mx.uint32)
+"""The first multiplier of MurmurHash3's 32-bit finalizer (Appleby 2011, `fmix32`)."""
+_SECOND = mx.array(0xC2B2AE35, mx.uint32)
+"""Its second one."""
 
 
 def gumbel_noise(keys: mx.array, positions: mx.array, tokens: mx.array) -> mx.array:
@@ -24,7 +26,7 @@ def gumbel_noise(keys: mx.array, positions: mx.array, tokens: mx.array) -> mx.ar
 
 
 def uniform_noise(keys: mx.array, positions: mx.array) -> mx.array:
-    """Uniform noise in [0, 1), one number a position. keys: [B, 2] uint32; positions: [B, n]. Returns [B, n] float32."""
+    """Uniform noise in [0, 1), a number for each position. keys, positions: as of `gumbel_noise`. Returns [B, n]."""
     draws: mx.array = mx.vmap(mx.vmap(lambda key: mx.random.uniform(key=key)))(_keyed(keys, positions))
     return draws
 
@@ -36,12 +38,11 @@ def _keyed(keys: mx.array, positions: mx.array) -> mx.array:
 
 @fused
 def _hash(before: mx.array, between: mx.array, tokens: mx.array) -> mx.array:
-    """32 bits for each token: MurmurHash3's finalizer, with one word of the key before it and one inside.
+    """32 bits for each token: MurmurHash3's finalizer, with a word of the key before each of its products.
 
     With a single word, the bits of one position would be those of another in a different order.
     """
-    bits = tokens ^ before
-    bits = (bits ^ (bits >> 16)) * _FIRST + between
+    bits = ((tokens ^ (tokens >> 16)) ^ before) * _FIRST + between
     bits = (bits ^ (bits >> 13)) * _SECOND
     return bits ^ (bits >> 16)
 
@@ -53,6 +54,6 @@ def _gumbel_of(bits: mx.array) -> mx.array:
     The lower 8 bits fill the gaps of 2^-24 between its values. That resolves the variates near 0, with which unlikely
     tokens win. All products are exact, so that contracting them with sums cannot change the result.
     """
-    upper = ((bits >> 8).astype(mx.float32) + 1) * 2.0**-24  # in (0, 1]
-    lower = ((bits & 255).astype(mx.float32) + 0.5) * 2.0**-32
+    upper = (bits | 255).astype(mx.float32) * 2.0**-32  # in (0, 1], on the grid of 2^-24 where it is close to 1
+    lower = (bits & 255).astype(mx.float32) * 2.0**-32 + 2.0**-33  # in (0, 2^-24)
     return -mx.log(lower - mx.log(upper))

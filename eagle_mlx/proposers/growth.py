@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cpu import fastmath
+from eagle_mlx.decoding.largest import largest
 from eagle_mlx.decoding.tree import Branches, Tree
 from eagle_mlx.heads.base import DraftHead
 
@@ -171,9 +172,8 @@ def best_of(pool: Sequence[Nodes], nodes: int, levels: int) -> tuple[mx.array, T
 
 def _likeliest(scores: mx.array, count: int) -> tuple[mx.array, mx.array]:
     """The draft ids [B, n, count] of the greatest logits [B, n, Vd], and what each adds to a branch's score."""
-    ids = _top(scores, count)
-    shares = mx.take_along_axis(scores, ids, axis=-1) - fastmath.log_sum_exp(scores)
-    return ids, mx.clip(shares, _LEAST, 0.0) - _STEP
+    greatest, ids = largest(scores, count)
+    return ids, mx.clip(greatest - fastmath.log_sum_exp(scores), _LEAST, 0.0) - _STEP
 
 
 def _in_target(ids: mx.array, token_ids: mx.array | None) -> mx.array:
@@ -181,7 +181,5 @@ def _in_target(ids: mx.array, token_ids: mx.array | None) -> mx.array:
 
 
 def _top(x: mx.array, count: int) -> mx.array:
-    """The places of the `count` greatest found the last axis, in any order."""
-    if count >= x.shape[-1]:
-        return mx.broadcast_to(mx.arange(x.shape[-1]), x.shape)
-    return mx.argpartition(x, -count, axis=-1)[..., -count:]
+    """The places of the `count` greatest along the last axis, in any order."""
+    return largest(x, min(count, x.shape[-1]))[1]

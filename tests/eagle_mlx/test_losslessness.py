@@ -15,10 +15,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from eagle_mlx.decoding import filters
 from eagle_mlx.decoding.sampling import SamplingBatch, Stream, distribution, draft_sample, gumbel, sample
 from eagle_mlx.decoding.verify import Verdict, match, rejection, verify
 from eagle_mlx.sampling_params import SamplingParams
 from tests.full import in_full, mixed
+from tests.eagle_mlx.test_filters import one_step_short
 
 Array = np.ndarray[Any, Any]
 Verify = Callable[[mx.array, mx.array, mx.array, mx.array | None, SamplingBatch, mx.array], Verdict]
@@ -335,6 +337,15 @@ def test_a_sampler_broken_on_purpose_misses_the_bar(broken: str, vocab: int) -> 
     length = 1 if vocab == 64 else 2
     texts, _ = decode(toy, batch, length, 1, **options)
     assert not follows(texts, toy.law(FILTERED, length), vocab)
+
+
+@pytest.mark.parametrize("params", [FILTERED, replace(COUPLED, top_p=0.8)])
+def test_a_bisection_one_step_short_misses_the_bar(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = Toy.random(64)
+    law = toy.law(params, 1)
+    monkeypatch.setattr(filters, "bisect", one_step_short)
+    texts, _ = decode(toy, many(params), 1, 1)
+    assert not follows(texts, law, 64)
 
 
 def test_rejection_accepts_as_much_as_it_can_and_coupling_nearly_so() -> None:

@@ -1,0 +1,133 @@
+"""What sampling costs beside greedy decoding: the verdict over a draft, from logits to tokens.
+
+    python benchmarks/sampling.py
+    python benchmarks/sampling.py --rows 32 --vocab 49152
+    python benchmarks/sampling.py --against out/older
+
+All ways to sample take turns, so that what else the machine does falls on all of them. Figures are medians. Seconds of
+the CPU are those of the whole process, which a busy machine changes least; on a GPU go by the clock.
+
+`--against` names a folder with the `sampling.py` and `verify.py` of another version, as `git show` gives them, which
+then take turns with these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from eagle_mlx.decoding import sampling, verify
+from eagle_mlx.sampling_params import SamplingParams
+
+# isort: split
+# Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
+import mlx.core as mx
+
+_WARM_UP = 2
+"""Rounds that are not counted."""
+_WARM = 0.6  # the temperature of Qwen3, thinking
+WAYS = {
+    "greedy": SamplingParams(),
+    "coupled": SamplingParams(_WARM, seed=1),
+    "coupled, top-k 20, top-p 0.95": SamplingParams(_WARM, seed=1, top_k=20, top_p=0.95),
+    "coupled, top-p 0.95": SamplingParams(_WARM, seed=1, top_p=0.95),
+    "coupled, min-p 0.05": SamplingParams(_WARM, seed=1, min_p=0.05),
+    "rejection": SamplingParams(_WARM),
+    "rejection, top-k 20, top-p 0.95": SamplingParams(_WARM, top_k=20, top_p=0.95),
+}
+
+
+def older(folder: Path) -> tuple[ModuleType, ModuleType]:
+    """`sampling.py` and `verify.py` of another version; its verify imports its own sampling."""
+    name = sampling.__name__
+    found = []
+    try:
+        for path, known_as in ((folder / "sampling.py", name), (folder / "verify.py", "older_verify")):
+            spec = importlib.util.spec_from_file_location(known_as, path)
+            if spec is None or spec.loader is None:
+                raise SystemExit(f"error: {path} is no Python module")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[known_as] = module
+            spec.loader.exec_module(module)
+            found.append(module)
+    finally:
+        sys.modules[name] = sampling
+    return found[0], found[1]
+
+
+def verdicts(
+    modules: tuple[ModuleType, ModuleType], args: argparse.Namespace, logits: mx.array
+) -> dict[str, Callable[[], None]]:
+    """A call for each way to sample that comes to its verdict and waits for it."""
+    sample_module, verify_module = modules
+    rows, width, vocab = logits.shape
+    drafts = mx.argmax(logits[:, :-1], axis=-1).astype(mx.int32)
+    lengths = mx.full((rows,), width - 1, mx.int32)
+    q = mx.full((rows, width - 1, vocab), 1 / vocab)
+    positions = mx.broadcast_to(mx.arange(100, 100 + width, dtype=mx.int32), (rows, width))
+    mx.eval(drafts, lengths, q, positions)
+
+    def call(params: SamplingParams) -> Callable[[], None]:
+        batch = sample_module.SamplingBatch.of([params] * rows, range(rows))
+        known = q if params.rule == "rejection" else None
+
+        def run() -> None:
+            verdict = verify_module.verify(logits, drafts, lengths, known, batch, positions)
+            mx.eval(verdict.accepted, verdict.tokens)
+
+        return run
+
+    return {name: call(params) for name, params in WAYS.items()}
+
+
+def measure(calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, tuple[float, float]]:
+    """Medians of each call's milliseconds: by the clock, and of the CPU."""
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for number in range(_WARM_UP + rounds):
+        for name, call in calls.items():
+            clock, cpu = time.perf_counter(), time.process_time()
+            call()
+            now = (1e3 * (time.perf_counter() - clock), 1e3 * (time.process_time() - cpu))
+            taken[name] += [now] if number >= _WARM_UP else []
+    return {name: (statistics.median(x), statistics.median(y)) for name, (x, y) in _columns(taken).items()}
+
+
+def _columns(taken: dict[str, list[tuple[float, float]]]) -> dict[str, tuple[list[float], list[float]]]:
+    return {name: ([x for x, _ in times], [y for _, y in times]) for name, times in taken.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1, help="rows of the batch; default %(default)s")
+    parser.add_argument("--positions", type=int, default=5, help="one more than draft tokens; default %(default)s")
+    parser.add_argument("--vocab", type=int, default=151936, help="default %(default)s, that of Qwen3")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default %(default)s")
+    parser.add_argument("--rounds", type=int, default=9, help="default %(default)s")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="another version's sampling.py and verify.py")
+    args = parser.parse_args()
+    if args.positions < 2:
+        parser.error("--positions must be at least 2: a draft token and the one after it")
+    # Scaled normals: a few tokens share most of the mass, as behind a real text.
+    values = np.random.default_rng(0).normal(scale=3, size=(args.rows, args.positions, args.vocab))
+    logits = mx.array(values.astype(np.float32)).astype(getattr(mx, args.dtype))
+    calls = verdicts((sampling, verify), args, logits)
+    if args.against:
+        before = verdicts(older(args.against), args, logits)
+        calls |= {f"{name} (older)": call for name, call in before.items()}
+    found = measure(calls, args.rounds)
+    print(f"{args.rows} x {args.positions} positions of {args.vocab} {args.dtype} logits, median of {args.rounds}\n")
+    print("| | ms | ms of the CPU |\n|---|---|---|")
+    for name, (clock, cpu) in found.items():
+        print(f"| {name} | {clock:.2f} | {cpu:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
