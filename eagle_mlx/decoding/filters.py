@@ -78,12 +78,12 @@ class Filters:
         """The least logit that each row keeps, [B, n, 1]; minus infinity where it keeps all."""
         rows, width, _ = x.shape
         least = mx.full((rows, width, 1), -math.inf)
+        top_k, top_p = self.top_k[:, None, None], self.top_p[:, None, None]
         for group, find in ((self.few, self._least_of_few), (self.many, self._least_of_many)):
             if group.size == rows:
-                least = find(x, divisor, self.top_k[:, None, None], self.top_p[:, None, None], dtype)
+                least = find(x, divisor, top_k, top_p, dtype)
             elif group.size:
-                its = (array[group] for array in (x, divisor, self.top_k[:, None, None], self.top_p[:, None, None]))
-                least[group] = find(*its, dtype)
+                least[group] = find(x[group], divisor[group], top_k[group], top_p[group], dtype)
         if not self.any_min_p:
             return least
         return mx.maximum(least, mx.max(x, axis=-1, keepdims=True) + divisor * mx.log(self.min_p)[:, None, None])
