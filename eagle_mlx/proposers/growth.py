@@ -52,7 +52,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class TreeShape:
-    """How a tree shapes: nodes that are expanded at each level, and the children that each of them has."""
+    """The shape of a tree: nodes that are expanded at each level, and the children that each of them has."""
 
     width: int
     children: int

@@ -19,8 +19,8 @@ from eagle_mlx.decoding import filters
 from eagle_mlx.decoding.sampling import SamplingBatch, Stream, distribution, draft_sample, gumbel, sample
 from eagle_mlx.decoding.verify import Verdict, match, rejection, verify
 from eagle_mlx.sampling_params import SamplingParams
-from tests.full import in_full, mixed
 from tests.eagle_mlx.test_filters import one_step_short
+from tests.full import in_full, mixed
 
 Array = np.ndarray[Any, Any]
 Verify = Callable[[mx.array, mx.array, mx.array, mx.array | None, SamplingBatch, mx.array], Verdict]
