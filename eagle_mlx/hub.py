@@ -24,7 +24,11 @@ from huggingface_hub.errors import (
 from eagle_mlx.errors import EagleError, OutputError
 
 DEFAULT_OWNER = "mlx-community"
-_WANTED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+_WANTED = ("*.json", "*.jsonl", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+_CODE = "*.py"
+"""Fetched only for those who trust it."""
+_SAME_AGAIN = ("consolidated*", "original/*", "*/*.safetensors")
+"""Where publishers put the weights once more, in their own layout: Mistral's, Meta's, and folders of other formats."""
 _TORCH = "pytorch_model*.bin"
 """Fetched only from where there are no safetensors."""
 _REPLACED = ("*.safetensors", "*.safetensors.index.json", _TORCH, "pytorch_model*.index.json", "report.json", "plots/*")
@@ -34,11 +38,11 @@ _TransportError = cast("type[Exception]", HfHubHTTPError.__bases__[0])
 """What huggingface_hub lets through when there is no connection: the root of its HTTP library's errors."""
 
 
-def resolve(name: str | Path) -> Path:
+def resolve(name: str | Path, code: bool = False) -> Path:
     """The local folder of a model: an existing folder as it is, anything else through the hub's cache.
 
     `Qwen3-32B-4bit` means `mlx-community/Qwen3-32B-4bit`. Of a repository with no safetensors its PyTorch files are
-    fetched. Raises EagleError where the name is no folder and the hub has no such model, keeps it from this user or
+    fetched, and its Python files only with `code`. Raises EagleError where the name is no folder and the hub has no such model, keeps it from this user or
     cannot be reached.
     """
     folder = Path(name).expanduser()
@@ -50,7 +54,16 @@ def resolve(name: str | Path) -> Path:
     if repo is None:
         raise EagleError(f"there is no folder {folder}")
     with _asking(repo, str(name), f"{name} is no folder here, {repo}"):
-        return _fetch(repo)
+        return _fetch(repo, code)
+
+
+def cached(repo: str) -> Path | None:
+    """The folder of a repository whose config and weights have been fetched before; None otherwise. Asks nobody."""
+    config = huggingface_hub.try_to_load_from_cache(repo, "config.json")
+    if not isinstance(config, str):
+        return None
+    folder = Path(config).parent
+    return folder if any(folder.glob("*.safetensors")) or any(folder.glob(_TORCH)) else None
 
 
 def fetch_file(repo: str, file: str, commit: str | None = None, required: bool = True) -> Path | None:
@@ -97,11 +110,12 @@ def _asking(repo: str, name: str, missing: str) -> Iterator[None]:
         raise EagleError(f"{repo} cannot be fetched from the hub: {_one_line(e)}") from e
 
 
-def _fetch(repo: str) -> Path:
-    folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=list(_WANTED)))
+def _fetch(repo: str, code: bool) -> Path:
+    wanted, left = [*_WANTED, *([_CODE] if code else [])], list(_SAME_AGAIN)
+    folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=wanted, ignore_patterns=left))
     if any(folder.glob("*.safetensors")):
         return folder
-    return Path(huggingface_hub.snapshot_download(repo, allow_patterns=[*_WANTED, _TORCH]))
+    return Path(huggingface_hub.snapshot_download(repo, allow_patterns=[*wanted, _TORCH], ignore_patterns=left))
 
 
 def hub_id(name: str | Path) -> str | None:

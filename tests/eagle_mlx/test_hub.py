@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from huggingface_hub import constants
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 import eagle_mlx as em
 from eagle_mlx import hub
@@ -96,6 +97,28 @@ def test_torch_files_are_fetched_only_where_there_are_no_others(online: hub_serv
     online.put("user/both", {**torch, "model.safetensors": b"weights"})
     assert files_of(hub.resolve("user/torch")) == {"pytorch_model.bin", "config.json"}
     assert files_of(hub.resolve("user/both")) == {"model.safetensors", "config.json"}
+
+
+def test_weights_are_fetched_once(online: hub_server.Hub) -> None:
+    """Publishers put the same weights into a repository in several layouts, and mlx-lm reads one of them."""
+    wanted = {"model-00001-of-00001.safetensors", "mtp.safetensors", "config.json", "tokenizer.model", "merges.txt"}
+    others = {"consolidated.safetensors", "consolidated.00.pth", "params.Q4.gguf", "modeling.py"}
+    below = {"original/model.safetensors", "original/consolidated.00.pth", "onnx/model.onnx", "metal/model.bin"}
+    online.put("user/model", {name: b"x" for name in wanted | others | below})
+    assert files_of(hub.resolve("user/model")) == wanted
+
+
+def test_code_is_fetched_only_where_it_is_trusted(online: hub_server.Hub) -> None:
+    online.put("user/model", {"model.safetensors": b"x", "modeling.py": b"x", "config.json": b"{}"})
+    assert "modeling.py" not in files_of(hub.resolve("user/model"))
+    assert "modeling.py" in files_of(hub.resolve("user/model", code=True))
+
+
+def test_whatever_mlx_lm_would_fetch_is_fetched(online: hub_server.Hub) -> None:
+    files = {pattern.replace("*", "x") for pattern in DEFAULT_ALLOW_PATTERNS}
+    online.put("user/model", {name: b"x" for name in files | {"additional_chat_templates/tool_use.jinja"}})
+    assert files == {*files_of(hub.resolve("user/model")), "x.py"} - {"additional_chat_templates"}
+    assert (hub.resolve("user/model") / "additional_chat_templates" / "tool_use.jinja").exists()
 
 
 def test_what_was_fetched_needs_no_network(online: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
