@@ -42,8 +42,8 @@ def resolve(name: str | Path, code: bool = False) -> Path:
     """The local folder of a model: an existing folder as it is, anything else through the hub's cache.
 
     `Qwen3-32B-4bit` means `mlx-community/Qwen3-32B-4bit`. Of a repository with no safetensors its PyTorch files are
-    fetched, and its Python files only with `code`. Raises EagleError where the name is no folder and the hub has no such model, keeps it from this user or
-    cannot be reached.
+    fetched, and its Python files only with `code`. Raises EagleError where the name is no folder and the hub has no
+    such model, keeps it from this user or cannot be reached.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():

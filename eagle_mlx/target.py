@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +16,7 @@ import mlx_lm
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_adapters
 
 from eagle_mlx import hub
 from eagle_mlx.cpu import use_shortcuts
@@ -45,6 +46,8 @@ _NORMS = (
     "output_norm",
 )
 _LM_HEADS = ("lm_head", "language_model.lm_head", "output", "embed_out", "model.embed_out")
+ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
+"""What a folder of adapters holds."""
 _FINGERPRINT_VALUES = 64
 """Values of every tensor that are looked at: enough to tell trained models apart, and quick for large ones."""
 
@@ -67,6 +70,8 @@ class Target:
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
+        self.chat_template_args: Mapping[str, Any] = {}
+        """What its chat template takes beside messages, unless a request says otherwise."""
         backbone = _backbone(model)
         self._embed = _first(backbone, _EMBEDDINGS, "token embedding", model)
         self._norm = _first(backbone, _NORMS, "final norm", model)
@@ -170,23 +175,72 @@ class Target:
         )
 
 
-def load_target(name: str | Path, dtype: mx.Dtype | None = None) -> Target:
+def load_target(
+    name: str | Path,
+    dtype: mx.Dtype | None = None,
+    *,
+    adapter_path: str | Path | None = None,
+    trust_remote_code: bool = False,
+    extra_eos_tokens: Iterable[str] = (),
+    chat_template: str | None = None,
+    chat_template_args: Mapping[str, Any] | None = None,
+) -> Target:
     """Load a target from a folder or a hub id through mlx-lm.
 
     `dtype` is the type of the weights that are not quantised; by default the file's own, except on a CPU under Linux,
-    where only float32 goes through BLAS. Raises TargetError for a folder that mlx-lm cannot load.
+    where only float32 goes through BLAS. The others are mlx-lm's: a folder of LoRA adapters; leave to run the code
+    that comes with the model; tokens, or their ids, that end a text as well; a template in place of the tokenizer's
+    own, and what a template takes beside messages. Raises TargetError for what mlx-lm cannot load.
     """
-    folder = hub.resolve(name)
+    folder = hub.resolve(name, code=trust_remote_code)
+    adapter = None if adapter_path is None else _adapter_folder(adapter_path)
+    settings = {"trust_remote_code": trust_remote_code, **({"chat_template": chat_template} if chat_template else {})}
     try:
-        loaded = mlx_lm.load(str(folder))
+        loaded = mlx_lm.load(str(folder), settings, trust_remote_code=trust_remote_code)
         model, tokenizer = loaded[0], loaded[1]
     except (FileNotFoundError, ValueError, KeyError, RuntimeError) as e:
-        raise TargetError(f"{folder} cannot be loaded as a target: {e}") from e
+        raise TargetError(f"{folder} cannot be loaded as a target: {e}{_on_trust(e, trust_remote_code)}") from e
+    if adapter is not None:
+        _add_adapters(model, adapter)
+    for token in extra_eos_tokens:
+        _add_eos(tokenizer, token)
     dtype = dtype or compute_dtype()
     if dtype is not None:
         model.set_dtype(dtype)
         mx.eval(model.parameters())
-    return Target(model, tokenizer, name=str(name))
+    target = Target(model, tokenizer, name=str(name))
+    target.chat_template_args = dict(chat_template_args or {})
+    return target
+
+
+def _on_trust(error: Exception, trusted: bool) -> str:
+    """How to run a model's own code, where that is what it wants."""
+    wants = not trusted and "trust_remote_code" in str(error)
+    return "; where you trust its authors, say so with --trust-remote-code" if wants else ""
+
+
+def _adapter_folder(path: str | Path) -> Path:
+    folder = Path(path).expanduser()
+    if missing := [name for name in ADAPTER_FILES if not (folder / name).is_file()]:
+        raise TargetError(f"--adapter-path {folder} lacks {' and '.join(missing)}, which mlx_lm.lora writes there")
+    return folder
+
+
+def _add_adapters(model: nn.Module, folder: Path) -> None:
+    """Put LoRA layers, or those of another kind that mlx-lm trains, into a model."""
+    try:
+        load_adapters(model, str(folder))
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as e:
+        raise TargetError(f"the adapters in {folder} do not fit this model: {e}; were they trained for it?") from e
+    model.eval()
+
+
+def _add_eos(tokenizer: TokenizerWrapper, token: str) -> None:
+    """One more token, or the id of one, that ends a text."""
+    known = token.isdecimal() or token in tokenizer.get_vocab()
+    if not known:
+        raise TargetError(f"--extra-eos-token {token!r} is no token of this tokenizer; give a token or its id")
+    tokenizer.add_eos_token(token)
 
 
 def compute_dtype() -> mx.Dtype | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_mlx.errors import PromptError
+from eagle_mlx.request import encode as encode_prompt
 from eagle_mlx.target import Target
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -43,14 +44,10 @@ def encode(prompt: Prompt, target: Target, max_tokens: int) -> list[int]:
 
     Raises PromptError where prompt and answer do not fit the target's context.
     """
-    tokenizer = target.tokenizer
-    if tokenizer is None:
+    if target.tokenizer is None:
         raise PromptError(f"{prompt.origin}: the target has no tokenizer, so text cannot be encoded")
-    if isinstance(prompt.content, str):
-        tokens = list(tokenizer.encode(prompt.content))
-    else:
-        messages = [dict(message) for message in prompt.content]
-        tokens = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True))
+    content = prompt.content
+    tokens = encode_prompt(target, content if isinstance(content, str) else [dict(message) for message in content])
     if not tokens:
         raise PromptError(f"{prompt.origin}: the prompt is empty; give at least one token")
     if len(tokens) + max_tokens > target.context_length:

@@ -15,6 +15,7 @@ from typing import NoReturn
 from eagle_mlx.errors import ConfigError, EagleError
 
 from ..speculation import add_arguments, from_arguments
+from ..target_options import add_target_arguments, options_of
 from .app import create_app
 from .guard import is_loopback
 from .limits import Limits
@@ -91,9 +92,9 @@ def _load_config(args: argparse.Namespace) -> LoadConfig:
     target, speculation = from_arguments(args)
     if not (math.isfinite(args.prefix_cache_gb) and args.prefix_cache_gb >= 0):
         raise ConfigError(f"--prefix-cache-gb must be at least 0; got {args.prefix_cache_gb}")
-    return LoadConfig(
-        target, speculation, args.max_batch, args.max_context, int(args.prefix_cache_gb * 1e9), args.kv_bits
-    )
+    cache = int(args.prefix_cache_gb * 1e9)
+    options = options_of(args)
+    return LoadConfig(target, speculation, args.max_batch, args.max_context, cache, args.kv_bits, options)
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -151,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         help="drop fields that are not known, as vLLM and llama.cpp do, where they are refused otherwise",
     )
     add_arguments(parser)
+    add_target_arguments(parser)
     much = parser.add_argument_group("how much")
     batch, queue, drain = LoadConfig.max_batch, Limits.queue, Settings.drain_seconds
     body, cache = Limits.body_bytes / (1 << 20), LoadConfig.prefix_cache_bytes / 1e9

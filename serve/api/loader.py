@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,10 +15,11 @@ from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.target import Target, load_target
+from eagle_mlx.target import Target
 
 from ..bench import compare, tolerance_for
 from ..speculation import Speculation
+from ..target_options import TargetOptions
 from .model import Loaded, sampling_defaults
 
 _CHECK_PROMPT = "def fibonacci(n):\n    if n < 2:\n        return n\n    return"
@@ -38,6 +39,7 @@ class LoadConfig:
     prefix_cache_bytes: int = 1_000_000_000
     kv_bits: int | None = None
     """Bits of keys and values, None for the model's own type."""
+    options: TargetOptions = field(default_factory=TargetOptions)
 
     def __post_init__(self) -> None:
         if self.max_batch < 1:
@@ -53,7 +55,7 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
 
     Raises an EagleError that says what is wrong.
     """
-    target = load_target(config.target)
+    target = config.options.load(config.target)
     if target.tokenizer is None:
         raise TargetError(f"{config.target} has no tokenizer, so it cannot be served")
     if config.max_context is not None:

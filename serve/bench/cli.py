@@ -22,6 +22,7 @@ from eagle_mlx.target import Target, load_target
 from ..defaults import embedded
 from ..prompts import encode, read_prompts
 from ..speculation import DEFAULT_TOKENS, PolicyName, add_head_bits, load_quantized, warn_of_head
+from ..target_options import add_target_arguments, options_of
 from . import plots, report
 from .breakdown import measure_breakdown
 from .costs import measure_costs
@@ -68,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_what(parser.add_argument_group("what to measure"), default)
     _add_how(parser.add_argument_group("on what"), default)
+    add_target_arguments(parser)
     out = parser.add_argument_group("output")
     out.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them; trees of several sizes as curves")
@@ -167,7 +169,7 @@ def _bench(args: argparse.Namespace, command: str) -> int:
         if path is not None:
             report.check_writable(path)
     modes, head_name = _modes(args)
-    target = load_target(args.target or embedded("target"))
+    target = options_of(args).load(args.target or embedded("target"))
     head = _head(head_name, target, args.head_bits)
     draft = load_target(args.draft_model) if args.draft_model is not None else None
     configs = [_config(args, temperature) for temperature in args.temperature]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -31,6 +31,8 @@ class ChatFormat:
     thoughts: ReasoningTags
     calls: ToolCallTags | None
     """None where mlx-lm has no parser for the model's calls."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What the template takes beside messages unless a request says otherwise."""
 
     @classmethod
     def of(cls, target: Target) -> ChatFormat:
@@ -38,7 +40,7 @@ class ChatFormat:
         tokenizer = target.tokenizer
         if tokenizer is None:
             return cls(None, ReasoningTags(), None)
-        return cls(tokenizer, _reasoning_tags(tokenizer), _tool_call_tags(tokenizer))
+        return cls(tokenizer, _reasoning_tags(tokenizer), _tool_call_tags(tokenizer), target.chat_template_args)
 
     @property
     def has_chat_template(self) -> bool:
@@ -71,7 +73,7 @@ class ChatFormat:
         PromptError, with the place, for what cannot be used, and where the template would leave tools or calls out.
         """
         read, offer = read_messages(messages), ToolOffer.of(tools, tool_choice)
-        arguments = _check_kwargs(template_kwargs or {})
+        arguments = {"add_generation_prompt": True, **self.defaults, **_check_kwargs(template_kwargs or {})}
         if not self.has_chat_template:
             raise PromptError("messages: this model has no chat template; give it text through /v1/completions")
         if offer.tools and self.calls is None:
@@ -145,7 +147,7 @@ def _check_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         raise PromptError(f"chat_template_kwargs: {reserved[0]!r} cannot be set by a request")
     if not isinstance(kwargs.get("add_generation_prompt", True), bool):
         raise PromptError("chat_template_kwargs: add_generation_prompt must be true or false")
-    return {"add_generation_prompt": True, **kwargs}
+    return dict(kwargs)
 
 
 def _tool_call_tags(tokenizer: TokenizerWrapper) -> ToolCallTags | None:

@@ -17,10 +17,11 @@ from eagle_mlx.errors import EagleError, OutputError, PromptError
 from eagle_mlx.files import write_output
 from eagle_mlx.request import Prompt as EnginePrompt
 from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.target import Target, load_target
+from eagle_mlx.target import Target
 
 from ..prompts import encode, read_prompts
 from ..speculation import add_arguments, from_arguments
+from ..target_options import add_target_arguments, options_of
 
 EPILOG = """\
 examples:
@@ -77,7 +78,7 @@ def _generate(args: argparse.Namespace) -> None:
     if args.output is not None and args.output.exists():
         raise OutputError(f"{args.output} exists already; name another file")
     name, speculation = from_arguments(args)
-    target = load_target(name)
+    target = options_of(args).load(name)
     engine = Engine(target, speculation.proposer(target), speculation.make_policy(), args.batch, kv_bits=args.kv_bits)
     notes = [*speculation.about_head(engine), *speculation.why_chains(engine)]
     say("\n".join([f"target: {target.name}", f"speculation: {speculation}", *notes]), args)
@@ -160,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--raw", action="store_true", help="take the prompt as it is, without the chat template")
     parser.add_argument("--quiet", action="store_true", help="the text alone")
     add_arguments(parser)
+    add_target_arguments(parser)
     draw = parser.add_argument_group("sampling")
     draw.add_argument("--max-tokens", type=int, default=default.max_tokens, help=f"default {default.max_tokens}")
     draw.add_argument("--temperature", type=float, default=default.temperature, help="default 0, greedy")

@@ -104,7 +104,7 @@ def test_weights_are_fetched_once(online: hub_server.Hub) -> None:
     wanted = {"model-00001-of-00001.safetensors", "mtp.safetensors", "config.json", "tokenizer.model", "merges.txt"}
     others = {"consolidated.safetensors", "consolidated.00.pth", "params.Q4.gguf", "modeling.py"}
     below = {"original/model.safetensors", "original/consolidated.00.pth", "onnx/model.onnx", "metal/model.bin"}
-    online.put("user/model", {name: b"x" for name in wanted | others | below})
+    online.put("user/model", dict.fromkeys(wanted | others | below, b"x"))
     assert files_of(hub.resolve("user/model")) == wanted
 
 
@@ -116,7 +116,7 @@ def test_code_is_fetched_only_where_it_is_trusted(online: hub_server.Hub) -> Non
 
 def test_whatever_mlx_lm_would_fetch_is_fetched(online: hub_server.Hub) -> None:
     files = {pattern.replace("*", "x") for pattern in DEFAULT_ALLOW_PATTERNS}
-    online.put("user/model", {name: b"x" for name in files | {"additional_chat_templates/tool_use.jinja"}})
+    online.put("user/model", dict.fromkeys(files | {"additional_chat_templates/tool_use.jinja"}, b"x"))
     assert files == {*files_of(hub.resolve("user/model")), "x.py"} - {"additional_chat_templates"}
     assert (hub.resolve("user/model") / "additional_chat_templates" / "tool_use.jinja").exists()
 

@@ -1,0 +1,163 @@
+"""mlx-lm's own ways of loading a target: adapters, tokens that end a text, templates, code that is trusted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+import eagle_mlx as em
+from eagle_mlx.errors import ConfigError, TargetError
+from eagle_mlx.serve.chat import ChatFormat
+from eagle_mlx.serve.generate.cli import main
+from eagle_mlx.serve.prompts import Prompt, encode
+from eagle_mlx.serve.target_options import TargetOptions, add_target_arguments, options_of
+from tests.fakes import tiny_target, tiny_target_folder
+
+LORA = {"fine_tune_type": "lora", "num_layers": 4, "lora_parameters": {"rank": 4, "scale": 20.0, "dropout": 0.0}}
+CHAT = [{"role": "user", "content": "def f(x):"}]
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if short %} Be short.{% endif %}"
+
+
+def adapters(folder: Path, seed: int = 0, **settings: object) -> Path:
+    """Random LoRA weights for the tiny target, in the files that mlx_lm.lora writes."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({**LORA, **settings}))
+    model = tiny_target(tokenizer=True).model
+    linear_to_lora_layers(model, LORA["num_layers"], LORA["lora_parameters"])
+    rng = np.random.default_rng(seed)
+    weights = {
+        name: mx.array(rng.normal(0, 0.1, value.shape), mx.float32)
+        for name, value in tree_flatten(model.parameters())
+        if name.endswith(("lora_a", "lora_b"))
+    }
+    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("lora")
+    return tiny_target_folder(root / "target"), adapters(root / "adapters")
+
+
+def options(line: str) -> TargetOptions:
+    parser = argparse.ArgumentParser()
+    add_target_arguments(parser)
+    return options_of(parser.parse_args(shlex.split(line)))
+
+
+def greedy_of_mlx_lm(target: Path, adapter: Path | None, prompt: Sequence[int], count: int) -> list[int]:
+    model, tokenizer = mlx_lm.load(str(target), adapter_path=str(adapter) if adapter else None)[:2]
+    model.set_dtype(mx.float32)
+    found = mlx_lm.stream_generate(model, tokenizer, list(prompt), max_tokens=count)
+    return [one.token for one in found]
+
+
+def test_adapters_change_the_text_to_what_mlx_lm_says_with_them(models: tuple[Path, Path]) -> None:
+    folder, adapter = models
+    prompt, params = [5, 9, 200, 31], em.SamplingParams(max_tokens=16)
+    texts = []
+    for path in (None, adapter):
+        target = em.load_target(folder, mx.float32, adapter_path=path)
+        [output] = em.Engine(target, em.NgramProposer(), em.FixedPolicy(3)).generate([prompt], params)
+        texts.append(output.tokens)
+        assert output.tokens == greedy_of_mlx_lm(folder, path, prompt, 16)[: len(output.tokens)]
+    assert texts[0] != texts[1]
+
+
+def test_adapters_on_the_command_line(models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, adapter = models
+    flags = ["def f(x):", "--target", str(folder), "--quiet", "--max-tokens", "8", "--spec-decode", "none"]
+    said = []
+    for more in ([], ["--adapter-path", str(adapter)]):
+        assert main([*flags, *more]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] != said[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"lora_parameters": {"alpha": 1}}, "missing required key 'scale'"),
+        ({"lora_parameters": {"rank": 2, "scale": 1.0}}, "do not fit"),
+    ],
+)
+def test_adapters_of_another_model_are_refused(
+    models: tuple[Path, Path], tmp_path: Path, settings: dict[str, object], said: str
+) -> None:
+    with pytest.raises(TargetError, match=said):
+        em.load_target(models[0], adapter_path=adapters(tmp_path / "other", **settings))
+
+
+def test_a_folder_without_adapters_is_named(models: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match=r"lacks adapter_config.json and adapters.safetensors"):
+        em.load_target(models[0], adapter_path=tmp_path)
+
+
+def test_one_more_token_ends_a_text(models: tuple[Path, Path]) -> None:
+    target = em.load_target(models[0])
+    [whole] = em.Engine(target).generate([[5, 9, 200]], em.SamplingParams(max_tokens=12))
+    last = whole.tokens[4]
+    assert target.tokenizer is not None
+    for name in (str(last), target.tokenizer.convert_ids_to_tokens(last)):
+        ending = em.load_target(models[0], extra_eos_tokens=[name])
+        [output] = em.Engine(ending).generate([[5, 9, 200]], em.SamplingParams(max_tokens=12))
+        assert output.finish_reason == "stop"
+        assert len(output.tokens) == whole.tokens.index(last) + 1
+    with pytest.raises(TargetError, match="'no-such-token' is no token"):
+        em.load_target(models[0], extra_eos_tokens=["no-such-token"])
+
+
+def test_template_arguments_reach_every_prompt(models: tuple[Path, Path]) -> None:
+    target = em.load_target(models[0], chat_template=TEMPLATE, chat_template_args={"short": True})
+    assert target.tokenizer is not None
+    long, short = (target.tokenizer.encode(f"def f(x):{end}") for end in ("", " Be short."))
+    assert em.Engine(target).prepare(CHAT, em.SamplingParams()).prompt == short
+    assert encode(Prompt(tuple(CHAT), "here"), target, 4) == short
+    chat = ChatFormat.of(target)
+    assert chat.prompt(CHAT) == short
+    assert chat.prompt(CHAT, template_kwargs={"short": False}) == long
+    plain = em.load_target(models[0], chat_template=TEMPLATE)
+    assert em.Engine(plain).prepare(CHAT, em.SamplingParams()).prompt == long
+
+
+def test_the_flags_say_what_load_target_takes() -> None:
+    said = options(
+        "--adapter-path a --trust-remote-code --extra-eos-token x y --chat-template T "
+        """--chat-template-args '{"enable_thinking": false}'"""
+    )
+    assert said == TargetOptions("a", True, ("x", "y"), "T", {"enable_thinking": False})
+    assert options("") == TargetOptions()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--chat-template-args {", "is not JSON"),
+        ("--chat-template-args []", "must be an object"),
+        ("""--chat-template-args '{"tokenize": false}'""", "'tokenize' is not the template's"),
+    ],
+)
+def test_template_arguments_that_cannot_be_meant_are_refused(line: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        options(line)
+
+
+def test_code_that_comes_with_a_model_runs_only_where_it_is_trusted(tmp_path: Path) -> None:
+    folder = tiny_target_folder(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_file": "mine.py"}))
+    (folder / "mine.py").write_text("from mlx_lm.models.qwen3 import Model, ModelArgs\n")
+    with pytest.raises(TargetError, match="say so with --trust-remote-code"):
+        em.load_target(folder)
+    assert em.load_target(folder, trust_remote_code=True).num_layers == 4
