@@ -26,7 +26,7 @@ from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.target import Target, load_target
 
-from .defaults import embedded
+from eagle_mlx.embedded import embedded
 
 Mode = Literal["none", "ngram", "draft", "eagle", "mtp"]
 _HEADS: tuple[Mode, ...] = ("eagle", "mtp")

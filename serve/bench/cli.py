@@ -19,7 +19,7 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import described, in_dtype, quantization_of, quantize_for
 from eagle_mlx.target import Target, load_target
 
-from ..defaults import embedded
+from eagle_mlx.embedded import embedded
 from ..prompts import encode, read_prompts
 from ..speculation import DEFAULT_TOKENS, PolicyName, add_head_bits, load_quantized, warn_of_head
 from ..target_options import add_target_arguments, options_of

@@ -35,7 +35,7 @@ from eagle_mlx.progress import progress_bar
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import load_target
 
-from ..defaults import embedded
+from eagle_mlx.embedded import embedded
 from ..prompts import read_prompts
 from ..speculation import Speculation
 from . import report

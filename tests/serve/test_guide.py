@@ -19,7 +19,7 @@ from eagle_mlx.serve.api import cli
 from eagle_mlx.serve.api.loader import LoadConfig, load
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.service import Settings
-from eagle_mlx.serve.defaults import embedded
+from eagle_mlx.embedded import embedded
 from eagle_mlx.serve.speculation import Speculation
 from tests.serve.api.live import DEPTH, Live, live
 from tests.serve.chat.formats import target_of

@@ -31,7 +31,7 @@ from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.heads.precision import quantization_of
 from eagle_mlx.target import Target, load_target
 
-from ..base_model import BASE_MODEL, base_model_of, check_id
+from eagle_mlx.base_model import BASE_MODEL, base_model_of, check_id
 from .extract import DTYPES
 
 Layout = Literal["eagle", "eagle3", "mtp", "speculators"]

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 
 from eagle_mlx.errors import OutputError
 
-from ..base_model import BASE_MODEL, by_mlx_community
+from eagle_mlx.base_model import BASE_MODEL, by_mlx_community
 from ..run import REPORT
 from .public import public
 from .source import CONFIG, Source, fields_of

@@ -20,7 +20,7 @@ from eagle_mlx.formats.tensors import read_tensors, weights_of
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import quantization_of
 
-from ..base_model import BASE_MODEL
+from eagle_mlx.base_model import BASE_MODEL
 from ..report import OF_THE_HEAD
 from ..run import BEST, LAST, REPORT
 

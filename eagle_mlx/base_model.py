@@ -1,7 +1,8 @@
-"""The model that a target was made of, which other servers load in its place."""
+"""The model that a target was made of, which other servers load in its place, and the names that it goes by."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,13 @@ from eagle_mlx.formats.fields import read_config
 BASE_MODEL = "base_model"
 """The field that names it: in a model's card, and under `eagle_mlx` in a head's config."""
 _CARD = "README.md"
+_CONVERTED = re.compile(
+    r"[-_.](mlx|gguf|\d+(\.\d+)?bpw|\d+-?bits?|int[48]|[bf]+p?(16|32)|fp8|q[2-8]|gs\d+|d?dwq(-\d+)?|awq|gptq|[mn][xv]fp[48])$",
+    re.IGNORECASE,
+)
+"""How names of conversions end, by what mlx-community and others call theirs."""
+_RENAMED = re.compile(r"^meta-(?=llama-3)", re.IGNORECASE)
+"""Meta has published Llama 3.1 as Meta-Llama-3.1 first, and conversions keep that name."""
 
 
 def check_id(given: str) -> str:
@@ -52,11 +60,12 @@ def _format(file: Path) -> str | None:
     return found
 
 
-def _card(target: str, folder: Path) -> dict[str, Any]:
+def _card(target: str, folder: Path | None) -> dict[str, Any]:
     """What a model's card says to the hub; nothing where there is no card, or none that can be read or fetched."""
     repo = None if Path(target).expanduser().is_dir() else hub.hub_id(target)
+    commit = folder.name if folder is not None else None
     try:
-        file = hub.fetch_file(repo, _CARD, folder.name, required=False) if repo else folder / _CARD
+        file = hub.fetch_file(repo, _CARD, commit, required=False) if repo else folder and folder / _CARD
         return (metadata_load(file) if file else None) or {}
     except (EagleError, OSError, ValueError, yaml.YAMLError):
         return {}
@@ -69,3 +78,33 @@ def _named_by(card: dict[str, Any]) -> str | None:
     if not isinstance(base, str) or card.get("base_model_relation", "quantized") != "quantized":
         return None
     return base if hub.full_id(base) and not by_mlx_community(base) else None
+
+
+def names_of(target: str | Path) -> tuple[str, ...]:
+    """The names that a model goes by, the most certain first: its own, and that of the model it was made of.
+
+    Where the model is not here, only what its card on the hub says is fetched; without a network its name must do.
+    """
+    own = hub.public_name(target)
+    place = Path(target).expanduser()
+    folder = place if place.is_dir() else hub.cached(own)
+    config = read_config(folder) if folder is not None and (folder / "config.json").is_file() else {}
+    named = config.get(BASE_MODEL)
+    if named is None and ("quantization" in config or by_mlx_community(own)):  # else it may be what it was tuned from
+        named = _named_by(_card(str(target), folder))
+    return (own, named) if isinstance(named, str) and named != own else (own,)
+
+
+def same_model(name: str, published: str) -> bool:
+    """Whether a name is that of a published model, or of a conversion of it. Owners count where both are given."""
+    owner, other = name.rpartition("/")[0], published.rpartition("/")[0]
+    anybody = not owner or by_mlx_community(name) or owner.lower() == other.lower()
+    return anybody and _plain(name) == _plain(published)
+
+
+def _plain(name: str) -> str:
+    """A model's name without its owner and without how it was converted, in small letters."""
+    short = name.rpartition("/")[2]
+    while (cut := _CONVERTED.sub("", short)) != short:
+        short = cut
+    return _RENAMED.sub("", short).lower()
