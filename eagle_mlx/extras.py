@@ -66,6 +66,11 @@ def bench() -> int:
     return _run("eagle-bench", "serve.bench.cli:main")
 
 
+def heads() -> int:
+    """`eagle-heads`."""
+    return _run("eagle-heads", "serve.heads.cli:main")
+
+
 def serve() -> int:
     """`eagle-serve`."""
     return _run("eagle-serve", "serve.api.cli:command", "serve")

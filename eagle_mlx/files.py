@@ -17,6 +17,12 @@ PART = ".part"
 """The end of a file's name while it is being written."""
 
 
+def cache_folder() -> Path:
+    """Where this project keeps what it can do without: EAGLE_MLX_CACHE, or `eagle-mlx` in the user's cache folder."""
+    named = os.environ.get("EAGLE_MLX_CACHE")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle-mlx"
+
+
 def write_whole(path: Path, data: bytes, part: Path | None = None) -> None:
     """Write a file that is there whole or not at all, even after a power cut. Raises OSError.
 

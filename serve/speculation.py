@@ -14,8 +14,8 @@ import mlx.nn as nn
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.formats import load_head
 from eagle_mlx.head_check import head_warning
+from eagle_mlx.head_search import load_found
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import described, quantize_for
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
@@ -34,6 +34,8 @@ _HEADS: tuple[Mode, ...] = ("eagle", "mtp")
 HeadBits = Literal[4, 8, 16]
 PolicyName = Literal["throughput", "acceptance-ema", "fixed"]
 Bits = Literal["4bit", "8bit"]
+AUTO, NO_HEAD = "auto", "none"
+"""What `--head` says for one that is looked for (`head_choice.py`), and for none."""
 DEFAULT_TOKENS: dict[PolicyName, int] = {"throughput": MOST_TOKENS, "acceptance-ema": 4, "fixed": 4}
 """Draft tokens a round."""
 
@@ -165,7 +167,7 @@ class Speculation:
 
 def load_quantized(name: str | Path, target: Target, bits: int | None) -> DraftHead:
     """Load a head and quantise it as `--head-bits` asks. Raises an EagleError where it cannot be had."""
-    head = load_head(name, target)
+    head = load_found(name, target)
     quantize_for(head, target, bits)
     return head
 
@@ -182,7 +184,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("speculation")
     what.add_argument("--target", help="folder or hub id of the model (default: the embedded one)")
     what.add_argument(
-        "--head", "--eagle-head-path", help="folder or hub id of its EAGLE head (default: the embedded target's own)"
+        "--head",
+        "--eagle-head-path",
+        help="folder or hub id of its head, or none; auto, the default, takes one that was trained or fetched here, the "
+        "model's own MTP layers or a published head, else n-grams (default without --target: the embedded one's)",
     )
     add_head_bits(what)
     what.add_argument("--spec-decode", choices=get_args(Mode), help="what drafts (default: whatever is given)")
@@ -232,6 +237,8 @@ def add_head_bits(what: argparse._ArgumentGroup) -> None:
 def from_arguments(args: argparse.Namespace) -> tuple[str | Path, Speculation]:
     """The target's name, and how to speculate; with no target named, the embedded one with its head.
 
+    With a target and nothing that drafts, the head is `AUTO`, which `head_choice.load_proposer` looks for.
+
     Raises ConfigError for flags that cannot be used together.
     """
     given: dict[str, Any] = {
@@ -254,11 +261,14 @@ def from_arguments(args: argparse.Namespace) -> tuple[str | Path, Speculation]:
         if clash := sorted(known.keys() & given.keys()):
             raise ConfigError(f"--speculative-config and a flag of its own both set {', '.join(clash)}; give one")
         given |= known
-    if args.target is not None:
-        return args.target, Speculation(**given)
-    if given.get("mode", "eagle") == "eagle" and not {"head", "draft_model"} & given.keys():
-        given["head"] = str(embedded("head"))
-    return embedded("target"), Speculation(**given)
+    head, mode = given.pop("head", None), given.get("mode")
+    if head in (None, AUTO) and "draft_model" not in given and mode in (None, *_HEADS):
+        given["head"] = AUTO if args.target is not None or mode == "mtp" else str(embedded("head"))
+    elif head == NO_HEAD and "draft_model" not in given:
+        given.setdefault("mode", "none")
+    elif head not in (None, NO_HEAD):
+        given["head"] = head
+    return args.target or embedded("target"), Speculation(**given)
 
 
 def _ema_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import os
 from contextlib import suppress
 
 os.environ.update(
+    EAGLE_MLX_CACHE=os.devnull,  # no test finds what another has left there
     HF_HUB_OFFLINE="1",
     HF_DATASETS_OFFLINE="1",
     HF_HUB_DISABLE_PROGRESS_BARS="1",

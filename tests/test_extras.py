@@ -31,7 +31,7 @@ sys.meta_path.insert(0, Hidden())
 module, function = entry.split(":")
 sys.exit(getattr(__import__(module, fromlist=[function]), function)())
 """
-BASE_COMMANDS = ("eagle-bench", "eagle-convert", "eagle-generate")
+BASE_COMMANDS = ("eagle-bench", "eagle-convert", "eagle-generate", "eagle-heads")
 NEEDS = {"eagle-data": "train", "eagle-publish": "train", "eagle-serve": "serve", "eagle-train": "train"}
 OF_EXTRAS = {module: name for extra in EXTRAS.values() for name, module in extra.items()}
 
@@ -69,7 +69,7 @@ def test_every_package_of_an_extra_is_looked_for() -> None:
 
 
 def test_the_base_is_what_the_library_and_its_commands_import() -> None:
-    folders = ("eagle_mlx", "serve/generate", "serve/bench", "train/convert")
+    folders = ("eagle_mlx", "serve/generate", "serve/heads", "serve/bench", "train/convert")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     paths += (ROOT / "serve").glob("*.py")
     assert imported(paths) == names(PROJECT["dependencies"])

@@ -13,10 +13,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from eagle_mlx.errors import CheckpointError, ConfigError
+from eagle_mlx.errors import CheckpointError, ConfigError, EagleError
 from eagle_mlx.formats.fields import read_config, reading
 from eagle_mlx.formats.mtp_files import SHARED, no_layer, read_mtp_tensors
-from eagle_mlx.formats.tensors import fill
+from eagle_mlx.formats.tensors import INDEX, fill, read_index, read_tensors
 from eagle_mlx.heads.mtp import MTPConfig, MTPHead, read_layer
 
 _FILES = {
@@ -63,6 +63,24 @@ Extracted = tuple[MTPConfig, dict[str, mx.array], list[str]]
 def is_source(tensors: Mapping[str, mx.array]) -> bool:
     """Whether these are tensors of a model that was published with MTP layers."""
     return any(re.search(r"^mtp\.|\.mtp_layers\.\d|\.layers\.\d+\.eh_proj\.", name) for name in tensors)
+
+
+def has_mtp_layer(folder: Path) -> bool:
+    """Whether a folder's files say that they hold an MTP layer as its model was published, of a known architecture."""
+    try:
+        config = read_config(folder)
+        prefix = mtp_prefix(config)
+        names = read_index(folder / INDEX) if (folder / INDEX).exists() else read_tensors(folder)
+    except (EagleError, KeyError, TypeError, ValueError):
+        return False
+    return any(name.startswith(prefix) for name in names)
+
+
+def published_with_mtp(config: Mapping[str, Any]) -> bool:
+    """Whether a config says that its model came with MTP layers, though a conversion may have left them out."""
+    layer = config.get("text_config") or config
+    known = (layer.get("model_type") or config.get("model_type")) in _FILES
+    return known and bool(_count(layer))
 
 
 def mtp_of_model(folder: str | Path, index: int = 0, target_norm: bool = True) -> tuple[MTPHead, list[str]]:
@@ -119,12 +137,17 @@ def mtp_of_tensors(
 def mtp_prefix(config: Mapping[str, Any], index: int = 0) -> str:
     """How the names of a published model's MTP tensors begin. Raises ConfigError where it has fewer layers."""
     file, layer = _layer_of(config)
-    count = layer.get("num_nextn_predict_layers") or layer.get("mtp_num_hidden_layers")
+    count = _count(layer)
     if index < 0 or (isinstance(count, int) and index >= count):
         raise ConfigError(f"MTP layer {index} was asked for, but by its config the model has {count}, counted from 0")
     if file in ("deepseek_v3", "glm4_moe"):
         return f"model.layers.{int(layer['num_hidden_layers']) + index}."
     return f"model.mtp_layers.{index}." if file == "mimo" else "mtp."
+
+
+def _count(layer: Mapping[str, Any]) -> Any:
+    """How many MTP layers a config speaks of, if it does."""
+    return layer.get("num_nextn_predict_layers") or layer.get("mtp_num_hidden_layers")
 
 
 def mtp_of_speculators(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> Extracted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,6 +18,7 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
 from ..bench import compare, tolerance_for
+from ..head_choice import load_proposer
 from ..speculation import Speculation
 from ..target_options import TargetOptions
 from .model import Loaded, sampling_defaults
@@ -64,9 +65,10 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
                 f"--max-context {config.max_context} is more than the {target.context_length} tokens of {config.target}"
             )
         target.context_length = config.max_context
-    proposer = config.speculation.proposer(target)
-    _try_out(target, proposer, config.speculation.depth)
-    policy = config.speculation.make_policy()
+    speculation, proposer = load_proposer(config.speculation, target, config.target, say)
+    config = replace(config, speculation=speculation)
+    _try_out(target, proposer, speculation.depth)
+    policy = speculation.make_policy()
     engine = Engine(
         target,
         proposer,
@@ -75,7 +77,7 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
         prefix_cache_bytes=config.prefix_cache_bytes,
         kv_bits=config.kv_bits,
     )
-    drafts = config.speculation.max_depth if proposer is not None else 0
+    drafts = speculation.max_depth if proposer is not None else 0
     loaded = Loaded(engine, proposer.name if proposer is not None else "none", drafts, sampling_defaults(config.target))
     with suppress(ConfigError):  # requests that want a grammar are told why there is none
         loaded.grammars.start()

@@ -19,6 +19,7 @@ from eagle_mlx.request import Prompt as EnginePrompt
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
+from ..head_choice import load_proposer
 from ..prompts import encode, read_prompts
 from ..speculation import add_arguments, from_arguments
 from ..target_options import add_target_arguments, options_of
@@ -79,7 +80,8 @@ def _generate(args: argparse.Namespace) -> None:
         raise OutputError(f"{args.output} exists already; name another file")
     name, speculation = from_arguments(args)
     target = options_of(args).load(name)
-    engine = Engine(target, speculation.proposer(target), speculation.make_policy(), args.batch, kv_bits=args.kv_bits)
+    speculation, proposer = load_proposer(speculation, target, name, lambda text: say(text, args))
+    engine = Engine(target, proposer, speculation.make_policy(), args.batch, kv_bits=args.kv_bits)
     notes = [*speculation.about_head(engine), *speculation.why_chains(engine)]
     say("\n".join([f"target: {target.name}", f"speculation: {speculation}", *notes]), args)
     began = perf_counter()

@@ -12,11 +12,12 @@ import mlx.nn as nn
 import pytest
 
 import eagle_mlx as em
+from eagle_mlx.embedded import embedded
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.formats import save_eagle3, save_mtp
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, ThroughputPolicy
 from eagle_mlx.policy.throughput import levels_for
-from eagle_mlx.serve.speculation import Speculation, add_arguments, from_arguments, quantize
+from eagle_mlx.serve.speculation import AUTO, Speculation, add_arguments, from_arguments, quantize
 from tests.eagle_mlx.heads import mtp
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
@@ -30,7 +31,9 @@ def parse(line: str) -> Speculation:
 @pytest.mark.parametrize(
     ("line", "mode"),
     [
-        ("", "none"),
+        ("--head none", "none"),
+        ("--spec-decode none", "none"),
+        ("--spec-decode ngram", "ngram"),
         ("--head H", "eagle"),
         ("--eagle-head-path H", "eagle"),
         ("--draft-model D", "draft"),
@@ -41,6 +44,33 @@ def parse(line: str) -> Speculation:
 )
 def test_what_is_given_decides_what_drafts(line: str, mode: str) -> None:
     assert parse(line).resolved_mode() == mode
+
+
+@pytest.mark.parametrize(
+    ("line", "head"),
+    [
+        ("", AUTO),
+        ("--head auto", AUTO),
+        ("--spec-decode mtp", AUTO),
+        ("--spec-decode eagle", AUTO),
+        ("--head H", "H"),
+        ("--head none", None),
+        ("--draft-model D", None),
+        ("--spec-decode ngram", None),
+        ("--spec-decode none", None),
+    ],
+)
+def test_a_head_is_looked_for_where_nothing_else_drafts(line: str, head: str | None) -> None:
+    assert parse(line).head == head
+
+
+def test_without_a_target_the_embedded_one_has_its_own_head() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for line in ("", "--spec-decode eagle", "--head auto"):
+        target, speculation = from_arguments(parser.parse_args(shlex.split(line)))
+        assert (target, speculation.head) == (embedded("target"), str(embedded("head")))
+    assert from_arguments(parser.parse_args(["--head", "none"]))[1].chosen() == "none"
 
 
 @pytest.mark.parametrize(
@@ -68,6 +98,8 @@ def test_the_one_flag_form_says_the_same(config: dict[str, object], flags: str) 
     [
         ("--spec-decode draft", "--draft-model"),
         ("--head H --draft-model D", "two ways to draft"),
+        ("--head auto --draft-model D", "two ways to draft"),
+        ("--head auto --spec-decode ngram", "does not use a --head"),
         ("--head H --spec-decode ngram", "does not use a --head"),
         ("--draft-model D --spec-decode eagle", "does not use a --draft-model"),
         ("--draft-model-quantize 4bit", "--draft-model"),

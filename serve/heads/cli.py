@@ -1,0 +1,122 @@
+"""The command `eagle-heads`: which heads there are here and published, which fit a target, and fetching one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from eagle_mlx import hub
+from eagle_mlx.base_model import names_of
+from eagle_mlx.errors import ConfigError, EagleError
+from eagle_mlx.formats.fields import read_config
+from eagle_mlx.head_registry import records, register
+from eagle_mlx.head_search import find_heads, where_mtp_layers_are
+from eagle_mlx.known_heads import KnownHead, known_heads, known_heads_for
+
+EPILOG = """\
+examples:
+  eagle-heads list                       heads that were trained or fetched here, and published ones
+  eagle-heads find Qwen3-8B-4bit         those for a target, in the order in which --head auto tries them
+  eagle-heads pull Qwen3-8B-4bit         fetch the published head for a target
+  eagle-heads pull you/qwen3-8b-eagle3 --target Qwen3-8B-4bit
+
+eagle-serve and eagle-generate look here when no --head is given."""
+_MOST_LAYERS = 8
+"""Heads have one layer or a few; what has more is a model, and not to be fetched as a head."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run eagle-heads; returns the exit status: 0, 1 where no head is found, 2 for an error."""
+    args = _parser().parse_args(argv)
+    try:
+        if args.command == "list":
+            return _list()
+        return _find(args.target) if args.command == "find" else _pull(args.name, args.target)
+    except EagleError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+def _list() -> int:
+    """Print what is here, then what is published, those that are in the hub's cache marked."""
+    here = records()
+    print("here:" if here else "here: none yet; eagle-train and eagle-heads pull make some")
+    for record in here:
+        print(f"  {record}")
+    print("published (* is in the hub's cache):")
+    for known in known_heads():
+        print(f"{'*' if hub.cached(known.head) else ' '} {known}")
+    return 0
+
+
+def _find(target: str) -> int:
+    found = find_heads(target)
+    for one in found:
+        print(f"{one.about}{'' if one.here else '; to fetch it: eagle-heads pull ' + one.head}")
+    if (command := where_mtp_layers_are(target)) is not None:
+        print(f"the model's own MTP layers, which this conversion leaves out; to fetch them: {command}")
+    if not found:
+        print(f"no head is known for {' or '.join(names_of(target))}; eagle-train makes one", file=sys.stderr)
+    return 0 if found else 1
+
+
+def _pull(name: str, target: str | None) -> int:
+    """Fetch a head, by its own name or that of its target, and remember for whom it is."""
+    known = _known(name)
+    repo, of = (known.head, target or known.target) if known else (hub.hub_id(name), target)
+    if repo is None:
+        raise ConfigError(f"{name} is no hub id; a head in a folder is given as --head {name}")
+    if known is None:
+        _check_size(repo)
+    if known is not None:
+        print(f"{known}, by {known.source}", file=sys.stderr)
+    folder = hub.resolve(repo)
+    if of is not None:
+        register(repo, of, "fetched")
+    print(folder)
+    told = f"eagle-serve --target {of}" if of is not None else f"eagle-serve --target ITS_TARGET --head {repo}"
+    print(f"to use it: {told}", file=sys.stderr)
+    return 0
+
+
+def _known(name: str) -> KnownHead | None:
+    """The published head of that name, or else the first one for a target of that name."""
+    of_that_name = next((one for one in known_heads() if one.head.lower() == name.lower()), None)
+    return of_that_name or next(iter(known_heads_for(names_of(name))), None)
+
+
+def _check_size(repo: str) -> None:
+    """Raise ConfigError for what is a whole model, before its weights are fetched."""
+    config = hub.fetch_file(repo, "config.json")
+    assert config is not None
+    layers = read_config(config.parent).get("num_hidden_layers")
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise ConfigError(
+            f"{repo} is a model of {layers} layers and no head, and none is known for it; `eagle-heads list` has those "
+            "that are known"
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="eagle-heads",
+        description="Heads on this machine and published ones: which there are, which fit a target, and fetching one.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="list | find | pull")
+    commands.add_parser("list", help="all that are known")
+    find = commands.add_parser("find", help="those for a target, the best first; exit status 1 where there is none")
+    find.add_argument("target", metavar="TARGET", help="folder or hub id of the model")
+    pull = commands.add_parser("pull", help="fetch one from the hub")
+    pull.add_argument("name", metavar="NAME", help="the head's hub id, or its target's")
+    pull.add_argument("--target", metavar="MODEL", help="whom it is for, where that is not known")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

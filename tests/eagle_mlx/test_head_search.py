@@ -1,0 +1,151 @@
+"""Which heads are found for a target, in which order, and what is known of published ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import eagle_mlx as em
+from eagle_mlx import head_registry, known_heads
+from eagle_mlx.formats import save_eagle3
+from eagle_mlx.head_registry import records, register
+from eagle_mlx.head_search import find_heads, load_found, where_mtp_layers_are
+from eagle_mlx.heads.mtp import MTPHead
+from eagle_mlx.hub import full_id
+from eagle_mlx.known_heads import known_heads_for
+from eagle_mlx.target import fingerprint
+from tests import hub_server
+from tests.eagle_mlx import test_heads_golden as golden
+from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+
+HEAD = {"config.json": b"{}", "model.safetensors": b"weights"}
+QWEN = "mlx-community/Qwen3-8B-4bit"
+
+
+@pytest.fixture(autouse=True)
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def head_folder(path: Path, seed: int = 0) -> Path:
+    save_eagle3(tiny_head(tiny_target(tokenizer=True), seed), path, target_name="tiny")
+    return path
+
+
+def test_every_entry_of_the_table_says_where_it_was_read() -> None:
+    found = known_heads.known_heads()
+    assert len(found) > 50
+    for one in found:
+        assert full_id(one.target)
+        assert full_id(one.head)
+        assert one.kind in ("eagle3", "eagle", "mtp")
+        assert one.source.startswith("https://")
+        assert bool(one.licence_from) == (one.licence != known_heads.UNKNOWN), one.head
+    assert len({(one.target, one.head) for one in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        (QWEN, "Qwen/Qwen3-8B"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("mlx-community/Meta-Llama-3.1-8B-Instruct-8bit", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("mlx-community/gpt-oss-20b-MXFP4-Q8", "openai/gpt-oss-20b"),
+    ],
+)
+def test_published_heads_are_found_by_the_names_of_conversions(name: str, target: str) -> None:
+    assert {one.target for one in known_heads_for((name,))} == {target}
+
+
+def test_nothing_is_known_of_other_models() -> None:
+    assert known_heads_for(("mlx-community/SmolLM-135M-4bit", "someone/Qwen3-8B")) == []
+
+
+def test_a_head_made_here_comes_first_and_the_newest_before_others(tmp_path: Path) -> None:
+    for at, name in enumerate(("older", "newer")):
+        assert register(head_folder(tmp_path / name, at), "Qwen/Qwen3-8B", "trained", acceptance_length=2 + at)
+    found = find_heads(QWEN)
+    assert [one.head for one in found[:2]] == [str(tmp_path / "newer"), str(tmp_path / "older")]
+    assert found[0].about == f"{tmp_path}/newer, trained here for Qwen/Qwen3-8B (τ 3.00)"
+    assert all(one.here for one in found[:2])
+    assert not any(one.here for one in found[2:])
+    assert found[2].head == known_heads_for((QWEN,))[0].head
+
+
+def test_the_same_weights_go_before_the_same_name(tmp_path: Path) -> None:
+    folder = tiny_target_folder(tmp_path / "target")
+    same = fingerprint(em.load_target(folder))
+    register(head_folder(tmp_path / "exact"), "elsewhere/model", "trained", same)
+    register(head_folder(tmp_path / "named"), folder, "trained", "0" * 16)
+    assert [Path(one.head).name for one in find_heads(folder, same)] == ["exact", "named"]
+    assert [Path(one.head).name for one in find_heads(folder)] == ["named"]
+
+
+def test_a_head_that_is_gone_is_passed_over(tmp_path: Path, registry: Path) -> None:
+    head = head_folder(tmp_path / "head")
+    register(head, "Qwen/Qwen3-8B", "trained")
+    (registry / "heads" / "broken.json").write_text('{"head": 3')
+    (registry / "heads" / "other.json").write_text(json.dumps({"head": "x", "names": ["y"], "how": "z", "field": 1}))
+    assert [one.head for one in records()] == [str(head)]
+    (head / "config.json").unlink()
+    assert records() == []
+
+
+def test_a_head_is_registered_once_whatever_it_came_to_later(tmp_path: Path) -> None:
+    head = head_folder(tmp_path / "head")
+    for tau in (1.5, 2.5):
+        register(head, "Qwen/Qwen3-8B", "trained", acceptance_length=tau)
+    assert [one.acceptance_length for one in records()] == [2.5]
+
+
+def test_a_place_that_cannot_be_written_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "file"))
+    assert not register(head_folder(tmp_path / "head"), "Qwen/Qwen3-8B", "trained")
+    assert head_registry.records() == []
+
+
+def test_published_heads_that_were_fetched_come_first(online: hub_server.Hub) -> None:
+    one, other = (known.head for known in known_heads_for((QWEN,))[:2])
+    assert [found.head for found in find_heads(QWEN)][:2] == [one, other]
+    online.put(other, dict(HEAD))
+    em.hub.resolve(other)
+    asked = len(online.requests)
+    found = find_heads(QWEN)
+    assert [(each.head, each.here) for each in found[:2]] == [(other, True), (one, False)]
+    assert "licence unknown" in found[0].about
+    assert not [request for request in online.requests[asked:] if "README.md" not in request]
+
+
+def test_the_models_own_mtp_layers(tmp_path: Path) -> None:
+    name = next(name for name in golden.NAMES if golden.published(name))
+    golden.written(tmp_path / "model", name)
+    [found] = find_heads(tmp_path / "model")
+    assert (found.mode, found.about) == ("mtp", "model's own MTP layers")
+    assert isinstance(load_found(found.head, golden.TARGET), MTPHead)
+    assert golden.difference(name, load_found(found.head, golden.TARGET)) < golden.CLOSE
+
+
+def test_a_conversion_without_its_mtp_layers_says_where_they_are(tmp_path: Path) -> None:
+    folder = tiny_target_folder(tmp_path / "mine-4bit")
+    config = json.loads((folder / "config.json").read_text())
+    for more, command in (
+        ({}, None),
+        ({"mtp_num_hidden_layers": 1}, None),  # of what model is not known
+        ({"base_model": "someone/original"}, None),
+        (
+            {"mtp_num_hidden_layers": 1, "base_model": "someone/original"},
+            "eagle-convert mtp --source someone/original --bits 4",
+        ),
+    ):
+        (folder / "config.json").write_text(json.dumps({**config, **more}))
+        assert where_mtp_layers_are(folder) == command
+
+
+def test_a_head_is_no_model_with_layers_of_its_own(tmp_path: Path) -> None:
+    target = tiny_target(tokenizer=True)
+    head = load_found(head_folder(tmp_path / "head"), target)
+    assert head.aux_layers == em.load_head(tmp_path / "head", target, check=False).aux_layers

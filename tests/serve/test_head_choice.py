@@ -1,0 +1,207 @@
+"""What drafts where no head was named: on local folders, and with a stand-in of the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from huggingface_hub import constants
+
+import eagle_mlx as em
+from eagle_mlx import hub, known_heads
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.formats import save_eagle3
+from eagle_mlx.head_registry import records, register
+from eagle_mlx.known_heads import KnownHead
+from eagle_mlx.serve.generate.cli import main as generate
+from eagle_mlx.serve.head_choice import load_proposer
+from eagle_mlx.serve.heads.cli import main as heads
+from eagle_mlx.serve.speculation import AUTO, Speculation
+from eagle_mlx.target import Target
+from tests import hub_server
+from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+
+HEAD, TARGET = "someone/tiny-eagle3", "makers/tiny"
+
+
+@pytest.fixture(autouse=True)
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry of its own, and one published head, for the tiny target."""
+    monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "registry"))
+    known = (KnownHead(TARGET, HEAD, "eagle3", "mit", "https://example.org/table"),)
+    monkeypatch.setattr(known_heads, "known_heads", lambda: known)
+    monkeypatch.setattr("eagle_mlx.serve.heads.cli.known_heads", lambda: known)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`target`, a `head` for it, and `other`, a head for a model of another size."""
+    root = tmp_path_factory.mktemp("models")
+    tiny_target_folder(root / "target")
+    target = tiny_target(tokenizer=True)
+    save_eagle3(tiny_head(target, draft_vocab=64), root / "head", target_name="tiny")
+    save_eagle3(tiny_head(tiny_target(hidden=64, tokenizer=True)), root / "other", target_name="tiny")
+    return root
+
+
+@pytest.fixture(scope="module")
+def target(models: Path) -> Target:
+    return em.load_target(models / "target", mx.float32)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def chosen(target: Target, name: Path | str, **how: object) -> tuple[Speculation, em.HeadProposer | None, list[str]]:
+    said: list[str] = []
+    speculation = Speculation(**{"head": AUTO, **how})  # type: ignore[arg-type]
+    found, proposer = load_proposer(speculation, target, name, said.append)
+    return found, proposer, said  # type: ignore[return-value]
+
+
+def test_a_head_that_was_made_here_drafts(models: Path, target: Target) -> None:
+    register(models / "head", models / "target", "trained", acceptance_length=2.5)
+    found, proposer, said = chosen(target, models / "target")
+    assert isinstance(proposer, em.HeadProposer)
+    assert found.head == str(models / "head")
+    assert said == [f"head: {models}/head, trained here for target (τ 2.50)"]
+
+
+def test_one_that_does_not_fit_is_passed_over_with_its_reason(models: Path, target: Target) -> None:
+    register(models / "head", models / "target", "trained")
+    register(models / "other", models / "target", "trained")
+    found, proposer, said = chosen(target, models / "target")
+    assert found.head == str(models / "head")
+    assert isinstance(proposer, em.HeadProposer)
+    assert len(said) == 2
+    assert "other is passed over: head expects a target of hidden size 64 but the target has 32" in said[0]
+
+
+def test_where_there_is_none_ngrams_draft(models: Path, target: Target) -> None:
+    found, proposer, said = chosen(target, models / "target")
+    assert isinstance(proposer, em.NgramProposer)
+    assert (found.chosen(), found.head) == ("ngram", None)
+    assert len(said) == 1
+    assert "none found for" in said[0]
+
+
+@pytest.mark.parametrize("mode", ["eagle", "mtp"])
+def test_a_kind_that_was_asked_for_and_is_not_there_is_an_error(models: Path, target: Target, mode: str) -> None:
+    if mode == "mtp":
+        register(models / "head", models / "target", "trained")  # of the other kind
+    with pytest.raises(ConfigError, match=f"--spec-decode {mode}: no head is known"):
+        chosen(target, models / "target", mode=mode)
+
+
+def test_switched_off_nothing_is_looked_for(models: Path, target: Target) -> None:
+    register(models / "head", models / "target", "trained")
+    for how in ({"mode": "none"}, {"num_tokens": 0}):
+        assert chosen(target, models / "target", **how)[1:] == (None, [])
+
+
+def test_for_a_folder_a_published_head_is_named_and_not_fetched(
+    models: Path, target: Target, online: hub_server.Hub, tmp_path: Path
+) -> None:
+    online.put(HEAD, files_of(models / "head"))
+    folder = tiny_target_folder(tmp_path / "tiny-4bit")
+    _, proposer, said = chosen(target, folder)
+    assert isinstance(proposer, em.NgramProposer)
+    assert f"to fetch it: eagle-heads pull {HEAD}" in said[0]
+    assert online.requests == []
+    assert heads(["pull", HEAD]) == 0
+    assert [(one.head, one.names, one.how) for one in records()] == [(HEAD, (TARGET,), "fetched")]
+    found, proposer, said = chosen(target, folder)
+    assert isinstance(proposer, em.HeadProposer)
+    assert found.head == HEAD
+    assert said == [f"head: {HEAD}, fetched here for {TARGET}"]
+
+
+def test_for_a_hub_id_a_published_head_is_fetched_with_it(models: Path, target: Target, online: hub_server.Hub) -> None:
+    online.put(HEAD, files_of(models / "head"))
+    online.put("mlx-community/tiny-4bit", files_of(models / "target"))
+    hub.resolve("tiny-4bit")
+    found, proposer, said = chosen(target, "tiny-4bit")
+    assert isinstance(proposer, em.HeadProposer)
+    assert (found.head, found.chosen()) == (HEAD, "eagle")
+    assert said == [f"head: {HEAD}, EAGLE-3 for {TARGET}, licence mit"]
+
+
+def test_without_a_network_that_is_said_and_ngrams_draft(
+    models: Path, target: Target, online: hub_server.Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    online.put("mlx-community/tiny-4bit", files_of(models / "target"))
+    hub.resolve("tiny-4bit")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    _, proposer, said = chosen(target, "tiny-4bit")
+    assert isinstance(proposer, em.NgramProposer)
+    assert f"head: {HEAD}, EAGLE-3 for {TARGET}, licence mit, cannot be fetched now:" in said[0]
+    assert "hub cannot be reached" in said[0]
+    assert len(said) == 2
+
+
+def test_generate_says_what_it_found(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["def f(x):", "--target", str(models / "target"), "--max-tokens", "12"]
+    assert generate([*flags, "--head", "none"]) == 0
+    text = capsys.readouterr().out
+    register(models / "head", models / "target", "trained")
+    assert generate(flags) == 0
+    out, err = capsys.readouterr()
+    assert out == text
+    assert f"head: {models}/head, trained here for target" in err
+    assert f"speculation: eagle head {models}/head" in err
+
+
+# eagle-heads
+
+
+def test_list_shows_what_is_here_and_what_is_published(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert heads(["list"]) == 0
+    assert "here: none yet" in capsys.readouterr().out
+    register(models / "head", models / "target", "trained")
+    assert heads(["list"]) == 0
+    out = capsys.readouterr().out
+    assert f"  {models}/head, trained here for target" in out
+    assert f"  {HEAD}, EAGLE-3 for {TARGET}, licence mit" in out
+
+
+def test_find_names_the_command_and_its_status_says_whether_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert heads(["find", "mlx-community/tiny-8bit"]) == 0
+    assert capsys.readouterr().out == (
+        f"{HEAD}, EAGLE-3 for {TARGET}, licence mit; to fetch it: eagle-heads pull {HEAD}\n"
+    )
+    assert heads(["find", "someone/else"]) == 1
+    assert "no head is known for someone/else" in capsys.readouterr().err
+
+
+def test_pull_takes_the_targets_name_too(
+    models: Path, online: hub_server.Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    online.put(HEAD, files_of(models / "head"))
+    assert heads(["pull", "tiny-4bit"]) == 0
+    out, err = capsys.readouterr()
+    assert Path(out.strip()) == hub.cached(HEAD)
+    assert "licence mit, by https://example.org/table" in err
+    assert [one.names for one in records()] == [(TARGET,)]
+
+
+def test_pull_of_a_head_that_nobody_knows(
+    models: Path, online: hub_server.Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    online.put("user/mine", files_of(models / "head"))
+    assert heads(["pull", "user/mine", "--target", "makers/other"]) == 0
+    assert [(one.head, one.names[0]) for one in records()] == [("user/mine", "makers/other")]
+    online.put("user/model", {"config.json": b'{"num_hidden_layers": 36}', "model.safetensors": b"x"})
+    assert heads(["pull", "user/model"]) == 2
+    assert "is a model of 36 layers and no head" in capsys.readouterr().err
+    assert hub.cached("user/model") is None
+
+
+def test_pull_without_a_network(capsys: pytest.CaptureFixture[str]) -> None:
+    assert heads(["pull", HEAD]) == 2
+    err = capsys.readouterr().err
+    assert f"{HEAD} is not in the hub's cache, and the hub cannot be reached" in err
+    assert "Traceback" not in err
+    assert heads(["pull", "./folder"]) == 2
+    assert "given as --head ./folder" in capsys.readouterr().err
