@@ -12,10 +12,20 @@ def embedded(name: str) -> Path:
 
     Raises ConfigError where there is none.
     """
-    roots = (Path(__file__).resolve().parents[1], Path.cwd())
+    roots = _roots()
     for root in roots:
         found = root / "checkpoints" / name
         if (found / "config.json").is_file() or (found.suffix == ".jsonl" and found.is_file()):
             return found
     flag = "--prompts" if name.endswith(".jsonl") else f"--{name}"
     raise ConfigError(f"the embedded checkpoints/{name} is not in {roots[0]}: run from a checkout, or give {flag}")
+
+
+def is_embedded_target(name: str | Path) -> bool:
+    """Whether a target's name is the folder of the embedded one."""
+    place = Path(name).expanduser().resolve()
+    return any(place == (root / "checkpoints" / "target").resolve() for root in _roots())
+
+
+def _roots() -> tuple[Path, Path]:
+    return Path(__file__).resolve().parents[1], Path.cwd()

@@ -1,4 +1,4 @@
-"""Which heads there are for a target, and loading one of them: what was made here, its own layers, what is published."""
+"""Which heads there are for a target, those made here first, and loading one of them."""
 
 from __future__ import annotations
 

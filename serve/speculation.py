@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import mlx.core as mx
 import mlx.nn as nn
 
+from eagle_mlx.embedded import embedded
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.head_check import head_warning
@@ -25,8 +26,6 @@ from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.target import Target, load_target
-
-from eagle_mlx.embedded import embedded
 
 Mode = Literal["none", "ngram", "draft", "eagle", "mtp"]
 _HEADS: tuple[Mode, ...] = ("eagle", "mtp")
@@ -186,8 +185,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--head",
         "--eagle-head-path",
-        help="folder or hub id of its head, or none; auto, the default, takes one that was trained or fetched here, the "
-        "model's own MTP layers or a published head, else n-grams (default without --target: the embedded one's)",
+        help="folder or hub id of its head, or none; auto, the default, takes one that was trained or fetched here, "
+        "the model's own MTP layers or a published head, else n-grams (without --target: the embedded one's)",
     )
     add_head_bits(what)
     what.add_argument("--spec-decode", choices=get_args(Mode), help="what drafts (default: whatever is given)")

@@ -7,25 +7,29 @@ import dataclasses
 import inspect
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from eagle_mlx.cpu import blas, tune_process
+from eagle_mlx.embedded import is_embedded_target
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_free
+from eagle_mlx.head_registry import register
 from eagle_mlx.shards.budget import gb
-from eagle_mlx.target import load_target
+from eagle_mlx.target import fingerprint, load_target
 
 from .command import Stop, exit_code
-from .config import Setting, TrainConfig, flag, from_mapping, groups, load_config, settings_of
+from .config import Setting, TrainConfig, flag, from_mapping, groups, named_settings, settings_of
 from .data import heldout_prompts, training_data
 from .distributed import SINGLE_PROCESS, World
 from .kinds import KINDS, resolved
-from .plan import check, describe_memory, forecast, load_recipe, plan_of, recipe_names
+from .plan import Recipe, check, describe_memory, forecast, load_recipe, plan_of, recipe_for, recipe_names
 from .report import command as report_command
 from .run import BEST, check_wandb, existing_head, resumed_config, run_worker, train
 
+OWN_RECIPE = ""
+"""What a bare `--recipe` says: the one for the target."""
 _METAVARS = {int: "N", float: "X", str: "NAME"}
 _HELP = """\
 Train a head for a target, from nothing or from a head that exists.
@@ -71,10 +75,8 @@ def _main(flags: dict[str, Any]) -> None:
     name, dry = flags.pop("recipe", None), flags.pop("dry_run", False)
     if resume is not None and (name is not None or dry):
         raise ConfigError("a resumed run has its own settings: leave --recipe and --dry-run out beside --resume")
-    recipe = load_recipe(name) if name is not None else None
     if dry:
-        config = load_config(config_file, flags, recipe.settings if recipe else None)
-        print(plan_of(config, recipe))
+        print(plan_of(*_new_run(name, config_file, flags)))
         return
     tune_process()
     stop, world = Stop(), World.init()
@@ -82,7 +84,7 @@ def _main(flags: dict[str, Any]) -> None:
         if not world.is_rank_zero:
             config = from_mapping(world.broadcast())
         elif resume is None:
-            config = load_config(config_file, flags, recipe.settings if recipe else None)
+            config, _ = _new_run(name, config_file, flags)
         elif config_file is not None:
             raise ConfigError("a resumed run has its own settings: leave -c out beside --resume")
         else:
@@ -90,6 +92,25 @@ def _main(flags: dict[str, Any]) -> None:
         if world.is_rank_zero:
             world.broadcast(config.flat())
         run(config, stop, resume, world)
+
+
+def _new_run(name: str | None, file: str | None, flags: Mapping[str, Any]) -> tuple[TrainConfig, Recipe | None]:
+    """The settings of a run that begins, and its recipe. Raises ConfigError, also where there are no data."""
+    named = named_settings(file, flags)
+    target = str(named.get("target", ""))
+    if name == OWN_RECIPE and not target:
+        raise ConfigError("--recipe without a name takes the one for the target: name that with --target")
+    recipe = None if name is None else load_recipe(name or target)
+    named = named_settings(file, flags, recipe.settings if recipe else None)
+    config = from_mapping(named)
+    if target and not (named.get("data") or named.get("shards") or is_embedded_target(target)):
+        known = recipe_for(target)
+        ready = f"those of its recipe with --recipe {known.name}" if known else "a preset such as preset:ultrachat"
+        raise ConfigError(
+            f"no data: say what a head for {target} is to learn from with --data: your conversations as FILE.jsonl, a "
+            f"data set of the hub, or {ready} (docs/data.md)"
+        )
+    return config, recipe
 
 
 def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: World = SINGLE_PROCESS) -> None:
@@ -129,6 +150,9 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
         f"{report['untrained_acceptance_length']:.2f}, after {report['tokens']:,} tokens in "
         f"{report['train_seconds']:.0f} s; the head is in {folder}/{BEST}"
     )
+    best = Path(folder) / BEST
+    if register(best, config.head.target, "trained", fingerprint(target), report["acceptance_length"]):
+        print(f"eagle-serve --target {config.head.target} finds it", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -143,7 +167,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume", type=Path, metavar="DIR", help="continue the run in this folder, with the settings it began with"
     )
-    parser.add_argument("--recipe", metavar="NAME", help=f"settings for a known model: {', '.join(recipe_names())}")
+    parser.add_argument(
+        "--recipe",
+        nargs="?",
+        const=OWN_RECIPE,
+        metavar="NAME",
+        help="settings for a known model, by the recipe's name or the model's; without NAME the one for --target: "
+        + ", ".join(recipe_names()),
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="print what the run would read, learn and take, and begin nothing"
     )

@@ -13,15 +13,24 @@ from typing import cast, get_args
 
 from eagle_mlx import hub
 from eagle_mlx.cpu import blas
+from eagle_mlx.embedded import embedded
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.extras import require
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import described, in_dtype, quantization_of, quantize_for
 from eagle_mlx.target import Target, load_target
 
-from eagle_mlx.embedded import embedded
+from ..head_choice import usable_heads
 from ..prompts import encode, read_prompts
-from ..speculation import DEFAULT_TOKENS, PolicyName, add_head_bits, load_quantized, warn_of_head
+from ..speculation import (
+    AUTO,
+    DEFAULT_TOKENS,
+    NO_HEAD,
+    PolicyName,
+    add_head_bits,
+    load_quantized,
+    warn_of_head,
+)
 from ..target_options import add_target_arguments, options_of
 from . import plots, report
 from .breakdown import measure_breakdown
@@ -80,7 +89,8 @@ def _parser() -> argparse.ArgumentParser:
 def _add_what(what: argparse._ArgumentGroup, default: BenchConfig) -> None:
     what.add_argument("--target", help="folder or hub id of the model (default: the embedded one)")
     what.add_argument(
-        "--head", help="folder or hub id of its EAGLE-3 head (default: the embedded one's); random: the worst there is"
+        "--head",
+        help="folder or hub id of its head; auto, the default, as in eagle-serve; none; random: the worst there is",
     )
     add_head_bits(what)
     what.add_argument("--draft-model", metavar="MODEL", help="folder or hub id of a small model of the same tokenizer")
@@ -242,13 +252,11 @@ def _costs(args: argparse.Namespace, target: Target, head: DraftHead | None) -> 
 
 def _modes(args: argparse.Namespace) -> tuple[list[ModeName], str | Path | None]:
     """The modes to run and the head that they need, None where they need none."""
-    head = args.head
-    if head is None and args.target is None and "eagle" in (args.modes or MODE_NAMES):
-        head = embedded("head")
+    head = _head_name(args)
     given = {"--head": head is not None, "--draft-model": args.draft_model is not None}
     if args.modes is None:
         if head is None:
-            print("no --head given for this target: leaving out mode eagle")
+            print("no head for this target: leaving out mode eagle")
         modes = [name for name in MODE_NAMES if name not in NEEDS or given[NEEDS[name]]]
     else:
         modes = cast("list[ModeName]", list(args.modes))
@@ -256,6 +264,18 @@ def _modes(args: argparse.Namespace) -> tuple[list[ModeName], str | Path | None]
         if name in NEEDS and not given[NEEDS[name]]:
             raise ConfigError(f"mode {name} needs {NEEDS[name]}; give it, or leave {name} out of --modes")
     return modes, head if "eagle" in modes else None
+
+
+def _head_name(args: argparse.Namespace) -> str | Path | None:
+    """The head that is named, the embedded one, or the first that is found; None where no mode needs one."""
+    if args.head not in (None, AUTO) or "eagle" not in (args.modes or MODE_NAMES):
+        return None if args.head in (AUTO, NO_HEAD) else args.head
+    if args.target is None:
+        return embedded("head")
+    found = next(usable_heads(args.target, print), None)
+    if found is not None:
+        print(f"head: {found.about}")
+    return found.head if found is not None else None
 
 
 def _config(args: argparse.Namespace, temperature: float) -> BenchConfig:

@@ -29,13 +29,13 @@ from typing import Any
 import httpx
 
 from eagle_mlx.decoding.loops import LEAST_DISTINCT, is_loop
+from eagle_mlx.embedded import embedded
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import load_target
 
-from eagle_mlx.embedded import embedded
 from ..prompts import read_prompts
 from ..speculation import Speculation
 from . import report

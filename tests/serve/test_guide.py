@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 import eagle_mlx as em
+from eagle_mlx.embedded import embedded
 from eagle_mlx.extras import EXTRAS
 from eagle_mlx.serve.api import cli
 from eagle_mlx.serve.api.loader import LoadConfig, load
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.service import Settings
-from eagle_mlx.embedded import embedded
 from eagle_mlx.serve.speculation import Speculation
 from tests.serve.api.live import DEPTH, Live, live
 from tests.serve.chat.formats import target_of

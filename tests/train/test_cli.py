@@ -10,7 +10,8 @@ import pytest
 
 from eagle_mlx.data_pipelines import capture_to_shards
 from eagle_mlx.formats import load_head
-from eagle_mlx.target import load_target
+from eagle_mlx.head_registry import records, records_for
+from eagle_mlx.target import fingerprint, load_target
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.report.plots import PICTURES
 from tests.fakes import tiny_target_folder
@@ -56,6 +57,19 @@ def test_what_a_run_leaves(target: Path, chats: Path, tmp_path: Path, capsys: An
     assert run(target, chats, out, "--max-steps", "1", "--overwrite") == 0
     assert json.loads((out / "report.json").read_text())["steps"] == 1
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_best_head_of_a_run_is_found_by_its_target(
+    target: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "cache"))
+    assert run(target, chats, tmp_path / "out", "--max-steps", "2") == 0
+    assert f"eagle-serve --target {target} finds it" in capsys.readouterr().err
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    for found in (records(), records_for(("elsewhere",), fingerprint(load_target(str(target))))):
+        [one] = found
+        assert (one.head, one.how) == (str(tmp_path / "out" / "best"), "trained")
+        assert one.acceptance_length == report["acceptance_length"]
 
 
 def test_a_time_budget_and_states_captured_anew(target: Path, chats: Path, tmp_path: Path) -> None:

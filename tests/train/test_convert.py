@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle_mlx.base_model import base_model_of
 from eagle_mlx.formats import load_head, save_eagle, save_eagle3, save_mtp
 from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.heads.precision import quantize
 from eagle_mlx.target import Target, load_target
-from eagle_mlx.base_model import base_model_of
 from eagle_mlx.train.convert.cli import main
 from tests import hub_server
 from tests.eagle_mlx.heads import eagle, eagle3, mtp

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
+import yaml
 
 from eagle_mlx.data_pipelines import DataConfig
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads.precision import quantize
-from eagle_mlx.train.cli import main
+from eagle_mlx.train.cli import _new_run, _parser, main
 from eagle_mlx.train.config import from_mapping, load_config
 from eagle_mlx.train.kinds import resolved
 from eagle_mlx.train.plan.estimate import FLOAT
@@ -78,6 +80,56 @@ def test_a_plan_is_printed_without_a_network(capsys: pytest.CaptureFixture[str])
     ]
     assert plan["target"].startswith("mlx-community/Qwen3-32B-4bit: 64 layers of 5,120, vocabulary 151,936, 32.8 b")
     assert plan["layers"].startswith("1, 31, 60, 63")
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        (["--recipe", "Qwen/Qwen3-8B"], "qwen3-8b"),
+        (["--recipe", "mlx-community/Qwen3-8B-8bit"], "qwen3-8b"),
+        (["--recipe", "Meta-Llama-3.1-8B-Instruct-bf16"], "llama3.1-8b"),
+        (["--recipe", "--target", "mlx-community/Qwen3-32B-4bit"], "qwen3-32b"),
+        (["--target", "Qwen/Qwen3-32B", "--recipe"], "qwen3-32b"),
+    ],
+)
+def test_a_recipe_is_found_by_its_models_name(line: list[str], name: str) -> None:
+    args = vars(_parser().parse_args(line))
+    config, recipe = _new_run(args.pop("recipe"), None, args)
+    assert recipe is not None
+    assert recipe.name == name
+    assert config.head.target == args.get("target", recipe.settings["target"])
+    assert config.data.sources == tuple(recipe.settings["data"])
+
+
+def test_a_bare_recipe_needs_a_target_that_has_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--recipe", "--dry-run"]) == 2
+    assert "name that with --target" in capsys.readouterr().err
+    assert main(["--recipe", "--target", "someone/unknown-7B", "--dry-run"]) == 2
+    assert "there is no recipe someone/unknown-7B" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("mlx-community/Qwen3-8B-4bit", "or those of its recipe with --recipe qwen3-8b"),
+        ("someone/unknown-7B", "or a preset such as preset:ultrachat"),
+        (".", "no data: say what a head for . is to learn from with --data"),
+    ],
+)
+def test_only_the_embedded_target_has_data_of_its_own(
+    target: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for more in (["--dry-run"], ["--output", str(tmp_path / "out")]):
+        assert main(["--target", target, *more]) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("named", [{"data": ["builtin:python"]}, {"shards": "somewhere"}])
+def test_data_that_are_named_are_taken_for_any_target(named: dict[str, Any], tmp_path: Path) -> None:
+    assert _new_run(None, None, {"target": "someone/unknown-7B", **named})[1] is None
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"target": "someone/unknown-7B", **named}))
+    assert _new_run(None, str(tmp_path / "c.yaml"), {})[0].head.target == "someone/unknown-7B"
 
 
 def test_flags_go_over_the_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

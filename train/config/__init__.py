@@ -1,7 +1,7 @@
 """The trainer's settings: frozen groups of dataclass fields, which flags, YAML files and saved runs fill by name."""
 
 from .groups import DataConfig, EvaluationConfig, HeadConfig, OptimizationConfig, RunConfig, TrainConfig, find, groups
-from .load import from_mapping, load_config
+from .load import from_mapping, load_config, named_settings
 from .setting import Setting, flag, settings_of
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "from_mapping",
     "groups",
     "load_config",
+    "named_settings",
     "settings_of",
 ]

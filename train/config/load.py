@@ -18,12 +18,19 @@ def load_config(
     file: str | Path | None = None, overrides: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
 ) -> TrainConfig:
     """Defaults, then the recipe, the YAML file and the overrides (flags). Raises ConfigError naming file and key."""
+    return from_mapping(named_settings(file, overrides, recipe))
+
+
+def named_settings(
+    file: str | Path | None = None, overrides: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What the recipe, the YAML file and the overrides set, the later ones over the earlier. Raises ConfigError."""
     values = _read_yaml(Path(file)) if file else {}
     try:
         from_mapping(values)  # so that what is wrong with the file is said of the file
     except ConfigError as e:
         raise ConfigError(f"{file}: {e}") from e
-    return from_mapping({**(recipe or {}), **values, **(overrides or {})})
+    return {**(recipe or {}), **values, **(overrides or {})}
 
 
 def from_mapping(values: Mapping[str, Any]) -> TrainConfig:

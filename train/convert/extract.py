@@ -18,6 +18,7 @@ from eagle_mlx.formats.mtp import quantized
 from eagle_mlx.formats.mtp_files import shards_of
 from eagle_mlx.formats.mtp_source import mtp_prefix
 from eagle_mlx.formats.tensors import DTYPE_NAMES, INDEX, read_index, weights_of
+from eagle_mlx.head_registry import register
 from eagle_mlx.heads.mtp import MTPHead
 
 Hidden = Literal["after", "before"]
@@ -66,6 +67,7 @@ def extract(what: Extraction, say: Callable[[str], None]) -> str:
     if what.bits is not None:
         head = quantized(head, what.bits, what.group_size)
     save_mtp(head, output, target_name=hub.public_name(what.source), dtype=dtype, overwrite=what.overwrite)
+    register(output, what.source, "extracted")
     size = sum(value.nbytes for value in weights_of(head).values())
     how = f"{what.bits} bits in groups of {what.group_size}" if what.bits else DTYPE_NAMES[dtype]
     return (

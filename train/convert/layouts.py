@@ -10,6 +10,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from eagle_mlx import hub
+from eagle_mlx.base_model import BASE_MODEL, base_model_of, check_id
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_free
 from eagle_mlx.formats import (
@@ -31,7 +32,6 @@ from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.heads.precision import quantization_of
 from eagle_mlx.target import Target, load_target
 
-from eagle_mlx.base_model import BASE_MODEL, base_model_of, check_id
 from .extract import DTYPES
 
 Layout = Literal["eagle", "eagle3", "mtp", "speculators"]

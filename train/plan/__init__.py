@@ -4,10 +4,11 @@ from .cache import cache_folder, choose_states
 from .estimate import describe_memory
 from .memory import memory_gb
 from .preflight import Forecast, check, forecast, plan_of
-from .recipe import load_recipe, recipe_names
+from .recipe import Recipe, load_recipe, recipe_for, recipe_names
 
 __all__ = [
     "Forecast",
+    "Recipe",
     "cache_folder",
     "check",
     "choose_states",
@@ -16,5 +17,6 @@ __all__ = [
     "load_recipe",
     "memory_gb",
     "plan_of",
+    "recipe_for",
     "recipe_names",
 ]

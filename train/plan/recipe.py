@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from eagle_mlx.base_model import names_of, same_model
 from eagle_mlx.errors import ConfigError
 
 from ..config import from_mapping
@@ -30,21 +31,36 @@ class Recipe:
     tokens_each: int
     """Tokens of a conversation, where an estimate must be made before any is read; an assumption."""
 
+    @property
+    def base_model(self) -> str:
+        """Hub id of the model as its makers published it."""
+        return self.source.removeprefix("https://huggingface.co/")
+
 
 def recipe_names() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.yaml"))
 
 
 def load_recipe(name: str) -> Recipe:
-    """The recipe of that name. Raises ConfigError, with all names, where there is none."""
-    if name not in recipe_names():
-        near = difflib.get_close_matches(name.lower(), recipe_names(), 1)
+    """The recipe of that name, or for the model of that name. Raises ConfigError, with all names, for none."""
+    recipe = _read(name) if name in recipe_names() else recipe_for(name)
+    if recipe is None:
+        near = difflib.get_close_matches(name.rpartition("/")[2].lower(), recipe_names(), 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"there is no recipe {name}: {hint}the recipes are {', '.join(recipe_names())}")
-    values = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
-    recipe = Recipe(name=name, **values)
     from_mapping(recipe.settings)
     return recipe
+
+
+def recipe_for(target: str) -> Recipe | None:
+    """The recipe for a target, told by its name or by that of the model that it was made of."""
+    names = names_of(target)
+    every = map(_read, recipe_names())
+    return next((one for one in every if any(same_model(name, one.base_model) for name in names)), None)
+
+
+def _read(name: str) -> Recipe:
+    return Recipe(name=name, **yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8")))
 
 
 def described(recipe: Recipe | None, target: str) -> Mapping[str, Any] | None:

@@ -12,9 +12,9 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
+from eagle_mlx.base_model import BASE_MODEL, by_mlx_community
 from eagle_mlx.errors import OutputError
 
-from eagle_mlx.base_model import BASE_MODEL, by_mlx_community
 from ..run import REPORT
 from .public import public
 from .source import CONFIG, Source, fields_of

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eagle_mlx import hub
+from eagle_mlx.base_model import check_id
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.precision import BITS
 
-from eagle_mlx.base_model import check_id
 from ..command import exit_code
 from .bundle import CARD, bundle, listing, pictures
 from .card import Beside, Licence, make_card

@@ -16,6 +16,8 @@ _LEFT_OUT = (
     *("states", "cache_bits", "cache_dir", "cache_gb"),
 )
 """Settings that change nothing of a head, and the one that is given by its public name."""
+_NEEDED = "data"
+"""Has a default for the included target alone."""
 _DATA_SET = re.compile(r"([\w.-]+/[\w.-]+)(:[\w.-]+){0,2}")
 
 Rows = list[tuple[str, str]]
@@ -28,7 +30,7 @@ def train_command(config: Mapping[str, Any], target: str) -> str:
     for name, value in config.items():
         default = defaults.get(name)
         plain = list(default) if isinstance(default, tuple) else default
-        if name in _LEFT_OUT or value == plain or value in ("", None, []):
+        if name in _LEFT_OUT or (value == plain and name != _NEEDED) or value in ("", None, []):
             continue
         own = flag(name)
         shown = public(value, name)

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx import hub
+from eagle_mlx.base_model import BASE_MODEL
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadError
 from eagle_mlx.formats import load_head
 from eagle_mlx.formats.fields import read_config
@@ -20,7 +21,6 @@ from eagle_mlx.formats.tensors import read_tensors, weights_of
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import quantization_of
 
-from eagle_mlx.base_model import BASE_MODEL
 from ..report import OF_THE_HEAD
 from ..run import BEST, LAST, REPORT
 

@@ -6,9 +6,9 @@ import json
 import shlex
 from collections.abc import Callable
 
+from eagle_mlx.base_model import by_mlx_community
 from eagle_mlx.heads.eagle3 import Eagle3Head
 
-from eagle_mlx.base_model import by_mlx_community
 from .source import Source
 
 DEPTH = 4
