@@ -8,6 +8,7 @@ from typing import Literal
 
 from eagle_mlx import formats, hub
 from eagle_mlx.base_model import names_of
+from eagle_mlx.embedded import embedded, is_embedded_target
 from eagle_mlx.formats.fields import read_config
 from eagle_mlx.formats.fit import check_fit
 from eagle_mlx.formats.mtp_source import has_mtp_layer, mtp_of_model, published_with_mtp
@@ -32,11 +33,12 @@ class FoundHead:
 def find_heads(target: str | Path, fingerprint: str | None = None) -> list[FoundHead]:
     """The heads for a target, by its folder or hub id, in the order in which they are to be tried.
 
-    First those that were trained, extracted or fetched here; then MTP layers in the model's own files; then published
-    ones, of which those that were fetched before come first. Nothing is fetched but the target's card.
+    First those that were trained, extracted or fetched here, and the included one; then MTP layers in the model's own
+    files; then published ones, of which those that were fetched before come first. Only the target's card is fetched.
     """
     names = names_of(target)
     here = [FoundHead(one.head, str(one)) for one in records_for(names, fingerprint)]
+    included = [FoundHead(str(embedded("head")), "the included head")] if is_embedded_target(target) else []
     own = [
         FoundHead(str(folder), f"{name}'s own MTP layers", mode="mtp")
         for name, folder in _folders(target, names)
@@ -45,7 +47,7 @@ def find_heads(target: str | Path, fingerprint: str | None = None) -> list[Found
     published = [
         FoundHead(one.head, str(one), hub.cached(one.head) is not None, one.mode) for one in known_heads_for(names)
     ]
-    found = [*here, *own, *sorted(published, key=lambda one: not one.here)]
+    found = [*here, *included, *own, *sorted(published, key=lambda one: not one.here)]
     once: dict[str, FoundHead] = {}
     for one in found:
         once.setdefault(one.head, one)

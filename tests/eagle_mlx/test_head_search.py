@@ -9,6 +9,7 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx import head_registry, known_heads
+from eagle_mlx.embedded import embedded
 from eagle_mlx.formats import save_eagle3
 from eagle_mlx.head_registry import records, register
 from eagle_mlx.head_search import find_heads, load_found, where_mtp_layers_are
@@ -18,7 +19,7 @@ from eagle_mlx.known_heads import known_heads_for
 from eagle_mlx.target import fingerprint
 from tests import hub_server
 from tests.eagle_mlx import test_heads_golden as golden
-from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+from tests.fakes import EMBEDDED_TARGET, tiny_head, tiny_target, tiny_target_folder
 
 HEAD = {"config.json": b"{}", "model.safetensors": b"weights"}
 QWEN = "mlx-community/Qwen3-8B-4bit"
@@ -73,6 +74,12 @@ def test_a_head_made_here_comes_first_and_the_newest_before_others(tmp_path: Pat
     assert all(one.here for one in found[:2])
     assert not any(one.here for one in found[2:])
     assert found[2].head == known_heads_for((QWEN,))[0].head
+
+
+def test_the_included_target_has_the_included_head(tmp_path: Path) -> None:
+    assert [one.head for one in find_heads(EMBEDDED_TARGET)] == [str(embedded("head"))]
+    register(head_folder(tmp_path / "mine"), EMBEDDED_TARGET, "trained")
+    assert [Path(one.head).name for one in find_heads(EMBEDDED_TARGET)] == ["mine", "head"]
 
 
 def test_the_same_weights_go_before_the_same_name(tmp_path: Path) -> None:

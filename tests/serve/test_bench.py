@@ -17,6 +17,7 @@ from eagle_mlx import hub
 from eagle_mlx.decoding.loops import distinct_ratio
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.formats import save_eagle3
+from eagle_mlx.head_registry import register
 from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.bench import plots, report
@@ -458,6 +459,17 @@ def test_command_without_a_head_leaves_eagle_out(folders: tuple[str, str], capsy
     shown = capsys.readouterr().out
     assert "leaving out mode eagle" in shown
     assert "ngram" in shown
+
+
+def test_command_measures_the_head_that_is_found(
+    folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path))
+    register(folders[1], folders[0], "trained")
+    assert main(["--target", folders[0], "--modes", "plain", "eagle", *QUICK]) == 0
+    assert f"head: {folders[1]}, trained here for" in capsys.readouterr().out
+    assert main(["--target", folders[0], "--modes", "eagle", "--head", "none", *QUICK]) == 2
+    assert "mode eagle needs --head" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

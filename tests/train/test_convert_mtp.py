@@ -18,6 +18,7 @@ import pytest
 
 from eagle_mlx.formats import load_head
 from eagle_mlx.formats.tensors import read_tensors, weights_of
+from eagle_mlx.head_registry import records
 from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.train.convert.cli import main
 from tests.eagle_mlx import test_heads_golden as golden
@@ -60,6 +61,13 @@ def test_the_head_of_a_published_model(name: str, tmp_path: Path, capsys: pytest
     assert isinstance(head, MTPHead)
     assert isinstance(other, MTPHead)
     assert (head.config.target_norm, other.config.target_norm) == (True, False)
+
+
+def test_the_head_is_found_by_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "cache"))
+    source = sharded(tmp_path / "model", MODELS[0])
+    assert main(["mtp", "--source", str(source), "--output", str(tmp_path / "out")]) == 0
+    assert [(one.head, one.how, one.names) for one in records()] == [(str(tmp_path / "out"), "extracted", ("model",))]
 
 
 def test_the_head_of_a_model_in_few_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,11 @@ import pytest
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats import save_eagle3
+from eagle_mlx.head_registry import register
 from eagle_mlx.serve.api.cli import main
 from eagle_mlx.serve.api.loader import LoadConfig, check, load
 from eagle_mlx.serve.api.model import sampling_defaults
-from eagle_mlx.serve.speculation import Speculation
+from eagle_mlx.serve.speculation import AUTO, Speculation
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
 
@@ -23,6 +24,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     tiny_target_folder(root / "target")
     save_eagle3(tiny_head(tiny_target(tokenizer=True), draft_vocab=64), root / "head", target_name="tiny")
     return str(root / "target"), str(root / "head")
+
+
+def test_a_target_alone_is_served_with_what_is_found_for_it(
+    models: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path))
+    for mode, line in (("ngram", "head: none found for "), ("eagle", f"head: {models[1]}, trained here for target")):
+        said: list[str] = []
+        loaded = load(LoadConfig(models[0], Speculation(head=AUTO)), said.append)
+        assert loaded.mode == mode
+        assert loaded.most_drafts > 0
+        assert sum(text.startswith("head: ") for text in said) == 1
+        assert any(text.startswith(line) for text in said)
+        assert any(text.startswith(f"speculation: {mode}") for text in said)
+        register(models[1], models[0], "trained")
 
 
 @pytest.mark.parametrize(
