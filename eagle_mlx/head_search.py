@@ -17,6 +17,9 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.known_heads import known_heads_for
 from eagle_mlx.target import Target
 
+_CONFIG, _BEST = "config.json", "best"
+"""What a head's folder holds, and where eagle-train puts the head that it keeps."""
+
 
 @dataclass(frozen=True)
 class FoundHead:
@@ -65,11 +68,13 @@ def where_mtp_layers_are(target: str | Path) -> str | None:
 
 
 def load_found(name: str | Path, target: Target) -> DraftHead:
-    """Load a head for its target, from a folder or a hub id; from the folder of a whole model its MTP layer.
+    """Load a head for its target: a folder or a hub id, the output of eagle-train, or a whole model's MTP layer.
 
     Raises CheckpointError for files that cannot be read, HeadError for a head of another target.
     """
     folder = hub.resolve(name)
+    if not (folder / _CONFIG).is_file() and (folder / _BEST / _CONFIG).is_file():
+        folder /= _BEST
     if not has_mtp_layer(folder):
         return formats.load_head(folder, target)
     head, _ = mtp_of_model(folder)
@@ -86,4 +91,4 @@ def _folders(target: str | Path, names: tuple[str, ...]) -> list[tuple[str, Path
     else:
         found = [(names[0], hub.cached(names[0]))]
     found += [(name, hub.cached(name)) for name in names[1:]]
-    return [(name, folder) for name, folder in found if folder is not None and (folder / "config.json").is_file()]
+    return [(name, folder) for name, folder in found if folder is not None and (folder / _CONFIG).is_file()]

@@ -27,6 +27,7 @@ from .worker import Worker
 EPILOG = """\
 examples:
   eagle-serve                                                 the embedded target and head, at http://127.0.0.1:8000
+  eagle-serve --target Qwen3-4B-4bit                          a model, and the head that is found for it
   eagle-serve --target Qwen3-4B-4bit --head user/head         a model and its EAGLE head
   eagle-serve --target Qwen3-4B-4bit --spec-decode ngram      no second model: drafts come from the text so far
   eagle-serve --target Qwen3-4B-4bit --head user/head --check does speculation leave the text alone? 0 says yes

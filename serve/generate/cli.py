@@ -27,6 +27,7 @@ from ..target_options import add_target_arguments, options_of
 EPILOG = """\
 examples:
   eagle-generate 'def median(values):'                        the embedded target and head
+  eagle-generate --target Qwen3-4B-4bit 'Why is the sky blue?'            with the head that is found for it
   eagle-generate --target Qwen3-4B-4bit --head user/head 'Why is the sky blue?'
   git diff | eagle-generate --target Qwen3-4B-4bit --spec-decode ngram --system 'Review this change.' -
   eagle-generate --file prompts.jsonl --output answers.jsonl --batch 8

@@ -10,6 +10,7 @@ import pytest
 import eagle_mlx as em
 from eagle_mlx import head_registry, known_heads
 from eagle_mlx.embedded import embedded
+from eagle_mlx.errors import EagleError
 from eagle_mlx.formats import save_eagle3
 from eagle_mlx.head_registry import records, register
 from eagle_mlx.head_search import find_heads, load_found, where_mtp_layers_are
@@ -150,6 +151,13 @@ def test_a_conversion_without_its_mtp_layers_says_where_they_are(tmp_path: Path)
     ):
         (folder / "config.json").write_text(json.dumps({**config, **more}))
         assert where_mtp_layers_are(folder) == command
+
+
+def test_the_folder_of_a_run_stands_for_its_best_head(tmp_path: Path) -> None:
+    head_folder(tmp_path / "run" / "best")
+    assert load_found(tmp_path / "run", tiny_target(tokenizer=True)).aux_layers
+    with pytest.raises(EagleError):
+        load_found(tmp_path, tiny_target(tokenizer=True))
 
 
 def test_a_head_is_no_model_with_layers_of_its_own(tmp_path: Path) -> None:
