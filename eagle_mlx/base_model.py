@@ -60,14 +60,21 @@ def _format(file: Path) -> str | None:
     return found
 
 
-def _card(target: str, folder: Path | None) -> dict[str, Any]:
+def _card(target: str, folder: Path) -> dict[str, Any]:
     """What a model's card says to the hub; nothing where there is no card, or none that can be read or fetched."""
     repo = None if Path(target).expanduser().is_dir() else hub.hub_id(target)
-    commit = folder.name if folder is not None else None
     try:
-        file = hub.fetch_file(repo, _CARD, commit, required=False) if repo else folder and folder / _CARD
-        return (metadata_load(file) if file else None) or {}
-    except (EagleError, OSError, ValueError, yaml.YAMLError):
+        file = hub.fetch_file(repo, _CARD, folder.name, required=False) if repo else folder / _CARD
+        return _read(file) if file else {}
+    except EagleError:
+        return {}
+
+
+def _read(card: Path) -> dict[str, Any]:
+    """What a card that is here says; nothing where it cannot be read."""
+    try:
+        return metadata_load(card) or {}
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
 
 
@@ -83,7 +90,7 @@ def _named_by(card: dict[str, Any]) -> str | None:
 def names_of(target: str | Path) -> tuple[str, ...]:
     """The names that a model goes by, the most certain first: its own, and that of the model it was made of.
 
-    Where the model is not here, only what its card on the hub says is fetched; without a network its name must do.
+    Nobody is asked: of a model that is not here its own name must do.
     """
     own = hub.public_name(target)
     place = Path(target).expanduser()
@@ -91,7 +98,7 @@ def names_of(target: str | Path) -> tuple[str, ...]:
     config = read_config(folder) if folder is not None and (folder / "config.json").is_file() else {}
     named = config.get(BASE_MODEL)
     if named is None and ("quantization" in config or by_mlx_community(own)):  # else it may be what it was tuned from
-        named = _named_by(_card(str(target), folder))
+        named = _named_by(_read(folder / _CARD)) if folder is not None else None
     return (own, named) if isinstance(named, str) and named != own else (own,)
 
 

@@ -37,7 +37,7 @@ def find_heads(target: str | Path, fingerprint: str | None = None) -> list[Found
     """The heads for a target, by its folder or hub id, in the order in which they are to be tried.
 
     First those that were trained, extracted or fetched here, and the included one; then MTP layers in the model's own
-    files; then published ones, of which those that were fetched before come first. Only the target's card is fetched.
+    files; then published ones, of which those that were fetched before come first. Nothing is fetched.
     """
     names = names_of(target)
     here = [FoundHead(one.head, str(one)) for one in records_for(names, fingerprint)]

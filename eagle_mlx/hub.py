@@ -24,7 +24,7 @@ from huggingface_hub.errors import (
 from eagle_mlx.errors import EagleError, OutputError
 
 DEFAULT_OWNER = "mlx-community"
-_WANTED = ("*.json", "*.jsonl", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+_WANTED = ("*.json", "*.jsonl", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md")
 _CODE = "*.py"
 """Fetched only for those who trust it."""
 _SAME_AGAIN = ("consolidated*", "original/*", "*/*.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -39,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever reads the list has seen enough
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123  (what is left goes nowhere)
+        return 0
 
 
 def _list() -> int:
@@ -72,7 +76,7 @@ def _pull(name: str, target: str | None) -> int:
         raise ConfigError(f"{name} is no hub id; a head in a folder is given as --head {name}")
     if known is None:
         _check_size(repo)
-    if known is not None:
+    else:
         print(f"{known}, by {known.source}", file=sys.stderr)
     folder = hub.resolve(repo)
     if of is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from eagle_mlx import hub
 from eagle_mlx.base_model import names_of, same_model
 from tests import hub_server
 
@@ -60,12 +61,12 @@ def test_a_conversion_says_what_it_was_made_of(tmp_path: Path) -> None:
     assert names_of(folder_of(tmp_path / "silent", quantized)) == ("silent",)
 
 
-def test_of_a_model_that_is_not_here_the_card_alone_is_fetched(online: hub_server.Hub) -> None:
+def test_a_models_card_comes_with_it_and_nobody_is_asked_later(online: hub_server.Hub) -> None:
     files = {"README.md": CARD, "config.json": b"{}", "model.safetensors": b"x"}
     online.put("mlx-community/renamed-4bit", files)
+    assert names_of("renamed-4bit") == ("mlx-community/renamed-4bit",)
+    assert online.requests == []
+    hub.resolve("renamed-4bit")
+    asked = len(online.requests)
     assert names_of("renamed-4bit") == ("mlx-community/renamed-4bit", "Qwen/Qwen3-8B")
-    assert not [request for request in online.requests if "safetensors" in request]
-
-
-def test_without_a_network_the_name_must_do() -> None:
-    assert names_of("mlx-community/Qwen3-8B-4bit") == ("mlx-community/Qwen3-8B-4bit",)
+    assert len(online.requests) == asked
