@@ -18,9 +18,16 @@ PART = ".part"
 
 
 def cache_folder() -> Path:
-    """Where this project keeps what it can do without: EAGLE_MLX_CACHE, or `eagle-mlx` in the user's cache folder."""
-    named = os.environ.get("EAGLE_MLX_CACHE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle-mlx"
+    """Where this project keeps what it can do without: EAGLE_MLX_CACHE, or `eagle-mlx` in the user's cache folder.
+
+    A user without a home, as in some containers, gets a place where nothing can be kept.
+    """
+    if named := os.environ.get("EAGLE_MLX_CACHE"):
+        return Path(named)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle-mlx"
+    except RuntimeError:
+        return Path(os.devnull)
 
 
 def write_whole(path: Path, data: bytes, part: Path | None = None) -> None:

@@ -68,7 +68,11 @@ def register(
 def records() -> list[HeadRecord]:
     """All heads that are still there, the newest first."""
     found = []
-    for file in _folder().glob("*.json") if _folder().is_dir() else ():
+    try:
+        files = list(_folder().iterdir())
+    except OSError:  # nothing was made here yet, or it is not this user's to read
+        files = []
+    for file in files:
         with suppress(OSError, ValueError, TypeError, KeyError):  # of another version, or damaged
             values = json.loads(file.read_text(encoding="utf-8"))
             found.append(HeadRecord(**{**values, "names": tuple(values["names"])}))
@@ -79,7 +83,7 @@ def records_for(names: tuple[str, ...], fingerprint: str | None = None) -> list[
     """Those for a target: of the very same weights first, then of any by that name."""
     every = records()
     exact = [one for one in every if fingerprint and one.fingerprint == fingerprint]
-    named = [one for one in every if any(same_model(a, b) or a == b for a in names for b in one.names)]
+    named = [one for one in every if any(same_model(a, b) for a in names for b in one.names)]
     return [*exact, *(one for one in named if one not in exact)]
 
 

@@ -116,6 +116,21 @@ def test_a_place_that_cannot_be_written_fails_nothing(tmp_path: Path, monkeypatc
     assert head_registry.records() == []
 
 
+def test_a_user_without_a_home_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("EAGLE_MLX_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert not register(head_folder(tmp_path / "head"), "Qwen/Qwen3-8B", "trained")
+    assert head_registry.records() == []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    assert register(tmp_path / "head", "Qwen/Qwen3-8B", "trained")
+    assert (tmp_path / "caches" / "eagle-mlx" / "heads").is_dir()
+
+
 def test_published_heads_that_were_fetched_come_first(online: hub_server.Hub) -> None:
     one, other = (known.head for known in known_heads_for((QWEN,))[:2])
     assert [found.head for found in find_heads(QWEN)][:2] == [one, other]
