@@ -149,7 +149,7 @@ class Speculation:
     def about_head(self, engine: Engine) -> list[str]:
         """A line on the numbers that a head's weights are, where one drafts."""
         proposer = engine.proposer
-        return [f"head: {described(proposer.head)}"] if isinstance(proposer, HeadProposer) else []
+        return [f"head numbers: {described(proposer.head)}"] if isinstance(proposer, HeadProposer) else []
 
     def why_chains(self, engine: Engine) -> list[str]:
         """A line on why there will be no trees, where some were asked for."""

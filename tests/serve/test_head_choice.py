@@ -82,7 +82,7 @@ def test_one_that_does_not_fit_is_passed_over_with_its_reason(models: Path, targ
 def test_where_there_is_none_ngrams_draft(models: Path, target: Target) -> None:
     found, proposer, said = chosen(target, models / "target")
     assert isinstance(proposer, em.NgramProposer)
-    assert (found.chosen(), found.head) == ("ngram", None)
+    assert (found.resolved_mode(), found.head) == ("ngram", None)
     assert len(said) == 1
     assert "none found for" in said[0]
 
@@ -124,7 +124,7 @@ def test_for_a_hub_id_a_published_head_is_fetched_with_it(models: Path, target: 
     hub.resolve("tiny-4bit")
     found, proposer, said = chosen(target, "tiny-4bit")
     assert isinstance(proposer, em.HeadProposer)
-    assert (found.head, found.chosen()) == (HEAD, "eagle")
+    assert (found.head, found.resolved_mode()) == (HEAD, "eagle")
     assert said == [f"head: {HEAD}, EAGLE-3 for {TARGET}, licence mit"]
 
 

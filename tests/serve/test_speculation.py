@@ -70,7 +70,7 @@ def test_without_a_target_the_embedded_one_has_its_own_head() -> None:
     for line in ("", "--spec-decode eagle", "--head auto"):
         target, speculation = from_arguments(parser.parse_args(shlex.split(line)))
         assert (target, speculation.head) == (embedded("target"), str(embedded("head")))
-    assert from_arguments(parser.parse_args(["--head", "none"]))[1].chosen() == "none"
+    assert from_arguments(parser.parse_args(["--head", "none"]))[1].resolved_mode() == "none"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_the_one_flag_form_says_the_same(config: dict[str, object], flags: str) 
         ("--head H --spec-decode ngram", "does not use a --head"),
         ("--draft-model D --spec-decode eagle", "does not use a --draft-model"),
         ("--draft-model-quantize 4bit", "--draft-model"),
-        ("--head-bits 4", "--head-bits needs a --head"),
+        ("--head-bits 4 --head none", "--head-bits needs a --head"),
         ("--head-bits 4 --draft-model D", "--head-bits needs a --head"),
         ("--head-bits 8 --spec-decode ngram", "--spec-decode ngram does not use a --head-bits"),
         ("--num-speculative-tokens -1", "at least 0"),
@@ -207,7 +207,11 @@ def test_other_head_bits_are_refused_with_those_that_are_known(capsys: pytest.Ca
 
 @pytest.mark.parametrize(
     ("bits", "said"),
-    [(4, "head: 4-bit weights in groups of 32"), (16, "head: weights in float32"), (None, "head: 8-bit weights in")],
+    [
+        (4, "head numbers: 4-bit weights in groups of 32"),
+        (16, "head numbers: weights in float32"),
+        (None, "head numbers: 8-bit weights in"),
+    ],
 )
 def test_the_head_is_quantised_as_asked_and_that_is_said(bits: Any, said: str, tmp_path: Path) -> None:
     target = tiny_target()
