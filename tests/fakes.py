@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import eagle_mlx  # noqa: F401  (brings the fast BLAS before MLX)
@@ -16,6 +17,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models import qwen3
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
+from eagle_mlx.cache import buffers
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.tree import Tree
@@ -198,3 +200,13 @@ class OracleState:
     def remove(self, row: int) -> None:
         self.rows[row] = self.rows[-1]
         self.rows.pop()
+
+
+@contextmanager
+def steps_of(count: int) -> Iterator[None]:
+    """Buffers grow by so few positions, so that short texts make them grow and shrink."""
+    before, buffers.STEP = buffers.STEP, count
+    try:
+        yield
+    finally:
+        buffers.STEP = before

@@ -7,17 +7,16 @@ from typing import Self
 
 import mlx.core as mx
 
+from eagle_mlx.cache.buffers import copied, fit, room
 from eagle_mlx.cache.lengths import Moves, RowLengths
 from eagle_mlx.cpu import use_shortcuts
-
-STEP = 256
-"""Positions by which a buffer grows."""
 
 
 class RaggedKV:
     """Keys and values of one attention layer, in mlx-lm's cache protocol.
 
-    Buffers are [R, heads, capacity, D] with R >= rows, so that rows join and leave without moving the others.
+    Buffers are [R, heads, capacity, D] with R >= rows, so that a row can leave and another join without moving the
+    others. Where many leave, or the longest, the buffers are made anew for those that stay (`buffers.py`).
     """
 
     def __init__(self, lengths: RowLengths):
@@ -50,8 +49,8 @@ class RaggedKV:
         """Write [B, heads, L, D] behind each row's own length; return what the mask spans, [B, heads, upper + L, D]."""
         rows, count = keys.shape[0], keys.shape[2]
         end = self.lengths.upper + count
-        self.keys = self._written(room(self.keys, keys, rows, end), keys)
-        self.values = self._written(room(self.values, values, rows, end), values)
+        self.keys = self._written(room(self.keys, keys, rows, end, self._most), keys)
+        self.values = self._written(room(self.values, values, rows, end, self._most), values)
         self._fetched = rows, end
         return self.keys_and_values()
 
@@ -85,23 +84,43 @@ class RaggedKV:
 
     def append(self, other: RaggedKV) -> None:
         """Take over the other's rows; call before the lengths are joined."""
-        mine, theirs, end = self.lengths.rows, other.lengths.rows, self._used(other.lengths.upper)
+        mine, theirs = self.lengths.rows, other.lengths.rows
         if not mine:
             self.keys, self.values = other.keys, other.values
             return
-        if other.keys is None or other.values is None:
-            if self.keys is not None and self.values is not None:  # its rows have nothing yet, but a place to move from
-                self.keys = room(self.keys, self.keys, mine + theirs, 1)
-                self.values = room(self.values, self.values, mine + theirs, 1)
+        # Where one side has read nothing yet, its rows still need a place to move from.
+        like_keys, like_values = self._like(other)
+        if like_keys is None or like_values is None:
             return
-        self.keys = room(self.keys, other.keys, mine + theirs, max(end, 1))
-        self.values = room(self.values, other.values, mine + theirs, max(end, 1))
-        self.keys[mine : mine + theirs, :, :end] = other.keys[:theirs, :, :end]
-        self.values[mine : mine + theirs, :, :end] = other.values[:theirs, :, :end]
+        end = self._used(other.lengths.upper)
+        slots = max(1, end, self._used(self.lengths.upper))
+        self.keys = room(self.keys, like_keys, mine + theirs, slots, self._most)
+        self.values = room(self.values, like_values, mine + theirs, slots, self._most)
+        if other.keys is not None and other.values is not None:
+            self.keys[mine : mine + theirs, :, :end] = other.keys[:theirs, :, :end]
+            self.values[mine : mine + theirs, :, :end] = other.values[:theirs, :, :end]
+
+    def _like(self, other: RaggedKV) -> tuple[mx.array | None, mx.array | None]:
+        """Keys and values of the shape of either's."""
+        return (self.keys, self.values) if other.keys is None else (other.keys, other.values)
 
     def _used(self, length: int) -> int:
         """Slots that rows of at most this length have entries in."""
         return length
+
+    @property
+    def _most(self) -> int | None:
+        """Slots that a buffer never has a use for more of."""
+        return None
+
+    def fit(self) -> list[mx.array]:
+        """Give up the room of rows that have left, where it is much; the buffers that were made for it."""
+        if self.keys is None or self.values is None:
+            return []
+        before, slots = (self.keys, self.values), max(1, self._used(self.lengths.upper))
+        self.keys = fit(self.keys, self.lengths.rows, slots, self._most)
+        self.values = fit(self.values, self.lengths.rows, slots, self._most)
+        return [new for old, new in zip(before, (self.keys, self.values), strict=True) if new is not old]
 
     def remove(self, row: int, last: Self | None) -> None:
         """Let a row go; `last` is a fork of the last row, which moves into the gap, or None where that is the row."""
@@ -145,29 +164,9 @@ class RaggedGrouped(RaggedKV):
         return mask[:, :, None] if isinstance(mask, mx.array) else mask
 
 
-def copied(x: mx.array) -> mx.array:
-    """A copy that shares no memory; a slice alone may keep the whole array that it was cut from."""
-    return x * 1
-
-
 def fetched(buffer: mx.array, rows: int, end: int) -> mx.array:
     """The rows in use and their first `end` slots: [rows, heads, end, D]."""
     return buffer if buffer.shape[0] == rows and buffer.shape[2] == end else buffer[:rows, :, :end]
-
-
-def room(buffer: mx.array | None, like: mx.array, rows: int, end: int) -> mx.array:
-    """The buffer [R, heads, capacity, D], grown where it lacks rows (by doubling) or slots (by STEP)."""
-    _, heads, _, dim = like.shape
-    capacity = -(-end // STEP) * STEP
-    if buffer is None:
-        return mx.zeros((rows, heads, capacity, dim), like.dtype)
-    have_rows, _, have, _ = buffer.shape
-    if have < end:
-        buffer = mx.concatenate([buffer, mx.zeros((have_rows, heads, capacity - have, dim), buffer.dtype)], axis=2)
-    if have_rows < rows:
-        more = max(rows, 2 * have_rows) - have_rows
-        buffer = mx.concatenate([buffer, mx.zeros((more, *buffer.shape[1:]), buffer.dtype)], axis=0)
-    return buffer
 
 
 def scattered(buffer: mx.array, new: mx.array, slots: mx.array) -> mx.array:

@@ -131,6 +131,7 @@ class RowLengths:
         self._memo.clear()
         self.rows -= 1
         self.bounds = swap_removed(self.bounds, row)
+        self.upper = max(self.bounds, default=0)
         self._offset = offset
 
     def places(self, count: int) -> mx.array:

@@ -56,6 +56,9 @@ class RaggedQuantized:
         for index, part in enumerate(self.parts):
             part.remove(row, None if last is None else last.parts[index])
 
+    def fit(self) -> list[mx.array]:
+        return [x for part in self.parts for x in part.fit()]
+
     def fork(self, row: int, length: int, lengths: RowLengths) -> RaggedQuantized:
         other = RaggedQuantized(lengths, self.bits)
         other.group_size = self.group_size

@@ -120,19 +120,21 @@ class RaggedCache(Sequence[Any]):
             window.compact()
 
     def append(self, other: RaggedCache) -> None:
-        """The other's rows join behind this one's; no keys or values that are here are copied."""
+        """The other's rows join behind this one's, which are copied where there is no place left for more."""
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             mine.append(theirs)
         self.lengths.append(other.lengths)
 
     def remove(self, row: int) -> None:
-        """A row leaves; the last one moves into the gap. No other is copied."""
+        """A row leaves; the last one moves into the gap. The others are copied where that gives much room back."""
         last = self.fork(self.lengths.rows - 1, self.lengths.upper) if row < self.lengths.rows - 1 else None
         if last is not None:
             mx.eval(last.state)  # as long as it is to be computed it holds the buffers, which would then be copied
         for index, layer in enumerate(self.layers):
             layer.remove(row, None if last is None else last.layers[index])
         self.lengths.remove(row)
+        # Until a smaller copy is computed it holds the larger buffer.
+        mx.async_eval([x for layer in self.layers for x in layer.fit()])
 
     def fork(self, row: int, length: int) -> RaggedCache:
         """A cache of one row that holds the first `length` positions of one of these, at least `shortest(row)`."""

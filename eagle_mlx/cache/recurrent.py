@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from eagle_mlx.cache.full import copied
+from eagle_mlx.cache.buffers import copied
 from eagle_mlx.cache.lengths import Moves, RowLengths, without_row
 from eagle_mlx.errors import TargetError
 from eagle_mlx.hooks import CallListener, Projections
@@ -142,7 +142,7 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
         self.cache = [_picked(mx.stack(list(column), axis=1), count) for column in zip(*states, strict=True)]
 
     def _replaced(self, value: Any, mask: mx.array | None) -> Any:
-        """An argument for a second call: masks are the state's own, attention beside it sees the new keys alone."""
+        """An argument for a second call: masks are the state's copied, attention beside it sees the new keys alone."""
         if isinstance(value, RaggedList):
             return [x if x is self else _PassThrough(x.offset) for x in value.caches]
         if isinstance(value, mx.array) and value.dtype == mx.bool_:
@@ -159,6 +159,10 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
 
     def remove(self, row: int, last: RecurrentState | None) -> None:
         self.cache = [x if x is None else without_row(x, row) for x in self.cache]
+
+    def fit(self) -> list[mx.array]:
+        """Nothing: a state has no room for other rows."""
+        return []
 
     def fork(self, row: int, length: int, lengths: RowLengths) -> RecurrentState:
         """One row's state, which is that of all its positions."""
@@ -203,6 +207,9 @@ class RaggedList(CallListener):
     def remove(self, row: int, last: RaggedList | None) -> None:
         for index, cache in enumerate(self.caches):
             cache.remove(row, None if last is None else last.caches[index])
+
+    def fit(self) -> list[mx.array]:
+        return [x for cache in self.caches for x in cache.fit()]
 
     def fork(self, row: int, length: int, lengths: RowLengths) -> RaggedList:
         return RaggedList([cache.fork(row, length, lengths) for cache in self.caches])

@@ -6,7 +6,8 @@ from typing import Self
 
 import mlx.core as mx
 
-from eagle_mlx.cache.full import RaggedKV, room, scattered
+from eagle_mlx.cache.buffers import room
+from eagle_mlx.cache.full import RaggedKV, scattered
 from eagle_mlx.cache.lengths import Moves, RowLengths, ring_positions, swap_removed
 from eagle_mlx.errors import TargetError
 
@@ -52,8 +53,8 @@ class RaggedWindow(RaggedKV):
         end = self.lengths.upper + count
         if end <= self.ring:
             return super().update_and_fetch(keys, values)
-        self.keys = self._written_to_ring(room(self.keys, keys, rows, self.ring), keys)
-        self.values = self._written_to_ring(room(self.values, values, rows, self.ring), values)
+        self.keys = self._written_to_ring(room(self.keys, keys, rows, self.ring, self.ring), keys)
+        self.values = self._written_to_ring(room(self.values, values, rows, self.ring, self.ring), values)
         self._fetched = rows, self.ring
         return self.keys_and_values()
 
@@ -102,6 +103,10 @@ class RaggedWindow(RaggedKV):
 
     def _used(self, length: int) -> int:
         return min(length, self.ring)
+
+    @property
+    def _most(self) -> int:
+        return self.ring
 
     def append(self, other: RaggedKV) -> None:
         assert isinstance(other, RaggedWindow)

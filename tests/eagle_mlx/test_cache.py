@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 import eagle_mlx as em
-from eagle_mlx.cache import STEP, RaggedCache, check_cacheable, without_row
+from eagle_mlx.cache import STEP, RaggedCache, buffers, check_cacheable, without_row
 from eagle_mlx.cache.lengths import RowLengths
 from eagle_mlx.cache.recurrent import RecurrentState
 from eagle_mlx.cache.window import SLACK, RaggedWindow
@@ -19,7 +19,7 @@ from eagle_mlx.cpu import without_shortcuts
 from eagle_mlx.errors import TargetError
 from eagle_mlx.target import Target
 from tests.architectures import tiny_model
-from tests.fakes import Oracle, randomize, tiny_target
+from tests.fakes import Oracle, randomize, steps_of, tiny_target
 
 TARGET = tiny_target()
 WIDTH = 5
@@ -97,6 +97,14 @@ def live_through(target: Target, rows: int, steps: list) -> None:  # type: ignor
             cache.remove(row)
             texts[row] = texts[-1]
             texts.pop()
+
+
+@pytest.mark.parametrize(("name", "examples"), [("qwen3", 15), ("gemma3_text", 5), ("falcon_h1", 5)])
+def test_rows_equal_fresh_runs_in_buffers_that_change_all_the_time(
+    name: str, examples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers, "STEP", 2)
+    test_rows_equal_fresh_runs_after_any_history(name, examples)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "lfm2", "falcon_h1", "rwkv7", "deepseek_v3"])
@@ -206,6 +214,7 @@ class Ring:
         moved = None if row == last else self.cache.fork(last, lengths.upper, RowLengths(1))
         self.cache.remove(row, moved)
         lengths.remove(row)
+        self.cache.fit()
         self.rows[row] = self.rows[-1]
         self.rows.pop()
 
@@ -213,6 +222,11 @@ class Ring:
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([1, 3, 8]), st.integers(1, 3), st.data())
 def test_a_window_shows_the_last_positions_after_any_history(window: int, rows: int, data: st.DataObject) -> None:
+    with steps_of(data.draw(st.sampled_from([1, 256]))):
+        write_and_move(window, rows, data)
+
+
+def write_and_move(window: int, rows: int, data: st.DataObject) -> None:
     ring = Ring(window, rows)
     for _ in range(data.draw(st.integers(1, 12))):
         width = data.draw(st.sampled_from([1, 2, 5, 9, SLACK + 1, 40]))

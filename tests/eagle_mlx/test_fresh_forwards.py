@@ -21,7 +21,7 @@ import pytest
 
 import eagle_mlx as em
 import eagle_mlx.engine.batch
-from eagle_mlx.cache import RaggedCache
+from eagle_mlx.cache import RaggedCache, buffers
 from eagle_mlx.cache.kinds import ONE_ROW
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.verify import Verdict
@@ -341,6 +341,14 @@ def test_every_token_is_the_targets_own(name: str, totals: Figures) -> None:
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("name", ["gemma3_text", "granitemoehybrid", "llama", "qwen3"])
 def test_every_token_is_the_targets_own_as_on_a_gpu(name: str, totals: Figures) -> None:
+    test_every_token_is_the_targets_own(name, totals)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma3_text", "llama", "qwen3_next"])
+def test_every_token_is_the_targets_own_in_buffers_that_change_all_the_time(
+    name: str, totals: Figures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers, "STEP", 2)
     test_every_token_is_the_targets_own(name, totals)
 
 
