@@ -10,6 +10,7 @@ import numpy as np
 
 from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread
 from eagle_mlx.errors import TargetError
+from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.shards import Sample
 from eagle_mlx.target import Target
@@ -97,4 +98,7 @@ def _hidden_states(
             states.append(mx.clip(hidden, -limit, limit).astype(mx.float16))
     with one_blas_thread(len(streams) > 1):
         mx.eval(states)
-    return [np.array(state) for state in states]
+    found = [np.array(state) for state in states]
+    del hidden, states
+    FreedBuffers().after_chunk()
+    return found

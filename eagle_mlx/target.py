@@ -22,6 +22,7 @@ from eagle_mlx import hub
 from eagle_mlx.cpu import use_shortcuts
 from eagle_mlx.errors import TargetError
 from eagle_mlx.hooks import CutNorm, Recording, RecordsOutput, bound_positions, hook, place_one_by_one, slice_attention
+from eagle_mlx.memory import limit_mlx
 
 # Where mlx-lm's architectures keep their parts, in the order in which they are looked for.
 _BACKBONES = ("model", "language_model.model", "model.language_model", "transformer", "backbone", "model.model")
@@ -190,7 +191,8 @@ def load_target(
     `dtype` is the type of the weights that are not quantised; by default the file's own, except on a CPU under Linux,
     where only float32 goes through BLAS. The others are mlx-lm's: a folder of LoRA adapters; leave to run the code
     that comes with the model; tokens, or their ids, that end a text as well; a template in place of the tokenizer's
-    own, and what a template takes beside messages. Raises TargetError for what mlx-lm cannot load.
+    own, and what a template takes beside messages. On a GPU this bounds what MLX keeps of freed buffers, and on Metal
+    it wires the weights (`memory.limit_mlx`). Raises TargetError for what mlx-lm cannot load.
     """
     folder = hub.resolve(name, code=trust_remote_code)
     adapter = None if adapter_path is None else _adapter_folder(adapter_path)
@@ -208,6 +210,7 @@ def load_target(
     if dtype is not None:
         model.set_dtype(dtype)
         mx.eval(model.parameters())
+    limit_mlx()
     target = Target(model, tokenizer, name=str(name))
     target.chat_template_args = dict(chat_template_args or {})
     return target

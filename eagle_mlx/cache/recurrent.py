@@ -142,7 +142,7 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
         self.cache = [_picked(mx.stack(list(column), axis=1), count) for column in zip(*states, strict=True)]
 
     def _replaced(self, value: Any, mask: mx.array | None) -> Any:
-        """An argument for a second call: masks are the state's copied, attention beside it sees the new keys alone."""
+        """An argument for a second call: masks are the state's own, attention beside it sees the new keys alone."""
         if isinstance(value, RaggedList):
             return [x if x is self else _PassThrough(x.offset) for x in value.caches]
         if isinstance(value, mx.array) and value.dtype == mx.bool_:

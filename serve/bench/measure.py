@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from time import perf_counter
 
+import mlx.core as mx
+
 from eagle_mlx.decoding.loops import LEAST_DISTINCT, is_loop
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.progress import progress_bar
@@ -114,6 +116,7 @@ class _Work:
     def run(self, mode: Mode, group: Sequence[int], first: bool = False) -> Timed:
         """Decode some of the prompts, whole or to their first token: the seconds, and what was decoded."""
         params = self.first if first else self.params
+        mx.clear_cache()  # every mode begins with no buffers of another's
         start = perf_counter()
         out = finish(mode.decode([self.prompts[index] for index in group], [params[index] for index in group]))
         seconds = perf_counter() - start

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
+import mlx.core as mx
+
 from eagle_mlx.sampling_params import SamplingParams
 
 from .continuation import Continuation, Decoding
@@ -26,6 +28,7 @@ class _Runner:
         """Continue until there are so many tokens, or the end."""
         if self.outputs is not None:
             return
+        mx.clear_cache()  # every turn begins with no buffers of another mode's
         start = perf_counter()
         try:
             while self.tokens < goal:

@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from eagle_mlx.errors import ConfigError, OutputError
+from eagle_mlx.memory import free_memory
 from eagle_mlx.shards import CacheChoice, ShardMeta, choose_cache, states_bytes, unfinished_folder
 from eagle_mlx.shards.budget import Place, gb
 
 from ..config import TrainConfig
-from .memory import free_disk, free_memory
+from .memory import free_disk
 
 _MEMORY_SHARE, _DISK_SHARE = 0.8, 0.95
 """What of the free memory and disk a cache may take: others need some too."""

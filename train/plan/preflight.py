@@ -12,6 +12,7 @@ from typing import Any
 from eagle_mlx import hub
 from eagle_mlx.data_pipelines import shard_meta
 from eagle_mlx.errors import ConfigError, EagleError, OutputError
+from eagle_mlx.memory import free_memory
 from eagle_mlx.shards import CacheChoice
 from eagle_mlx.shards.budget import gb
 from eagle_mlx.target import Target
@@ -21,7 +22,7 @@ from ..kinds import KINDS, resolved
 from . import estimate
 from .cache import as_asked, choose_states
 from .estimate import Disk, Memory
-from .memory import free_disk, free_memory
+from .memory import free_disk
 from .recipe import Recipe, described
 from .shapes import HeadShape, TargetShape, blank_head, described_target, lazy_target, shape_of_head, shape_of_target
 

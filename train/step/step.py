@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread, use_shortcuts
 from eagle_mlx.errors import CheckpointError, EagleError
+from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
@@ -87,6 +88,7 @@ class Stepper:
         self._steps = 0
         self._optimizers = Optimizers(config.optimization, head.trainable_parameters())
         self._streams = make_streams(config.run.streams or min(default_streams(), config.optimization.rows))
+        self._freed = FreedBuffers()
         self._gradients: Callable[[list[Arrays]], tuple[list[mx.array], Any]] = self._plain_gradients
         self._update: Callable[[Any, mx.array], None] = self._plain_update
         if not use_shortcuts():  # on a CPU a compiled step is the slower one
@@ -117,6 +119,7 @@ class Stepper:
         self._optimizers.set_rates(factor)
         with one_blas_thread(len(self._streams) > 1):
             norm, loss, by_step, hits, *features = self._learn(groups, scale, rows)
+        self._freed.after_step()
         return StepResult(
             float(np.array(loss)),
             (np.array(by_step) / self._weights).tolist(),
