@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -51,6 +51,8 @@ class PrefixCache:
 
     def __init__(self, capacity: int):
         self.capacity = capacity
+        self.spare: Callable[[], int] | None = None
+        """Bytes that rows which decode leave to it, where somebody counts."""
         self.nbytes = 0
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._names = count()
@@ -90,18 +92,27 @@ class PrefixCache:
         return length if length >= entry.past.shortest else 0
 
     def keep(self, tokens: Sequence[int], past: Prefix) -> None:
-        """Remember a past; the arrays are its own."""
+        """Remember a past; the arrays are its own, and are computed only where they fit."""
         arrays = [*past.cache.state, *(past.state.arrays if past.state is not None else ())]
-        mx.eval(arrays)  # while they wait to be computed they hold on to the batch's own buffers
         entry = _Entry(np.asarray(tokens, np.int64), past, sum(x.nbytes for x in arrays))
-        if past.length < LEAST or entry.nbytes > self.capacity:
+        if past.length < LEAST or entry.nbytes > self._limit:
             return
         for name in [name for name, other in self._entries.items() if entry.covers(other)]:
             self._drop(name)
+        self.trim(entry.nbytes)
+        mx.eval(arrays)  # while they wait to be computed they hold on to the batch's own buffers
         self._entries[next(self._names)] = entry
         self.nbytes += entry.nbytes
-        while self.nbytes > self.capacity:
+
+    def trim(self, more: int = 0) -> None:
+        """Let pasts go until they and so many bytes more are within the limit."""
+        limit = self._limit - more
+        while self._entries and self.nbytes > limit:
             self._drop(next(iter(self._entries)))
+
+    @property
+    def _limit(self) -> int:
+        return self.capacity if self.spare is None else min(self.capacity, self.spare())
 
     def _drop(self, name: int) -> None:
         self.nbytes -= self._entries.pop(name).nbytes

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eagle_mlx as em
-from eagle_mlx.engine.prefix import LEAST
+from eagle_mlx.cache import RaggedCache
+from eagle_mlx.engine.prefix import LEAST, Prefix, PrefixCache
 from tests.architectures import tiny_model
 from tests.fakes import Oracle, tiny_head, tiny_target
 from tests.full import in_full
@@ -96,6 +98,42 @@ def test_bytes_are_bounded_and_the_least_recently_used_go_first() -> None:
     busy.prefixes.find(prompts[2])
     busy.generate([[9, *LONG[1:40]]], params)
     assert [busy.prefixes.find(prompt) is not None for prompt in prompts] == [False, False, True, False]
+
+
+def test_a_past_above_the_limit_is_not_copied() -> None:
+    cache, new = RaggedCache(2, 2), mx.random.normal((2, 2, 4000, 16))
+    for layer in cache:
+        layer.update_and_fetch(new, new)
+    cache.advance(4000)
+    mx.eval(cache.state)
+    past = Prefix(3000, cache.fork(0, 3000), None)
+    size = sum(x.nbytes for x in past.cache.state)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    for limit, kept in ((size - 1, 0), (size, 1)):
+        prefixes = PrefixCache(limit)
+        prefixes.keep(range(3001), past)
+        assert len(prefixes) == kept
+        copied = mx.get_peak_memory() - before
+        assert copied >= size if kept else copied < 0.1 * size
+
+
+def test_rows_that_decode_leave_what_they_do_not_need() -> None:
+    prefixes = PrefixCache(MANY)
+    spare = [MANY]
+    prefixes.spare = lambda: spare[0]
+    cache, new = RaggedCache(1, 4), mx.random.normal((4, 2, 100, 16))
+    cache[0].update_and_fetch(new, new)
+    cache.advance(100)
+    for row in range(4):
+        prefixes.keep([row] * 101, Prefix(100, cache.fork(row, 100), None))
+    one = prefixes.nbytes // 4
+    for left, count in ((4 * one, 4), (3 * one, 3), (one, 1), (-1, 0)):
+        spare[0] = left
+        prefixes.trim()
+        assert len(prefixes) == count
+    prefixes.keep([0] * 101, Prefix(100, cache.fork(0, 100), None))
+    assert len(prefixes) == 0
 
 
 def test_a_longer_past_replaces_what_it_begins_with() -> None:
