@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -61,16 +61,31 @@ class RequestQueue:
         client = next(iter(self._clients.values()))
         return client.by_chunks[client.following][0][1]
 
+    def first(self, fits: Callable[[Request], bool]) -> Request | None:
+        """The next one for which this is true: clients in turn, of each the one that is next, then short before long.
+
+        Of a client's prompts that are read in as many chunks only the one that came first is asked about.
+        """
+        for client in self._clients.values():
+            for chunks in (client.following, *sorted(client.by_chunks)):
+                request = client.by_chunks[chunks][0][1]
+                if fits(request):
+                    return request
+        return None
+
     def pop(self) -> Request:
         """Take the next one; its client's next turn comes behind everybody else's."""
         request = self.peek()
-        client = self._clients.pop(request.client)
-        chunks = client.following
+        self.take(request)
+        return request
+
+    def take(self, request: Request) -> None:
+        """The same with one that `peek` or `first` gave."""
+        client, chunks = self._clients.pop(request.client), self._chunks(request)
         client.skips = 0 if chunks == client.oldest else client.skips + 1
         self._clients[request.client] = client
         client.by_chunks[chunks].popleft()
         self._forget_empty(request.client, chunks)
-        return request
 
     def remove(self, request: Request) -> None:
         """Let a request go that waits. Raises KeyError or StopIteration where it does not."""

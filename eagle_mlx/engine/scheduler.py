@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from eagle_mlx.cache import may_pad
 from eagle_mlx.engine.batch import Batch
+from eagle_mlx.engine.kv_budget import KVBudget
 from eagle_mlx.engine.prefill import Prefill
 from eagle_mlx.engine.prefix import Prefix, PrefixCache
-from eagle_mlx.engine.request_queue import RequestQueue
+from eagle_mlx.engine.request_queue import MOST_SKIPS, RequestQueue
+from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.request import Request
 from eagle_mlx.target import Target
@@ -17,6 +19,9 @@ class Scheduler:
 
     Prompts that fit into one chunk are read side by side; a longer one, or one whose beginning is in the prefix cache,
     is read alone.
+
+    Whose keys and values would not fit beside those of the rows that decode waits for memory. Others that fit may pass,
+    at most `MOST_SKIPS` of them; then nobody joins before it. Prefixes that are kept give way to rows.
     """
 
     def __init__(
@@ -26,14 +31,27 @@ class Scheduler:
         chunk: int,
         prefixes: PrefixCache | None = None,
         kv_bits: int | None = None,
+        budget: KVBudget | None = None,
     ):
         self.target, self.proposer, self.chunk, self.prefixes = target, proposer, chunk, prefixes
-        self.kv_bits = kv_bits
+        self.kv_bits, self.budget = kv_bits, budget
         self.waiting = RequestQueue(chunk)
+        self.freed = FreedBuffers()
+        if prefixes is not None and budget is not None:
+            prefixes.spare = lambda: budget.nbytes - budget.set_aside(self.admitted)
         self._may_pad = may_pad(target.model)
         self.prefilling: list[Request] = []
         """Those whose prompts are being read, from when they stop waiting until `joined`."""
         self._prefill: Prefill | None = None
+        self._admitted: list[Request] = []
+        self._passed: Request | None = None
+        """Whose turn it was when others went before it."""
+        self._passes = 0
+
+    @property
+    def admitted(self) -> list[Request]:
+        """Those that decode, or whose prompts are being read. Any thread may ask."""
+        return [request for request in self._admitted if request.finish_reason is None]
 
     @property
     def idle(self) -> bool:
@@ -41,7 +59,7 @@ class Scheduler:
 
     def wants_in(self, room: int) -> bool:
         """Whether somebody will join, or could, with room for so many more requests."""
-        return self._prefill is not None or (room > 0 and bool(self.waiting))
+        return self._prefill is not None or (room > 0 and self._following(room) is not None)
 
     def prefill(self, room: int) -> Batch | None:
         """Read one chunk of the prompts whose turn it is; their batch, once that was the last of it.
@@ -50,7 +68,11 @@ class Scheduler:
         """
         if self._prefill is None:
             self._prefill = self._next(room)
-        if self._prefill is None or not self._prefill.step(self.chunk):
+        if self._prefill is None:
+            return None
+        is_read = self._prefill.step(self.chunk)
+        self.freed.after_chunk()
+        if not is_read:
             return None
         ready, self._prefill = self._prefill.batch, None
         return ready
@@ -72,18 +94,57 @@ class Scheduler:
 
     def _next(self, room: int) -> Prefill | None:
         requests = self.prefilling
-        while self.waiting and len(requests) < room:
-            following = self.waiting.peek()
+        while len(requests) < room and (following := self._following(room - len(requests))) is not None:
             prefix = self._known(following)
             if requests and (prefix is not None or not self._side_by_side(following)):
                 break
-            requests.append(self.waiting.pop())
+            self._take(following)
+            requests.append(following)
             if prefix is not None:
-                requests[0].cached_tokens = prefix.length
+                following.cached_tokens = prefix.length
                 return Prefill(Batch(self.target, self.proposer, requests, prefix, self.kv_bits), prefix.length)
-            if not self._side_by_side(requests[0]):
+            if not self._side_by_side(following):
                 break
         return Prefill(Batch(self.target, self.proposer, requests, kv_bits=self.kv_bits)) if requests else None
+
+    def _following(self, room: int) -> Request | None:
+        """Who is to join next, with room for so many more; None where nobody waits, or whoever may join does not fit.
+
+        Where the longest row is what limits how many decode, others as long go before short ones: beside it they take
+        no more, and by themselves they would take as much again.
+        """
+        if not self.waiting:
+            return None
+        turn = self._turn()
+        if self.budget is None:
+            return turn
+        if self._passes < MOST_SKIPS:
+            rows, reach = self.admitted, self.budget.reach
+            longest = max(map(reach, rows), default=0)
+            if self.budget.size.nbytes(len(rows) + room, longest) > self.budget.nbytes:
+                like = self.waiting.first(lambda request: 2 * reach(request) > longest and self._fits(request))
+                if like is not None:
+                    return like
+            return turn if self._fits(turn) else self.waiting.first(self._fits)
+        return turn if self._fits(turn) else None
+
+    def _turn(self) -> Request:
+        """Whose turn it is, or was when others went before it."""
+        if self._passed is not None and self._passed.finish_reason is None:
+            return self._passed
+        self._passed, self._passes = None, 0
+        return self.waiting.peek()
+
+    def _fits(self, request: Request) -> bool:
+        return self.budget is None or self.budget.fits([*self.admitted, request])
+
+    def _take(self, request: Request) -> None:
+        turn = self._turn()
+        self._passed, self._passes = (None, 0) if request is turn else (turn, self._passes + 1)
+        self.waiting.take(request)
+        self._admitted = [*self.admitted, request]
+        if self.prefixes is not None:
+            self.prefixes.trim()
 
     def _known(self, request: Request) -> Prefix | None:
         return self.prefixes.find(request.prompt) if self.prefixes is not None else None

@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
+from eagle_mlx.cache.size import CacheSize
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.plan import Abilities, Plan
@@ -73,6 +74,15 @@ class Forkable(Protocol):
 
 
 class ForkableState(ProposerState, Forkable, Protocol): ...
+
+
+@runtime_checkable
+class HasCacheSize(Protocol):
+    """What a proposer with caches of its own may have, so that they are counted with the target's."""
+
+    def cache_size(self) -> CacheSize:
+        """What they take. It is bound."""
+        ...
 
 
 class Proposer(Protocol):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, check_cacheable
+from eagle_mlx.cache.size import CacheSize
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import TargetError
@@ -46,6 +47,12 @@ class DraftModelProposer:
 
     def open(self, prompts: Sequence[Sequence[int]]) -> DraftModelState:
         return DraftModelState(self, [_RowText(list(prompt)) for prompt in prompts])
+
+    def cache_size(self) -> CacheSize:
+        """Of the draft model."""
+        cache = RaggedCache.of(self.draft.model, 1)
+        self.draft.forward(mx.zeros((1, 1), mx.int32), cache)
+        return CacheSize.of(cache)
 
 
 @dataclass

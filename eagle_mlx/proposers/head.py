@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx.cache import RaggedCache, without_row
+from eagle_mlx.cache.size import CacheSize
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import HeadError
@@ -58,6 +59,13 @@ class HeadProposer:
 
     def open(self, prompts: Sequence[Sequence[int]]) -> HeadState:
         return HeadState(self, len(prompts))
+
+    def cache_size(self) -> CacheSize:
+        """Of the head's layers."""
+        state = HeadState(self, 1)
+        states = mx.zeros((1, 1, self.target.hidden_size), self.target.dtype)
+        state._forward(mx.zeros((1, 1), mx.int32), self.head.features([states] * len(self.aux_layers)))
+        return CacheSize.of(state.cache)
 
 
 _MOST_UNREAD = 32

@@ -1,0 +1,86 @@
+"""What keys and values may take of memory: who fits beside whom, and who never fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from eagle_mlx.cache import RaggedCache
+from eagle_mlx.cache.size import CacheSize
+from eagle_mlx.errors import PromptError
+from eagle_mlx.memory import gb
+from eagle_mlx.proposers.base import HasCacheSize, Proposer
+from eagle_mlx.request import Request
+from eagle_mlx.target import Target
+
+_OPEN_END = 2048
+"""Tokens that are set aside for a request that does not say how many it wants, behind those that it has.
+
+Most answers are shorter. To set aside all that the context leaves would let few such requests decode together.
+"""
+
+
+def size_of(target: Target, proposer: Proposer | None, kv_bits: int | None) -> CacheSize:
+    """What the caches of a target and its proposer take. Nothing is computed: shapes are known before."""
+    cache = RaggedCache.of(target.model, 1, kv_bits)
+    target.forward(mx.zeros((1, 1), mx.int32), cache)
+    own = CacheSize.of(cache)
+    return own + proposer.cache_size() if isinstance(proposer, HasCacheSize) else own
+
+
+class KVBudget:
+    """Bytes for keys and values, of rows and of prefixes that are kept.
+
+    All rows of a batch take as much room as the longest. So what counts is what the batch would take with a newcomer.
+    """
+
+    def __init__(self, nbytes: int, size: CacheSize, context: int):
+        self.nbytes, self.size = nbytes, size
+        self.longest = self._longest(context)
+        """Positions that a row by itself may have."""
+
+    def _longest(self, context: int) -> int:
+        low, high = 0, context
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.size.nbytes(1, middle) <= self.nbytes else (low, middle - 1)
+        return low
+
+    def check(self, request: Request) -> None:
+        """Raise PromptError for a request that would not fit if it were alone.
+
+        One that does not say how many tokens it wants gets as many as fit.
+        """
+        prompt = len(request.prompt)
+        if prompt + (1 if _is_open(request) else request.limit) > self.longest:
+            wanted = prompt if _is_open(request) else prompt + request.limit
+            more = "" if _is_open(request) else f" and {request.limit} to generate"
+            raise PromptError(
+                f"a prompt of {prompt} tokens{more} takes {gb(self.size.nbytes(1, wanted))} of keys and values, but "
+                f"there are {gb(self.nbytes)} for them, enough for {self.longest} tokens; ask for less, or let there "
+                "be more with kv_bytes (--kv-gb)"
+            )
+        request.limit = min(request.limit, self.longest - prompt)
+
+    def reach(self, request: Request) -> int:
+        """Positions that are set aside for a request."""
+        most = len(request.prompt) + request.limit
+        return min(most, request.length + _OPEN_END) if _is_open(request) else most
+
+    def set_aside(self, requests: Sequence[Request]) -> int:
+        """Bytes that these may come to take together."""
+        return self.size.nbytes(len(requests), max(map(self.reach, requests), default=0))
+
+    def fits(self, requests: Sequence[Request]) -> bool:
+        """Whether these may decode together. One alone always may."""
+        return len(requests) <= 1 or self.set_aside(requests) <= self.nbytes
+
+    def used(self, requests: Sequence[Request]) -> int:
+        """Bytes that these take now, at most."""
+        return self.size.nbytes(len(requests), max((request.length for request in requests), default=0))
+
+
+def _is_open(request: Request) -> bool:
+    """Whether a request ends where the context does, and not at a number of tokens that it has named."""
+    return request.limit < request.params.max_tokens
