@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import mlx.core as mx
 
+from eagle_mlx import memory
 from eagle_mlx.cache import RaggedCache, check_cacheable
 from eagle_mlx.cache.tree_support import why_no_trees
 from eagle_mlx.engine.batch import Batch
+from eagle_mlx.engine.kv_budget import KVBudget, size_of
 from eagle_mlx.engine.output import Chunk, Output
 from eagle_mlx.engine.pipeline import Pipeline
 from eagle_mlx.engine.prefix import PrefixCache
@@ -50,8 +52,12 @@ class Engine:
         prefill_chunk: int = 512,
         prefix_cache_bytes: int = 0,
         kv_bits: int | None = None,
+        kv_bytes: int | None = None,
     ):
         """`prefix_cache_bytes`: what the pasts of ended requests may hold, for prompts that begin like them.
+
+        `kv_bytes`: what keys and values may take, those pasts included; by default four fifths of the memory that is
+        free. A request that would not fit beside others waits; `prepare` refuses one that never would.
 
         `kv_bits`: 4 or 8 to quantise the keys and values of full attention. That is another model, a little: the text
         is then what this engine says without a proposer.
@@ -63,6 +69,8 @@ class Engine:
             )
         if kv_bits not in (None, 4, 8):
             raise ConfigError(f"kv_bits must be 4, 8 or None; got {kv_bits!r}")
+        if kv_bytes is not None and kv_bytes < 1:
+            raise ConfigError(f"kv_bytes must be at least 1, or None for a share of the free memory; got {kv_bytes}")
         check_cacheable(target.model, max_batch, kv_bits)
         if proposer is not None:
             proposer.bind(target)
@@ -76,7 +84,9 @@ class Engine:
         self.prefixes = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
         self.chains_only = self._why_chains(kv_bits)
         """Why no trees are drafted though the policy asks for them; None where they are, or nobody asks."""
-        self._scheduler = Scheduler(target, proposer, prefill_chunk, self.prefixes, kv_bits)
+        share = memory.kv_bytes(memory.free_memory()) if kv_bytes is None else kv_bytes
+        self.kv_budget = KVBudget(share, size_of(target, proposer, kv_bits), target.context_length)
+        self._scheduler = Scheduler(target, proposer, prefill_chunk, self.prefixes, kv_bits, self.kv_budget)
         self._pipeline = Pipeline()
         self._batch: Batch | None = None
         self._working = False
@@ -103,6 +113,11 @@ class Engine:
     def waiting(self) -> int:
         """Requests that do not decode yet."""
         return len(self._scheduler.waiting) + len(self._scheduler.prefilling)
+
+    @property
+    def kv_used(self) -> int:
+        """Bytes of keys and values of those that decode, or whose prompts are being read, at most."""
+        return self.kv_budget.used(self._scheduler.admitted)
 
     @property
     def idle(self) -> bool:
@@ -159,8 +174,13 @@ class Engine:
             self.cancel(request)
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """A request as a row to be submitted. Changes nothing here; any thread may call it. Raises PromptError."""
-        return make_request(self.target, prompt, params)
+        """A request as a row to be submitted. Changes nothing here; any thread may call it.
+
+        Raises PromptError, also for one whose keys and values would never fit into `kv_bytes`.
+        """
+        request = make_request(self.target, prompt, params)
+        self.kv_budget.check(request)
+        return request
 
     def submit(self, request: Request) -> None:
         """The row waits for its turn; its tokens grow with every step, until it has a finish reason."""
@@ -218,7 +238,9 @@ class Engine:
         Raises what anything in it raises; the requests that it worked on have then ended, with `error` (see `Engine`).
         """
         with self._whole():
-            return [request for request in self._step() if request.finish_reason != "cancelled"]
+            ended = [request for request in self._step() if request.finish_reason != "cancelled"]
+        self._scheduler.freed.after_step(is_last=self.idle)
+        return ended
 
     def _step(self) -> list[Request]:
         first = self._batch is None

@@ -1,0 +1,307 @@
+"""Memory for keys and values: never more than allowed, nobody waits for ever, and who cannot fit is told why."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import eagle_mlx as em
+from eagle_mlx.cache import RaggedCache
+from eagle_mlx.cache.size import CacheSize
+from eagle_mlx.engine.kv_budget import KVBudget, size_of
+from eagle_mlx.engine.request_queue import MOST_SKIPS
+from eagle_mlx.engine.scheduler import Admission
+from eagle_mlx.errors import ConfigError, PromptError
+from eagle_mlx.request import Request
+from tests.architectures import VOCAB, tiny_model
+from tests.fakes import steps_of, tiny_head, tiny_target
+
+TARGET = tiny_target()
+HEAD = em.HeadProposer(tiny_head(TARGET))
+HEAD.bind(TARGET)
+RNG = np.random.default_rng(0)
+PROMPTS = [[int(t) for t in RNG.integers(3, 128, n)] for n in (5, 100, 17, 60, 2, 33, 140)]
+TOKENS = 10
+ALONE = [
+    em.Engine(TARGET, max_batch=1).generate([prompt], em.SamplingParams(max_tokens=TOKENS))[0].tokens
+    for prompt in PROMPTS
+]
+
+
+def taken(engine: em.Engine) -> int:
+    """Bytes that the caches of all rows, of the proposer and of those whose prompts are being read really have."""
+    batches = [batch for batch in (engine._batch, engine._admission._reading) if batch is not None]
+    states = [batch.state for batch in batches]
+    caches = [batch.cache for batch in batches] + [state.cache for state in states if hasattr(state, "cache")]
+    return sum(x.nbytes for cache in caches for x in cache.state)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "falcon_h1", "gemma3_text", "gpt_oss", "lfm2", "mamba2", "qwen3_next"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_size_is_what_caches_come_to(name: str, rows: int) -> None:
+    target = em.Target(tiny_model(name))
+    size, cache = size_of(target, None, None), RaggedCache.of(target.model, rows)
+    read = 0
+    with steps_of(4):
+        for count in (1, 30, 1, 60):
+            target.forward(mx.array(RNG.integers(0, VOCAB, (rows, count)), mx.int32), cache)
+            read += count
+            cache.advance(count)
+            cache.compact()
+            mx.eval(cache.state)
+            real = sum(x.nbytes for x in cache.state)
+            assert 0.6 * size.nbytes(rows, read) - 16 * rows * size.position <= real <= size.nbytes(rows, read)
+
+
+def test_quantised_keys_and_the_proposers_count() -> None:
+    target = em.Target(tiny_model("gpt_oss"))
+    whole, small = size_of(TARGET, None, None), size_of(TARGET, HEAD, None)
+    assert small.position == whole.position * (TARGET.num_layers + 1) // TARGET.num_layers
+    assert size_of(TARGET, em.DraftModelProposer(TARGET), None).position == 2 * whole.position
+    assert size_of(TARGET, em.NgramProposer(), None) == whole
+    assert size_of(target, None, None).windows
+
+
+def test_sizes_are_known_without_computing_anything() -> None:
+    mx.synchronize()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    assert size_of(TARGET, HEAD, None).position > 0
+    assert mx.get_peak_memory() - before < 4096  # a few numbers, and neither logits nor buffers
+
+
+def budget_for(rows: int, longest: int) -> int:
+    return size_of(TARGET, HEAD, None).nbytes(rows, longest)
+
+
+@settings(max_examples=15)
+@given(
+    st.lists(st.sampled_from(["submit", "submit", "submit", "cancel", "step", "step"]), max_size=40),
+    st.randoms(use_true_random=False),
+    st.sampled_from([(1, 150), (2, 150), (3, 80), (4, 150)]),
+    st.booleans(),
+)
+def test_rows_and_prefixes_stay_within_the_budget(
+    events: list[str], random: object, room: tuple[int, int], keeps: bool
+) -> None:
+    with steps_of(4):
+        allowed = max(budget_for(*room), budget_for(1, 150))
+        busy = em.Engine(
+            TARGET, HEAD, em.FixedPolicy(3), 4, 16, prefix_cache_bytes=allowed if keeps else 0, kv_bytes=allowed
+        )
+        asked: list[tuple[int, Request]] = []
+
+        def step() -> None:
+            busy.step()
+            set_aside = busy.kv_budget.set_aside(busy._admission.admitted)
+            assert taken(busy) <= set_aside <= allowed
+            assert busy.kv_used <= set_aside
+            if busy.prefixes is not None:
+                assert busy.prefixes.nbytes + set_aside <= allowed
+
+        for event in events:
+            if event == "submit":
+                which = random.randrange(len(PROMPTS))  # type: ignore[attr-defined]
+                asked.append((which, busy.prepare(PROMPTS[which], em.SamplingParams(max_tokens=TOKENS))))
+                busy.submit(asked[-1][1])
+            elif event == "cancel" and asked:
+                busy.cancel(random.choice(asked)[1])  # type: ignore[attr-defined]
+            else:
+                step()
+        while not busy.idle:
+            step()
+    for which, request in asked:
+        assert request.finish_reason in ("length", "cancelled")
+        assert request.tokens == ALONE[which][: len(request.tokens)]
+
+
+def test_who_never_fits_is_refused_with_numbers() -> None:
+    engine = em.Engine(TARGET, HEAD, kv_bytes=budget_for(1, 100))
+    assert engine.kv_budget.longest == 100
+    with pytest.raises(PromptError, match=r"140 tokens and 10 to generate takes .* there are .* for 100 tok.*kv"):
+        engine.prepare(PROMPTS[6], em.SamplingParams(max_tokens=10))
+    with pytest.raises(PromptError, match="140 tokens takes"):
+        engine.prepare(PROMPTS[6], em.SamplingParams(max_tokens=512))
+    assert engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=40)).limit == 40
+    with pytest.raises(PromptError, match="60 tokens and 41 to generate"):
+        engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=41))
+
+
+def test_who_does_not_say_how_much_gets_what_fits() -> None:
+    engine = em.Engine(TARGET, HEAD, kv_bytes=budget_for(1, 100))
+    request = engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=TARGET.context_length, ignore_eos=True))
+    assert request.limit == 40
+    [output] = engine.generate([PROMPTS[3]], em.SamplingParams(max_tokens=TARGET.context_length, ignore_eos=True))
+    assert (output.finish_reason, len(output.tokens)) == ("length", 40)
+
+
+def test_a_budget_must_hold_something() -> None:
+    with pytest.raises(ConfigError, match="kv_bytes must be at least 1"):
+        em.Engine(TARGET, kv_bytes=0)
+
+
+def test_by_default_it_is_a_share_of_what_is_free() -> None:
+    assert em.Engine(TARGET).kv_budget.longest == TARGET.context_length
+
+
+def test_prefixes_give_way_to_rows() -> None:
+    allowed = budget_for(3, 150)
+    engine = em.Engine(TARGET, HEAD, em.FixedPolicy(2), 4, prefix_cache_bytes=allowed, kv_bytes=allowed)
+    params = em.SamplingParams(max_tokens=TOKENS)
+    assert engine.prefixes is not None
+    for prompt in PROMPTS:
+        engine.generate([prompt], params)
+    kept = len(engine.prefixes)
+    assert kept > 2
+    rows = [engine.prepare([int(t) for t in RNG.integers(3, 128, 140)], params) for _ in range(3)]
+    for row in rows:
+        engine.submit(row)
+    while engine.active < 3:
+        engine.step()
+    assert len(engine.prefixes) < kept
+    assert engine.prefixes.nbytes + engine.kv_budget.set_aside(rows) <= allowed
+
+
+def request(prompt: int, tokens: int = 10, client: str = "") -> Request:
+    return Request(
+        [3] * prompt, em.SamplingParams(max_tokens=tokens), seed=0, limit=tokens, stop_ids=frozenset(), client=client
+    )
+
+
+class Seats:
+    """An admission without an engine: who would be let in, and when those leave."""
+
+    def __init__(self, nbytes: int, seats: int = 4):
+        self.budget = KVBudget(nbytes, CacheSize(position=1), context=10_000)
+        self.admission = Admission(TARGET, None, 512, budget=self.budget)
+        self.seats = seats
+        self.let_in: list[Request] = []
+
+    def submit(self, *requests: Request) -> None:
+        for each in requests:
+            self.budget.check(each)
+            self.admission.waiting.append(each)
+
+    def admit(self) -> list[Request]:
+        new = []
+        while (room := self.seats - len(self.admission.admitted)) > 0:
+            following = self.admission._following(room)
+            if following is None:
+                break
+            self.admission._take(following)
+            new.append(following)
+            assert self.budget.set_aside(self.admission.admitted) <= self.budget.nbytes
+        self.let_in += new
+        return new
+
+    @staticmethod
+    def end(requests: Sequence[Request]) -> None:
+        for each in requests:
+            each.finish_reason = "length"
+
+
+BYTES = CacheSize(position=1).nbytes(4, 1000)
+"""Enough for four rows of a thousand tokens, or one of 4,600."""
+
+
+def test_long_prompts_are_put_together() -> None:
+    seats = Seats(CacheSize(position=1).nbytes(2, 4000), seats=8)
+    long, short = [request(3800) for _ in range(3)], [request(100) for _ in range(6)]
+    seats.submit(long[0])
+    assert seats.admit() == [long[0]]
+    seats.submit(*short[:3], *long[1:], *short[3:])
+    assert seats.admit() == [long[1]]  # and not a short one, which would take as much
+    seats.end(long[:1])
+    assert seats.admit() == [long[2]]
+    seats.end(long[1:])
+    assert seats.admit() == short
+
+
+def test_short_ones_pass_one_that_waits_for_memory_so_many_times() -> None:
+    seats = Seats(BYTES)
+    short, long = [request(400, client="a") for _ in range(60)], request(4000, client="b")
+    seats.submit(*short[:4])
+    assert seats.admit() == short[:4]
+    seats.submit(long, *short[4:])
+    passed = 0
+    while long not in seats.let_in:
+        rows = seats.admission.admitted
+        assert rows
+        seats.end(rows[:1])
+        passed += len([each for each in seats.admit() if each is not long])
+    assert passed <= MOST_SKIPS
+    assert seats.admission.admitted == [long]
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.sampled_from([5, 300, 700, 1500, 4000]), st.integers(0, 3)),
+        min_size=1,
+        max_size=60,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_nobody_waits_for_ever(arrivals: list[tuple[str, int, int]], random: object) -> None:
+    """Who comes to its turn is passed by a few at most; and once rows leave, everybody has been let in."""
+    seats, asked = Seats(BYTES), []
+    passes: dict[int, int] = {}
+    for client, prompt, leave in arrivals:
+        asked.append(request(prompt, client=client))
+        seats.submit(asked[-1])
+        turn = seats.admission._turn()
+        for each in seats.admit():
+            if each is not turn:
+                passes[id(turn)] = passes.get(id(turn), 0) + 1
+            turn = seats.admission._turn() if seats.admission.waiting else None
+        rows = list(seats.admission.admitted)
+        random.shuffle(rows)  # type: ignore[attr-defined]
+        seats.end(rows[:leave])
+    assert all(count <= MOST_SKIPS for count in passes.values())
+    for _ in itertools.count():
+        if not seats.admission.waiting:
+            break
+        new = seats.admit()
+        assert new or seats.admission.admitted
+        seats.end(seats.admission.admitted[:1])
+    assert sorted(map(id, seats.let_in)) == sorted(map(id, asked))
+
+
+def test_a_long_request_is_answered_though_short_ones_keep_coming() -> None:
+    with steps_of(4):
+        allowed = max(budget_for(1, 150), budget_for(4, 20))
+        engine = em.Engine(TARGET, HEAD, em.FixedPolicy(2), 4, 16, kv_bytes=allowed)
+        params = em.SamplingParams(max_tokens=TOKENS)
+        long = engine.prepare(PROMPTS[6], params)
+        for steps in range(400):
+            short = engine.prepare(PROMPTS[4], params)
+            short.client = str(steps % 3)
+            engine.submit(short)
+            if steps == 6:
+                engine.submit(long)
+            engine.step()
+            if long.finish_reason:
+                break
+        assert long.tokens == ALONE[6]
+
+
+def test_one_that_is_withdrawn_while_it_waits_for_memory_holds_nobody_up() -> None:
+    seats = Seats(BYTES)
+    short, long = [request(400, client="a") for _ in range(20)], request(4000, client="b")
+    seats.submit(*short[:4])
+    seats.admit()
+    seats.submit(long, *short[4:])
+    for _ in range(MOST_SKIPS):
+        seats.end(seats.admission.admitted[:1])
+        seats.admit()
+    seats.end(seats.admission.admitted[:1])
+    assert seats.admit() == []
+    long.finish_reason = "cancelled"
+    seats.admission.withdraw(long)
+    assert len(seats.admit()) == 1
