@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from eagle_mlx.errors import ConfigError, EagleError
 
+from ..memory import add_kv_gb, bytes_of
 from ..speculation import add_arguments, from_arguments
 from ..target_options import add_target_arguments, options_of
 from .app import create_app
@@ -91,11 +92,9 @@ def _hosts(sock: socket.socket, named: Sequence[str]) -> tuple[str, ...] | None:
 
 def _load_config(args: argparse.Namespace) -> LoadConfig:
     target, speculation = from_arguments(args)
-    if not (math.isfinite(args.prefix_cache_gb) and args.prefix_cache_gb >= 0):
-        raise ConfigError(f"--prefix-cache-gb must be at least 0; got {args.prefix_cache_gb}")
-    cache = int(args.prefix_cache_gb * 1e9)
+    prefixes, kv = bytes_of("--prefix-cache-gb", args.prefix_cache_gb, least=0), bytes_of("--kv-gb", args.kv_gb)
     options = options_of(args)
-    return LoadConfig(target, speculation, args.max_batch, args.max_context, cache, args.kv_bits, options)
+    return LoadConfig(target, speculation, args.max_batch, args.max_context, prefixes, args.kv_bits, options, kv)
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -156,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     add_target_arguments(parser)
     much = parser.add_argument_group("how much")
     batch, queue, drain = LoadConfig.max_batch, Limits.queue, Settings.drain_seconds
-    body, cache = Limits.body_bytes / (1 << 20), LoadConfig.prefix_cache_bytes / 1e9
+    body = Limits.body_bytes / (1 << 20)
     much.add_argument(
         "--max-batch", type=int, default=batch, metavar="N", help=f"requests that decode at once (default {batch})"
     )
@@ -171,8 +170,12 @@ def _parser() -> argparse.ArgumentParser:
     much.add_argument(
         "--max-body-mb", type=float, default=body, metavar="MB", help=f"of a request; beyond it 413 (default {body:g})"
     )
+    add_kv_gb(much)
     much.add_argument(
-        "--prefix-cache-gb", type=float, default=cache, metavar="GB", help=f"kept of past prompts (default {cache:g})"
+        "--prefix-cache-gb",
+        type=float,
+        metavar="GB",
+        help="of that, what past prompts may hold (default: a quarter of what is free behind the weights)",
     )
     much.add_argument(
         "--drain-seconds", type=float, default=drain, metavar="S", help=f"to finish at the end (default {drain:g})"

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from eagle_mlx import memory
 from eagle_mlx.cpu import blas
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, TargetError
+from eagle_mlx.memory import gb
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.sampling_params import SamplingParams
@@ -37,17 +39,20 @@ class LoadConfig:
     max_batch: int = 8
     max_context: int | None = None
     """Tokens of prompt and answer; None for what the model was made for."""
-    prefix_cache_bytes: int = 1_000_000_000
+    prefix_cache_bytes: int | None = None
+    """For the pasts of ended requests; None for a share of what is free behind the weights."""
     kv_bits: int | None = None
     """Bits of keys and values, None for the model's own type."""
     options: TargetOptions = field(default_factory=TargetOptions)
+    kv_bytes: int | None = None
+    """For keys and values, those pasts included; None for a share of what is free behind the weights."""
 
     def __post_init__(self) -> None:
         if self.max_batch < 1:
             raise ConfigError(f"--max-batch must be at least 1; got {self.max_batch}")
         if self.max_context is not None and self.max_context < 2:
             raise ConfigError(f"--max-context must hold a prompt and an answer, at least 2; got {self.max_context}")
-        if self.prefix_cache_bytes < 0:
+        if self.prefix_cache_bytes is not None and self.prefix_cache_bytes < 0:
             raise ConfigError("--prefix-cache-gb must be at least 0")
 
 
@@ -69,13 +74,15 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     config = replace(config, speculation=speculation)
     _try_out(target, proposer, speculation.depth)
     policy = speculation.make_policy()
+    prefixes = config.prefix_cache_bytes
     engine = Engine(
         target,
         proposer,
         policy,
         config.max_batch,
-        prefix_cache_bytes=config.prefix_cache_bytes,
+        prefix_cache_bytes=memory.prefix_cache_bytes(memory.free_memory()) if prefixes is None else prefixes,
         kv_bits=config.kv_bits,
+        kv_bytes=config.kv_bytes,
     )
     drafts = speculation.max_depth if proposer is not None else 0
     loaded = Loaded(engine, proposer.name if proposer is not None else "none", drafts, sampling_defaults(config.target))
@@ -120,8 +127,13 @@ def _description(config: LoadConfig, loaded: Loaded) -> list[str]:
         *(["tools"] if chat.has_tool_calling else []),
         *(["reasoning"] if chat.has_thinking else []),
     ]
-    cache = f"prefix cache up to {_size(config.prefix_cache_bytes)}" if config.prefix_cache_bytes else "no prefix cache"
-    keys = f", keys and values in {config.kv_bits} bits" if config.kv_bits else ""
+    budget, prefixes = loaded.engine.kv_budget, loaded.engine.prefixes
+    cache = (
+        f"{gb(min(prefixes.capacity, budget.nbytes))} of it for the prefix cache"
+        if prefixes is not None
+        else "no prefix cache"
+    )
+    keys = f"keys and values up to {gb(budget.nbytes)}" + (f" in {config.kv_bits} bits" if config.kv_bits else "")
     return [
         f"target: {target.name}, {target.num_layers} layers, {str(target.dtype).rpartition('.')[2]}",
         f"speculation: {config.speculation}",
@@ -130,10 +142,6 @@ def _description(config: LoadConfig, loaded: Loaded) -> list[str]:
         f"chat: {', '.join(chats)}",
         f"sampling: temperature {loaded.defaults.get('temperature', 1.0):g} unless a request says otherwise",
         f"context: {target.context_length} tokens, {config.max_batch} requests at once",
-        f"memory: {_size(mx.get_active_memory())} in use, {cache}{keys}",
+        f"memory: {gb(mx.get_active_memory())} in use, {keys} ({budget.longest} tokens of one request), {cache}",
         f"blas: {blas.activate()}, mlx on {'the CPU' if mx.default_device() == mx.Device(mx.cpu) else 'the GPU'}",
     ]
-
-
-def _size(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

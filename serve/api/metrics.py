@@ -34,6 +34,11 @@ class Gauges(Protocol):
     def max_running(self) -> int: ...
 
     @property
+    def kv_bytes(self) -> tuple[int, int, int]:
+        """Of keys and values: of rows, of past prompts, and what both may take together."""
+        ...
+
+    @property
     def ready(self) -> bool: ...
 
 
@@ -53,6 +58,10 @@ class ServerCollector(Collector):
         yield GaugeMetricFamily("eagle:rows", "Requests that decode", self.server.running)
         yield GaugeMetricFamily("eagle:rows_max", "Requests that can decode at once", self.server.max_running)
         yield GaugeMetricFamily("eagle:queue", "Requests that wait for their turn", self.server.waiting)
+        requests, past, most = self.server.kv_bytes
+        yield GaugeMetricFamily("eagle:kv_bytes", "Keys and values of requests, at most", requests)
+        yield GaugeMetricFamily("eagle:prefix_cache_bytes", "Keys and values of past prompts", past)
+        yield GaugeMetricFamily("eagle:kv_bytes_max", "What both may take together", most)
         yield GaugeMetricFamily("eagle:ready", "1 while requests are taken", int(self.server.ready))
         yield _histogram("eagle:time_to_first_token_seconds", "From a request's arrival", totals.first_token)
         yield _histogram("eagle:request_seconds", "From a request's arrival to its end", totals.whole)

@@ -92,6 +92,15 @@ class Service:
     def max_running(self) -> int:
         return self.settings.max_batch
 
+    @property
+    def kv_bytes(self) -> tuple[int, int, int]:
+        """Of keys and values: of rows, of past prompts, and what both may take together."""
+        loaded = self.worker.loaded
+        if loaded is None:
+            return 0, 0, 0
+        prefixes = loaded.engine.prefixes
+        return loaded.engine.kv_used, prefixes.nbytes if prefixes is not None else 0, loaded.engine.kv_budget.nbytes
+
     def loaded(self, model: str | None = None) -> Loaded:
         """The model, for a request that names it. Raises ApiError 503 where requests are not taken, 404 for another."""
         loaded = self.worker.loaded

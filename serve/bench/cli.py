@@ -21,6 +21,7 @@ from eagle_mlx.heads.precision import described, in_dtype, quantization_of, quan
 from eagle_mlx.target import Target, load_target
 
 from ..head_choice import usable_heads
+from ..memory import add_kv_gb, bytes_of
 from ..prompts import encode, read_prompts
 from ..speculation import (
     AUTO,
@@ -128,6 +129,7 @@ def _add_what(what: argparse._ArgumentGroup, default: BenchConfig) -> None:
 
 def _add_how(how: argparse._ArgumentGroup, default: BenchConfig) -> None:
     how.add_argument("--prompts", type=Path, help="jsonl of `messages` or `prompt` rows (default: held-out functions)")
+    add_kv_gb(how)
     how.add_argument("--limit", type=_positive, default=100, help="prompts to take (default 100)")
     how.add_argument(
         "--max-tokens",
@@ -178,6 +180,7 @@ def _bench(args: argparse.Namespace, command: str) -> int:
     for path in (args.json, args.plot):
         if path is not None:
             report.check_writable(path)
+    kv_bytes = bytes_of("--kv-gb", args.kv_gb)
     modes, head_name = _modes(args)
     target = options_of(args).load(args.target or embedded("target"))
     head = _head(head_name, target, args.head_bits)
@@ -191,8 +194,9 @@ def _bench(args: argparse.Namespace, command: str) -> int:
         print(f"draft model: {draft.name}")
     args.depth = args.depth or [min(DEFAULT_TOKENS[policy] for policy in args.policy)]
     runs: list[Run] = []
+    models = Models(target, head, draft, kv_bytes)
     for config in configs:
-        built = build_modes(Models(target, head, draft), modes, args.batch, args.depth, args.policy, args.nodes)
+        built = build_modes(models, modes, args.batch, args.depth, args.policy, args.nodes)
         runs += measure(target, built, prompts, config, progress=not args.quiet)
     tolerance = tolerance_for(target) if args.tolerance is None else args.tolerance
     print(f"\n{report.table(runs)}\n\n{report.footnote(runs, args.max_tokens, tolerance)}")

@@ -70,10 +70,11 @@ class EngineMode:
         proposer: Proposer | None = None,
         policy: PolicyName = "fixed",
         nodes: int = 0,
+        kv_bytes: int | None = None,
     ):
         self.name, self.batch, self.depth, self.nodes, self.policy = name, batch, depth, nodes, policy
         rule = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy).make_policy()
-        self._engine = Engine(target, proposer, rule, max_batch=batch)
+        self._engine = Engine(target, proposer, rule, max_batch=batch, kv_bytes=kv_bytes)
         self._excluded = 0.0
         """Seconds of other modes' turns, which its clock leaves out."""
         self._engine.clock = lambda: perf_counter() - self._excluded
@@ -124,6 +125,8 @@ class Models:
     target: Target
     head: DraftHead | None = None
     draft: Target | None = None
+    kv_bytes: int | None = None
+    """What keys and values of an engine may take."""
 
     def proposer(self, name: ModeName) -> Proposer:
         """A new proposer of the mode of this name. Raises ConfigError where its model is missing."""
@@ -182,9 +185,9 @@ def build_modes(
         if "mlx-lm-batch" in names and batch > 1:
             modes.append(MlxLmBatchMode(target, batch))
         if "plain" in names:
-            modes.append(EngineMode("plain", target, batch))
+            modes.append(EngineMode("plain", target, batch, kv_bytes=models.kv_bytes))
         modes += [
-            EngineMode(name, target, batch, depth, models.proposer(name), policy, size)
+            EngineMode(name, target, batch, depth, models.proposer(name), policy, size, models.kv_bytes)
             for depth in depths
             for size in nodes
             if size == 0 or size > depth

@@ -26,7 +26,7 @@ NAME = "tiny"
 DEPTH = 3
 
 
-def engine(mode: str = "ngram", max_batch: int = 4, context: int = 512, prefix_cache_bytes: int = 0) -> em.Engine:
+def engine(mode: str = "ngram", max_batch: int = 4, context: int = 512, **settings: int | None) -> em.Engine:
     """Greedy text of the tiny model repeats itself soon, so that n-grams are accepted, and refused, often."""
     target = tiny_target(tokenizer=True)
     target.context_length = context
@@ -35,7 +35,7 @@ def engine(mode: str = "ngram", max_batch: int = 4, context: int = 512, prefix_c
         "ngram": em.NgramProposer,
         "eagle": lambda: em.HeadProposer(tiny_head(target, draft_vocab=512)),
     }[mode]()
-    return em.Engine(target, proposer, em.FixedPolicy(DEPTH), max_batch, prefix_cache_bytes=prefix_cache_bytes)
+    return em.Engine(target, proposer, em.FixedPolicy(DEPTH), max_batch, **settings)  # type: ignore[arg-type]
 
 
 class Live:

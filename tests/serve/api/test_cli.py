@@ -11,6 +11,7 @@ import pytest
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats import save_eagle3
 from eagle_mlx.head_registry import register
+from eagle_mlx.memory import free_memory
 from eagle_mlx.serve.api.cli import main
 from eagle_mlx.serve.api.loader import LoadConfig, check, load
 from eagle_mlx.serve.api.model import sampling_defaults
@@ -51,6 +52,8 @@ def test_a_target_alone_is_served_with_what_is_found_for_it(
         (["--max-context", "513"], "more than the 512 tokens"),
         (["--prefix-cache-gb", "-1"], "--prefix-cache-gb"),
         (["--prefix-cache-gb", "nan"], "--prefix-cache-gb"),
+        (["--kv-gb", "0"], "--kv-gb"),
+        (["--kv-gb", "inf"], "--kv-gb"),
         (["--drain-seconds", "-1"], "--drain-seconds"),
         (["--max-body-mb", "0"], "--max-body-mb"),
         (["--max-body-mb", "inf"], "--max-body-mb"),
@@ -114,6 +117,19 @@ def test_the_check_fails_where_speculation_changes_the_text(models: tuple[str, s
     assert "FAILED" in said[-1]
 
 
+def test_memory_is_shared_out_at_the_start(models: tuple[str, str]) -> None:
+    said: list[str] = []
+    engine = load(LoadConfig(models[0], Speculation(mode="ngram")), said.append).engine
+    assert engine.prefixes is not None
+    assert 0 < engine.prefixes.capacity < engine.kv_budget.nbytes < free_memory()
+    given = LoadConfig(models[0], Speculation(mode="ngram"), prefix_cache_bytes=0, kv_bytes=3_000_000)
+    engine = load(given, said.append).engine
+    assert (engine.prefixes, engine.kv_budget.nbytes) == (None, 3_000_000)
+    memory = next(line for line in reversed(said) if line.startswith("memory: "))
+    assert f"keys and values up to 3.0 MB ({engine.kv_budget.longest} tokens of one request)" in memory
+    assert memory.endswith("no prefix cache")
+
+
 def test_plans_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="--max-batch"):
         LoadConfig("x", Speculation(), max_batch=0)
@@ -137,6 +153,15 @@ def test_the_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert end.value.code == 0
     text = capsys.readouterr().out
-    for flag in ("--target", "--head", "--spec-decode", "--max-queue", "--drain-seconds", "--allow-origin", "--check"):
+    for flag in (
+        "--target",
+        "--head",
+        "--spec-decode",
+        "--max-queue",
+        "--kv-gb",
+        "--drain-seconds",
+        "--allow-origin",
+        "--check",
+    ):
         assert flag in text
     assert "curl " in text

@@ -92,6 +92,33 @@ def test_the_numbers_add_up() -> None:
         assert summary["current_k"] == DEPTH
 
 
+def test_memory_is_counted_and_who_never_fits_gets_a_400() -> None:
+    made = engine(prefix_cache_bytes=1 << 24)
+    allowed = made.kv_budget.size.nbytes(1, 300)
+    with live(lambda: Loaded(engine(prefix_cache_bytes=1 << 24, kv_bytes=allowed), "ngram", DEPTH)) as server:
+        before = samples(server)
+        assert (before["eagle:kv_bytes"], before["eagle:prefix_cache_bytes"]) == (0, 0)
+        assert before["eagle:kv_bytes_max"] == allowed
+        refused = server.http.post(COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 300})
+        assert refused.status_code == 400
+        assert "300 to generate takes" in refused.json()["error"]["message"]
+        assert "enough for 300 tokens" in refused.json()["error"]["message"]
+        answer = server.http.post(COMPLETIONS, json={"prompt": PROMPT, "temperature": 0, "ignore_eos": True})
+        usage = answer.json()["usage"]
+        assert usage["prompt_tokens"] + usage["completion_tokens"] == 300  # as if the context were that long
+        body = {"prompt": PROMPT, "max_tokens": 150, "temperature": 0, "n": 3, "ignore_eos": True}
+        with server.openai.completions.with_streaming_response.create(
+            model=NAME, prompt=PROMPT, max_tokens=150, stream=True
+        ):
+            server.until(lambda: samples(server)["eagle:kv_bytes"] > 0)
+            now = samples(server)
+            assert now["eagle:kv_bytes"] + now["eagle:prefix_cache_bytes"] <= allowed
+        texts = {each["text"] for each in server.http.post(COMPLETIONS, json=body).json()["choices"]}
+        assert len(texts) == 1  # one after the other, since two do not fit
+        server.until(lambda: server.idle)
+        assert 0 < samples(server)["eagle:prefix_cache_bytes"] <= allowed
+
+
 def test_the_depth_follows_what_requests_allow(server: Live) -> None:
     before = samples(server)
     body = {"prompt": "x", "max_tokens": 20, "temperature": 0, "num_speculative_tokens": 0}
