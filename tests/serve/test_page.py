@@ -122,6 +122,10 @@ def test_it_shows_the_numbers_of_the_metrics(page: Page, used: Live) -> None:
     assert page.text("#rows") == "0"
     assert page.text("#rows-max") == "of 4"
     assert page.text("#queue") == "0"
+    kept, most = numbers["eagle:kv_bytes"] + numbers["eagle:prefix_cache_bytes"], numbers["eagle:kv_bytes_max"]
+    assert kept > 0
+    whole = f"{most / 1e9:.{2 if most < 1e10 else 0}f}"
+    assert page.text("#kv") == f"keys and values {kept / 1e9:.2f} of {whole} GB"
     assert page.text("#tau") == f"{tokens / forwards:.2f}"
     assert page.text("#span") == f"{tokens:,.0f} tokens in {numbers['eagle:rounds_total']:,.0f} rounds"
     drafts = numbers["vllm:spec_decode_num_drafts_total"]
