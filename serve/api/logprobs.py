@@ -10,6 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.decoding.logprobs import listed, logprobs_of
+from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.request import TokenLogprob
 from eagle_mlx.target import Target
 from eagle_mlx.text import TextStream
@@ -72,7 +73,7 @@ def score_prompt(target: Target, tokens: Sequence[int], top: int, chunk: int = 2
 
     top: how many of the likeliest to report at each place. Must run in the thread that owns the target.
     """
-    cache = RaggedCache.of(target.model, 1)
+    cache, freed = RaggedCache.of(target.model, 1), FreedBuffers()
     for start in range(0, len(tokens) - 1, chunk):
         following = list(tokens[start + 1 : start + 1 + chunk])
         read = mx.array([tokens[start : start + len(following)]], mx.int32)
@@ -80,10 +81,13 @@ def score_prompt(target: Target, tokens: Sequence[int], top: int, chunk: int = 2
         cache.advance(len(following))
         cache.sync([start + len(following)])
         chosen, ids, values = logprobs_of(logits, mx.array(following, mx.int32), top)
-        yield listed(
+        scores = listed(
             following,
             cast(list[float], chosen.tolist()),
             cast(list[list[int]], ids.tolist()),
             cast(list[list[float]], values.tolist()),
             top,
         )
+        del logits, chosen, ids, values
+        freed.after_chunk()
+        yield scores
