@@ -66,6 +66,26 @@ def test_a_row_that_leaves_takes_no_turn() -> None:
     assert list(waiting) == []
 
 
+def test_a_client_of_which_nobody_fits_keeps_its_turn() -> None:
+    big, small, other = row("a", 50), row("b", 5), row("c", 5)
+    waiting = queue(big, small, other)
+    for wanted in (small, other):
+        found = waiting.first(lambda each: len(each.prompt) < 10)
+        assert found is wanted
+        waiting.take(found)
+        assert waiting.peek() is big
+    assert waiting.first(lambda each: len(each.prompt) < 10) is None
+    assert drained(waiting) == [big]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 60)), min_size=1, max_size=40))
+def test_where_everybody_fits_the_first_is_the_next(rows: list[tuple[str, int]]) -> None:
+    waiting = queue(*(row(client, length) for client, length in rows))
+    while waiting:
+        assert waiting.first(lambda _: True) is waiting.peek()
+        waiting.pop()
+
+
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 60), st.booleans()), max_size=60))
 def test_nobody_is_lost_and_nobody_waits_longer_than_promised(events: list[tuple[str, int, bool]]) -> None:
     """A row goes after at most so many turns of its own client as those before it can be passed."""
