@@ -28,7 +28,7 @@ class Logprobs:
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        return self.resolved_mode, self.ids, self.values
+        return self.chosen, self.ids, self.values
 
     @classmethod
     def of(cls, requests: Sequence[Request], logits: mx.array, tokens: mx.array) -> Logprobs | None:
@@ -43,7 +43,7 @@ class Logprobs:
 
     def read(self, tokens: Sequence[Sequence[int]]) -> dict[int, list[TokenLogprob]]:
         """Wait for them: by place in the batch, one for each token that the row emits. tokens: row by request."""
-        chosen = cast(list[list[float]], self.resolved_mode.tolist())
+        chosen = cast(list[list[float]], self.chosen.tolist())
         ids = cast(list[list[list[int]]], self.ids.tolist())
         values = cast(list[list[list[float]]], self.values.tolist())
         return {
