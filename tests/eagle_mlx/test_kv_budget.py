@@ -16,7 +16,7 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.size import CacheSize
 from eagle_mlx.engine.kv_budget import KVBudget, size_of
 from eagle_mlx.engine.request_queue import MOST_SKIPS
-from eagle_mlx.engine.scheduler import Admission
+from eagle_mlx.engine.scheduler import Scheduler
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.request import Request
 from tests.architectures import VOCAB, tiny_model
@@ -36,7 +36,9 @@ ALONE = [
 
 def taken(engine: em.Engine) -> int:
     """Bytes that the caches of all rows, of the proposer and of those whose prompts are being read really have."""
-    batches = [batch for batch in (engine._batch, engine._admission._reading) if batch is not None]
+    batches = [
+        batch for batch in (engine._batch, getattr(engine._scheduler._prefill, "batch", None)) if batch is not None
+    ]
     states = [batch.state for batch in batches]
     caches = [batch.cache for batch in batches] + [state.cache for state in states if hasattr(state, "cache")]
     return sum(x.nbytes for cache in caches for x in cache.state)
@@ -99,7 +101,7 @@ def test_rows_and_prefixes_stay_within_the_budget(
 
         def step() -> None:
             busy.step()
-            set_aside = busy.kv_budget.set_aside(busy._admission.admitted)
+            set_aside = busy.kv_budget.set_aside(busy._scheduler.admitted)
             assert taken(busy) <= set_aside <= allowed
             assert busy.kv_used <= set_aside
             if busy.prefixes is not None:
@@ -179,7 +181,7 @@ class Seats:
 
     def __init__(self, nbytes: int, seats: int = 4):
         self.budget = KVBudget(nbytes, CacheSize(position=1), context=10_000)
-        self.admission = Admission(TARGET, None, 512, budget=self.budget)
+        self.admission = Scheduler(TARGET, None, 512, budget=self.budget)
         self.seats = seats
         self.let_in: list[Request] = []
 
