@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from eagle_mlx import hub
+from eagle_mlx.catalog.head_search import FoundHead, find_heads, where_mtp_layers_are
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, EagleError
-from eagle_mlx.head_search import FoundHead, find_heads, where_mtp_layers_are
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.target import Target, fingerprint
 

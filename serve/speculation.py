@@ -12,11 +12,11 @@ from typing import Any, Literal, get_args
 import mlx.core as mx
 import mlx.nn as nn
 
-from eagle_mlx.embedded import embedded
+from eagle_mlx.catalog.embedded import embedded
+from eagle_mlx.catalog.head_search import load_found
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.head_check import head_warning
-from eagle_mlx.head_search import load_found
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import described, quantize_for
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle_mlx.catalog.embedded import is_embedded_target
+from eagle_mlx.catalog.head_registry import register
 from eagle_mlx.cpu import blas, tune_process
-from eagle_mlx.embedded import is_embedded_target
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_free
-from eagle_mlx.head_registry import register
 from eagle_mlx.shards.budget import gb
 from eagle_mlx.target import fingerprint, load_target
 

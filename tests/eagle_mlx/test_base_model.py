@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from eagle_mlx import hub
-from eagle_mlx.base_model import names_of, same_model
+from eagle_mlx.catalog.base_model import names_of, same_model
 from tests import hub_server
 
 CARD = b"---\nbase_model: Qwen/Qwen3-8B\n---\n"

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 import eagle_mlx as em
-from eagle_mlx import head_registry, known_heads
-from eagle_mlx.embedded import embedded
+from eagle_mlx.catalog import head_registry, known_heads
+from eagle_mlx.catalog.embedded import embedded
+from eagle_mlx.catalog.head_registry import records, register
+from eagle_mlx.catalog.head_search import find_heads, load_found, where_mtp_layers_are
+from eagle_mlx.catalog.known_heads import known_heads_for
 from eagle_mlx.errors import EagleError
 from eagle_mlx.formats import save_eagle3
-from eagle_mlx.head_registry import records, register
-from eagle_mlx.head_search import find_heads, load_found, where_mtp_layers_are
 from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.hub import full_id
-from eagle_mlx.known_heads import known_heads_for
 from eagle_mlx.target import fingerprint
 from tests import hub_server
 from tests.eagle_mlx import test_heads_golden as golden

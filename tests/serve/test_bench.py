@@ -14,10 +14,10 @@ import mlx.core as mx
 import pytest
 
 from eagle_mlx import hub
+from eagle_mlx.catalog.head_registry import register
 from eagle_mlx.decoding.loops import distinct_ratio
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.formats import save_eagle3
-from eagle_mlx.head_registry import register
 from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.bench import plots, report

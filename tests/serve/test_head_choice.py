@@ -9,11 +9,12 @@ import pytest
 from huggingface_hub import constants
 
 import eagle_mlx as em
-from eagle_mlx import hub, known_heads
+from eagle_mlx import hub
+from eagle_mlx.catalog import known_heads
+from eagle_mlx.catalog.head_registry import records, register
+from eagle_mlx.catalog.known_heads import KnownHead
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats import save_eagle3
-from eagle_mlx.head_registry import records, register
-from eagle_mlx.known_heads import KnownHead
 from eagle_mlx.serve.generate.cli import main as generate
 from eagle_mlx.serve.head_choice import load_proposer
 from eagle_mlx.serve.heads.cli import main as heads

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.base_model import base_model_of
+from eagle_mlx.catalog.base_model import base_model_of
 from eagle_mlx.formats import load_head, save_eagle, save_eagle3, save_mtp
 from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.heads.precision import quantize

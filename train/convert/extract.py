@@ -10,6 +10,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from eagle_mlx import hub
+from eagle_mlx.catalog.head_registry import register
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_free
 from eagle_mlx.formats import mtp_of_model, save_mtp
@@ -18,7 +19,6 @@ from eagle_mlx.formats.mtp import quantized
 from eagle_mlx.formats.mtp_files import shards_of
 from eagle_mlx.formats.mtp_source import mtp_prefix
 from eagle_mlx.formats.tensors import DTYPE_NAMES, INDEX, read_index, weights_of
-from eagle_mlx.head_registry import register
 from eagle_mlx.heads.mtp import MTPHead
 
 Hidden = Literal["after", "before"]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from eagle_mlx import hub
-from eagle_mlx.base_model import BASE_MODEL, base_model_of, check_id
+from eagle_mlx.catalog.base_model import BASE_MODEL, base_model_of, check_id
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_free
 from eagle_mlx.formats import (

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from eagle_mlx.base_model import names_of, same_model
+from eagle_mlx.catalog.base_model import names_of, same_model
 from eagle_mlx.errors import ConfigError
 
 from ..config import from_mapping

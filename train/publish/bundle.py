@@ -12,7 +12,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-from eagle_mlx.base_model import BASE_MODEL, by_mlx_community
+from eagle_mlx.catalog.base_model import BASE_MODEL, by_mlx_community
 from eagle_mlx.errors import OutputError
 
 from ..run import REPORT

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eagle_mlx import hub
-from eagle_mlx.base_model import check_id
+from eagle_mlx.catalog.base_model import check_id
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.precision import BITS
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx import hub
-from eagle_mlx.base_model import BASE_MODEL
+from eagle_mlx.catalog.base_model import BASE_MODEL
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadError
 from eagle_mlx.formats import load_head
 from eagle_mlx.formats.fields import read_config

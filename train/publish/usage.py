@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Callable
 
-from eagle_mlx.base_model import by_mlx_community
+from eagle_mlx.catalog.base_model import by_mlx_community
 from eagle_mlx.heads.eagle3 import Eagle3Head
 
 from .source import Source

@@ -9,7 +9,7 @@ from typing import Literal
 
 import yaml
 
-from eagle_mlx.base_model import same_model
+from eagle_mlx.catalog.base_model import same_model
 
 TABLE = Path(__file__).with_suffix(".yaml")
 UNKNOWN = "unknown"

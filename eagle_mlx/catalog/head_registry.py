@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from eagle_mlx import hub
-from eagle_mlx.base_model import names_of, same_model
+from eagle_mlx.catalog.base_model import names_of, same_model
 from eagle_mlx.files import cache_folder, write_whole
 
 How = Literal["trained", "extracted", "fetched"]

@@ -28,4 +28,4 @@ def is_embedded_target(name: str | Path) -> bool:
 
 
 def _roots() -> tuple[Path, Path]:
-    return Path(__file__).resolve().parents[1], Path.cwd()
+    return Path(__file__).resolve().parents[2], Path.cwd()

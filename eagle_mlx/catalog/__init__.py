@@ -1,0 +1,1 @@
+"""Which heads there are for a target: included, made or fetched here, published, or in the model itself."""
