@@ -114,7 +114,7 @@ def test_the_command_asks_before_it_loads_anything(offline: pytest.MonkeyPatch, 
     offline.setenv("WANDB_MODE", "online")
     wandb.teardown()
     out = tmp_path / "out"
-    assert main(["--target", "no/such/target", "--wandb", "--output", str(out)]) == 2
+    assert main(["--target", "no/such/target", "--data", "x.jsonl", "--wandb", "--output", str(out)]) == 2
     assert "error: Weights & Biases cannot be used: No API key" in capsys.readouterr().err
     assert not out.exists()
 
