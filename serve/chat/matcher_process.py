@@ -35,6 +35,9 @@ class MatcherProcess:
     def __init__(self) -> None:
         self.tokenizer: llguidance.LLTokenizer | None = None
         self.matcher: llguidance.LLMatcher | None = None
+        self._grammar = ""
+        self._text: list[int] = []
+        """What the matcher has taken."""
 
     def open(self, tokenizer: str, vocab: int, ends: list[int]) -> list[int]:
         """Read the tokenizer; those of its tokens that grammars name by their ids."""
@@ -54,30 +57,45 @@ class MatcherProcess:
             alone = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": False})
             if reason := llguidance.LLMatcher.validate_grammar(alone, limits=_LIMITS):
                 raise Refused(f"{where}: {reason}")
-        parsed = llguidance.LLMatcher.grammar_from_lark(grammar)
-        self.matcher = llguidance.LLMatcher(self.tokenizer, parsed, log_level=0, limits=_LIMITS)
+        self._grammar = llguidance.LLMatcher.grammar_from_lark(grammar)
+        self.matcher = self._at([])
         first = self.matcher.compute_bitmask()  # some schemas turn out to allow nothing, or too much, only here
         if self.matcher.is_error():
             where = ", ".join(where for where, _ in schemas)
             raise Refused(f"{where}: no text can follow this ({self.matcher.get_error()})")
         return first
 
+    def _at(self, text: list[int]) -> llguidance.LLMatcher:
+        """A matcher behind a text."""
+        matcher = llguidance.LLMatcher(self.tokenizer, self._grammar, log_level=0, limits=_LIMITS)
+        if (count := matcher.try_consume_tokens(text)) < len(text) and not matcher.is_error():
+            raise Refused(f"token {text[count]} was allowed and then refused")
+        return matcher
+
     def masks(self, undo: int, taken: list[int], draft: list[int]) -> list[bytes]:
-        """Go back, then on, and give the masks along a draft up to its first illegal token."""
+        """Go back, then on, and give the masks along a draft up to its first illegal token.
+
+        Behind a draft token that cannot be followed nothing is allowed: that ends a text only if it takes the token.
+        """
         matcher = self.matcher
         assert matcher is not None
         if undo:
             matcher.rollback(undo)
+            del self._text[-undo:]
         if (count := matcher.try_consume_tokens(taken)) < len(taken) and not matcher.is_error():
             raise Refused(f"token {taken[count]} was allowed and then refused")
+        self._text += taken
         masks = [matcher.compute_bitmask()]
-        for token in draft:
-            if matcher.try_consume_tokens([token]) != 1:
-                break
-            masks.append(matcher.compute_bitmask())
-        matcher.rollback(len(masks) - 1)
         if matcher.is_error():
             raise Refused(matcher.get_error())
+        for token in draft:
+            if matcher.try_consume_tokens([token]) != 1 and not matcher.is_error():
+                break
+            masks.append(matcher.compute_bitmask())
+            if matcher.is_error():  # from which a matcher does not come back
+                self.matcher = self._at(self._text)
+                return [*masks[:-1], bytes(len(masks[0]))]
+        matcher.rollback(len(masks) - 1)
         return masks
 
 

@@ -237,6 +237,30 @@ def test_stop_is_said_only_where_the_text_may_end(proposer: Any) -> None:
     assert END not in output.tokens[:2]
 
 
+class DeadEnds(Steps):
+    """Allows a leap of 30 too, behind which nothing may come."""
+
+    def allowed(self, token: int) -> bool:
+        if not self.taken:
+            return True
+        if len(self.taken) > 1 and (self.taken[-1] - self.taken[-2]) % self.vocab == 30:
+            return False
+        return (token - self.taken[-1]) % self.vocab == 30 or super().allowed(token)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_may_lead_where_nothing_may_come(kind: str) -> None:
+    """The sampled text takes such a leap itself at last."""
+    target = tiny_target(vocab=96)
+    plain = em.Engine(target).generate([PROMPTS[1]], params_of(DeadEnds, kind))[0]
+    assert (len(plain.tokens), plain.finish_reason) == ((LENGTH, "length") if kind == "greedy" else (5, "stop"))
+    text = [*PROMPTS[1], *plain.tokens]
+    leaps = [[*text[:n], (text[n - 1] + 30) % 96, 1, 2] for n in range(len(PROMPTS[1]), len(text))]
+    engine = em.Engine(target, Guess(leaps, 0.0), em.FixedPolicy(4))  # type: ignore[arg-type]
+    output = engine.generate([PROMPTS[1]], params_of(DeadEnds, kind))[0]
+    assert (output.tokens, output.finish_reason) == (plain.tokens, plain.finish_reason)
+
+
 def test_a_token_that_ends_the_text_and_was_not_allowed_is_an_error() -> None:
     row = em.Engine(tiny_target(vocab=96)).prepare(PROMPTS[0], params_of(Closed, "greedy"))
     row.take([1, END], 0)

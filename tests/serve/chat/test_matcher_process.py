@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from eagle_mlx.serve.chat.matcher_process import literal
+from eagle_mlx.serve.chat.matcher_process import MatcherProcess, Refused, literal
 
 TAGS = ("<b>", "</b>", "<|end|>", "[INST]")
 LETTERS = [*string.printable, "▁"]
@@ -64,3 +64,36 @@ def test_no_text_is_encoded_as_special_tokens_or_as_another_text(name: str, text
     assert not any(map(made.is_special_token, tokens))
     assert all(made.is_special_token(tokenizer.token_to_id(tag)) for tag in TAGS)
     assert made.vocab_size == tokenizer.get_vocab_size()
+
+
+SPARSE = ["<end>", "a", "b"]
+"""No x: a grammar that asks for one leads nowhere."""
+END, A, B = range(3)
+
+
+def followed(grammar: str) -> MatcherProcess:
+    tokenizer = sentencepiece(models.BPE({text: token for token, text in enumerate(SPARSE)}, []))
+    tokenizer.add_special_tokens([AddedToken("<end>")])
+    process = MatcherProcess()
+    process.open(tokenizer.to_str(), len(SPARSE), [END])
+    process.compile(grammar, ())
+    return process
+
+
+def tokens_of(masks: list[bytes]) -> list[list[int]]:
+    return [[token for token in range(len(SPARSE)) if mask[0] >> token & 1] for mask in masks]
+
+
+def test_a_draft_that_leads_nowhere_ends_no_text() -> None:
+    """What a draft runs into is no matter of a text that goes elsewhere."""
+    process = followed('start: "a" ("b" "x" | "a" "b" "x"?)')
+    assert tokens_of(process.masks(0, [A], [B, A])) == [[A, B], []]
+    assert tokens_of(process.masks(0, [], [A, B])) == [[A, B], [B], [END]]
+    assert tokens_of(process.masks(0, [A], [])) == [[B]]
+    assert tokens_of(process.masks(1, [A, B], [])) == [[END]]
+
+
+def test_a_text_that_leads_nowhere_is_no_complete_one() -> None:
+    process = followed('start: "a" ("b" "x" | "a" "b")')
+    with pytest.raises(Refused):
+        process.masks(0, [A, B], [])
