@@ -8,17 +8,24 @@ engine = em.Engine(target, proposer=em.HeadProposer(head), policy=em.FixedPolicy
 print(engine.generate(["def fib(n):"], em.SamplingParams(max_tokens=64))[0].text)
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 import eagle_mlx.cpu  # noqa: F401  (first: it brings the fast BLAS before MLX)
-from eagle_mlx.engine import Engine
-from eagle_mlx.engine.output import Chunk, Output
-from eagle_mlx.errors import EagleError, HeadWarning
-from eagle_mlx.head_check import load_head
-from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, ThroughputPolicy
-from eagle_mlx.proposers.draft_model import DraftModelProposer
-from eagle_mlx.proposers.head import HeadProposer
-from eagle_mlx.proposers.ngram import NgramProposer
-from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.target import Target, load_target
+
+if TYPE_CHECKING:
+    from eagle_mlx.engine import Engine
+    from eagle_mlx.engine.output import Chunk, Output
+    from eagle_mlx.errors import EagleError, HeadWarning
+    from eagle_mlx.head_check import load_head
+    from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, ThroughputPolicy
+    from eagle_mlx.proposers.draft_model import DraftModelProposer
+    from eagle_mlx.proposers.head import HeadProposer
+    from eagle_mlx.proposers.ngram import NgramProposer
+    from eagle_mlx.sampling_params import SamplingParams
+    from eagle_mlx.target import Target, load_target
 
 __all__ = [
     "AcceptancePolicy",
@@ -37,3 +44,33 @@ __all__ = [
     "load_head",
     "load_target",
 ]
+
+_HOMES = {
+    "AcceptancePolicy": "policy",
+    "Chunk": "engine.output",
+    "DraftModelProposer": "proposers.draft_model",
+    "EagleError": "errors",
+    "Engine": "engine",
+    "FixedPolicy": "policy",
+    "HeadProposer": "proposers.head",
+    "HeadWarning": "errors",
+    "NgramProposer": "proposers.ngram",
+    "Output": "engine.output",
+    "SamplingParams": "sampling_params",
+    "Target": "target",
+    "ThroughputPolicy": "policy",
+    "load_head": "head_check",
+    "load_target": "target",
+}
+"""Where each name is, imported when it is first asked for: mlx-lm takes over a second, and not everybody needs it."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -20,7 +20,8 @@ def used_names() -> list[tuple[str, str]]:
     found = set()
     for source in ("eagle_mlx", "train", "serve", "data_pipelines"):
         for file in (ROOT / source).rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            text = file.read_text(encoding="utf-8")
+            for node in ast.walk(ast.parse(text)) if "mlx_lm" in text else ():
                 if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mlx_lm":
                     found |= {(str(node.module), alias.name) for alias in node.names}
                 if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "mlx_lm":

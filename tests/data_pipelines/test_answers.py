@@ -25,6 +25,7 @@ from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+from tests.full import in_full
 
 ROWS = 18
 CONFIG = RegenerateConfig(
@@ -99,7 +100,7 @@ def test_an_interrupted_file_is_gone_on_with(
 ) -> None:
     rng = random.Random(0)
     reports = []
-    for number in range(6):
+    for number in range(in_full(6, 3)):
         path = tmp_path / f"{number}.jsonl"
         made = 0
         while not path.exists():  # interrupted as often as it takes, each time with another engine

@@ -31,11 +31,12 @@ from eagle_mlx.request import Request
 from tests.architectures import CONFIGS, VOCAB, tiny_model
 from tests.fakes import randomize
 from tests.fresh_forwards import Judge, judge, untouched
+from tests.full import in_full
 from tests.hostile import HostileProposer, Manners, ProposerRaised, RandomPolicy
 
 ROUNDS = int(os.environ.get("EAGLE_FUZZ_ROUNDS", "1"))
 FIRST = int(os.environ.get("EAGLE_FUZZ_SEED", "0"))
-REQUESTS = 8
+REQUESTS = in_full(8, 5)
 """In a history."""
 WINDOW_RING = 28
 """A little more than what a window of 8, as the tiny models have them, keeps: 24 entries."""
