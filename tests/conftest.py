@@ -5,7 +5,7 @@ threads that let each other finish.
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 os.environ.update(
     EAGLE_MLX_CACHE=os.devnull,  # no test finds what another has left there
@@ -55,6 +55,16 @@ def with_shortcuts() -> None:
     """The test is about what only a CPU does."""
     if not use_shortcuts():
         pytest.skip("on a GPU, or with EAGLE_MLX_CPU_SHORTCUTS=0")
+
+
+@pytest.fixture(scope="module")
+def mostly_uncompiled() -> Iterator[None]:
+    """Unless in full, models run operation by operation, so that no functions of 116 of them are compiled."""
+    from tests.fakes import uncompiled
+    from tests.full import FULL
+
+    with nullcontext() if FULL else uncompiled():
+        yield
 
 
 @pytest.fixture(scope="module")

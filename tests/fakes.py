@@ -203,6 +203,16 @@ class OracleState:
 
 
 @contextmanager
+def uncompiled() -> Iterator[None]:
+    """mlx-lm's functions run operation by operation: on a CPU a compiled one calls g++ once, which takes a second."""
+    mx.disable_compile()
+    try:
+        yield
+    finally:
+        mx.enable_compile()
+
+
+@contextmanager
 def steps_of(count: int) -> Iterator[None]:
     """Buffers grow by so few positions, so that short texts make them grow and shrink."""
     before, buffers.STEP = buffers.STEP, count

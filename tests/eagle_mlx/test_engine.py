@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ from eagle_mlx.engine.round import Round
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.plan import CONFIDENCE_LAG, Abilities, Plan, RoundResult
 from tests.fakes import Oracle, tiny_head, tiny_target
+from tests.full import in_full
 
 TARGET = tiny_target()
 PROMPTS = [[1, 2, 3, 4, 5], [9], [7, 8, 7, 8, 7, 8, 7], list(range(40)), [100, 3]]
@@ -56,10 +58,20 @@ def proposers() -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("proposer", proposers(), ids=lambda p: getattr(p, "name", "plain"))
-@pytest.mark.parametrize(("depth", "max_batch"), [(1, 1), (4, 2), (5, 8)])
-def test_greedy_text_is_mlx_lms_own(proposer: object, depth: int, max_batch: int) -> None:
-    engine = em.Engine(TARGET, proposer, em.FixedPolicy(depth), max_batch=max_batch)  # type: ignore[arg-type]
+def in_turns(count: int, others: Sequence[Any], each: int) -> list[tuple[int, Any]]:
+    """All pairs of one of `count` things and one of the others; unless in full, `each` of the others for a thing."""
+    places = ((one, (one + step) % len(others)) for one in range(count) for step in range(in_full(len(others), each)))
+    return [(one, others[place]) for one, place in places]
+
+
+SIZES = [(1, 1), (4, 2), (5, 8)]
+"""Depth and rows."""
+
+
+@pytest.mark.parametrize(("which", "size"), in_turns(len(proposers()), SIZES, 2))
+def test_greedy_text_is_mlx_lms_own(which: int, size: tuple[int, int]) -> None:
+    depth, max_batch = size
+    engine = em.Engine(TARGET, proposers()[which], em.FixedPolicy(depth), max_batch=max_batch)  # type: ignore[arg-type]
     outputs = engine.generate(PROMPTS, em.SamplingParams(max_tokens=24))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert len(output.tokens) == 24
@@ -79,7 +91,7 @@ def test_a_perfect_proposer_is_accepted_whole() -> None:
     assert output.drafted_by_position == output.accepted_by_position == [4, 4, 4, 4, 3]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=in_full(15, 8), deadline=None)
 @given(st.integers(0, 2**63), st.sampled_from([0.7, 1.5]), st.integers(1, 5), st.integers(0, 1))
 def test_seeded_text_is_the_same_with_any_proposer_depth_and_company(
     seed: int, temperature: float, depth: int, which: int
@@ -310,22 +322,20 @@ class Capricious(Recording):
         self.next = tree if self.wants_trees and self.rng.random() < 0.5 else chain
 
 
-@pytest.mark.parametrize("proposer", proposers()[1:5], ids=lambda p: getattr(p, "name", "plain"))
-@pytest.mark.parametrize(
-    "policy",
-    [
-        em.ThroughputPolicy(3),
-        em.AcceptancePolicy(5),
-        em.AcceptancePolicy(4, disable_at_rows=2),
-        Recording([0, 0, 0, 4, 1, 0, 2]),
-        Recording([0] * 40 + [3]),
-        Capricious(6),
-        Capricious(6, nodes=12),
-    ],
-    ids=lambda p: type(p).__name__,
-)
-def test_text_is_the_same_whatever_the_policy(proposer: object, policy: object) -> None:
-    engine = em.Engine(TARGET, proposer, policy, max_batch=3)  # type: ignore[arg-type]
+POLICIES = [
+    lambda: em.ThroughputPolicy(3),
+    lambda: em.AcceptancePolicy(5),
+    lambda: em.AcceptancePolicy(4, disable_at_rows=2),
+    lambda: Recording([0, 0, 0, 4, 1, 0, 2]),
+    lambda: Recording([0] * 40 + [3]),
+    lambda: Capricious(6),
+    lambda: Capricious(6, nodes=12),
+]
+
+
+@pytest.mark.parametrize(("policy", "which"), in_turns(len(POLICIES), range(1, 5), 2))
+def test_text_is_the_same_whatever_the_policy(policy: int, which: int) -> None:
+    engine = em.Engine(TARGET, proposers()[which], POLICIES[policy](), max_batch=3)  # type: ignore[arg-type]
     seeded = em.SamplingParams(temperature=0.9, seed=5, max_tokens=20)
     lengths = [24, 7, 15, 24]
     params = [em.SamplingParams(max_tokens=n) for n in lengths]

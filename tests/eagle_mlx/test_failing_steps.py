@@ -133,7 +133,7 @@ def assert_sound(rows: Sequence[Request], error: str) -> None:
             assert (row.finish_reason, len(row.tokens)) == ("length", COUNT)
 
 
-@settings(max_examples=in_full(25, 15))
+@settings(max_examples=in_full(25, 10))
 @given(st.sampled_from(METHODS), st.integers(1, 12), st.integers(0, 4), st.sampled_from([8, 512]))
 def test_a_proposer_that_raises_ends_the_rows_of_its_step_alone(method: str, nth: int, depth: int, chunk: int) -> None:
     proposer = Failing(method, nth)
@@ -175,7 +175,7 @@ PLACES: list[tuple[type, str]] = [
 ]
 
 
-@settings(max_examples=25)
+@settings(max_examples=in_full(25, 15))
 @given(st.sampled_from(PLACES), st.integers(1, 10), st.booleans(), st.integers(0, 3), st.sampled_from([None, "ngram"]))
 def test_memory_may_run_out_anywhere(
     place: tuple[type, str], nth: int, late: bool, depth: int, drafts: str | None

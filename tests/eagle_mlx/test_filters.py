@@ -15,6 +15,7 @@ from eagle_mlx.decoding import filters
 from eagle_mlx.decoding.filters import Filters, bisect
 from eagle_mlx.decoding.largest import largest
 from eagle_mlx.sampling_params import SamplingParams
+from tests.fakes import uncompiled
 
 Array = np.ndarray[Any, Any]
 DTYPES = [mx.float32, mx.bfloat16, mx.float16]
@@ -38,6 +39,11 @@ def kept_by_mlx_lm(params: SamplingParams, logits: mx.array) -> Array:
 
     Its top-k keeps k tokens whatever ties with the last of them, so that ties are added.
     """
+    with uncompiled():
+        return _kept_by_mlx_lm(params, logits)
+
+
+def _kept_by_mlx_lm(params: SamplingParams, logits: mx.array) -> Array:
     x = logits.astype(mx.float32) / params.temperature
     if 0 < params.top_k < x.shape[-1]:
         last = mx.min(mx.where(apply_top_k(x, params.top_k) > -math.inf, x, math.inf), axis=-1, keepdims=True)

@@ -21,6 +21,7 @@ from eagle_mlx.target import Target
 from eagle_mlx.train.evaluation import Evaluator
 from tests.eagle_mlx.heads import KINDS, eagle, eagle3
 from tests.fakes import tiny_target
+from tests.full import in_full
 
 PROMPTS = [[1, 2, 3, 4, 5], [9, 4], [7, 7, 8, 50, 3, 2, 1, 60, 33]]
 TYPES = {"bf16": (mx.bfloat16, mx.float16), "fp16": (mx.float16, mx.bfloat16), "4-bit": (mx.bfloat16, mx.float32)}
@@ -75,8 +76,11 @@ def floating(weights: Mapping[str, mx.array]) -> set[mx.Dtype]:
     return {x.dtype for x in weights.values() if mx.issubdtype(x.dtype, mx.floating)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("of", TYPES)
+EVERY = [(kind, of) for kind in KINDS for of in TYPES]
+IN_TURNS = [(kind, list(TYPES)[number % len(TYPES)]) for number, kind in enumerate(KINDS)]
+
+
+@pytest.mark.parametrize(("kind", "of"), in_full(EVERY, IN_TURNS))
 def test_a_head_computes_in_the_type_of_its_target(kind: str, of: str, computed: dict[str, set[mx.Dtype]]) -> None:
     target, (wanted, written) = TARGETS[of], TYPES[of]
     head: Any = KINDS[kind](target)

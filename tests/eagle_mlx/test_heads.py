@@ -19,6 +19,7 @@ from eagle_mlx.proposers.base import Observation
 from tests.architectures import tiny_model
 from tests.eagle_mlx.heads import KINDS, bigram_target, eagle, eagle3, mtp, silence
 from tests.fakes import randomize, tiny_target
+from tests.full import in_full
 
 TARGET = tiny_target(vocab=64)
 HEADS = {name: make(TARGET) for name, make in KINDS.items()}
@@ -88,12 +89,12 @@ def seen(head: DraftHead, texts: list[list[int]], starts: list[int], stops: list
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_next_turn_takes_over_the_past(name: str) -> None:
-    params = em.SamplingParams(max_tokens=12)
+    params = em.SamplingParams(max_tokens=in_full(12, 8))
     proposer = em.HeadProposer(HEADS[name])
     with_cache = em.Engine(TARGET, proposer, em.FixedPolicy(3), prefix_cache_bytes=1 << 30)
     without = em.Engine(TARGET, proposer, em.FixedPolicy(3))
     prompt = [(7 * i * i + 3 * i) % 64 for i in range(40)]
-    for turn in range(3):
+    for turn in range(in_full(3, 2)):
         got, wanted = with_cache.generate([prompt], params)[0], without.generate([prompt], params)[0]
         assert (got.tokens, got.accepted_by_position) == (wanted.tokens, wanted.accepted_by_position)
         assert (got.cached_tokens > 0) == (turn > 0)

@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from eagle_mlx.train.report import PICTURES, Row
+from eagle_mlx.train.run import loop
 from tests.fakes import tiny_target_folder
+from tests.full import FULL
+
+
+@pytest.fixture(autouse=True)
+def _few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs leave empty files for pictures, unless in full: drawing seven takes four times as long as a tiny run.
+
+    A test with `usefixtures("pictures")` has them drawn.
+    """
+    if not FULL and "pictures" not in request.fixturenames:
+        monkeypatch.setattr(loop, "write_plots", _touch)
+
+
+def _touch(rows: Sequence[Row], folder: Path) -> list[Path]:
+    written = [folder / name for name in PICTURES]
+    for path in written:
+        path.touch()
+    return written
+
+
+@pytest.fixture
+def pictures() -> None:
+    """The pictures of runs are drawn."""
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ def run(target: Path, chats: Path, output: Path, *more: str) -> int:
     return main(["--target", str(target), "--data", str(chats), "--output", str(output), *SMALL, *more])
 
 
+@pytest.mark.usefixtures("pictures")
 def test_what_a_run_leaves(target: Path, chats: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     assert run(target, chats, out, "--max-steps", "5", "--eval-steps", "2") == 0
@@ -140,6 +141,7 @@ def test_help_shows_every_setting(capsys: Any) -> None:
     assert "(default: 32,000 for eagle3)" in " ".join(shown.split())
 
 
+@pytest.mark.usefixtures("pictures")
 def test_wandb_works_offline(target: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert run(target, chats, tmp_path / "out", "--max-steps", "1", "--wandb") == 0
