@@ -12,6 +12,9 @@ QUICK := tests/test_imports.py tests/test_mlx_lm_contract.py \
   $(addprefix tests/train/,test_config.py test_losses.py test_schedule.py) \
   $(addprefix tests/serve/,test_prompts.py test_speculation.py)
 
+# Each process of the tests would compile all modules again where the environment forbids to keep what is compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-full check format blas clean
 
 help:

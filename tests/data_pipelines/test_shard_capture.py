@@ -22,6 +22,7 @@ from eagle_mlx.errors import OutputError, ShardError, TargetError
 from eagle_mlx.shards import Sample, ShardReader, unfinished_folder
 from tests.data_pipelines.test_collect import AUX, conversations
 from tests.fakes import tiny_target
+from tests.full import in_full
 
 ROOT = Path(__file__).parent.parent.parent
 TARGET = tiny_target()
@@ -93,8 +94,9 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path: Path) ->
         captured.run(shards)
     draw, folder, kept, kills = random.Random(0), tmp_path / "s", 0, 0
     command = [sys.executable, "-m", "tests.data_pipelines.capture_until_killed", str(folder)]
-    for number in range(5):
-        seconds = draw.uniform(0.01, 0.2) if number < 4 else 60
+    attempts = in_full(5, 4)
+    for number in range(attempts):
+        seconds = draw.uniform(0.01, 0.2) if number < attempts - 1 else 60
         ended = subprocess.run([*command, str(seconds)], cwd=ROOT, env=dict(os.environ), timeout=120, check=False)
         kills += ended.returncode == -signal.SIGKILL
         if ended.returncode == 0:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.fakes import tiny_target_folder
 
 SCRIPT = Path(__file__).parents[2] / "checkpoints" / "scripts" / "compare_kinds.py"
 
 
-def compare(target: Path, output: Path, *more: str) -> subprocess.CompletedProcess[str]:
+def compare(patch: pytest.MonkeyPatch, target: Path, output: Path, *more: str) -> int:
     sizes = ("--conversations", "12", "--limit", "2", "--max-tokens", "8", "--depths", "1", "2")
-    command = [sys.executable, str(SCRIPT), "--target", str(target), "--output", str(output), *sizes, *more]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    patch.setattr(sys, "argv", [str(SCRIPT), "--target", str(target), "--output", str(output), *sizes, *more])
+    status: int = runpy.run_path(str(SCRIPT))["main"]()
+    return status
 
 
-def test_every_kind_is_trained_on_the_same_tokens(tmp_path: Path) -> None:
+def test_every_kind_is_trained_on_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     target, out = tiny_target_folder(tmp_path / "target"), tmp_path / "out"
-    done = compare(target, out, "--minutes", "0", "--tokens", "2000")
-    assert done.returncode == 0, done.stderr
+    assert compare(monkeypatch, target, out, "--minutes", "0", "--tokens", "2000") == 0
     rows = json.loads((out / "comparison.json").read_text())["rows"]
     assert [row["kind"] for row in rows] == ["eagle3", "eagle", "mtp"]
     assert len({(row["tokens"], row["steps"]) for row in rows}) == 1
@@ -29,6 +33,5 @@ def test_every_kind_is_trained_on_the_same_tokens(tmp_path: Path) -> None:
     table = (out / "comparison.md").read_text().splitlines()
     assert [line.split("|")[1].strip() for line in table[2:5]] == ["EAGLE-3", "EAGLE-1", "MTP"]
     assert all((out / f"{kind}-tokens" / "last" / "model.safetensors").is_file() for kind in ("eagle3", "eagle", "mtp"))
-    again = compare(target, out)
-    assert again.returncode == 2
-    assert "exists already" in again.stderr
+    assert compare(monkeypatch, target, out) == 2
+    assert "exists already" in capsys.readouterr().err

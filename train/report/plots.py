@@ -6,13 +6,12 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from .metrics import Row
+
+if TYPE_CHECKING:  # matplotlib takes half a second to import, and a run draws at its end
+    from matplotlib.axes import Axes
 
 _BLUE, _GREY, _RED = "#1f4e79", "#bbbbbb", "#b5482a"
 _SMOOTH = 0.02
@@ -21,6 +20,8 @@ _SMOOTH = 0.02
 
 def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Draw a run as PNG files in `folder`, PICTURES as far as the rows have what they show."""
+    from matplotlib.figure import Figure
+
     written = []
     for name, (kind, key, draw) in _PLOTS.items():
         data = [row for row in rows if row["kind"] == kind and key in row]
@@ -37,6 +38,8 @@ def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 def write_comparison(runs: Mapping[str, Sequence[Row]], file: Path) -> None:
     """Draw τ and the loss of several runs against the tokens that they have seen, into one PNG file."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     length, loss = figure.subplots(1, 2)
     for (name, rows), color in zip(runs.items(), _colors(len(runs)), strict=True):
@@ -138,7 +141,9 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def _colors(count: int) -> list[Any]:
-    scale = matplotlib.colormaps["viridis"]
+    from matplotlib import colormaps
+
+    scale = colormaps["viridis"]
     return [scale(0.9 * i / max(count - 1, 1)) for i in range(count)]
 
 
