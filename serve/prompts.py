@@ -29,14 +29,19 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     Assistant turns at the end of `messages` are left out: they are what is to be generated. Raises PromptError with
     file and line for a row that cannot be used, and for a file without rows.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise PromptError(f"{path}: the prompts cannot be read ({e}); give a jsonl file in UTF-8") from e
-    prompts = [_prompt(line, f"{path}:{number}") for number, line in enumerate(lines[:limit], start=1)]
+    prompts = [_prompt(line, f"{path}:{number}") for number, line in enumerate(read_lines(path)[:limit], start=1)]
     if not prompts:
         raise PromptError(f"{path}: the file has no rows; give one JSON object a line, with `messages` or `prompt`")
     return prompts
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file. Raises PromptError where it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise PromptError(f"{path}: the prompts cannot be read ({e}); give a jsonl file in UTF-8") from e
+    return text.removesuffix("\n").split("\n") if text else []  # texts may hold other line ends
 
 
 def encode(prompt: Prompt, target: Target, max_tokens: int) -> list[int]:

@@ -3,8 +3,9 @@
 `build_modes` makes the ways, `measure` times them in turns, `compare` tells whether two gave the same tokens.
 """
 
+from .figures import Run
 from .identity import compare, tolerance_for
-from .measure import BenchConfig, Run, measure
+from .measure import BenchConfig, measure
 from .modes import Models, build_modes
 
 __all__ = ["BenchConfig", "Models", "Run", "build_modes", "compare", "measure", "tolerance_for"]

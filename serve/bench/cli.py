@@ -22,7 +22,7 @@ from eagle_mlx.target import Target, load_target
 
 from ..head_choice import usable_heads
 from ..memory import add_kv_gb, bytes_of
-from ..prompts import encode, read_prompts
+from ..questions import Question, read_questions
 from ..speculation import (
     AUTO,
     DEFAULT_TOKENS,
@@ -36,9 +36,11 @@ from ..target_options import add_target_arguments, options_of
 from . import plots, report
 from .breakdown import measure_breakdown
 from .costs import measure_costs
+from .dialogue import Dialogue
+from .figures import Run
 from .identity import tolerance_for
 from .machine import describe
-from .measure import BenchConfig, Run, measure
+from .measure import BenchConfig, measure
 from .modes import MODE_NAMES, NEEDS, Models, ModeName, build_modes, random_head
 from .rollback import measure_rollback
 
@@ -48,6 +50,7 @@ examples:
   eagle-bench --depth 1 2 4 6 --modes mlx-lm eagle
   eagle-bench --target mlx-community/Qwen3-4B-4bit --head out/head --prompts mine.jsonl --json figures.json
   eagle-bench --batch 1 4 8 --temperature 0 0.7
+  eagle-bench --target Qwen3-4B-4bit --prompts spec_bench.jsonl --limit 80      τ and tokens/s by category
   eagle-bench --head random --modes plain eagle --policy throughput     what a useless head costs
   eagle-bench --modes eagle --limit 8 --costs --context 1024 4096 16384     where a round's time goes
 
@@ -128,9 +131,13 @@ def _add_what(what: argparse._ArgumentGroup, default: BenchConfig) -> None:
 
 
 def _add_how(how: argparse._ArgumentGroup, default: BenchConfig) -> None:
-    how.add_argument("--prompts", type=Path, help="jsonl of `messages` or `prompt` rows (default: held-out functions)")
+    how.add_argument(
+        "--prompts", type=Path, help="jsonl of `messages`, `prompt` or `turns` rows (default: held-out functions)"
+    )
     add_kv_gb(how)
-    how.add_argument("--limit", type=_positive, default=100, help="prompts to take (default 100)")
+    how.add_argument(
+        "--limit", type=_positive, default=100, help="prompts to take, evenly of all categories (default 100)"
+    )
     how.add_argument(
         "--max-tokens",
         type=_positive,
@@ -199,7 +206,7 @@ def _bench(args: argparse.Namespace, command: str) -> int:
         built = build_modes(models, modes, args.batch, args.depth, args.policy, args.nodes)
         runs += measure(target, built, prompts, config, progress=not args.quiet)
     tolerance = tolerance_for(target) if args.tolerance is None else args.tolerance
-    print(f"\n{report.table(runs)}\n\n{report.footnote(runs, args.max_tokens, tolerance)}")
+    print(f"\n{report.table(runs)}\n\n{report.by_category(runs)}{report.footnote(runs, args.max_tokens, tolerance)}")
     extra: dict[str, object] = {
         "command": command,
         "eagle_mlx": version("eagle-mlx"),
@@ -296,9 +303,21 @@ def _config(args: argparse.Namespace, temperature: float) -> BenchConfig:
     )
 
 
-def _prompts(args: argparse.Namespace, target: Target) -> list[list[int]]:
-    prompts = read_prompts(args.prompts or embedded("prompts.jsonl"), args.limit)
-    return [encode(prompt, target, args.max_tokens) for prompt in prompts]
+def _prompts(args: argparse.Namespace, target: Target) -> list[list[int] | Dialogue]:
+    """All prompts, whose last turns fit even behind answers of the full length."""
+    questions = read_questions(args.prompts or embedded("prompts.jsonl"), args.limit)
+    for question in questions:
+        question.check(target, args.max_tokens)
+    return [_dialogue(question, target, args.max_tokens) for question in questions]
+
+
+def _dialogue(question: Question, target: Target, max_tokens: int) -> Dialogue:
+    return Dialogue(
+        question.encode(target, (), max_tokens),
+        turns=1 + len(question.later),
+        later=lambda target, answers: question.encode(target, answers, max_tokens),
+        category=question.category,
+    )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from time import perf_counter
 
@@ -17,6 +17,8 @@ from eagle_mlx.target import Target
 
 from .baselines import MlxLmMode
 from .continuation import Continuation, acceptance_by_position, acceptance_length, finish
+from .dialogue import Dialogue
+from .figures import Category, Run
 from .identity import Identity, compare, tolerance_for
 from .modes import BASELINES, EngineMode, Mode
 from .turns import Timed, take_turns
@@ -63,72 +65,31 @@ class BenchConfig:
 
 
 @dataclass(frozen=True)
-class Run:
-    """The figures of one mode, over the prompts that do not loop."""
-
-    mode: str
-    batch: int
-    depth: int
-    nodes: int
-    """Tokens of a draft tree; 0 for chains."""
-    policy: str
-    """How many of `depth` tokens are drafted: `fixed` for all."""
-    temperature: float
-    tokens_per_second: float
-    """Generated tokens over wall time, reading the prompts included; median over the repeats."""
-    decode_tokens_per_second: float
-    """The same without the time to the first token and without that token."""
-    ratio_to_mlx_lm: float | None
-    """Of tokens_per_second, repeat by repeat, then the median; None where mlx-lm was not measured."""
-    ratio_to_mlx_lm_batch: float | None
-    """The same against mlx-lm's batches of this size."""
-    ratio_to_plain: float | None
-    """The same against the engine's own plain decoding at this batch size."""
-    acceptance_length: float
-    acceptance_by_position: list[float]
-    identical: bool | None
-    """No difference from the reference that rounding does not excuse; None for mlx-lm's own sampling and batches."""
-    identical_count: int | None
-    excused: int | None
-    prompts: int
-    """Prompts that the figures are taken over; identity is judged on those left out, too."""
-    left_out_looping: int
-    tokens: int
-    """Generated in one repeat."""
-    seconds: float
-    """Of one repeat; median."""
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
 class _Work:
-    """The prompts, and how each is decoded."""
+    """How each turn is decoded."""
 
-    prompts: Sequence[list[int]]
     params: Sequence[SamplingParams]
     first: Sequence[SamplingParams]
     """The same, for one token only."""
     turn: int
     """As of the config."""
 
-    def run(self, mode: Mode, group: Sequence[int], first: bool = False) -> Timed:
-        """Decode some of the prompts, whole or to their first token: the seconds, and what was decoded."""
+    def run(self, result: _Results, group: Sequence[int], first: bool = False) -> Timed:
+        """Decode some of a mode's prompts, whole or to their first token: the seconds, and what was decoded."""
         params = self.first if first else self.params
         mx.clear_cache()  # every mode begins with no buffers of another's
         start = perf_counter()
-        out = finish(mode.decode([self.prompts[index] for index in group], [params[index] for index in group]))
+        out = finish(result.mode.decode([result.prompts[index] for index in group], [params[index] for index in group]))
         seconds = perf_counter() - start
-        mode.sync()
+        result.mode.sync()
         return seconds, out
 
-    def run_all(self, modes: Sequence[Mode], group: Sequence[int]) -> list[Timed]:
+    def run_all(self, results: Sequence[_Results], group: Sequence[int]) -> list[Timed]:
         """The same by all modes: one after the other, or in turns."""
         if not self.turn:
-            return [self.run(mode, group) for mode in modes]
-        prompts, params = [self.prompts[index] for index in group], [self.params[index] for index in group]
-        return take_turns(modes, prompts, params, self.turn)
+            return [self.run(result, group) for result in results]
+        jobs = [(result.mode, [result.prompts[index] for index in group]) for result in results]
+        return take_turns(jobs, [self.params[index] for index in group], self.turn)
 
 
 @dataclass(frozen=True)
@@ -143,9 +104,10 @@ class _Timing:
 
 @dataclass
 class _Results:
-    """What one mode has decoded, and how long it took, repeat by repeat and group by group."""
+    """What one mode was asked, what it decoded, and how long it took, repeat by repeat and group by group."""
 
     mode: Mode
+    prompts: dict[int, list[int]] = field(default_factory=dict)
     continuations: dict[int, Continuation] = field(default_factory=dict)
     repeats: list[list[_Timing]] = field(default_factory=list)
 
@@ -171,44 +133,104 @@ class _Results:
         return [tokens / max(seconds, 1e-9) for seconds in spent]
 
 
+@dataclass(frozen=True)
+class _Turns:
+    """All turns of all dialogues, by number: first all first turns, then all second ones."""
+
+    target: Target
+    dialogues: Sequence[Dialogue]
+    places: Sequence[tuple[int, int]]
+    """The dialogue of each turn, and which of its turns it is."""
+
+    @classmethod
+    def of(cls, target: Target, dialogues: Sequence[Dialogue]) -> _Turns:
+        most = max(dialogue.turns for dialogue in dialogues)
+        each = [(at, turn) for turn in range(most) for at, one in enumerate(dialogues) if turn < one.turns]
+        return cls(target, dialogues, each)
+
+    def category(self, index: int) -> str | None:
+        return self.dialogues[self.places[index][0]].category
+
+    def ask(self, result: _Results, indices: Sequence[int]) -> None:
+        """Set a mode's prompts of these turns, with its own answers to those before them."""
+        numbers = {place: number for number, place in enumerate(self.places)}
+        for index in indices:
+            at, turn = self.places[index]
+            before = [result.continuations[numbers[at, earlier]].text for earlier in range(turn)]
+            result.prompts[index] = self.dialogues[at].prompt(self.target, before)
+
+
 def measure(
-    target: Target, modes: Sequence[Mode], prompts: Sequence[list[int]], config: BenchConfig, progress: bool = True
+    target: Target,
+    modes: Sequence[Mode],
+    prompts: Sequence[list[int] | Dialogue],
+    config: BenchConfig,
+    progress: bool = True,
 ) -> list[Run]:
     """Time every mode on every prompt, `config.repeats` times, and compare their texts.
 
-    The reference is mlx-lm's greedy text; when sampling or ignoring ends, the plain engine's with the same seeds.
-    Prompts on which it loops are decoded once, for the comparison alone. Raises ConfigError where it loops on all of
-    them.
+    The turns of a dialogue are asked one after the other, each mode's own answers in between. The reference is mlx-lm's
+    greedy text; when sampling or ignoring ends, the plain engine's with the same seeds. Prompts on which it loops are
+    decoded once, for the comparison alone, and what is asked behind them is not. Raises ConfigError where it loops on
+    all of them.
     """
     if not prompts or not modes:
         raise ConfigError("there is nothing to measure: no prompts or no modes")
     if config.ignore_eos and any(mode.name in BASELINES for mode in modes):
         raise ConfigError("mlx-lm ends where the model does: leave its modes out, or --ignore-eos")
-    work = _Work(prompts, config.params(len(prompts), config.max_tokens), config.params(len(prompts), 1), config.turn)
+    turns = _Turns.of(target, [prompt if isinstance(prompt, Dialogue) else Dialogue(prompt) for prompt in prompts])
+    count = len(turns.places)
+    work = _Work(config.params(count, config.max_tokens), config.params(count, 1), config.turn)
     results = [_Results(mode) for mode in modes]
-    for mode in modes:
-        work.run(mode, [0])
-    reference = _reference(target, results, work, config, progress)
-    indices = range(len(prompts))
-    if reference.continuations:
-        kept = _kept(reference, indices, config)
-        groups = _groups(kept, modes) + _groups([index for index in indices if index not in kept], modes)
-        _repeat(results, groups, work, f"repeat 1/{config.repeats}", progress)
-    else:
-        _repeat(results, _groups(indices, modes), work, f"repeat 1/{config.repeats}", progress)
-        kept = _kept(reference, indices, config)
-    for repeat in range(1, config.repeats):
-        _repeat(results, _groups(kept, modes), work, f"repeat {repeat + 1}/{config.repeats}", progress)
-    expected = [one.tokens for one in reference.outputs(indices)]
+    reference = _reference(target, results, config)
+    kept, over = list[int](), set[int]()
+    for turn in range(1 + turns.places[-1][1]):
+        asked = [index for index, (at, which) in enumerate(turns.places) if which == turn and at not in over]
+        for result in results if reference in results else [*results, reference]:
+            turns.ask(result, asked)
+        if turn == 0:
+            for result in results:
+                work.run(result, [0])
+        last = _decode(results, reference, turns, asked, work, config, progress)
+        over |= {turns.places[index][0] for index in set(asked) - set(last)}
+        kept += last
     return [
-        _figures(result, results, _identity(target, result, expected, work, config), kept, config) for result in results
+        replace(
+            _figures(result, results, _identity(target, result, reference, work, config), kept, config),
+            by_category=_by_category(result, results, turns, kept),
+        )
+        for result in results
     ]
 
 
-def _reference(
-    target: Target, results: Sequence[_Results], work: _Work, config: BenchConfig, progress: bool
-) -> _Results:
-    """The result that the others are compared with, filled beforehand unless the first repeat will do that.
+def _decode(
+    results: Sequence[_Results],
+    reference: _Results,
+    turns: _Turns,
+    indices: Sequence[int],
+    work: _Work,
+    config: BenchConfig,
+    progress: bool,
+) -> list[int]:
+    """Time every mode on some turns; those on which the reference does not loop."""
+    modes = [result.mode for result in results]
+    if reference not in results:
+        for index in progress_bar(indices, desc="reference", unit="prompt", disable=not progress):
+            reference.continuations[index] = work.run(reference, [index])[1][0]
+        kept = _kept(reference, indices, config)
+        others = [index for index in indices if index not in kept]
+        groups = _groups(kept, modes, turns) + _groups(others, modes, turns)
+        _repeat(results, groups, work, 0, config, progress)
+    else:
+        _repeat(results, _groups(indices, modes, turns), work, 0, config, progress)
+        kept = _kept(reference, indices, config)
+    for repeat in range(1, config.repeats):
+        _repeat(results, _groups(kept, modes, turns), work, repeat, config, progress)
+    return kept
+
+
+def _reference(target: Target, results: Sequence[_Results], config: BenchConfig) -> _Results:
+    """The result that the others are compared with: one of them, or one of its own.
 
     With one prompt at a time the first repeat can decode them all and the loops be set aside after it; in a batch
     the prompts that loop must be known before, so that they do not share rounds with the others.
@@ -217,16 +239,13 @@ def _reference(
     found = next((result for result in results if result.mode.name == name and result.mode.batch == 1), None)
     if found is not None and all(result.mode.batch == 1 for result in results):
         return found
-    result = _Results(EngineMode("plain", target, batch=1) if name == "plain" else MlxLmMode(target))
-    for index in progress_bar(range(len(work.prompts)), desc="reference", unit="prompt", disable=not progress):
-        result.continuations[index] = work.run(result.mode, [index])[1][0]
-    return result
+    return _Results(EngineMode("plain", target, batch=1) if name == "plain" else MlxLmMode(target))
 
 
 def _kept(reference: _Results, indices: Iterable[int], config: BenchConfig) -> list[int]:
     """The prompts on which the reference does not loop."""
     kept = [i for i in indices if not is_loop(reference.continuations[i].tokens, config.least_distinct)]
-    if not kept:
+    if not kept and min(indices, default=1) == 0:
         raise ConfigError(
             f"all {len(reference.continuations)} continuations loop "
             f"(distinct 4-grams under {config.least_distinct:g}), so no figure means anything; "
@@ -235,27 +254,36 @@ def _kept(reference: _Results, indices: Iterable[int], config: BenchConfig) -> l
     return kept
 
 
-def _groups(indices: Sequence[int], modes: Sequence[Mode]) -> list[Sequence[int]]:
-    """The prompts between two turns: one, or enough to keep the widest batch filled."""
+def _groups(indices: Sequence[int], modes: Sequence[Mode], turns: _Turns) -> list[Sequence[int]]:
+    """The prompts between two turns: one, or enough of a category to keep the widest batch filled."""
     widest = max(mode.batch for mode in modes)
     size = 1 if widest == 1 else GROUP_PER_ROW * widest
-    return [indices[start : start + size] for start in range(0, len(indices), size)]
+    categories = dict.fromkeys(turns.category(index) for index in indices)
+    alike = [[index for index in indices if turns.category(index) == each] for each in categories]
+    return [some[start : start + size] for some in alike for start in range(0, len(some), size)]
 
 
 def _repeat(
-    results: Sequence[_Results], groups: Sequence[Sequence[int]], work: _Work, title: str, progress: bool
+    results: Sequence[_Results],
+    groups: Sequence[Sequence[int]],
+    work: _Work,
+    repeat: int,
+    config: BenchConfig,
+    progress: bool,
 ) -> None:
     """One pass over the groups; within a group the modes take turns, so that all meet the same moments."""
     for result in results:
-        result.repeats.append([])
+        if len(result.repeats) == repeat:
+            result.repeats.append([])
+    title = f"repeat {repeat + 1}/{config.repeats}"
     with progress_bar(total=sum(map(len, groups)), desc=title, unit="prompt", disable=not progress) as bar:
         for number, group in enumerate(groups):
             start = number % len(results)
             ordered = [*results[start:], *results[:start]]
-            firsts = [work.run(result.mode, group, first=True)[0] for result in ordered]
-            timed = work.run_all([result.mode for result in ordered], group)
+            firsts = [work.run(result, group, first=True)[0] for result in ordered]
+            timed = work.run_all(ordered, group)
             for result, first, (seconds, out) in zip(ordered, firsts, timed, strict=True):
-                result.repeats[-1].append(_Timing(group[0], seconds, first))
+                result.repeats[repeat].append(_Timing(group[0], seconds, first))
                 result.continuations.update(zip(group, out, strict=True))
             bar.update(len(group))
 
@@ -289,6 +317,30 @@ def _figures(
     )
 
 
+def _by_category(
+    result: _Results, results: Sequence[_Results], turns: _Turns, kept: Sequence[int]
+) -> tuple[Category, ...]:
+    """The figures of each category, where the prompts have categories."""
+    mlx_lm = next((other for other in results if other.mode.name == "mlx-lm"), None)
+    found = []
+    for name in dict.fromkeys(turns.category(index) for index in sorted(result.continuations)):
+        if name is None:
+            continue
+        own = [index for index in kept if turns.category(index) == name]
+        said = sum(turns.category(index) == name for index in result.continuations)
+        found.append(
+            Category(
+                name=name,
+                prompts=len(own),
+                left_out_looping=said - len(own),
+                tokens_per_second=median(result.rates(own)) if own else None,
+                ratio_to_mlx_lm=_ratio(result, mlx_lm, own) if own else None,
+                acceptance_length=acceptance_length(result.outputs(own)) if own else None,
+            )
+        )
+    return tuple(found)
+
+
 def _ratio(result: _Results, baseline: _Results | None, kept: Sequence[int]) -> float | None:
     """How much faster one is than the other: repeat by repeat, then the median."""
     if baseline is None:
@@ -297,15 +349,22 @@ def _ratio(result: _Results, baseline: _Results | None, kept: Sequence[int]) -> 
 
 
 def _identity(
-    target: Target, result: _Results, expected: Sequence[Sequence[int]], work: _Work, config: BenchConfig
+    target: Target, result: _Results, reference: _Results, work: _Work, config: BenchConfig
 ) -> Identity | None:
-    """Over all prompts, those left out included; None for mlx-lm's sampling and batches, and for other rules."""
+    """Over all prompts, those left out included; None for mlx-lm's sampling and batches, and for other rules.
+
+    Behind a first difference a mode's own answer is another, and so is its next prompt: that turn counts as excused,
+    since the difference before it was judged.
+    """
     name = result.mode.name
     sampled = config.temperature > 0
     if name == "mlx-lm-batch" or (
         sampled and (name in BASELINES or (config.acceptance != "coupled" and name != "plain"))
     ):
         return None
-    tokens = [one.tokens for one in result.outputs(range(len(work.prompts)))]
+    same = [index for index, prompt in sorted(result.prompts.items()) if reference.prompts[index] == prompt]
+    expected, tokens = ([one.tokens for one in each.outputs(same)] for each in (reference, result))
+    prompts, params = [result.prompts[index] for index in same], [work.params[index] for index in same]
     tolerance = tolerance_for(target) if config.tolerance is None else config.tolerance
-    return compare(target, work.prompts, expected, tokens, work.params, tolerance)
+    identity = compare(target, prompts, expected, tokens, params, tolerance)
+    return replace(identity, excused=identity.excused + len(result.prompts) - len(same))

@@ -8,7 +8,7 @@ from typing import Any
 
 from eagle_mlx.errors import OutputError
 
-from .measure import Run
+from .figures import Run
 from .report import size
 
 # Colours that stay apart for colour-blind readers.

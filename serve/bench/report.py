@@ -10,8 +10,8 @@ from pathlib import Path
 from eagle_mlx.errors import OutputError
 from eagle_mlx.files import write_output
 
+from .figures import Category, Run
 from .machine import Machine
-from .measure import Run
 
 _HEADINGS = (
     "mode",
@@ -37,6 +37,30 @@ def table(runs: Sequence[Run]) -> str:
     lines = ["  ".join(_align(cell, widths, column) for column, cell in enumerate(row)).rstrip() for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
+
+
+def by_category(runs: Sequence[Run]) -> str:
+    """The runs category by category as aligned text with an empty line behind; nothing where there are none."""
+    if not any(run.by_category for run in runs):
+        return ""
+    heads = ("category", "mode", "batch", "depth", "policy", "temp", "turns", "looping", "tokens/s", "x mlx-lm", "tau")
+    names = dict.fromkeys(each.name for run in runs for each in run.by_category)
+    found = [(run, each) for name in names for run in runs for each in run.by_category if each.name == name]
+    rows = [heads, *((each.name, *_which(run), *_category_cells(each)) for run, each in found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    lines = ["  ".join(_align(cell, widths, column, 2) for column, cell in enumerate(row)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines) + "\n\n"
+
+
+def _category_cells(one: Category) -> tuple[str, ...]:
+    speed = "-" if one.tokens_per_second is None else f"{one.tokens_per_second:.1f}"
+    figures = (speed, _ratio(one.ratio_to_mlx_lm), _ratio(one.acceptance_length))
+    return (str(one.prompts), str(one.left_out_looping), *figures)
+
+
+def _which(run: Run) -> tuple[str, ...]:
+    return (run.mode, str(run.batch), size(run), run.policy if run.depth else "-", f"{run.temperature:g}")
 
 
 def footnote(runs: Sequence[Run], max_tokens: int, tolerance: float) -> str:
@@ -89,17 +113,10 @@ def check_writable(path: Path) -> None:
 
 def _cells(run: Run) -> tuple[str, ...]:
     return (
-        run.mode,
-        str(run.batch),
-        size(run),
-        run.policy if run.depth else "-",
-        f"{run.temperature:g}",
+        *_which(run),
         f"{run.tokens_per_second:.1f}",
         f"{run.decode_tokens_per_second:.1f}",
-        *(
-            "-" if ratio is None else f"{ratio:.2f}"
-            for ratio in (run.ratio_to_mlx_lm, run.ratio_to_mlx_lm_batch, run.ratio_to_plain)
-        ),
+        *map(_ratio, (run.ratio_to_mlx_lm, run.ratio_to_mlx_lm_batch, run.ratio_to_plain)),
         f"{run.acceptance_length:.2f}",
         " ".join(f"{share:.2f}" for share in run.acceptance_by_position) or "-",
         _identity(run),
@@ -123,5 +140,6 @@ def _identity(run: Run) -> str:
     return f"{'yes' if run.identical else 'NO'} {count}{excused}"
 
 
-def _align(cell: str, widths: Sequence[int], column: int) -> str:
-    return cell.rjust(widths[column]) if 1 <= column <= 10 else cell.ljust(widths[column])
+def _align(cell: str, widths: Sequence[int], column: int, first: int = 1) -> str:
+    """To the right from column `first` on, as far as there are figures."""
+    return cell.rjust(widths[column]) if first <= column <= 10 else cell.ljust(widths[column])

@@ -40,14 +40,14 @@ class _Runner:
 
 
 def take_turns(
-    modes: Sequence[Mode], prompts: Sequence[list[int]], params: Sequence[SamplingParams], tokens: int
+    jobs: Sequence[tuple[Mode, Sequence[list[int]]]], params: Sequence[SamplingParams], tokens: int
 ) -> list[Timed]:
-    """Decode the prompts by every mode, which change over whenever one has given `tokens` more a row.
+    """Decode by every mode its prompts; the modes change over whenever one has given `tokens` more a row.
 
     A mode that gives all its tokens at once has one long turn.
     """
-    runners = [_Runner(mode, mode.decode(prompts, params)) for mode in modes]
-    step = tokens * min(len(prompts), max(mode.batch for mode in modes))
+    runners = [_Runner(mode, mode.decode(prompts, params)) for mode, prompts in jobs]
+    step = tokens * min(len(params), max(mode.batch for mode, _ in jobs))
     goal, order = 0, list(runners)
     while any(runner.outputs is None for runner in runners):
         goal += step

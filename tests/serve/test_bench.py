@@ -31,9 +31,10 @@ from eagle_mlx.serve.bench.continuation import (
     finish,
 )
 from eagle_mlx.serve.bench.costs import measure_costs
+from eagle_mlx.serve.bench.figures import Run
 from eagle_mlx.serve.bench.identity import Identity, compare, first_difference
 from eagle_mlx.serve.bench.machine import describe
-from eagle_mlx.serve.bench.measure import BenchConfig, Run, measure
+from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import MODE_NAMES, EngineMode, Models, ModeName, build_modes
 from eagle_mlx.serve.bench.turns import take_turns
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
@@ -178,7 +179,7 @@ def test_no_round_is_charged_for_the_turns_of_others(monkeypatch: pytest.MonkeyP
     seconds: list[float] = []
     quick._engine.observer = lambda report: seconds.append(report.seconds)
     params = BenchConfig().params(4, 12)
-    (_, first), (_, second) = take_turns([slow, quick], PROMPTS, params, 3)
+    (_, first), (_, second) = take_turns([(slow, PROMPTS), (quick, PROMPTS)], params, 3)
     assert now[0] >= 7 * 12
     assert len(seconds) > 6
     assert max(seconds) < 1
