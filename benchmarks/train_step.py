@@ -23,7 +23,7 @@ import numpy as np
 
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import EagleError
-from eagle_mlx.serve.bench.machine import describe
+from eagle_mlx.machine import describe
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.data import Batches, Rows, TrainData, training_data

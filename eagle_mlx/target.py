@@ -287,11 +287,15 @@ def _argument(args: Any, names: Sequence[str], default: int) -> int:
 
 
 def fingerprint(target: Target) -> str:
-    """Hexadecimal digits made from the target's tensors (names, shapes, types, first values) and chat template."""
-    digest = hashlib.blake2s()
+    """Hexadecimal digits made from the target's tensors (`digest_of`) and chat template."""
     template = getattr(target.tokenizer, "chat_template", None)
-    digest.update(str(template).encode(errors="replace"))
-    leaves = cast(list[tuple[str, mx.array]], tree_flatten(target.model.parameters()))
+    return digest_of(target.model, str(template))
+
+
+def digest_of(module: nn.Module, more: str = "") -> str:
+    """Hexadecimal digits made from tensors (names, shapes, types, first values) and a text."""
+    digest = hashlib.blake2s(more.encode(errors="replace"))
+    leaves = cast(list[tuple[str, mx.array]], tree_flatten(module.parameters()))
     leaves.sort(key=lambda leaf: leaf[0])
     firsts = [leaf.reshape(-1)[:_FINGERPRINT_VALUES].astype(mx.float32) for _, leaf in leaves]
     mx.eval(firsts)

@@ -15,6 +15,7 @@ import mlx.nn as nn
 from eagle_mlx.catalog.embedded import embedded
 from eagle_mlx.catalog.head_search import load_found
 from eagle_mlx.engine import Engine
+from eagle_mlx.engine.prior import Prior
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.head_check import head_warning
 from eagle_mlx.heads.base import DraftHead
@@ -71,6 +72,8 @@ class Speculation:
     threshold: float = 0.3
     alpha: float = 0.1
     adaptive: bool = True
+    keep: bool = True
+    """Whether what the policy throughput learns is kept, and what earlier engines learnt is its beginning."""
 
     def __post_init__(self) -> None:
         if self.depth < 0:
@@ -146,6 +149,16 @@ class Speculation:
             return ThroughputPolicy(self.depth, max_nodes=self.tree_nodes)
         return AcceptancePolicy(self.depth, self.alpha, self.threshold, self.disable_at_rows, self.adaptive)
 
+    def prior(self, engine: Engine) -> Prior | None:
+        """What the engine's policy begins with, and keeps what it learns; None where it is not to, or learns nothing.
+
+        For an engine that has not decoded yet.
+        """
+        policy = engine.policy
+        if self.keep and isinstance(policy, ThroughputPolicy) and engine.proposer is not None:
+            return Prior(engine, policy)
+        return None
+
     def about_head(self, engine: Engine) -> list[str]:
         """A line on the numbers that a head's weights are, where one drafts."""
         proposer = engine.proposer
@@ -216,6 +229,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how = parser.add_argument_group("how deep to draft")
     how.add_argument("--spec-policy", choices=get_args(PolicyName), help=f"rule (default {default.policy})")
+    how.add_argument(
+        "--no-prior",
+        action="store_true",
+        help="with --spec-policy throughput: neither begin with what was learnt on this machine before nor keep it",
+    )
     ema = "with --spec-policy acceptance-ema: "
     how.add_argument("--disable-by-batch-size", type=int, metavar="N", help=f"{ema}no drafts from N requests on")
     how.add_argument("--acceptance-rate-threshold", type=float, metavar="R", help=f"{ema}none below R (0.3)")
@@ -252,6 +270,7 @@ def from_arguments(args: argparse.Namespace) -> tuple[str | Path, Speculation]:
         "ngram_min": args.ngram_min,
         "prompt_lookup": False if args.no_ngram_prompt_lookup else None,
         "policy": args.spec_policy,
+        "keep": False if args.no_prior else None,
         **_ema_settings(args),
     }
     given = {name: value for name, value in given.items() if value is not None}

@@ -24,7 +24,7 @@ from eagle_mlx.errors import EagleError
 from eagle_mlx.files import new_folder
 from eagle_mlx.formats import load_head
 from eagle_mlx.formats.tensors import weights_of
-from eagle_mlx.serve.bench.machine import describe
+from eagle_mlx.machine import describe
 from eagle_mlx.serve.prompts import encode, read_prompts
 from eagle_mlx.shards import Sample
 from eagle_mlx.target import Target, load_target

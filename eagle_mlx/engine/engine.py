@@ -78,9 +78,13 @@ class Engine:
             target.forward(mx.zeros((1, 2), mx.int32), RaggedCache.of(target.model, 1), proposer.aux_layers)
         self.target, self.proposer = target, proposer
         self.policy: Policy = policy or ThroughputPolicy()
-        self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
+        self.max_batch, self.prefill_chunk, self.kv_bits = max_batch, prefill_chunk, kv_bits
         self.observer: Callable[[RoundResult], None] | None = None
         """Told of every round after it."""
+        self.on_first_round: Callable[[int], None] | None = None
+        """Told, before the first round is planned, how many tokens of context its rows have, in the mean."""
+        self.context = 0
+        """Tokens of context of the rows that were decoded last, in the mean, as they were when some joined."""
         self.prefixes = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
         self.chains_only = self._why_chains(kv_bits)
         """Why no trees are drafted though the policy asks for them; None where they are, or nobody asks."""
@@ -273,9 +277,17 @@ class Engine:
             self._pipeline.reset()
         else:
             self._batch.append(joining)
+        self._look_at_context(self._batch)
         self._scheduler.joined()
         self._release(self._batch)
         return joined
+
+    def _look_at_context(self, batch: Batch) -> None:
+        lengths = [len(request.prompt) + len(request.tokens) for request in batch.requests]
+        self.context = sum(lengths) // len(lengths)
+        if self.on_first_round is not None:
+            self.on_first_round(self.context)
+            self.on_first_round = None
 
     def _report_first_tokens(self, requests: Sequence[Request], seconds: float) -> None:
         """Show the observer the tokens that requests got with their prompts; it is no round for the policy."""

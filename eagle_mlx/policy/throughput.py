@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Plan, RoundResult
 from eagle_mlx.policy.base import check_depth, check_share
-from eagle_mlx.policy.estimates import AcceptanceByPosition, AcceptanceByRank, Calibration, Costs, Drift
+from eagle_mlx.policy.costs import Costs, Drift
+from eagle_mlx.policy.trials import AcceptanceByPosition, AcceptanceByRank, Calibration
 
 MOST_TOKENS = 8
 """Of a chain, unless something else is asked for: early exits seldom come later."""
@@ -18,8 +20,6 @@ _TREES = (8, 16, 32, 64)
 """Draft tokens of the trees that are compared."""
 _MARGIN = 0.03
 """Of plans whose speeds are this close the smallest is taken: an estimate may be wrong, what is not drafted is free."""
-_LEAD = 0.12
-"""What drafting must promise beyond plain decoding to take the lead: of estimates that are noise the largest would."""
 _CLOSE = 0.85
 """A plan is close to the best where it is expected to reach more than this share of its speed."""
 _RUN = 3
@@ -29,13 +29,17 @@ The first round behind another plan takes longer, and is not timed where that ma
 _FIRST = 2
 """Rounds of each kind before there is a choice: the first may compile kernels."""
 _EVERY = 20
-"""Rounds between two explorations, at least: so rarely, plans that give nothing cost less than half a percent."""
+"""Rounds between two explorations, and first between two of the same plan: these double, as nothing new was found."""
 _NEAR = 2
 """Neighbours that are explored on each side: costs rise in steps, and behind a dear step may come a cheap one."""
+_DOUBT = 0.05
+"""A longest early exit is cut where the rest would cost more than this share of a round: less may be noise."""
 _CHECK = 4
 """Rounds behind which a new leader is first compared with fresh plain rounds; they double with each comparison."""
 _LAST_CHECK = 256
-"""Where the doubling ends."""
+"""Where the doubling ends, of these and of explorations."""
+_FIRST_CHECK_OF_THE_KNOWN = 32
+"""The same where drafting led in an earlier engine: behind the first rounds, which are not to pay for it again."""
 
 
 def levels_for(nodes: int) -> int:
@@ -53,6 +57,7 @@ class _Gain:
     rounds: int = 0
 
     def add(self, tokens: float, baseline: float) -> None:
+        """A round gave so many tokens a row, where that chain would have given `baseline`."""
         self.tokens, self.baseline = self.tokens * 0.995 + tokens, self.baseline * 0.995 + baseline
         self.rounds += 1
 
@@ -123,6 +128,8 @@ class ThroughputPolicy:
         self._trees = [tree for tree in (Plan(levels_for(size), size) for size in sizes if size) if tree.is_tree]
         self.costs = {kind: Costs() for kind in ("chain", "early exit", "tree")}
         self.positions, self.ranks, self.calibration = AcceptanceByPosition(), AcceptanceByRank(), Calibration()
+        self.reached = AcceptanceByPosition()
+        """Of early exits: at positions that only the better drafts reach."""
         self._gains: dict[int, _Gain] = {}
         self._drift = Drift()
         self._round = self._run = 0
@@ -130,6 +137,8 @@ class ThroughputPolicy:
         self._before, self._restart_costs = PLAIN, False
         self._seen, self._count = Counter[Plan](), Counter[Plan]()
         """The newest round of each plan, and how many there were."""
+        self._pause: dict[Plan, int] = {}
+        """Rounds before a plan is explored again."""
         self._leader_since = self._last_exploration = 0
         self._baseline_check = _CHECK
         self._draft_budget, self._exploration_budget = _RegretBudget(explore), _RegretBudget(explore)
@@ -144,12 +153,53 @@ class ThroughputPolicy:
     def wants_trees(self) -> bool:
         return bool(self._trees)
 
+    @property
+    def rounds(self) -> int:
+        """Those that it has seen."""
+        return self._round
+
+    @property
+    def _estimates(self) -> dict[str, Costs | AcceptanceByPosition | AcceptanceByRank | Calibration]:
+        return {
+            **self.costs,
+            "positions": self.positions,
+            "reached": self.reached,
+            "ranks": self.ranks,
+            "calibration": self.calibration,
+        }
+
+    def knowledge(self) -> dict[str, Any]:
+        """What was learnt, as JSON takes it, for `start_from`."""
+        tried = [plan for plan, count in self._count.items() if count >= _FIRST]
+        return {
+            "estimates": {name: estimate.saved() for name, estimate in self._estimates.items()},
+            "gains": [[rows, gain.tokens, gain.baseline, gain.rounds] for rows, gain in self._gains.items()],
+            "tried": [[plan.depth, plan.nodes, _is_early(plan), self._pause.get(plan, _EVERY)] for plan in tried],
+            "drafting": self._decision.best != PLAIN,
+        }
+
+    def start_from(self, knowledge: dict[str, Any]) -> None:
+        """Begin where another engine with the same proposer ended. Before the first round.
+
+        Raises KeyError, TypeError or ValueError where this is no knowledge; the policy is of no use then.
+        """
+        for name, estimate in self._estimates.items():
+            estimate.restore(knowledge["estimates"][name])
+        for rows, tokens, baseline, rounds in knowledge["gains"]:
+            self._gains[int(rows)] = _Gain(float(tokens), float(baseline), int(rounds))
+        for depth, nodes, early, pause in knowledge["tried"]:
+            plan = Plan(int(depth), int(nodes), 0.0 if early else None)
+            self._count[plan], self._pause[plan] = _FIRST, int(pause)
+        if knowledge["drafting"]:
+            self._decision = _Decision(PLAIN, self._chains[-1])
+            self._baseline_check = _FIRST_CHECK_OF_THE_KNOWN
+
     def plan(self, rows: int, can: Abilities) -> Plan:
         if (rows, can) not in self._decisions:
             self._decisions[rows, can] = self._choose(rows, can)
         self._decision = self._decisions[rows, can]
         plan = self._decision.plan
-        return replace(plan, stop_below=self._stop_below(rows)) if _is_early(plan) else plan
+        return self._early_exit(rows) if _is_early(plan) else plan
 
     def _choose(self, rows: int, can: Abilities) -> _Decision:
         plans = self._plans(can)
@@ -210,15 +260,32 @@ class ThroughputPolicy:
         speeds = {plan: self._speed(rows, plan) for plan in plans}
         most = max(speeds.values())
         best = next(plan for plan in plans if speeds[plan] >= (1 - _MARGIN) * most)
-        lead = _LEAD if self._decision.best == PLAIN else _MARGIN
+        lead = _MARGIN + (self._error(rows, best) if self._decision.best == PLAIN else 0.0)
         return best if speeds[best] > (1 + lead) * speeds[PLAIN] else PLAIN
 
-    def _stop_below(self, rows: int) -> float:
-        """The confidence below which a token more is worth less than what its seconds give otherwise."""
+    def _error(self, rows: int, plan: Plan) -> float:
+        """The standard error of a plan's seconds in those of a plain round: so much of a lead may be chance."""
+        return math.hypot(self.costs[_kind(plan)].error(rows, plan.size), self.costs["chain"].error(rows, 0))
+
+    def _early_exit(self, rows: int) -> Plan:
+        """A chain that ends where a token more is worth less than what its seconds give otherwise.
+
+        It ends before a step of the costs, too, that is not worth the tokens behind it.
+        """
+        if self._round % _EVERY == 0:  # now and then, to see whether the threshold is right
+            return Plan(self.max_depth, stop_below=self._threshold(rows, self.max_depth) / 2)
+        speed = self._best_short(rows) * max(1.0, self._gain(rows).factor)
+        depths = range(_SHORT + 1, self.max_depth + 1)
+        worth = [self.reached.expected_tokens(d) - speed * self._seconds(rows, self._early, d) for d in depths]
+        doubt = _DOUBT * speed * self._seconds(rows, self._early, self.max_depth)
+        depth = max(d for d, w in zip(depths, worth, strict=True) if w >= max(worth) - doubt)
+        return Plan(depth, stop_below=self._threshold(rows, depth))
+
+    def _threshold(self, rows: int, depth: int) -> float:
+        """The confidence below which a token more, of those up to `depth`, is not worth its seconds."""
         baseline = self._best_short(rows) * max(1.0, self._gain(rows).factor)
-        per_token = self.costs["chain"].per_token(rows, self.costs["early exit"])
-        further = 2 if self._round % _EVERY == 0 else 1  # now and then, to see whether the threshold is right
-        return min(self.calibration.threshold(baseline * per_token), 2.0) / further
+        per_token = self.costs["chain"].per_token(rows, self.costs["early exit"], depth)
+        return min(self.calibration.threshold(baseline * per_token), 2.0)
 
     def _explore(self, rows: int, plans: list[Plan], best: Plan) -> Plan | None:
         """A plan to explore in place of the best, where it is time for one."""
@@ -230,8 +297,8 @@ class ThroughputPolicy:
         others = {max(kind, key=lambda plan: self._speed(rows, plan)) for kind in kinds if kind}
         at = plans.index(best)
         others |= {plan for plan in plans[max(at - _NEAR, 0) : at + _NEAR + 1] if _kind(plan) == _kind(best)}
-        budget = self._exploration_budget
-        affordable = [plan for plan in others - {best, PLAIN} if budget.allows(self._loss(rows, plan, best))]
+        due = [plan for plan in others - {best, PLAIN} if self._round - self._seen[plan] >= self._pause.get(plan, 0)]
+        affordable = [plan for plan in due if self._exploration_budget.allows(self._loss(rows, plan, best))]
         return min(affordable, key=lambda plan: self._seen[plan], default=None)
 
     def _loss(self, rows: int, plan: Plan, best: Plan) -> float:
@@ -272,6 +339,7 @@ class ThroughputPolicy:
             self.ranks.add(plan.nodes, result.paths)
         elif _is_early(plan):
             self.calibration.add(result.confidences, result.drafted, result.accepted)
+            self.reached.add(result.depth, result.accepted)
             # Further on are those alone that were likely to be kept.
             self.positions.add(min(result.depth, _SHORT), result.accepted)
             seconds = self._seconds(result.rows, plan, result.depth)
@@ -290,6 +358,8 @@ class ThroughputPolicy:
         self._exploration_budget.record(seconds, tokens / self._speed(rows, decision.best) if counts else None)
         if explored:
             self._last_exploration = self._round
+            if self._run == 1:
+                self._pause[plan] = min(2 * self._pause.get(plan, _EVERY), _LAST_CHECK)
             if plan == PLAIN and not self._continues(rows, decision.best):
                 self._leader_since, self._baseline_check = self._round, min(2 * self._baseline_check, _LAST_CHECK)
         elif plan == PLAIN:

@@ -17,7 +17,7 @@ from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.proposers.chain import ChainSampler, EarlyExit, SampleFn, TreeScorer, draft_chain
 from eagle_mlx.proposers.growth import side_branch_tree
-from eagle_mlx.target import Target
+from eagle_mlx.target import Target, fingerprint
 
 _CHUNK = 512
 """Positions that are read at once of what is behind when a draft begins."""
@@ -40,6 +40,11 @@ class DraftModelProposer:
             raise TargetError("this draft model has recurrent state, which cannot keep part of a draft; take another")
         self.draft = draft
         self.vocab_size = draft.vocab_size
+
+    @property
+    def identity(self) -> str:
+        """What tells it from others of its name."""
+        return fingerprint(self.draft)
 
     def bind(self, target: Target) -> None:
         check_same_tokenizer(self.draft, target)

@@ -22,7 +22,7 @@ from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.proposers.chain import ChainSampler, EarlyExit, SampleFn, TreeScorer, draft_chain
 from eagle_mlx.proposers.growth import TreeShape, grow_tree, side_branch_tree
-from eagle_mlx.target import Target
+from eagle_mlx.target import Target, digest_of
 
 
 class HeadProposer:
@@ -36,6 +36,11 @@ class HeadProposer:
     @property
     def name(self) -> str:
         return "mtp" if isinstance(self.head, MTPHead) else "eagle"
+
+    @property
+    def identity(self) -> str:
+        """What tells it from others of its name: a digest of its weights, where they can be had."""
+        return digest_of(self.head) if isinstance(self.head, nn.Module) else ""
 
     abilities = Abilities(trees=True, early_exit=True)
 

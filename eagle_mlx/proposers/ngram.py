@@ -80,6 +80,11 @@ class NgramProposer:
             raise ConfigError(f"min_ngram {min_ngram} and max_ngram {max_ngram} must satisfy 1 <= min <= max")
         self.max_ngram, self.min_ngram, self.prompt_lookup = max_ngram, min_ngram, prompt_lookup
 
+    @property
+    def identity(self) -> str:
+        """What tells it from others of its name, whose drafts cost and yield otherwise."""
+        return f"{self.min_ngram} to {self.max_ngram}, {'prompt' if self.prompt_lookup else 'answer'}"
+
     def bind(self, target: Target) -> None:
         """Any target fits."""
 

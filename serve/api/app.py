@@ -34,6 +34,8 @@ def create_app(settings: Settings, worker: Worker) -> FastAPI:
         service.pools.close()
         worker.stop()  # not in a thread of the pool: work that hangs may hold all of them
         if worker.loaded is not None:
+            if worker.loaded.prior is not None:
+                worker.loaded.prior.save()
             worker.loaded.grammars.end()
             worker.loaded.encoder.end()
 

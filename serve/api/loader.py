@@ -85,7 +85,8 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
         kv_bytes=config.kv_bytes,
     )
     drafts = speculation.max_depth if proposer is not None else 0
-    loaded = Loaded(engine, proposer.name if proposer is not None else "none", drafts, sampling_defaults(config.target))
+    name = proposer.name if proposer is not None else "none"
+    loaded = Loaded(engine, name, drafts, sampling_defaults(config.target), speculation.prior(engine))
     with suppress(ConfigError):  # requests that want a grammar are told why there is none
         loaded.grammars.start()
     for line in _description(config, loaded):

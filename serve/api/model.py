@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx import hub
 from eagle_mlx.engine import Engine
+from eagle_mlx.engine.prior import Prior
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
@@ -32,6 +33,8 @@ class Loaded:
     """Draft tokens a round at most."""
     defaults: Mapping[str, float] = field(default_factory=dict)
     """Sampling parameters for requests that do not give them."""
+    prior: Prior | None = None
+    """Where what the policy learns is kept."""
 
     @property
     def target(self) -> Target:

@@ -18,6 +18,7 @@ from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.extras import require
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import described, in_dtype, quantization_of, quantize_for
+from eagle_mlx.machine import describe
 from eagle_mlx.target import Target, load_target
 
 from ..head_choice import usable_heads
@@ -39,9 +40,8 @@ from .costs import measure_costs
 from .dialogue import Dialogue
 from .figures import Run
 from .identity import tolerance_for
-from .machine import describe
 from .measure import BenchConfig, measure
-from .modes import MODE_NAMES, NEEDS, Models, ModeName, build_modes, random_head
+from .modes import MODE_NAMES, NEEDS, EngineMode, Models, ModeName, build_modes, random_head
 from .rollback import measure_rollback
 
 EPILOG = """\
@@ -166,6 +166,11 @@ def _add_how(how: argparse._ArgumentGroup, default: BenchConfig) -> None:
         "--tolerance", type=float, help="excuse a first difference where the two best logits are closer than this"
     )
     how.add_argument(
+        "--prior",
+        action="store_true",
+        help="with --policy throughput: begin with what was learnt on this machine before, and keep what is learnt",
+    )
+    how.add_argument(
         "--costs", action="store_true", help="also time the parts of a round, and roll backs at 256 and 4,096 tokens"
     )
     how.add_argument(
@@ -201,10 +206,13 @@ def _bench(args: argparse.Namespace, command: str) -> int:
         print(f"draft model: {draft.name}")
     args.depth = args.depth or [min(DEFAULT_TOKENS[policy] for policy in args.policy)]
     runs: list[Run] = []
-    models = Models(target, head, draft, kv_bytes)
+    models = Models(target, head, draft, kv_bytes, args.prior)
     for config in configs:
         built = build_modes(models, modes, args.batch, args.depth, args.policy, args.nodes)
         runs += measure(target, built, prompts, config, progress=not args.quiet)
+        for mode in built:
+            if isinstance(mode, EngineMode) and mode.prior is not None:
+                mode.prior.save()
     tolerance = tolerance_for(target) if args.tolerance is None else args.tolerance
     print(f"\n{report.table(runs)}\n\n{report.by_category(runs)}{report.footnote(runs, args.max_tokens, tolerance)}")
     extra: dict[str, object] = {

@@ -71,10 +71,13 @@ class EngineMode:
         policy: PolicyName = "fixed",
         nodes: int = 0,
         kv_bytes: int | None = None,
+        prior: bool = False,
     ):
         self.name, self.batch, self.depth, self.nodes, self.policy = name, batch, depth, nodes, policy
-        rule = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy).make_policy()
-        self._engine = Engine(target, proposer, rule, max_batch=batch, kv_bytes=kv_bytes)
+        speculation = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy, keep=prior)
+        self._engine = Engine(target, proposer, speculation.make_policy(), max_batch=batch, kv_bytes=kv_bytes)
+        self.prior = speculation.prior(self._engine)
+        """Where what it learns is kept; None where it is not."""
         self._excluded = 0.0
         """Seconds of other modes' turns, which its clock leaves out."""
         self._engine.clock = lambda: perf_counter() - self._excluded
@@ -127,6 +130,8 @@ class Models:
     draft: Target | None = None
     kv_bytes: int | None = None
     """What keys and values of an engine may take."""
+    prior: bool = False
+    """Whether policies begin with what was learnt before, and keep what they learn."""
 
     def proposer(self, name: ModeName) -> Proposer:
         """A new proposer of the mode of this name. Raises ConfigError where its model is missing."""
@@ -187,7 +192,7 @@ def build_modes(
         if "plain" in names:
             modes.append(EngineMode("plain", target, batch, kv_bytes=models.kv_bytes))
         modes += [
-            EngineMode(name, target, batch, depth, models.proposer(name), policy, size, models.kv_bytes)
+            EngineMode(name, target, batch, depth, models.proposer(name), policy, size, models.kv_bytes, models.prior)
             for depth in depths
             for size in nodes
             if size == 0 or size > depth

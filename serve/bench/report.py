@@ -9,9 +9,9 @@ from pathlib import Path
 
 from eagle_mlx.errors import OutputError
 from eagle_mlx.files import write_output
+from eagle_mlx.machine import Machine
 
 from .figures import Category, Run
-from .machine import Machine
 
 _HEADINGS = (
     "mode",

@@ -32,6 +32,7 @@ from eagle_mlx.catalog.embedded import embedded
 from eagle_mlx.decoding.loops import LEAST_DISTINCT, is_loop
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, EagleError
+from eagle_mlx.machine import describe
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import load_target
@@ -39,7 +40,6 @@ from eagle_mlx.target import load_target
 from ..prompts import read_prompts
 from ..speculation import Speculation
 from . import report
-from .machine import describe
 
 Chat = list[dict[str, str]]
 

@@ -67,6 +67,7 @@ class MatcherProcess:
 
     def _at(self, text: list[int]) -> llguidance.LLMatcher:
         """A matcher behind a text."""
+        assert self.tokenizer is not None
         matcher = llguidance.LLMatcher(self.tokenizer, self._grammar, log_level=0, limits=_LIMITS)
         if (count := matcher.try_consume_tokens(text)) < len(text) and not matcher.is_error():
             raise Refused(f"token {text[count]} was allowed and then refused")

@@ -86,10 +86,15 @@ def _generate(args: argparse.Namespace) -> None:
     speculation, proposer = load_proposer(speculation, target, name, lambda text: say(text, args))
     policy = speculation.make_policy()
     engine = Engine(target, proposer, policy, args.batch, kv_bits=args.kv_bits, kv_bytes=kv_bytes)
+    prior = speculation.prior(engine)
     notes = [*speculation.about_head(engine), *speculation.why_chains(engine)]
     say("\n".join([f"target: {target.name}", f"speculation: {speculation}", *notes]), args)
     began = perf_counter()
-    outputs = _one(engine, args, params) if args.file is None else _many(engine, args, params)
+    try:
+        outputs = _one(engine, args, params) if args.file is None else _many(engine, args, params)
+    finally:
+        if prior is not None:
+            prior.save()
     say(summary(outputs, perf_counter() - began), args)
 
 

@@ -11,7 +11,8 @@ import pytest
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Plan
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
-from eagle_mlx.policy.estimates import AcceptanceByPosition, AcceptanceByRank, Calibration, Costs, Drift
+from eagle_mlx.policy.costs import Costs, Drift
+from eagle_mlx.policy.trials import AcceptanceByPosition, AcceptanceByRank, Calibration
 from tests.eagle_mlx.worlds import CHAINS, World, result
 
 

@@ -42,7 +42,20 @@ def test_steps_of_the_costs_do_not_hide_the_best_depth(chance: float, rows: int)
         world.run(policy, 400, rows)
         depths, *_ = world.run(policy, 2000, rows)
         shares.append(world.speed(rows, *depths) / world.speed(rows, world.best(rows, 8)))
-    assert np.mean(shares) > 0.975
+    assert np.mean(shares) > 0.98
+
+
+@pytest.mark.parametrize("insight", [0.0, 1.0])
+@pytest.mark.parametrize("chance", [0.3, 0.6, 0.8, 0.95])
+def test_early_exits_know_of_steps(chance: float, insight: float) -> None:
+    """With what a proposer knows of its drafts, and where it knows nothing."""
+    shares = []
+    for seed in range(3):
+        moods = Moods(chance, lambda _, d: STEPS[d], np.random.default_rng(seed), hard=0.8 * chance, insight=insight)
+        policy = ThroughputPolicy()
+        moods.draft(policy, 400)
+        shares.append(moods.draft(policy, 1500)[1] / moods.fastest(1))
+    assert np.mean(shares) > 0.96
 
 
 @pytest.mark.parametrize("excess", [0.1, 0.5, 3.0])
@@ -85,7 +98,7 @@ def test_plain_rounds_of_a_busy_moment_are_soon_taken_again(seed: int) -> None:
 def test_drafting_comes_back_when_acceptance_does() -> None:
     policy = ThroughputPolicy()
     depths, *_ = World(0.0).run(policy, 1000)
-    assert set(depths[-31:]) <= {0, 1}
+    assert sum(depths[-31:]) <= 2  # all but one or two rounds are plain
     depths, *_ = World(0.9).run(policy, 1500)
     assert np.median(depths[-100:]) >= 4
     depths, *_ = World(0.0).run(policy, 1000)

@@ -18,6 +18,7 @@ from eagle_mlx.catalog.head_registry import register
 from eagle_mlx.decoding.loops import distinct_ratio
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.formats import save_eagle3
+from eagle_mlx.machine import describe
 from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.bench import plots, report
@@ -33,7 +34,6 @@ from eagle_mlx.serve.bench.continuation import (
 from eagle_mlx.serve.bench.costs import measure_costs
 from eagle_mlx.serve.bench.figures import Run
 from eagle_mlx.serve.bench.identity import Identity, compare, first_difference
-from eagle_mlx.serve.bench.machine import describe
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import MODE_NAMES, EngineMode, Models, ModeName, build_modes
 from eagle_mlx.serve.bench.turns import take_turns
