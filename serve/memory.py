@@ -1,10 +1,11 @@
-"""Flags about memory, shared by all that decode."""
+"""Flags about memory, and what of a prompt is read at once; shared by all that decode."""
 
 from __future__ import annotations
 
 import argparse
 import math
 
+from eagle_mlx.engine.prefill import PREFILL_CHUNK
 from eagle_mlx.errors import ConfigError
 
 
@@ -16,6 +17,25 @@ def add_kv_gb(to: argparse._ActionsContainer) -> None:
         metavar="GB",
         help="for keys and values; who does not fit waits (default: four fifths of what is free behind the weights)",
     )
+
+
+def add_prefill_chunk(to: argparse._ActionsContainer) -> None:
+    """The flag for how much of prompts a forward reads."""
+    to.add_argument(
+        "--prefill-chunk",
+        type=int,
+        default=PREFILL_CHUNK,
+        metavar="N",
+        help="tokens of prompts read in one forward, all requests together; those that decode wait for it, and it takes "
+        f"memory: less keeps their gaps short, more reads long prompts sooner on a GPU (default {PREFILL_CHUNK})",
+    )
+
+
+def prefill_chunk_of(args: argparse.Namespace) -> int:
+    """What the flag says. Raises ConfigError for less than 1."""
+    if args.prefill_chunk < 1:
+        raise ConfigError(f"--prefill-chunk must be at least 1; got {args.prefill_chunk}")
+    return int(args.prefill_chunk)
 
 
 def bytes_of(flag: str, gigabytes: float | None, least: int = 1) -> int | None:

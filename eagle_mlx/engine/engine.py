@@ -15,6 +15,7 @@ from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.kv_budget import KVBudget, size_of
 from eagle_mlx.engine.output import Chunk, Output
 from eagle_mlx.engine.pipeline import Pipeline
+from eagle_mlx.engine.prefill import PREFILL_CHUNK
 from eagle_mlx.engine.prefix import PrefixCache
 from eagle_mlx.engine.scheduler import Scheduler
 from eagle_mlx.errors import ConfigError, PromptError
@@ -49,12 +50,15 @@ class Engine:
         proposer: Proposer | None = None,
         policy: Policy | None = None,
         max_batch: int = 8,
-        prefill_chunk: int = 512,
+        prefill_chunk: int = PREFILL_CHUNK,
         prefix_cache_bytes: int = 0,
         kv_bits: int | None = None,
         kv_bytes: int | None = None,
     ):
-        """`prefix_cache_bytes`: what the pasts of ended requests may hold, for prompts that begin like them.
+        """`prefill_chunk`: positions of prompts, over all requests, that the target reads in one forward. Those who decode
+        wait for it.
+
+        `prefix_cache_bytes`: what the pasts of ended requests may hold, for prompts that begin like them.
 
         `kv_bytes`: what keys and values may take, those pasts included; by default four fifths of the memory that is
         free. A request that would not fit beside others waits; `prepare` refuses one that never would.

@@ -11,6 +11,8 @@ from eagle_mlx.plan import PLAIN
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.target import Forward
 
+PREFILL_CHUNK = 2048
+"""Positions of prompts, over all rows, that one forward reads: mlx-lm's `prefill_step_size` (0.32, `generate_step`)."""
 _FIRST_TOKENS = 128
 """Positions, over all rows, that a forward may read of prompts to give their first tokens too: what the last layer
 costs is then less than a forward of its own for the last token.
@@ -26,20 +28,21 @@ class Prefill:
         self._read = known
 
     def step(self, chunk: int) -> bool:
-        """Read `chunk` further positions of each prompt; whether the requests can decode now.
+        """Read the next positions of each prompt; whether the requests can decode now.
 
-        What is short is read to its last token, and gives the requests their first tokens. Of the rest the last token
+        One forward reads at most `chunk` of them, the rows' padding included, but at least one of each prompt. What is short is read to its last token, and gives the requests their first tokens. Of the rest the last token
         is left to the first round.
         """
         prompts = [request.prompt for request in self.batch.requests]
         longest = max(map(len, prompts)) - 1
         left = longest - self._read
         if left > 0:
-            if left <= chunk and len(prompts) * (left + 1) <= _FIRST_TOKENS:
+            width = max(1, chunk // len(prompts))
+            if len(prompts) * (left + 1) <= min(chunk, _FIRST_TOKENS):
                 self._read_to_end(prompts)
             else:
-                self._read_chunk([prompt[:-1][self._read : self._read + chunk] for prompt in prompts])
-            self._read += chunk
+                self._read_chunk([prompt[:-1][self._read : self._read + width] for prompt in prompts])
+            self._read += width
         if self._read < longest:
             return False
         self.batch.cache.compact()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from eagle_mlx.cache import may_pad
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.kv_budget import KVBudget
@@ -17,8 +19,8 @@ from eagle_mlx.target import Target
 class Scheduler:
     """Reads the prompts of those whose turn it is, a chunk at a time, so that nobody waits long for a long prompt.
 
-    Prompts that fit into one chunk are read side by side; a longer one, or one whose beginning is in the prefix cache,
-    is read alone.
+    Prompts that fit into one chunk together are read side by side, which bounds what a forward takes of memory. A
+    longer one, or one whose beginning is in the prefix cache, is read alone.
 
     Whose keys and values would not fit beside those of the rows that decode waits for memory. Others that fit may pass,
     at most `MOST_SKIPS` of them; then nobody joins before it. Prefixes that are kept give way to rows.
@@ -95,16 +97,16 @@ class Scheduler:
     def _next(self, room: int) -> Prefill | None:
         requests = self.prefilling
         while len(requests) < room and (following := self._following(room - len(requests))) is not None:
+            if requests and not self._side_by_side([*requests, following]):
+                break
             prefix = self._known(following)
-            if requests and (prefix is not None or not self._side_by_side(following)):
+            if requests and prefix is not None:
                 break
             self._take(following)
             requests.append(following)
             if prefix is not None:
                 following.cached_tokens = prefix.length
                 return Prefill(Batch(self.target, self.proposer, requests, prefix, self.kv_bits), prefix.length)
-            if not self._side_by_side(following):
-                break
         return Prefill(Batch(self.target, self.proposer, requests, kv_bits=self.kv_bits)) if requests else None
 
     def _following(self, room: int) -> Request | None:
@@ -149,5 +151,7 @@ class Scheduler:
     def _known(self, request: Request) -> Prefix | None:
         return self.prefixes.find(request.prompt) if self.prefixes is not None else None
 
-    def _side_by_side(self, request: Request) -> bool:
-        return self._may_pad and len(request.prompt) <= self.chunk + 1
+    def _side_by_side(self, requests: Sequence[Request]) -> bool:
+        """Whether one forward may read these prompts, each padded to the longest, but for their last tokens."""
+        width = max(len(request.prompt) for request in requests) - 1
+        return self._may_pad and len(requests) * width <= self.chunk

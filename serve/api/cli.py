@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from eagle_mlx.errors import ConfigError, EagleError
 
-from ..memory import add_kv_gb, bytes_of
+from ..memory import add_kv_gb, add_prefill_chunk, bytes_of, prefill_chunk_of
 from ..speculation import add_arguments, from_arguments
 from ..target_options import add_target_arguments, options_of
 from .app import create_app
@@ -94,7 +94,8 @@ def _load_config(args: argparse.Namespace) -> LoadConfig:
     target, speculation = from_arguments(args)
     prefixes, kv = bytes_of("--prefix-cache-gb", args.prefix_cache_gb, least=0), bytes_of("--kv-gb", args.kv_gb)
     options = options_of(args)
-    return LoadConfig(target, speculation, args.max_batch, args.max_context, prefixes, args.kv_bits, options, kv)
+    chunk = prefill_chunk_of(args)
+    return LoadConfig(target, speculation, args.max_batch, args.max_context, prefixes, args.kv_bits, options, kv, chunk)
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -170,6 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     much.add_argument(
         "--max-body-mb", type=float, default=body, metavar="MB", help=f"of a request; beyond it 413 (default {body:g})"
     )
+    add_prefill_chunk(much)
     add_kv_gb(much)
     much.add_argument(
         "--prefix-cache-gb",

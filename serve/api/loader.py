@@ -12,6 +12,7 @@ import mlx.core as mx
 from eagle_mlx import memory
 from eagle_mlx.cpu import blas
 from eagle_mlx.engine import Engine
+from eagle_mlx.engine.prefill import PREFILL_CHUNK
 from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.memory import gb
 from eagle_mlx.policy import FixedPolicy
@@ -46,6 +47,8 @@ class LoadConfig:
     options: TargetOptions = field(default_factory=TargetOptions)
     kv_bytes: int | None = None
     """For keys and values, those pasts included; None for a share of what is free behind the weights."""
+    prefill_chunk: int = PREFILL_CHUNK
+    """Tokens of prompts that one forward reads, all requests together."""
 
     def __post_init__(self) -> None:
         if self.max_batch < 1:
@@ -80,6 +83,7 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
         proposer,
         policy,
         config.max_batch,
+        config.prefill_chunk,
         prefix_cache_bytes=memory.prefix_cache_bytes(memory.free_memory()) if prefixes is None else prefixes,
         kv_bits=config.kv_bits,
         kv_bytes=config.kv_bytes,

@@ -14,7 +14,7 @@ import mlx.core as mx
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.batch import Batch
-from eagle_mlx.engine.prefill import Prefill
+from eagle_mlx.engine.prefill import PREFILL_CHUNK, Prefill
 from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.plan import Plan
@@ -25,7 +25,6 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
 _WARM_UP = 5
-_CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def measure_breakdown(
 def _read(batch: Batch) -> Prefix:
     """The past of a single row whose prompt has been read."""
     prefill = Prefill(batch)
-    while not prefill.step(_CHUNK):
+    while not prefill.step(PREFILL_CHUNK):
         pass
     past = batch.past(0)
     assert past is not None
@@ -132,7 +131,7 @@ class _Forwards:
 
 def _stages(batch: Batch, depth: int, rounds: int) -> dict[str, float]:
     """`batch`: one whose prompt has been read, but for its last two tokens or fewer."""
-    Prefill(batch, batch.cache.lengths.upper).step(_CHUNK)
+    Prefill(batch, batch.cache.lengths.upper).step(PREFILL_CHUNK)
     seconds: dict[str, list[float]] = {}
     for _ in range(rounds):
         for name, took in _staged_round(batch, depth).items():

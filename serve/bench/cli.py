@@ -22,7 +22,7 @@ from eagle_mlx.machine import describe
 from eagle_mlx.target import Target, load_target
 
 from ..head_choice import usable_heads
-from ..memory import add_kv_gb, bytes_of
+from ..memory import add_kv_gb, add_prefill_chunk, bytes_of, prefill_chunk_of
 from ..questions import Question, read_questions
 from ..speculation import (
     AUTO,
@@ -134,6 +134,7 @@ def _add_how(how: argparse._ArgumentGroup, default: BenchConfig) -> None:
     how.add_argument(
         "--prompts", type=Path, help="jsonl of `messages`, `prompt` or `turns` rows (default: held-out functions)"
     )
+    add_prefill_chunk(how)
     add_kv_gb(how)
     how.add_argument(
         "--limit", type=_positive, default=100, help="prompts to take, evenly of all categories (default 100)"
@@ -192,7 +193,7 @@ def _bench(args: argparse.Namespace, command: str) -> int:
     for path in (args.json, args.plot):
         if path is not None:
             report.check_writable(path)
-    kv_bytes = bytes_of("--kv-gb", args.kv_gb)
+    chunk, kv_bytes = prefill_chunk_of(args), bytes_of("--kv-gb", args.kv_gb)
     modes, head_name = _modes(args)
     target = options_of(args).load(args.target or embedded("target"))
     head = _head(head_name, target, args.head_bits)
@@ -206,7 +207,7 @@ def _bench(args: argparse.Namespace, command: str) -> int:
         print(f"draft model: {draft.name}")
     args.depth = args.depth or [min(DEFAULT_TOKENS[policy] for policy in args.policy)]
     runs: list[Run] = []
-    models = Models(target, head, draft, kv_bytes, args.prior)
+    models = Models(target, head, draft, kv_bytes, chunk, args.prior)
     for config in configs:
         built = build_modes(models, modes, args.batch, args.depth, args.policy, args.nodes)
         runs += measure(target, built, prompts, config, progress=not args.quiet)

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.output import Output
+from eagle_mlx.engine.prefill import PREFILL_CHUNK
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
@@ -71,11 +72,13 @@ class EngineMode:
         policy: PolicyName = "fixed",
         nodes: int = 0,
         kv_bytes: int | None = None,
+        prefill_chunk: int = PREFILL_CHUNK,
         prior: bool = False,
     ):
         self.name, self.batch, self.depth, self.nodes, self.policy = name, batch, depth, nodes, policy
         speculation = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy, keep=prior)
-        self._engine = Engine(target, proposer, speculation.make_policy(), max_batch=batch, kv_bytes=kv_bytes)
+        rule = speculation.make_policy()
+        self._engine = Engine(target, proposer, rule, batch, prefill_chunk, kv_bytes=kv_bytes)
         self.prior = speculation.prior(self._engine)
         """Where what it learns is kept; None where it is not."""
         self._excluded = 0.0
@@ -130,6 +133,8 @@ class Models:
     draft: Target | None = None
     kv_bytes: int | None = None
     """What keys and values of an engine may take."""
+    prefill_chunk: int = PREFILL_CHUNK
+    """Tokens of prompts that one forward of an engine reads."""
     prior: bool = False
     """Whether policies begin with what was learnt before, and keep what they learn."""
 
@@ -179,7 +184,7 @@ def build_modes(
     mlx-lm and mlx-lm-draft decode one prompt at a time whatever the batch. Raises ConfigError for a mode whose model is
     missing, HeadError or TargetError where it does not fit the target.
     """
-    target, modes = models.target, list[Mode]()
+    target, chunk, modes = models.target, models.prefill_chunk, list[Mode]()
     if "mlx-lm" in names:
         modes.append(MlxLmMode(target))
     if "mlx-lm-draft" in names:
@@ -190,9 +195,11 @@ def build_modes(
         if "mlx-lm-batch" in names and batch > 1:
             modes.append(MlxLmBatchMode(target, batch))
         if "plain" in names:
-            modes.append(EngineMode("plain", target, batch, kv_bytes=models.kv_bytes))
+            modes.append(EngineMode("plain", target, batch, kv_bytes=models.kv_bytes, prefill_chunk=chunk))
         modes += [
-            EngineMode(name, target, batch, depth, models.proposer(name), policy, size, models.kv_bytes, models.prior)
+            EngineMode(
+                name, target, batch, depth, models.proposer(name), policy, size, models.kv_bytes, chunk, models.prior
+            )
             for depth in depths
             for size in nodes
             if size == 0 or size > depth

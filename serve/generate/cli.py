@@ -20,7 +20,7 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
 from ..head_choice import load_proposer
-from ..memory import add_kv_gb, bytes_of
+from ..memory import add_kv_gb, add_prefill_chunk, bytes_of, prefill_chunk_of
 from ..prompts import encode, read_prompts
 from ..speculation import add_arguments, from_arguments
 from ..target_options import add_target_arguments, options_of
@@ -80,12 +80,12 @@ def _generate(args: argparse.Namespace) -> None:
         raise OutputError("--output goes with --file; the text of one prompt goes to standard output")
     if args.output is not None and args.output.exists():
         raise OutputError(f"{args.output} exists already; name another file")
-    kv_bytes = bytes_of("--kv-gb", args.kv_gb)
+    chunk, kv_bytes = prefill_chunk_of(args), bytes_of("--kv-gb", args.kv_gb)
     name, speculation = from_arguments(args)
     target = options_of(args).load(name)
     speculation, proposer = load_proposer(speculation, target, name, lambda text: say(text, args))
     policy = speculation.make_policy()
-    engine = Engine(target, proposer, policy, args.batch, kv_bits=args.kv_bits, kv_bytes=kv_bytes)
+    engine = Engine(target, proposer, policy, args.batch, chunk, kv_bits=args.kv_bits, kv_bytes=kv_bytes)
     prior = speculation.prior(engine)
     notes = [*speculation.about_head(engine), *speculation.why_chains(engine)]
     say("\n".join([f"target: {target.name}", f"speculation: {speculation}", *notes]), args)
@@ -168,6 +168,7 @@ def _parser() -> argparse.ArgumentParser:
         "--batch", type=int, default=8, metavar="N", help="prompts of a file that decode together (default 8)"
     )
     parser.add_argument("--kv-bits", type=int, choices=(4, 8), help="keep keys and values in so few bits: less memory")
+    add_prefill_chunk(parser)
     add_kv_gb(parser)
     parser.add_argument("--system", help="system prompt")
     parser.add_argument("--raw", action="store_true", help="take the prompt as it is, without the chat template")

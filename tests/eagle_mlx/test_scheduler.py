@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import qwen3
 
@@ -17,6 +17,7 @@ import eagle_mlx as em
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.plan import RoundResult
 from eagle_mlx.request import Request
+from eagle_mlx.target import Forward
 from tests.fakes import randomize, tiny_config, tiny_head, tiny_target
 
 TARGET = tiny_target()
@@ -34,10 +35,59 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
+@pytest.mark.parametrize("chunk", [1, 7, 64, 2048])
 def test_prompts_of_all_lengths_are_read_in_chunks(chunk: int) -> None:
     outputs = engine(prefill_chunk=chunk).generate(PROMPTS, em.SamplingParams(max_tokens=12))
     assert [output.tokens for output in outputs] == ALONE
+
+
+@pytest.fixture
+def positions_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many positions, over all rows, each forward of a target has read."""
+    counts, forward = list[int](), em.Target.forward
+
+    def counting(target: em.Target, tokens: mx.array, *args: Any, **more: Any) -> Forward:
+        counts.append(tokens.size)
+        return forward(target, tokens, *args, **more)
+
+    monkeypatch.setattr(em.Target, "forward", counting)
+    return counts
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8),
+    chunk=st.integers(4, 100),
+    later=st.integers(0, 5),
+    prefixes=st.sampled_from([0, 1 << 20]),
+)
+def test_no_forward_reads_more_than_a_chunk_over_all_rows(
+    positions_read: list[int], lengths: list[int], chunk: int, later: int, prefixes: int
+) -> None:
+    """Eight prompts of a chunk each, side by side, would take eight times the memory that was asked for."""
+    busy = em.Engine(TARGET, max_batch=4, prefill_chunk=chunk, prefix_cache_bytes=prefixes)
+    prompts = [PROMPTS[1][:length] for length in lengths]
+    rows = [busy.prepare(prompt, em.SamplingParams(max_tokens=2, ignore_eos=True)) for prompt in prompts]
+    positions_read.clear()
+    for number, row in enumerate(rows):
+        if number >= later:
+            busy.step()
+        busy.submit(row)
+    while not busy.idle:
+        busy.step()
+    assert all(len(row.tokens) == 2 for row in rows)
+    assert max(positions_read) <= chunk
+    assert prefixes or sum(positions_read) >= sum(lengths)
+
+
+def test_prompts_that_fit_into_a_chunk_together_are_read_in_one_forward(positions_read: list[int]) -> None:
+    prompts = [PROMPTS[1][:length] for length in (20, 9, 30, 10, 4, 5, 10, 6)]
+    params = em.SamplingParams(max_tokens=1)
+    em.Engine(TARGET, prefill_chunk=8 * 29).generate(prompts, params)
+    assert [count for count in positions_read if count > 8] == [8 * 29]
+    positions_read.clear()
+    em.Engine(TARGET, prefill_chunk=8 * 29 - 1).generate(prompts, params)
+    assert [count for count in positions_read if count > 8] == [7 * 29]
 
 
 def test_others_go_on_while_a_long_prompt_is_read() -> None:

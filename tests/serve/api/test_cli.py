@@ -54,6 +54,7 @@ def test_a_target_alone_is_served_with_what_is_found_for_it(
         (["--prefix-cache-gb", "nan"], "--prefix-cache-gb"),
         (["--kv-gb", "0"], "--kv-gb"),
         (["--kv-gb", "inf"], "--kv-gb"),
+        (["--prefill-chunk", "0"], "--prefill-chunk must be at least 1; got 0"),
         (["--drain-seconds", "-1"], "--drain-seconds"),
         (["--max-body-mb", "0"], "--max-body-mb"),
         (["--max-body-mb", "inf"], "--max-body-mb"),

@@ -1,0 +1,72 @@
+"""`--prefill-chunk`: how much of prompts the commands' engines read in one forward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import eagle_mlx as em
+from eagle_mlx.serve.api import cli as serve
+from eagle_mlx.serve.api.loader import LoadConfig
+from eagle_mlx.serve.api.loader import load as load_config
+from eagle_mlx.serve.bench.cli import main as bench
+from eagle_mlx.serve.generate.cli import main as generate
+from eagle_mlx.target import Forward
+from tests.fakes import tiny_target_folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    tiny_target_folder(tmp_path / "target")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "def median(values):"}\n{"prompt": "import os"}\n')
+    return str(tmp_path / "target")
+
+
+@pytest.fixture
+def positions_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    counts, forward = list[int](), em.Target.forward
+
+    def counting(target: em.Target, tokens: mx.array, *args: Any, **more: Any) -> Forward:
+        counts.append(tokens.size)
+        return forward(target, tokens, *args, **more)
+
+    monkeypatch.setattr(em.Target, "forward", counting)
+    return counts
+
+
+@pytest.mark.parametrize("chunk", [4, 6])
+@pytest.mark.parametrize("command", [generate, bench])
+def test_the_flag_reaches_the_engine(command: Any, chunk: int, folder: str, positions_read: list[int]) -> None:
+    own = {
+        generate: ["--spec-decode", "none", "--file"],
+        bench: ["--modes", "plain", "--repeats", "1", "--batch", "2", "--prompts"],
+    }[command]
+    prompts = str(Path(folder).parent / "prompts.jsonl")
+    given = ["--target", folder, "--max-tokens", "2", "--quiet", "--prefill-chunk", str(chunk), *own, prompts]
+    assert command(given) == 0
+    assert max(positions_read) == chunk
+
+
+def test_the_flag_reaches_the_servers_engine(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = []
+
+    def load(config: LoadConfig, say: Any) -> Any:
+        loaded = load_config(config, say)
+        chunks.append(loaded.engine.prefill_chunk)
+        return loaded
+
+    monkeypatch.setattr(serve, "load", load)
+    for given in ([], ["--prefill-chunk", "77"]):
+        assert serve.main(["--target", folder, "--spec-decode", "none", "--check", *given]) == 0
+    assert chunks == [2048, 77]
+
+
+@pytest.mark.parametrize("command", [generate, bench])
+def test_none_at_all_is_refused(command: Any, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is loaded."""
+    what = ["x"] if command is generate else []
+    assert command([*what, "--target", "nowhere", "--prefill-chunk", "0"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "error: --prefill-chunk must be at least 1; got 0"
