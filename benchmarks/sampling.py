@@ -2,29 +2,31 @@
 
     python benchmarks/sampling.py
     python benchmarks/sampling.py --rows 32 --vocab 49152
+    git worktree add out/older a30cf84
     python benchmarks/sampling.py --against out/older
 
 All ways to sample take turns, so that what else the machine does falls on all of them. Figures are medians. Seconds of
 the CPU are those of the whole process, which a busy machine changes least; on a GPU go by the clock.
 
-`--against` names a folder with the `sampling.py` and `verify.py` of another version, as `git show` gives them, which
-then take turns with these.
+`--against` names a checkout of another version, which then takes turns with this one. The last
+lines say what share of its time this one takes.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import statistics
-import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
+from older import Older
 
-from eagle_mlx.decoding import sampling, verify
+from eagle_mlx.decoding.sampling import SamplingBatch
+from eagle_mlx.decoding.verify import verify
 from eagle_mlx.sampling_params import SamplingParams
 
 # isort: split
@@ -45,29 +47,28 @@ WAYS = {
 }
 
 
-def older(folder: Path) -> tuple[ModuleType, ModuleType]:
-    """`sampling.py` and `verify.py` of another version; its verify imports its own sampling."""
-    name = sampling.__name__
-    found = []
-    try:
-        for path, known_as in ((folder / "sampling.py", name), (folder / "verify.py", "older_verify")):
-            spec = importlib.util.spec_from_file_location(known_as, path)
-            if spec is None or spec.loader is None:
-                raise SystemExit(f"error: {path} is no Python module")
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[known_as] = module
-            spec.loader.exec_module(module)
-            found.append(module)
-    finally:
-        sys.modules[name] = sampling
-    return found[0], found[1]
+@dataclass(frozen=True)
+class Version:
+    """What is measured of one version of the library."""
+
+    params: Any
+    """Its SamplingParams."""
+    batch: Any
+    """Its SamplingBatch."""
+    verify: Any
+    """Its verify."""
+
+    @classmethod
+    def of(cls, older: Older) -> Version:
+        return cls(
+            older.module("sampling_params", "params").SamplingParams,
+            older.module("decoding.sampling", "sampling").SamplingBatch,
+            older.module("decoding.verify", "verify").verify,
+        )
 
 
-def verdicts(
-    modules: tuple[ModuleType, ModuleType], args: argparse.Namespace, logits: mx.array
-) -> dict[str, Callable[[], None]]:
+def verdicts(version: Version, logits: mx.array) -> dict[str, Callable[[], None]]:
     """A call for each way to sample that comes to its verdict and waits for it."""
-    sample_module, verify_module = modules
     rows, width, vocab = logits.shape
     drafts = mx.argmax(logits[:, :-1], axis=-1).astype(mx.int32)
     lengths = mx.full((rows,), width - 1, mx.int32)
@@ -75,12 +76,13 @@ def verdicts(
     positions = mx.broadcast_to(mx.arange(100, 100 + width, dtype=mx.int32), (rows, width))
     mx.eval(drafts, lengths, q, positions)
 
-    def call(params: SamplingParams) -> Callable[[], None]:
-        batch = sample_module.SamplingBatch.of([params] * rows, range(rows))
+    def call(wish: SamplingParams) -> Callable[[], None]:
+        params = version.params(wish.temperature, wish.top_k, wish.top_p, wish.min_p, seed=wish.seed)
+        batch = version.batch.of([params] * rows, range(rows))
         known = q if params.rule == "rejection" else None
 
         def run() -> None:
-            verdict = verify_module.verify(logits, drafts, lengths, known, batch, positions)
+            verdict = version.verify(logits, drafts, lengths, known, batch, positions)
             mx.eval(verdict.accepted, verdict.tokens)
 
         return run
@@ -111,22 +113,26 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=151936, help="default %(default)s, that of Qwen3")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default %(default)s")
     parser.add_argument("--rounds", type=int, default=9, help="default %(default)s")
-    parser.add_argument("--against", type=Path, metavar="FOLDER", help="another version's sampling.py and verify.py")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="a checkout of another version")
     args = parser.parse_args()
     if args.positions < 2:
         parser.error("--positions must be at least 2: a draft token and the one after it")
     # Scaled normals: a few tokens share most of the mass, as behind a real text.
     values = np.random.default_rng(0).normal(scale=3, size=(args.rows, args.positions, args.vocab))
     logits = mx.array(values.astype(np.float32)).astype(getattr(mx, args.dtype))
-    calls = verdicts((sampling, verify), args, logits)
+    calls = verdicts(Version(SamplingParams, SamplingBatch, verify), logits)
     if args.against:
-        before = verdicts(older(args.against), args, logits)
+        before = verdicts(Version.of(Older(args.against)), logits)
         calls |= {f"{name} (older)": call for name, call in before.items()}
     found = measure(calls, args.rounds)
     print(f"{args.rows} x {args.positions} positions of {args.vocab} {args.dtype} logits, median of {args.rounds}\n")
     print("| | ms | ms of the CPU |\n|---|---|---|")
     for name, (clock, cpu) in found.items():
         print(f"| {name} | {clock:.2f} | {cpu:.2f} |")
+    if args.against:
+        print("\nof the older seconds of the CPU:")
+        for name in WAYS:
+            print(f"{name}: {found[name][1] / found[f'{name} (older)'][1]:.2f}")
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ def add_prefill_chunk(to: argparse._ActionsContainer) -> None:
         type=int,
         default=PREFILL_CHUNK,
         metavar="N",
-        help="tokens of prompts read in one forward, all requests together; those that decode wait for it, and it takes "
-        f"memory: less keeps their gaps short, more reads long prompts sooner on a GPU (default {PREFILL_CHUNK})",
+        help="tokens of prompts read in one forward, all requests together; more takes more memory, and those that "
+        f"decode meanwhile wait longer for their next tokens (default {PREFILL_CHUNK})",
     )
 
 

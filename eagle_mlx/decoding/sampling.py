@@ -13,7 +13,8 @@ import numpy as np
 
 from eagle_mlx.cpu import fastmath
 from eagle_mlx.decoding.filters import Filters
-from eagle_mlx.decoding.noise import gumbel_noise, uniform_noise
+from eagle_mlx.decoding.noise import gumbel_noise, noise_words, uniform_noise
+from eagle_mlx.decoding.noisy_argmax import noisy_argmax
 from eagle_mlx.sampling_params import Rule, SamplingParams
 
 
@@ -110,21 +111,28 @@ def distribution(logits: mx.array, batch: SamplingBatch) -> mx.array:
     return mx.where(batch.temperature[:, None, None] == 0, _one_hot_argmax(logits), probs)
 
 
-def sample(logits: mx.array, batch: SamplingBatch, positions: mx.array, noise: mx.array | None = None) -> mx.array:
+def sample(
+    logits: mx.array,
+    batch: SamplingBatch,
+    positions: mx.array,
+    levels: mx.array | None = None,
+    stream: Stream = Stream.TOKEN,
+    token_ids: mx.array | None = None,
+) -> mx.array:
     """The token that plain decoding emits after each position's logits.
 
     A function of the row's own logits, parameters, seed and position, bit for bit, by the Gumbel-max trick:
     argmax(log p + gumbel), here times the temperature, which makes greedy rows the case of no noise.
 
-    logits: [B, n, V]; positions: [B, n] int32, of the tokens being drawn; noise: what `gumbel` gives, where it is at
-    hand already or V is not the target's vocabulary. Returns [B, n] int32.
+    logits: [B, n, V]; positions: [B, n] int32, of the tokens being drawn; levels: [B, n] int32, which of the positions
+    is whose, where several are drawn at one; token_ids: [V] int32, where V is not the target's vocabulary. Returns
+    [B, n] int32, places in V.
     """
     if batch.all_greedy:
         return mx.argmax(logits, axis=-1).astype(mx.int32)
-    if noise is None:
-        noise = gumbel(batch, positions, logits.shape[-1])
-    scores = _filtered(logits, batch) + batch.temperature[:, None, None] * noise
-    return mx.argmax(scores, axis=-1).astype(mx.int32)
+    logits = _filtered(logits, batch) if batch.any_filtered else logits
+    words = noise_words(batch.keys[:, stream], positions)
+    return noisy_argmax(logits, batch.temperature, words, token_ids, levels, batch.any_greedy)
 
 
 def draft_sample(
@@ -139,20 +147,14 @@ def draft_sample(
     draft id, None where they are the same. Returns tokens [B, n] int32 in the target's ids, and q [B, n, V] float32,
     None where no row needs it.
     """
-    noise = None if batch.all_greedy else _draft_noise(batch, positions, vocab, token_ids)
     logits, rest = filtered(logits, batch) if batch.any_rejection else (logits, batch)
-    tokens = sample(logits, rest, positions, noise)
+    tokens = sample(logits, rest, positions, stream=Stream.DRAFT, token_ids=token_ids)
     q = distribution(logits, rest) if batch.any_rejection else None
     if token_ids is None:
         return tokens, q
     if q is not None:
         q = mx.put_along_axis(mx.zeros((*q.shape[:-1], vocab)), mx.broadcast_to(token_ids, q.shape), q, axis=-1)
     return token_ids[tokens], q
-
-
-def _draft_noise(batch: SamplingBatch, positions: mx.array, vocab: int, token_ids: mx.array | None) -> mx.array:
-    """The noise of the tokens that can be drafted, and of no others."""
-    return gumbel_noise(batch.keys[:, Stream.DRAFT], positions, mx.arange(vocab) if token_ids is None else token_ids)
 
 
 def draft_scores(
@@ -166,7 +168,9 @@ def draft_scores(
     scores = _filtered(logits, batch)
     if batch.all_greedy:
         return scores
-    noise = _draft_noise(batch, positions, vocab, token_ids)
+    # Of the tokens that can be drafted, and of no others.
+    tokens = mx.arange(vocab) if token_ids is None else token_ids
+    noise = gumbel_noise(batch.keys[:, Stream.DRAFT], positions, tokens)
     return scores / _divisor(batch) + mx.where(batch.temperature[:, None, None] > 0, noise, 0.0)
 
 

@@ -40,13 +40,13 @@ def verify(
     logits, batch = filtered(logits, batch)
     p = distribution(logits, batch)
     rejects_all = not (batch.any_greedy or batch.any_coupled or batch.any_threshold)
-    noise = gumbel(batch, positions[:, :1] if rejects_all else positions, logits.shape[-1])
     verdict = None
     if batch.any_rejection:
         # Every round begins at a position where none began before: its noise, keyed by that position, is always new.
-        verdict = rejection(p, q, drafts, lengths, uniform(batch, positions[:, :-1]), noise[:, :1])
+        noise = gumbel(batch, positions[:, :1], logits.shape[-1])
+        verdict = rejection(p, q, drafts, lengths, uniform(batch, positions[:, :-1]), noise)
     if not rejects_all:
-        samples = sample(logits, batch, positions, noise)
+        samples = sample(logits, batch, positions)
         others = match(samples, drafts, lengths)
         if batch.any_threshold:
             kept = threshold(p, samples, drafts, lengths, batch.thresholds)
@@ -70,12 +70,8 @@ def verify_tree(
     logits: [B, n+1, V]; drafts: [B, n] int32; valid: [B, n] bool, the drafts that count; positions: [B, n+1] int32, of
     the tokens being drawn. `tokens` of the verdict are [B, levels + 1].
     """
-    noise = None
-    if not batch.all_greedy:  # one draw for each depth, not for each node
-        levels = mx.arange(tree.levels + 1, dtype=mx.int32)
-        drawn = gumbel(batch, positions[:, :1] + levels, logits.shape[-1])
-        noise = drawn[mx.arange(drawn.shape[0])[:, None], branches.depths]
-    samples = sample(logits, batch, positions, noise)
+    levels = positions[:, :1] + mx.arange(tree.levels + 1, dtype=mx.int32)
+    samples = sample(logits, batch, levels, branches.depths)  # one draw for each depth, not for each node
     path = walk(samples, drafts, valid, tree, branches)
     return Verdict(path.accepted, mx.take_along_axis(samples, path.nodes, axis=1), path.nodes)
 

@@ -55,8 +55,8 @@ class Engine:
         kv_bits: int | None = None,
         kv_bytes: int | None = None,
     ):
-        """`prefill_chunk`: positions of prompts, over all requests, that the target reads in one forward. Those who decode
-        wait for it.
+        """`prefill_chunk`: positions of prompts, over all requests, that the target reads in one forward. Those that
+        decode wait for it.
 
         `prefix_cache_bytes`: what the pasts of ended requests may hold, for prompts that begin like them.
 

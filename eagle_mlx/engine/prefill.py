@@ -30,8 +30,9 @@ class Prefill:
     def step(self, chunk: int) -> bool:
         """Read the next positions of each prompt; whether the requests can decode now.
 
-        One forward reads at most `chunk` of them, the rows' padding included, but at least one of each prompt. What is short is read to its last token, and gives the requests their first tokens. Of the rest the last token
-        is left to the first round.
+        One forward reads at most `chunk` of them, the rows' padding included, but at least one of each prompt. What is
+        short is read to its last token, and gives the requests their first tokens. Of the rest the last token is left
+        to the first round.
         """
         prompts = [request.prompt for request in self.batch.requests]
         longest = max(map(len, prompts)) - 1

@@ -1,0 +1,56 @@
+"""Another version of the library, loaded beside this one, so that both take turns in one process.
+
+git worktree add out/older a30cf84
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+_PACKAGE = "eagle_mlx"
+
+
+class Older:
+    """The package of a checkout, under names of its own: what it imports of the package is its own too."""
+
+    def __init__(self, checkout: Path):
+        """Raises SystemExit where the folder is no checkout."""
+        if not (checkout / _PACKAGE / "__init__.py").exists():
+            raise SystemExit(f"error: {checkout} has no {_PACKAGE}; make it with: git worktree add {checkout} COMMIT")
+        self._checkout = str(checkout.resolve())
+        self._modules: dict[str, ModuleType] = {}
+
+    def module(self, *names: str) -> ModuleType:
+        """The first of these modules that it has: files have been renamed."""
+        mine, finders = _taken_out(), list(sys.meta_path)
+        sys.modules.update(self._modules)
+        sys.path.insert(0, self._checkout)
+        # Those of editable installations would find what only this version has.
+        sys.meta_path[:] = [finder for finder in finders if getattr(finder, "__module__", "").startswith("_frozen")]
+        try:
+            return _first(names)
+        finally:
+            sys.meta_path[:] = finders
+            sys.path.remove(self._checkout)
+            self._modules = _taken_out()
+            sys.modules.update(mine)
+
+
+def _taken_out() -> dict[str, ModuleType]:
+    """The package's modules, which nobody finds from now on."""
+    names = [name for name in sys.modules if name == _PACKAGE or name.startswith(f"{_PACKAGE}.")]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+def _first(names: Sequence[str]) -> ModuleType:
+    for name in names:
+        try:
+            return importlib.import_module(f"{_PACKAGE}.{name}")
+        except ModuleNotFoundError as e:
+            if e.name is None or not f"{_PACKAGE}.{name}".startswith(e.name):
+                raise
+    raise SystemExit(f"error: that version has none of {', '.join(names)}")
