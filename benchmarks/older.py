@@ -24,8 +24,14 @@ class Older:
         self._checkout = str(checkout.resolve())
         self._modules: dict[str, ModuleType] = {}
 
+    def package(self) -> ModuleType:
+        return self._found([_PACKAGE])
+
     def module(self, *names: str) -> ModuleType:
         """The first of these modules that it has: files have been renamed."""
+        return self._found([f"{_PACKAGE}.{name}" for name in names])
+
+    def _found(self, names: Sequence[str]) -> ModuleType:
         mine, finders = _taken_out(), list(sys.meta_path)
         sys.modules.update(self._modules)
         sys.path.insert(0, self._checkout)
@@ -49,8 +55,8 @@ def _taken_out() -> dict[str, ModuleType]:
 def _first(names: Sequence[str]) -> ModuleType:
     for name in names:
         try:
-            return importlib.import_module(f"{_PACKAGE}.{name}")
+            return importlib.import_module(name)
         except ModuleNotFoundError as e:
-            if e.name is None or not f"{_PACKAGE}.{name}".startswith(e.name):
+            if e.name is None or not name.startswith(e.name):
                 raise
     raise SystemExit(f"error: that version has none of {', '.join(names)}")
