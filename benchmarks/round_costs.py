@@ -203,26 +203,33 @@ def mega(count: float) -> str:
     return f"{count / 1e6:.1f}"
 
 
-def table(found: dict[tuple[str, int], list[Counts]], versions: Sequence[Version]) -> str:
-    """One row a way and number of rows; where there are two versions, the older one's figures first."""
-    title = ["", "rows", "weights read, MB", "keys and values per 1,000 tokens, MB", "operations", "waits"]
-    title += ["read by the host, bytes", "peak, MB", "kept, MB", "seconds of the CPU"]
-    lines = ["| " + " | ".join(title) + " |", "|" + "---|" * len(title)]
-    for (way, rows), counts in found.items():
-        depth = WAYS[way][0]
-        cells = [way, str(rows), mega(weights_read(versions[0], depth))]
-        cells.append(mega(rows * kv_read(versions[0].target.model, depth)))
-        for figure in (
-            lambda c: f"{c.operations:,}",
-            lambda c: str(c.waits),
-            lambda c: str(c.read),
-            lambda c: mega(c.peak),
-            lambda c: mega(c.kept),
-            lambda c: f"{c.cpu_seconds:.2f}",
-        ):
-            cells.append(" → ".join(figure(each) for each in counts))
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+TITLE = (
+    "",
+    "rows",
+    "weights read, MB",
+    "keys and values per 1,000 tokens, MB",
+    "operations",
+    "waits",
+    "read by the host, bytes",
+    "peak, MB",
+    "kept, MB",
+    "seconds of the CPU",
+)
+
+
+def line(way: str, rows: int, counts: Sequence[Counts], version: Version) -> str:
+    """A line of the table; where there are two versions, the older one's figures come first."""
+    depth = WAYS[way][0]
+    figures: tuple[Callable[[Counts], str], ...] = (
+        lambda c: f"{c.operations:,}",
+        lambda c: str(c.waits),
+        lambda c: str(c.read),
+        lambda c: mega(c.peak),
+        lambda c: mega(c.kept),
+        lambda c: f"{c.cpu_seconds:.2f}",
+    )
+    cells = [way, str(rows), mega(weights_read(version, depth)), mega(rows * kv_read(version.target.model, depth))]
+    return "| " + " | ".join([*cells, *(" → ".join(map(figure, counts)) for figure in figures)]) + " |"
 
 
 def main() -> None:
@@ -244,11 +251,10 @@ def main() -> None:
         twin.update(model.parameters())
         library, heads = older.package(), older.module("heads.eagle3")
         versions.insert(0, Version("older", library, heads, twin, versions[0].head.parameters()))
-    found: dict[tuple[str, int], list[Counts]] = {}
+    print("| " + " | ".join(TITLE) + " |\n" + "|" + "---|" * len(TITLE))
     for rows in args.rows:
         for way in WAYS:
-            found[way, rows] = [version.round(way, rows) for version in versions]
-    print(table(found, versions))
+            print(line(way, rows, [version.round(way, rows) for version in versions], versions[0]), flush=True)
 
 
 if __name__ == "__main__":
