@@ -4,7 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from eagle_mlx.train.step.losses import soft_cross_entropy, soft_labels, step_weights, unrolled_loss
+from eagle_mlx.train.step.chunked_loss import ChunkedLoss
+from eagle_mlx.train.step.losses import soft_cross_entropy, soft_labels, step_weights
 from tests.fakes import tiny_head, tiny_target
 
 
@@ -58,10 +59,11 @@ def test_only_weighted_positions_whose_best_token_can_be_drafted_count() -> None
     head = tiny_head(target, draft_vocab=48)
     rng = np.random.default_rng(1)
     outputs = [mx.array(rng.normal(size=(2, 10, 32)), mx.float32) for _ in range(2)]
-    labels = soft_labels(target, mx.array(rng.normal(size=(30, 32)), mx.float32), head.token_ids)
+    last = mx.array(rng.normal(size=(30, 32)), mx.float32)
+    labels = soft_labels(target, last, head.token_ids)
     select = mx.array(rng.integers(0, 20, (2, 30)), mx.int32)
     weights = mx.array(rng.uniform(0, 1, (2, 30)) * rng.integers(0, 2, (2, 30)), mx.float32)
-    loss, by_step, hits = unrolled_loss(head, outputs, labels, select, weights)
+    loss, by_step, hits = ChunkedLoss(head, target, last, weights)(outputs, select)
     assert loss.item() == pytest.approx(np.array(by_step).sum(), rel=1e-5)
     for step in range(2):
         logits = head.logits(outputs[step].reshape(20, 32)[select[step]])

@@ -128,9 +128,14 @@ class OptimizationConfig(Group):
         "compute a batch's rows in so many parts, one after the other: the same update with less memory",
         AT_LEAST_1,
     )
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto",
+        "numbers of the forward and backward pass, and of the head that is written; weights and moments are kept in "
+        "float32. auto: bfloat16 on a GPU, float32 on a CPU, and the head in bfloat16",
+    )
     grad_checkpoint: bool = setting(
         False,
-        "compute draft steps again for the gradient and keep no logits: far less memory, somewhat more time",
+        "compute draft steps again for the gradient: far less memory, somewhat more time",
     )
     epochs: int = setting(2, "passes over the data; --max-steps or --minutes end the run in its place", AT_LEAST_1)
     max_steps: int = setting(0, "optimizer steps of the run; 0 to count epochs", NOT_NEGATIVE)

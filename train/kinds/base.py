@@ -24,7 +24,7 @@ from ..unroll import unroll_feedback
 Head = Eagle3Head | EagleHead | MTPHead
 H = TypeVar("H", Eagle3Head, EagleHead, MTPHead)
 Jitter = Callable[[mx.array], mx.array]
-"""Adds noise to hidden states [B, L, n]."""
+"""Adds noise to float32 hidden states [B, L, n], and gives them the type in which the head computes."""
 
 
 class Kind(ABC, Generic[H]):
@@ -77,7 +77,7 @@ class Kind(ABC, Generic[H]):
         return {}
 
     def features(self, head: H, target: Target, states: mx.array, jitter: Jitter) -> mx.array:
-        """The captured states [B, L, (n + 1) * Ht] -> what the first draft step reads, [B, L, H] float32."""
+        """The captured states [B, L, (n + 1) * Ht] -> what the first draft step reads, [B, L, H], jittered."""
         last = states[..., -target.hidden_size :].astype(target.dtype)
         return jitter(head.features([last]).astype(mx.float32))
 
@@ -95,8 +95,10 @@ class Kind(ABC, Generic[H]):
         return unroll_feedback(head, embeddings, g, segments, positions, steps, recompute)
 
     @abstractmethod
-    def save(self, head: H, folder: Path, target_name: str, extra: Mapping[str, Any]) -> None:
-        """Write the head in the layout of its kind; what was there is replaced."""
+    def save(
+        self, head: H, folder: Path, target_name: str, extra: Mapping[str, Any], dtype: mx.Dtype = mx.bfloat16
+    ) -> None:
+        """Write the head in the layout of its kind, its numbers in a type; what was there is replaced."""
 
 
 def _plain_weights(module: nn.Module) -> dict[str, mx.array]:

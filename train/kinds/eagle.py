@@ -65,5 +65,7 @@ class EagleKind(Kind[EagleHead]):
             "kv_heads": shape.num_key_value_heads,
         }
 
-    def save(self, head: EagleHead, folder: Path, target_name: str, extra: Mapping[str, Any]) -> None:
-        save_eagle(head, folder, target_name=target_name, extra=extra, overwrite=True)
+    def save(
+        self, head: EagleHead, folder: Path, target_name: str, extra: Mapping[str, Any], dtype: mx.Dtype = mx.bfloat16
+    ) -> None:
+        save_eagle(head, folder, target_name=target_name, extra=extra, dtype=dtype, overwrite=True)

@@ -89,8 +89,10 @@ class Eagle3Kind(Kind[Eagle3Head]):
         way = unroll if _is_standard(head.config) else super().unroll
         return way(head, embeddings, g, segments, positions, steps, recompute)
 
-    def save(self, head: Eagle3Head, folder: Path, target_name: str, extra: Mapping[str, Any]) -> None:
-        save_eagle3(head, folder, target_name=target_name, extra=extra, overwrite=True)
+    def save(
+        self, head: Eagle3Head, folder: Path, target_name: str, extra: Mapping[str, Any], dtype: mx.Dtype = mx.bfloat16
+    ) -> None:
+        save_eagle3(head, folder, target_name=target_name, extra=extra, dtype=dtype, overwrite=True)
 
 
 def _is_standard(config: Eagle3Config) -> bool:

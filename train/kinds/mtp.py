@@ -63,8 +63,10 @@ class MTPKind(Kind[MTPHead]):
         mx.eval(head.parameters())
         return head
 
-    def save(self, head: MTPHead, folder: Path, target_name: str, extra: Mapping[str, Any]) -> None:
-        save_mtp(head, folder, target_name=target_name, extra=extra, overwrite=True)
+    def save(
+        self, head: MTPHead, folder: Path, target_name: str, extra: Mapping[str, Any], dtype: mx.Dtype = mx.bfloat16
+    ) -> None:
+        save_mtp(head, folder, target_name=target_name, extra=extra, dtype=dtype, overwrite=True)
 
 
 def mtp_config(target: Target) -> MTPConfig:

@@ -25,7 +25,7 @@ from ..distributed import SINGLE_PROCESS, World
 from ..evaluation import Acceptance, Evaluator
 from ..kinds import KINDS, Head, kind_of, resolved
 from ..report import write_plots
-from ..step import NotFiniteError, Span, Stepper, StepResult, learning_rate_factor, span_of
+from ..step import NotFiniteError, Span, Stepper, StepResult, file_type, learning_rate_factor, span_of
 from . import identity, state
 from .outcome import outcome
 from .output import run_folder
@@ -251,7 +251,7 @@ class Run:
         if found is not None:
             extra |= {"acceptance_length": found.acceptance_length, "depth": found.depth}
         called = public_name(self.target.name)
-        kind_of(self.head).save(self.head, self.folder / name, called, extra)
+        kind_of(self.head).save(self.head, self.folder / name, called, extra, file_type(self.config))
 
     def _save_state(self) -> None:
         assert self.untrained is not None

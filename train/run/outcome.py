@@ -16,6 +16,7 @@ from ..config import TrainConfig
 from ..evaluation import Acceptance
 from ..kinds import Head, kind_of
 from ..report import Row
+from ..step import pass_type
 from .progress import Progress
 
 
@@ -54,6 +55,7 @@ def outcome(
             "platform": platform.platform(),
             "device": str(mx.default_device()),
             "blas": str(blas.activate()),
+            "dtype": str(pass_type(config)).rpartition(".")[2],
             "mlx": importlib.metadata.version("mlx"),
         },
     }

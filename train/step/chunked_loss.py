@@ -1,4 +1,4 @@
-"""The loss of `losses.py`, chunk by chunk, so that no logits are kept for the backward pass.
+"""The loss of all draft steps, chunk by chunk, so that no logits are kept for the backward pass.
 
 The gradients of a chunk of labels are computed with its loss, and only their sums are kept. The backward pass scales
 them. Nothing is computed twice.
@@ -16,7 +16,7 @@ from eagle_mlx.target import Target
 
 from ..kinds import Head
 from ..unroll import holding, weights_but
-from .losses import Labels, soft_labels, step_loss
+from .losses import IN_LOGITS, Labels, soft_labels, step_loss
 
 _LOGITS = 1 << 25
 """Logits of the target that are in memory at once."""
@@ -24,21 +24,25 @@ _LOGITS = 1 << 25
 
 @dataclass(frozen=True)
 class ChunkedLoss:
-    """As `unrolled_loss`, with the target's last hidden states at the labels' positions in place of the labels."""
+    """The weighted cross-entropy of all draft steps at U labels, and what came of each step."""
 
     head: Head
     target: Target
     last: mx.array
     """[U, H], before the target's final norm."""
     weights: mx.array
-    """[S, U]"""
+    """[S, U] float32: what each label counts for in each draft step, 0 for nothing."""
     hard: bool = False
     logits: int = _LOGITS
     """How many logits are in memory at once."""
 
     def __call__(self, outputs: list[mx.array], select: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """The loss, the steps' losses [S] and their hits [S], from outputs S times [B, P, H] and select [S, U]."""
-        others = [name for name in self.head.trainable_parameters() if name not in ("norm", "lm_head")]
+        """The loss, the steps' weighted losses [S] and their hits [S].
+
+        outputs: S times [B, P, H], as from `unroll`; select [S, U] int32: which of the B * P outputs answers for each
+        label. Hits are the weighted share of labels where head and target have the same most likely token.
+        """
+        others = [name for name in self.head.trainable_parameters() if name not in IN_LOGITS]
         names, own = weights_but(self.head, others)
         read = [h.reshape(-1, h.shape[-1])[select[step]] for step, h in enumerate(outputs)]
 
@@ -49,7 +53,7 @@ class ChunkedLoss:
 
         @forward.vjp  # type: ignore[untyped-decorator]
         def backward(_: Any, cotangents: Sequence[mx.array], found: Sequence[mx.array]) -> list[mx.array]:
-            return [cotangents[0] * gradient for gradient in found[3:]]
+            return [(cotangents[0] * gradient).astype(gradient.dtype) for gradient in found[3:]]
 
         loss, by_step, hits, *_ = forward(*own, *read)
         return loss, mx.stop_gradient(by_step), mx.stop_gradient(hits)
@@ -60,7 +64,7 @@ class ChunkedLoss:
         """Loss, the steps' losses and hits, then the gradients of `own` and of `read`, chunk after chunk."""
         losses = [mx.array(0.0)] * len(read)
         hits = list(losses)
-        of_own = [mx.zeros_like(weight) for weight in own]
+        of_own = [mx.zeros(weight.shape) for weight in own]  # float32, whatever the weights are
         of_read: list[list[mx.array]] = [[] for _ in read]
         done: list[mx.array] = []
         """What the next chunk waits for, so that MLX does not compute several at once."""

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from eagle_mlx.cpu import fastmath
-from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.target import Target
+
+from ..kinds import Head
+
+IN_LOGITS = ("norm", "lm_head")
+"""Parts that a head uses to make logits."""
 
 
 @dataclass(frozen=True)
@@ -74,25 +78,8 @@ def cross_entropy(logits: mx.array, labels: Labels, hard: bool) -> mx.array:
     return (fastmath.log_sum_exp(logits) - chosen)[..., 0]
 
 
-def unrolled_loss(
-    head: DraftHead, outputs: list[mx.array], labels: Labels, select: mx.array, weights: mx.array, hard: bool = False
-) -> tuple[mx.array, mx.array, mx.array]:
-    """The weighted cross-entropy of all draft steps, and what came of each step.
-
-    outputs: S times [B, P, H], as from `unroll`; select [S, U] int32: which of the B * P outputs answers for each
-    label; weights [S, U] float32: what each counts for, 0 for none. Returns the loss (a scalar), the steps' weighted
-    losses [S], and the weighted share [S] of labels where head and target have the same most likely token.
-    """
-    found = [
-        step_loss(head, h.reshape(-1, h.shape[-1])[select[step]], labels, weights[step], hard)
-        for step, h in enumerate(outputs)
-    ]
-    by_step = mx.stack([loss for loss, _ in found])
-    return mx.sum(by_step), mx.stop_gradient(by_step), mx.stack([hits for _, hits in found])
-
-
 def step_loss(
-    head: DraftHead, x: mx.array, labels: Labels, weights: mx.array, hard: bool = False
+    head: Head, x: mx.array, labels: Labels, weights: mx.array, hard: bool = False
 ) -> tuple[mx.array, mx.array]:
     """One draft step's weighted cross-entropy and share of hits, both scalars: x [U, H], weights [U] float32."""
     logits = head.logits(x).astype(mx.float32)
@@ -110,7 +97,7 @@ def feature_losses(outputs: list[mx.array], wanted: mx.array, select: mx.array, 
     """
     losses = []
     for step, h in enumerate(outputs):
-        off = mx.abs(h.reshape(-1, h.shape[-1])[select[step]] - wanted)
+        off = mx.abs(h.reshape(-1, h.shape[-1])[select[step]].astype(mx.float32) - wanted)
         distance = mx.where(off < 1, 0.5 * mx.square(off), off - 0.5)
         losses.append(mx.sum(weights[step] * mx.mean(distance, axis=-1)))
     return mx.stack(losses)

@@ -26,9 +26,10 @@ from ..distributed import SINGLE_PROCESS, World
 from ..kinds import Head, kind_of, resolved
 from .batch_plan import Plan, make_plan
 from .chunked_loss import ChunkedLoss
-from .losses import CROSS_ENTROPY, Objective, feature_losses, soft_labels, step_weights, unrolled_loss
+from .losses import CROSS_ENTROPY, Objective, feature_losses, step_weights
 from .noise import Noise, add_noise, noise_of
 from .optimizers import Optimizers
+from .precision import in_pass_type, pass_type
 
 _COMPILED_MULTIPLE = 256
 """Positions are padded to multiples of this where steps are compiled."""
@@ -85,6 +86,7 @@ class Stepper:
         self.head, self._target, self._config, self._world = head, target, config, world
         self._weights = weights_of_steps(config)
         self._objective = objective_of(config)
+        self._type = pass_type(config)
         self._steps = 0
         self._optimizers = Optimizers(config.optimization, head.trainable_parameters())
         self._streams = make_streams(config.run.streams or min(default_streams(), config.optimization.rows))
@@ -157,7 +159,9 @@ class Stepper:
         self._check(norm, results[0], rows)
         self._update(gradient, norm)
         del total, gradient  # so that the update can write where they are
-        mx.eval(self.head.parameters(), self._optimizers.together.state)
+        for _, weight in tree_flatten(self.head.parameters()):
+            mx.eval(weight)  # one after the other: what is between gradient and weight is there for one at a time
+        mx.eval(self._optimizers.together.state)
         return [norm, *results]
 
     def _accumulate(self, groups: list[list[_Part]], scale: NDArray[np.float32]) -> Any:
@@ -238,7 +242,8 @@ class Stepper:
         return total
 
     def _part_loss(self, arrays: Arrays) -> tuple[mx.array, ...]:
-        return part_loss(self.head, self._target, arrays, self._objective, self._config.optimization.grad_checkpoint)
+        again = self._config.optimization.grad_checkpoint
+        return part_loss(self.head, self._target, arrays, self._objective, again, self._type)
 
     def _plain_update(self, gradient: Any, norm: mx.array) -> None:
         """Change the weights by a gradient of that norm, clipped."""
@@ -270,27 +275,35 @@ def part_arrays(
 
 
 def part_loss(
-    head: Head, target: Target, arrays: Arrays, objective: Objective = CROSS_ENTROPY, grad_checkpoint: bool = False
+    head: Head,
+    target: Target,
+    arrays: Arrays,
+    objective: Objective = CROSS_ENTROPY,
+    grad_checkpoint: bool = False,
+    dtype: mx.Dtype = mx.float32,
 ) -> tuple[mx.array, ...]:
-    """The loss of some rows and what came of each draft step, as `unrolled_loss` has it.
+    """The loss of some rows and what came of each draft step, as `ChunkedLoss` has it.
 
-    Where the distance of the features is part of the loss, it follows as [S]. With
-    `grad_checkpoint` it comes to the same with less memory: what can be computed again is not kept for the gradient.
+    Where the distance of the features is part of the loss, it follows as [S]. With `grad_checkpoint` it comes to the
+    same with less memory: what can be computed again is not kept for the gradient. The head computes in `dtype`.
     """
+    with in_pass_type(head, dtype):
+        return _part_loss(head, target, arrays, objective, grad_checkpoint, dtype)
+
+
+def _part_loss(
+    head: Head, target: Target, arrays: Arrays, objective: Objective, grad_checkpoint: bool, dtype: mx.Dtype
+) -> tuple[mx.array, ...]:
     kind, width = kind_of(head), target.hidden_size
     states, select, weights = arrays["states"], arrays["select"], arrays["weights"]
     last = states[..., -width:].reshape(-1, width)[arrays["labels"]].astype(target.dtype)
-    g = kind.features(head, target, states, partial(add_noise, arrays))
+    g = kind.features(head, target, states, lambda read: add_noise(arrays, read).astype(dtype))
     tokens = arrays["tokens"]
-    embeddings = (head.embed_tokens(tokens) if head.config.own_embedding else target.embed(tokens)).astype(mx.float32)
+    embeddings = (head.embed_tokens(tokens) if head.config.own_embedding else target.embed(tokens)).astype(dtype)
     outputs = kind.unroll(
         head, embeddings, g, arrays["segments"], arrays["positions"], select.shape[0], grad_checkpoint
     )
-    if grad_checkpoint:
-        loss, by_step, hits = ChunkedLoss(head, target, last, weights, objective.hard)(outputs, select)
-    else:
-        labels = soft_labels(target, last, head.token_ids)
-        loss, by_step, hits = unrolled_loss(head, outputs, labels, select, weights, objective.hard)
+    loss, by_step, hits = ChunkedLoss(head, target, last, weights, objective.hard)(outputs, select)
     if not objective.feature_weight:
         return loss, by_step, hits
     distances = feature_losses(outputs, target.norm(last).astype(mx.float32), select, weights)

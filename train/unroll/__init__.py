@@ -3,5 +3,6 @@
 from .eagle3 import unroll
 from .feedback import unroll_feedback
 from .recompute import holding, weights_but
+from .relay import Relay
 
-__all__ = ["holding", "unroll", "unroll_feedback", "weights_but"]
+__all__ = ["Relay", "holding", "unroll", "unroll_feedback", "weights_but"]

@@ -13,6 +13,7 @@ from eagle_mlx.cpu import fastmath
 from eagle_mlx.heads.eagle3 import Eagle3Head
 
 from .recompute import Step, recomputed
+from .relay import Relay
 
 NOT_IN_A_STEP = ("fc", "fc_norm", "input_norm", "lm_head", "embed_tokens")
 """Parts of the head that a draft step does not use."""
@@ -51,14 +52,16 @@ def unroll(
         attended = attend(q * attention.scale, past_keys, past_values, mask, pairs)
         return [head.next_feature(head.midlayer.finish(residual, attention.output(attended))), k, v]
 
-    own: list[mx.array] = []
-    h, outputs = take_rows(g, positions), []
+    relay = Relay(head, NOT_IN_A_STEP)
+    read, outputs = [take_rows(g, positions), past_keys, past_values], []
     for number in range(steps):
         step: Step = partial(draft, number)
         step = recomputed(head, step, NOT_IN_A_STEP) if recompute else step
-        h, *made = step(h, past_keys, past_values, *own)
-        own += made if number else []  # those of step 0 are among the past ones
+        with relay.holding():
+            h, *made = step(*read)
         outputs.append(h)
+        own = made if number else []  # those of step 0 are among the past ones
+        read = relay.hand_on(h, *read[1:], *own)
     return outputs
 
 
@@ -75,7 +78,7 @@ def attend(
     """Attention over the shared keys and, for each query, keys of its own index.
 
     q [B, heads, P, D], scaled; past keys and values [B, kv_heads, L, D]; mask [B, 1, 1, P, L]; `own` holds keys and
-    values [B, kv_heads, P, D]. Returns [B, heads, P, D].
+    values [B, kv_heads, P, D]. Returns [B, heads, P, D] in the type of q; the softmax is taken in float32.
     """
     b, heads, count, dim = q.shape
     kv_heads, length = past_keys.shape[1:3]
@@ -83,20 +86,21 @@ def attend(
     grouped = q.reshape(b, kv_heads, groups, count, dim)
     past = (q.reshape(b, kv_heads, groups * count, dim) @ past_keys.swapaxes(-1, -2)).reshape(
         b, kv_heads, groups, count, length
-    ) + mask
-    scores = [mx.sum(grouped * k[:, :, None], axis=-1, keepdims=True) for k, _ in own]
+    ).astype(mx.float32) + mask
+    scores = [mx.sum((grouped * k[:, :, None]).astype(mx.float32), axis=-1, keepdims=True) for k, _ in own]
     top = mx.max(past, axis=-1, keepdims=True)
     for score in scores:
         top = mx.maximum(top, score)
     top = mx.stop_gradient(top)
     weights = fastmath.exp(past - top)
     total = mx.sum(weights, axis=-1, keepdims=True)
-    out = (weights.reshape(b, kv_heads, groups * count, length) @ past_values).reshape(grouped.shape)
+    shares = weights.reshape(b, kv_heads, groups * count, length).astype(q.dtype)
+    out = (shares @ past_values).reshape(grouped.shape)
     for score, (_, v) in zip(scores, own, strict=True):
         weight = fastmath.exp(score - top)
         total = total + weight
         out = out + weight * v[:, :, None]
-    return (out * mx.reciprocal(total)).reshape(q.shape)
+    return (out * mx.reciprocal(total)).reshape(q.shape).astype(q.dtype)
 
 
 def take_rows(x: mx.array, positions: mx.array) -> mx.array:

@@ -15,6 +15,10 @@ import mlx.core as mx
 
 from .eagle3 import take_rows
 from .recompute import Step, recomputed
+from .relay import Relay
+
+NOT_IN_A_STEP = ("fc_norm", "input_norm", "lm_head", "embed_tokens")
+"""Parts that no head uses in a draft step."""
 
 
 class UnrolledCache:
@@ -88,12 +92,13 @@ def unroll_feedback(
         h = head(following, h, caches)
         return [h, *(array for cache in caches for array in cache.latest)]
 
-    past: list[mx.array] = []
-    h, outputs = g, []
+    relay = Relay(head, NOT_IN_A_STEP)
+    read, outputs = [g], []
     for number in range(steps):
         step: Step = partial(draft, number)
-        step = recomputed(head, step, without=("lm_head",)) if recompute else step
-        h, *made = step(h, *past)
-        past += made
+        step = recomputed(head, step, NOT_IN_A_STEP) if recompute else step
+        with relay.holding():
+            h, *made = step(*read)
         outputs.append(take_rows(h, positions))
+        read = relay.hand_on(h, *read[1:], *made)
     return outputs
