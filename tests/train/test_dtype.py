@@ -17,12 +17,12 @@ from eagle_mlx.formats.tensors import read_tensors, weights_of
 from eagle_mlx.target import Target
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.command import Stop, Stopped
-from eagle_mlx.train.config import TrainConfig
+from eagle_mlx.train.config import TrainConfig, file_type, pass_type
 from eagle_mlx.train.data.batches import Rows
 from eagle_mlx.train.kinds import KINDS, resolved
 from eagle_mlx.train.run import state
 from eagle_mlx.train.step.batch_plan import make_plan
-from eagle_mlx.train.step.precision import file_type, in_pass_type, pass_type
+from eagle_mlx.train.step.precision import in_pass_type
 from eagle_mlx.train.step.step import Stepper, objective_of, part_arrays, part_loss
 from tests.fakes import tiny_target
 
@@ -58,9 +58,7 @@ def test_gradients_are_those_of_float32_but_for_rounding(target_in_memory: Targe
     arrays = part_arrays(head, target, rows, make_plan(rows, 3), np.full(3, 1 / 50, np.float32))
 
     def found(dtype: mx.Dtype) -> tuple[mx.array, dict[str, mx.array]]:
-        loss = nn.value_and_grad(
-            head, lambda: part_loss(head, target, arrays, objective_of(config), again, dtype)[0]
-        )
+        loss = nn.value_and_grad(head, lambda: part_loss(head, target, arrays, objective_of(config), again, dtype)[0])
         value, gradient = loss()
         return value, dict(tree_flatten(gradient))
 

@@ -17,6 +17,7 @@ from eagle_mlx.train.data.batches import Rows
 from eagle_mlx.train.kinds import KINDS, resolved
 from eagle_mlx.train.plan import preflight as forecasts
 from eagle_mlx.train.plan.estimate import check_memory, disk_of, memory_of, work_of
+from eagle_mlx.train.plan.machine import Machine
 from eagle_mlx.train.plan.preflight import Tokens, check, forecast
 from eagle_mlx.train.plan.shapes import blank_head, lazy_target, shape_of_head, shape_of_target
 from eagle_mlx.train.step.step import Stepper
@@ -114,6 +115,5 @@ def test_what_cannot_fit_is_refused_with_advice(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(forecasts, "free_disk", lambda folder: 1000)
     with pytest.raises(OutputError, match=r"out will hold .* --checkpoints"):
         check(found)
-    monkeypatch.setattr(forecasts, "free_memory", lambda: 10**8)
     with pytest.raises(ConfigError, match=r"100.0 MB are free|0.1 GB are free"):
-        check(found)
+        check(dataclasses.replace(found, machine=Machine(10**8, gpu=False)))

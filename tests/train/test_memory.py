@@ -154,12 +154,21 @@ def peak(target: Target, config: TrainConfig, rows: Rows) -> int:
 
 
 def test_the_peak_is_lower(target: Target) -> None:
-    """The bound leaves room for what MLX allocates ahead of time: measured were 27 % and 37 %."""
+    """The bounds leave room for what MLX allocates ahead of time: measured were 26 %, 33 % and 68 %.
+
+    The vocabulary is small: logits are never kept, so that there is nothing to gain on them.
+    """
+    rows, config = random_rows(8, 64), CONFIG.changed(unroll=7, length=64, intermediate_size=256)
+    whole = peak(target, config, rows)
+    assert peak(target, config.changed(accumulate=4), rows) < 0.6 * whole
+    assert peak(target, config.changed(grad_checkpoint=True), rows) < 0.6 * whole
+    assert peak(target, config.changed(dtype="bfloat16"), rows) < 0.85 * whole
+
+
+def test_no_logits_are_kept(target: Target) -> None:
+    """Seven draft steps over 496 labels of 2,048 tokens: 28 MB for one array each. 87 MB were taken when two were kept."""
     wide = tiny_target(vocab=2048)
-    rows, config = random_rows(8, 64), CONFIG.changed(unroll=7, length=64)
-    whole = peak(wide, config, rows)
-    assert peak(wide, config.changed(accumulate=4), rows) < 0.6 * whole
-    assert peak(wide, config.changed(grad_checkpoint=True), rows) < 0.6 * whole
+    assert peak(wide, CONFIG.changed(unroll=7, length=64), random_rows(8, 64)) < 65e6
 
 
 def test_the_peak_does_not_grow_with_the_draft_steps(target: Target) -> None:

@@ -1,5 +1,6 @@
 """The trainer's settings: frozen groups of dataclass fields, which flags, YAML files and saved runs fill by name."""
 
+from .dtype import file_type, pass_type
 from .groups import DataConfig, EvaluationConfig, HeadConfig, OptimizationConfig, RunConfig, TrainConfig, find, groups
 from .load import from_mapping, load_config, named_settings
 from .setting import Setting, flag, settings_of
@@ -12,11 +13,13 @@ __all__ = [
     "RunConfig",
     "Setting",
     "TrainConfig",
+    "file_type",
     "find",
     "flag",
     "from_mapping",
     "groups",
     "load_config",
     "named_settings",
+    "pass_type",
     "settings_of",
 ]

@@ -29,13 +29,16 @@ def cache_folder(config: TrainConfig) -> Path:
     return Path(config.data.cache_dir or f"{config.run.output.rstrip('/')}.shards")
 
 
-def choose_states(config: TrainConfig, tokens: int, meta: ShardMeta, reserve: int = 0) -> CacheChoice:
+def choose_states(
+    config: TrainConfig, tokens: int, meta: ShardMeta, reserve: int = 0, free: int | None = None
+) -> CacheChoice:
     """Where so many tokens' states go, and the estimate in words.
 
-    `reserve` is the memory in bytes that the training will take itself. Raises ConfigError or OutputError where
+    `reserve` is the memory in bytes that the training will take itself, `free` that of the machine, by default what is
+    free on this one. Raises ConfigError or OutputError where
     `config.data.states` names a place that has too little room.
     """
-    memory, disk = room(config, reserve)
+    memory, disk = room(config, reserve, free_memory() if free is None else free)
     if config.data.states == "auto":
         return choose_cache(tokens, meta, config.data.cache_gb * 1e9, memory, disk)
     choice = as_asked(config, tokens, meta)
@@ -52,14 +55,14 @@ def choose_states(config: TrainConfig, tokens: int, meta: ShardMeta, reserve: in
     return choice
 
 
-def room(config: TrainConfig, reserve: int) -> tuple[float, float]:
+def room(config: TrainConfig, reserve: int, free: int) -> tuple[float, float]:
     """Bytes of memory and of the disk that a cache may take.
 
     What its folder holds already counts as free, since a capture continues with it.
     """
     folder = cache_folder(config)
     held = sum(map(_size, (folder, unfinished_folder(folder))))
-    return max(0.0, _MEMORY_SHARE * (free_memory() - reserve)), _DISK_SHARE * free_disk(folder) + held
+    return max(0.0, _MEMORY_SHARE * (free - reserve)), _DISK_SHARE * free_disk(folder) + held
 
 
 def as_asked(config: TrainConfig, tokens: int, meta: ShardMeta) -> CacheChoice:

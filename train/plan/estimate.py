@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
-
-import mlx.core as mx
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.shards.budget import gb
@@ -15,11 +12,11 @@ from ..config import OptimizationConfig, TrainConfig
 from .shapes import HeadShape, TargetShape
 
 FLOAT = 4
-"""Bytes of a number of the head's, which is trained in float32."""
+"""Bytes of a weight, a moment and a gradient, which are in float32."""
 PROGRAM = 250_000_000
 """Bytes that Python and the libraries take, which are no arrays of MLX's."""
 _CHUNK = 1 << 25
-"""Logits of the target that `--grad-checkpoint` has in memory at once."""
+"""Logits of the target that are in memory at once."""
 _MOST = 0.95
 """What of the free memory a run may be expected to take."""
 _WORK_SHARE = 0.5
@@ -30,24 +27,26 @@ _WORK_SHARE = 0.5
 class _Kept:
     """How many arrays of each size exist at the peak of a step: so many for each draft step, and so many besides."""
 
-    logits: tuple[float, float]
-    """[U, Vd], with the loss taken at U positions"""
     scores: tuple[float, float]
-    """[heads, N, L]"""
+    """[heads, N, L], in float32"""
     inner: tuple[float, float]
     """[N, I], with the width I of the MLP"""
     hidden: tuple[float, float]
     """[N, H]"""
-    least_logits: float
-    """Of the logits at least so many, whatever the number of draft steps."""
+    logits: float
+    """[U, Vd] in float32, with the loss taken at U positions"""
+    weights: float
+    """Gradients of all weights, when those of the last draft step are there."""
+    judged: tuple[float, float] = (0, 0)
+    """[N, H], beside the logits, where the layers' own are not there."""
 
 
-# Fitted to the peaks of MLX's allocator over 150 steps of all kinds on a CPU; benchmarks/memory_estimate.py repeats it
+# Fitted to the peaks of MLX's allocator over 132 steps of all kinds on a CPU; benchmarks/memory_estimate.py repeats it
 # on some.
-_GATHERED = _Kept((2, 3), (1.5, 0), (4.3, 3.8), (19, 16), 8)
-_FEEDBACK = _Kept((1.6, 1.9), (1.6, 0), (3.8, 4.3), (19, 8), 6.8)
-_GATHERED_AGAIN = _Kept((0, 6.5), (2, 1), (3.75, 8.7), (14, 26), 0)
-_FEEDBACK_AGAIN = _Kept((0, 6.5), (0, 3.7), (0, 15.5), (20, 8), 0)
+_GATHERED = _Kept((0.7, 0.5), (6.5, 0), (17.2, 8.6), 7.5, 1.6)
+_FEEDBACK = _Kept((1.3, 0), (5.8, 0), (11.5, 0), 5.9, 1.8)
+_GATHERED_AGAIN = _Kept((0, 5.3), (1.6, 9), (2, 28), 8, 0.8, (8.4, 0))
+_FEEDBACK_AGAIN = _Kept((0, 5), (0.3, 11.5), (3, 0.2), 4, 1.6, (8.5, 2.9))
 """Those with --grad-checkpoint, where logits and layers peak one after the other."""
 
 
@@ -89,50 +88,56 @@ class Disk:
         return self.heads + self.checkpoints + self.states
 
 
-def memory_of(target: TargetShape, head: HeadShape, config: TrainConfig, online: bool, states: int = 0) -> Memory:
-    """The memory of a run with resolved settings whose every position carries loss, which is the most that can be."""
+def memory_of(
+    target: TargetShape, head: HeadShape, config: TrainConfig, online: bool, states: int = 0, value: int = FLOAT
+) -> Memory:
+    """The memory of a run with resolved settings whose every position carries loss, which is the most that can be.
+
+    `value` are the bytes of a number in the forward and backward pass.
+    """
     weights = FLOAT * head.parameters
     optimizer = 2 * weights if config.optimization.optimizer == "adamw" else weights + FLOAT * 2 * head.projections // 2
-    return Memory(target.weights, weights, optimizer, step_memory(target, head, config, online), states)
+    return Memory(target.weights, weights, optimizer, step_memory(target, head, config, online, value), states)
 
 
-def step_memory(target: TargetShape, head: HeadShape, config: TrainConfig, online: bool) -> int:
+def step_memory(target: TargetShape, head: HeadShape, config: TrainConfig, online: bool, value: int = FLOAT) -> int:
     """Bytes that a step takes besides weights and optimizer: those of its largest phase."""
     step = config.optimization
     count = math.ceil(step.rows / step.accumulate) * step.length
-    phases = [_passes(target, head, step, count), _update(head, step, count)]
+    share = value / FLOAT
+    cast = share * head.parameters if value < FLOAT else 0  # the weights that the passes read
+    gradients = 1.75 * head.parameters + share * 2 * step.unroll * count * head.hidden_size
+    phases = [
+        _passes(target, head, step, count, share) + cast,
+        gradients + cast,
+        head.parameters + 4 * head.largest,  # the update: the optimizer's numbers for one matrix at a time
+    ]
     if online:
         phases.append(_capture(target, head, count))
     carried = head.parameters if step.accumulate > 1 else 0
     return math.ceil(FLOAT * (max(phases) + carried))
 
 
-def _passes(target: TargetShape, head: HeadShape, step: OptimizationConfig, count: int) -> float:
-    """Numbers at the turn from the forward to the backward pass of `count` tokens."""
+def _passes(target: TargetShape, head: HeadShape, step: OptimizationConfig, count: int, share: float) -> float:
+    """Numbers of 4 bytes at the turn from the forward to the backward pass; `share` of them one of the passes' takes.
+
+    Gradients of draft steps are added as they come (`unroll/relay.py`), so that their number does not multiply them.
+    """
     again = step.grad_checkpoint
     kept = (_GATHERED_AGAIN if again else _GATHERED) if head.gathered else (_FEEDBACK_AGAIN if again else _FEEDBACK)
-    judged = min(count, _CHUNK // target.vocab_size) if again else count
+    judged = min(count, _CHUNK // target.vocab_size)
 
     def arrays(kept: tuple[float, float]) -> float:
         return kept[0] * step.unroll + kept[1]
 
     scores = arrays(kept.scores) * (1 if head.gathered else (step.unroll + 1) / 2)  # with feedback: keys of all steps
-    layers = (
-        scores * head.heads * count * step.length
-        + arrays(kept.inner) * count * head.inner
-        + arrays(kept.hidden) * count * head.hidden_size
+    layers = scores * head.heads * count * step.length + share * (
+        arrays(kept.inner) * count * head.inner + arrays(kept.hidden) * count * head.hidden_size
     )
-    logits = max(arrays(kept.logits), kept.least_logits) * judged * head.draft_vocab
     labels = judged * target.vocab_size * (1 + (target.value / FLOAT if target.value < FLOAT else 0))
-    if again:
-        beside = (17 * step.unroll + 10) * count * head.hidden_size
-        return max(layers, labels + logits + beside) + head.parameters / 4
-    return max(logits, labels + 4 * judged * head.draft_vocab) + layers + head.parameters / 4
-
-
-def _update(head: HeadShape, step: OptimizationConfig, count: int) -> float:
-    """Numbers when the weights' gradients are there: MLX makes those of all draft steps before it adds them up."""
-    return (step.unroll + 5) / 2 * head.parameters + 2 * step.unroll * count * head.hidden_size
+    loss = labels + kept.logits * judged * head.draft_vocab + head.parameters / 4
+    loss += share * arrays(kept.judged) * count * head.hidden_size if again else layers
+    return max(loss, layers + kept.weights * head.parameters)
 
 
 def _capture(target: TargetShape, head: HeadShape, count: int) -> float:
@@ -164,9 +169,14 @@ def work_of(target: TargetShape, head: HeadShape, config: TrainConfig, tokens: i
     return learnt + captured
 
 
+def fits(memory: Memory, free: float) -> bool:
+    """Whether a run takes no more than may be expected of what is free."""
+    return memory.total <= _MOST * free
+
+
 def check_memory(memory: Memory, free: float, config: TrainConfig) -> None:
     """Raise ConfigError, with what would help, for a run that takes more than is free."""
-    if memory.total <= _MOST * free:
+    if fits(memory, free):
         return
     step, advice = config.optimization, []
     if step.accumulate < step.rows:
@@ -201,18 +211,6 @@ def describe_memory(memory: Memory) -> str:
         ("program", PROGRAM),
     ]
     return ", ".join(f"{name} {gb(size)}" for name, size in parts if size)
-
-
-def work_per_second(size: int = 1024, repeats: int = 3) -> float:
-    """What this machine does in a second, in float32 products of [size, size] matrices: the best of some."""
-    a = mx.random.normal((size, size), key=mx.random.key(0))
-    mx.eval(a @ a)
-    best = math.inf
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        mx.eval(a @ a)
-        best = min(best, time.perf_counter() - begin)
-    return float(2 * size**3 / best)
 
 
 def hours(work: float, per_second: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,16 +11,17 @@ from typing import Any
 from eagle_mlx import hub
 from eagle_mlx.data_pipelines import shard_meta
 from eagle_mlx.errors import ConfigError, EagleError, OutputError
-from eagle_mlx.memory import free_memory
 from eagle_mlx.shards import CacheChoice
 from eagle_mlx.shards.budget import gb
 from eagle_mlx.target import Target
 
-from ..config import TrainConfig
+from ..config import TrainConfig, pass_type
 from ..kinds import KINDS, resolved
 from . import estimate
 from .cache import as_asked, choose_states
 from .estimate import Disk, Memory
+from .fit import check_fits, memory_on
+from .machine import Machine, work_per_second
 from .memory import free_disk
 from .recipe import Recipe, described
 from .shapes import HeadShape, TargetShape, blank_head, described_target, lazy_target, shape_of_head, shape_of_target
@@ -45,6 +45,7 @@ class Forecast:
     head: HeadShape
     config: TrainConfig
     """Settled."""
+    machine: Machine
     tokens: Tokens
     states: CacheChoice
     memory: Memory
@@ -54,9 +55,13 @@ class Forecast:
 
 
 def forecast(
-    config: TrainConfig, model: Mapping[str, Any] | None = None, tokens: Tokens | None = None, fetch: bool = False
+    config: TrainConfig,
+    model: Mapping[str, Any] | None = None,
+    tokens: Tokens | None = None,
+    fetch: bool = False,
+    machine: Machine | None = None,
 ) -> Forecast:
-    """What a run with these settings takes.
+    """What a run with these settings takes on a machine, which is this one unless another is given.
 
     Of a target in a folder the headers are read, with `fetch` of one on the hub as well; otherwise that is made of
     `model`, the fields of a config.json, or of that file on the hub. No weight is loaded. Raises ConfigError for a
@@ -65,14 +70,15 @@ def forecast(
     config = resolved(config)
     target = lazy_target(config.head.target) if fetch else _read(config.head.target, model)
     KINDS[config.head.kind].check(target, config)
-    shape, head = shape_of_target(target), shape_of_head(blank_head(target, config), target)
+    machine = machine or Machine.here()
+    shape, head = shape_of_target(target, machine.floats), shape_of_head(blank_head(target, config), target)
     tokens = tokens or assumed(config)
-    states = _states(config, target, shape, head, tokens)
+    states = _states(config, target, shape, head, tokens, machine)
     online = states.place == "online"
-    memory = estimate.memory_of(shape, head, config, online, states.size if states.place == "memory" else 0)
+    memory = memory_on(machine, shape, head, config, online, states.size if states.place == "memory" else 0)
     disk = estimate.disk_of(head, config, states.size if states.place == "disk" and not config.data.shards else 0)
     work = estimate.work_of(shape, head, config, tokens.count, online)
-    return Forecast(shape, head, config, tokens, states, memory, disk, work)
+    return Forecast(shape, head, config, machine, tokens, states, memory, disk, work)
 
 
 def assumed(config: TrainConfig, tokens_each: int = _EACH) -> Tokens:
@@ -94,18 +100,18 @@ def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
         raise ConfigError("no target: name the model that the head is for with --target, or a --recipe")
     each = recipe.tokens_each if recipe is not None else _EACH
     found = forecast(config, described(recipe, config.head.target), assumed(config, each))
-    text = as_text(found, estimate.work_per_second())
+    text = as_text(found, work_per_second(pass_type(found.config, found.machine.device)))
     try:
         check(found)
     except EagleError as e:
         return f"{text}\nhere        {e}"
     disk = gb(free_disk(config.run.output))
-    return f"{text}\nhere        fits, with {gb(free_memory())} of memory and {disk} of disk free"
+    return f"{text}\nhere        fits, with {gb(found.machine.memory)} of memory and {disk} of disk free"
 
 
 def check(found: Forecast) -> None:
     """Raise ConfigError or OutputError, with what would help, where memory or disk is too small."""
-    estimate.check_memory(dataclasses.replace(found.memory, states=0), free_memory(), found.config)
+    check_fits(found.machine, found.target, found.head, found.config, found.states.place == "online")
     needed, folder = found.disk.heads + found.disk.checkpoints, found.config.run.output
     free = free_disk(folder)
     if needed > free:
@@ -116,7 +122,7 @@ def check(found: Forecast) -> None:
         )
 
 
-def as_text(found: Forecast, work_per_second: float) -> str:
+def as_text(found: Forecast, speed: float) -> str:
     """The plan for people, a line for each thing."""
     target, head, config, disk = found.target, found.head, found.config, found.disk
     read = ", ".join(map(str, (*head.aux_layers, f"{target.layers - 1} (for labels)")))
@@ -128,7 +134,8 @@ def as_text(found: Forecast, work_per_second: float) -> str:
     if config.optimization.minutes:
         span = f"{config.optimization.minutes:g} minutes"
     parts = f" in {config.optimization.accumulate} parts" if config.optimization.accumulate > 1 else ""
-    hours = estimate.hours(found.work, work_per_second)
+    name = str(pass_type(config, found.machine.device)).rpartition(".")[2]
+    hours = estimate.hours(found.work, speed)
     rows = [
         (
             "target",
@@ -140,7 +147,7 @@ def as_text(found: Forecast, work_per_second: float) -> str:
         ("vocabulary", f"drafts {drafts}"),
         ("data", config.data.shards or ", ".join(config.data.sources)),
         ("tokens", f"{found.tokens.count:,}: {found.tokens.how}"),
-        ("run", f"{span}, {config.optimization.rows} rows of {config.optimization.length:,} tokens{parts}"),
+        ("run", f"{span}, {config.optimization.rows} rows of {config.optimization.length:,} tokens{parts}, in {name}"),
         ("memory", f"{gb(found.memory.total)}: {estimate.describe_memory(found.memory)}"),
         ("states", found.states.text),
         (
@@ -154,20 +161,22 @@ def as_text(found: Forecast, work_per_second: float) -> str:
             (
                 "time",
                 f"{found.work:.2g} operations; {_duration(hours)} on this machine, if half of the "
-                f"{work_per_second / 1e12:,.2f} TFLOP/s that it does now in float32 products are reached",
+                f"{speed / 1e12:,.2f} TFLOP/s that it does now in {name} products are reached",
             )
         )
     return "\n".join(f"{name:<10}  {text}" for name, text in rows)
 
 
-def _states(config: TrainConfig, target: Target, shape: TargetShape, head: HeadShape, tokens: Tokens) -> CacheChoice:
+def _states(
+    config: TrainConfig, target: Target, shape: TargetShape, head: HeadShape, tokens: Tokens, machine: Machine
+) -> CacheChoice:
     if config.data.shards:
         return CacheChoice("disk", 0, f"those in {config.data.shards}")
     meta = shard_meta(target, head.aux_layers, config.data.cache_bits)
     if config.data.states != "auto":
         return as_asked(config, tokens.count, meta)
-    reserve = estimate.memory_of(shape, head, config, online=False).total
-    return choose_states(config, tokens.count, meta, reserve)
+    reserve = memory_on(machine, shape, head, config, online=False).total
+    return choose_states(config, tokens.count, meta, reserve, machine.memory)
 
 
 def _read(name: str, model: Mapping[str, Any] | None) -> Target:

@@ -20,7 +20,7 @@ from eagle_mlx.errors import TargetError
 from eagle_mlx.heads.eagle import EagleConfig, EagleHead
 from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.heads.mtp import MTPHead
-from eagle_mlx.target import Target, compute_dtype
+from eagle_mlx.target import Target
 
 from ..config import TrainConfig
 from ..kinds import KINDS, Head, kind_of
@@ -42,7 +42,7 @@ class TargetShape:
     used: int
     """Parameters of the layers that a token passes through."""
     weights: int
-    """Bytes of all weights, in the type in which this machine computes."""
+    """Bytes of all weights, in the type in which the machine computes."""
     value: int
     """Bytes of a value that the target computes."""
 
@@ -58,6 +58,8 @@ class HeadShape:
     aux_layers: tuple[int, ...]
     parameters: int
     """Those that are trained."""
+    largest: int
+    """Of these, the ones of the largest matrix."""
     projections: int
     """Of these, the output projection and what reads the hidden states once, before the draft steps."""
     gathered: bool
@@ -100,14 +102,14 @@ def described_target(name: str, model: Mapping[str, Any]) -> Target:
     return Target(made, name=name)
 
 
-def shape_of_target(target: Target) -> TargetShape:
+def shape_of_target(target: Target, floats: int | None = None) -> TargetShape:
+    """What its arrays' shapes say; `floats` are the bytes of a number where the machine decides, and not the file."""
     args = _args(target)
     count = _first(args, _EXPERTS_OF_A_TOKEN) or 1
     inner = int(_first(args, ("intermediate_size",)) or 3 * target.hidden_size)
     if any(_is_switch(part) for _, part in target.model.named_modules()):
         own = int(_first(args, ("moe_intermediate_size",)) or inner)
         inner = count * own + int(_first(args, ("shared_expert_intermediate_size",)) or 0)
-    float_size = 4 if compute_dtype() is not None else None
     leaves = [leaf for _, leaf in cast("list[tuple[str, mx.array]]", tree_flatten(target.model.parameters()))]
     return TargetShape(
         name=target.name,
@@ -117,8 +119,8 @@ def shape_of_target(target: Target) -> TargetShape:
         inner=inner,
         parameters=sum(_parameters(part) for _, part in target.model.named_modules()),
         used=sum(_used(layer, count) for layer in target.model.layers),
-        weights=sum(leaf.size * (float_size or leaf.dtype.size) if _floating(leaf) else leaf.nbytes for leaf in leaves),
-        value=float_size or target.dtype.size,
+        weights=sum(leaf.size * (floats or leaf.dtype.size) if _floating(leaf) else leaf.nbytes for leaf in leaves),
+        value=floats or target.dtype.size,
     )
 
 
@@ -157,6 +159,7 @@ def shape_of_head(head: Head, target: Target) -> HeadShape:
         draft_vocab=shape.draft_vocab_size if isinstance(head, Eagle3Head) else target.vocab_size,
         aux_layers=kind.aux_layers_of(head),
         parameters=sum(weight.size for _, weight in weights),
+        largest=max(weight.size for _, weight in weights),
         projections=sum(weight.size for name, weight in weights if name.startswith(once)),
         gathered=not feedback,
     )

@@ -19,13 +19,13 @@ from eagle_mlx.hub import public_name
 from eagle_mlx.target import Target, fingerprint
 
 from ..command import Stop, Stopped
-from ..config import TrainConfig
+from ..config import TrainConfig, file_type
 from ..data import Batches, Rows, TrainData
 from ..distributed import SINGLE_PROCESS, World
 from ..evaluation import Acceptance, Evaluator
 from ..kinds import KINDS, Head, kind_of, resolved
 from ..report import write_plots
-from ..step import NotFiniteError, Span, Stepper, StepResult, file_type, learning_rate_factor, span_of
+from ..step import NotFiniteError, Span, Stepper, StepResult, learning_rate_factor, span_of
 from . import identity, state
 from .outcome import outcome
 from .output import run_folder

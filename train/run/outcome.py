@@ -12,11 +12,10 @@ import mlx.core as mx
 
 from eagle_mlx.cpu import blas
 
-from ..config import TrainConfig
+from ..config import TrainConfig, pass_type
 from ..evaluation import Acceptance
 from ..kinds import Head, kind_of
 from ..report import Row
-from ..step import pass_type
 from .progress import Progress
 
 

@@ -1,4 +1,4 @@
-"""The type of a run's numbers: passes in 16 bits where that is asked for, over weights and moments in float32.
+"""Passes in 16 bits, over weights and moments in float32.
 
 Source: Micikevicius et al. 2018, Mixed Precision Training, section 3.1 (a master copy of the weights in float32). Its
 section 3.2, scaling the loss, is for float16; bfloat16 has the range of float32. Sums are in float32: those of norms,
@@ -15,29 +15,7 @@ import mlx.nn as nn
 
 from eagle_mlx.heads.precision import EXACT
 
-from ..config import TrainConfig
 from ..unroll import holding, weights_but
-
-_NAMED = {"float32": mx.float32, "bfloat16": mx.bfloat16}
-
-
-def pass_type(config: TrainConfig, device: mx.Device | None = None) -> mx.Dtype:
-    """The type of the forward and backward pass on a device, the default one unless another is given.
-
-    What is left open is bfloat16 on a GPU, as in the field's trainers: it halves what is kept for the gradient, and the
-    result is the same (karpathy/nanochat#793, on MPS: 26 % less memory, 0.04 % of the loss). MLX's float32 products on
-    an M5 keep 11 bits anyway (ml-explore/mlx#4411). On a CPU only float32 goes through BLAS, which is ten times faster.
-    """
-    asked = config.optimization.dtype
-    if asked != "auto":
-        return _NAMED[asked]
-    on_gpu = (device or mx.default_device()).type == mx.DeviceType.gpu
-    return mx.bfloat16 if on_gpu else mx.float32
-
-
-def file_type(config: TrainConfig) -> mx.Dtype:
-    """The type in which the head is written: as asked, else bfloat16, which is what the field publishes."""
-    return _NAMED.get(config.optimization.dtype, mx.bfloat16)
 
 
 def in_pass_type(head: nn.Module, dtype: mx.Dtype) -> contextlib.AbstractContextManager[None]:

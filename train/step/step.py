@@ -20,7 +20,7 @@ from eagle_mlx.errors import CheckpointError, EagleError
 from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.target import Target
 
-from ..config import TrainConfig
+from ..config import TrainConfig, pass_type
 from ..data import Rows, capture_rows
 from ..distributed import SINGLE_PROCESS, World
 from ..kinds import Head, kind_of, resolved
@@ -29,7 +29,7 @@ from .chunked_loss import ChunkedLoss
 from .losses import CROSS_ENTROPY, Objective, feature_losses, step_weights
 from .noise import Noise, add_noise, noise_of
 from .optimizers import Optimizers
-from .precision import in_pass_type, pass_type
+from .precision import in_pass_type
 
 _COMPILED_MULTIPLE = 256
 """Positions are padded to multiples of this where steps are compiled."""
@@ -159,7 +159,7 @@ class Stepper:
         self._check(norm, results[0], rows)
         self._update(gradient, norm)
         del total, gradient  # so that the update can write where they are
-        for _, weight in tree_flatten(self.head.parameters()):
+        for _, weight in cast(list[tuple[str, mx.array]], tree_flatten(self.head.parameters())):
             mx.eval(weight)  # one after the other: what is between gradient and weight is there for one at a time
         mx.eval(self._optimizers.together.state)
         return [norm, *results]

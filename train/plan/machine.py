@@ -1,0 +1,66 @@
+"""What a run is planned for: how much memory its arrays may take, whether MLX computes on a GPU, and how fast."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from eagle_mlx.memory import device_memory, free_memory
+from eagle_mlx.target import compute_dtype
+
+_SMALLEST, _LARGEST = 512, 8192
+"""Sizes of the products that are timed: from one that the slowest CPU does in 0.1 s, to one that takes 0.8 GB."""
+_ENOUGH = 0.05
+"""Seconds from which the 0.1 to 0.5 ms in which a GPU is given its work are nothing."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    memory: int
+    """Bytes that a run may take."""
+    gpu: bool
+    floats: int | None = None
+    """Bytes of a number that the target computes where the machine decides; None for those of its files."""
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This one, as it is now."""
+        dtype = compute_dtype()
+        on_gpu = mx.default_device().type == mx.DeviceType.gpu
+        return cls(free_memory(), on_gpu, None if dtype is None else dtype.size)
+
+    @classmethod
+    def mac(cls, info: Mapping[str, str | int]) -> Machine:
+        """A Mac of which `mx.device_info` says this: what Metal recommends to use at most, and not all its memory.
+
+        Arrays beyond that are paged out, or the system ends the process.
+        """
+        return cls(device_memory(info) or 0, gpu=True)
+
+    @property
+    def device(self) -> mx.Device:
+        return mx.Device(mx.gpu if self.gpu else mx.cpu)
+
+
+def work_per_second(dtype: mx.Dtype = mx.float32, seconds: Callable[[int], float] | None = None) -> float:
+    """Operations a second in products of square matrices of a type, on the default device.
+
+    The matrices grow until a product takes long enough; the best of three counts. `seconds` times one of a size.
+    """
+    timed = seconds or (lambda size: _seconds(size, dtype))
+    size = _SMALLEST
+    while (found := timed(size)) < _ENOUGH and size < _LARGEST:
+        size *= 2
+    return float(2 * size**3 / min(found, timed(size), timed(size)))
+
+
+def _seconds(size: int, dtype: mx.Dtype) -> float:
+    """A product's, after one that is not timed: the first of a size compiles and allocates."""
+    a = mx.random.normal((size, size), key=mx.random.key(0)).astype(dtype)
+    mx.eval(a @ a)
+    begin = time.perf_counter()
+    mx.eval(a @ a)
+    return time.perf_counter() - begin
