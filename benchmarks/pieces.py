@@ -18,7 +18,7 @@ from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import Rows, capture_rows
 from eagle_mlx.train.step.batch_plan import make_plan
-from eagle_mlx.train.step.losses import soft_labels, unrolled_loss
+from eagle_mlx.train.step.chunked_loss import ChunkedLoss
 from eagle_mlx.train.step.step import objective_of, part_arrays, part_loss, weights_of_steps
 from eagle_mlx.train.unroll.eagle3 import attend, causal_mask
 
@@ -74,8 +74,8 @@ class Pieces:
         def loss(weights: Any, outputs: list[mx.array], arrays: dict[str, mx.array]) -> mx.array:
             head.update(weights)
             last = arrays["states"][..., -width:].reshape(-1, width)[arrays["labels"]].astype(self._target.dtype)
-            labels = soft_labels(self._target, last, head.token_ids)
-            return unrolled_loss(head, outputs, labels, arrays["select"], arrays["weights"], self._objective.hard)[0]
+            judged = ChunkedLoss(head, self._target, last, arrays["weights"], self._objective.hard)
+            return judged(outputs, arrays["select"])[0]
 
         def piece(given: tuple[dict[str, mx.array], list[mx.array]]) -> Any:
             try:
