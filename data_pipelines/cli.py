@@ -1,4 +1,4 @@
-"""The command `eagle-data`: collect hidden states, regenerate answers, look at data."""
+"""The command `eagle-data`: make up conversations, regenerate answers, collect hidden states, look at data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from eagle_mlx.heads.eagle3 import default_aux_layers
 from eagle_mlx.shards import BITS, ShardReader, ShardRepair, bytes_per_token
 from eagle_mlx.target import Target, load_target
 
-from . import inspect_command, regenerate_command
+from . import inspect_command, make_command, regenerate_command
 from .chat import render_all
 from .conversation import SHAPES
 from .filters import ReadReport
@@ -32,6 +32,7 @@ Prepare data for training a draft head.
 
   eagle-data inspect     look at conversations as the target sees them and at their lengths, or check shards
   eagle-data presets     list the field's usual sets, which --data preset:NAME reads
+  eagle-data make        have the target make up conversations: from no data at all
   eagle-data regenerate  have the target answer the prompts itself: what it says is what a head has to predict
   eagle-data collect     run the target over conversations and keep its hidden states in shards
 
@@ -42,6 +43,7 @@ Rows of files and of the hub's data sets:
 {SHAPES}
 
 examples:
+  eagle-data make --target Qwen3-4B --rows 2000 --output own.jsonl
   eagle-data inspect builtin:python --target checkpoints/target
   eagle-data inspect preset:gsm8k --target checkpoints/target --keep-tokens :512 --dedupe prompt
   eagle-data regenerate --target checkpoints/target --data chats.jsonl --output answers.jsonl --max-tokens 256
@@ -195,6 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     part.add_argument("--resume", action="store_true", help="where DIR exists, capture its damaged shards again")
     part.add_argument("--repair", metavar="DIR", help="--resume with the command that made DIR")
 
+    make_command.add(commands)
     regenerate_command.add(commands)
     inspect_command.add(commands)
     return parser

@@ -12,6 +12,7 @@ from typing import Any
 from eagle_mlx.errors import DataError
 
 from .mapping import FieldMap
+from .stdlib_source import HELDOUT_ONE_IN
 
 SHAPES = """\
   {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
@@ -75,6 +76,11 @@ class Conversation:
         that a prompt and its like are never on two sides of a split.
         """
         return self._key([m for m in self.messages if m.role not in ("assistant", *_SYSTEM)])
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether it is on the held-out side, which its prompt alone decides."""
+        return self.prompt_key() % HELDOUT_ONE_IN == 0
 
     def whole_key(self) -> int:
         """64 bits of a hash of all that is said, by whom, calls of tools included; normalised as in `prompt_key`."""

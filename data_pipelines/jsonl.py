@@ -23,9 +23,12 @@ def check_new(path: str | Path, overwrite: bool = False) -> Path:
     return path
 
 
-def as_line(conversation: Conversation) -> bytes:
-    """A conversation as a line of JSON with its line end; what UTF-8 cannot hold (half a surrogate pair) is escaped."""
-    row = conversation.as_row()
+def as_line(conversation: Conversation, **beside: str) -> bytes:
+    """A conversation as a line of JSON with its line end; what UTF-8 cannot hold (half a surrogate pair) is escaped.
+
+    `beside`: further keys of the row.
+    """
+    row = {**conversation.as_row(), **beside}
     try:
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:

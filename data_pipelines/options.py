@@ -1,14 +1,22 @@
-"""Flags that the commands of `eagle-data` share: what is read, and what of it is kept."""
+"""Flags that the commands of `eagle-data` share: what is read, what of it is kept, and how the target generates."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from typing import get_args
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from eagle_mlx.errors import TargetError
+from eagle_mlx.engine import Engine
+from eagle_mlx.errors import ConfigError, TargetError
+from eagle_mlx.formats import load_head
+from eagle_mlx.head_check import head_warning
+from eagle_mlx.heads.precision import quantize_for
+from eagle_mlx.policy import ThroughputPolicy
+from eagle_mlx.policy.throughput import MOST_TOKENS
+from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.target import Target
 
 from .conversation import Conversation
@@ -56,6 +64,33 @@ def add_choice(parser: argparse.ArgumentParser, split: str | None) -> None:
         default=default.dedupe,
         help="keep the first of those with the same prompt, or of the same whole (%(default)s)",
     )
+
+
+def add_drafting(parser: argparse.ArgumentParser, batch: int) -> None:
+    """How many decode at once, and what drafts for them."""
+    parser.add_argument("--batch", type=positive, default=batch, metavar="N", help="made at once (%(default)s)")
+    parser.add_argument("--head", metavar="DIR_OR_ID", help="a draft head of the target: the same text, sooner")
+    parser.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        default=MOST_TOKENS,
+        metavar="K",
+        help="drafted a round at most (%(default)s)",
+    )
+
+
+def engine_of(args: argparse.Namespace, target: Target) -> Engine:
+    """The engine that `add_drafting` asks for. Raises HeadError for a head that is none of the target's."""
+    if args.num_speculative_tokens < 0:
+        raise ConfigError(f"--num-speculative-tokens must be at least 0; got {args.num_speculative_tokens}")
+    if args.head is None or args.num_speculative_tokens == 0:
+        return Engine(target, max_batch=args.batch)
+    head = load_head(args.head, target)
+    quantize_for(head, target)
+    said = head_warning(head, target)
+    if said is not None:
+        print(f"warning: {said}", file=sys.stderr)
+    return Engine(target, HeadProposer(head), ThroughputPolicy(args.num_speculative_tokens), max_batch=args.batch)
 
 
 def data_config(args: argparse.Namespace, limit: int | None = None) -> DataConfig:

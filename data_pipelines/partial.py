@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,13 +88,17 @@ class PartialFile:
                 f"{self.path} holds row {max(beyond) + 1}, but the data has only {total} conversations now: it has "
                 f"changed; bring it back to continue, or delete {self.path} to begin anew"
             )
-        count = write_lines(self.output, self._rows(), overwrite)
+        return self.finish_with(sorted(self.done), overwrite)
+
+    def finish_with(self, indexes: Sequence[int], overwrite: bool = False) -> int:
+        """`finish` with these rows alone, in this order."""
+        count = write_lines(self.output, self._rows(indexes), overwrite)
         self.path.unlink()
         return count
 
-    def _rows(self) -> Iterator[bytes]:
+    def _rows(self, indexes: Sequence[int]) -> Iterator[bytes]:
         with self.path.open("rb") as file:
-            for index in sorted(self.done):
+            for index in indexes:
                 found = self.done[index]
                 if found.size:
                     file.seek(found.at)

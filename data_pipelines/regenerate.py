@@ -134,7 +134,7 @@ def regenerate_all(
     """
     remaining = iter(conversations)
     running: dict[int, tuple[_Regeneration, Request]] = {}
-    speed = _Speed(shown)
+    speed = Speed(shown)
     try:
         while True:
             while len(running) < 2 * engine.max_batch and (following := next(remaining, None)) is not None:
@@ -270,7 +270,7 @@ def _add_answer(engine: Engine, regeneration: _Regeneration, request: Request, c
         regeneration.over = True
 
 
-class _Speed:
+class Speed:
     """Shows tokens per second beside a progress bar, unfinished answers included."""
 
     def __init__(self, shown: tqdm[NoReturn] | None):

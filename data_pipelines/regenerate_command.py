@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from eagle_mlx.decoding.loops import LEAST_DISTINCT
-from eagle_mlx.engine import Engine
-from eagle_mlx.errors import ConfigError, DataError
-from eagle_mlx.formats import load_head
-from eagle_mlx.head_check import head_warning
-from eagle_mlx.heads.precision import quantize_for
-from eagle_mlx.policy import ThroughputPolicy
-from eagle_mlx.policy.throughput import MOST_TOKENS
-from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.errors import DataError
 from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.target import Target, load_target
+from eagle_mlx.target import load_target
 
 from .answers import regenerate_to_file
 from .filters import ReadReport
 from .jsonl import check_new
-from .options import add_data, conversations, data_config, positive, tokenizer_of
+from .options import add_data, add_drafting, conversations, data_config, engine_of, tokenizer_of
 from .partial import partial_path
 from .regenerate import RegenerateConfig
 
@@ -52,15 +44,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     part.add_argument("--top-k", type=int, default=defaults.top_k, help="%(default)s; 0 keeps all")
     part.add_argument("--top-p", type=float, default=defaults.top_p, help="%(default)s; 1 keeps all")
     part.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of one answer (%(default)s)")
-    part.add_argument("--batch", type=positive, default=8, metavar="N", help="answers made at once (%(default)s)")
-    part.add_argument("--head", metavar="DIR_OR_ID", help="a draft head of the target: the same answers, sooner")
-    part.add_argument(
-        "--num-speculative-tokens",
-        type=int,
-        default=MOST_TOKENS,
-        metavar="K",
-        help="drafted a round at most (%(default)s)",
-    )
+    add_drafting(part, batch=8)
     part.add_argument(
         "--system",
         action="append",
@@ -94,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
             print(report)
         if not asked:
             raise DataError(f"nothing to answer in {', '.join(args.data)}; try --split all")
-    engine = _engine(args, target)
+    engine = engine_of(args, target)
     try:
         count, done = regenerate_to_file(engine, asked, config, args.output, settings, args.overwrite, True, args.limit)
     except KeyboardInterrupt as e:
@@ -109,16 +93,3 @@ def run(args: argparse.Namespace) -> None:
         f"{done.cut:,} answers cut at {args.max_tokens} tokens, {done.looping:,} left out as loops, "
         f"{done.too_long:,} prompts too long for the context, {done.dropped:,} conversations dropped"
     )
-
-
-def _engine(args: argparse.Namespace, target: Target) -> Engine:
-    if args.num_speculative_tokens < 0:
-        raise ConfigError(f"--num-speculative-tokens must be at least 0; got {args.num_speculative_tokens}")
-    if args.head is None or args.num_speculative_tokens == 0:
-        return Engine(target, max_batch=args.batch)
-    head = load_head(args.head, target)
-    quantize_for(head, target)
-    said = head_warning(head, target)
-    if said is not None:
-        print(f"warning: {said}", file=sys.stderr)
-    return Engine(target, HeadProposer(head), ThroughputPolicy(args.num_speculative_tokens), max_batch=args.batch)

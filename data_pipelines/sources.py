@@ -20,7 +20,6 @@ from .conversation import Conversation, parse_row
 from .filters import Dedupe, Filter, Range, ReadReport
 from .mapping import choose, place_of
 from .spec import Source, parse
-from .stdlib_source import HELDOUT_ONE_IN
 
 T = TypeVar("T")
 
@@ -170,8 +169,7 @@ def _read(source: Source, config: DataConfig, split: builtin.Side | None, report
                 raise
             _note(report, e)
             continue
-        held_out = conversation.prompt_key() % HELDOUT_ONE_IN == 0
-        if split in (None, "all") or held_out == (split == "heldout"):
+        if split in (None, "all") or conversation.is_held_out == (split == "heldout"):
             yield conversation
 
 

@@ -1,0 +1,351 @@
+"""Conversations that a target makes up by itself: it writes the user's turns, and answers them.
+
+The user's turns come as in Magpie (Xu et al. 2024, arXiv 2406.08464): the target is given its own chat template up to
+the place where the user speaks. Each try is a function of the seed and its number alone.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
+from typing import NamedTuple, NoReturn
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tqdm import tqdm
+
+from eagle_mlx.engine import Engine
+from eagle_mlx.engine.output import Output
+from eagle_mlx.errors import ConfigError, DataError, TargetError
+from eagle_mlx.request import Request
+from eagle_mlx.sampling_params import SamplingParams
+
+from .chat import prompt_tokens
+from .conversation import Conversation, Message
+from .domains import DOMAINS, Domain
+from .regenerate import Speed, seed_of
+from .usable import why_no_answer, why_no_question
+from .user_place import UserPlace, find_user_place
+
+
+@dataclass(frozen=True)
+class MakeConfig:
+    """How conversations are made up. Raises ConfigError, when it is made, for what cannot be."""
+
+    seed: int = 0
+    domains: tuple[Domain, ...] = DOMAINS
+    turns: tuple[float, ...] = (0.7, 0.2, 0.1)
+    """The shares of conversations in which the user is to speak once, twice, …"""
+    user_temperature: float = 1.0
+    """Of the user's turns; Magpie's own scripts take 1."""
+    user_top_p: float = 1.0
+    user_tokens: int = 256
+    """Tokens by which a user's turn must have ended."""
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    """Of the answers; each conversation gets one of them. Magpie's scripts answer at 0, SpecForge's at 0.8: what is
+    served is both."""
+    top_p: float = 1.0
+    """Of the answers."""
+    max_tokens: int = 512
+    """Of one answer."""
+    systems: tuple[str, ...] = ("",)
+    """System prompts to answer under, of which each conversation gets one; empty for the template's own."""
+
+    def __post_init__(self) -> None:
+        for name in ("domains", "turns", "temperatures", "systems"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} must name at least one")
+        if min(self.turns) < 0 or not sum(self.turns) > 0:
+            raise ConfigError(f"turns {self.turns}: these are shares, none below 0 and one above it")
+        for temperature in self.temperatures:
+            self.answer(temperature)
+        self.question(UserPlace((), (), ()))
+
+    def question(self, place: UserPlace) -> SamplingParams:
+        """How a user's turn is drawn."""
+        return SamplingParams(
+            temperature=self.user_temperature,
+            top_p=self.user_top_p,
+            max_tokens=self.user_tokens,
+            stop_token_ids=place.stop_token_ids,
+            stop=place.stop,
+        )
+
+    def answer(self, temperature: float) -> SamplingParams:
+        """How an answer is drawn."""
+        return SamplingParams(temperature=temperature, top_p=self.top_p, max_tokens=self.max_tokens)
+
+
+@dataclass
+class MakeReport:
+    """Counted over tries, of which each makes one conversation or says by what it failed."""
+
+    tries: int = 0
+    tokens: int = 0
+    """Of the conversations that were kept, template included."""
+    answers: int = 0
+    answer_tokens: int = 0
+    cut: int = 0
+    """Answers that ended at `max_tokens`; their conversations end there."""
+    shortened: int = 0
+    """Conversations that were kept without the later turns that were planned, because one of those failed."""
+    heldout: int = 0
+    """Conversations on the held-out side."""
+    endless: int = 0
+    """User's turns that did not end in time."""
+    markup: int = 0
+    """Turns with special tokens in them."""
+    short: int = 0
+    """User's turns of hardly a word."""
+    question_loops: int = 0
+    no_user: int = 0
+    """User's turns that an assistant would say."""
+    silent: int = 0
+    """Empty answers."""
+    answer_loops: int = 0
+    refusals: int = 0
+    """Answers that refuse."""
+    duplicates: int = 0
+    """Conversations that begin with what another begins with."""
+
+    def add(self, counts: tuple[int, ...]) -> None:
+        """Add the fields of another report, in their order."""
+        for own, count in zip(fields(self), counts, strict=True):
+            setattr(self, own.name, getattr(self, own.name) + count)
+
+    def counts(self) -> tuple[int, ...]:
+        return tuple(getattr(self, own.name) for own in fields(self))
+
+    @property
+    def failed(self) -> int:
+        """Tries that gave no conversation."""
+        return sum(getattr(self, name) for name in _FAILURES)
+
+    def failures(self) -> str:
+        """What tries failed by, the most frequent first."""
+        said = sorted(((getattr(self, name), text) for name, text in _FAILURES.items()), key=lambda each: -each[0])
+        return ", ".join(f"{count:,} {text}" for count, text in said if count) or "none"
+
+
+_FAILURES = {
+    "endless": "user turns without an end",
+    "markup": "turns with special tokens",
+    "short": "user turns too short",
+    "question_loops": "user turns that loop",
+    "no_user": "user turns that an assistant would say",
+    "silent": "empty answers",
+    "answer_loops": "answers that loop",
+    "refusals": "refusals",
+    "duplicates": "duplicates",
+}
+
+
+class Made(NamedTuple):
+    """What came of a try."""
+
+    number: int
+    conversation: Conversation | None
+    """None where it failed."""
+    domain: str
+    key: int
+    """A hash of what the user says first; tries that have it in common are duplicates."""
+    report: MakeReport
+    """Of this try alone."""
+
+
+def make_conversations(
+    engine: Engine,
+    config: MakeConfig,
+    following: Callable[[int], int | None],
+    shown: tqdm[NoReturn] | None = None,
+) -> Iterator[Made]:
+    """Yield what comes of tries, each as soon as it has ended.
+
+    `following(running)` gives the number of the next try while so many run, or None where none is wanted now; whoever
+    wants no more leaves the loop. A user's turn that has ended is answered at once: prompts and answers of different
+    conversations decode side by side. Raises TargetError for a target that cannot speak as its user.
+    """
+    writer = _Writer(engine, config)
+    running: dict[int, tuple[_Try, Request]] = {}
+    speed = Speed(shown)
+    try:
+        while True:
+            while len(running) < engine.max_batch + _AHEAD and (number := following(len(running))) is not None:
+                attempt = writer.open(number)
+                running[number] = attempt, writer.submit(attempt)
+            if not running:
+                return
+            engine.step()
+            for number, (attempt, request) in list(running.items()):
+                if request.finish_reason is None:
+                    continue
+                speed.finished += len(request.tokens)
+                if writer.take(attempt, request):
+                    running[number] = attempt, writer.submit(attempt)
+                else:
+                    del running[number]
+                    yield attempt.result()
+            speed.show(request for _, request in running.values())
+    finally:
+        for _, request in running.values():
+            engine.cancel(request)
+
+
+_AHEAD = 4
+"""Requests that wait beside those that decode, so that a place that falls free is taken in the same step."""
+
+
+@dataclass
+class _Try:
+    """A conversation under way."""
+
+    number: int
+    domain: Domain
+    turns: int
+    """The user's turns that are planned."""
+    system: str
+    temperature: float
+    messages: list[Message] = field(default_factory=list)
+    """Without a system prompt. The user's word is the last while it is answered."""
+    kept: int = 0
+    """Messages up to the last answer that is good."""
+    report: MakeReport = field(default_factory=lambda: MakeReport(tries=1))
+
+    @property
+    def answering(self) -> bool:
+        """Whether the next to speak is the assistant."""
+        return bool(self.messages) and self.messages[-1].role == "user"
+
+    @property
+    def turn(self) -> int:
+        """The user's turns that are complete with their answers."""
+        return self.kept // 2
+
+    def under(self, system: str) -> list[Message]:
+        return [Message("system", system), *self.messages] if system else list(self.messages)
+
+    def fail(self, why: str) -> None:
+        """End the conversation before the turn that failed, or altogether where it is the first."""
+        if self.kept:
+            self.report.shortened += 1
+        else:
+            setattr(self.report, why, 1)
+
+    def result(self) -> Made:
+        said = self.messages[: self.kept]
+        first = Conversation(tuple(self.messages[:1])).prompt_key() if self.messages else 0
+        if not said:
+            return Made(self.number, None, self.domain.name, first, self.report)
+        messages = (Message("system", self.system), *said) if self.system else tuple(said)
+        conversation = Conversation(messages, origin=f"self:{self.number}")
+        self.report.heldout = int(conversation.is_held_out)
+        return Made(self.number, conversation, self.domain.name, first, self.report)
+
+
+class _Writer:
+    """Has the target write both sides of conversations."""
+
+    def __init__(self, engine: Engine, config: MakeConfig):
+        self.engine, self.config = engine, config
+        tokenizer = engine.target.tokenizer
+        if tokenizer is None or not tokenizer.has_chat_template:
+            raise TargetError(f"{engine.target.name} has no chat template, so it cannot speak as its user")
+        self.tokenizer: TokenizerWrapper = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)
+        self.domains = steerable(tokenizer, config.domains, engine.target.name)
+
+    def open(self, number: int) -> _Try:
+        """A try as its number and the seed have it."""
+
+        def share(what: str) -> float:
+            return seed_of(self.config.seed, number, what) / (1 << 63)
+
+        domain = _drawn([d.weight for d in self.domains], share("domain"))
+        return _Try(
+            number,
+            self.domains[domain],
+            1 + _drawn(self.config.turns, share("turns")),
+            self.config.systems[int(share("system") * len(self.config.systems))],
+            self.config.temperatures[int(share("temperature") * len(self.config.temperatures))],
+        )
+
+    def submit(self, attempt: _Try) -> Request:
+        """Have the next turn written."""
+        seed = seed_of(self.config.seed, attempt.number, "answer" if attempt.answering else "user", attempt.turn)
+        if attempt.answering:
+            prompt = prompt_tokens(self.tokenizer, Conversation(tuple(attempt.under(attempt.system))))
+            params = self.config.answer(attempt.temperature)
+        else:
+            place = self._place(attempt)
+            prompt, params = list(place.tokens), self.config.question(place)
+        request = self.engine.prepare(prompt, replace(params, seed=seed))
+        self.engine.submit(request)
+        return request
+
+    def take(self, attempt: _Try, request: Request) -> bool:
+        """Put a turn that has been written into its conversation; whether another one follows."""
+        output = self.engine.output(request)
+        if output.finish_reason == "error":
+            raise DataError(f"try {attempt.number}: nothing could be written: {output.error}")
+        said = output.tokens[:-1] if output.tokens[-1] in request.stop_ids else output.tokens
+        follows = self._answered(attempt, output, said) if attempt.answering else self._asked(attempt, output, said)
+        return follows and self._fits(attempt)
+
+    def _asked(self, attempt: _Try, output: Output, said: list[int]) -> bool:
+        text = output.text.strip()
+        why = why_no_question(text, said, output.finish_reason == "stop", self._special)
+        if why is not None:
+            attempt.fail(why)
+            return False
+        attempt.messages.append(Message("user", text))
+        return True
+
+    def _answered(self, attempt: _Try, output: Output, said: list[int]) -> bool:
+        why = why_no_answer(output.text, said, self._special)
+        if why is not None:
+            attempt.fail(why)
+            return False
+        report, is_cut = attempt.report, output.finish_reason == "length"
+        attempt.messages.append(Message("assistant", output.text))
+        attempt.kept = len(attempt.messages)
+        report.answers += 1
+        report.answer_tokens += len(output.tokens)
+        report.cut += is_cut
+        report.tokens = output.prompt_tokens + len(output.tokens)
+        return not is_cut and attempt.turn < attempt.turns
+
+    def _fits(self, attempt: _Try) -> bool:
+        """Whether the next turn has room in the target's context."""
+        room = self.config.max_tokens if attempt.answering else self.config.user_tokens
+        used = attempt.report.tokens + (self.config.user_tokens if attempt.answering else 0)
+        fits = used + room < self.engine.target.context_length or not attempt.kept
+        if not fits:
+            attempt.fail("")
+        return fits
+
+    def _place(self, attempt: _Try) -> UserPlace:
+        return find_user_place(self.tokenizer, attempt.under(attempt.domain.system), self.engine.target.name)
+
+
+def steerable(tokenizer: TokenizerWrapper, domains: tuple[Domain, ...], name: str) -> tuple[Domain, ...]:
+    """The domains that the template lets a system prompt steer; those without one need none.
+
+    Raises TargetError, as `find_user_place` does, where there are none.
+    """
+    usable, refused = [], None
+    for domain in domains:
+        try:
+            find_user_place(tokenizer, [Message("system", domain.system)] if domain.system else [], name)
+            usable.append(domain)
+        except TargetError as e:
+            refused = e
+    if not usable and refused is not None:
+        raise refused
+    return tuple(usable)
+
+
+def _drawn(weights: tuple[float, ...] | list[float], share: float) -> int:
+    """The index at which a share, 0 to 1, of all weights is reached."""
+    sums = list(accumulate(weights))
+    return min(bisect.bisect_right(sums, share * sums[-1]), len(sums) - 1)

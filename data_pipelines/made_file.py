@@ -1,0 +1,172 @@
+"""Conversations that a target makes up, as a file: the same seed gives the same bytes, whatever interrupts it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tqdm import tqdm
+
+from eagle_mlx.engine import Engine
+from eagle_mlx.errors import ConfigError, DataError
+from eagle_mlx.progress import progress_bar
+from eagle_mlx.target import fingerprint
+
+from .jsonl import as_line
+from .made import MakeConfig, MakeReport, make_conversations
+from .partial import Done, PartialFile, open_partial
+
+FREE_TRIES = 64
+"""Tries that may all fail: enough to tell one usable try in twenty from none, 96 times in 100."""
+TRIES_A_ROW = 20
+"""Tries for each conversation that is kept, beyond which a target writes nothing usable. Where good ones are made, two
+tries are plenty; twenty cost ten times that much."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How much is wanted, by rows or by tokens. Raises ConfigError, when it is made, where that is not said."""
+
+    rows: int = 0
+    tokens: int = 0
+    """Of whole conversations, template included; the one that reaches the number is the last."""
+
+    def __post_init__(self) -> None:
+        if (self.rows > 0) == (self.tokens > 0) or min(self.rows, self.tokens) < 0:
+            raise ConfigError("say how much is wanted: --rows N or --tokens N")
+
+
+@dataclass
+class Selection:
+    """The tries that make up the file: in the order of their numbers, each beginning once, until there are enough.
+
+    So the file depends on no order in which tries end. What is still to come is told apart from what is settled, which
+    is every try up to the first that has not ended.
+    """
+
+    wanted: Wanted
+    rows: list[int] = field(default_factory=list)
+    """The numbers of the tries that are in the file."""
+    report: MakeReport = field(default_factory=MakeReport)
+    """Of the settled tries."""
+    settled: int = 0
+    _ended: dict[int, tuple[int, MakeReport, bool]] = field(default_factory=dict)
+    """Of the others: the hash of the beginning, the counts, whether there is a conversation."""
+    _seen: set[int] = field(default_factory=set)
+
+    @property
+    def full(self) -> bool:
+        return self._reached(len(self.rows), self.report.tokens)
+
+    @property
+    def progress(self) -> int:
+        """Rows or tokens so far, by which of them is wanted."""
+        return min(len(self.rows), self.wanted.rows) or min(self.report.tokens, self.wanted.tokens)
+
+    def add(self, number: int, key: int, counts: tuple[int, ...], kept: bool) -> None:
+        """A try has ended. Raises DataError where so many have failed that no end is in sight."""
+        self._ended[number] = key, MakeReport(*counts), kept
+        while not self.full and self.settled in self._ended:
+            self._settle(*self._ended.pop(self.settled))
+
+    def promising(self, running: int) -> bool:
+        """Whether what has ended, and what runs by the share that is usable, is probably enough."""
+        kept = [report for _, report, kept in self._ended.values() if kept]
+        share = (1 + len(self.rows)) / (1 + self.settled)
+        coming = len(kept) + share * running
+        mean = self.report.tokens / len(self.rows) if self.rows else 0.0
+        return self._reached(len(self.rows) + coming, self.report.tokens + mean * coming)
+
+    def _reached(self, rows: float, tokens: float) -> bool:
+        return rows >= self.wanted.rows if self.wanted.rows else tokens >= self.wanted.tokens
+
+    def _settle(self, key: int, report: MakeReport, kept: bool) -> None:
+        if kept and key in self._seen:
+            report, kept = MakeReport(tries=1, duplicates=1), False
+        if kept:
+            self._seen.add(key)
+            self.rows.append(self.settled)
+        self.report.add(report.counts())
+        self.settled += 1
+        if self.settled > FREE_TRIES + TRIES_A_ROW * len(self.rows):
+            raise DataError(
+                f"the target writes too little that is usable: of {self.settled:,} tries {len(self.rows):,} gave a "
+                f"conversation; what the others failed by: {self.report.failures()}; give prompts to answer instead "
+                "(eagle-data regenerate --data prompts.jsonl)"
+            )
+
+
+def make_to_file(
+    engine: Engine,
+    config: MakeConfig,
+    wanted: Wanted,
+    output: str | Path,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> MakeReport:
+    """Have the target make up conversations into a jsonl file; returns what the tries came to.
+
+    Rows are kept in `OUTPUT.partial` as soon as they are made, and the same call after any interruption continues with
+    that file. The output is the same to the byte whatever interrupted it, and with other batch sizes and proposers, as
+    far as the target's arithmetic does not depend on them. A partial file may be continued with more or less wanted.
+
+    Raises OutputError where the output exists and `overwrite` is not set, where it cannot be written, or where the
+    partial file was begun with other settings or by a process that still runs; DataError where nothing usable comes.
+    """
+    with open_partial(output, _settings(engine, config), overwrite) as part:
+        selection = Selection(wanted)
+        for number, done in sorted(part.done.items()):
+            _replay(selection, number, done)
+        with _bar(wanted, selection, not progress) as shown:
+            _make(engine, config, part, selection, shown)
+        part.finish_with(selection.rows, overwrite)
+    return selection.report
+
+
+def _make(engine: Engine, config: MakeConfig, part: PartialFile, selection: Selection, shown: tqdm[NoReturn]) -> None:
+    begun = -1
+
+    def following(running: int) -> int | None:
+        nonlocal begun
+        if selection.full or selection.promising(running):
+            return None
+        begun += 1
+        while begun in part.done:
+            begun += 1
+        return begun
+
+    if selection.full:
+        return
+    for made in make_conversations(engine, config, following, shown):
+        row = as_line(made.conversation, domain=made.domain) if made.conversation is not None else b""
+        part.add(made.number, made.key, made.report.counts(), row)
+        selection.add(made.number, made.key, made.report.counts(), made.conversation is not None)
+        shown.update(selection.progress - shown.n)
+        if selection.full:
+            return
+
+
+def _replay(selection: Selection, number: int, done: Done) -> None:
+    selection.add(number, done.key, done.counts, done.size > 0)
+
+
+def _bar(wanted: Wanted, selection: Selection, disable: bool) -> tqdm[NoReturn]:
+    return progress_bar(
+        total=wanted.rows or wanted.tokens,
+        initial=selection.progress,
+        desc="make",
+        unit="conversation" if wanted.rows else "token",
+        disable=disable,
+        smoothing=0.02,
+    )
+
+
+def _settings(engine: Engine, config: MakeConfig) -> Mapping[str, Any]:
+    found = asdict(config)
+    found["domains"] = [list(domain.values()) for domain in found["domains"]]
+    return {
+        "target": fingerprint(engine.target),
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in found.items()},
+    }

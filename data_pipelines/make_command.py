@@ -1,0 +1,166 @@
+"""`eagle-data make`: conversations from no data at all, which the target makes up by itself."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from eagle_mlx.cpu import tune_process
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.target import Target, load_target
+
+from .domains import DOMAINS, choose_domains
+from .jsonl import check_new
+from .made import MakeConfig, MakeReport, steerable
+from .made_file import Wanted, make_to_file
+from .options import add_drafting, engine_of, positive, tokenizer_of
+from .partial import partial_path
+
+HELP = f"""\
+Have the target make up conversations: no data set, no licence question, no network.
+
+The target is given its own chat template up to the place where the user speaks, and goes on by itself: it writes the
+user's turn (Magpie, Xu et al. 2024, arXiv 2406.08464), then answers it, and may ask again. What a head has to predict
+is the target's own answers, and these are.
+
+A system prompt steers what some user turns are about; no answer sees it. The domains and their shares:
+  {", ".join(f"{domain.name}={domain.weight:g}" for domain in DOMAINS)}
+
+Tries are left out that came to nothing: user turns that do not end, loop, hold special tokens or are an assistant's;
+answers that loop, refuse or are empty; and whatever begins like another. The counts are printed at the end. One
+conversation in 25 is on the held-out side by a hash of its prompt: --split train and --split heldout tell them apart.
+
+The same seed gives the same file. What is done lies in FILE.jsonl.partial until FILE.jsonl is whole. Ctrl-C, a SIGTERM
+or a crash lose no row that was made: the same command continues with that file by itself. --rows, --tokens, --batch and
+--head may differ. To begin anew, delete the .partial file.
+
+examples:
+  eagle-data make --target Qwen3-4B --rows 2000 --output own.jsonl
+  eagle-data make --target Qwen3-4B --tokens 3000000 --output own.jsonl --domain any=2 --domain code --seed 1
+  eagle-train --target Qwen3-4B --data own.jsonl --output out/head
+"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The command with its flags."""
+    part = commands.add_parser("make", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    part.set_defaults(command=run)
+    default = MakeConfig()
+    part.add_argument("--target", required=True, help="the model: a folder or a hub id")
+    part.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl", help="file to make")
+    part.add_argument("--rows", type=positive, default=0, metavar="N", help="conversations to make")
+    part.add_argument("--tokens", type=positive, default=0, metavar="N", help="tokens to make, template included")
+    part.add_argument("--seed", type=int, default=default.seed, help="of all that is drawn (%(default)s)")
+    part.add_argument("--overwrite", action="store_true", help="replace an output that exists")
+    part.add_argument(
+        "--domain", action="append", default=[], metavar="NAME[=WEIGHT]", help="only these domains; repeatable"
+    )
+    part.add_argument(
+        "--turns",
+        type=_shares,
+        default=default.turns,
+        metavar="A,B,…",
+        help="shares of conversations in which the user is to speak once, twice, … "
+        f"({','.join(f'{share:g}' for share in default.turns)})",
+    )
+    part.add_argument(
+        "--temperature",
+        type=float,
+        nargs="+",
+        default=default.temperatures,
+        metavar="T",
+        help="of the answers; of several each conversation gets one by the seed "
+        f"({' '.join(f'{t:g}' for t in default.temperatures)}: heads serve both greedy and sampled text)",
+    )
+    part.add_argument("--top-p", type=float, default=default.top_p, help="of the answers (%(default)s)")
+    part.add_argument(
+        "--max-tokens", type=positive, default=default.max_tokens, metavar="N", help="of one answer (%(default)s)"
+    )
+    part.add_argument(
+        "--user-temperature",
+        type=float,
+        default=default.user_temperature,
+        metavar="T",
+        help="of user turns (%(default)s)",
+    )
+    part.add_argument(
+        "--user-top-p", type=float, default=default.user_top_p, metavar="P", help="of user turns (%(default)s)"
+    )
+    part.add_argument(
+        "--user-tokens",
+        type=positive,
+        default=default.user_tokens,
+        metavar="N",
+        help="by which a user turn must have ended (%(default)s)",
+    )
+    part.add_argument(
+        "--system",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="system prompt to answer under, '' for the template's own; of several each conversation gets one",
+    )
+    part.add_argument("--chat-template", type=Path, metavar="FILE", help="in place of the target's own")
+    add_drafting(part, batch=32)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Look at the template first, so that a target that cannot speak as its user shows at once."""
+    check_new(args.output, args.overwrite)
+    wanted = Wanted(args.rows, args.tokens)
+    config = MakeConfig(
+        seed=args.seed,
+        domains=choose_domains(args.domain),
+        turns=args.turns,
+        user_temperature=args.user_temperature,
+        user_top_p=args.user_top_p,
+        user_tokens=args.user_tokens,
+        temperatures=tuple(args.temperature),
+        top_p=args.top_p,
+        max_tokens=args.max_tokens,
+        systems=tuple(args.system) or ("",),
+    )
+    tune_process()
+    target = load_target(args.target, chat_template=_template(args.chat_template))
+    _tell_unsteered(target, config)
+    try:
+        report = make_to_file(engine_of(args, target), config, wanted, args.output, args.overwrite, progress=True)
+    except KeyboardInterrupt as e:
+        part = partial_path(args.output)
+        if not part.exists():
+            raise
+        raise type(e)(f"what is done is in {part}, and the same command continues with it") from None
+    print(_summary(report, args.output))
+
+
+def _summary(report: MakeReport, output: Path) -> str:
+    kept = report.tries - report.failed
+    return (
+        f"{kept:,} conversations of {report.tokens:,} tokens, {report.answers:,} answers of {report.answer_tokens:,}, "
+        f"to {output}; {report.heldout:,} on the held-out side, {report.cut:,} answers cut, {report.shortened:,} "
+        f"conversations shorter than planned\n"
+        f"{report.tries:,} tries, {report.failed:,} left out: {report.failures()}"
+    )
+
+
+def _tell_unsteered(target: Target, config: MakeConfig) -> None:
+    usable = steerable(tokenizer_of(target), config.domains, target.name)
+    if left := [domain.name for domain in config.domains if domain not in usable]:
+        print(f"the chat template takes no system prompt, so nothing steers to: {', '.join(left)}", file=sys.stderr)
+
+
+def _template(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--chat-template {path} cannot be read: {e}") from e
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"{text}: it must be numbers with commas, such as 0.7,0.2,0.1") from e

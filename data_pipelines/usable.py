@@ -1,0 +1,55 @@
+"""Whether what a target wrote as a user, and as the assistant, is worth learning from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+from eagle_mlx.decoding.loops import is_loop
+
+LEAST_WORDS = 3
+"""Words of a user's turn: with fewer it says nothing that an answer could be about."""
+_APOSTROPHE = "['\u2019]"
+_REFUSES = re.compile(
+    rf"(i{_APOSTROPHE}m sorry|i am sorry|i apologi[sz]e|sorry,|as an ai\b|i{_APOSTROPHE}m (just )?an ai\b"
+    rf"|i (can{_APOSTROPHE}t|cannot|can not|am unable|am not able|won{_APOSTROPHE}t)\b"
+    rf"|i{_APOSTROPHE}m (unable|not able)\b)",
+    re.IGNORECASE,
+)
+_ANSWERS = re.compile(
+    r"(sure[,!.]|certainly[,!.]|of course[,!.]|absolutely[,!.]|here (is|are) (a|an|the|some|your)\b|here's (a|an|the)\b"
+    r"|i'd be happy to|i'm happy to|hello! how can i|how can i (help|assist) you|thank you for (asking|your question))",
+    re.IGNORECASE,
+)
+
+
+def why_no_question(text: str, tokens: Sequence[int], ended: bool, special: Collection[int]) -> str | None:
+    """Why a user's turn cannot be used, as a field of `MakeReport`; None where it can.
+
+    `tokens` are those of the turn without its end; `ended` whether it came to one; `special` the ids that stand in no
+    text that a user writes.
+    """
+    if not ended:
+        return "endless"
+    if any(token in special for token in tokens):
+        return "markup"
+    if len(text.split()) < LEAST_WORDS:
+        return "short"
+    if is_loop(tokens):
+        return "question_loops"
+    if _REFUSES.match(text) or _ANSWERS.match(text):
+        return "no_user"
+    return None
+
+
+def why_no_answer(text: str, tokens: Sequence[int], special: Collection[int]) -> str | None:
+    """Why an answer cannot be used, as a field of `MakeReport`; None where it can. `tokens` are without the end."""
+    if any(token in special for token in tokens):
+        return "markup"
+    if not text.strip():
+        return "silent"
+    if is_loop(tokens):
+        return "answer_loops"
+    if _REFUSES.match(text):
+        return "refusals"
+    return None
