@@ -62,8 +62,10 @@ class Selection:
 
     @property
     def progress(self) -> int:
-        """Rows or tokens so far, by which of them is wanted."""
-        return min(len(self.rows), self.wanted.rows) or min(self.report.tokens, self.wanted.tokens)
+        """Rows or tokens so far, by which of them is wanted; some of what has ended may still be left out."""
+        coming = [report for _, report, kept in self._ended.values() if kept]
+        rows, tokens = len(self.rows) + len(coming), self.report.tokens + sum(report.tokens for report in coming)
+        return min(rows, self.wanted.rows) or min(tokens, self.wanted.tokens)
 
     def add(self, number: int, key: int, counts: tuple[int, ...], kept: bool) -> None:
         """A try has ended. Raises DataError where so many have failed that no end is in sight."""
@@ -73,11 +75,10 @@ class Selection:
 
     def promising(self, running: int) -> bool:
         """Whether what has ended, and what runs by the share that is usable, is probably enough."""
-        kept = [report for _, report, kept in self._ended.values() if kept]
-        share = (1 + len(self.rows)) / (1 + self.settled)
-        coming = len(kept) + share * running
-        mean = self.report.tokens / len(self.rows) if self.rows else 0.0
-        return self._reached(len(self.rows) + coming, self.report.tokens + mean * coming)
+        ended = [report for _, report, kept in self._ended.values() if kept]
+        rows, tokens = len(self.rows) + len(ended), self.report.tokens + sum(report.tokens for report in ended)
+        coming = running * (1 + rows) / (1 + self.settled + len(self._ended))
+        return self._reached(rows + coming, tokens + coming * tokens / max(1, rows))
 
     def _reached(self, rows: float, tokens: float) -> bool:
         return rows >= self.wanted.rows if self.wanted.rows else tokens >= self.wanted.tokens
