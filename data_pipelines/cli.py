@@ -15,15 +15,14 @@ from types import FrameType
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError, DataError, EagleError, OutputError, ShardError
 from eagle_mlx.files import check_free
-from eagle_mlx.heads.eagle3 import default_aux_layers
 from eagle_mlx.shards import BITS, ShardReader, ShardRepair, bytes_per_token
-from eagle_mlx.target import Target, load_target
+from eagle_mlx.target import load_target
 
 from . import inspect_command, make_command, regenerate_command
 from .chat import render_all
 from .conversation import SHAPES
 from .filters import ReadReport
-from .options import add_data, conversations, positive, tokenizer_of
+from .options import add_data, aux_layers_of, conversations, positive, tokenizer_of
 from .shard_capture import ShardCapture
 from .spec import SPECS
 
@@ -108,7 +107,7 @@ def collect(args: argparse.Namespace) -> None:
         check_free(args.output, args.overwrite)
     tune_process()
     target = load_target(args.target)
-    aux_layers = _aux_layers(args.aux_layers, target)
+    aux_layers = aux_layers_of(args.aux_layers, target)
     if args.max_length > target.context_length:
         raise ConfigError(f"--max-length {args.max_length}: the target's context is {target.context_length} tokens")
     tokenizer, read = tokenizer_of(target), ReadReport()
@@ -141,18 +140,6 @@ def collect(args: argparse.Namespace) -> None:
                 raise
             kept = f"{len(shards.files):,} of {len(plan):,} shards are kept, and the same command continues with them"
             raise type(e)(kept) from None
-
-
-def _aux_layers(wish: str | None, target: Target) -> tuple[int, ...]:
-    if wish is None:
-        return default_aux_layers(target.num_layers)
-    try:
-        layers = tuple(int(part) for part in wish.split(","))
-    except ValueError as e:
-        raise ConfigError(f"--aux-layers {wish}: it must be layer numbers with commas, such as 1,6,10") from e
-    if not all(0 <= layer < target.num_layers for layer in layers):
-        raise ConfigError(f"--aux-layers {wish}: the target has layers 0 to {target.num_layers - 1}")
-    return layers
 
 
 def _with_recorded(argv: list[str]) -> list[str]:

@@ -12,16 +12,19 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import NamedTuple, NoReturn
 
+import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.output import Output
 from eagle_mlx.errors import ConfigError, DataError, TargetError
+from eagle_mlx.proposers.capturing import CapturingProposer
 from eagle_mlx.request import Request
 from eagle_mlx.sampling_params import SamplingParams
+from eagle_mlx.shards import Sample
 
-from .chat import prompt_tokens
+from .chat import prompt_tokens, render
 from .conversation import Conversation, Message
 from .domains import DOMAINS, Domain
 from .regenerate import Speed, seed_of
@@ -152,6 +155,8 @@ class Made(NamedTuple):
     """A hash of what the user says first; tries that have it in common are duplicates."""
     report: MakeReport
     """Of this try alone."""
+    sample: Sample | None = None
+    """Its tokens with their hidden states, where the engine captures."""
 
 
 def make_conversations(
@@ -164,7 +169,9 @@ def make_conversations(
 
     `following(running)` gives the number of the next try while so many run, or None where none is wanted now; whoever
     wants no more leaves the loop. A user's turn that has ended is answered at once: prompts and answers of different
-    conversations decode side by side. Raises TargetError for a target that cannot speak as its user.
+    conversations decode side by side. Where the engine's proposer is a CapturingProposer, whose last layer must be the
+    target's, each comes with the hidden states of the forwards that wrote it. Raises TargetError for a target that
+    cannot speak as its user.
     """
     writer = _Writer(engine, config)
     running: dict[int, tuple[_Try, Request]] = {}
@@ -211,6 +218,8 @@ class _Try:
     kept: int = 0
     """Messages up to the last answer that is good."""
     report: MakeReport = field(default_factory=lambda: MakeReport(tries=1))
+    sample: Sample | None = None
+    """Of the conversation up to the last answer that is good."""
 
     @property
     def answering(self) -> bool:
@@ -240,7 +249,7 @@ class _Try:
         messages = (Message("system", self.system), *said) if self.system else tuple(said)
         conversation = Conversation(messages, origin=f"self:{self.number}")
         self.report.heldout = int(conversation.is_held_out)
-        return Made(self.number, conversation, self.domain.name, first, self.report)
+        return Made(self.number, conversation, self.domain.name, first, self.report, self.sample)
 
 
 class _Writer:
@@ -253,6 +262,7 @@ class _Writer:
             raise TargetError(f"{engine.target.name} has no chat template, so it cannot speak as its user")
         self.tokenizer: TokenizerWrapper = tokenizer
         self._special = frozenset(tokenizer.all_special_ids)
+        self.capture = engine.proposer if isinstance(engine.proposer, CapturingProposer) else None
         self.domains = steerable(tokenizer, config.domains, engine.target.name)
 
     def open(self, number: int) -> _Try:
@@ -276,6 +286,8 @@ class _Writer:
         if attempt.answering:
             prompt = prompt_tokens(self.tokenizer, Conversation(tuple(attempt.under(attempt.system))))
             params = self.config.answer(attempt.temperature)
+            if self.capture is not None:
+                self.capture.want(prompt)
         else:
             place = self._place(attempt)
             prompt, params = list(place.tokens), self.config.question(place)
@@ -289,10 +301,34 @@ class _Writer:
         if output.finish_reason == "error":
             raise DataError(f"try {attempt.number}: nothing could be written: {output.error}")
         said = output.tokens[:-1] if output.tokens[-1] in request.stop_ids else output.tokens
-        follows = self._answered(attempt, output, said) if attempt.answering else self._asked(attempt, output, said)
+        take = self._answered if attempt.answering else self._asked
+        follows = take(attempt, request, output, said)
         return follows and self._fits(attempt)
 
-    def _asked(self, attempt: _Try, output: Output, said: list[int]) -> bool:
+    def _sample(self, attempt: _Try, request: Request) -> Sample | None:
+        """The conversation's tokens with the states of the forwards that read and wrote them."""
+        if self.capture is None:
+            return None
+        states = self.capture.take(request.prompt, request.tokens)
+        if states is None:
+            raise DataError(f"try {attempt.number}: the hidden states of its answer were not captured whole")
+        # Nothing read the last token, and no loss reads its state: see `train.step.batch_plan`.
+        states = np.pad(states, ((0, 1), (0, 0)))
+        mask = [*self._earlier(attempt, request.prompt), *([1] * len(request.tokens))]
+        split = self.engine.target.hidden_size * (len(self.capture.layers) - 1)
+        tokens = np.array([*request.prompt, *request.tokens], np.int32)
+        return Sample(tokens, np.array(mask, np.uint8), states[:, :split].copy(), states[:, split:].copy())
+
+    def _earlier(self, attempt: _Try, prompt: list[int]) -> list[int]:
+        """The loss mask of a prompt: 1 on the answers in it."""
+        if not attempt.kept:
+            return [0] * len(prompt)
+        rendered = render(self.tokenizer, Conversation(tuple(attempt.under(attempt.system))))
+        same = next((i for i, (a, b) in enumerate(zip(rendered.tokens, prompt, strict=False)) if a != b), None)
+        mask = rendered.loss_mask[: min(len(prompt), len(rendered.tokens)) if same is None else same]
+        return [*mask, *([0] * (len(prompt) - len(mask)))]
+
+    def _asked(self, attempt: _Try, request: Request, output: Output, said: list[int]) -> bool:
         text = output.text.strip()
         why = why_no_question(text, said, output.finish_reason == "stop", self._special)
         if why is not None:
@@ -301,11 +337,12 @@ class _Writer:
         attempt.messages.append(Message("user", text))
         return True
 
-    def _answered(self, attempt: _Try, output: Output, said: list[int]) -> bool:
-        why = why_no_answer(output.text, said, self._special)
+    def _answered(self, attempt: _Try, request: Request, output: Output, said: list[int]) -> bool:
+        sample, why = self._sample(attempt, request), why_no_answer(output.text, said, self._special)
         if why is not None:
             attempt.fail(why)
             return False
+        attempt.sample = sample
         report, is_cut = attempt.report, output.finish_reason == "length"
         attempt.messages.append(Message("assistant", output.text))
         attempt.kept = len(attempt.messages)

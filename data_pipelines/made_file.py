@@ -16,6 +16,7 @@ from eagle_mlx.target import fingerprint
 
 from .jsonl import as_line
 from .made import MakeConfig, MakeReport, make_conversations
+from .made_shards import MadeShards, ShardPlace, ShardPlan, open_shards
 from .partial import Done, PartialFile, open_partial
 
 FREE_TRIES = 64
@@ -47,6 +48,8 @@ class Selection:
     """
 
     wanted: Wanted
+    shards: ShardPlan | None = None
+    """Told of every try that is settled."""
     rows: list[int] = field(default_factory=list)
     """The numbers of the tries that are in the file."""
     report: MakeReport = field(default_factory=MakeReport)
@@ -89,6 +92,10 @@ class Selection:
         if kept:
             self._seen.add(key)
             self.rows.append(self.settled)
+        if self.shards is not None and kept and not report.heldout:
+            self.shards.choose(self.settled, report.tokens)
+        elif self.shards is not None:
+            self.shards.drop(self.settled)
         self.report.add(report.counts())
         self.settled += 1
         if self.settled > FREE_TRIES + TRIES_A_ROW * len(self.rows):
@@ -106,6 +113,7 @@ def make_to_file(
     output: str | Path,
     overwrite: bool = False,
     progress: bool = False,
+    place: ShardPlace | None = None,
 ) -> MakeReport:
     """Have the target make up conversations into a jsonl file; returns what the tries came to.
 
@@ -113,17 +121,40 @@ def make_to_file(
     that file. The output is the same to the byte whatever interrupted it, and with other batch sizes and proposers, as
     far as the target's arithmetic does not depend on them. A partial file may be continued with more or less wanted.
 
-    Raises OutputError where the output exists and `overwrite` is not set, where it cannot be written, or where the
-    partial file was begun with other settings or by a process that still runs; DataError where nothing usable comes.
+    With a `place` the engine must have a CapturingProposer; then the hidden states of the conversations to learn from
+    go into shards there, and what is wanted must stay the same. Raises OutputError where the output exists and
+    `overwrite` is not set, where it cannot be written, or where the partial file was begun with other settings or by a
+    process that still runs; DataError where nothing usable comes.
     """
-    with open_partial(output, _settings(engine, config), overwrite) as part:
-        selection = Selection(wanted)
-        for number, done in sorted(part.done.items()):
-            _replay(selection, number, done)
-        with _bar(wanted, selection, not progress) as shown:
-            _make(engine, config, part, selection, shown)
+    settings = _settings(engine, config)
+    with open_partial(output, settings, overwrite) as part:
+        if place is None:
+            selection = _run(engine, config, wanted, part, progress, None)
+        else:
+            with open_shards(place, _made_from(settings, wanted, place)) as shards:
+                selection = _run(engine, config, wanted, part, progress, shards)
         part.finish_with(selection.rows, overwrite)
     return selection.report
+
+
+def _run(
+    engine: Engine, config: MakeConfig, wanted: Wanted, part: PartialFile, progress: bool, shards: MadeShards | None
+) -> Selection:
+    """Go on from what is done until there is enough."""
+    for number in _lost(wanted, part.done, shards) if shards is not None else ():
+        del part.done[number]
+    selection = _replayed(Selection(wanted, shards), part.done)
+    with progress_bar(
+        total=wanted.rows or wanted.tokens,
+        initial=selection.progress,
+        desc="make",
+        unit="conversation" if wanted.rows else "token",
+        disable=not progress,
+        smoothing=0.02,
+    ) as shown:
+        if not selection.full:
+            _make(engine, config, part, selection, shown)
+    return selection
 
 
 def _make(engine: Engine, config: MakeConfig, part: PartialFile, selection: Selection, shown: tqdm[NoReturn]) -> None:
@@ -138,9 +169,9 @@ def _make(engine: Engine, config: MakeConfig, part: PartialFile, selection: Sele
             begun += 1
         return begun
 
-    if selection.full:
-        return
     for made in make_conversations(engine, config, following, shown):
+        if isinstance(selection.shards, MadeShards) and made.sample is not None:
+            selection.shards.keep(made.number, made.sample)
         row = as_line(made.conversation, domain=made.domain) if made.conversation is not None else b""
         part.add(made.number, made.key, made.report.counts(), row)
         selection.add(made.number, made.key, made.report.counts(), made.conversation is not None)
@@ -149,19 +180,28 @@ def _make(engine: Engine, config: MakeConfig, part: PartialFile, selection: Sele
             return
 
 
-def _replay(selection: Selection, number: int, done: Done) -> None:
-    selection.add(number, done.key, done.counts, done.size > 0)
+def _replayed(selection: Selection, done: Mapping[int, Done]) -> Selection:
+    for number, found in sorted(done.items()):
+        selection.add(number, found.key, found.counts, found.size > 0)
+    return selection
 
 
-def _bar(wanted: Wanted, selection: Selection, disable: bool) -> tqdm[NoReturn]:
-    return progress_bar(
-        total=wanted.rows or wanted.tokens,
-        initial=selection.progress,
-        desc="make",
-        unit="conversation" if wanted.rows else "token",
-        disable=disable,
-        smoothing=0.02,
-    )
+def _lost(wanted: Wanted, done: Mapping[int, Done], shards: MadeShards) -> list[int]:
+    """The tries whose hidden states are neither in a shard that is whole nor waiting, though they may be wanted."""
+    planned = ShardPlan()
+    _replayed(Selection(wanted, planned), done)
+    safe = {number for group in planned.groups[: shards.whole] for number in group}
+    return [
+        number
+        for number, found in done.items()
+        if found.size and number not in safe | planned.dropped and not shards.holds(number)
+    ]
+
+
+def _made_from(settings: Mapping[str, Any], wanted: Wanted, place: ShardPlace) -> dict[str, str]:
+    layers = ", ".join(map(str, place.meta.aux_layers))
+    said = {name: str(value) for name, value in settings.items()}
+    return {**said, "wanted": str(asdict(wanted)), "layers": layers, "bits": str(place.meta.bits)}
 
 
 def _settings(engine: Engine, config: MakeConfig) -> Mapping[str, Any]:

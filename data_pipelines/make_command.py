@@ -8,14 +8,17 @@ from pathlib import Path
 
 from eagle_mlx.cpu import tune_process
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.shards import BITS
 from eagle_mlx.target import Target, load_target
 
 from .domains import DOMAINS, choose_domains
 from .jsonl import check_new
 from .made import MakeConfig, MakeReport, steerable
 from .made_file import Wanted, make_to_file
-from .options import add_drafting, engine_of, positive, tokenizer_of
+from .made_shards import ShardPlace
+from .options import add_drafting, aux_layers_of, engine_of, positive, tokenizer_of
 from .partial import partial_path
+from .shard_capture import shard_meta
 
 HELP = f"""\
 Have the target make up conversations: no data set, no licence question, no network.
@@ -35,10 +38,15 @@ The same seed gives the same file. What is done lies in FILE.jsonl.partial until
 or a crash lose no row that was made: the same command continues with that file by itself. --rows, --tokens, --batch and
 --head may differ. To begin anew, delete the .partial file.
 
+--capture keeps the hidden states of the forwards that generate, in shards as `eagle-data collect` makes them, of the
+conversations to learn from: nothing is read again. Then --rows and --tokens must stay what they were, too.
+
 examples:
   eagle-data make --target Qwen3-4B --rows 2000 --output own.jsonl
   eagle-data make --target Qwen3-4B --tokens 3000000 --output own.jsonl --domain any=2 --domain code --seed 1
   eagle-train --target Qwen3-4B --data own.jsonl --output out/head
+  eagle-data make --target Qwen3-4B --rows 2000 --output own.jsonl --capture out/shards --bits 8
+  eagle-train --target Qwen3-4B --shards out/shards --eval-data own.jsonl --output out/head
 """
 
 
@@ -103,6 +111,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     part.add_argument("--chat-template", type=Path, metavar="FILE", help="in place of the target's own")
     add_drafting(part, batch=32)
+    part.add_argument(
+        "--capture", type=Path, metavar="DIR", help="folder of shards to make too: the states of these very forwards"
+    )
+    part.add_argument("--aux-layers", metavar="A,B,C", help="layers whose output the head reads (1, N/2-1, N-4 of N)")
+    part.add_argument("--bits", type=int, choices=BITS, default=16, help="of a value in the shards (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -124,14 +137,25 @@ def run(args: argparse.Namespace) -> None:
     tune_process()
     target = load_target(args.target, chat_template=_template(args.chat_template))
     _tell_unsteered(target, config)
+    place, layers = _place(args, target)
     try:
-        report = make_to_file(engine_of(args, target), config, wanted, args.output, args.overwrite, progress=True)
+        engine = engine_of(args, target, layers)
+        report = make_to_file(engine, config, wanted, args.output, args.overwrite, progress=True, place=place)
     except KeyboardInterrupt as e:
         part = partial_path(args.output)
         if not part.exists():
             raise
         raise type(e)(f"what is done is in {part}, and the same command continues with it") from None
     print(_summary(report, args.output))
+
+
+def _place(args: argparse.Namespace, target: Target) -> tuple[ShardPlace | None, tuple[int, ...]]:
+    """Where hidden states go, and the layers that they are the outputs of; nowhere without `--capture`."""
+    if args.capture is None:
+        return None, ()
+    aux_layers = aux_layers_of(args.aux_layers, target)
+    place = ShardPlace(args.capture, shard_meta(target, aux_layers, args.bits), args.overwrite)
+    return place, (*aux_layers, target.num_layers - 1)
 
 
 def _summary(report: MakeReport, output: Path) -> str:

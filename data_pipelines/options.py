@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -13,9 +13,11 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.formats import load_head
 from eagle_mlx.head_check import head_warning
+from eagle_mlx.heads.eagle3 import default_aux_layers
 from eagle_mlx.heads.precision import quantize_for
-from eagle_mlx.policy import ThroughputPolicy
+from eagle_mlx.policy import FixedPolicy, ThroughputPolicy
 from eagle_mlx.policy.throughput import MOST_TOKENS
+from eagle_mlx.proposers.capturing import CapturingProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.target import Target
 
@@ -79,18 +81,25 @@ def add_drafting(parser: argparse.ArgumentParser, batch: int) -> None:
     )
 
 
-def engine_of(args: argparse.Namespace, target: Target) -> Engine:
-    """The engine that `add_drafting` asks for. Raises HeadError for a head that is none of the target's."""
+def engine_of(args: argparse.Namespace, target: Target, captured: Sequence[int] = ()) -> Engine:
+    """The engine that `add_drafting` asks for, which keeps the hidden states of the layers `captured`, if any.
+
+    Raises HeadError for a head that is none of the target's.
+    """
     if args.num_speculative_tokens < 0:
         raise ConfigError(f"--num-speculative-tokens must be at least 0; got {args.num_speculative_tokens}")
     if args.head is None or args.num_speculative_tokens == 0:
+        if captured:
+            return Engine(target, CapturingProposer(captured), FixedPolicy(0), max_batch=args.batch)
         return Engine(target, max_batch=args.batch)
     head = load_head(args.head, target)
     quantize_for(head, target)
     said = head_warning(head, target)
     if said is not None:
         print(f"warning: {said}", file=sys.stderr)
-    return Engine(target, HeadProposer(head), ThroughputPolicy(args.num_speculative_tokens), max_batch=args.batch)
+    drafts = HeadProposer(head)
+    proposer = CapturingProposer(captured, drafts) if captured else drafts
+    return Engine(target, proposer, ThroughputPolicy(args.num_speculative_tokens), max_batch=args.batch)
 
 
 def data_config(args: argparse.Namespace, limit: int | None = None) -> DataConfig:
@@ -113,6 +122,19 @@ def conversations(
 ) -> Iterator[Conversation]:
     """The conversations that the flags ask for."""
     return read_conversations(data_config(args, args.limit), args.split, tokenizer, report)
+
+
+def aux_layers_of(wish: str | None, target: Target) -> tuple[int, ...]:
+    """The layers that `--aux-layers` names, or those that EAGLE-3 heads read. Raises ConfigError for what are none."""
+    if wish is None:
+        return default_aux_layers(target.num_layers)
+    try:
+        layers = tuple(int(part) for part in wish.split(","))
+    except ValueError as e:
+        raise ConfigError(f"--aux-layers {wish}: it must be layer numbers with commas, such as 1,6,10") from e
+    if not all(0 <= layer < target.num_layers for layer in layers):
+        raise ConfigError(f"--aux-layers {wish}: the target has layers 0 to {target.num_layers - 1}")
+    return layers
 
 
 def tokenizer_of(target: Target) -> TokenizerWrapper:

@@ -1,0 +1,144 @@
+"""Shards of conversations that a target makes up, with the hidden states of the forwards that wrote them."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from eagle_mlx.errors import OutputError
+from eagle_mlx.files import PART
+from eagle_mlx.shards import MANIFEST, Sample, ShardMeta, ShardReader, ShardWriter
+from eagle_mlx.shards.format import SUFFIX, decode, encode
+
+TOKENS_PER_SHARD = 4096
+"""As in a capture of conversations that are there already."""
+
+
+@dataclass(frozen=True)
+class ShardPlace:
+    """Where the shards go, and what is in them. Raises OutputError, in `open_shards`, where they cannot go there."""
+
+    folder: Path
+    meta: ShardMeta
+    overwrite: bool = False
+    command: tuple[str, ...] = ()
+
+
+class ShardPlan:
+    """Which conversations make up which shard: those to learn from, in the order of their numbers."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[int]] = []
+        """The numbers in each shard that is full."""
+        self.dropped: set[int] = set()
+        """Those that are not wanted."""
+        self._open: list[int] = []
+        self._tokens = 0
+
+    def choose(self, number: int, tokens: int) -> None:
+        """A conversation of so many tokens is the next to learn from."""
+        self._open.append(number)
+        self._tokens += tokens
+        if self._tokens >= TOKENS_PER_SHARD:
+            self.finish()
+
+    def drop(self, number: int) -> None:
+        """A try is not among those to learn from."""
+        self.dropped.add(number)
+
+    def finish(self) -> None:
+        """The next shard is full, or there are no more conversations."""
+        if self._open:
+            self.groups.append(self._open)
+            self.write(len(self.groups) - 1)
+        self._open, self._tokens = [], 0
+
+    def write(self, index: int) -> None:
+        """A shard is full."""
+
+
+class MadeShards(ShardPlan):
+    """Samples on their way into shards.
+
+    A sample waits in a file of its own until its shard is full; whoever goes on after an interruption finds it there.
+    """
+
+    def __init__(self, place: ShardPlace, waiting: Path, shards: ShardWriter | None):
+        """`shards` is None where they are complete, and only the file of conversations is not."""
+        super().__init__()
+        self._waiting, self._shards = waiting, shards
+        self._meta = replace(place.meta, bits=16)
+
+    @property
+    def whole(self) -> int:
+        """Shards that are there already, from the first on."""
+        shards = self._shards
+        return sys.maxsize if shards is None else next(index for index in count() if index not in shards.files)
+
+    def holds(self, number: int) -> bool:
+        """Whether a try's sample waits, whole."""
+        try:
+            with safe_open(str(self._file(number)), "numpy"):
+                return True
+        except (OSError, SafetensorError):
+            return False
+
+    def keep(self, number: int, sample: Sample) -> None:
+        """Keep a sample until its shard is full, or `drop`. Raises OutputError where the disk refuses."""
+        path = self._file(number)
+        part = path.with_name(path.name + PART)
+        try:
+            part.write_bytes(encode([sample], self._meta))  # what a power cut takes is made again
+            part.replace(path)
+        except OSError as e:
+            part.unlink(missing_ok=True)
+            raise OutputError(
+                f"{path} could not be written: {e.strerror or e}; what is done stays, so make room and give the same "
+                "command again"
+            ) from e
+
+    def drop(self, number: int) -> None:
+        super().drop(number)
+        self._file(number).unlink(missing_ok=True)
+
+    def write(self, index: int) -> None:
+        if self._shards is not None and index not in self._shards.files:
+            self._shards.write(index, [self._read(number) for number in self.groups[index]])
+        for number in self.groups[index]:
+            self._file(number).unlink(missing_ok=True)
+
+    def _read(self, number: int) -> Sample:
+        return decode(str(self._file(number)), slice(None), self._meta)
+
+    def _file(self, number: int) -> Path:
+        return self._waiting / f"{number}{SUFFIX}"
+
+
+@contextmanager
+def open_shards(place: ShardPlace, made_from: Mapping[str, str]) -> Iterator[MadeShards]:
+    """The shards to be, which appear under their folder's name when the block ends well.
+
+    After an interruption those that are whole are there again. Raises OutputError as ShardWriter does.
+    """
+    waiting = place.folder.absolute().with_name(place.folder.name + ".waiting")
+    if (place.folder / MANIFEST).exists() and ShardReader(place.folder).manifest.made_from == made_from:
+        yield MadeShards(place, waiting, None)
+    else:
+        with ShardWriter(
+            place.folder, place.meta, overwrite=place.overwrite, made_from=made_from, command=place.command
+        ) as shards:
+            try:
+                waiting.mkdir(exist_ok=True)
+            except OSError as e:
+                raise OutputError(f"{waiting} cannot be made: {e.strerror or e}") from e
+            made = MadeShards(place, waiting, shards)
+            yield made
+            made.finish()
+    shutil.rmtree(waiting, ignore_errors=True)

@@ -1,0 +1,161 @@
+"""Keeping the hidden states of the forwards that generate, beside whatever drafts there, or nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_mlx.cache.size import CacheSize
+from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.sampling import SamplingBatch
+from eagle_mlx.plan import Abilities, Plan
+from eagle_mlx.proposers.base import HasCacheSize, Observation, Proposer, ProposerState
+from eagle_mlx.target import Target
+
+_HELD = 32
+"""Observations that stay on the device until they are copied out together: a copy waits for the device, and one for
+each round would take the host's lead away."""
+_MOST = float(np.finfo(np.float16).max)
+
+
+class _Text:
+    """What has been seen of one request."""
+
+    def __init__(self) -> None:
+        self.following: list[int] = []
+        """The token behind each position."""
+        self.states: list[NDArray[np.float16]] = []
+        """Of those positions, piece by piece, each [L, n * H]."""
+
+
+class CapturingProposer:
+    """Keeps the outputs of some of the target's layers for the requests that are named, and drafts as another does.
+
+    Whatever the target read of a request is kept once: prompts from their prefill, text from the rounds that wrote it,
+    of a verify only the positions that were accepted. Who wants a request's states says so before it is submitted, and
+    takes them when it has ended. Not for engines with a prefix cache, whose requests do not read all of their prompts.
+    """
+
+    def __init__(self, layers: Sequence[int], inner: Proposer | None = None):
+        """`layers`: those whose outputs are kept, counted from 0, in the order in which they come side by side."""
+        self.layers, self.inner = tuple(layers), inner
+        own = inner.aux_layers if inner is not None else ()
+        self._inner_layers = len(own)
+        self.aux_layers = (*own, *(layer for layer in self.layers if layer not in own))
+        self._places = [self.aux_layers.index(layer) for layer in self.layers]
+        self._wanted: Counter[tuple[int, ...]] = Counter()
+        """By their prompts, how many requests."""
+        self._texts: dict[tuple[int, ...], list[_Text]] = {}
+        self._held: list[tuple[list[tuple[int, _Text, int]], tuple[mx.array, ...]]] = []
+        """Observations not copied out yet: the rows wanted, each with its text and positions, and the layers."""
+
+    @property
+    def name(self) -> str:
+        return self.inner.name if self.inner is not None else "none"
+
+    @property
+    def abilities(self) -> Abilities:
+        return self.inner.abilities if self.inner is not None else Abilities()
+
+    def bind(self, target: Target) -> None:
+        if self.inner is not None:
+            self.inner.bind(target)
+
+    def cache_size(self) -> CacheSize:
+        return self.inner.cache_size() if isinstance(self.inner, HasCacheSize) else CacheSize()
+
+    def open(self, prompts: Sequence[Sequence[int]]) -> CapturingState:
+        texts = [self._text(tuple(prompt)) for prompt in prompts]
+        return CapturingState(self, texts, self.inner.open(prompts) if self.inner is not None else None)
+
+    def want(self, prompt: Sequence[int]) -> None:
+        """Keep the states of one more request with this prompt, which is to be submitted now."""
+        self._wanted[tuple(prompt)] += 1
+
+    def take(self, prompt: Sequence[int], tokens: Sequence[int]) -> NDArray[np.float16] | None:
+        """The states [T - 1, n * H] of a request that ended with these tokens, T with its prompt, and forget them.
+
+        The last token was read by no forward. As float16, clipped to its range. None where something of the request
+        was not seen.
+        """
+        self._copy_out()
+        count = len(prompt) - 1 + len(tokens)
+        texts = self._texts.get(tuple(prompt), [])
+        text = next((t for t in texts if t.following[len(prompt) - 1 : count] == list(tokens)), None)
+        self.forget(prompt, text)
+        return np.concatenate(text.states)[:count] if text is not None else None
+
+    def forget(self, prompt: Sequence[int], text: _Text | None = None) -> None:
+        """Want one request with this prompt less: the one with this text, where it is known."""
+        key = tuple(prompt)
+        texts = self._texts.get(key, [])
+        self._texts[key] = [other for other in texts if other is not text]
+        self._wanted[key] -= 1
+        if self._wanted[key] <= 0:
+            del self._wanted[key], self._texts[key]
+
+    def _text(self, prompt: tuple[int, ...]) -> _Text | None:
+        if not self._wanted[prompt]:
+            return None
+        self._texts.setdefault(prompt, []).append(text := _Text())
+        return text
+
+    def see(self, texts: Sequence[_Text | None], seen: Observation) -> Observation | None:
+        """Keep what is wanted of an observation; what the other proposer is to see of it."""
+        rows = [(i, text, len(new)) for i, (text, new) in enumerate(zip(texts, seen.tokens, strict=True)) if text]
+        for i, text, _ in rows:
+            text.following.extend(seen.tokens[i])
+        if rows:
+            self._held.append((rows, tuple(seen.aux[place] for place in self._places)))
+        if len(self._held) >= _HELD:
+            self._copy_out()
+        return Observation(seen.tokens, seen.aux[: self._inner_layers]) if self.inner is not None else None
+
+    def _copy_out(self) -> None:
+        """Bring what is held to the host. Only here is the device waited for."""
+        held, self._held = self._held, []
+        joined = [mx.clip(mx.concatenate(list(aux), axis=-1), -_MOST, _MOST).astype(mx.float16) for _, aux in held]
+        mx.eval(joined)
+        for (rows, _), states in zip(held, joined, strict=True):
+            copied = np.array(states)
+            for i, text, count in rows:
+                text.states.append(copied[i, :count].copy())
+
+
+class CapturingState:
+    """The rows whose texts are kept, and the other proposer's state for all."""
+
+    def __init__(self, proposer: CapturingProposer, texts: list[_Text | None], inner: ProposerState | None):
+        self._proposer, self._texts, self._inner = proposer, texts, inner
+
+    def prefill(self, seen: Observation) -> None:
+        passed = self._proposer.see(self._texts, seen)
+        if self._inner is not None and passed is not None:
+            self._inner.prefill(passed)
+
+    def observe(self, seen: Observation) -> None:
+        passed = self._proposer.see(self._texts, seen)
+        if self._inner is not None and passed is not None:
+            self._inner.observe(passed)
+
+    def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        if self._inner is not None:
+            return self._inner.draft(plan, sampling, positions)
+        count = len(self._texts)
+        return Draft(mx.zeros((count, 0), mx.int32), mx.zeros((count,), mx.int32))
+
+    def append(self, other: ProposerState) -> None:
+        assert isinstance(other, CapturingState)
+        self._texts += other._texts
+        if self._inner is not None and other._inner is not None:
+            self._inner.append(other._inner)
+
+    def remove(self, row: int) -> None:
+        self._texts[row] = self._texts[-1]
+        self._texts.pop()
+        if self._inner is not None:
+            self._inner.remove(row)
