@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -158,15 +159,16 @@ def _run(
 
 
 def _make(engine: Engine, config: MakeConfig, part: PartialFile, selection: Selection, shown: tqdm[NoReturn]) -> None:
-    begun = -1
+    numbers = (number for number in count() if number not in part.done)
+    ahead = next(numbers)
+    reached = max(part.done, default=-1)
 
     def following(running: int) -> int | None:
-        nonlocal begun
-        if selection.full or selection.promising(running):
+        nonlocal ahead
+        # What stands between tries that are done is needed, however promising those are: it comes before them.
+        if selection.full or (ahead > reached and selection.promising(running)):
             return None
-        begun += 1
-        while begun in part.done:
-            begun += 1
+        begun, ahead = ahead, next(numbers)
         return begun
 
     for made in make_conversations(engine, config, following, shown):
@@ -189,7 +191,8 @@ def _replayed(selection: Selection, done: Mapping[int, Done]) -> Selection:
 def _lost(wanted: Wanted, done: Mapping[int, Done], shards: MadeShards) -> list[int]:
     """The tries whose hidden states are neither in a shard that is whole nor waiting, though they may be wanted."""
     planned = ShardPlan()
-    _replayed(Selection(wanted, planned), done)
+    if _replayed(Selection(wanted, planned), done).full:
+        planned.finish()
     safe = {number for group in planned.groups[: shards.whole] for number in group}
     return [
         number

@@ -1,0 +1,508 @@
+"""Conversations that a target makes up: a function of the seed, whatever the batch, the proposer or an interruption."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from eagle_mlx.data_pipelines import cli, render
+from eagle_mlx.data_pipelines.conversation import Conversation, Message, parse_row
+from eagle_mlx.data_pipelines.domains import DOMAINS, Domain, choose_domains
+from eagle_mlx.data_pipelines.made import MakeConfig, MakeReport, steerable
+from eagle_mlx.data_pipelines.made_file import FREE_TRIES, TRIES_A_ROW, Selection, Wanted, make_to_file
+from eagle_mlx.data_pipelines.made_shards import ShardPlace
+from eagle_mlx.data_pipelines.partial import PartialFile, partial_path
+from eagle_mlx.data_pipelines.shard_capture import capture_to_shards, shard_meta
+from eagle_mlx.data_pipelines.usable import why_no_answer, why_no_question
+from eagle_mlx.data_pipelines.user_place import find_user_place
+from eagle_mlx.engine import Engine
+from eagle_mlx.errors import ConfigError, DataError, OutputError, TargetError
+from eagle_mlx.policy import FixedPolicy
+from eagle_mlx.proposers.capturing import CapturingProposer
+from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.sampling_params import SamplingParams
+from eagle_mlx.shards import Sample, ShardReader, unfinished_folder
+from eagle_mlx.target import Target
+from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+
+ENDS = (2, *range(5, 4096, 7))
+"""Tokens that end a turn, the template's own among them: so many that a random model soon says one."""
+CONFIG = MakeConfig(seed=3, turns=(0.2, 0.4, 0.4), user_tokens=30, max_tokens=12, temperatures=(0.0, 1.0))
+ROWS = 8
+LAYERS = (0, 2)
+
+
+def talker(seed: int = 0) -> Target:
+    target = tiny_target(seed, tokenizer=True)
+    assert target.tokenizer is not None
+    target.tokenizer.eos_token_ids = set(ENDS)
+    return target
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return talker()
+
+
+@pytest.fixture(scope="module")
+def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The file of a run that was not interrupted."""
+    path = tmp_path_factory.mktemp("whole") / "a.jsonl"
+    make_to_file(Engine(target, max_batch=4), CONFIG, Wanted(rows=ROWS), path)
+    return path.read_bytes()
+
+
+def engines(target: Target) -> list[Engine]:
+    head = HeadProposer(tiny_head(target))
+    return [Engine(target, max_batch=1), Engine(target, max_batch=7), Engine(target, head, FixedPolicy(3), max_batch=3)]
+
+
+def capturing(target: Target, number: int) -> Engine:
+    layers = (*LAYERS, target.num_layers - 1)
+    head = HeadProposer(tiny_head(target)) if number else None
+    policy = (FixedPolicy(0), FixedPolicy(3), FixedPolicy(2, 6))[number]
+    return Engine(target, CapturingProposer(layers, head), policy, max_batch=3)
+
+
+def place_at(folder: Path, target: Target, bits: int = 16) -> ShardPlace:
+    return ShardPlace(folder, shard_meta(target, LAYERS, bits))
+
+
+class Stop(Exception):
+    """Not one that anybody handles."""
+
+
+def stop_after(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, count = PartialFile.add, 0
+
+    def counted(self: PartialFile, *args: Any) -> None:
+        nonlocal count
+        add(self, *args)
+        count += 1
+        if count == rows:
+            raise Stop
+
+    monkeypatch.setattr(PartialFile, "add", counted)
+
+
+def test_the_file_is_the_same_in_any_company(target: Target, whole: bytes, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in whole.splitlines()]
+    assert len(rows) == ROWS
+    assert {row["domain"] for row in rows} <= {domain.name for domain in DOMAINS}
+    assert {len(row["messages"]) for row in rows} >= {2, 4}, "some speak more than once"
+    for row in rows:
+        assert [m["role"] for m in row["messages"]] == ["user", "assistant"] * (len(row["messages"]) // 2)
+    reports = set()
+    for number, engine in enumerate(engines(target)):
+        path = tmp_path / f"{number}.jsonl"
+        report = make_to_file(engine, CONFIG, Wanted(rows=ROWS), path)
+        assert path.read_bytes() == whole
+        assert report.tries - report.failed == ROWS
+        assert report.answers == sum(len(row["messages"]) // 2 for row in rows)
+        assert report.heldout == sum(parse_row(row, "x").is_held_out for row in rows)
+        reports.add(str(report))
+    assert len(reports) == 1
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_another_seed_is_another_file_and_more_rows_begin_alike(target: Target, whole: bytes, tmp_path: Path) -> None:
+    more, other = tmp_path / "more.jsonl", tmp_path / "other.jsonl"
+    make_to_file(Engine(target), CONFIG, Wanted(rows=ROWS + 3), more)
+    assert more.read_bytes()[: len(whole)] == whole
+    make_to_file(Engine(target), MakeConfig(seed=4, user_tokens=40, max_tokens=8), Wanted(rows=2), other)
+    assert not set(other.read_bytes().splitlines()) & set(whole.splitlines())
+
+
+def test_tokens_end_it_at_the_row_that_reaches_them(target: Target, whole: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    report = make_to_file(Engine(target), CONFIG, Wanted(tokens=150), path)
+    kept = path.read_bytes()
+    assert whole.startswith(kept)
+    assert report.tokens >= 150
+    fewer = make_to_file(Engine(target), CONFIG, Wanted(rows=len(kept.splitlines()) - 1), tmp_path / "b.jsonl")
+    assert fewer.tokens < 150
+
+
+def test_an_interrupted_file_is_continued(
+    target: Target, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, path = random.Random(0), tmp_path / "a.jsonl"
+    made = 0
+    while not path.exists():
+        rows = rng.randint(1, 8)
+        with monkeypatch.context() as patch:
+            stop_after(rows, patch)
+            try:
+                make_to_file(engines(target)[rng.randrange(3)], CONFIG, Wanted(rows=ROWS), path)
+            except Stop:
+                made += rows
+                assert len(partial_path(path).read_bytes().splitlines()) == 1 + made, "every try once"
+    assert made
+    assert path.read_bytes() == whole
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_other_settings_do_not_continue_a_file(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl"
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        with pytest.raises(Stop):
+            make_to_file(Engine(target), CONFIG, Wanted(rows=ROWS), path)
+    with pytest.raises(OutputError, match="was begun with seed 3, not 5"):
+        make_to_file(Engine(target), replace(CONFIG, seed=5), Wanted(rows=ROWS), path)
+    with pytest.raises(OutputError, match="was begun with target"):
+        make_to_file(Engine(talker(1)), CONFIG, Wanted(rows=ROWS), path)
+
+
+def samples_of(folder: Path) -> list[Sample]:
+    return list(ShardReader(folder))
+
+
+def test_captured_states_are_those_of_a_capture_afterwards(target: Target, whole: bytes, tmp_path: Path) -> None:
+    """Whatever drafted, and however: what the shards hold is what reading the conversations again gives."""
+    found: list[list[Sample]] = []
+    for number in range(3):
+        path, folder = tmp_path / f"{number}.jsonl", tmp_path / f"shards{number}"
+        place = place_at(folder, target)
+        make_to_file(capturing(target, number), CONFIG, Wanted(rows=ROWS), path, place=place)
+        assert path.read_bytes() == whole
+        found.append(samples_of(folder))
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        name for n in range(3) for name in (f"{n}.jsonl", f"shards{n}")
+    )
+    rows = [parse_row(json.loads(line), "x") for line in whole.splitlines()]
+    learnt = [row for row in rows if not row.is_held_out]
+    again = tmp_path / "again"
+    capture_to_shards(target, LAYERS, [(s.tokens.tolist(), s.loss_mask.tolist()) for s in found[0]], again)
+    read = {tuple(sample.tokens.tolist()): sample for sample in samples_of(again)}
+    assert target.tokenizer is not None
+    for samples in found:
+        assert len(samples) == len(learnt)
+        for sample, row in zip(samples, learnt, strict=True):
+            other = read[tuple(sample.tokens.tolist())]
+            assert np.allclose(sample.aux[:-1], other.aux[:-1], rtol=2e-3, atol=2e-3)
+            assert np.allclose(sample.last[:-1], other.last[:-1], rtol=2e-3, atol=2e-3)
+            assert not sample.last[-1].any(), "no forward read the last token"
+            said = [m.content for m in row.messages if m.role == "assistant"]
+            assert _learnt_texts(target, sample) == said
+
+
+def _learnt_texts(target: Target, sample: Sample) -> list[str]:
+    """What the loss mask marks, part by part, without the tokens that end turns."""
+    assert target.tokenizer is not None
+    edges = np.flatnonzero(np.diff([0, *sample.loss_mask.tolist(), 0]))
+    parts = [sample.tokens[a:b].tolist() for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    return [target.tokenizer.decode([t for t in part if t not in ENDS]) for part in parts]
+
+
+def test_the_states_of_a_prompt_are_bit_equal_to_a_forward_of_its_shape(target: Target) -> None:
+    layers = (0, 2, 3)
+    capture = CapturingProposer(layers)
+    prompt = list(range(100, 130))
+    capture.want(prompt)
+    [output] = Engine(target, capture, FixedPolicy(0)).generate([prompt])
+    states = capture.take(prompt, output.tokens)
+    assert states is not None
+    assert states.shape == (len(prompt) + len(output.tokens) - 1, 3 * target.hidden_size)
+    alone = target.forward(mx.array([prompt]), aux_layers=layers).aux
+    expected = np.array(mx.concatenate(list(alone), axis=-1)[0].astype(mx.float16))
+    assert np.array_equal(states[: len(prompt)], expected)
+    assert capture.take(prompt, output.tokens) is None, "it is given out once"
+
+
+def test_requests_with_one_prompt_are_told_apart(target: Target) -> None:
+    capture, prompt = CapturingProposer((0,)), [7, 8, 9]
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=6, ignore_eos=True) for seed in range(3)]
+    for _ in params:
+        capture.want(prompt)
+    outputs = Engine(target, capture, FixedPolicy(0)).generate([prompt] * 3, params)
+    for output in outputs[::-1]:
+        states = capture.take(prompt, output.tokens)
+        text = mx.array([[*prompt, *output.tokens[:-1]]])
+        assert states is not None
+        assert np.allclose(states, np.array(target.forward(text, aux_layers=(0,)).aux[0][0]), rtol=2e-3, atol=2e-3)
+
+
+def test_an_interrupted_capture_is_continued_to_the_row(
+    target: Target, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eagle_mlx.data_pipelines.made_shards.TOKENS_PER_SHARD", 60)
+    straight = tmp_path / "straight"
+    make_to_file(
+        capturing(target, 0), CONFIG, Wanted(rows=ROWS), tmp_path / "s.jsonl", place=place_at(straight, target, bits=8)
+    )
+    path, folder = tmp_path / "a.jsonl", tmp_path / "shards"
+    rng, made = random.Random(1), 0
+    while not path.exists():
+        rows = rng.randint(1, 6)
+        with monkeypatch.context() as patch:
+            stop_after(rows, patch)
+            try:
+                place = place_at(folder, target, bits=8)
+                make_to_file(capturing(target, 0), CONFIG, Wanted(rows=ROWS), path, place=place)
+            except Stop:
+                made += rows
+                assert len(partial_path(path).read_bytes().splitlines()) == 1 + made, "every try once"
+                assert not folder.exists()
+    assert made
+    assert path.read_bytes() == whole
+    assert len(ShardReader(folder).files) > 2
+    for mine, theirs in zip(samples_of(folder), samples_of(straight), strict=True):
+        assert np.array_equal(mine.tokens, theirs.tokens)
+        assert np.allclose(mine.last, theirs.last, rtol=2e-2, atol=2e-2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "s.jsonl", "shards", "straight"]
+
+
+def test_what_waits_and_is_lost_is_made_again(
+    target: Target, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folder = tmp_path / "a.jsonl", tmp_path / "shards"
+    with monkeypatch.context() as patch:
+        stop_after(12, patch)
+        with pytest.raises(Stop):
+            make_to_file(capturing(target, 0), CONFIG, Wanted(rows=ROWS), path, place=place_at(folder, target))
+    waiting = sorted((tmp_path / "shards.waiting").iterdir())
+    waiting[0].write_bytes(waiting[0].read_bytes()[:-9])
+    waiting[1].unlink()
+    make_to_file(capturing(target, 0), CONFIG, Wanted(rows=ROWS), path, place=place_at(folder, target))
+    assert path.read_bytes() == whole
+    assert all(np.isfinite(sample.last).all() for sample in samples_of(folder))
+
+
+def test_shards_that_are_whole_without_their_file_are_not_made_again(
+    target: Target, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folder = tmp_path / "a.jsonl", tmp_path / "shards"
+
+    def killed(*_: object) -> int:
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PartialFile, "finish_with", killed)
+        with pytest.raises(Stop):
+            make_to_file(capturing(target, 0), CONFIG, Wanted(rows=ROWS), path, place=place_at(folder, target))
+    before = [entry.sha256 for entry in ShardReader(folder).files]
+    make_to_file(capturing(target, 0), CONFIG, Wanted(rows=ROWS), path, place=place_at(folder, target))
+    assert path.read_bytes() == whole
+    assert [entry.sha256 for entry in ShardReader(folder).files] == before
+
+
+def test_a_full_disk_keeps_what_is_done(
+    target: Target, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folder = tmp_path / "a.jsonl", tmp_path / "shards"
+    write, count = Path.write_bytes, 0
+
+    def full(self: Path, data: bytes) -> int:
+        nonlocal count
+        count += self.parent.name == "shards.waiting"
+        if count > 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(self, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(OutputError, match=r"shards.waiting/.* could not be written: No space left.* same command"):
+            make_to_file(capturing(target, 0), CONFIG, Wanted(rows=ROWS), path, place=place_at(folder, target))
+    assert not folder.exists()
+    make_to_file(capturing(target, 0), CONFIG, Wanted(rows=ROWS), path, place=place_at(folder, target))
+    assert path.read_bytes() == whole
+    assert not unfinished_folder(folder).exists()
+
+
+def settle(selection: Selection, results: Sequence[tuple[int, int, bool]]) -> Selection:
+    for number, key, kept in results:
+        selection.add(number, key, MakeReport(tries=1, tokens=10 * kept, endless=not kept).counts(), kept)
+    return selection
+
+
+def test_a_selection_depends_on_no_order() -> None:
+    results = [(n, n % 5, n % 3 > 0) for n in range(30)]
+    found = set()
+    for seed in range(20):
+        shuffled = random.Random(seed).sample(results, len(results))
+        chosen = settle(Selection(Wanted(rows=5)), shuffled)
+        assert chosen.full
+        found.add((tuple(chosen.rows), str(chosen.report)))
+    assert found == {((1, 2, 4, 5, 8), str(MakeReport(tries=9, tokens=50, endless=3, duplicates=1)))}
+
+
+def test_one_that_writes_nothing_usable_ends_with_the_counts() -> None:
+    with pytest.raises(DataError, match=rf"of {FREE_TRIES + 1} tries 0 gave .* user turns without an"):
+        settle(Selection(Wanted(rows=5)), [(n, n, False) for n in range(500)])
+    with pytest.raises(DataError, match=rf"of {FREE_TRIES + TRIES_A_ROW + 1} tries 1 gave .* duplicates"):
+        settle(Selection(Wanted(rows=5)), [(n, 1, True) for n in range(500)])
+
+
+def test_a_target_that_never_ends_a_turn_is_told_of(tmp_path: Path) -> None:
+    silent = tiny_target(tokenizer=True)
+    with pytest.raises(DataError, match="writes too little that is usable"):
+        make_to_file(Engine(silent, max_batch=32), MakeConfig(user_tokens=4), Wanted(rows=1), tmp_path / "a.jsonl")
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ messages[0]['content'] | upper | replace('\ue0f0', '') }}", "do not stand in it once"),
+        ("{{ messages[0]['content'] }} and {{ messages[0]['content'] }}", "do not stand in it once"),
+        ("<{{ messages[0]['content'] | length }}>{{ messages[0]['content'] }}", "depends on them"),
+        ("{{ raise_exception('no') }}", "it refuses the conversation: no"),
+        ("{{ messages[0]['content'] }}", "it puts nothing in front of the user's words"),
+    ],
+)
+def test_a_template_that_cannot_be_opened_is_named(template: str, why: str) -> None:
+    target = tiny_target(tokenizer=True)
+    assert target.tokenizer is not None
+    target.tokenizer._tokenizer.chat_template = template
+    with pytest.raises(TargetError, match=f"the chat template of M cannot be opened.*{why}.*regenerate --data"):
+        find_user_place(target.tokenizer, [], "M")
+
+
+def test_the_place_of_the_user_has_all_in_front_of_it_and_what_ends_it() -> None:
+    tokenizer = tiny_target(tokenizer=True).tokenizer
+    assert tokenizer is not None
+    said = [Message("user", "first words"), Message("assistant", "an answer")]
+    place = find_user_place(tokenizer, said, "M")
+    shown = tokenizer.decode(list(place.tokens))
+    assert "first words" in shown
+    assert "an answer" in shown
+    whole = tokenizer.apply_chat_template(
+        [*(m.as_dict() for m in said), {"role": "user", "content": "zzz"}], tokenize=False
+    )
+    assert whole.startswith(shown + "zzz")
+    assert place.stop_token_ids or place.stop
+    tokenizer._tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}{% if add_generation_prompt %}"
+        " ### Answer:{% endif %}"
+    )
+    place = find_user_place(tokenizer, [], "M")
+    assert (tokenizer.decode(list(place.tokens)), place.stop) == ("[user]", ("### Answer:",))
+
+
+def test_domains_that_a_template_cannot_steer_to_are_left_out() -> None:
+    tokenizer = tiny_target(tokenizer=True).tokenizer
+    assert tokenizer is not None
+    tokenizer._tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    )
+    assert [domain.name for domain in steerable(tokenizer, DOMAINS, "M")] == ["any"]
+    with pytest.raises(TargetError, match="no system"):
+        steerable(tokenizer, (Domain("code", 1.0, "code"),), "M")
+
+
+@pytest.mark.parametrize(
+    ("text", "ended", "why"),
+    [
+        ("How do I sort a list in Python?", True, None),
+        ("How do I sort a list", False, "endless"),
+        ("Hi", True, "short"),
+        ("I'm sorry, but I cannot help with that.", True, "no_user"),
+        ("Sure, here is a poem about the sea.", True, "no_user"),
+        ("I can't open the jar of jam, what now?", True, "no_user"),
+        ("Surely there is a way to sort faster?", True, None),
+    ],
+)
+def test_what_a_user_says(text: str, ended: bool, why: str | None) -> None:
+    assert why_no_question(text, range(40), ended, ()) == why
+
+
+def test_loops_special_tokens_and_refusals() -> None:
+    assert why_no_question("a b c d", [1, 2] * 20, True, ()) == "question_loops"
+    assert why_no_question("a b c d", [1, 2, 3], True, {3}) == "markup"
+    assert why_no_answer("a b c d", [1, 2] * 20, ()) == "answer_loops"
+    assert why_no_answer(" \n", [1], ()) == "silent"
+    assert why_no_answer("a", [1, 9], {9}) == "markup"
+    assert why_no_answer("As an AI language model, I cannot", range(9), ()) == "refusals"
+    assert why_no_answer("The answer is 4.", range(9), ()) is None
+
+
+def test_bad_wishes_are_named() -> None:
+    with pytest.raises(ConfigError, match="--domain cods: the domains are any, code"):
+        choose_domains(["cods"])
+    with pytest.raises(ConfigError, match="--domain code=0: a weight must be a number above 0"):
+        choose_domains(["code=0"])
+    assert [(d.name, d.weight) for d in choose_domains(["code=3", "any"])] == [
+        ("code", 3.0),
+        ("any", DOMAINS[0].weight),
+    ]
+    for wanted in ({}, {"rows": 1, "tokens": 1}):
+        with pytest.raises(ConfigError, match="--rows N or --tokens N"):
+            Wanted(**wanted)
+    with pytest.raises(ConfigError, match="turns"):
+        MakeConfig(turns=(0.0, 0.0))
+    with pytest.raises(ConfigError, match="temperature"):
+        MakeConfig(temperatures=(-1.0,))
+
+
+def test_a_target_without_a_template_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="tiny has no chat template"):
+        make_to_file(Engine(tiny_target()), CONFIG, Wanted(rows=1), tmp_path / "a.jsonl")
+
+
+KILLED = """
+import os, signal, sys
+from eagle_mlx.data_pipelines import cli
+from eagle_mlx.data_pipelines.partial import PartialFile
+
+add, count = PartialFile.add, 0
+
+def counted(self, index, key, counts, row):
+    global count
+    count += 1
+    if count == 5:
+        self._file.write(b"[7, 12")  # and dies while it writes
+        self._file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    add(self, index, key, counts, row)
+
+PartialFile.add = counted
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_the_command_goes_on_after_a_kill_and_tells_what_it_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_target_folder(tmp_path / "tiny")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "eos_token_id": list(ENDS)}))
+    out, straight = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    argv = ["make", "--target", str(model), "--rows", "6", "--max-tokens", "8", "--user-tokens", "40"]
+    killed = [*argv, "--output", str(out), "--capture", str(tmp_path / "shards")]
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, *killed, "--batch", "3"], capture_output=True, timeout=120, check=False
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert not out.exists()
+    assert cli.main(killed) == 0
+    said = capsys.readouterr().out
+    assert "6 conversations of " in said
+    assert " tries, " in said
+    assert cli.main([*argv, "--output", str(straight), "--batch", "2"]) == 0
+    assert out.read_bytes() == straight.read_bytes()
+    assert cli.main([*argv, "--output", str(straight)]) == 2, "it is there already"
+    assert cli.main(["inspect", str(tmp_path / "shards")]) == 0
+    assert cli.main(["inspect", str(out), "--target", str(model)]) == 0
+
+
+def test_made_rows_render(target: Target, whole: bytes) -> None:
+    assert target.tokenizer is not None
+    for line in whole.splitlines():
+        conversation = parse_row(json.loads(line), "x")
+        assert isinstance(conversation, Conversation)
+        assert any(render(target.tokenizer, conversation).loss_mask)
