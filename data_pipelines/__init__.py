@@ -9,6 +9,9 @@ from .collect import capture
 from .conversation import Conversation, Message, parse_row
 from .filters import ReadReport
 from .jsonl import write_jsonl
+from .made import MakeConfig, MakeReport
+from .made_file import Wanted, make_to_file
+from .made_shards import ShardPlace
 from .mapping import FieldMap
 from .regenerate import RegenerateConfig, RegenerateReport, regenerate
 from .shard_capture import ShardCapture, capture_to_shards, shard_meta
@@ -26,6 +29,8 @@ __all__ = [
     "Conversation",
     "DataConfig",
     "FieldMap",
+    "MakeConfig",
+    "MakeReport",
     "Message",
     "ReadReport",
     "RegenerateConfig",
@@ -33,6 +38,8 @@ __all__ = [
     "RenderReport",
     "Rendered",
     "ShardCapture",
+    "ShardPlace",
+    "Wanted",
     "all_tokens",
     "capture",
     "capture_to_shards",
@@ -41,6 +48,7 @@ __all__ = [
     "coverage",
     "draft_to_target",
     "load_conversations",
+    "make_to_file",
     "parse_row",
     "prompt_tokens",
     "read_conversations",
