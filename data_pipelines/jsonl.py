@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import tempfile
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import IO, BinaryIO, cast
 
 from eagle_mlx.errors import OutputError
 
 from .conversation import Conversation
+
+GZ = ".gz"
+"""The end of the name of a file that is compressed."""
 
 
 def check_new(path: str | Path, overwrite: bool = False) -> Path:
@@ -43,8 +49,20 @@ def write_jsonl(path: str | Path, conversations: Iterable[Conversation], overwri
     return write_lines(path, map(as_line, conversations), overwrite)
 
 
+def open_lines(path: Path) -> IO[bytes]:
+    """A file of lines to read, whether it is compressed or not."""
+    return gzip.open(path, "rb") if path.suffix == GZ else path.open("rb")
+
+
+def _written(file: BinaryIO, path: Path) -> AbstractContextManager[IO[bytes]]:
+    """What lines are written to: the file, or what compresses into it, without a time, so that same is same."""
+    if path.suffix != GZ:
+        return nullcontext(file)
+    return cast(AbstractContextManager[IO[bytes]], gzip.GzipFile("", "wb", fileobj=file, mtime=0))
+
+
 def write_lines(path: str | Path, lines: Iterable[bytes], overwrite: bool = False) -> int:
-    """`write_jsonl` of rows that are bytes already."""
+    """`write_jsonl` of rows that are bytes already, compressed where the name ends in .gz."""
     path = check_new(path, overwrite)
     count, part = 0, None
     try:
@@ -52,8 +70,9 @@ def write_lines(path: str | Path, lines: Iterable[bytes], overwrite: bool = Fals
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         part = Path(name)
         with os.fdopen(handle, "wb") as file:
-            for count, line in enumerate(lines, 1):  # noqa: B007  (count is returned)
-                file.write(line)
+            with _written(file, path) as inner:
+                for count, line in enumerate(lines, 1):  # noqa: B007  (count is returned)
+                    inner.write(line)
             file.flush()
             os.fsync(file.fileno())
         part.chmod(0o644)

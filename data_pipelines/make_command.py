@@ -56,11 +56,22 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     part.set_defaults(command=run)
     default = MakeConfig()
     part.add_argument("--target", required=True, help="the model: a folder or a hub id")
-    part.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl", help="file to make")
+    part.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl[.gz]", help="file to make")
     part.add_argument("--rows", type=positive, default=0, metavar="N", help="conversations to make")
     part.add_argument("--tokens", type=positive, default=0, metavar="N", help="tokens to make, template included")
     part.add_argument("--seed", type=int, default=default.seed, help="of all that is drawn (%(default)s)")
     part.add_argument("--overwrite", action="store_true", help="replace an output that exists")
+    _add_writing(part, default)
+    add_drafting(part, batch=32)
+    part.add_argument(
+        "--capture", type=Path, metavar="DIR", help="folder of shards to make too: the states of these very forwards"
+    )
+    part.add_argument("--aux-layers", metavar="A,B,C", help="layers whose output the head reads (1, N/2-1, N-4 of N)")
+    part.add_argument("--bits", type=int, choices=BITS, default=16, help="of a value in the shards (%(default)s)")
+
+
+def _add_writing(part: argparse.ArgumentParser, default: MakeConfig) -> None:
+    """What is written, and how it is drawn."""
     part.add_argument(
         "--domain", action="append", default=[], metavar="NAME[=WEIGHT]", help="only these domains; repeatable"
     )
@@ -110,12 +121,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="system prompt to answer under, '' for the template's own; of several each conversation gets one",
     )
     part.add_argument("--chat-template", type=Path, metavar="FILE", help="in place of the target's own")
-    add_drafting(part, batch=32)
-    part.add_argument(
-        "--capture", type=Path, metavar="DIR", help="folder of shards to make too: the states of these very forwards"
-    )
-    part.add_argument("--aux-layers", metavar="A,B,C", help="layers whose output the head reads (1, N/2-1, N-4 of N)")
-    part.add_argument("--bits", type=int, choices=BITS, default=16, help="of a value in the shards (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> None:

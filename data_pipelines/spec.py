@@ -13,14 +13,14 @@ from . import presets
 from .mapping import FieldMap
 
 Kind = Literal["builtin", "file", "folder", "hub"]
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
 SPECS = """\
   builtin:python             functions of the running Python's standard library as conversations, some plain files
   builtin:python-chat        the conversations alone
   builtin:python-docstrings  the conversations whose function has a docstring
   builtin:python-files       plain files alone, in pieces
-  chats.jsonl, .json, .parquet    a local file
+  chats.jsonl, .jsonl.gz, .json, .parquet    a local file
   folder, folder:split, folder:config:split    a data set in a local folder, as the hub would have it
   user/name, user/name:split, user/name:config:split    a data set of the hub; a split may be cut: train[:10%]
   preset:ultrachat           one of the field's usual sets (`eagle-data presets` lists them)
@@ -68,7 +68,7 @@ def _parse(text: str) -> Source:
         return Source(text, "builtin", text)
     if text.startswith("preset:"):
         return _preset(text)
-    if Path(text).suffix in SUFFIXES:
+    if text.endswith(SUFFIXES):
         return Source(text, "file", text)
     name, *rest = re.split(r":(?![^\[]*\])", text)
     known = len(rest) <= 2 and all(_PART.fullmatch(part) for part in rest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 from eagle_mlx.errors import DataError
 
 from .conversation import SHAPES
+from .jsonl import GZ, open_lines
 from .spec import Source
 
 Row = dict[str, Any]
@@ -36,6 +38,8 @@ def open_rows(source: Source, check: Check | None) -> Rows:
         _check_json(path, check)
     if _is_list(path):
         return _listed(path.read_bytes(), path)
+    if path.suffix == GZ:
+        return _Compressed(path)
     options: dict[str, Any] = {"data_files": str(path), "split": "train"}
     if path.suffix == ".parquet":
         return _Table(_load(source, options, "parquet"))
@@ -58,9 +62,8 @@ def stream_rows(source: Source) -> list[Callable[[], Iterator[tuple[str, Row]]]]
         return _parts(source, found)
 
     def lines() -> Iterator[tuple[str, Row]]:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                yield f"{path}:{number}", {_LINE: line}
+        for number, line in enumerate(_lines_of(path), 1):
+            yield f"{path}:{number}", {_LINE: line}
 
     return [lines]
 
@@ -86,6 +89,28 @@ class _Table:
     def __getitem__(self, index: int) -> Row:
         row: Row = _without_nulls(self._rows[index])
         return row
+
+
+class _Compressed:
+    """Lines of JSON in a compressed file, which are kept in memory: such a file cannot be read from its middle."""
+
+    def __init__(self, path: Path):
+        self._path, self._lines = path, list(_lines_of(path))
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: int) -> Row:
+        return _object(self._lines[index], f"{self._path}:{index + 1}")
+
+
+def _lines_of(path: Path) -> Iterator[bytes]:
+    """Raises DataError for a compressed file that is damaged."""
+    try:
+        with open_lines(path) as file:
+            yield from file
+    except (OSError, EOFError, zlib.error) as e:
+        raise DataError(f"{path} cannot be read: {e}") from e
 
 
 class _Lines:
@@ -180,9 +205,8 @@ def _check_json(path: Path, check: Check) -> None:
         for number, row in enumerate(_listed(path.read_bytes(), path), 1):
             check(row, f"{path}:{number}")
         return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            check(_object(line, f"{path}:{number}"), f"{path}:{number}")
+    for number, line in enumerate(_lines_of(path), 1):
+        check(_object(line, f"{path}:{number}"), f"{path}:{number}")
 
 
 def _listed(data: bytes, path: Path) -> Sequence[Row]:

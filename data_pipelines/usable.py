@@ -10,12 +10,13 @@ from eagle_mlx.decoding.loops import is_loop
 LEAST_WORDS = 3
 """Words of a user's turn: with fewer it says nothing that an answer could be about."""
 _APOSTROPHE = "['\u2019]"
-_REFUSES = re.compile(
-    rf"(i{_APOSTROPHE}m sorry|i am sorry|i apologi[sz]e|sorry,|as an ai\b|i{_APOSTROPHE}m (just )?an ai\b"
-    rf"|i (can{_APOSTROPHE}t|cannot|can not|am unable|am not able|won{_APOSTROPHE}t)\b"
-    rf"|i{_APOSTROPHE}m (unable|not able)\b)",
-    re.IGNORECASE,
+_EXCUSE = rf"i{_APOSTROPHE}m sorry,? but|i am sorry,? but|i apologi[sz]e|as an ai\b|i{_APOSTROPHE}m (just )?an ai\b"
+_UNABLE = (
+    rf"(i{_APOSTROPHE}m |i am )?sorry,|i (can{_APOSTROPHE}t|cannot|can not|am unable|am not able|won{_APOSTROPHE}t)\b"
 )
+_REFUSES = re.compile(rf"({_EXCUSE}|{_UNABLE}|i{_APOSTROPHE}m (unable|not able)\b)", re.IGNORECASE)
+_NO_USER = re.compile(rf"({_EXCUSE})", re.IGNORECASE)
+"""A user may well say what they cannot do."""
 _ANSWERS = re.compile(
     r"(sure[,!.]|certainly[,!.]|of course[,!.]|absolutely[,!.]|here (is|are) (a|an|the|some|your)\b|here's (a|an|the)\b"
     r"|i'd be happy to|i'm happy to|hello! how can i|how can i (help|assist) you|thank you for (asking|your question))",
@@ -37,7 +38,7 @@ def why_no_question(text: str, tokens: Sequence[int], ended: bool, special: Coll
         return "short"
     if is_loop(tokens):
         return "question_loops"
-    if _REFUSES.match(text) or _ANSWERS.match(text):
+    if _NO_USER.match(text) or _ANSWERS.match(text):
         return "no_user"
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import random
@@ -18,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from eagle_mlx.data_pipelines import cli, render
+from eagle_mlx.data_pipelines import DataConfig, cli, read_conversations, render
 from eagle_mlx.data_pipelines.conversation import Conversation, Message, parse_row
 from eagle_mlx.data_pipelines.domains import DOMAINS, Domain, choose_domains
 from eagle_mlx.data_pipelines.made import MakeConfig, MakeReport, steerable
@@ -124,6 +125,21 @@ def test_another_seed_is_another_file_and_more_rows_begin_alike(target: Target, 
     assert more.read_bytes()[: len(whole)] == whole
     make_to_file(Engine(target), MakeConfig(seed=4, user_tokens=40, max_tokens=8), Wanted(rows=2), other)
     assert not set(other.read_bytes().splitlines()) & set(whole.splitlines())
+
+
+def test_a_compressed_file_holds_the_same_rows_and_is_read(target: Target, whole: bytes, tmp_path: Path) -> None:
+    files = [tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl.gz"]
+    for path in files:
+        make_to_file(Engine(target), CONFIG, Wanted(rows=ROWS), path)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert gzip.decompress(files[0].read_bytes()) == whole
+    rows = [parse_row(json.loads(line), "x") for line in whole.splitlines()]
+    for stream in (False, True):
+        read = read_conversations(DataConfig((str(files[0]),), seed=None, stream=stream))
+        assert list(read) == rows
+        files[1].write_bytes(files[0].read_bytes()[:-20])
+        with pytest.raises(DataError, match="b.jsonl.gz cannot be read"):
+            list(read_conversations(DataConfig((str(files[1]),), seed=None, stream=stream)))
 
 
 def test_tokens_end_it_at_the_row_that_reaches_them(target: Target, whole: bytes, tmp_path: Path) -> None:
@@ -413,7 +429,7 @@ def test_domains_that_a_template_cannot_steer_to_are_left_out() -> None:
         ("Hi", True, "short"),
         ("I'm sorry, but I cannot help with that.", True, "no_user"),
         ("Sure, here is a poem about the sea.", True, "no_user"),
-        ("I can't open the jar of jam, what now?", True, "no_user"),
+        ("I can't open the jar of jam, what now?", True, None),
         ("Surely there is a way to sort faster?", True, None),
     ],
 )
