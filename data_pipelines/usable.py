@@ -10,11 +10,10 @@ from eagle_mlx.decoding.loops import is_loop
 LEAST_WORDS = 3
 """Words of a user's turn: with fewer it says nothing that an answer could be about."""
 _APOSTROPHE = "['\u2019]"
-_EXCUSE = rf"i{_APOSTROPHE}m sorry,? but|i am sorry,? but|i apologi[sz]e|as an ai\b|i{_APOSTROPHE}m (just )?an ai\b"
-_UNABLE = (
-    rf"(i{_APOSTROPHE}m |i am )?sorry,|i (can{_APOSTROPHE}t|cannot|can not|am unable|am not able|won{_APOSTROPHE}t)\b"
-)
-_REFUSES = re.compile(rf"({_EXCUSE}|{_UNABLE}|i{_APOSTROPHE}m (unable|not able)\b)", re.IGNORECASE)
+_IM = f"i{_APOSTROPHE}m"
+_EXCUSE = rf"({_IM}|i am) sorry,? but|i apologi[sz]e|as an ai\b|{_IM} (just )?an ai\b"
+_UNABLE = rf"(({_IM}|i am) )?sorry,|i (can{_APOSTROPHE}t|cannot|can not|am unable|am not able|won{_APOSTROPHE}t)\b"
+_REFUSES = re.compile(rf"({_EXCUSE}|{_UNABLE}|{_IM} (unable|not able)\b)", re.IGNORECASE)
 _NO_USER = re.compile(rf"({_EXCUSE})", re.IGNORECASE)
 """A user may well say what they cannot do."""
 _ANSWERS = re.compile(
