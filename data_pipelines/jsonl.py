@@ -51,7 +51,7 @@ def write_jsonl(path: str | Path, conversations: Iterable[Conversation], overwri
 
 def open_lines(path: Path) -> IO[bytes]:
     """A file of lines to read, whether it is compressed or not."""
-    return gzip.open(path, "rb") if path.suffix == GZ else path.open("rb")
+    return cast(IO[bytes], gzip.open(path, "rb")) if path.suffix == GZ else path.open("rb")
 
 
 def _written(file: BinaryIO, path: Path) -> AbstractContextManager[IO[bytes]]:
