@@ -68,7 +68,7 @@ def test_the_gradient_is_what_mlx_makes_of_all_steps_at_once(
 def test_the_gradients_of_draft_steps_are_not_kept(kind: str, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wide head over few tokens, so that its weights W are what counts.
 
-    Measured over 8 steps were 1.6 to 1.9 W, of which the gradient itself is one, and 4 to 7 W where all steps' are
+    Measured over 8 steps were 1.6 to 2.4 W, of which the gradient itself is one, and 4 to 7 W where all steps' are
     kept. Those are compared as well, so that the bound cannot be met by a head that is too small.
     """
     wide = tiny_target(hidden=512, vocab=512)
