@@ -19,6 +19,8 @@ from eagle_mlx.target import Target
 _HELD = 32
 """Observations that stay on the device until they are copied out together: a copy waits for the device, and one for
 each round would take the host's lead away."""
+_HELD_BYTES = 256 << 20
+"""Bytes that they take at most, but for the newest: prompts are read in pieces of thousands of positions."""
 _MOST = float(np.finfo(np.float16).max)
 
 
@@ -111,7 +113,8 @@ class CapturingProposer:
             text.following.extend(seen.tokens[i])
         if rows:
             self._held.append((rows, tuple(seen.aux[place] for place in self._places)))
-        if len(self._held) >= _HELD:
+        held = sum(x.nbytes for _, aux in self._held for x in aux)
+        if len(self._held) >= _HELD or held >= _HELD_BYTES:
             self._copy_out()
         return Observation(seen.tokens, seen.aux[: self._inner_layers]) if self.inner is not None else None
 
