@@ -1,0 +1,202 @@
+"""What a verify, a draft step, a tree and sampling cost on a GPU, with random weights in a shape that people run.
+
+    pip install -e '.[cuda]'                         on Linux with an NVIDIA GPU; nothing on a Mac
+    python benchmarks/gpu.py --json gpu.json         Qwen3-8B in 4 bits, some minutes, 12 GB of memory
+    python benchmarks/gpu.py --shape tiny            a try in seconds, also on a CPU
+
+Random weights cost what trained ones do, and nearly no draft is accepted: a round's seconds do not depend on that. The
+parts take turns, and figures are medians. From a verify's milliseconds follow the tokens a round that drafting needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import eagle_mlx as em
+
+# isort: split
+# Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import qwen3
+
+from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+from eagle_mlx.machine import describe
+from eagle_mlx.plan import RoundResult
+from eagle_mlx.serve.bench.costs import StepCosts, measure_costs
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a target; its head has the target's attention and a draft vocabulary."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    drafted: int
+    """Tokens that the head can draft."""
+
+
+SHAPES = {
+    # As in the models' config.json on the hub, with the 32,000 draft tokens of published EAGLE-3 heads for them.
+    "qwen3-8b": Shape(4096, 36, 12288, 32, 8, 128, 151_936, 32_000),
+    "qwen3-0.6b": Shape(1024, 28, 3072, 16, 8, 128, 151_936, 32_000),
+    "tiny": Shape(128, 4, 256, 4, 2, 32, 1024, 512),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature 1": {"temperature": 1.0, "seed": 1},
+    "top-k 20, top-p 0.95": {"temperature": 1.0, "seed": 1, "top_k": 20, "top_p": 0.95},
+}
+"""What requests ask for."""
+_WARM_UP = 4
+"""Rounds that are not timed: kernels are compiled in them."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """The median milliseconds of a whole round of the engine."""
+
+    way: str
+    rows: int
+    depth: int
+    nodes: int
+    ms: float
+    of_plain: float
+    """The same in plain rounds of these rows: so many tokens a round must give for drafting to pay."""
+
+
+def random_target(shape: Shape, dtype: mx.Dtype) -> em.Target:
+    """Random weights, the matrices in 4 bits."""
+    model = qwen3.Model(
+        qwen3.ModelArgs(
+            model_type="qwen3",
+            hidden_size=shape.hidden,
+            num_hidden_layers=shape.layers,
+            intermediate_size=shape.intermediate,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            vocab_size=shape.vocab,
+            rms_norm_eps=1e-6,
+            max_position_embeddings=40960,
+            rope_theta=1e6,
+            tie_word_embeddings=False,
+        )
+    )
+    return em.Target(in_four_bits(model, dtype), name="random weights")
+
+
+def random_head(shape: Shape, dtype: mx.Dtype) -> Eagle3Head:
+    """An EAGLE-3 head of the usual shape for it."""
+    config = Eagle3Config(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab,
+        draft_vocab_size=shape.drafted,
+        target_hidden_size=shape.hidden,
+        aux_layers=default_aux_layers(shape.layers),
+    )
+    head = Eagle3Head(config, mx.arange(shape.drafted, dtype=mx.int32))
+    in_four_bits(head, dtype)
+    return head
+
+
+def in_four_bits(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
+    """As mlx-lm converts models. The matrices are made one after the other: all in float32 would be 33 GB."""
+    model.set_dtype(dtype)
+    nn.quantize(model, group_size=64, bits=4)
+    mx.eval(model.parameters())
+    return model
+
+
+def round_ms(target: em.Target, head: Eagle3Head, way: str, rows: int, depth: int, nodes: int, repeats: int) -> float:
+    """The median of whole rounds, those of the host included."""
+    engine = em.Engine(target, em.HeadProposer(head), em.FixedPolicy(depth, nodes), max_batch=rows)
+    seconds: list[float] = []
+
+    def note(result: RoundResult) -> None:
+        if result.plan.depth == depth:  # prompts are no rounds, and the last ones are cut
+            seconds.append(result.seconds)
+
+    engine.observer = note
+    params = em.SamplingParams(max_tokens=(repeats + _WARM_UP) * (depth + 1), ignore_eos=True, **WAYS[way])
+    requests = [engine.prepare([3, 5, 7, 9], params) for _ in range(rows)]
+    for request in requests:
+        engine.submit(request)
+    while len(seconds) < repeats + _WARM_UP and not engine.idle:
+        engine.step()
+    for request in requests:
+        engine.cancel(request)
+    return 1e3 * statistics.median(seconds[_WARM_UP:])
+
+
+def rounds(
+    target: em.Target,
+    head: Eagle3Head,
+    batches: Sequence[int],
+    depths: Sequence[int],
+    nodes: Sequence[int],
+    repeats: int,
+) -> list[Round]:
+    """Whole rounds in every way: plain, chains of each depth, and trees of each size that are six deep at most."""
+    plans = [(0, 0), *((depth, 0) for depth in depths), *((min(6, size - 1), size) for size in nodes)]
+    found = []
+    for way in WAYS:
+        for rows in batches:
+            ms = {plan: round_ms(target, head, way, rows, *plan, repeats) for plan in plans}
+            found += [Round(way, rows, *plan, ms[plan], ms[plan] / ms[0, 0]) for plan in plans]
+            for one in found[-len(plans) :]:
+                print(line(one), flush=True)
+    return found
+
+
+def line(one: Round) -> str:
+    what = "plain" if not one.depth else f"tree of {one.nodes}" if one.nodes else f"chain of {one.depth}"
+    return f"| {one.way} | {one.rows} | {what} | {one.ms:.2f} | {one.of_plain:.2f} |"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b", help="default %(default)s")
+    parser.add_argument("--positions", type=int, default=16, help="most positions of a verify (default %(default)s)")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 8192], help="tokens before it")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8], help="requests at once, in whole rounds")
+    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8], help="of chains")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32, 60], help="of trees")
+    parser.add_argument("--repeats", type=int, default=30, help="rounds of each (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    args = parser.parse_args(argv)
+    mx.random.seed(0)
+    on_gpu = mx.default_device() != mx.Device(mx.cpu)
+    dtype, shape = mx.bfloat16 if on_gpu else mx.float32, SHAPES[args.shape]
+    target, head = random_target(shape, dtype), random_head(shape, dtype)
+    machine = describe()
+    print(f"{machine}\n{args.shape}, random weights in 4 bits, {dtype}, {mx.get_active_memory() / 1e9:.1f} GB\n")
+    steps: list[StepCosts] = []
+    for context in args.contexts:
+        steps.append(measure_costs(target, head, range(1, args.positions), context, args.repeats))
+        print(f"{steps[-1]}\n", flush=True)
+    print("| | rows | draft | ms a round | of plain |\n|---|---|---|---|---|", flush=True)
+    found = rounds(target, head, args.rows, args.depths, args.nodes, args.repeats)
+    if args.json is not None:
+        content = {"machine": machine.to_json(), "shape": asdict(shape), "dtype": str(dtype)}
+        content |= {"steps": [asdict(step) for step in steps], "rounds": [asdict(one) for one in found]}
+        args.json.write_text(json.dumps(content, indent=1))
+
+
+if __name__ == "__main__":
+    main()
