@@ -4,8 +4,8 @@
     python benchmarks/gpu.py --json gpu.json         Qwen3-8B in 4 bits, some minutes, 12 GB of memory
     python benchmarks/gpu.py --shape tiny            a try in seconds, also on a CPU
 
-Random weights cost what trained ones do, and nearly no draft is accepted: a round's seconds do not depend on that. The
-parts take turns, and figures are medians. From a verify's milliseconds follow the tokens a round that drafting needs.
+Random weights cost what trained ones do, and nearly no draft is accepted: a round's seconds do not depend on that.
+Figures are medians; the parts of a round take turns. What a round takes of a plain one is the tokens that it must give.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("| | rows | draft | ms a round | of plain |\n|---|---|---|---|---|", flush=True)
     found = rounds(target, head, args.rows, args.depths, args.nodes, args.repeats)
     if args.json is not None:
-        content = {"machine": machine.to_json(), "shape": asdict(shape), "dtype": str(dtype)}
+        content: dict[str, object] = {"machine": machine.to_json(), "shape": asdict(shape), "dtype": str(dtype)}
         content |= {"steps": [asdict(step) for step in steps], "rounds": [asdict(one) for one in found]}
         args.json.write_text(json.dumps(content, indent=1))
 
