@@ -11,8 +11,8 @@ SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
 
 def test_every_part_is_measured(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
-    few = "--shape tiny --positions 3 --contexts 16 --rows 1 --depths 2 --nodes 4 --repeats 2".split()
-    runpy.run_path(str(SCRIPT))["main"]([*few, "--json", str(file)])
+    few = "--shape tiny --positions 3 --contexts 16 --rows 1 --depths 2 --nodes 4 --repeats 2"
+    runpy.run_path(str(SCRIPT))["main"]([*few.split(), "--json", str(file)])
     found = json.loads(file.read_text())
     assert list(found["steps"][0]["verify_ms"]) == ["1", "2"]
     assert [(one["depth"], one["nodes"]) for one in found["rounds"]] == [(0, 0), (2, 0), (3, 4)] * 3
