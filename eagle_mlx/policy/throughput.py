@@ -297,7 +297,9 @@ class ThroughputPolicy:
         others = {max(kind, key=lambda plan: self._speed(rows, plan)) for kind in kinds if kind}
         at = plans.index(best)
         others |= {plan for plan in plans[max(at - _NEAR, 0) : at + _NEAR + 1] if _kind(plan) == _kind(best)}
-        due = [plan for plan in others - {best, PLAIN} if self._round - self._seen[plan] >= self._pause.get(plan, 0)]
+        # In the order of `plans`: that of a set differs from process to process.
+        possible = [plan for plan in plans if plan in others and plan not in (best, PLAIN)]
+        due = [plan for plan in possible if self._round - self._seen[plan] >= self._pause.get(plan, 0)]
         affordable = [plan for plan in due if self._exploration_budget.allows(self._loss(rows, plan, best))]
         return min(affordable, key=lambda plan: self._seen[plan], default=None)
 
