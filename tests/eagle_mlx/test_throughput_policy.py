@@ -23,7 +23,7 @@ COSTS = [
 def test_throughput_policy_converges_to_the_best_depth(cost: Cost, chance: float, rows: int) -> None:
     world, policy = World(chance, cost), ThroughputPolicy(max_depth=5)
     world.run(policy, 400, rows)
-    depths, *_ = world.run(policy, 2000, rows)
+    depths, *_ = world.run(policy, 1000, rows)
     speed, best, plain = (world.speed(rows, *d) for d in (depths, [world.best(rows, 5)], [0]))
     assert speed > (0.95 if best > 1.1 * plain else 0.9) * best  # close races are left to plain decoding
     assert speed > 0.97 * plain
@@ -37,7 +37,7 @@ STEPS = (1, 1.1, 1.2, 1.5, 1.55, 2.1, 2.15, 2.7, 2.75)
 @pytest.mark.parametrize("chance", [0.3, 0.6, 0.8, 0.95])
 def test_steps_of_the_costs_do_not_hide_the_best_depth(chance: float, rows: int) -> None:
     shares = []
-    for seed in range(4):
+    for seed in in_full(range(4), range(2)):
         world, policy = World(chance, lambda rows, depth: STEPS[depth], np.random.default_rng(seed)), ThroughputPolicy()
         world.run(policy, 400, rows)
         depths, *_ = world.run(policy, 2000, rows)
@@ -50,7 +50,7 @@ def test_steps_of_the_costs_do_not_hide_the_best_depth(chance: float, rows: int)
 def test_early_exits_know_of_steps(chance: float, insight: float) -> None:
     """With what a proposer knows of its drafts, and where it knows nothing."""
     shares = []
-    for seed in range(3):
+    for seed in in_full(range(3), range(2)):
         moods = Moods(chance, lambda _, d: STEPS[d], np.random.default_rng(seed), hard=0.8 * chance, insight=insight)
         policy = ThroughputPolicy()
         moods.draft(policy, 400)
@@ -71,7 +71,7 @@ def test_a_useless_proposer_costs_less_than_three_percent(excess: float) -> None
 @pytest.mark.parametrize("busy", [1.0, 5.0])
 def test_a_machine_with_other_work_does_not_mislead_it_for_long(noise: float, busy: float) -> None:
     shares = []
-    for seed in range(4):
+    for seed in in_full(range(4), range(2)):
         useless = World(0.0, rng=np.random.default_rng(seed), noise=noise, busy=busy)
         _, seconds, tokens = useless.run(ThroughputPolicy(), 3000)
         shares.append(seconds / tokens)
@@ -129,7 +129,7 @@ def test_chains_end_where_the_head_is_not_sure(slope: float, seed: int) -> None:
 @pytest.mark.parametrize("swing", [0.0, 0.3])
 def test_a_machine_whose_speed_swings_does_not_hide_what_pays(swing: float) -> None:
     speeds = []
-    for seed in range(8):
+    for seed in in_full(range(8), range(5)):
         rng = np.random.default_rng(seed)
         moods = Moods(0.9, lambda rows, depth: 1.1 + 0.11 * depth, rng, noise=0.05, hard=0.5, swing=swing)
         policy = ThroughputPolicy(8)
@@ -156,7 +156,7 @@ def test_a_head_that_does_not_know_how_sure_to_be_loses_little(chance: float, ro
 @pytest.mark.parametrize("chance", [0.0, 0.5, 0.8])
 def test_looks_that_come_too_dear_are_not_taken(chance: float) -> None:
     speeds = []
-    for seed in range(8):
+    for seed in in_full(range(8), range(4)):
         moods = Moods(chance, rng=np.random.default_rng(seed), hard=chance / 2, waiting=0.25)
         policy = ThroughputPolicy(8)
         moods.draft(policy, 300)
@@ -169,7 +169,7 @@ def test_looks_that_come_too_dear_are_not_taken(chance: float) -> None:
 @pytest.mark.parametrize("rows", [4, 8])
 def test_a_plan_is_judged_by_rounds_of_it_in_a_row(rows: int) -> None:
     speeds = []
-    for seed in range(12):
+    for seed in in_full(range(12), range(6)):
         moods = Moods(
             0.9,
             lambda rows, depth: 1 + (0.1 + (0.055 + 0.01 * rows) * depth if depth else 0),
@@ -186,7 +186,7 @@ def test_a_plan_is_judged_by_rounds_of_it_in_a_row(rows: int) -> None:
 
 
 def test_longer_chains_than_were_tried_are_not_judged_by_what_drafting_takes_at_all() -> None:
-    for seed in range(6):
+    for seed in in_full(range(6), range(3)):
         world = World(0.8, lambda _, depth: 2 + 0.05 * depth if depth else 1.0, np.random.default_rng(seed))
         policy = ThroughputPolicy()
         world.run(policy, 300)
@@ -209,7 +209,7 @@ CHANCES = [(0.6, 0.9), (0.9, 0.3), (0.0, 0.0), (0.5, 0.7)]
 @pytest.mark.parametrize(("slope", "chances", "rows"), mixed([0.01, 0.05, 0.3], CHANCES, [1, 4]))
 def test_throughput_policy_sizes_trees_by_what_pays(slope: float, chances: tuple[float, float], rows: int) -> None:
     (chance, gain), speeds = chances, []
-    for seed in range(4):
+    for seed in in_full(range(4), range(2)):
         forest = Forest(chance, lambda rows, nodes: 1 + slope * rows * nodes, np.random.default_rng(seed), gain=gain)
         policy = ThroughputPolicy(max_depth=5, max_nodes=32)
         assert policy.wants_trees
