@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST_ARGS ?=
+REAL_ARGS ?=
 
 # What `make check` runs of the tests: something of every part, and under a minute together.
 QUICK := tests/test_imports.py tests/test_mlx_lm_contract.py \
@@ -15,10 +16,11 @@ QUICK := tests/test_imports.py tests/test_mlx_lm_contract.py \
 # Each process of the tests would compile all modules again where the environment forbids to keep what is compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-full check format blas clean
+.PHONY: help demo real test test-full check format blas clean
 
 help:
 	@echo 'make demo       train an EAGLE-3 head for a few minutes, decode with it, show a table and pictures (out/demo)'
+	@echo 'make real       fetch a real model of 135 M parameters, decode questions in every way, show it (out/real)'
 	@echo 'make test       run the tests'
 	@echo 'make test-full  run them with all combinations, seeds and examples; EAGLE_FULL=1 pytest FILE does so for one file'
 	@echo 'make check      run the linter, the format check, the type check and the quick tests'
@@ -27,6 +29,9 @@ help:
 
 demo: $(READY) blas
 	@$(BIN)/python checkpoints/scripts/demo.py --output out/demo
+
+real: $(READY) blas
+	@$(BIN)/python checkpoints/scripts/real.py --output out/real $(REAL_ARGS)
 
 test: $(READY) blas
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)

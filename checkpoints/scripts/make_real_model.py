@@ -19,10 +19,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
+import eagle_mlx  # noqa: F401  (first: it brings the fast BLAS before MLX)
+
+import mlx.core as mx  # isort: skip
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-import eagle_mlx  # noqa: F401  (first: it brings the fast BLAS before MLX)
 from eagle_mlx.errors import CheckpointError, EagleError
 from eagle_mlx.files import new_folder
 

@@ -23,7 +23,7 @@ from eagle_mlx.target import Target, load_target
 
 from ..head_choice import usable_heads
 from ..memory import add_kv_gb, add_prefill_chunk, bytes_of, prefill_chunk_of
-from ..questions import Question, read_questions
+from ..questions import read_questions
 from ..speculation import (
     AUTO,
     DEFAULT_TOKENS,
@@ -37,7 +37,7 @@ from ..target_options import add_target_arguments, options_of
 from . import plots, report
 from .breakdown import measure_breakdown
 from .costs import measure_costs
-from .dialogue import Dialogue
+from .dialogue import dialogues
 from .figures import Run
 from .identity import tolerance_for
 from .measure import BenchConfig, measure
@@ -199,7 +199,8 @@ def _bench(args: argparse.Namespace, command: str) -> int:
     head = _head(head_name, target, args.head_bits)
     draft = load_target(args.draft_model) if args.draft_model is not None else None
     configs = [_config(args, temperature) for temperature in args.temperature]
-    prompts = _prompts(args, target)
+    questions = read_questions(args.prompts or embedded("prompts.jsonl"), args.limit)
+    prompts = dialogues(questions, target, args.max_tokens)
     machine = describe()
     which = "none" if head is None else f"{head_name}, {described(head)}"
     print(f"machine: {machine}\ntarget: {target.name}\nhead: {which}")
@@ -309,23 +310,6 @@ def _config(args: argparse.Namespace, temperature: float) -> BenchConfig:
         acceptance=args.acceptance,
         tolerance=args.tolerance,
         turn=args.turn,
-    )
-
-
-def _prompts(args: argparse.Namespace, target: Target) -> list[list[int] | Dialogue]:
-    """All prompts, whose last turns fit even behind answers of the full length."""
-    questions = read_questions(args.prompts or embedded("prompts.jsonl"), args.limit)
-    for question in questions:
-        question.check(target, args.max_tokens)
-    return [_dialogue(question, target, args.max_tokens) for question in questions]
-
-
-def _dialogue(question: Question, target: Target, max_tokens: int) -> Dialogue:
-    return Dialogue(
-        question.encode(target, (), max_tokens),
-        turns=1 + len(question.later),
-        later=lambda target, answers: question.encode(target, answers, max_tokens),
-        category=question.category,
     )
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from eagle_mlx.target import Target
 
+from ..questions import Question
+
 Next = Callable[[Target, Sequence[str]], list[int]]
 """The token ids of the turn behind these answers."""
 
@@ -26,3 +28,22 @@ class Dialogue:
             return self.first
         assert self.later is not None, "a dialogue of several turns says how they are asked"
         return self.later(target, answers)
+
+
+def dialogues(questions: Sequence[Question], target: Target, max_tokens: int) -> list[Dialogue]:
+    """The questions as they are asked of a target.
+
+    Raises PromptError where the last turn of one may not fit the context behind answers of `max_tokens`.
+    """
+    for question in questions:
+        question.check(target, max_tokens)
+    return [_dialogue(question, target, max_tokens) for question in questions]
+
+
+def _dialogue(question: Question, target: Target, max_tokens: int) -> Dialogue:
+    return Dialogue(
+        question.encode(target, (), max_tokens),
+        turns=1 + len(question.later),
+        later=lambda target, answers: question.encode(target, answers, max_tokens),
+        category=question.category,
+    )

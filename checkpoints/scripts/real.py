@@ -1,0 +1,281 @@
+"""Fetch a real model, let it answer questions in every way there is to decode, and show what each way gains.
+
+    python checkpoints/scripts/real.py --output out/real
+
+The model is SmolLM2-135M-Instruct; make_real_model.py fetches, checks and converts it, the first time only. Writes
+report.json and summary.png beside its folders. Where no head ships for it the modes of a head are left out, and so are
+their figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+
+import make_real_model
+import matplotlib
+
+import eagle_mlx as em
+from eagle_mlx import hub
+from eagle_mlx.cpu import blas
+from eagle_mlx.errors import EagleError, OutputError
+from eagle_mlx.files import write_whole
+from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.machine import describe
+from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
+from eagle_mlx.serve.bench import report
+from eagle_mlx.serve.bench.dialogue import dialogues
+from eagle_mlx.serve.bench.figures import Run
+from eagle_mlx.serve.bench.identity import tolerance_for
+from eagle_mlx.serve.bench.measure import BenchConfig, measure
+from eagle_mlx.serve.bench.modes import Mode, Models, build_modes
+from eagle_mlx.serve.questions import read_questions
+
+CHECKPOINTS = Path(__file__).resolve().parents[1]
+HEAD = CHECKPOINTS / make_real_model.NAME
+"""The head that ships for the model."""
+OWN_QUESTIONS = CHECKPOINTS / "questions.jsonl"
+_BESIDE = CHECKPOINTS.parents[1] / "shared" / "data" / "spec_bench.jsonl"
+"""Spec-Bench beside the checkout, where somebody has put it there."""
+NO_HEAD = "none"
+TAU_DEPTH = 4
+"""The chain whose acceptance length is reported, as in the other figures of this project."""
+CHAINS = (2, TAU_DEPTH)
+"""Chains of a fixed length: for heads that guess few tokens right, and for those that guess many."""
+TREES = (8, 16)
+"""Draft tokens of trees, for the same reason; on a CPU larger ones cost more than they give (docs/measurements.md)."""
+LIMIT = 13
+"""One question of each of Spec-Bench's categories, 21 turns in all, so that two cores need less than 20 minutes.
+
+At 16.7 tokens/s, plain in float32, their answers of 64 tokens take 80 s a mode: 11 minutes, and reading the prompts.
+"""
+MAX_TOKENS = 64
+TURN = 8
+"""Tokens after which the modes change over, as in the other figures of this project: a machine's speed varies."""
+
+
+def head_of(given: str | None) -> Path | None:
+    """The folder of the head to decode with; None, with a line that says why, where there is none.
+
+    Raises EagleError where the one that was named is not there.
+    """
+    if given == NO_HEAD or (given is None and not _is_head(HEAD)):
+        why = "--head none was given" if given == NO_HEAD else f"none ships in {HEAD}"
+        print(f"no head: its modes are left out, since {why}")
+        return None
+    folder = HEAD if given is None else Path(given)
+    if not _is_head(folder):
+        raise EagleError(f"{folder} holds no head, since config.json is missing; give its folder, or --head {NO_HEAD}")
+    return folder
+
+
+def _is_head(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def questions_of(given: Path | None) -> Path:
+    """The file of questions: the one that is named, else Spec-Bench where it is to be had, else this project's own."""
+    if given is not None:
+        return given
+    if named := os.environ.get("SPEC_BENCH"):
+        return Path(named)
+    return _BESIDE if _BESIDE.is_file() else OWN_QUESTIONS
+
+
+def modes_of(target: em.Target, head: DraftHead | None) -> list[Mode]:
+    """The ways to decode: mlx-lm's, plain, n-grams; with a head by `throughput`, in chains and in trees."""
+    models = Models(target, head)
+    modes = build_modes(models, ["mlx-lm", "plain"], [1], [])
+    modes += build_modes(models, ["ngram"], [1], [MOST_TOKENS], ["throughput"])
+    if head is not None:
+        modes += build_modes(models, ["eagle"], [1], [MOST_TOKENS], ["throughput"])
+        modes += build_modes(models, ["eagle"], [1], CHAINS)
+        for nodes in TREES:
+            modes += build_modes(models, ["eagle"], [1], [levels_for(nodes)], nodes=[nodes])
+    return modes
+
+
+def figures(runs: Sequence[Run]) -> dict[str, object]:
+    """What is reported first. Speedups are ratios of tokens/s to mlx-lm's.
+
+    A head's figures are there only where one drafted, and τ only of categories with an answer that does not loop.
+    """
+    found: dict[str, object] = {
+        "identical": all(run.identical for run in runs),
+        "excused": sum(run.excused or 0 for run in runs),
+        "left_out_looping": runs[0].left_out_looping,
+        "speedup_ngram": max(_speedups(runs, "ngram")),
+    }
+    eagle = [run for run in runs if run.mode == "eagle"]
+    if not eagle:
+        return found
+    fixed = [run for run in eagle if run.policy == "fixed"]
+    chain = chain_of(runs)
+    assert chain is not None
+    by_category = {each.name: each.acceptance_length for each in chain.by_category if each.acceptance_length}
+    return {
+        **found,
+        "tau": {"overall": chain.acceptance_length, **by_category},
+        "speedup": max(_speedups([run for run in eagle if run.policy == "throughput"], "eagle")),
+        "speedup_chain": max(_speedups([run for run in fixed if not run.nodes], "eagle")),
+        "speedup_tree": max(_speedups([run for run in fixed if run.nodes], "eagle")),
+    }
+
+
+def _speedups(runs: Sequence[Run], mode: str) -> list[float]:
+    return [run.ratio_to_mlx_lm for run in runs if run.mode == mode and run.ratio_to_mlx_lm is not None]
+
+
+def chain_of(runs: Sequence[Run]) -> Run | None:
+    """The head's chain of four, whose τ is reported; None without a head."""
+    wanted = ("eagle", "fixed", TAU_DEPTH, 0)
+    return next((run for run in runs if (run.mode, run.policy, run.depth, run.nodes) == wanted), None)
+
+
+def run(args: argparse.Namespace) -> bool:
+    """Measure, write, show. Returns whether all modes gave mlx-lm's text. Raises EagleError."""
+    began = time.perf_counter()
+    source, head_folder = questions_of(args.prompts), head_of(args.head)
+    questions = read_questions(source, args.limit)
+
+    title(f"1 of 3: the model, {make_real_model.NAME}")
+    folder = args.target or make_real_model.make(args.output)[0]
+    print(folder)
+    target = em.load_target(folder)
+    head = em.load_head(head_folder, target) if head_folder is not None else None
+    config = BenchConfig(max_tokens=args.max_tokens, repeats=1, turn=TURN)
+    modes, prompts = modes_of(target, head), dialogues(questions, target, config.max_tokens)
+    report_file, picture = prepare(args.output)
+
+    title(f"2 of 3: {len(questions)} questions of {source}, decoded in every way")
+    runs = measure(target, modes, prompts, config)
+    found, tolerance = figures(runs), tolerance_for(target)
+    about_head = {"head": str(head_folder), "head_sha256": hub.weights_digest(head_folder)} if head_folder else {}
+    content = {
+        **found,
+        "target": target.name,
+        **about_head,
+        "prompts": str(source),
+        "questions": len(questions),
+        "max_tokens": config.max_tokens,
+        "turn": config.turn,
+        "tolerance": tolerance,
+        "total_seconds": time.perf_counter() - began,
+        "machine": describe().to_json(),
+        "runs": [each.to_json() for each in runs],
+    }
+    draw(runs, picture)
+    report.write_json(content, report_file)
+
+    title("3 of 3: what is gained")
+    print(report.table(runs) + "\n")
+    chain = chain_of(runs)
+    print((report.by_category([chain]) if chain else "") + report.footnote(runs, config.max_tokens, tolerance))
+    print(f"\nwritten: {report_file}, {picture}")
+    return bool(found["identical"])
+
+
+def prepare(folder: Path) -> tuple[Path, Path]:
+    """Where report and picture go, made and seen to be writable before, rather than after, the measurement."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise OutputError(f"{folder} cannot be made ({e.strerror}); give another --output") from e
+    places = folder / "report.json", folder / "summary.png"
+    for path in places:
+        report.check_writable(path)
+    return places
+
+
+def title(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+def name_of(run: Run) -> str:
+    """A mode as the picture names it."""
+    if run.mode == "eagle" and run.policy == "fixed":
+        return f"tree of {run.nodes}" if run.nodes else f"chain of {run.depth}"
+    return {"ngram": "n-grams", "eagle": "head"}.get(run.mode, run.mode)
+
+
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """Bars of tokens per second, and beside them τ by category where a head drafted. Raises OutputError."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    chain = chain_of(runs)
+    figure, axes = pyplot.subplots(1, 2 if chain else 1, figsize=(13 if chain else 6, 4.5), layout="constrained")
+    left, *right = list(axes) if chain else [axes]
+    names, speeds = [name_of(run) for run in runs], [run.tokens_per_second for run in runs]
+    colours = ["#009e73" if run.mode == "eagle" else "#e69f00" if run.depth else "#999999" for run in runs]
+    bars = left.bar(names, speeds, color=colours)
+    left.bar_label(bars, [f"{run.tokens_per_second:.1f}\nx {run.ratio_to_mlx_lm or 1:.2f}" for run in runs], padding=2)
+    left.set_title("speed, the same text; x: of mlx-lm")
+    left.set_ylabel("tokens per second")
+    left.tick_params(axis="x", rotation=30)
+    if chain is not None:
+        kept = [each for each in chain.by_category if each.acceptance_length]
+        taus = [each.acceptance_length for each in kept] + [chain.acceptance_length]
+        bars = right[0].barh([*(each.name for each in kept), "overall"], taus, color="#56b4e9")
+        right[0].bar_label(bars, fmt="%.2f", padding=2)
+        right[0].invert_yaxis()
+        right[0].set_title(f"acceptance length (chain of {chain.depth}, greedy)")
+        right[0].set_xlabel("tokens per target forward")
+    for each in (left, *right):
+        each.spines[["top", "right"]].set_visible(False)
+        each.margins(0.12)
+    picture = BytesIO()
+    figure.savefig(picture, dpi=150, format="png")
+    pyplot.close(figure)
+    try:
+        write_whole(path, picture.getvalue())
+    except OSError as e:
+        raise OutputError(f"{path} cannot be written ({e.strerror}); give another --output") from e
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("out/real"), help="default out/real")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="questions in Spec-Bench's format (default: the file that SPEC_BENCH in the environment names, else "
+        "questions of this project's own)",
+    )
+    parser.add_argument("--limit", type=int, default=LIMIT, help=f"questions, evenly of all categories ({LIMIT})")
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help=f"of each answer (default {MAX_TOKENS})")
+    parser.add_argument("--target", type=Path, help="folder of a model to take in place of the package's")
+    parser.add_argument("--head", help="folder of a head for it, or none (default: the one that ships, where it does)")
+    args = parser.parse_args()
+    for flag, value in (("--limit", args.limit), ("--max-tokens", args.max_tokens)):
+        if value < 1:
+            parser.error(f"{flag} must be at least 1, got {value}")
+    return args
+
+
+def main() -> int:
+    """0; 1 where a text differs from mlx-lm's, 2 for an error, 130 when interrupted."""
+    args = parse_arguments()
+    print(f"blas: {blas.activate()}")
+    try:
+        same = run(args)
+    except EagleError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; an earlier report stands as it was", file=sys.stderr)
+        return 130
+    if not same:
+        print("error: a mode's text differs from mlx-lm's by more than rounding; see the table", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
