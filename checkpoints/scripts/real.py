@@ -50,11 +50,12 @@ CHAINS = (2, TAU_DEPTH)
 TREES = (8, 16)
 """Draft tokens of trees, for the same reason; on a CPU larger ones cost more than they give (docs/measurements.md)."""
 LIMIT = 13
-"""One question of each of Spec-Bench's categories, 21 turns in all, so that two cores need less than 20 minutes.
+"""One question of each of Spec-Bench's categories: 21 turns, whose prompts are 3,600 tokens."""
+MAX_TOKENS = 48
+"""Of each answer, so that two cores need less than 20 minutes for eight modes.
 
-At 16.7 tokens/s, plain in float32, their answers of 64 tokens take 80 s a mode: 11 minutes, and reading the prompts.
+Plain in float32, SmolLM2-135M has 16.7 tokens/s: 8 minutes. Each prompt is read twice, once for the first token's time.
 """
-MAX_TOKENS = 64
 TURN = 8
 """Tokens after which the modes change over, as in the other figures of this project: a machine's speed varies."""
 
