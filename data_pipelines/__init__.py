@@ -9,8 +9,9 @@ from .collect import capture
 from .conversation import Conversation, Message, parse_row
 from .filters import ReadReport
 from .jsonl import write_jsonl
-from .made import MakeConfig, MakeReport
+from .made import MakeConfig, MakeReport, steerable
 from .made_file import Wanted, make_to_file
+from .made_once import make_once
 from .made_shards import ShardPlace
 from .mapping import FieldMap
 from .regenerate import RegenerateConfig, RegenerateReport, regenerate
@@ -48,6 +49,7 @@ __all__ = [
     "coverage",
     "draft_to_target",
     "load_conversations",
+    "make_once",
     "make_to_file",
     "parse_row",
     "prompt_tokens",
@@ -58,6 +60,7 @@ __all__ = [
     "render_all",
     "shard_meta",
     "special_token_ids",
+    "steerable",
     "target_to_draft",
     "write_jsonl",
 ]

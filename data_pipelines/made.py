@@ -125,6 +125,15 @@ class MakeReport:
         """Tries that gave no conversation."""
         return sum(getattr(self, name) for name in _FAILURES)
 
+    def summary(self) -> str:
+        """The counts in two lines."""
+        return (
+            f"{self.tries - self.failed:,} conversations of {self.tokens:,} tokens, {self.answers:,} answers of "
+            f"{self.answer_tokens:,}; {self.heldout:,} on the held-out side, {self.cut:,} answers cut, "
+            f"{self.shortened:,} conversations shorter than planned\n"
+            f"{self.tries:,} tries, {self.failed:,} left out: {self.failures()}"
+        )
+
     def failures(self) -> str:
         """What tries failed by, the most frequent first."""
         said = sorted(((getattr(self, name), text) for name, text in _FAILURES.items()), key=lambda each: -each[0])

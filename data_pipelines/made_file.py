@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import count
@@ -12,8 +13,9 @@ from tqdm import tqdm
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError
+from eagle_mlx.files import write_output
 from eagle_mlx.progress import progress_bar
-from eagle_mlx.target import fingerprint
+from eagle_mlx.target import Target, fingerprint
 
 from .jsonl import as_line
 from .made import MakeConfig, MakeReport, make_conversations
@@ -115,6 +117,7 @@ def make_to_file(
     overwrite: bool = False,
     progress: bool = False,
     place: ShardPlace | None = None,
+    note: Path | None = None,
 ) -> MakeReport:
     """Have the target make up conversations into a jsonl file; returns what the tries came to.
 
@@ -123,17 +126,20 @@ def make_to_file(
     far as the target's arithmetic does not depend on them. A partial file may be continued with more or less wanted.
 
     With a `place` the engine must have a CapturingProposer; then the hidden states of the conversations to learn from
-    go into shards there, and what is wanted must stay the same. Raises OutputError where the output exists and
-    `overwrite` is not set, where it cannot be written, or where the partial file was begun with other settings or by a
-    process that still runs; DataError where nothing usable comes.
+    go into shards there, and what is wanted must stay the same. With a `note`, a file of that name tells what
+    the output was made from, as `settings_of` has it, before the output is there. Raises OutputError where the output
+    exists and `overwrite` is not set, where it cannot be written, or where the partial file was begun with other
+    settings or by a process that still runs; DataError where nothing usable comes.
     """
-    settings = _settings(engine, config)
+    settings = settings_of(engine.target, config)
     with open_partial(output, settings, overwrite) as part:
         if place is None:
             selection = _run(engine, config, wanted, part, progress, None)
         else:
             with open_shards(place, _made_from(settings, wanted, place)) as shards:
                 selection = _run(engine, config, wanted, part, progress, shards)
+        if note is not None:
+            write_output(note, json.dumps(settings_of(engine.target, config, wanted), indent=2) + "\n")
         part.finish_with(selection.rows, overwrite)
     return selection.report
 
@@ -207,10 +213,11 @@ def _made_from(settings: Mapping[str, Any], wanted: Wanted, place: ShardPlace) -
     return {**said, "wanted": str(asdict(wanted)), "layers": layers, "bits": str(place.meta.bits)}
 
 
-def _settings(engine: Engine, config: MakeConfig) -> Mapping[str, Any]:
-    found = asdict(config)
+def settings_of(target: Target, config: MakeConfig, wanted: Wanted | None = None) -> Mapping[str, Any]:
+    """All that the conversations depend on, as plain values; with what is `wanted`, all that a file of them does."""
+    found = {**asdict(config), **(asdict(wanted) if wanted is not None else {})}
     found["domains"] = [list(domain.values()) for domain in found["domains"]]
     return {
-        "target": fingerprint(engine.target),
+        "target": fingerprint(target),
         **{name: list(value) if isinstance(value, tuple) else value for name, value in found.items()},
     }

@@ -13,8 +13,9 @@ from eagle_mlx.target import Target, load_target
 
 from .domains import DOMAINS, choose_domains
 from .jsonl import check_new
-from .made import MakeConfig, MakeReport, steerable
+from .made import MakeConfig, steerable
 from .made_file import Wanted, make_to_file
+from .made_once import BATCH
 from .made_shards import ShardPlace
 from .options import add_drafting, aux_layers_of, engine_of, positive, tokenizer_of
 from .partial import partial_path
@@ -62,7 +63,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     part.add_argument("--seed", type=int, default=default.seed, help="of all that is drawn (%(default)s)")
     part.add_argument("--overwrite", action="store_true", help="replace an output that exists")
     _add_writing(part, default)
-    add_drafting(part, batch=32)
+    add_drafting(part, batch=BATCH)
     part.add_argument(
         "--capture", type=Path, metavar="DIR", help="folder of shards to make too: the states of these very forwards"
     )
@@ -151,7 +152,7 @@ def run(args: argparse.Namespace) -> None:
         if not part.exists():
             raise
         raise type(e)(f"what is done is in {part}, and the same command continues with it") from None
-    print(_summary(report, args.output))
+    print(f"{args.output}: {report.summary()}")
 
 
 def _place(args: argparse.Namespace, target: Target) -> tuple[ShardPlace | None, tuple[int, ...]]:
@@ -161,16 +162,6 @@ def _place(args: argparse.Namespace, target: Target) -> tuple[ShardPlace | None,
     aux_layers = aux_layers_of(args.aux_layers, target)
     place = ShardPlace(args.capture, shard_meta(target, aux_layers, args.bits), args.overwrite)
     return place, (*aux_layers, target.num_layers - 1)
-
-
-def _summary(report: MakeReport, output: Path) -> str:
-    kept = report.tries - report.failed
-    return (
-        f"{kept:,} conversations of {report.tokens:,} tokens, {report.answers:,} answers of {report.answer_tokens:,}, "
-        f"to {output}; {report.heldout:,} on the held-out side, {report.cut:,} answers cut, {report.shortened:,} "
-        f"conversations shorter than planned\n"
-        f"{report.tries:,} tries, {report.failed:,} left out: {report.failures()}"
-    )
 
 
 def _tell_unsteered(target: Target, config: MakeConfig) -> None:

@@ -64,6 +64,11 @@ def parse(text: str) -> Source:
 
 
 def _parse(text: str) -> Source:
+    if text == "self":
+        raise DataError(
+            "self, what a target makes up, is data of `eagle-train --data self` alone; elsewhere make a file first, "
+            "with eagle-data make, and name that (a folder of this name is ./self)"
+        )
     if text.startswith("builtin:"):
         return Source(text, "builtin", text)
     if text.startswith("preset:"):

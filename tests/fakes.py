@@ -102,6 +102,14 @@ def tiny_target_folder(folder: Path, seed: int = 0, layers: int = 4, hidden: int
     return folder
 
 
+def talking_target_folder(folder: Path, seed: int = 0) -> Path:
+    """`tiny_target_folder` that ends its turns: every seventh token does, so that a random model soon says one."""
+    tiny_target_folder(folder, seed)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [2, *range(5, 4096, 7)]}))
+    return folder
+
+
 def length_of(plan: Plan, draft: Draft) -> int:
     """Tokens that a chain of this plan must have by the confidences that its draft tells of."""
     looks = [float(np.mean(row)) for row in draft.confidences]

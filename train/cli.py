@@ -17,11 +17,11 @@ from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_free
 from eagle_mlx.shards.budget import gb
-from eagle_mlx.target import fingerprint, load_target
+from eagle_mlx.target import Target, fingerprint, load_target
 
 from .command import Stop, exit_code
-from .config import Setting, TrainConfig, flag, from_mapping, groups, named_settings, settings_of
-from .data import heldout_prompts, training_data
+from .config import SELF, Setting, TrainConfig, flag, from_mapping, groups, named_settings, settings_of
+from .data import heldout_prompts, make_data, training_data
 from .distributed import SINGLE_PROCESS, World
 from .kinds import KINDS, resolved
 from .plan import Recipe, check, describe_memory, forecast, load_recipe, plan_of, recipe_for, recipe_names
@@ -41,6 +41,8 @@ kinds of heads:
 
 examples:
   eagle-train --target checkpoints/target --minutes 6 --rows 4 --length 256 --unroll 3 --lr 2e-3 --output out/head
+  eagle-train --target Qwen3-4B-4bit --output out/qwen3-4b-eagle3      (no data: the target makes up its own)
+  eagle-train --target Qwen3-4B-4bit --self-tokens 3000000 --minutes 480 --output out/long --dry-run
   eagle-train --target Qwen3-4B-4bit --data chats.jsonl --output out/qwen3-4b-eagle3
   eagle-train --target Qwen3-4B-4bit --head eagle --data chats.jsonl --output out/qwen3-4b-eagle
   eagle-train --target Qwen3-4B-4bit --head mtp --step-weights .51 .31 .18 --output out/qwen3-4b-mtp
@@ -50,6 +52,10 @@ examples:
   eagle-train report out/head out/mine
 
 eagle-train report compares runs, finished or not: loss, τ, time, and the settings in which they differ.
+
+Without --data or --shards every target but the included one is asked to make up conversations of its own first, as
+eagle-data make has it: OUTPUT.self.jsonl, of --self-tokens tokens. What is made is kept, whatever interrupts it; the
+same command continues. The file is found again by a later run with the same target, seed and number of tokens.
 
 Settings come from their defaults, then the recipe, then the YAML file, then the flags. A key of the file is its flag
 without the dashes in front, with _ for - (draft_vocab: 32000). A bare model name such as Qwen3-4B-4bit means
@@ -95,21 +101,24 @@ def _main(flags: dict[str, Any]) -> None:
 
 
 def _new_run(name: str | None, file: str | None, flags: Mapping[str, Any]) -> tuple[TrainConfig, Recipe | None]:
-    """The settings of a run that begins, and its recipe. Raises ConfigError, also where there are no data."""
+    """The settings of a run that begins, and its recipe; where no data are named the target makes them up.
+
+    Raises ConfigError.
+    """
     named = named_settings(file, flags)
     target = str(named.get("target", ""))
     if name == OWN_RECIPE and not target:
         raise ConfigError("--recipe without a name takes the one for the target: name that with --target")
     recipe = None if name is None else load_recipe(name or target)
     named = named_settings(file, flags, recipe.settings if recipe else None)
-    config = from_mapping(named)
     if target and not (named.get("data") or named.get("shards") or is_embedded_target(target)):
+        named["data"] = [SELF]
         known = recipe_for(target)
-        ready = f"those of its recipe with --recipe {known.name}" if known else "a preset such as preset:ultrachat"
-        raise ConfigError(
-            f"no data: say what a head for {target} is to learn from with --data: your conversations as FILE.jsonl, a "
-            f"data set of the hub, or {ready} (docs/data.md)"
-        )
+        others = f"; data sets for it: --recipe {known.name}" if known else ""
+        print(f"no --data is given, so {target} makes up conversations (--data self){others}", file=sys.stderr)
+    config = from_mapping(named)
+    if "self_tokens" in named and not config.data.is_self:
+        raise ConfigError("--self-tokens says how much --data self makes up; leave it out beside other data")
     return config, recipe
 
 
@@ -134,7 +143,7 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
     head = existing_head(target, config)
     if head is None:
         KINDS[config.head.kind].check(target, config)
-    prompts = heldout_prompts(target, config) if world.is_rank_zero else []
+    prompts = _prompts(target, config, world)
     reserve = found.memory.head + found.memory.optimizer + found.memory.step
     data = world.in_turn(lambda: training_data(target, config, progress=world.is_rank_zero, head=head, reserve=reserve))
     if not world.is_rank_zero:
@@ -153,6 +162,17 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
     best = Path(folder) / BEST
     if register(best, config.head.target, "trained", fingerprint(target), report["acceptance_length"]):
         print(f"eagle-serve --target {config.head.target} finds it", file=sys.stderr)
+
+
+def _prompts(target: Target, config: TrainConfig, world: World) -> list[list[int]]:
+    """What acceptance is measured on, in rank 0; before that the target makes up what it learns from, where it is to.
+
+    Prompts of another source are read first: what is wrong with that shows before hours have passed.
+    """
+    named = [] if config.prompts_are_heldout or not world.is_rank_zero else heldout_prompts(target, config)
+    if config.data.is_self:
+        make_data(target, config, world)
+    return named or (heldout_prompts(target, config) if world.is_rank_zero else [])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -37,7 +37,7 @@ from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.shards import Sample, ShardReader, unfinished_folder
 from eagle_mlx.target import Target
-from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+from tests.fakes import talking_target_folder, tiny_head, tiny_target
 
 ENDS = (2, *range(5, 4096, 7))
 """Tokens that end a turn, the template's own among them: so many that a random model soon says one."""
@@ -494,9 +494,7 @@ sys.exit(cli.main(sys.argv[1:]))
 def test_the_command_goes_on_after_a_kill_and_tells_what_it_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = tiny_target_folder(tmp_path / "tiny")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "eos_token_id": list(ENDS)}))
+    model = talking_target_folder(tmp_path / "tiny")
     out, straight = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     argv = ["make", "--target", str(model), "--rows", "6", "--max-tokens", "8", "--user-tokens", "40"]
     killed = [*argv, "--output", str(out), "--capture", str(tmp_path / "shards")]

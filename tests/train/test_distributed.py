@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.train.data.batches import Batches
 from eagle_mlx.train.data.samples import InMemory
 from eagle_mlx.train.distributed import World
-from tests.fakes import tiny_target_folder
+from tests.fakes import talking_target_folder
 from tests.train.worker import CONFIG, conversations, learnt, whole_run
 
 needs_ring = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="this MLX has no ring backend")
@@ -39,14 +40,15 @@ def together(count: int, folder: Path, *arguments: str) -> list[Any]:
     return [json.loads(out.splitlines()[-1]) for out in printed(count, folder, "tests.train.worker", *arguments)]
 
 
-def printed(count: int, folder: Path, module: str, *arguments: str) -> list[str]:
+def printed(count: int, folder: Path, module: str, *arguments: str, places: Sequence[Path] = ()) -> list[str]:
+    """What each process prints; `places` are the folders in which they run, as if on machines of their own."""
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(count)]))
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
-            cwd=ROOT,
-            env={**os.environ, "MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)},
+            cwd=places[rank] if places else ROOT,
+            env={**os.environ, "MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank), "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -103,16 +105,19 @@ def test_two_processes_make_the_run_of_one_with_twice_the_rows(tmp_path: Path) -
 
 
 @needs_ring
-def test_the_command_takes_its_settings_from_rank_zero(tmp_path: Path) -> None:
-    target, chats, out = tiny_target_folder(tmp_path / "target"), tmp_path / "chats.jsonl", tmp_path / "out"
-    rows = [{"prompt": f"add {i}", "completion": f"def add(x):\n    return x + {i}"} for i in range(20)]
-    chats.write_text("\n".join(map(json.dumps, rows)) + "\n")
+def test_the_command_takes_settings_and_made_up_data_from_rank_zero(tmp_path: Path) -> None:
+    target, places = talking_target_folder(tmp_path / "target"), [tmp_path / "a", tmp_path / "b"]
+    for place in places:
+        place.mkdir()
     settings = "--head eagle --length 64 --max-length 64 --rows 2 --max-steps 3 --eval-prompts 2 --eval-tokens 4"
-    flags = ["--target", str(target), "--data", str(chats), "--output", str(out), *settings.split()]
-    first, second = printed(2, tmp_path, "eagle_mlx.train.cli", *flags)
-    assert f"the head is in {out}/best" in first
+    flags = ["--target", str(target), "--output", "out/head", "--self-tokens", "900", *settings.split()]
+    first, second = printed(2, tmp_path, "eagle_mlx.train.cli", *flags, places=places)
+    assert "the head is in out/head/best" in first
     assert second == ""
-    assert json.loads((out / "report.json").read_text())["steps"] == 3
+    assert json.loads((places[0] / "out/head/report.json").read_text())["steps"] == 3
+    made = [(place / "out/head.self.jsonl").read_bytes() for place in places]
+    assert made[0] == made[1]
+    assert not (places[1] / "out/head").exists()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

@@ -111,18 +111,20 @@ def test_a_bare_recipe_needs_a_target_that_has_one(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("mlx-community/Qwen3-8B-4bit", "or those of its recipe with --recipe qwen3-8b"),
-        ("someone/unknown-7B", "or a preset such as preset:ultrachat"),
-        (".", "no data: say what a head for . is to learn from with --data"),
+        ("mlx-community/Qwen3-8B-4bit", "makes up conversations (--data self); data sets for it: --recipe qwen3-8b\n"),
+        ("someone/unknown-7B", "so someone/unknown-7B makes up conversations (--data self)\n"),
+        ("", ""),
+        (str(EMBEDDED_TARGET), ""),
     ],
 )
 def test_only_the_embedded_target_has_data_of_its_own(
-    target: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for more in (["--dry-run"], ["--output", str(tmp_path / "out")]):
-        assert main(["--target", target, *more]) == 2
-        assert said in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    config, _ = _new_run(None, None, {"target": target})
+    assert config.data.sources == (("self",) if said else ("builtin:python",))
+    shown = capsys.readouterr().err
+    assert shown.endswith(said)
+    assert bool(shown) == bool(said)
 
 
 @pytest.mark.parametrize("named", [{"data": ["builtin:python"]}, {"shards": "somewhere"}])

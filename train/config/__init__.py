@@ -1,11 +1,22 @@
 """The trainer's settings: frozen groups of dataclass fields, which flags, YAML files and saved runs fill by name."""
 
 from .dtype import file_type, pass_type
-from .groups import DataConfig, EvaluationConfig, HeadConfig, OptimizationConfig, RunConfig, TrainConfig, find, groups
+from .groups import (
+    SELF,
+    DataConfig,
+    EvaluationConfig,
+    HeadConfig,
+    OptimizationConfig,
+    RunConfig,
+    TrainConfig,
+    find,
+    groups,
+)
 from .load import from_mapping, load_config, named_settings
 from .setting import Setting, flag, settings_of
 
 __all__ = [
+    "SELF",
     "DataConfig",
     "EvaluationConfig",
     "HeadConfig",

@@ -15,6 +15,11 @@ from eagle_mlx.shards import BITS
 
 from .setting import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, SHARE, Group, Setting, setting, settings_of
 
+SELF = "self"
+"""The source of conversations that the target makes up."""
+_SELF_TOKENS = 500_000
+"""What one night gives its owner: 17 tokens a second for eight hours, as a small model writes on two cores."""
+
 
 @dataclass(frozen=True)
 class HeadConfig(Group):
@@ -60,8 +65,12 @@ class DataConfig(Group):
 
     sources: tuple[str, ...] = setting(
         ("builtin:python",),
-        "sources of conversations: files, hub ids, presets; SOURCE=WEIGHT for each makes a mix of them (docs/data.md)",
+        "sources of conversations: files, hub ids, presets; SOURCE=WEIGHT for each makes a mix of them (docs/data.md); "
+        "self for some that the target makes up, which is the default of all targets but the included one",
         name="data",
+    )
+    self_tokens: int = setting(
+        _SELF_TOKENS, "with --data self: tokens of conversations that the target makes up first", AT_LEAST_1
     )
     map: tuple[str, ...] = setting(
         (),
@@ -96,7 +105,19 @@ class DataConfig(Group):
         metavar="DIR",
     )
 
+    @property
+    def is_self(self) -> bool:
+        """Whether the target makes up what is learnt from."""
+        return self.sources == (SELF,)
+
     def _check(self) -> None:
+        if not self.is_self and any(source.partition("=")[0] == SELF for source in self.sources):
+            raise ConfigError(
+                f"--data {' '.join(self.sources)}: self stands alone, without a weight; for a mix make a file first, "
+                "with eagle-data make --target MODEL --output own.jsonl, and name that beside the others"
+            )
+        if self.is_self and self.shards:
+            raise ConfigError("--shards is in place of --data; leave --data self out, and name prompts by --eval-data")
         if self.cache_bits not in BITS:
             raise ConfigError(f"--cache-bits must be {' or '.join(map(str, BITS))}, not {self.cache_bits}")
 
@@ -270,6 +291,11 @@ class TrainConfig:
             by_group.setdefault(group, {})[known.field] = value
         new = {group: dataclasses.replace(getattr(self, group), **values) for group, values in by_group.items()}
         return dataclasses.replace(self, **new)
+
+    @property
+    def prompts_are_heldout(self) -> bool:
+        """Whether acceptance is measured on the held-out part of the first source."""
+        return self.evaluation.data in ("", *self.data.sources[:1])
 
     def value(self, name: str) -> Any:
         """What a setting is, by its own name."""

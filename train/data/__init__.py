@@ -3,6 +3,17 @@
 from .batches import Batches, Rows
 from .capture import capture_rows
 from .samples import InMemory, Samples
+from .self_made import make_data
 from .sources import TrainData, heldout_prompts, training_data
 
-__all__ = ["Batches", "InMemory", "Rows", "Samples", "TrainData", "capture_rows", "heldout_prompts", "training_data"]
+__all__ = [
+    "Batches",
+    "InMemory",
+    "Rows",
+    "Samples",
+    "TrainData",
+    "capture_rows",
+    "heldout_prompts",
+    "make_data",
+    "training_data",
+]

@@ -33,7 +33,7 @@ from eagle_mlx.target import Target
 
 from ..config import TrainConfig
 from ..kinds import KINDS, kind_of, resolved
-from ..plan import cache_folder, choose_states
+from ..plan import cache_folder, choose_states, sources_of
 from .samples import InMemory, OnDisk, Samples, Tokens
 
 _IN_WORDS: dict[Place, str] = {
@@ -120,8 +120,8 @@ def heldout_prompts(target: Target, config: TrainConfig) -> list[list[int]]:
 
     A source given as `eval_data` that is not trained on is taken whole. Raises DataError where there are none.
     """
-    source = config.evaluation.data or config.data.sources[0]
-    learnt = _data_config(config)
+    learnt = data_config(config)
+    source = learnt.sources[0] if config.prompts_are_heldout else config.evaluation.data
     wanted = learnt.alone(source)
     [spec] = wanted.sources
     split: Literal["heldout", "all"] = "heldout" if spec in learnt.specs or spec.startswith("builtin:") else "all"
@@ -146,19 +146,19 @@ def _render(target: Target, config: TrainConfig) -> tuple[list[Rendered], dict[s
         raise TargetError("the target has no tokenizer, which conversations need; train from shards instead")
     length = min(config.data.max_length, target.context_length)
     left_out = ReadReport()
-    found = read_conversations(_data_config(config), "train", target.tokenizer, left_out)
+    found = read_conversations(data_config(config), "train", target.tokenizer, left_out)
     rendered, _ = render_all(target.tokenizer, found, length, config.data.skip_bad)
     if not rendered:
         raise DataError(
-            f"nothing to learn from in {', '.join(config.data.sources)}; check the source, or raise --max-length"
+            f"nothing to learn from in {', '.join(sources_of(config))}; check the source, or raise --max-length"
         )
     return rendered, {"left_out": left_out.left_out}
 
 
-def _data_config(config: TrainConfig) -> DataConfig:
+def data_config(config: TrainConfig) -> DataConfig:
     """What to read, and what of it to keep."""
     return DataConfig(
-        config.data.sources,
+        sources_of(config),
         config.data.map,
         config.data.limit,
         config.run.seed,

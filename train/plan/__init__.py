@@ -5,6 +5,7 @@ from .estimate import describe_memory
 from .memory import memory_gb
 from .preflight import Forecast, check, forecast, plan_of
 from .recipe import Recipe, load_recipe, recipe_for, recipe_names
+from .self_made import self_file, sources_of
 
 __all__ = [
     "Forecast",
@@ -19,4 +20,6 @@ __all__ = [
     "plan_of",
     "recipe_for",
     "recipe_names",
+    "self_file",
+    "sources_of",
 ]

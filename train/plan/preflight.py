@@ -24,6 +24,7 @@ from .fit import check_fits, memory_on
 from .machine import Machine, work_per_second
 from .memory import free_disk
 from .recipe import Recipe, described
+from .self_made import check_speaks, self_file
 from .shapes import HeadShape, TargetShape, blank_head, described_target, lazy_target, shape_of_head, shape_of_target
 
 _COUNT, _EACH = 10_000, 1000
@@ -65,11 +66,14 @@ def forecast(
 
     Of a target in a folder the headers are read, with `fetch` of one on the hub as well; otherwise that is made of
     `model`, the fields of a config.json, or of that file on the hub. No weight is loaded. Raises ConfigError for a
-    head that the target cannot have, EagleError for a target that cannot be found.
+    head that the target cannot have, EagleError for a target that cannot be found, or that is to make up what is learnt
+    from and cannot.
     """
     config = resolved(config)
     target = lazy_target(config.head.target) if fetch else _read(config.head.target, model)
     KINDS[config.head.kind].check(target, config)
+    if config.data.is_self:
+        check_speaks(target)
     machine = machine or Machine.here()
     shape, head = shape_of_target(target, machine.floats), shape_of_head(blank_head(target, config), target)
     tokens = tokens or assumed(config)
@@ -85,6 +89,9 @@ def assumed(config: TrainConfig, tokens_each: int = _EACH) -> Tokens:
     """The amount of data that nobody has looked at yet."""
     count = config.data.limit or _COUNT
     each = min(tokens_each, config.data.max_length)
+    if config.data.is_self:
+        most = min(config.data.self_tokens, config.data.limit * each or config.data.self_tokens)
+        return Tokens(most, f"conversations that the target makes up first, in {self_file(config)}; --self-tokens")
     how = f"{count:,} conversations of {each:,} tokens, assumed" + (
         "" if config.data.limit else "; --limit says how many"
     )
@@ -161,7 +168,8 @@ def as_text(found: Forecast, speed: float) -> str:
             (
                 "time",
                 f"{found.work:.2g} operations; {_duration(hours)} on this machine, if half of the "
-                f"{speed / 1e12:,.2f} TFLOP/s that it does now in {name} products are reached",
+                f"{speed / 1e12:,.2f} TFLOP/s that it does now in {name} products are reached"
+                + (", behind the making of conversations" if config.data.is_self else ""),
             )
         )
     return "\n".join(f"{name:<10}  {text}" for name, text in rows)

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import TrainConfig, flag
+from ..config import SELF, TrainConfig, flag
 from .public import public
 from .source import Source
 
@@ -17,7 +17,7 @@ _LEFT_OUT = (
 )
 """Settings that change nothing of a head, and the one that is given by its public name."""
 _NEEDED = "data"
-"""Has a default for the included target alone."""
+"""Its default depends on the target."""
 _DATA_SET = re.compile(r"([\w.-]+/[\w.-]+)(:[\w.-]+){0,2}")
 
 Rows = list[tuple[str, str]]
@@ -62,11 +62,9 @@ def training(source: Source) -> Rows:
         return _known([("steps", _number(source.noted.get("step"))), ("tokens", _number(source.noted.get("tokens")))])
     report = source.report
     config, data = report.get("config") or {}, report.get("data") or {}
-    sources = (
-        f"hidden states of {public(config['shards'], 'shards')}"
-        if config.get("shards")
-        else ", ".join(map(str, public(config.get("data") or [])))
-    )
+    named = ["made up by the target" if name == SELF else str(name) for name in public(config.get("data") or [])]
+    shards = config.get("shards")
+    sources = f"hidden states of {public(shards, 'shards')}" if shards else ", ".join(named)
     amount = [
         f"{_number(data[key])} {what}"
         for key, what in (("conversations", "conversations"), ("tokens", "tokens"), ("loss_tokens", "with loss"))

@@ -17,6 +17,7 @@ from eagle_mlx.files import write_whole
 
 from ..config import TrainConfig, flag, from_mapping
 from ..data import Samples
+from ..plan import sources_of
 
 RUN_FILE = "run.json"
 _COMPARED_SAMPLES = 256
@@ -106,5 +107,5 @@ def check_same(folder: Path, now: Identity) -> None:
             f"{now.config.head.target} is not the target that the run in {folder} began with; bring it back"
         )
     if began.data != now.data:
-        source = now.config.data.shards or ", ".join(now.config.data.sources)
+        source = now.config.data.shards or ", ".join(sources_of(now.config))
         raise ConfigError(f"the data of {source} are not those that the run in {folder} began with; bring them back")

@@ -1,0 +1,192 @@
+"""`--data self`: from a target alone to a head, with conversations that it makes up first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle_mlx.data_pipelines.partial import PartialFile, partial_path
+from eagle_mlx.train.cli import main
+from eagle_mlx.train.command import Stop, Stopped
+from tests.fakes import EMBEDDED_TARGET, talking_target_folder, tiny_target_folder
+
+TOKENS = 900
+SMALL = [
+    *("--self-tokens", str(TOKENS), "--head", "eagle", "--length", "64", "--max-length", "64", "--rows", "2"),
+    *("--max-steps", "2", "--eval-prompts", "2", "--eval-tokens", "4", "--eval-depth", "2"),
+]
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return talking_target_folder(tmp_path_factory.mktemp("talker") / "tiny")
+
+
+def command(target: Path, output: Path, *more: str) -> list[str]:
+    return ["--target", str(target), "--output", str(output), *SMALL, *more]
+
+
+def interrupt_after(rows: int, patch: pytest.MonkeyPatch) -> None:
+    add, count = PartialFile.add, 0
+
+    def counted(self: PartialFile, *args: Any) -> None:
+        nonlocal count
+        add(self, *args)
+        count += 1
+        if count == rows:
+            raise Stopped
+
+    patch.setattr(PartialFile, "add", counted)
+
+
+def test_from_a_target_alone_to_a_head_whatever_interrupts_it(
+    talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert main(command(talker, whole)) == 0
+    said = capsys.readouterr().err
+    assert f"no --data is given, so {talker} makes up conversations (--data self)" in said
+    assert f"{whole}.self.jsonl: " in said
+    assert " tries, " in said
+    rows = [json.loads(line) for line in Path(f"{whole}.self.jsonl").read_text().splitlines()]
+    report = json.loads((whole / "report.json").read_text())
+    assert report["steps"] == 2
+    assert report["config"]["data"] == ["self"]
+    assert 0 < report["data"]["conversations"] < len(rows), "the held-out side is not learnt"
+
+    with monkeypatch.context() as patch:
+        interrupt_after(7, patch)
+        assert main(command(talker, out)) == 130
+    assert "the same command continues with it" in capsys.readouterr().err
+    part = partial_path(f"{out}.self.jsonl")
+    begun = part.read_bytes().splitlines()
+    assert len(begun) == 1 + 7
+    assert not out.exists()
+    continued: list[int] = []
+    with monkeypatch.context() as patch:
+        add = PartialFile.add
+        patch.setattr(PartialFile, "add", lambda self, *args: continued.append(args[0]) or add(self, *args))
+        assert main(command(talker, out)) == 0
+    assert not {json.loads(line.split(b"\t")[0])[0] for line in begun[1:]} & set(continued), "no try is made twice"
+    assert Path(f"{out}.self.jsonl").read_bytes() == Path(f"{whole}.self.jsonl").read_bytes()
+    assert json.loads((out / "report.json").read_text())["loss"] == report["loss"]
+
+
+def test_a_resumed_run_makes_again_what_is_gone(talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    file, looked = Path(f"{out}.self.jsonl"), 0
+
+    def check(self: Stop) -> None:
+        nonlocal looked
+        looked += 1
+        if looked == 3:
+            raise Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stop, "check", check)
+        assert main(command(talker, out)) == 130
+    made, began = file.read_bytes(), (out / "run.json").read_bytes()
+    file.unlink()
+    assert main(["--resume", str(out)]) == 0
+    assert file.read_bytes() == made
+    assert (out / "run.json").read_bytes() == began
+
+
+def no_making(patch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("nothing is to be made")
+
+    patch.setattr("eagle_mlx.data_pipelines.made_once.make_to_file", refuse)
+
+
+def test_what_is_made_is_found_again_and_by_no_other_run(
+    talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    out = tmp_path / "out"
+    file = Path(f"{out}.self.jsonl")
+    assert main(command(talker, out)) == 0
+    made = file.read_bytes()
+    no_making(monkeypatch)
+    assert main(command(talker, out, "--overwrite", "--limit", "5")) == 0
+    assert "made before" in capsys.readouterr().err
+    assert json.loads((out / "report.json").read_text())["data"]["conversations"] == 5
+    for more, why in (
+        (("--seed", "1"), "was made with seed 0, not 1"),
+        (("--self-tokens", "901"), "was made with tokens 900, not 901"),
+        (("--target", str(tiny_target_folder(tmp_path / "other", seed=1))), "was made with target"),
+    ):
+        assert main(command(talker, out, "--overwrite", *more)) == 2
+        said = capsys.readouterr().err
+        assert why in said
+        assert f"--data {file}" in said
+    Path(f"{file}.from.json").unlink()
+    assert main(command(talker, out, "--overwrite")) == 2
+    assert "nothing tells what it was made from" in capsys.readouterr().err
+    assert file.read_bytes() == made
+
+
+def test_a_plan_counts_what_is_to_be_made(talker: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    line = ["--target", str(talker), "--output", str(out), "--head", "eagle", "--dry-run"]
+    for more, tokens in (((), "500,000"), (("--self-tokens", "7000"), "7,000"), (("--limit", "3"), "3,000")):
+        assert main([*line, *more]) == 0
+        plan = dict(row.split(maxsplit=1) for row in capsys.readouterr().out.splitlines())
+        assert plan["data"] == "self"
+        assert plan["tokens"].startswith(f"{tokens}: conversations that the target makes up first, in {out}.self.jsonl")
+        assert plan["time"].endswith("behind the making of conversations")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipes_data_and_the_included_targets_stay(capsys: Any) -> None:
+    assert main(["--target", "mlx-community/Qwen3-8B-4bit", "--recipe", "--dry-run"]) == 0
+    assert "preset:ultrachat" in capsys.readouterr().out
+    assert main(["--target", "mlx-community/Qwen3-8B-4bit", "--recipe", "--data", "self", "--dry-run"]) == 0
+    assert "makes up first" in capsys.readouterr().out
+    assert main(["--target", str(EMBEDDED_TARGET), "--dry-run"]) == 0
+    assert "builtin:python" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (("--data", "self", "chats.jsonl"), "make a file first, with eagle-data make"),
+        (("--data", "self=0.5"), "self stands alone, without a weight"),
+        (("--data", "self", "--shards", "states"), "leave --data self out"),
+        (("--data", "chats.jsonl"), "--self-tokens says how much --data self makes up"),
+        (("--self-tokens", "0"), "--self-tokens must be at least 1"),
+        (("--keep-turns", "x"), "--keep-turns x"),
+        (("--eval-data", "none.jsonl"), "none.jsonl"),
+    ],
+)
+def test_bad_wishes_are_refused_before_anything_is_made(
+    talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, more: tuple[str, ...], why: str
+) -> None:
+    no_making(monkeypatch)
+    assert main(command(talker, tmp_path / "out", *more)) == 2
+    assert why in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_self_elsewhere_is_no_data_set_of_the_hub(talker: Path, chats: Path, tmp_path: Path, capsys: Any) -> None:
+    line = command(talker, tmp_path / "out", "--data", str(chats), "--eval-data", "self")
+    line.remove("--self-tokens")
+    line.remove(str(TOKENS))
+    assert main(line) == 2
+    assert "make a file first, with eagle-data make" in capsys.readouterr().err
+
+
+def test_a_target_without_a_chat_template_is_named(tmp_path: Path, capsys: Any) -> None:
+    base = tiny_target_folder(tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    told = json.loads((base / "tokenizer_config.json").read_text())
+    told.pop("chat_template", None)
+    (base / "tokenizer_config.json").write_text(json.dumps(told))
+    for more in ((), ("--dry-run",)):
+        assert main(command(base, tmp_path / "out", *more)) == 2
+        said = capsys.readouterr().err
+        assert f"{base} has no chat template, so it cannot make up conversations" in said
+        assert "with --data" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
