@@ -106,11 +106,11 @@ def test_two_processes_make_the_run_of_one_with_twice_the_rows(tmp_path: Path) -
 
 @needs_ring
 def test_the_command_takes_settings_and_made_up_data_from_rank_zero(tmp_path: Path) -> None:
-    target, places = talking_target_folder(tmp_path / "target"), [tmp_path / "a", tmp_path / "b"]
+    target, places = talking_target_folder(tmp_path / "target", seed=2), [tmp_path / "a", tmp_path / "b"]
     for place in places:
         place.mkdir()
     settings = "--head eagle --length 64 --max-length 64 --rows 2 --max-steps 3 --eval-prompts 2 --eval-tokens 4"
-    flags = ["--target", str(target), "--output", "out/head", "--self-tokens", "900", *settings.split()]
+    flags = ["--target", str(target), "--output", "out/head", "--self-tokens", "600", *settings.split()]
     first, second = printed(2, tmp_path, "eagle_mlx.train.cli", *flags, places=places)
     assert "the head is in out/head/best" in first
     assert second == ""

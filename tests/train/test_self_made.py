@@ -2,27 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import shutil
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eagle_mlx.data_pipelines import MakeConfig
 from eagle_mlx.data_pipelines.partial import PartialFile, partial_path
-from eagle_mlx.train.cli import main
+from eagle_mlx.train.cli import _new_run, main
 from eagle_mlx.train.command import Stop, Stopped
-from tests.fakes import EMBEDDED_TARGET, talking_target_folder, tiny_target_folder
+from eagle_mlx.train.data import self_made
+from eagle_mlx.train.plan import preflight
+from tests.fakes import talking_target_folder, tiny_target_folder
 
-TOKENS = 900
+TOKENS = 600
 SMALL = [
     *("--self-tokens", str(TOKENS), "--head", "eagle", "--length", "64", "--max-length", "64", "--rows", "2"),
     *("--max-steps", "2", "--eval-prompts", "2", "--eval-tokens", "4", "--eval-depth", "2"),
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _short_turns() -> Iterator[None]:
+    """Random models loop when they are greedy, up to the end of a turn."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(self_made, "MakeConfig", partial(MakeConfig, user_tokens=30, max_tokens=12))
+        yield
+
+
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return talking_target_folder(tmp_path_factory.mktemp("talker") / "tiny")
+    return talking_target_folder(tmp_path_factory.mktemp("talker") / "tiny", seed=2)
+
+
+@pytest.fixture(scope="module")
+def whole(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The output of a run that nothing interrupted, and what it said."""
+    out, said = tmp_path_factory.mktemp("whole") / "out", io.StringIO()
+    with contextlib.redirect_stderr(said):
+        assert main(command(talker, out)) == 0
+    return out, said.getvalue()
+
+
+def copied(run: Path, out: Path) -> Path:
+    """The file of one run as that of another; what it was made from comes along."""
+    for end in (".self.jsonl", ".self.jsonl.from.json"):
+        shutil.copy(f"{run}{end}", f"{out}{end}")
+    return Path(f"{out}.self.jsonl")
 
 
 def command(target: Path, output: Path, *more: str) -> list[str]:
@@ -42,27 +74,27 @@ def interrupt_after(rows: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PartialFile, "add", counted)
 
 
-def test_from_a_target_alone_to_a_head_whatever_interrupts_it(
-    talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    assert main(command(talker, whole)) == 0
-    said = capsys.readouterr().err
+def test_from_a_target_alone_to_a_head(talker: Path, whole: tuple[Path, str]) -> None:
+    out, said = whole
     assert f"no --data is given, so {talker} makes up conversations (--data self)" in said
-    assert f"{whole}.self.jsonl: " in said
+    assert f"{out}.self.jsonl: " in said
     assert " tries, " in said
-    rows = [json.loads(line) for line in Path(f"{whole}.self.jsonl").read_text().splitlines()]
-    report = json.loads((whole / "report.json").read_text())
+    rows = Path(f"{out}.self.jsonl").read_text().splitlines()
+    report = json.loads((out / "report.json").read_text())
     assert report["steps"] == 2
     assert report["config"]["data"] == ["self"]
     assert 0 < report["data"]["conversations"] < len(rows), "the held-out side is not learnt"
 
+
+def test_interrupted_making_is_continued(
+    talker: Path, whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    out = tmp_path / "out"
     with monkeypatch.context() as patch:
         interrupt_after(7, patch)
         assert main(command(talker, out)) == 130
     assert "the same command continues with it" in capsys.readouterr().err
-    part = partial_path(f"{out}.self.jsonl")
-    begun = part.read_bytes().splitlines()
+    begun = partial_path(f"{out}.self.jsonl").read_bytes().splitlines()
     assert len(begun) == 1 + 7
     assert not out.exists()
     continued: list[int] = []
@@ -71,13 +103,16 @@ def test_from_a_target_alone_to_a_head_whatever_interrupts_it(
         patch.setattr(PartialFile, "add", lambda self, *args: continued.append(args[0]) or add(self, *args))
         assert main(command(talker, out)) == 0
     assert not {json.loads(line.split(b"\t")[0])[0] for line in begun[1:]} & set(continued), "no try is made twice"
-    assert Path(f"{out}.self.jsonl").read_bytes() == Path(f"{whole}.self.jsonl").read_bytes()
-    assert json.loads((out / "report.json").read_text())["loss"] == report["loss"]
+    assert Path(f"{out}.self.jsonl").read_bytes() == Path(f"{whole[0]}.self.jsonl").read_bytes()
+    losses = [json.loads((run / "report.json").read_text())["loss"] for run in (out, whole[0])]
+    assert losses[0] == losses[1]
 
 
-def test_a_resumed_run_makes_again_what_is_gone(talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out"
-    file, looked = Path(f"{out}.self.jsonl"), 0
+def test_a_resumed_run_makes_again_what_is_gone(
+    talker: Path, whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, looked = tmp_path / "out", 0
+    file = copied(whole[0], out)
 
     def check(self: Stop) -> None:
         nonlocal looked
@@ -103,19 +138,18 @@ def no_making(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_made_is_found_again_and_by_no_other_run(
-    talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    talker: Path, whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    out = tmp_path / "out"
-    file = Path(f"{out}.self.jsonl")
-    assert main(command(talker, out)) == 0
-    made = file.read_bytes()
     no_making(monkeypatch)
-    assert main(command(talker, out, "--overwrite", "--limit", "5")) == 0
+    out = tmp_path / "out"
+    file = copied(whole[0], out)
+    made = file.read_bytes()
+    assert main(command(talker, out, "--limit", "5")) == 0
     assert "made before" in capsys.readouterr().err
     assert json.loads((out / "report.json").read_text())["data"]["conversations"] == 5
     for more, why in (
         (("--seed", "1"), "was made with seed 0, not 1"),
-        (("--self-tokens", "901"), "was made with tokens 900, not 901"),
+        (("--self-tokens", "601"), "was made with tokens 600, not 601"),
         (("--target", str(tiny_target_folder(tmp_path / "other", seed=1))), "was made with target"),
     ):
         assert main(command(talker, out, "--overwrite", *more)) == 2
@@ -128,7 +162,10 @@ def test_what_is_made_is_found_again_and_by_no_other_run(
     assert file.read_bytes() == made
 
 
-def test_a_plan_counts_what_is_to_be_made(talker: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_plan_counts_what_is_to_be_made(
+    talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(preflight, "work_per_second", lambda _: 1e12)
     out = tmp_path / "out"
     line = ["--target", str(talker), "--output", str(out), "--head", "eagle", "--dry-run"]
     for more, tokens in (((), "500,000"), (("--self-tokens", "7000"), "7,000"), (("--limit", "3"), "3,000")):
@@ -140,13 +177,12 @@ def test_a_plan_counts_what_is_to_be_made(talker: Path, tmp_path: Path, capsys: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_recipes_data_and_the_included_targets_stay(capsys: Any) -> None:
-    assert main(["--target", "mlx-community/Qwen3-8B-4bit", "--recipe", "--dry-run"]) == 0
-    assert "preset:ultrachat" in capsys.readouterr().out
-    assert main(["--target", "mlx-community/Qwen3-8B-4bit", "--recipe", "--data", "self", "--dry-run"]) == 0
-    assert "makes up first" in capsys.readouterr().out
-    assert main(["--target", str(EMBEDDED_TARGET), "--dry-run"]) == 0
-    assert "builtin:python" in capsys.readouterr().out
+def test_a_recipes_data_stay_unless_self_is_named() -> None:
+    flags = {"target": "mlx-community/Qwen3-8B-4bit"}
+    config, recipe = _new_run("", None, flags)
+    assert recipe is not None
+    assert config.data.sources == tuple(recipe.settings["data"])
+    assert _new_run("", None, {**flags, "data": ["self"]})[0].data.is_self
 
 
 @pytest.mark.parametrize(
