@@ -23,36 +23,16 @@ import eagle_mlx as em
 # isort: split
 # Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
 import mlx.core as mx
-import mlx.nn as nn
-from mlx_lm.models import qwen3
+from random_model import QWEN3_06B, QWEN3_8B, TINY, Shape, in_four_bits, random_model
 
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from eagle_mlx.machine import describe
 from eagle_mlx.plan import RoundResult
 from eagle_mlx.serve.bench.costs import StepCosts, measure_costs
 
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a target; its head has the target's attention and a draft vocabulary."""
-
-    hidden: int
-    layers: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    drafted: int
-    """Tokens that the head can draft."""
-
-
-SHAPES = {
-    # As in the models' config.json on the hub, with the 32,000 draft tokens of published EAGLE-3 heads for them.
-    "qwen3-8b": Shape(4096, 36, 12288, 32, 8, 128, 151_936, 32_000),
-    "qwen3-0.6b": Shape(1024, 28, 3072, 16, 8, 128, 151_936, 32_000),
-    "tiny": Shape(128, 4, 256, 4, 2, 32, 1024, 512),
-}
+SHAPES = {"qwen3-8b": QWEN3_8B, "qwen3-0.6b": QWEN3_06B, "tiny": TINY}
+_DRAFTED = 32_000
+"""Tokens that the head can draft, as in the EAGLE-3 heads that are published for Qwen3; half of a small vocabulary."""
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature 1": {"temperature": 1.0, "seed": 1},
@@ -76,29 +56,9 @@ class Round:
     """The same in plain rounds of these rows: so many tokens a round must give for drafting to pay."""
 
 
-def random_target(shape: Shape, dtype: mx.Dtype) -> em.Target:
-    """Random weights, the matrices in 4 bits."""
-    model = qwen3.Model(
-        qwen3.ModelArgs(
-            model_type="qwen3",
-            hidden_size=shape.hidden,
-            num_hidden_layers=shape.layers,
-            intermediate_size=shape.intermediate,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            vocab_size=shape.vocab,
-            rms_norm_eps=1e-6,
-            max_position_embeddings=40960,
-            rope_theta=1e6,
-            tie_word_embeddings=False,
-        )
-    )
-    return em.Target(in_four_bits(model, dtype), name="random weights")
-
-
 def random_head(shape: Shape, dtype: mx.Dtype) -> Eagle3Head:
-    """An EAGLE-3 head of the usual shape for it."""
+    """An EAGLE-3 head of the usual shape for it: the target's attention, and a draft vocabulary."""
+    drafted = min(_DRAFTED, shape.vocab // 2)
     config = Eagle3Config(
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -106,21 +66,13 @@ def random_head(shape: Shape, dtype: mx.Dtype) -> Eagle3Head:
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         vocab_size=shape.vocab,
-        draft_vocab_size=shape.drafted,
+        draft_vocab_size=drafted,
         target_hidden_size=shape.hidden,
         aux_layers=default_aux_layers(shape.layers),
     )
-    head = Eagle3Head(config, mx.arange(shape.drafted, dtype=mx.int32))
+    head = Eagle3Head(config, mx.arange(drafted, dtype=mx.int32))
     in_four_bits(head, dtype)
     return head
-
-
-def in_four_bits(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
-    """As mlx-lm converts models. The matrices are made one after the other: all in float32 would be 33 GB."""
-    model.set_dtype(dtype)
-    nn.quantize(model, group_size=64, bits=4)
-    mx.eval(model.parameters())
-    return model
 
 
 def round_ms(target: em.Target, head: Eagle3Head, way: str, rows: int, depth: int, nodes: int, repeats: int) -> float:
@@ -183,7 +135,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     mx.random.seed(0)
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
     dtype, shape = mx.bfloat16 if on_gpu else mx.float32, SHAPES[args.shape]
-    target, head = random_target(shape, dtype), random_head(shape, dtype)
+    target = em.Target(in_four_bits(random_model(shape), dtype), name="random weights")
+    head = random_head(shape, dtype)
     machine = describe()
     print(f"{machine}\n{args.shape}, random weights in 4 bits, {dtype}, {mx.get_active_memory() / 1e9:.1f} GB\n")
     steps: list[StepCosts] = []

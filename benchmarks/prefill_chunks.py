@@ -19,30 +19,14 @@ import eagle_mlx as em
 # isort: split
 # Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
 import mlx.core as mx
-from mlx_lm.models import qwen3
+from random_model import MIDDLING, random_model
 
-_VOCAB = 8192
 SETS = {"1 of 3,072": (1, 3072), "8 of 500": (8, 500), "8 of 200": (8, 200)}
 """How many prompts, of how many tokens: one in several chunks, and some that are read side by side."""
 
 
 def make_target() -> em.Target:
-    model = qwen3.Model(
-        qwen3.ModelArgs(
-            model_type="qwen3",
-            hidden_size=512,
-            num_hidden_layers=8,
-            intermediate_size=1536,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=64,
-            vocab_size=_VOCAB,
-            rms_norm_eps=1e-6,
-            max_position_embeddings=8192,
-            rope_theta=1e6,
-            tie_word_embeddings=True,
-        )
-    )
+    model = random_model(MIDDLING)
     mx.eval(model.parameters())
     return em.Target(model, name="random")
 
@@ -66,7 +50,7 @@ def main() -> None:
     target, rng = make_target(), np.random.default_rng(0)
     print("| prompts | chunk | s | s of the CPU | peak, MB |\n|---|---|---|---|---|")
     for name, (count, length) in SETS.items():
-        prompts = [[int(token) for token in rng.integers(3, _VOCAB, length)] for _ in range(count)]
+        prompts = [[int(token) for token in rng.integers(3, MIDDLING.vocab, length)] for _ in range(count)]
         taken: dict[int, list[tuple[float, float, float]]] = {chunk: [] for chunk in args.chunks}
         for repeat in range(args.repeats + 1):
             for chunk in args.chunks:

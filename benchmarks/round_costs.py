@@ -15,7 +15,7 @@ import io
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ import eagle_mlx as em
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models import qwen3
+from random_model import QWEN3_06B, in_four_bits, random_model
 
 DEPTH = 4
 DRAFTED = 32_000
@@ -106,30 +106,8 @@ def arrays_in(tree: Any) -> list[mx.array]:
 
 
 def make_model(args: argparse.Namespace) -> nn.Module:
-    """Random weights in the shape of Qwen3-0.6B (its config.json on the hub), the matrices in 4 bits."""
-    model = qwen3.Model(
-        qwen3.ModelArgs(
-            model_type="qwen3",
-            hidden_size=1024,
-            num_hidden_layers=args.layers,
-            intermediate_size=3072,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=128,
-            vocab_size=args.vocab,
-            rms_norm_eps=1e-6,
-            max_position_embeddings=40960,
-            rope_theta=1e6,
-            tie_word_embeddings=True,
-        )
-    )
-    return quantized(model)
-
-
-def quantized(model: nn.Module) -> nn.Module:
-    nn.quantize(model, group_size=64, bits=4)
-    mx.eval(model.parameters())
-    return model
+    """Random weights, the matrices in 4 bits."""
+    return in_four_bits(random_model(replace(QWEN3_06B, layers=args.layers, vocab=args.vocab)))
 
 
 class Version:
@@ -151,7 +129,7 @@ class Version:
             aux_layers=heads.default_aux_layers(self.target.num_layers),
         )
         self.head: Any = heads.Eagle3Head(config, mx.zeros((drafted,), mx.int32))
-        quantized(self.head)
+        in_four_bits(self.head)
         if weights is not None:
             self.head.update(tree_map(lambda x: x, weights))
 
@@ -234,8 +212,8 @@ def line(way: str, rows: int, counts: Sequence[Counts], version: Version) -> str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=28, help="default %(default)s")
-    parser.add_argument("--vocab", type=int, default=151_936, help="default %(default)s")
+    parser.add_argument("--layers", type=int, default=QWEN3_06B.layers, help="default %(default)s")
+    parser.add_argument("--vocab", type=int, default=QWEN3_06B.vocab, help="default %(default)s")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4], help="default 1 4")
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="a checkout of another version")
     args = parser.parse_args()

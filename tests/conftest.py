@@ -27,7 +27,7 @@ if hasattr(os, "SCHED_BATCH"):
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -35,6 +35,8 @@ from hypothesis import settings
 from eagle_mlx.cpu import use_shortcuts, without_shortcuts
 
 if TYPE_CHECKING:
+    import mlx.core as mx
+
     from tests.hub_server import Hub
 
 # The same code is judged by the same examples; `--hypothesis-profile=search` looks for new ones.
@@ -48,6 +50,21 @@ def as_on_a_gpu() -> Iterator[None]:
     """The test takes the way that a GPU takes, whatever it runs on."""
     with without_shortcuts():
         yield
+
+
+@pytest.fixture
+def positions_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many positions, over all rows, each forward of a target has read."""
+    from eagle_mlx.target import Forward, Target
+
+    counts, forward = list[int](), Target.forward
+
+    def counting(target: Target, tokens: mx.array, *args: Any, **more: Any) -> Forward:
+        counts.append(tokens.size)
+        return forward(target, tokens, *args, **more)
+
+    monkeypatch.setattr(Target, "forward", counting)
+    return counts
 
 
 @pytest.fixture

@@ -7,17 +7,20 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import eagle_mlx  # noqa: F401  (brings the fast BLAS before MLX)
 
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 import numpy as np
+import pytest
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models import qwen3
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from eagle_mlx.cache import buffers
+from eagle_mlx.data_pipelines.partial import PartialFile
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.tree import Tree
@@ -228,3 +231,17 @@ def steps_of(count: int) -> Iterator[None]:
         yield
     finally:
         buffers.STEP = before
+
+
+def interrupt_after(rows: int, error: type[BaseException], patch: pytest.MonkeyPatch) -> None:
+    """Have an error raised behind so many rows of a file that is being made."""
+    add, count = PartialFile.add, 0
+
+    def counted(self: PartialFile, *args: Any) -> None:
+        nonlocal count
+        add(self, *args)
+        count += 1
+        if count == rows:
+            raise error
+
+    patch.setattr(PartialFile, "add", counted)

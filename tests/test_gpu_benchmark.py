@@ -6,10 +6,13 @@ import json
 import runpy
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
 
 
-def test_every_part_is_measured(tmp_path: Path) -> None:
+def test_every_part_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
     file = tmp_path / "gpu.json"
     few = "--shape tiny --positions 3 --contexts 16 --rows 1 --depths 2 --nodes 4 --repeats 2"
     runpy.run_path(str(SCRIPT))["main"]([*few.split(), "--json", str(file)])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_mlx.engine.engine import Engine
+from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import cache_folder, write_whole
 from eagle_mlx.machine import describe
 from eagle_mlx.policy import ThroughputPolicy
@@ -72,7 +73,7 @@ class Prior:
 def start(policy: ThroughputPolicy, knowledge: Any) -> bool:
     """Have a new policy begin with this; where it is no knowledge, nothing happens and the answer is False."""
     trial = ThroughputPolicy(policy.max_depth, policy.explore, policy.max_nodes)
-    with suppress(AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
+    with suppress(AttributeError, ConfigError, IndexError, KeyError, OverflowError, TypeError, ValueError):
         for each in (trial, policy):  # one that fails half-way is of no use
             each.start_from(knowledge)
         return True

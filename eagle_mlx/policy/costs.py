@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 
-from eagle_mlx.policy.saved import positive, whole
+from eagle_mlx.policy.base import check_depth, check_positive
 
 _LATEST = 7
 """Rounds of a size whose median counts: odd, and few, so that a change of speed is seen soon."""
@@ -17,8 +17,10 @@ _TRUSTED = 3
 """Rounds of a size that outvote what its neighbours let expect: one that met an accident would hide it for long."""
 _NOISE_SHARE = 0.05
 """What a new round counts for the noise: that of some twenty is remembered."""
-_MEDIAN_ERROR = 1.57
-"""The standard error of the median of n rounds is this times their mean deviation by the root of n (normal noise)."""
+_MEDIAN_ERROR = math.pi / 2
+"""The standard error of the median of n rounds is this times their mean deviation by the root of n, for normal noise.
+
+Both the median's error and the standard deviation have a factor of sqrt(pi / 2) there."""
 
 
 class Drift:
@@ -86,11 +88,14 @@ class Costs:
         """Rows, size and seconds of each that was measured."""
         return [[rows, size, seconds] for rows, curve in self._curves.items() for size, seconds in curve.items()]
 
-    def restore(self, saved: Sequence[Sequence[float]]) -> None:
+    def restore(self, saved: Sequence[tuple[int, int, float]]) -> None:
+        """Nothing is known yet. Raises ConfigError for numbers that cannot be."""
         for rows, size, seconds in saved:
-            key = whole(rows, 1), whole(size, 0)
-            self._latest[key] = deque([positive(seconds)] * _TRUSTED, maxlen=_LATEST)
-            self._set(*key, seconds)
+            check_depth("rows", rows)
+            check_depth("size", size)
+            check_positive("seconds", seconds)
+            self._latest[rows, size] = deque([seconds] * _TRUSTED, maxlen=_LATEST)
+            self._set(rows, size, seconds)
 
     def known(self, rows: int, size: int) -> float | None:
         """The median of what was measured."""

@@ -29,17 +29,19 @@ The first round behind another plan takes longer, and is not timed where that ma
 _FIRST = 2
 """Rounds of each kind before there is a choice: the first may compile kernels."""
 _EVERY = 20
-"""Rounds between two explorations, and first between two of the same plan: these double, as nothing new was found."""
+"""Rounds between two explorations, at least. Between two of the same plan they double each time."""
 _NEAR = 2
 """Neighbours that are explored on each side: costs rise in steps, and behind a dear step may come a cheap one."""
 _DOUBT = 0.05
-"""A longest early exit is cut where the rest would cost more than this share of a round: less may be noise."""
+"""An early exit is kept from the tokens behind a step where they lose more than this share of a round.
+
+Less may be noise: at 0 chains were cut by chance, at 0.1 some steps were not seen (docs/log.md)."""
 _CHECK = 4
 """Rounds behind which a new leader is first compared with fresh plain rounds; they double with each comparison."""
 _LAST_CHECK = 256
-"""Where the doubling ends, of these and of explorations."""
-_FIRST_CHECK_OF_THE_KNOWN = 32
-"""The same where drafting led in an earlier engine: behind the first rounds, which are not to pay for it again."""
+"""Where the doubling ends, of these and of explorations: a change is seen within some ten seconds on a Mac."""
+_CHECK_AFTER_PRIOR = 32
+"""`_CHECK` where drafting led in an earlier engine: the first rounds are not to pay for it again."""
 
 
 def levels_for(nodes: int) -> int:
@@ -112,7 +114,8 @@ class ThroughputPolicy:
     decoding gives in its time otherwise.
 
     Now and then it explores another plan: a neighbour of the best or the best of another kind, whichever was explored
-    the longest ago; and plain decoding, at doubling distances behind a change of the leader. What exploration loses
+    the longest ago, and each at doubling distances; and plain decoding, at doubling distances behind a change of the
+    leader. What exploration loses
     against the best plan is at most `explore` of all time. Raises ConfigError for values out of range.
     """
 
@@ -181,7 +184,7 @@ class ThroughputPolicy:
     def start_from(self, knowledge: dict[str, Any]) -> None:
         """Begin where another engine with the same proposer ended. Before the first round.
 
-        Raises KeyError, TypeError or ValueError where this is no knowledge; the policy is of no use then.
+        Raises ConfigError, KeyError, TypeError or ValueError where this is no knowledge; the policy is of no use then.
         """
         for name, estimate in self._estimates.items():
             estimate.restore(knowledge["estimates"][name])
@@ -192,7 +195,7 @@ class ThroughputPolicy:
             self._count[plan], self._pause[plan] = _FIRST, int(pause)
         if knowledge["drafting"]:
             self._decision = _Decision(PLAIN, self._chains[-1])
-            self._baseline_check = _FIRST_CHECK_OF_THE_KNOWN
+            self._baseline_check = _CHECK_AFTER_PRIOR
 
     def plan(self, rows: int, can: Abilities) -> Plan:
         if (rows, can) not in self._decisions:
@@ -272,20 +275,19 @@ class ThroughputPolicy:
 
         It ends before a step of the costs, too, that is not worth the tokens behind it.
         """
-        if self._round % _EVERY == 0:  # now and then, to see whether the threshold is right
-            return Plan(self.max_depth, stop_below=self._threshold(rows, self.max_depth) / 2)
         speed = self._best_short(rows) * max(1.0, self._gain(rows).factor)
+        if self._round % _EVERY == 0:  # now and then, to see whether the threshold is right
+            return Plan(self.max_depth, stop_below=self._threshold(rows, self.max_depth, speed) / 2)
         depths = range(_SHORT + 1, self.max_depth + 1)
         worth = [self.reached.expected_tokens(d) - speed * self._seconds(rows, self._early, d) for d in depths]
         doubt = _DOUBT * speed * self._seconds(rows, self._early, self.max_depth)
         depth = max(d for d, w in zip(depths, worth, strict=True) if w >= max(worth) - doubt)
-        return Plan(depth, stop_below=self._threshold(rows, depth))
+        return Plan(depth, stop_below=self._threshold(rows, depth, speed))
 
-    def _threshold(self, rows: int, depth: int) -> float:
-        """The confidence below which a token more, of those up to `depth`, is not worth its seconds."""
-        baseline = self._best_short(rows) * max(1.0, self._gain(rows).factor)
+    def _threshold(self, rows: int, depth: int, speed: float) -> float:
+        """The confidence below which a token more, of those up to `depth`, is not worth its seconds at a speed."""
         per_token = self.costs["chain"].per_token(rows, self.costs["early exit"], depth)
-        return min(self.calibration.threshold(baseline * per_token), 2.0)
+        return min(self.calibration.threshold(speed * per_token), 2.0)
 
     def _explore(self, rows: int, plans: list[Plan], best: Plan) -> Plan | None:
         """A plan to explore in place of the best, where it is time for one."""

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
+from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import CONFIDENCE_LAG
-from eagle_mlx.policy.saved import positive, share
+from eagle_mlx.policy.base import check_positive, check_share
 
 _PRIOR_WEIGHT = 2.0
 """Tries for which a first guess stands."""
@@ -32,9 +33,12 @@ class _Trials:
         return [[trials, hits / trials] for trials, hits in zip(self._trials, self._hits, strict=True)]
 
     def restore(self, saved: Sequence[Sequence[float]]) -> None:
-        """Nothing is known yet."""
-        self._trials = [positive(trials) for trials, _ in saved]
-        self._hits = [trials * share(hits) for trials, (_, hits) in zip(self._trials, saved, strict=True)]
+        """Nothing is known yet. Raises ConfigError for numbers that cannot be."""
+        for trials, share in saved:
+            check_positive("trials", trials)
+            check_share("a share of hits", share)
+        self._trials = [trials for trials, _ in saved]
+        self._hits = [trials * share for trials, share in saved]
 
 
 class AcceptanceByPosition(_Trials):
@@ -113,7 +117,7 @@ class Calibration(_Trials):
 
     def restore(self, saved: Sequence[Sequence[float]]) -> None:
         if len(saved) != self._BINS:
-            raise ValueError(f"{len(saved)} bins, not {self._BINS}")
+            raise ConfigError(f"{len(saved)} bins, not {self._BINS}")
         super().restore(saved)
 
     def threshold(self, least: float) -> float:

@@ -69,8 +69,7 @@ class MatcherProcess:
         """A matcher behind a text."""
         assert self.tokenizer is not None
         matcher = llguidance.LLMatcher(self.tokenizer, self._grammar, log_level=0, limits=_LIMITS)
-        if (count := matcher.try_consume_tokens(text)) < len(text) and not matcher.is_error():
-            raise Refused(f"token {text[count]} was allowed and then refused")
+        _take(matcher, text)
         return matcher
 
     def masks(self, undo: int, taken: list[int], draft: list[int]) -> list[bytes]:
@@ -83,8 +82,7 @@ class MatcherProcess:
         if undo:
             matcher.rollback(undo)
             del self._text[-undo:]
-        if (count := matcher.try_consume_tokens(taken)) < len(taken) and not matcher.is_error():
-            raise Refused(f"token {taken[count]} was allowed and then refused")
+        _take(matcher, taken)
         self._text += taken
         masks = [matcher.compute_bitmask()]
         if matcher.is_error():
@@ -98,6 +96,11 @@ class MatcherProcess:
                 return [*masks[:-1], bytes(len(masks[0]))]
         matcher.rollback(len(masks) - 1)
         return masks
+
+
+def _take(matcher: llguidance.LLMatcher, tokens: list[int]) -> None:
+    if (count := matcher.try_consume_tokens(tokens)) < len(tokens) and not matcher.is_error():
+        raise Refused(f"token {tokens[count]} was allowed and then refused")
 
 
 def literal(tokenizer: str) -> str:

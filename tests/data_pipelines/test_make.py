@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -37,7 +36,7 @@ from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.shards import Sample, ShardReader, unfinished_folder
 from eagle_mlx.target import Target
-from tests.fakes import talking_target_folder, tiny_head, tiny_target
+from tests.fakes import interrupt_after, talking_target_folder, tiny_head, tiny_target
 
 ENDS = (2, *range(5, 4096, 7))
 """Tokens that end a turn, the template's own among them: so many that a random model soon says one."""
@@ -84,19 +83,6 @@ def place_at(folder: Path, target: Target, bits: int = 16) -> ShardPlace:
 
 class Stop(Exception):
     """Not one that anybody handles."""
-
-
-def stop_after(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    add, count = PartialFile.add, 0
-
-    def counted(self: PartialFile, *args: Any) -> None:
-        nonlocal count
-        add(self, *args)
-        count += 1
-        if count == rows:
-            raise Stop
-
-    monkeypatch.setattr(PartialFile, "add", counted)
 
 
 def test_the_file_is_the_same_in_any_company(target: Target, whole: bytes, tmp_path: Path) -> None:
@@ -160,7 +146,7 @@ def test_an_interrupted_file_is_continued(
     while not path.exists():
         rows = rng.randint(1, 8)
         with monkeypatch.context() as patch:
-            stop_after(rows, patch)
+            interrupt_after(rows, Stop, patch)
             try:
                 make_to_file(engines(target)[rng.randrange(3)], CONFIG, Wanted(rows=ROWS), path)
             except Stop:
@@ -174,7 +160,7 @@ def test_an_interrupted_file_is_continued(
 def test_other_settings_do_not_continue_a_file(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.jsonl"
     with monkeypatch.context() as patch:
-        stop_after(2, patch)
+        interrupt_after(2, Stop, patch)
         with pytest.raises(Stop):
             make_to_file(Engine(target), CONFIG, Wanted(rows=ROWS), path)
     with pytest.raises(OutputError, match="was begun with seed 3, not 5"):
@@ -265,7 +251,7 @@ def test_an_interrupted_capture_is_continued_to_the_row(
     while not path.exists():
         rows = rng.randint(1, 6)
         with monkeypatch.context() as patch:
-            stop_after(rows, patch)
+            interrupt_after(rows, Stop, patch)
             try:
                 place = place_at(folder, target, bits=8)
                 make_to_file(capturing(target, 0), CONFIG, Wanted(rows=ROWS), path, place=place)
@@ -287,7 +273,7 @@ def test_what_waits_and_is_lost_is_made_again(
 ) -> None:
     path, folder = tmp_path / "a.jsonl", tmp_path / "shards"
     with monkeypatch.context() as patch:
-        stop_after(12, patch)
+        interrupt_after(12, Stop, patch)
         with pytest.raises(Stop):
             make_to_file(capturing(target, 0), CONFIG, Wanted(rows=ROWS), path, place=place_at(folder, target))
     waiting = sorted((tmp_path / "shards.waiting").iterdir())

@@ -17,7 +17,6 @@ import eagle_mlx as em
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.plan import RoundResult
 from eagle_mlx.request import Request
-from eagle_mlx.target import Forward
 from tests.fakes import randomize, tiny_config, tiny_head, tiny_target
 
 TARGET = tiny_target()
@@ -39,19 +38,6 @@ ALONE = [
 def test_prompts_of_all_lengths_are_read_in_chunks(chunk: int) -> None:
     outputs = engine(prefill_chunk=chunk).generate(PROMPTS, em.SamplingParams(max_tokens=12))
     assert [output.tokens for output in outputs] == ALONE
-
-
-@pytest.fixture
-def positions_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many positions, over all rows, each forward of a target has read."""
-    counts, forward = list[int](), em.Target.forward
-
-    def counting(target: em.Target, tokens: mx.array, *args: Any, **more: Any) -> Forward:
-        counts.append(tokens.size)
-        return forward(target, tokens, *args, **more)
-
-    monkeypatch.setattr(em.Target, "forward", counting)
-    return counts
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

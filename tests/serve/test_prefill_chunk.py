@@ -5,16 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
-import eagle_mlx as em
 from eagle_mlx.serve.api import cli as serve
 from eagle_mlx.serve.api.loader import LoadConfig
 from eagle_mlx.serve.api.loader import load as load_config
 from eagle_mlx.serve.bench.cli import main as bench
 from eagle_mlx.serve.generate.cli import main as generate
-from eagle_mlx.target import Forward
 from tests.fakes import tiny_target_folder
 
 
@@ -23,18 +20,6 @@ def folder(tmp_path: Path) -> str:
     tiny_target_folder(tmp_path / "target")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "def median(values):"}\n{"prompt": "import os"}\n')
     return str(tmp_path / "target")
-
-
-@pytest.fixture
-def positions_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    counts, forward = list[int](), em.Target.forward
-
-    def counting(target: em.Target, tokens: mx.array, *args: Any, **more: Any) -> Forward:
-        counts.append(tokens.size)
-        return forward(target, tokens, *args, **more)
-
-    monkeypatch.setattr(em.Target, "forward", counting)
-    return counts
 
 
 @pytest.mark.parametrize("chunk", [4, 6])

@@ -19,7 +19,7 @@ from eagle_mlx.train.cli import _new_run, main
 from eagle_mlx.train.command import Stop, Stopped
 from eagle_mlx.train.data import self_made
 from eagle_mlx.train.plan import preflight
-from tests.fakes import talking_target_folder, tiny_target_folder
+from tests.fakes import interrupt_after, talking_target_folder, tiny_target_folder
 
 TOKENS = 600
 SMALL = [
@@ -61,19 +61,6 @@ def command(target: Path, output: Path, *more: str) -> list[str]:
     return ["--target", str(target), "--output", str(output), *SMALL, *more]
 
 
-def interrupt_after(rows: int, patch: pytest.MonkeyPatch) -> None:
-    add, count = PartialFile.add, 0
-
-    def counted(self: PartialFile, *args: Any) -> None:
-        nonlocal count
-        add(self, *args)
-        count += 1
-        if count == rows:
-            raise Stopped
-
-    patch.setattr(PartialFile, "add", counted)
-
-
 def test_from_a_target_alone_to_a_head(talker: Path, whole: tuple[Path, str]) -> None:
     out, said = whole
     assert f"no --data is given, so {talker} makes up conversations (--data self)" in said
@@ -91,7 +78,7 @@ def test_interrupted_making_is_continued(
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        interrupt_after(7, patch)
+        interrupt_after(7, Stopped, patch)
         assert main(command(talker, out)) == 130
     assert "the same command continues with it" in capsys.readouterr().err
     begun = partial_path(f"{out}.self.jsonl").read_bytes().splitlines()
