@@ -194,7 +194,7 @@ class ThroughputPolicy:
             plan = Plan(int(depth), int(nodes), 0.0 if early else None)
             self._count[plan], self._pause[plan] = _FIRST, int(pause)
         if knowledge["drafting"]:
-            self._decision = _Decision(PLAIN, self._chains[-1])
+            self._decision = _Decision(self._chains[-1], self._chains[-1])
             self._baseline_check = _CHECK_AFTER_PRIOR
 
     def plan(self, rows: int, can: Abilities) -> Plan:

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 import eagle_mlx as em
 from eagle_mlx.engine.prior import Prior, start
+from eagle_mlx.plan import Plan
 from eagle_mlx.policy import ThroughputPolicy
 from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.target import Target
-from tests.eagle_mlx.worlds import Forest, Moods, World
+from tests.eagle_mlx.worlds import CHAINS, Forest, Moods, World
 from tests.fakes import tiny_head, tiny_target
 
 PROMPTS = [[5, 6, 7, 5, 6, 7], [9, 8, 7, 6, 5]]
@@ -60,6 +61,15 @@ def test_it_is_so_with_early_exits_and_trees() -> None:
     forest, policy = Forest(0.5, lambda _, nodes: 1 + 0.01 * nodes, gain=0.9), ThroughputPolicy(5, max_nodes=32)
     forest.grow(policy, 400)
     assert forest.grow(again(policy), 20)[1] > 0.98 * forest.grow(policy, 400)[1]
+
+
+def test_what_led_leads_from_the_first_round_on_though_plain_decoding_is_close() -> None:
+    knowledge = ThroughputPolicy(2).knowledge() | {"drafting": True}
+    knowledge["estimates"] |= {"chain": [[1, 0, 1.0], [1, 1, 1.2], [1, 2, 1.6]], "positions": [[50, 0.38], [50, 0.1]]}
+    knowledge["tried"] = [[depth, 0, False, 20] for depth in range(3)]
+    policy = ThroughputPolicy(2)
+    policy.start_from(knowledge)
+    assert policy.plan(1, CHAINS) == Plan(1)
 
 
 def test_without_it_the_first_rounds_are_slower() -> None:
