@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.memory import device_memory
 from eagle_mlx.train.config import TrainConfig, from_mapping
 from eagle_mlx.train.plan import estimate
 from eagle_mlx.train.plan.fit import as_flags, check_fits, fitting, memory_on
@@ -19,7 +20,8 @@ from eagle_mlx.train.plan.recipe import load_recipe
 
 WORKING_SET_64 = 51_539_607_552
 """What Metal recommends on a Mac of 64 GB, as llama.cpp prints it: recommendedMaxWorkingSetSize = 51539.61 MB."""
-MAC_64 = Machine.mac({"memory_size": 64 << 30, "max_recommended_working_set_size": WORKING_SET_64})
+INFO_64 = {"memory_size": 64 << 30, "max_recommended_working_set_size": WORKING_SET_64}
+MAC_64 = Machine(device_memory(INFO_64) or 0, gpu=True)
 
 
 def planned(machine: Machine, folder: Path, **changes: object) -> Forecast:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from eagle_mlx.memory import device_memory, free_memory
+from eagle_mlx.memory import free_memory
 from eagle_mlx.target import compute_dtype
 
 _SMALLEST, _LARGEST = 512, 8192
@@ -27,18 +27,10 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """This one, as it is now."""
+        """This one, as it is now; of a Mac's memory what Metal recommends to use (`eagle_mlx.memory.device_memory`)."""
         dtype = compute_dtype()
         on_gpu = mx.default_device().type == mx.DeviceType.gpu
         return cls(free_memory(), on_gpu, None if dtype is None else dtype.size)
-
-    @classmethod
-    def mac(cls, info: Mapping[str, str | int]) -> Machine:
-        """A Mac of which `mx.device_info` says this: what Metal recommends to use at most, and not all its memory.
-
-        Arrays beyond that are paged out, or the system ends the process.
-        """
-        return cls(device_memory(info) or 0, gpu=True)
 
     @property
     def device(self) -> mx.Device:
