@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -251,14 +251,17 @@ class Projections:
         """Keep what projections give within the block."""
         return _projecting(self._record)
 
-    def replaying(self, cut: Callable[[mx.array], mx.array | None]) -> AbstractContextManager[None]:
-        """Let projections give, in the block, what `cut` makes of what they gave; where it is None they compute."""
+    def replaying(self, choose: Callable[[Sequence[mx.array], int], mx.array | None]) -> AbstractContextManager[None]:
+        """Let projections give, in the block, what `choose` makes of what they gave; where it is None they compute.
+
+        `choose` takes all that a projection gave, call by call, and the number of its call in this block.
+        """
         calls: dict[int, int] = {}
 
         def replay(projection: nn.Module, compute: Callable[[], mx.array]) -> mx.array:
             kept, number = self._outputs.get(id(projection), []), calls.get(id(projection), 0)
             calls[id(projection)] = number + 1
-            found = cut(kept[number]) if number < len(kept) else None
+            found = choose(kept, number) if kept else None
             return compute() if found is None else found
 
         return _projecting(replay)

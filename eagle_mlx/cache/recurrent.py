@@ -53,12 +53,13 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     before: list[mx.array | None]
+    rows: int
     width: int
     projections: Projections = field(default_factory=Projections)
 
     def replay(self, replace: Callable[[Any], Any]) -> None:
         """Call the layer for its state alone."""
-        with self.projections.replaying(lambda output: output):
+        with self.projections.replaying(lambda outputs, number: outputs[number] if number < len(outputs) else None):
             self.layer(*map(replace, self.args), **{name: replace(value) for name, value in self.kwargs.items()})
 
     def replay_at(self, step: int, replace: Callable[[Any], Any]) -> None:
@@ -68,12 +69,18 @@ class _Call:
             ours = isinstance(value, mx.array) and value.ndim > 1 and value.shape[1] == self.width
             return value[:, step : step + 1] if ours else value
 
-        def cut_output(output: mx.array) -> mx.array | None:
-            """None of what was projected position by position, which is not [B, L, ...]."""
-            return output[:, step : step + 1] if output.ndim == 3 and output.shape[1] == self.width else None
+        def output_at(outputs: Sequence[mx.array], number: int) -> mx.array | None:
+            """Of projections of all positions at once, [B, L, n], this one's part; of those one by one, its own."""
+            each, over = divmod(len(outputs), self.width)
+            one_by_one = not over and all(x.ndim == 2 and x.shape[0] == self.rows for x in outputs)
+            if one_by_one:
+                return outputs[step * each + number] if number < each else None
+            if number >= len(outputs) or outputs[number].ndim != 3 or outputs[number].shape[1] != self.width:
+                return None
+            return outputs[number][:, step : step + 1]
 
         kwargs = {name: value + step if name == "offset" else cut(value) for name, value in self.kwargs.items()}
-        with self.projections.replaying(cut_output):
+        with self.projections.replaying(output_at):
             self.layer(*map(replace, map(cut, self.args)), **{name: replace(x) for name, x in kwargs.items()})
 
 
@@ -104,9 +111,9 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
 
     def note(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Projections | None:
         """Remember a call of which some positions may be rejected."""
-        width = next(x.shape[1] for x in (*args, *kwargs.values()) if isinstance(x, mx.array))
+        rows, width = next(x.shape[:2] for x in (*args, *kwargs.values()) if isinstance(x, mx.array))
         known = width == 1 or self.rows.valid is not None
-        self._call = None if known else _Call(layer, args, kwargs, list(self.cache), width)
+        self._call = None if known else _Call(layer, args, kwargs, list(self.cache), rows, width)
         return self._call.projections if self._call is not None else None
 
     def commit(self, count: int | mx.array) -> None:

@@ -355,9 +355,12 @@ def test_a_row_that_leaves_does_not_make_the_others_move() -> None:
         assert mx.array_equal(layer.values[row, :, : STEP - 9], new[was])
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "rwkv7"])
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "rwkv7", "jamba", "mamba"])
 def test_no_weights_are_read_again_for_a_state_that_goes_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What projections gave in the verify is what they give in the second call, in one call or token by token."""
+    """What projections gave in the verify is what they give in the second call, in one call or token by token.
+
+    Mamba projects token by token in the verify as well.
+    """
     target, calls = target_of(name), list[int]()
     plain = nn.Linear.__call__
 
