@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_mlx.engine import Engine
-from eagle_mlx.target import fingerprint
+from eagle_mlx.target import text_settings
 
 from .conversation import Conversation
 from .jsonl import as_line
@@ -78,7 +78,7 @@ class _Todo:
 def _settings(engine: Engine, config: RegenerateConfig) -> dict[str, Any]:
     params = asdict(config.params)
     return {
-        "target": fingerprint(engine.target),
+        **text_settings(engine.target),
         **{name: params[name] for name in _SETTINGS},
         "system": list(config.systems),
         "least_distinct": config.least_distinct,

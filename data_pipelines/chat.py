@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from eagle_mlx.chat_tokenizer import template_args
 from eagle_mlx.errors import DataError
 
 from .conversation import Conversation, Message
@@ -176,8 +177,7 @@ def _tagged_spans(template: _Template, messages: Messages, text: str, tokens: li
         return_dict=True,
         return_assistant_tokens_mask=True,
         tokenizer_kwargs={"return_offsets_mapping": True},
-        enable_thinking=tokenizer.has_thinking,
-        **template.options,
+        **{"enable_thinking": tokenizer.has_thinking, **template_args(tokenizer), **template.options},
     )
     if encoded["input_ids"] != tokens or not any(encoded["assistant_masks"]):
         return None

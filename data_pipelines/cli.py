@@ -16,7 +16,7 @@ from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError, DataError, EagleError, OutputError, ShardError
 from eagle_mlx.files import check_free
 from eagle_mlx.shards import BITS, ShardReader, ShardRepair, bytes_per_token
-from eagle_mlx.target import load_target
+from eagle_mlx.target_options import options_of
 
 from . import inspect_command, make_command, regenerate_command
 from .chat import render_all
@@ -106,7 +106,7 @@ def collect(args: argparse.Namespace) -> None:
     if not args.resume:
         check_free(args.output, args.overwrite)
     tune_process()
-    target = load_target(args.target)
+    target = options_of(args).load(args.target)
     aux_layers = aux_layers_of(args.aux_layers, target)
     if args.max_length > target.context_length:
         raise ConfigError(f"--max-length {args.max_length}: the target's context is {target.context_length} tokens")

@@ -11,13 +11,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.errors import ConfigError, DataError
 from eagle_mlx.shards import MANIFEST, ShardReader
-from eagle_mlx.target import load_target
+from eagle_mlx.target_options import options_of
 
 from . import presets
 from .chat import Rendered, all_tokens, render
 from .conversation import Conversation
 from .filters import ReadReport
-from .options import add_choice, data_config, positive, tokenizer_of
+from .options import add_choice, add_target, data_config, positive, tokenizer_of
 from .preview import as_text, heading, histogram, marked, wants_colour
 from .sources import read_conversations
 
@@ -31,7 +31,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     part.set_defaults(command=inspect)
     part.add_argument("data", nargs="+", metavar="SOURCE", help="a folder of shards, or what --data takes")
-    part.add_argument("--target", help="show what is rendered for this model, and what of it is learnt")
+    add_target(part, "show what is rendered for this model, and what of it is learnt")
     part.add_argument("--limit", type=positive, default=3, metavar="N", help="conversations to show (%(default)s)")
     part.add_argument(
         "--histogram",
@@ -52,7 +52,7 @@ def inspect(args: argparse.Namespace) -> None:
             raise ConfigError("inspect checks one folder of shards at a time; name the others in commands of their own")
         _inspect_shards(Path(args.data[0]))
         return
-    tokenizer = tokenizer_of(load_target(args.target)) if args.target else None
+    tokenizer = tokenizer_of(options_of(args).load(args.target)) if args.target else None
     report, lengths, learnt = ReadReport(), [], 0
     config = data_config(args, max(args.limit, args.histogram))
     for index, conversation in enumerate(read_conversations(config, args.split, tokenizer, report)):
@@ -104,7 +104,7 @@ def _inspect_shards(folder: Path) -> None:
     reader = ShardReader(folder)
     reader.verify()
     for field in fields(reader.meta):
-        print(f"{field.name:12} {getattr(reader.meta, field.name)}")
+        print(f"{field.name:12} {getattr(reader.meta, field.name) or 'none'}")
     size = sum(f.size for f in reader.files)
     print(f"{len(reader):,} conversations, {reader.tokens:,} tokens, {reader.loss_tokens:,} to learn")
     print(f"{len(reader.files):,} shards, {size / 1e6:,.1f} MB; every SHA-256 is right")

@@ -15,7 +15,7 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError
 from eagle_mlx.files import write_output
 from eagle_mlx.progress import progress_bar
-from eagle_mlx.target import Target, fingerprint
+from eagle_mlx.target import Target, text_settings
 
 from .jsonl import as_line
 from .made import MakeConfig, MakeReport, make_conversations
@@ -218,6 +218,6 @@ def settings_of(target: Target, config: MakeConfig, wanted: Wanted | None = None
     found = {**asdict(config), **(asdict(wanted) if wanted is not None else {})}
     found["domains"] = [list(domain.values()) for domain in found["domains"]]
     return {
-        "target": fingerprint(target),
+        **text_settings(target),
         **{name: list(value) if isinstance(value, tuple) else value for name, value in found.items()},
     }

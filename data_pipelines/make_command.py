@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from eagle_mlx.cpu import tune_process
-from eagle_mlx.errors import ConfigError
 from eagle_mlx.shards import BITS
-from eagle_mlx.target import Target, load_target
+from eagle_mlx.target import Target
+from eagle_mlx.target_options import options_of
 
 from .domains import DOMAINS, choose_domains
 from .jsonl import check_new
@@ -17,7 +17,7 @@ from .made import MakeConfig, steerable
 from .made_file import Wanted, make_to_file
 from .made_once import BATCH
 from .made_shards import ShardPlace
-from .options import add_drafting, aux_layers_of, engine_of, positive, tokenizer_of
+from .options import add_drafting, add_target, aux_layers_of, engine_of, positive, tokenizer_of
 from .partial import partial_path
 from .shard_capture import shard_meta
 
@@ -56,7 +56,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     part = commands.add_parser("make", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     part.set_defaults(command=run)
     default = MakeConfig()
-    part.add_argument("--target", required=True, help="the model: a folder or a hub id")
+    add_target(part)
     part.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl[.gz]", help="file to make")
     part.add_argument("--rows", type=positive, default=0, metavar="N", help="conversations to make")
     part.add_argument("--tokens", type=positive, default=0, metavar="N", help="tokens to make, template included")
@@ -121,7 +121,6 @@ def _add_writing(part: argparse.ArgumentParser, default: MakeConfig) -> None:
         metavar="TEXT",
         help="system prompt to answer under, '' for the template's own; of several each conversation gets one",
     )
-    part.add_argument("--chat-template", type=Path, metavar="FILE", help="in place of the target's own")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -141,7 +140,7 @@ def run(args: argparse.Namespace) -> None:
         systems=tuple(args.system) or ("",),
     )
     tune_process()
-    target = load_target(args.target, chat_template=_template(args.chat_template))
+    target = options_of(args).load(args.target)
     _tell_unsteered(target, config)
     place, layers = _place(args, target)
     try:
@@ -168,15 +167,6 @@ def _tell_unsteered(target: Target, config: MakeConfig) -> None:
     usable = steerable(tokenizer_of(target), config.domains, target.name)
     if left := [domain.name for domain in config.domains if domain not in usable]:
         print(f"the chat template takes no system prompt, so nothing steers to: {', '.join(left)}", file=sys.stderr)
-
-
-def _template(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"--chat-template {path} cannot be read: {e}") from e
 
 
 def _shares(text: str) -> tuple[float, ...]:

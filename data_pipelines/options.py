@@ -20,6 +20,7 @@ from eagle_mlx.policy.throughput import MOST_TOKENS
 from eagle_mlx.proposers.capturing import CapturingProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.target import Target
+from eagle_mlx.target_options import add_target_arguments
 
 from .conversation import Conversation
 from .filters import Dedupe, ReadReport
@@ -33,13 +34,21 @@ _SPLIT_HELP = (
 
 def add_data(parser: argparse.ArgumentParser, split: str | None) -> None:
     """`--target`, `--data` and all that goes with them."""
-    parser.add_argument("--target", required=True, help="the model: a folder or a hub id")
+    add_target(parser)
     parser.add_argument(
         "--data", required=True, nargs="+", action="extend", metavar="SPEC[=WEIGHT]", help="what to read; repeatable"
     )
     parser.add_argument("--limit", type=positive, metavar="N", help="conversations at most, all sources together")
     parser.add_argument("--overwrite", action="store_true", help="replace an output that exists")
     add_choice(parser, split)
+
+
+def add_target(
+    parser: argparse.ArgumentParser, help: str = "the model: a folder or a hub id", required: bool = True
+) -> None:
+    """`--target`, and how it is loaded."""
+    parser.add_argument("--target", required=required, help=help)
+    add_target_arguments(parser)
 
 
 def add_choice(parser: argparse.ArgumentParser, split: str | None) -> None:

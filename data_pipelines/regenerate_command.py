@@ -9,7 +9,7 @@ from pathlib import Path
 from eagle_mlx.decoding.loops import LEAST_DISTINCT
 from eagle_mlx.errors import DataError
 from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.target import load_target
+from eagle_mlx.target_options import options_of
 
 from .answers import regenerate_to_file
 from .filters import ReadReport
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
     )
     config = RegenerateConfig(params, tuple(args.system), args.least_distinct)
     settings = {**asdict(data_config(args, args.limit)), "split": args.split}
-    target = load_target(args.target)
+    target = options_of(args).load(args.target)
     report = ReadReport()
     found = conversations(args, tokenizer_of(target), report)
     asked = found if args.stream else list(found)

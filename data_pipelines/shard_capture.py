@@ -129,7 +129,8 @@ def capture_to_shards(
 
 def shard_meta(target: Target, aux_layers: Sequence[int], bits: int = 16) -> ShardMeta:
     """What shards of this target's hidden states say about themselves."""
-    return ShardMeta(target.name, target.hidden_size, target.vocab_size, tuple(aux_layers), bits)
+    adapter = "" if target.adapter is None else target.adapter.digest
+    return ShardMeta(target.name, target.hidden_size, target.vocab_size, tuple(aux_layers), bits, adapter)
 
 
 def _bounds(lengths: Sequence[int], tokens_per_shard: int) -> list[tuple[int, int]]:

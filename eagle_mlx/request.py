@@ -212,8 +212,7 @@ def encode(target: Target, prompt: Prompt) -> list[int]:
         raise PromptError("this target has no tokenizer; give prompts as lists of token ids")
     if isinstance(prompt, str):
         return list(tokenizer.encode(prompt))
-    arguments = {"add_generation_prompt": True, **target.chat_template_args}
-    return list(tokenizer.apply_chat_template(list(prompt), tokenize=True, **arguments))
+    return list(tokenizer.apply_chat_template(list(prompt), tokenize=True, add_generation_prompt=True))
 
 
 def _stops(target: Target, params: SamplingParams) -> StopStrings | None:

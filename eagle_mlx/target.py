@@ -19,6 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters
 
 from eagle_mlx import hub
+from eagle_mlx.chat_tokenizer import ChatTokenizer, template_args
 from eagle_mlx.cpu import use_shortcuts
 from eagle_mlx.errors import TargetError
 from eagle_mlx.hooks import CutNorm, Recording, RecordsOutput, bound_positions, hook, place_one_by_one, slice_attention
@@ -54,6 +55,16 @@ _FINGERPRINT_VALUES = 64
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """LoRA adapters in a target."""
+
+    name: str
+    """Their folder's, without its path."""
+    digest: str
+    """Hexadecimal digits made from their files, the same on every machine."""
+
+
+@dataclass(frozen=True)
 class Forward:
     logits: mx.array
     """[B, L, V]; costs nothing unless it is used."""
@@ -71,8 +82,8 @@ class Target:
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
-        self.chat_template_args: Mapping[str, Any] = {}
-        """What its chat template takes beside messages, unless a request says otherwise."""
+        self.adapter: Adapter | None = None
+        """What it was loaded with."""
         backbone = _backbone(model)
         self._embed = _first(backbone, _EMBEDDINGS, "token embedding", model)
         self._norm = _first(backbone, _NORMS, "final norm", model)
@@ -185,20 +196,22 @@ def load_target(
     extra_eos_tokens: Iterable[str] = (),
     chat_template: str | None = None,
     chat_template_args: Mapping[str, Any] | None = None,
+    lazy: bool = False,
 ) -> Target:
     """Load a target from a folder or a hub id through mlx-lm.
 
     `dtype` is the type of the weights that are not quantised; by default the file's own, except on a CPU under Linux,
     where only float32 goes through BLAS. The others are mlx-lm's: a folder of LoRA adapters; leave to run the code
     that comes with the model; tokens, or their ids, that end a text as well; a template in place of the tokenizer's
-    own, and what a template takes beside messages. On a GPU this bounds what MLX keeps of freed buffers, and on Metal
+    own, and what a template takes beside messages. With `lazy` weights stay in their files until they are used, and in
+    the files' own type. On a GPU this bounds what MLX keeps of freed buffers, and on Metal
     it wires the weights (`memory.limit_mlx`). Raises TargetError for what mlx-lm cannot load.
     """
     folder = hub.resolve(name, code=trust_remote_code)
     adapter = None if adapter_path is None else _adapter_folder(adapter_path)
     settings = {"trust_remote_code": trust_remote_code, **({"chat_template": chat_template} if chat_template else {})}
     try:
-        loaded = mlx_lm.load(str(folder), settings, trust_remote_code=trust_remote_code)
+        loaded = mlx_lm.load(str(folder), settings, lazy=lazy, trust_remote_code=trust_remote_code)
         model, tokenizer = loaded[0], loaded[1]
     except (FileNotFoundError, ValueError, KeyError, RuntimeError) as e:
         raise TargetError(f"{folder} cannot be loaded as a target: {e}{_on_trust(e, trust_remote_code)}") from e
@@ -206,14 +219,21 @@ def load_target(
         _add_adapters(model, adapter)
     for token in extra_eos_tokens:
         _add_eos(tokenizer, token)
-    dtype = dtype or compute_dtype()
+    if chat_template_args:
+        tokenizer = ChatTokenizer(tokenizer, chat_template_args)
+    if not lazy:
+        _settle(model, dtype or compute_dtype())
+    target = Target(model, tokenizer, name=str(name))
+    target.adapter = None if adapter is None else Adapter(hub.public_name(adapter), _digest_of_adapters(adapter))
+    return target
+
+
+def _settle(model: nn.Module, dtype: mx.Dtype | None) -> None:
+    """Have the weights in memory, in the type in which they compute."""
     if dtype is not None:
         model.set_dtype(dtype)
         mx.eval(model.parameters())
     limit_mlx()
-    target = Target(model, tokenizer, name=str(name))
-    target.chat_template_args = dict(chat_template_args or {})
-    return target
 
 
 def _on_trust(error: Exception, trusted: bool) -> str:
@@ -227,6 +247,14 @@ def _adapter_folder(path: str | Path) -> Path:
     if missing := [name for name in ADAPTER_FILES if not (folder / name).is_file()]:
         raise TargetError(f"--adapter-path {folder} lacks {' and '.join(missing)}, which mlx_lm.lora writes there")
     return folder
+
+
+def _digest_of_adapters(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for name in ADAPTER_FILES:
+        with (folder / name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def _add_adapters(model: nn.Module, folder: Path) -> None:
@@ -287,9 +315,18 @@ def _argument(args: Any, names: Sequence[str], default: int) -> int:
 
 
 def fingerprint(target: Target) -> str:
-    """Hexadecimal digits made from the target's tensors (`digest_of`) and chat template."""
+    """Hexadecimal digits made from the target's tensors (`digest_of`), adapters included, and chat template."""
     template = getattr(target.tokenizer, "chat_template", None)
     return digest_of(target.model, str(template))
+
+
+def text_settings(target: Target) -> dict[str, Any]:
+    """All of a target that its texts depend on, as plain values; a file of them is continued only with the same."""
+    return {
+        "target": fingerprint(target),
+        "target_template_args": dict(template_args(target.tokenizer)),
+        "target_eos_tokens": sorted(target.eos_token_ids),
+    }
 
 
 def digest_of(module: nn.Module, more: str = "") -> str:

@@ -18,6 +18,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models import qwen3
 from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from eagle_mlx.cache import buffers
 from eagle_mlx.data_pipelines.partial import PartialFile
@@ -110,6 +111,23 @@ def talking_target_folder(folder: Path, seed: int = 0) -> Path:
     tiny_target_folder(folder, seed)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [2, *range(5, 4096, 7)]}))
+    return folder
+
+
+def tiny_adapters(folder: Path, seed: int = 0, **settings: object) -> Path:
+    """Random LoRA weights for the tiny target, in the files that mlx_lm.lora writes."""
+    lora = {"fine_tune_type": "lora", "num_layers": 4, "lora_parameters": {"rank": 4, "scale": 20.0, "dropout": 0.0}}
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps({**lora, **settings}))
+    model = tiny_target(tokenizer=True).model
+    linear_to_lora_layers(model, lora["num_layers"], lora["lora_parameters"])
+    rng = np.random.default_rng(seed)
+    weights = {
+        name: mx.array(rng.normal(0, 0.1, value.shape), mx.float32)
+        for name, value in tree_flatten(model.parameters())
+        if name.endswith(("lora_a", "lora_b"))
+    }
+    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
     return folder
 
 

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import inspect
 import sys
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ from eagle_mlx.catalog.head_registry import register
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_free
+from eagle_mlx.setting import Setting, argument, flag, settings_of
 from eagle_mlx.shards.budget import gb
-from eagle_mlx.target import Target, fingerprint, load_target
+from eagle_mlx.target import Target, fingerprint
 
 from .command import Stop, exit_code
-from .config import SELF, Setting, TrainConfig, flag, from_mapping, groups, named_settings, settings_of
+from .config import SELF, TrainConfig, from_mapping, groups, named_settings
 from .data import heldout_prompts, make_data, training_data
 from .distributed import SINGLE_PROCESS, World
 from .kinds import KINDS, resolved
@@ -30,7 +30,6 @@ from .run import BEST, check_wandb, existing_head, resumed_config, run_worker, t
 
 OWN_RECIPE = ""
 """What a bare `--recipe` says: the one for the target."""
-_METAVARS = {int: "N", float: "X", str: "NAME"}
 _HELP = """\
 Train a head for a target, from nothing or from a head that exists.
 
@@ -139,7 +138,7 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
     if world.is_rank_zero:
         step = dataclasses.replace(found.memory, states=0)  # how many states there are is not known before the data
         print(f"memory: {gb(step.total)} expected besides hidden states: {describe_memory(step)}", file=sys.stderr)
-    target = load_target(config.head.target)
+    target = config.loading.load(config.head.target)
     head = existing_head(target, config)
     if head is None:
         KINDS[config.head.kind].check(target, config)
@@ -161,7 +160,8 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
     )
     best = Path(folder) / BEST
     if register(best, config.head.target, "trained", fingerprint(target), report["acceptance_length"]):
-        print(f"eagle-serve --target {config.head.target} finds it", file=sys.stderr)
+        adapter = f" --adapter-path {config.loading.adapter_path}" if config.loading.adapter_path else ""
+        print(f"eagle-serve --target {config.head.target}{adapter} finds it", file=sys.stderr)
 
 
 def _prompts(target: Target, config: TrainConfig, world: World) -> list[list[int]]:
@@ -202,25 +202,13 @@ def _parser() -> argparse.ArgumentParser:
     for title, group in groups().items():
         flags = parser.add_argument_group(title, inspect.getdoc(group))
         for known in settings_of(group).values():
-            flags.add_argument(flag(known.name), dest=known.name, help=_help_of(known), **_argument(known))
+            flags.add_argument(flag(known.name), dest=known.name, help=_help_of(known), **argument(known))
     return parser
 
 
 def _help_of(known: Setting) -> str:
     text, shown = known.help.replace("%", "%%"), _default(known.name, known.default)
     return f"{text} (default: {shown})" if shown else text
-
-
-def _argument(known: Setting) -> dict[str, Any]:
-    """What argparse needs to read a setting's value."""
-    if known.type is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if typing.get_origin(known.type) is typing.Literal:
-        return {"choices": typing.get_args(known.type)}
-    if known.type == tuple[str, ...]:
-        return {"nargs": "+", "action": "extend", "metavar": known.metavar or "TEXT"}
-    item, several = (known.type, {}) if known.type in _METAVARS else (typing.get_args(known.type)[0], {"nargs": "+"})
-    return {"type": item, "metavar": known.metavar or _METAVARS[item], **several}
 
 
 def _default(name: str, value: Any) -> str:

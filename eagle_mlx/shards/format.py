@@ -43,6 +43,8 @@ class ShardMeta:
     aux_layers: tuple[int, ...]
     bits: int = 16
     """Of a value on the disk: 16 is float16, 8 is what `quantize` makes of it. Readers give float16 either way."""
+    adapter: str = ""
+    """Digest of the LoRA adapters that the target had (`eagle_mlx.target.Adapter`); empty for none."""
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from eagle_mlx.errors import ConfigError, EagleError
+from eagle_mlx.target_options import add_target_arguments, options_of
 
 from ..memory import add_kv_gb, add_prefill_chunk, bytes_of, prefill_chunk_of
 from ..speculation import add_arguments, from_arguments
-from ..target_options import add_target_arguments, options_of
 from .app import create_app
 from .guard import is_loopback
 from .limits import Limits

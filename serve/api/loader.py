@@ -19,11 +19,11 @@ from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
+from eagle_mlx.target_options import TargetOptions
 
 from ..bench import compare, tolerance_for
 from ..head_choice import load_proposer
 from ..speculation import Speculation
-from ..target_options import TargetOptions
 from .model import Loaded, sampling_defaults
 
 _CHECK_PROMPT = "def fibonacci(n):\n    if n < 2:\n        return n\n    return"

@@ -20,6 +20,7 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import described, in_dtype, quantization_of, quantize_for
 from eagle_mlx.machine import describe
 from eagle_mlx.target import Target, load_target
+from eagle_mlx.target_options import add_target_arguments, options_of
 
 from ..head_choice import usable_heads
 from ..memory import add_kv_gb, add_prefill_chunk, bytes_of, prefill_chunk_of
@@ -33,7 +34,6 @@ from ..speculation import (
     load_quantized,
     warn_of_head,
 )
-from ..target_options import add_target_arguments, options_of
 from . import plots, report
 from .breakdown import measure_breakdown
 from .costs import measure_costs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -31,8 +31,6 @@ class ChatFormat:
     thoughts: ReasoningTags
     calls: ToolCallTags | None
     """None where mlx-lm has no parser for the model's calls."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What the template takes beside messages unless a request says otherwise."""
 
     @classmethod
     def of(cls, target: Target) -> ChatFormat:
@@ -40,7 +38,7 @@ class ChatFormat:
         tokenizer = target.tokenizer
         if tokenizer is None:
             return cls(None, ReasoningTags(), None)
-        return cls(tokenizer, _reasoning_tags(tokenizer), _tool_call_tags(tokenizer), target.chat_template_args)
+        return cls(tokenizer, _reasoning_tags(tokenizer), _tool_call_tags(tokenizer))
 
     @property
     def has_chat_template(self) -> bool:
@@ -73,7 +71,7 @@ class ChatFormat:
         PromptError, with the place, for what cannot be used, and where the template would leave tools or calls out.
         """
         read, offer = read_messages(messages), ToolOffer.of(tools, tool_choice)
-        arguments = {"add_generation_prompt": True, **self.defaults, **_check_kwargs(template_kwargs or {})}
+        arguments = {"add_generation_prompt": True, **_check_kwargs(template_kwargs or {})}
         if not self.has_chat_template:
             raise PromptError("messages: this model has no chat template; give it text through /v1/completions")
         if offer.tools and self.calls is None:

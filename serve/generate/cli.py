@@ -18,12 +18,12 @@ from eagle_mlx.files import write_output
 from eagle_mlx.request import Prompt as EnginePrompt
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
+from eagle_mlx.target_options import add_target_arguments, options_of
 
 from ..head_choice import load_proposer
 from ..memory import add_kv_gb, add_prefill_chunk, bytes_of, prefill_chunk_of
 from ..prompts import encode, read_prompts
 from ..speculation import add_arguments, from_arguments
-from ..target_options import add_target_arguments, options_of
 
 EPILOG = """\
 examples:

@@ -10,44 +10,25 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
-import numpy as np
 import pytest
-from mlx.utils import tree_flatten
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import eagle_mlx as em
 from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.serve.chat import ChatFormat
 from eagle_mlx.serve.generate.cli import main
 from eagle_mlx.serve.prompts import Prompt, encode
-from eagle_mlx.serve.target_options import TargetOptions, add_target_arguments, options_of
-from tests.fakes import tiny_target, tiny_target_folder
+from eagle_mlx.target import fingerprint
+from eagle_mlx.target_options import TargetOptions, add_target_arguments, options_of
+from tests.fakes import tiny_adapters, tiny_target_folder
 
-LORA = {"fine_tune_type": "lora", "num_layers": 4, "lora_parameters": {"rank": 4, "scale": 20.0, "dropout": 0.0}}
 CHAT = [{"role": "user", "content": "def f(x):"}]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if short %} Be short.{% endif %}"
-
-
-def adapters(folder: Path, seed: int = 0, **settings: object) -> Path:
-    """Random LoRA weights for the tiny target, in the files that mlx_lm.lora writes."""
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps({**LORA, **settings}))
-    model = tiny_target(tokenizer=True).model
-    linear_to_lora_layers(model, LORA["num_layers"], LORA["lora_parameters"])
-    rng = np.random.default_rng(seed)
-    weights = {
-        name: mx.array(rng.normal(0, 0.1, value.shape), mx.float32)
-        for name, value in tree_flatten(model.parameters())
-        if name.endswith(("lora_a", "lora_b"))
-    }
-    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("lora")
-    return tiny_target_folder(root / "target"), adapters(root / "adapters")
+    return tiny_target_folder(root / "target"), tiny_adapters(root / "adapters")
 
 
 def options(line: str) -> TargetOptions:
@@ -96,7 +77,7 @@ def test_adapters_of_another_model_are_refused(
     models: tuple[Path, Path], tmp_path: Path, settings: dict[str, object], said: str
 ) -> None:
     with pytest.raises(TargetError, match=said):
-        em.load_target(models[0], adapter_path=adapters(tmp_path / "other", **settings))
+        em.load_target(models[0], adapter_path=tiny_adapters(tmp_path / "other", **settings))
 
 
 def test_a_folder_without_adapters_is_named(models: tuple[Path, Path], tmp_path: Path) -> None:
@@ -136,7 +117,7 @@ def test_the_flags_say_what_load_target_takes() -> None:
         "--adapter-path a --trust-remote-code --extra-eos-token x y --chat-template T "
         """--chat-template-args '{"enable_thinking": false}'"""
     )
-    assert said == TargetOptions("a", True, ("x", "y"), "T", {"enable_thinking": False})
+    assert said == TargetOptions("a", True, ("x", "y"), "T", '{"enable_thinking": false}')
     assert options("") == TargetOptions()
 
 
@@ -151,6 +132,31 @@ def test_the_flags_say_what_load_target_takes() -> None:
 def test_template_arguments_that_cannot_be_meant_are_refused(line: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         options(line)
+
+
+def test_a_template_may_be_in_a_file(models: tuple[Path, Path], tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text(TEMPLATE)
+    for given in (TEMPLATE, str(file)):
+        tokenizer = TargetOptions(chat_template=given).load(models[0], lazy=True).tokenizer
+        assert tokenizer is not None
+        assert tokenizer.chat_template == TEMPLATE
+    file.write_text("words")
+    for given, said in ((str(file), "the file holds no template"), ("chatml", "as a file it cannot be read")):
+        with pytest.raises(ConfigError, match=f"--chat-template {given}.*{said}"):
+            TargetOptions(chat_template=given).load(models[0])
+
+
+def test_the_fingerprint_tells_adapters_apart(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """So files of what a target says are never continued with other adapters, nor is a run that is resumed."""
+    others = tiny_adapters(tmp_path / "others", seed=1)
+    loaded = [TargetOptions(adapter_path=str(path)).load(models[0]) for path in ("", models[1], others, models[1])]
+    prints = [fingerprint(target) for target in loaded]
+    assert len(set(prints)) == 3
+    assert prints[1] == prints[3]
+    names = [target.adapter.name if target.adapter else None for target in loaded]
+    assert names == [None, "adapters", "others", "adapters"]
+    assert len({target.adapter.digest for target in loaded if target.adapter}) == 2
 
 
 def test_code_that_comes_with_a_model_runs_only_where_it_is_trusted(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def test_a_group_is_no_key_of_a_file(group: str) -> None:
 
 def test_a_config_comes_back_from_what_is_saved_of_it() -> None:
     config = TrainConfig.of(data=("a", "b"), aux_layers=(1, 2, 3), loss_weights=(1.0, 0.1), minutes=2.0, eval_tokens=9)
+    config = config.changed(adapter_path="a", trust_remote_code=True, extra_eos_token=("x",), chat_template_args="{}")
     assert from_mapping(json.loads(json.dumps(config.flat()))) == config != TrainConfig()
 
 

@@ -1,5 +1,7 @@
 """The trainer's settings: frozen groups of dataclass fields, which flags, YAML files and saved runs fill by name."""
 
+from eagle_mlx.setting import Setting, flag, settings_of
+
 from .dtype import file_type, pass_type
 from .groups import (
     SELF,
@@ -13,7 +15,6 @@ from .groups import (
     groups,
 )
 from .load import from_mapping, load_config, named_settings
-from .setting import Setting, flag, settings_of
 
 __all__ = [
     "SELF",

@@ -1,4 +1,4 @@
-"""The trainer's settings in five groups, each a frozen dataclass whose fields carry their defaults and their help."""
+"""The trainer's settings in six groups, each a frozen dataclass whose fields carry their defaults and their help."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.setting import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, SHARE, Group, Setting, setting, settings_of
 from eagle_mlx.shards import BITS
-
-from .setting import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, SHARE, Group, Setting, setting, settings_of
+from eagle_mlx.target_options import TargetOptions
 
 SELF = "self"
 """The source of conversations that the target makes up."""
@@ -270,6 +270,7 @@ class TrainConfig:
     """
 
     head: HeadConfig = HeadConfig()
+    loading: TargetOptions = dataclasses.field(default_factory=TargetOptions)
     data: DataConfig = DataConfig()
     optimization: OptimizationConfig = OptimizationConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

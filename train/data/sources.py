@@ -179,6 +179,7 @@ def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) ->
             f"and vocabulary {meta.vocab_size}, but the target has {target.hidden_size} and {target.vocab_size}; "
             "capture again with this target"
         )
+    _check_adapter(target, config, meta.adapter)
     aux_layers = _aux_layers_in_shards(target, config, meta.aux_layers, head)
     samples = OnDisk(reader, aux=bool(aux_layers))
     kept, share = _draft_vocabulary(target, config, samples.count_tokens(target.vocab_size), head)
@@ -191,6 +192,20 @@ def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) ->
         "draft_vocab_coverage": share,
     }
     return TrainData(samples, aux_layers, kept, report, "disk")
+
+
+def _check_adapter(target: Target, config: TrainConfig, captured: str) -> None:
+    """Raise ShardError where shards are of other adapters than the target has."""
+    now = "" if target.adapter is None else target.adapter.digest
+    if captured == now:
+        return
+    had = f"with the adapters {captured}" if captured else "without adapters"
+    has = f"has those of {config.loading.adapter_path} ({now})" if now else "has none"
+    raise ShardError(
+        f"{config.data.shards} was captured {had}, but the target {has}; "
+        + ("name those with --adapter-path" if captured else "leave --adapter-path out")
+        + ", or capture again with this target"
+    )
 
 
 def _aux_layers_in_shards(

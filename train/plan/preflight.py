@@ -25,7 +25,7 @@ from .machine import Machine, work_per_second
 from .memory import free_disk
 from .recipe import Recipe, described
 from .self_made import check_speaks, self_file
-from .shapes import HeadShape, TargetShape, blank_head, described_target, lazy_target, shape_of_head, shape_of_target
+from .shapes import HeadShape, TargetShape, blank_head, described_target, shape_of_head, shape_of_target
 
 _COUNT, _EACH = 10_000, 1000
 """Conversations, and tokens of each, where nothing is known of the data."""
@@ -70,7 +70,7 @@ def forecast(
     from and cannot.
     """
     config = resolved(config)
-    target = lazy_target(config.head.target) if fetch else _read(config.head.target, model)
+    target = config.loading.load(config.head.target, lazy=True) if fetch else _read(config, model)
     KINDS[config.head.kind].check(target, config)
     if config.data.is_self:
         check_speaks(target)
@@ -187,10 +187,11 @@ def _states(
     return choose_states(config, tokens.count, meta, reserve, machine.memory)
 
 
-def _read(name: str, model: Mapping[str, Any] | None) -> Target:
+def _read(config: TrainConfig, model: Mapping[str, Any] | None) -> Target:
     """The target of a run that is not begun: a folder here, as it is described, or as the hub's config.json has it."""
+    name = config.head.target
     if Path(name).expanduser().is_dir() or (model is None and hub.hub_id(name) is None):
-        return lazy_target(name)
+        return config.loading.load(name, lazy=True)
     if model is None:
         file = hub.fetch_file(str(hub.hub_id(name)), "config.json")
         model = json.loads(Path(str(file)).read_text(encoding="utf-8"))

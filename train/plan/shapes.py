@@ -11,11 +11,9 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
-from eagle_mlx import hub
 from eagle_mlx.errors import TargetError
 from eagle_mlx.heads.eagle import EagleConfig, EagleHead
 from eagle_mlx.heads.eagle3 import Eagle3Head
@@ -64,16 +62,6 @@ class HeadShape:
     """Of these, the output projection and what reads the hidden states once, before the draft steps."""
     gathered: bool
     """Whether `unroll/eagle3.py` computes its draft steps, where loss comes from, and not `unroll/feedback.py`."""
-
-
-def lazy_target(name: str) -> Target:
-    """A target of which only the headers of its files have been read. Raises as `load_target` does."""
-    folder = hub.resolve(name)
-    try:
-        loaded = mlx_lm.load(str(folder), lazy=True)
-    except (FileNotFoundError, ValueError, KeyError, RuntimeError) as e:
-        raise TargetError(f"{folder} cannot be loaded as a target: {e}") from e
-    return Target(loaded[0], loaded[1], name=name)
 
 
 def described_target(name: str, model: Mapping[str, Any]) -> Target:

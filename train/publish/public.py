@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_ALWAYS_PATHS = ("output", "shards")
+_ALWAYS_PATHS = ("output", "shards", "adapter_path")
 """Settings that hold a path and nothing else."""
 _DATA_FILES = (".jsonl", ".json", ".parquet")
 _BEGINS_AS_PATH = re.compile(r"(~[\w.-]*|\.{1,2})?[/\\]|[A-Za-z]:[/\\]")

@@ -75,6 +75,7 @@ def training(source: Source) -> Rows:
     return _known(
         [
             ("target", source.trained_on or ""),
+            ("adapters of the target", source.adapter),
             ("started from", str(public(report.get("started_from") or ""))),
             ("data", sources + (f": {', '.join(amount)}" if amount else "")),
             ("tokens trained on", _number(report.get("tokens"))),

@@ -87,6 +87,11 @@ class Source:
         return next((name for name in self.target_names if hub.full_id(name)), None)
 
     @property
+    def adapter(self) -> str:
+        """Name of the LoRA adapters that the target had; empty for none."""
+        return str(self.noted.get("adapter") or "")
+
+    @property
     def aux_layers(self) -> tuple[int, ...] | None:
         """Layers of the target that the head reads; None where it is the last one, whichever that is."""
         try:

@@ -20,7 +20,17 @@ def sections(source: Source, repo: str, target: str, base: str, depth: int) -> s
 
     `target` is what the head was trained on, for MLX; `base` is the model that other servers load.
     """
-    parts = [_eagle_mlx(repo, target)]
+    parts = [_eagle_mlx(repo, target, source.adapter)]
+    if source.adapter:
+        parts.append(
+            f"The head was trained for that model with the LoRA adapters `{source.adapter}`, and drafts for it with "
+            "those."
+            + (
+                " Give the servers below the model with the adapters fused into it (`mlx_lm.fuse`)."
+                if source.layout.engines
+                else ""
+            )
+        )
     if source.layout.engines and by_mlx_community(base):
         parts.append(
             f"The servers below do not read MLX's conversions: in place of `{base}` give them the model that it was "
@@ -39,18 +49,19 @@ def _is_eagle31(source: Source) -> bool:
     return isinstance(source.head, Eagle3Head) and (source.head.config.fc_norm or source.head.config.norm_output)
 
 
-def _eagle_mlx(repo: str, target: str) -> str:
+def _eagle_mlx(repo: str, target: str, adapter: str) -> str:
+    flags, argument = (f" --adapter-path {adapter}", f', adapter_path="{adapter}"') if adapter else ("", "")
     return f"""\
 With EAGLE-MLX, as a server for any OpenAI client, or in Python:
 
 ```
-eagle-serve --target {target} --head {repo}
+eagle-serve --target {target}{flags} --head {repo}
 ```
 
 ```python
 import eagle_mlx as em
 
-target = em.load_target("{target}")
+target = em.load_target("{target}"{argument})
 head = em.load_head("{repo}", target)
 engine = em.Engine(target, proposer=em.HeadProposer(head))
 print(engine.generate(["Once upon a time"], em.SamplingParams(max_tokens=64))[0].text)

@@ -250,6 +250,8 @@ class Run:
         extra: dict[str, Any] = {"step": self.progress.step, "tokens": self.progress.tokens}
         if found is not None:
             extra |= {"acceptance_length": found.acceptance_length, "depth": found.depth}
+        if self.target.adapter is not None:
+            extra["adapter"] = self.target.adapter.name
         called = public_name(self.target.name)
         kind_of(self.head).save(self.head, self.folder / name, called, extra, file_type(self.config))
 

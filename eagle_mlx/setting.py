@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import typing
 from collections.abc import Callable, Mapping
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from eagle_mlx.errors import ConfigError
+
+_METAVARS = {int: "N", float: "X", str: "NAME"}
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,18 @@ class Group:
 def flag(name: str) -> str:
     """The flag of a setting: `draft_vocab` is `--draft-vocab`."""
     return f"--{name.replace('_', '-')}"
+
+
+def argument(known: Setting) -> dict[str, Any]:
+    """What argparse's `add_argument` needs to read a setting's value, its help and default aside."""
+    if known.type is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(known.type) is Literal:
+        return {"choices": typing.get_args(known.type)}
+    if known.type == tuple[str, ...]:
+        return {"nargs": "+", "action": "extend", "metavar": known.metavar or "TEXT"}
+    item, several = (known.type, {}) if known.type in _METAVARS else (typing.get_args(known.type)[0], {"nargs": "+"})
+    return {"type": item, "metavar": known.metavar or _METAVARS[item], **several}
 
 
 def _fits(value: Any, type_: Any) -> bool:

@@ -1,0 +1,100 @@
+"""How the target is loaded, as flags and settings of every command: mlx-lm's own, under its names."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.setting import Group, argument, flag, setting, settings_of
+from eagle_mlx.target import Target, load_target
+
+_OF_THE_RENDERING = {
+    *("messages", "conversation", "tools", "add_generation_prompt"),
+    *("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
+}
+"""What a template is given by whoever renders it."""
+_OF_A_TEMPLATE = "{"
+"""Every template that shows a message has one, and no file's name should."""
+
+
+@dataclass(frozen=True)
+class TargetOptions(Group):
+    """How the target is loaded, as in mlx-lm."""
+
+    adapter_path: str = setting("", "LoRA adapters trained with mlx_lm.lora for this target", metavar="DIR")
+    trust_remote_code: bool = setting(False, "fetch and run the code that a model comes with")
+    extra_eos_tokens: tuple[str, ...] = setting(
+        (), "tokens that end a text as well", name="extra_eos_token", metavar="TOKEN"
+    )
+    chat_template: str = setting(
+        "", "a chat template in place of the tokenizer's own, or a file that holds one", metavar="TEXT_OR_FILE"
+    )
+    chat_template_args: str = setting(
+        "", "what the chat template takes, such as '{\"enable_thinking\": false}'", metavar="JSON"
+    )
+
+    def _check(self) -> None:
+        _template_args(self.chat_template_args)
+
+    def load(self, name: str | Path, lazy: bool = False) -> Target:
+        """Load a target so; with `lazy` only the headers of its files are read.
+
+        Raises an EagleError where the target, its adapters or the file of a template cannot be had.
+        """
+        return load_target(
+            name,
+            adapter_path=self.adapter_path or None,
+            trust_remote_code=self.trust_remote_code,
+            extra_eos_tokens=self.extra_eos_tokens,
+            chat_template=_template(self.chat_template),
+            chat_template_args=_template_args(self.chat_template_args),
+            lazy=lazy,
+        )
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of a command that is no training, whose settings are flags already."""
+    how = parser.add_argument_group("how the target is loaded, as in mlx-lm")
+    for known in settings_of(TargetOptions).values():
+        default = list(known.default) if isinstance(known.default, tuple) else known.default
+        how.add_argument(flag(known.name), dest=known.field, default=default, help=known.help, **argument(known))
+
+
+def options_of(args: argparse.Namespace) -> TargetOptions:
+    """What the flags say. Raises ConfigError for template arguments that are no JSON object, or not a template's."""
+    values: dict[str, Any] = {}
+    for known in settings_of(TargetOptions).values():
+        given = getattr(args, known.field)
+        values[known.field] = tuple(given) if isinstance(given, list) else given
+    return TargetOptions(**values)
+
+
+def _template(given: str) -> str | None:
+    """The template that is given as such, or that a file holds; None where none is given."""
+    if not given or _OF_A_TEMPLATE in given:
+        return given or None
+    try:
+        text = Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--chat-template {given} is no template, and as a file it cannot be read: {e}") from e
+    if _OF_A_TEMPLATE not in text:
+        raise ConfigError(f"--chat-template {given}: the file holds no template; one shows messages with {{{{ … }}}}")
+    return text
+
+
+def _template_args(text: str) -> dict[str, Any]:
+    if not text:
+        return {}
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise ConfigError(f"--chat-template-args is not JSON: {e}") from e
+    if not isinstance(values, dict):
+        raise ConfigError("--chat-template-args must be an object, such as '{\"enable_thinking\": false}'")
+    if reserved := sorted(values.keys() & _OF_THE_RENDERING):
+        raise ConfigError(f"--chat-template-args: {reserved[0]!r} is not the template's; leave it out")
+    return values
