@@ -13,6 +13,7 @@ from .made import MakeConfig, MakeReport, steerable
 from .made_file import Wanted, make_to_file
 from .made_once import make_once
 from .made_shards import ShardPlace
+from .made_text import beginning
 from .mapping import FieldMap
 from .regenerate import RegenerateConfig, RegenerateReport, regenerate
 from .shard_capture import ShardCapture, capture_to_shards, shard_meta
@@ -42,6 +43,7 @@ __all__ = [
     "ShardPlace",
     "Wanted",
     "all_tokens",
+    "beginning",
     "capture",
     "capture_to_shards",
     "choose_draft_vocab",

@@ -1,20 +1,18 @@
 """Conversations that a target makes up by itself: it writes the user's turns, and answers them.
 
 The user's turns come as in Magpie (Xu et al. 2024, arXiv 2406.08464): the target is given its own chat template up to
-the place where the user speaks. Each try is a function of the seed and its number alone.
+the place where the user speaks.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tqdm import tqdm
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.output import Output
@@ -27,7 +25,7 @@ from eagle_mlx.shards import Sample
 from .chat import prompt_tokens, render
 from .conversation import Conversation, Message
 from .domains import DOMAINS, Domain
-from .regenerate import Speed, seed_of
+from .regenerate import seed_of
 from .usable import why_no_answer, why_no_question
 from .user_place import UserPlace, find_user_place
 
@@ -168,52 +166,8 @@ class Made(NamedTuple):
     """Its tokens with their hidden states, where the engine captures."""
 
 
-def make_conversations(
-    engine: Engine,
-    config: MakeConfig,
-    following: Callable[[int], int | None],
-    shown: tqdm[NoReturn] | None = None,
-) -> Iterator[Made]:
-    """Yield what comes of tries, each as soon as it has ended.
-
-    `following(running)` gives the number of the next try while so many run, or None where none is wanted now; whoever
-    wants no more leaves the loop. A user's turn that has ended is answered at once: prompts and answers of different
-    conversations decode side by side. Where the engine's proposer is a CapturingProposer, whose last layer must be the
-    target's, each comes with the hidden states of the forwards that wrote it. Raises TargetError for a target that
-    cannot speak as its user.
-    """
-    writer = _Writer(engine, config)
-    running: dict[int, tuple[_Try, Request]] = {}
-    speed = Speed(shown)
-    try:
-        while True:
-            while len(running) < engine.max_batch + _AHEAD and (number := following(len(running))) is not None:
-                attempt = writer.open(number)
-                running[number] = attempt, writer.submit(attempt)
-            if not running:
-                return
-            engine.step()
-            for number, (attempt, request) in list(running.items()):
-                if request.finish_reason is None:
-                    continue
-                speed.finished += len(request.tokens)
-                if writer.take(attempt, request):
-                    running[number] = attempt, writer.submit(attempt)
-                else:
-                    del running[number]
-                    yield attempt.result()
-            speed.show(request for _, request in running.values())
-    finally:
-        for _, request in running.values():
-            engine.cancel(request)
-
-
-_AHEAD = 4
-"""Requests that wait beside those that decode, so that a place that falls free is taken in the same step."""
-
-
 @dataclass
-class _Try:
+class Attempt:
     """A conversation under way."""
 
     number: int
@@ -261,27 +215,26 @@ class _Try:
         return Made(self.number, conversation, self.domain.name, first, self.report, self.sample)
 
 
-class _Writer:
-    """Has the target write both sides of conversations."""
+class ConversationWriter:
+    """Has a target with a chat template write both sides of conversations.
 
-    def __init__(self, engine: Engine, config: MakeConfig):
-        self.engine, self.config = engine, config
-        tokenizer = engine.target.tokenizer
-        if tokenizer is None or not tokenizer.has_chat_template:
-            raise TargetError(f"{engine.target.name} has no chat template, so it cannot speak as its user")
-        self.tokenizer: TokenizerWrapper = tokenizer
+    Raises TargetError where it cannot speak as its user.
+    """
+
+    def __init__(self, engine: Engine, config: MakeConfig, tokenizer: TokenizerWrapper):
+        self.engine, self.config, self.tokenizer = engine, config, tokenizer
         self._special = frozenset(tokenizer.all_special_ids)
         self.capture = engine.proposer if isinstance(engine.proposer, CapturingProposer) else None
         self.domains = steerable(tokenizer, config.domains, engine.target.name)
 
-    def open(self, number: int) -> _Try:
+    def open(self, number: int) -> Attempt:
         """A try as its number and the seed have it."""
 
         def share(what: str) -> float:
             return seed_of(self.config.seed, number, what) / (1 << 63)
 
         domain = _drawn([d.weight for d in self.domains], share("domain"))
-        return _Try(
+        return Attempt(
             number,
             self.domains[domain],
             1 + _drawn(self.config.turns, share("turns")),
@@ -289,7 +242,7 @@ class _Writer:
             self.config.temperatures[int(share("temperature") * len(self.config.temperatures))],
         )
 
-    def submit(self, attempt: _Try) -> Request:
+    def submit(self, attempt: Attempt) -> Request:
         """Have the next turn written."""
         seed = seed_of(self.config.seed, attempt.number, "answer" if attempt.answering else "user", attempt.turn)
         if attempt.answering:
@@ -304,7 +257,7 @@ class _Writer:
         self.engine.submit(request)
         return request
 
-    def take(self, attempt: _Try, request: Request) -> bool:
+    def take(self, attempt: Attempt, request: Request) -> bool:
         """Put a turn that has been written into its conversation; whether another one follows."""
         output = self.engine.output(request)
         if output.finish_reason == "error":
@@ -314,21 +267,14 @@ class _Writer:
         follows = take(attempt, request, output, said)
         return follows and self._fits(attempt)
 
-    def _sample(self, attempt: _Try, request: Request) -> Sample | None:
+    def _sample(self, attempt: Attempt, request: Request) -> Sample | None:
         """The conversation's tokens with the states of the forwards that read and wrote them."""
         if self.capture is None:
             return None
-        states = self.capture.take(request.prompt, request.tokens)
-        if states is None:
-            raise DataError(f"try {attempt.number}: the hidden states of its answer were not captured whole")
-        # Nothing read the last token, and no loss reads its state: see `train.step.batch_plan`.
-        states = np.pad(states, ((0, 1), (0, 0)))
         mask = [*self._earlier(attempt, request.prompt), *([1] * len(request.tokens))]
-        split = self.engine.target.hidden_size * (len(self.capture.layers) - 1)
-        tokens = np.array([*request.prompt, *request.tokens], np.int32)
-        return Sample(tokens, np.array(mask, np.uint8), states[:, :split].copy(), states[:, split:].copy())
+        return captured(self.engine, self.capture, request, mask, attempt.number)
 
-    def _earlier(self, attempt: _Try, prompt: list[int]) -> list[int]:
+    def _earlier(self, attempt: Attempt, prompt: list[int]) -> list[int]:
         """The loss mask of a prompt: 1 on the answers in it."""
         if not attempt.kept:
             return [0] * len(prompt)
@@ -337,7 +283,7 @@ class _Writer:
         mask = rendered.loss_mask[: min(len(prompt), len(rendered.tokens)) if same is None else same]
         return [*mask, *([0] * (len(prompt) - len(mask)))]
 
-    def _asked(self, attempt: _Try, request: Request, output: Output, said: list[int]) -> bool:
+    def _asked(self, attempt: Attempt, request: Request, output: Output, said: list[int]) -> bool:
         text = output.text.strip()
         why = why_no_question(text, said, output.finish_reason == "stop", self._special)
         if why is not None:
@@ -346,7 +292,7 @@ class _Writer:
         attempt.messages.append(Message("user", text))
         return True
 
-    def _answered(self, attempt: _Try, request: Request, output: Output, said: list[int]) -> bool:
+    def _answered(self, attempt: Attempt, request: Request, output: Output, said: list[int]) -> bool:
         sample, why = self._sample(attempt, request), why_no_answer(output.text, said, self._special)
         if why is not None:
             attempt.fail(why)
@@ -361,7 +307,7 @@ class _Writer:
         report.tokens = output.prompt_tokens + len(output.tokens)
         return not is_cut and attempt.turn < attempt.turns
 
-    def _fits(self, attempt: _Try) -> bool:
+    def _fits(self, attempt: Attempt) -> bool:
         """Whether the next turn has room in the target's context."""
         room = self.config.max_tokens if attempt.answering else self.config.user_tokens
         used = attempt.report.tokens + (self.config.user_tokens if attempt.answering else 0)
@@ -370,8 +316,23 @@ class _Writer:
             attempt.fail("")
         return fits
 
-    def _place(self, attempt: _Try) -> UserPlace:
+    def _place(self, attempt: Attempt) -> UserPlace:
         return find_user_place(self.tokenizer, attempt.under(attempt.domain.system), self.engine.target.name)
+
+
+def captured(engine: Engine, capture: CapturingProposer, request: Request, mask: list[int], number: int) -> Sample:
+    """A try's tokens, with the loss mask of as many, and the states of the forwards that read and wrote them.
+
+    Raises DataError where states are missing.
+    """
+    states = capture.take(request.prompt, request.tokens)
+    if states is None:
+        raise DataError(f"try {number}: the hidden states of its answer were not captured whole")
+    # Nothing read the last token, and no loss reads its state: see `train.step.batch_plan`.
+    states = np.pad(states, ((0, 1), (0, 0)))
+    split = engine.target.hidden_size * (len(capture.layers) - 1)
+    tokens = np.array([*request.prompt, *request.tokens], np.int32)
+    return Sample(tokens, np.array(mask, np.uint8), states[:, :split].copy(), states[:, split:].copy())
 
 
 def steerable(tokenizer: TokenizerWrapper, domains: tuple[Domain, ...], name: str) -> tuple[Domain, ...]:

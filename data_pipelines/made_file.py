@@ -18,8 +18,9 @@ from eagle_mlx.progress import progress_bar
 from eagle_mlx.target import Target, text_settings
 
 from .jsonl import as_line
-from .made import MakeConfig, MakeReport, make_conversations
+from .made import MakeConfig, MakeReport
 from .made_shards import MadeShards, ShardPlace, ShardPlan, open_shards
+from .made_tries import make_all
 from .partial import Done, PartialFile, open_partial
 
 FREE_TRIES = 64
@@ -177,7 +178,7 @@ def _make(engine: Engine, config: MakeConfig, part: PartialFile, selection: Sele
         begun, ahead = ahead, next(numbers)
         return begun
 
-    for made in make_conversations(engine, config, following, shown):
+    for made in make_all(engine, config, following, shown):
         if isinstance(selection.shards, MadeShards) and made.sample is not None:
             selection.shards.keep(made.number, made.sample)
         row = as_line(made.conversation, domain=made.domain) if made.conversation is not None else b""

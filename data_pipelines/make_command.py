@@ -17,6 +17,7 @@ from .made import MakeConfig, steerable
 from .made_file import Wanted, make_to_file
 from .made_once import BATCH
 from .made_shards import ShardPlace
+from .made_text import beginning
 from .options import add_drafting, add_target, aux_layers_of, engine_of, positive, tokenizer_of
 from .partial import partial_path
 from .shard_capture import shard_meta
@@ -27,6 +28,8 @@ Have the target make up conversations: no data set, no licence question, no netw
 The target is given its own chat template up to the place where the user speaks, and goes on by itself: it writes the
 user's turn (Magpie, Xu et al. 2024, arXiv 2406.08464), then answers it, and may ask again. What a head has to predict
 is the target's own answers, and these are.
+
+A target without a chat template writes plain texts instead, from the beginning of a text on, drawn as user turns are.
 
 A system prompt steers what some user turns are about; no answer sees it. The domains and their shares:
   {", ".join(f"{domain.name}={domain.weight:g}" for domain in DOMAINS)}
@@ -164,7 +167,17 @@ def _place(args: argparse.Namespace, target: Target) -> tuple[ShardPlace | None,
 
 
 def _tell_unsteered(target: Target, config: MakeConfig) -> None:
-    usable = steerable(tokenizer_of(target), config.domains, target.name)
+    """Say what of the settings is of no effect. Raises TargetError for a target that can make up nothing."""
+    tokenizer = tokenizer_of(target)
+    if not tokenizer.has_chat_template:
+        begin = tokenizer.decode(beginning(tokenizer, target.name))
+        print(
+            f"the target has no chat template, so it writes texts from their beginning on ({begin!r}): of no effect "
+            "are --domain, --turns, --system, --temperature, --top-p and --user-tokens",
+            file=sys.stderr,
+        )
+        return
+    usable = steerable(tokenizer, config.domains, target.name)
     if left := [domain.name for domain in config.domains if domain not in usable]:
         print(f"the chat template takes no system prompt, so nothing steers to: {', '.join(left)}", file=sys.stderr)
 

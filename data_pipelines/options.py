@@ -43,11 +43,9 @@ def add_data(parser: argparse.ArgumentParser, split: str | None) -> None:
     add_choice(parser, split)
 
 
-def add_target(
-    parser: argparse.ArgumentParser, help: str = "the model: a folder or a hub id", required: bool = True
-) -> None:
-    """`--target`, and how it is loaded."""
-    parser.add_argument("--target", required=required, help=help)
+def add_target(parser: argparse.ArgumentParser, optional: str = "") -> None:
+    """`--target`, and how it is loaded; `optional` says what it is for, where it may be left out."""
+    parser.add_argument("--target", required=not optional, help=optional or "the model: a folder or a hub id")
     add_target_arguments(parser)
 
 

@@ -22,7 +22,7 @@ from eagle_mlx.target_options import add_target_arguments, options_of
 
 from ..head_choice import load_proposer
 from ..memory import add_kv_gb, add_prefill_chunk, bytes_of, prefill_chunk_of
-from ..prompts import encode, read_prompts
+from ..questions import Question, read_questions
 from ..speculation import add_arguments, from_arguments
 
 EPILOG = """\
@@ -122,15 +122,34 @@ def prompt_of(text: str, target: Target, args: argparse.Namespace) -> EngineProm
 
 
 def _many(engine: Engine, args: argparse.Namespace, params: SamplingParams) -> list[Output]:
-    """Decode a file's prompts side by side; one line of JSON for each, in their order."""
-    prompts = [encode(prompt, engine.target, params.max_tokens) for prompt in read_prompts(args.file)]
-    outputs = engine.generate(prompts, params, progress=not args.quiet)
-    lines = "".join(json.dumps(_result(output), ensure_ascii=False) + "\n" for output in outputs)
+    """Decode a file's rows side by side, turn by turn; one line of JSON for each, in their order."""
+    questions = read_questions(args.file)
+    for question in questions:
+        question.check(engine.target, params.max_tokens)
+    answers: list[list[Output]] = [[] for _ in questions]
+    for turn in range(1 + max(len(question.later) for question in questions)):
+        asked = [index for index, question in enumerate(questions) if turn <= len(question.later)]
+        prompts = [
+            questions[index].encode(engine.target, [output.text for output in answers[index]], params.max_tokens)
+            for index in asked
+        ]
+        outputs = engine.generate(prompts, params, progress=not args.quiet)
+        for index, output in zip(asked, outputs, strict=True):
+            answers[index].append(output)
+    rows = [_row(question, each) for question, each in zip(questions, answers, strict=True)]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     if args.output is None:
         print(lines, end="")
     else:
         write_output(args.output, lines)
-    return outputs
+    return [output for each in answers for output in each]
+
+
+def _row(question: Question, answers: Sequence[Output]) -> dict[str, object]:
+    """What a row came to; of a row of `turns` under that name, an answer for each."""
+    if question.category is None:
+        return _result(answers[0])
+    return {"category": question.category, "turns": [_result(answer) for answer in answers]}
 
 
 def _result(output: Output) -> dict[str, object]:
@@ -162,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("prompt", nargs="?", help="what to say to the model; `-` reads standard input")
-    parser.add_argument("--file", type=Path, metavar="FILE.jsonl", help="rows of `messages` or `prompt` in its place")
+    parser.add_argument("--file", type=Path, metavar="FILE.jsonl", help="rows of `messages`, `prompt` or `turns`")
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="answers to --file (default: to the screen)")
     parser.add_argument(
         "--batch", type=int, default=8, metavar="N", help="prompts of a file that decode together (default 8)"

@@ -451,8 +451,8 @@ def test_bad_wishes_are_named() -> None:
         MakeConfig(temperatures=(-1.0,))
 
 
-def test_a_target_without_a_template_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TargetError, match="tiny has no chat template"):
+def test_a_target_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="tiny has no tokenizer"):
         make_to_file(Engine(tiny_target()), CONFIG, Wanted(rows=1), tmp_path / "a.jsonl")
 
 

@@ -45,7 +45,19 @@ def test_shards_tell_which_adapters_the_target_had(
     target: str, adapters: str, chats: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "s"
-    argv = ["collect", "--target", target, "--data", chats, "--split", "all", "--output", str(folder)]
+    argv = [
+        "collect",
+        "--target",
+        target,
+        "--data",
+        chats,
+        "--split",
+        "all",
+        "--max-length",
+        "64",
+        "--output",
+        str(folder),
+    ]
     assert cli.main([*argv, "--adapter-path", adapters]) == 0
     adapter = load_target(target, adapter_path=adapters).adapter
     assert adapter is not None

@@ -80,6 +80,23 @@ def test_a_file_gives_one_row_a_prompt_in_order(models: tuple[str, str], tmp_pat
     assert all(row["finish_reason"] in ("stop", "length") and row["completion_tokens"] <= 12 for row in rows)
 
 
+def test_rows_of_turns_are_asked_turn_by_turn(models: tuple[str, str], tmp_path: Path) -> None:
+    asked = [["import os", "and sys?"], ["x"], ["def f(x):", "why?", "and then?"]]
+    lines = [{"question_id": n, "category": "code", "turns": turns} for n, turns in enumerate(asked)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = ["--file", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "a.jsonl"), "--quiet"]
+    assert main([*files, "--target", models[0], "--spec-decode", "none", *SHORT]) == 0
+    engine, params = em.Engine(em.load_target(models[0])), em.SamplingParams(max_tokens=12)
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    for turns, row in zip(asked, rows, strict=True):
+        assert row["category"] == "code"
+        messages: list[dict[str, str]] = []
+        for turn, answer in zip(turns, row["turns"], strict=True):
+            messages.append({"role": "user", "content": turn})
+            assert answer["text"] == engine.generate([messages], params)[0].text
+            messages.append({"role": "assistant", "content": answer["text"]})
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

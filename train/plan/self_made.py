@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eagle_mlx.data_pipelines import MakeConfig, steerable
-from eagle_mlx.errors import TargetError
+from eagle_mlx.data_pipelines import MakeConfig, beginning, steerable
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
@@ -22,12 +21,10 @@ def sources_of(config: TrainConfig) -> tuple[str, ...]:
 
 
 def check_speaks(target: Target) -> None:
-    """Raise TargetError for a target that cannot speak as its user. One without a tokenizer is not looked at."""
+    """Raise TargetError for a target that can make up nothing. One without a tokenizer is not looked at."""
     if target.tokenizer is None:
         return
-    if not target.tokenizer.has_chat_template:
-        raise TargetError(
-            f"{target.name} has no chat template, so it cannot make up conversations; say what a head for it is to "
-            "learn from with --data: texts or conversations as FILE.jsonl, or a data set of the hub (docs/data.md)"
-        )
-    steerable(target.tokenizer, MakeConfig().domains, target.name)
+    if target.tokenizer.has_chat_template:
+        steerable(target.tokenizer, MakeConfig().domains, target.name)
+    else:
+        beginning(target.tokenizer, target.name)

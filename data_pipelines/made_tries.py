@@ -1,0 +1,92 @@
+"""Tries of a target to make up something worth learning from, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NoReturn, Protocol, TypeVar
+
+from tqdm import tqdm
+
+from eagle_mlx.engine import Engine
+from eagle_mlx.errors import TargetError
+from eagle_mlx.request import Request
+
+from .made import ConversationWriter, Made, MakeConfig
+from .made_text import TextWriter
+from .regenerate import Speed
+
+_AHEAD = 4
+"""Requests that wait beside those that decode, so that a place that falls free is taken in the same step."""
+
+
+class _Attempt(Protocol):
+    """A try under way."""
+
+    def result(self) -> Made:
+        """What came of it, once it has ended."""
+
+
+A = TypeVar("A", bound=_Attempt)
+
+
+class Writer(Protocol[A]):
+    """How a target makes something up. Each try is a function of the seed and its number alone."""
+
+    def open(self, number: int) -> A:
+        """Begin a try."""
+
+    def submit(self, attempt: A) -> Request:
+        """Have its next part written."""
+
+    def take(self, attempt: A, request: Request) -> bool:
+        """Put a part that has been written into it; whether another one follows. Raises DataError for none."""
+
+
+def make_all(
+    engine: Engine,
+    config: MakeConfig,
+    following: Callable[[int], int | None],
+    shown: tqdm[NoReturn] | None = None,
+) -> Iterator[Made]:
+    """Yield what comes of tries, each as soon as it has ended: conversations, or texts without a chat template.
+
+    `following(running)` gives the number of the next try while so many run, or None where none is wanted now; whoever
+    wants no more leaves the loop. A user's turn that has ended is answered at once: prompts and answers of different
+    conversations decode side by side. Where the engine's proposer is a CapturingProposer, whose last layer must be the
+    target's, each comes with the hidden states of the forwards that wrote it. Raises TargetError for a target that
+    cannot speak as its user, or that has no tokenizer.
+    """
+    tokenizer = engine.target.tokenizer
+    if tokenizer is None:
+        raise TargetError(f"{engine.target.name} has no tokenizer, so it can make up nothing")
+    if tokenizer.has_chat_template:
+        return _run(engine, ConversationWriter(engine, config, tokenizer), following, shown)
+    return _run(engine, TextWriter(engine, config, tokenizer), following, shown)
+
+
+def _run(
+    engine: Engine, writer: Writer[A], following: Callable[[int], int | None], shown: tqdm[NoReturn] | None
+) -> Iterator[Made]:
+    running: dict[int, tuple[A, Request]] = {}
+    speed = Speed(shown)
+    try:
+        while True:
+            while len(running) < engine.max_batch + _AHEAD and (number := following(len(running))) is not None:
+                attempt = writer.open(number)
+                running[number] = attempt, writer.submit(attempt)
+            if not running:
+                return
+            engine.step()
+            for number, (attempt, request) in list(running.items()):
+                if request.finish_reason is None:
+                    continue
+                speed.finished += len(request.tokens)
+                if writer.take(attempt, request):
+                    running[number] = attempt, writer.submit(attempt)
+                else:
+                    del running[number]
+                    yield attempt.result()
+            speed.show(request for _, request in running.values())
+    finally:
+        for _, request in running.values():
+            engine.cancel(request)
