@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from eagle_mlx.errors import ConfigError, OutputError
+from eagle_mlx.target import load_target
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Rows
 from eagle_mlx.train.kinds import KINDS, resolved
@@ -20,7 +21,7 @@ from eagle_mlx.train.plan import preflight as forecasts
 from eagle_mlx.train.plan.estimate import check_memory, disk_of, memory_of, work_of
 from eagle_mlx.train.plan.machine import Machine
 from eagle_mlx.train.plan.preflight import Tokens, check, forecast
-from eagle_mlx.train.plan.shapes import blank_head, lazy_target, shape_of_head, shape_of_target
+from eagle_mlx.train.plan.shapes import blank_head, shape_of_head, shape_of_target
 from eagle_mlx.train.step.step import Stepper
 from tests.fakes import EMBEDDED_TARGET, tiny_target, tiny_target_folder
 
@@ -77,7 +78,7 @@ def test_a_step_takes_what_was_foretold(changes: dict[str, Any], hidden: int, vo
 
 def test_shapes_are_read_without_loading_a_weight(tmp_path: Path) -> None:
     before = mx.get_active_memory()
-    target = lazy_target(str(EMBEDDED_TARGET))
+    target = load_target(EMBEDDED_TARGET, lazy=True)
     shape = shape_of_target(target)
     assert (shape.layers, shape.hidden_size, shape.vocab_size, shape.inner) == (14, 192, 4096, 512)
     assert shape.parameters == 6_298_816
