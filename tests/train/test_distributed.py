@@ -20,7 +20,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.train.data.batches import Batches
 from eagle_mlx.train.data.samples import InMemory
 from eagle_mlx.train.distributed import World
-from tests.fakes import talking_target_folder
+from tests.fakes import talking_target_folder, tiny_adapters
 from tests.train.worker import CONFIG, conversations, learnt, whole_run
 
 needs_ring = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="this MLX has no ring backend")
@@ -41,12 +41,15 @@ def together(count: int, folder: Path, *arguments: str) -> list[Any]:
 
 
 def printed(count: int, folder: Path, module: str, *arguments: str, places: Sequence[Path] = ()) -> list[str]:
-    """What each process prints; `places` are the folders in which they run, as if on machines of their own."""
+    """What each process prints; `places` are the folders in which they run, as if on machines of their own.
+
+    There the first process alone is given the arguments.
+    """
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(count)]))
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [sys.executable, "-m", module, *(() if places and rank else arguments)],
             cwd=places[rank] if places else ROOT,
             env={**os.environ, "MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank), "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
@@ -108,13 +111,15 @@ def test_two_processes_make_the_run_of_one_with_twice_the_rows(tmp_path: Path) -
 def test_the_command_takes_settings_and_made_up_data_from_rank_zero(tmp_path: Path) -> None:
     target, places = talking_target_folder(tmp_path / "target", seed=2), [tmp_path / "a", tmp_path / "b"]
     for place in places:
-        place.mkdir()
+        tiny_adapters(place / "adapters")
     settings = "--head eagle --length 64 --max-length 64 --rows 2 --max-steps 3 --eval-prompts 2 --eval-tokens 4"
-    flags = ["--target", str(target), "--output", "out/head", "--self-tokens", "600", *settings.split()]
+    flags = ["--target", str(target), "--adapter-path", "adapters", "--output", "out/head", "--self-tokens", "600"]
+    flags += settings.split()
     first, second = printed(2, tmp_path, "eagle_mlx.train.cli", *flags, places=places)
     assert "the head is in out/head/best" in first
     assert second == ""
-    assert json.loads((places[0] / "out/head/report.json").read_text())["steps"] == 3
+    report = json.loads((places[0] / "out/head/report.json").read_text())
+    assert (report["steps"], report["config"]["adapter_path"]) == (3, "adapters")
     made = [(place / "out/head.self.jsonl").read_bytes() for place in places]
     assert made[0] == made[1]
     assert not (places[1] / "out/head").exists()
