@@ -123,6 +123,12 @@ class Target:
                 counts[None] += sum(x.size for x in own)
         return max(counts, key=lambda bits: counts[bits])
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a forward reads at most: of an embedding that is no output projection, next to none."""
+        tied = getattr(self._lm_head, "__self__", None) is self._embed
+        return nbytes_of(self.model) - (0 if tied else nbytes_of(self._embed))
+
     def embed(self, tokens: mx.array) -> mx.array:
         """Token ids [...] -> embeddings [..., H]."""
         out: mx.array = self._embed(tokens)
@@ -327,6 +333,12 @@ def text_settings(target: Target) -> dict[str, Any]:
         "target_template_args": dict(template_args(target.tokenizer)),
         "target_eos_tokens": sorted(target.eos_token_ids),
     }
+
+
+def nbytes_of(module: nn.Module) -> int:
+    """Bytes of all its parameters."""
+    leaves = cast(list[tuple[str, mx.array]], tree_flatten(module.parameters()))
+    return sum(leaf.nbytes for _, leaf in leaves)
 
 
 def digest_of(module: nn.Module, more: str = "") -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from time import perf_counter
 
@@ -19,7 +20,7 @@ from eagle_mlx.decoding.verify import Verdict, verify, verify_tree
 from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.engine.round import Answer, Checkpoint, NaN, Round
 from eagle_mlx.plan import Abilities, Plan, RoundResult
-from eagle_mlx.proposers.base import Forkable, Observation, Proposer, ProposerState
+from eagle_mlx.proposers.base import Forkable, Movable, Observation, Proposer, ProposerState
 from eagle_mlx.proposers.check import Asked, check_draft
 from eagle_mlx.request import Request
 from eagle_mlx.target import Forward, Target
@@ -257,6 +258,44 @@ class Batch:
             return None
         return Prefix(known, self.cache.fork(index, known), state.fork(index, known) if state is not None else None)
 
+    @property
+    def may_part(self) -> bool:
+        """Whether rows may leave for another batch."""
+        return self.state is None or isinstance(self.state, Movable)
+
+    def take(self, rows: Sequence[int]) -> Batch:
+        """Some rows leave, though not all of them, and are a batch of their own. No round is under way."""
+        taken: Batch | None = None
+        for row in sorted(rows, reverse=True):
+            alone = self._alone(row)
+            if taken is None:
+                taken = alone
+            else:
+                taken.append(alone)
+        assert taken is not None
+        self._after_leaving()
+        return taken
+
+    def _alone(self, row: int) -> Batch:
+        """A row that leaves, with copies of what is kept of it."""
+        other = copy(self)
+        other.requests = [self.requests[row]]
+        other.cache = self.cache.fork(row, self.requests[row].length)
+        other.newest = self.newest[row : row + 1]
+        mx.eval(other.newest, other.cache.state)  # as long as they are to be computed they hold the buffers
+        if isinstance(self.state, Movable):
+            other.state = self.state.take(row)
+        other._gather()
+        self._remove(row)
+        return other
+
+    def ended_pasts(self) -> Iterator[tuple[list[int], Prefix]]:
+        """The texts of requests that are about to leave, and what the caches hold of them, where that can be had."""
+        for index, request in enumerate(self.requests):
+            past = self.past(index) if request.finish_reason else None
+            if past is not None:
+                yield [*request.prompt, *request.tokens], past
+
     def append(self, other: Batch) -> None:
         """Another batch's rows join behind this one's."""
         if self.state is not None and other.state is not None:
@@ -278,13 +317,18 @@ class Batch:
         for index in reversed(ended):
             if self.state is not None:
                 self.state.remove(index)
-            self.cache.remove(index)
-            self.newest = without_row(self.newest, index)
-            self.requests[index] = self.requests[-1]
-            self.requests.pop()
+            self._remove(index)
         if ended:
-            self.cache.sync(
-                [request.length for request in self.requests]
-            )  # the longest may have left, and plain rounds only add
-            self._gather()
+            self._after_leaving()
         return released
+
+    def _remove(self, row: int) -> None:
+        """A row leaves, whose state has left; the last one takes its place."""
+        self.cache.remove(row)
+        self.newest = without_row(self.newest, row)
+        self.requests[row] = self.requests[-1]
+        self.requests.pop()
+
+    def _after_leaving(self) -> None:
+        self.cache.sync([request.length for request in self.requests])  # the longest may have left, and rounds only add
+        self._gather()

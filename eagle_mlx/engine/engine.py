@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import mlx.core as mx
@@ -12,15 +11,18 @@ from eagle_mlx import memory
 from eagle_mlx.cache import RaggedCache, check_cacheable
 from eagle_mlx.cache.tree_support import why_no_trees
 from eagle_mlx.engine.batch import Batch
+from eagle_mlx.engine.grouping import GROUPS, RoundReads
+from eagle_mlx.engine.groups import Groups
 from eagle_mlx.engine.kv_budget import KVBudget, size_of
 from eagle_mlx.engine.output import Chunk, Output
 from eagle_mlx.engine.pipeline import Pipeline
 from eagle_mlx.engine.prefill import PREFILL_CHUNK
 from eagle_mlx.engine.prefix import PrefixCache
 from eagle_mlx.engine.scheduler import Scheduler
+from eagle_mlx.engine.work import Work
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.plan import PLAIN, Plan, RoundResult
-from eagle_mlx.policy import Policy, ThroughputPolicy
+from eagle_mlx.policy import HasTwin, Policy, ThroughputPolicy
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.request import Prompt, Request, make_request
@@ -36,10 +38,14 @@ class Engine:
     the target's own, and sampled text follows the target's distribution, unless a request chose otherwise
     (`Output.lossless`).
 
-    Every request is either waiting or the business of the step that is under way. Where a step raises (a proposer or
-    an observer did, or memory ran out), what it worked on may be half done. So all rows that were decoding or whose
-    prompts were being read end with an error, which is in their `Output`; requests that only wait go on waiting. The
-    engine can be used on, and whoever called `step`, `generate` or `stream` gets the exception.
+    Rows of very different lengths decode in two groups where that reads less (`grouping.py`); they take turns, a round
+    each.
+
+    Every request waits, or decodes in a group, or has its prompt read. Where a step raises (a proposer or an observer
+    did, or memory ran out), what it worked on may be half done. So all rows of its group, of those that it was
+    changing, and whose prompts were being read end with an error, which is in their `Output`; requests of the other
+    group, and those that wait, go on. The engine can be used on, and whoever called `step`, `generate` or `stream` gets
+    the exception.
 
     Raises TargetError or HeadError, when it is built, where the parts do not fit together.
     """
@@ -54,6 +60,7 @@ class Engine:
         prefix_cache_bytes: int = 0,
         kv_bits: int | None = None,
         kv_bytes: int | None = None,
+        groups: int = GROUPS,
     ):
         """`prefill_chunk`: positions of prompts, over all requests, that the target reads in one forward. Those that
         decode wait for it.
@@ -63,6 +70,8 @@ class Engine:
         `kv_bytes`: what keys and values may take, those pasts included; by default four fifths of the memory that is
         free. A request that would not fit beside others waits; `prepare` refuses one that never would.
 
+        `groups`: 1 keeps all rows in one batch, for comparison; so does a proposer whose states are not `Movable`.
+
         `kv_bits`: 4 or 8 to quantise the keys and values of full attention. That is another model, a little: the text
         is then what this engine says without a proposer.
         """
@@ -71,6 +80,8 @@ class Engine:
                 f"max_batch ({max_batch}) and prefill_chunk ({prefill_chunk}) must be at least 1, prefix_cache_bytes "
                 f"({prefix_cache_bytes}) at least 0"
             )
+        if not 1 <= groups <= GROUPS:
+            raise ConfigError(f"groups must be 1 or {GROUPS}; got {groups!r}")
         if kv_bits not in (None, 4, 8):
             raise ConfigError(f"kv_bits must be 4, 8 or None; got {kv_bits!r}")
         if kv_bytes is not None and kv_bytes < 1:
@@ -82,6 +93,8 @@ class Engine:
             target.forward(mx.zeros((1, 2), mx.int32), RaggedCache.of(target.model, 1), proposer.aux_layers)
         self.target, self.proposer = target, proposer
         self.policy: Policy = policy or ThroughputPolicy()
+        self._policies = [self.policy]
+        """By the numbers of the groups; the second shares what the first has learnt."""
         self.max_batch, self.prefill_chunk, self.kv_bits = max_batch, prefill_chunk, kv_bits
         self.observer: Callable[[RoundResult], None] | None = None
         """Told of every round after it."""
@@ -93,12 +106,13 @@ class Engine:
         self.chains_only = self._why_chains(kv_bits)
         """Why no trees are drafted though the policy asks for them; None where they are, or nobody asks."""
         share = memory.kv_bytes(memory.free_memory()) if kv_bytes is None else kv_bytes
-        self.kv_budget = KVBudget(share, size_of(target, proposer, kv_bits), target.context_length)
+        size = size_of(target, proposer, kv_bits)
+        self.kv_budget = KVBudget(share, size, target.context_length, groups)
         self._scheduler = Scheduler(target, proposer, prefill_chunk, self.prefixes, kv_bits, self.kv_budget)
         self._pipeline = Pipeline()
-        self._batch: Batch | None = None
-        self._working = False
-        """Whether a step is under way, or a request is being let go."""
+        self._groups = Groups(RoundReads.of(target, proposer, size), self.kv_budget)
+        self._work = Work(self._fail)
+        """A step that is under way, or a request that is being let go."""
 
     def _why_chains(self, kv_bits: int | None) -> str | None:
         return why_no_trees(self.target, kv_bits) if self.policy.wants_trees else None
@@ -115,7 +129,7 @@ class Engine:
     @property
     def active(self) -> int:
         """Requests that decode."""
-        return sum(request.finish_reason is None for request in self._batch.requests) if self._batch is not None else 0
+        return sum(request.finish_reason is None for request in self._groups.requests)
 
     @property
     def waiting(self) -> int:
@@ -125,11 +139,11 @@ class Engine:
     @property
     def kv_used(self) -> int:
         """Bytes of keys and values of those that decode, or whose prompts are being read, at most."""
-        return self.kv_budget.used(self._scheduler.admitted)
+        return self.kv_budget.used([*(batch.requests for batch in self._groups.batches), self._scheduler.prefilling])
 
     @property
     def idle(self) -> bool:
-        return self._batch is None and self._scheduler.idle
+        return not self._groups.batches and self._scheduler.idle
 
     def generate(
         self,
@@ -208,61 +222,60 @@ class Engine:
             return
         request.finish_reason = "cancelled"
         self._scheduler.withdraw(request)
-        if not self._working and self._batch is not None and request in self._batch.requests:
-            with self._whole():
-                self._pipeline.cancel(self._batch)
-                self._release(self._batch)
+        batch = self._groups.holding(request)
+        if not self._work.under_way and batch is not None:
+            with self._work.whole(batch):
+                self._pipeline.cancel(batch)
+                self._release(batch)
 
     def abandon(self, reason: str) -> None:
         """Fail every row there is, those that wait included, and begin anew."""
         for request in self._scheduler.waiting:
             request.fail(reason)
         self._scheduler.waiting.clear()
-        self._fail(reason)
+        self._fail(reason, {batch: batch.requests for batch in self._groups.batches})
 
-    def _fail(self, reason: str) -> None:
-        """Fail the rows that decode or whose prompts are being read, and forget what was known of them."""
-        for request in [*self._scheduler.prefilling, *(self._batch.requests if self._batch is not None else ())]:
-            request.fail(reason)
+    def _fail(self, reason: str, groups: Mapping[Batch, list[Request]]) -> None:
+        """Fail these requests, and those whose prompts are being read, and forget what was known of them."""
+        prefilling, batches = self._scheduler.prefilling, self._groups.batches
+        gone = {
+            each: each.requests for each in batches if each in groups or not set(prefilling).isdisjoint(each.requests)
+        }
+        for requests in (prefilling, *groups.values(), *gone.values()):
+            for request in requests:
+                request.fail(reason)
         self._scheduler.stop_prefill()
-        self._pipeline.reset()
-        self._batch = None
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Work that is done whole or not at all: where it raises, no request is left that is half done."""
-        self._working = True
-        try:
-            yield
-        except BaseException as e:  # an interrupt from the keyboard leaves as much behind as an error does
-            self._fail(f"the engine failed: {type(e).__name__}: {e}")
-            raise
-        finally:
-            self._working = False
+        for batch in gone:
+            self._pipeline.forget(batch)
+            self._groups.drop(batch)
 
     def step(self) -> list[Request]:
         """One round for every request that decodes. Returns the requests that have finished.
 
         Raises what anything in it raises; the requests that it worked on have then ended, with `error` (see `Engine`).
         """
-        with self._whole():
+        with self._work.whole(*self._groups.in_turn()[:1]):
             ended = [request for request in self._step() if request.finish_reason != "cancelled"]
         self._scheduler.freed.after_step(is_last=self.idle)
         return ended
 
     def _step(self) -> list[Request]:
-        first = self._batch is None
+        first = not self._groups.batches
         ended = [request for request in self._admit() if request.finish_reason]
-        batch = self._batch
-        if batch is None or (first and any(request.tokens for request in batch.requests)):
+        if first and any(request.tokens for request in self._groups.requests):
             return ended  # first tokens are given out before a round is waited for
-        if not self._pipeline.busy and not batch.may_decode():
+        self._arrange()
+        batch = self._pipeline.batch or next((each for each in self._groups.in_turn() if each.may_decode()), None)
+        if batch is None:
             return ended
-        decoding = [request for request in batch.requests if request.finish_reason is None]
-        self._dispatch(batch)
-        result = self._pipeline.collect(batch)
-        self._observe(result)
-        self._release(batch)
+        with self._work.also(batch):
+            decoding = [request for request in batch.requests if request.finish_reason is None]
+            self._dispatch(batch)
+            result = self._pipeline.collect()
+            self._groups.serve(batch)
+            self._observe(batch, result)
+        for each in self._groups.batches:
+            self._release(each)
         return ended + [request for request in decoding if request.finish_reason]
 
     def _admit(self) -> list[Request]:
@@ -274,24 +287,36 @@ class Engine:
         seconds = self._pipeline.lap()
         if joining is None:
             return []
-        self._report_first_tokens(joining.requests, seconds)
         joined = list(joining.requests)
-        if self._batch is None:
-            self._batch = joining
-            self._pipeline.reset()
-        else:
-            self._batch.append(joining)
-        self._look_at_context(self._batch)
+        self._report_first_tokens(joined, seconds)
+        self._remember(joining)
+        joining.release()
+        if joining.requests:
+            self._join(joining)
         self._scheduler.joined()
-        self._release(self._batch)
         return joined
 
-    def _look_at_context(self, batch: Batch) -> None:
-        lengths = [len(request.prompt) + len(request.tokens) for request in batch.requests]
+    def _join(self, joining: Batch) -> None:
+        if not self._groups.batches:
+            self._pipeline.reset()
+        if not joining.may_part:
+            self.kv_budget.groups = 1
+        self._arrange(joining)
+        lengths = [len(request.prompt) + len(request.tokens) for request in self._groups.requests]
         self.context = sum(lengths) // len(lengths)
         if self.on_first_round is not None:
             self.on_first_round(self.context)
             self.on_first_round = None
+
+    def _arrange(self, joining: Batch | None = None) -> None:
+        """Have every row in the group where it belongs; while a round is under way all stay where they are."""
+        if self._pipeline.busy:
+            return
+        places = self._groups.places(self._scheduler.prefilling)
+        touched = self._groups.touched(places, joining)
+        if touched or joining is not None:
+            with self._work.also(*touched):
+                self._groups.arrange(places, joining)
 
     def _report_first_tokens(self, requests: Sequence[Request], seconds: float) -> None:
         """Show the observer the tokens that requests got with their prompts; it is no round for the policy."""
@@ -304,9 +329,17 @@ class Engine:
         """Have a round under way, and another behind it where that is sure to be plain and wanted."""
         if not self._pipeline.busy:
             self._pipeline.dispatch(batch, self._plan(batch), measured=self.observer is not None)
+        following = self._groups.following(batch)
+        if self._may_run_ahead(following) and self._plan(following) == PLAIN:
+            with self._work.also(following):
+                self._pipeline.dispatch(following, PLAIN)
+
+    def _may_run_ahead(self, following: Batch) -> bool:
+        """Whether the next round may be dispatched behind the one under way, which is plain, as this one is to be."""
         steady = self._pipeline.is_plain if self.proposer is None else self._pipeline.is_steady
-        if steady and batch.may_run_ahead and not self._scheduler.wants_in(self._places) and self._plan(batch) == PLAIN:
-            self._pipeline.dispatch(batch, PLAIN)
+        if not steady or not following.may_run_ahead or self._scheduler.wants_in(self._places):
+            return False
+        return not self._groups.touched(self._groups.places(self._scheduler.prefilling))
 
     def _plan(self, batch: Batch) -> Plan:
         """What the next round is to draft."""
@@ -315,16 +348,23 @@ class Engine:
         can = batch.abilities
         if self.chains_only is not None or not self.policy.wants_trees:
             can = replace(can, trees=False)
-        return self.policy.plan(len(batch.requests), can).cut(batch.most_drafts)
+        return self._policy(batch).plan(len(batch.requests), can).cut(batch.most_drafts)
+
+    def _policy(self, batch: Batch) -> Policy:
+        """Each group has decisions of its own, where the policy remembers any."""
+        number = self._groups.number(batch)
+        if number == len(self._policies):
+            self._policies.append(self.policy.twin() if isinstance(self.policy, HasTwin) else self.policy)
+        return self._policies[number]
 
     @property
     def _places(self) -> int:
         """Requests that could join."""
-        return self.max_batch - (len(self._batch.requests) if self._batch is not None else 0)
+        return self.max_batch - len(self._groups.requests)
 
-    def _observe(self, result: RoundResult) -> None:
+    def _observe(self, batch: Batch, result: RoundResult) -> None:
         if self.proposer is not None:
-            self.policy.observe(result)
+            self._policy(batch).observe(result)
         if self.observer is not None:
             self.observer(result)
 
@@ -337,20 +377,18 @@ class Engine:
         ended = [request.finish_reason is not None for request in batch.requests]
         if not any(ended):
             return
-        if self._pipeline.busy:
-            if not all(ended) and not (self.prefixes is not None and batch.cache.recurrent):
-                return
-            self._pipeline.cancel(batch)  # nobody waits for it, or a state would go past the text that is to be kept
-        self._remember(batch)
-        batch.release()
-        if not batch.requests:
-            self._batch = None
+        with self._work.also(batch):
+            if self._pipeline.works_on(batch):
+                if not all(ended) and not (self.prefixes is not None and batch.cache.recurrent):
+                    return
+                self._pipeline.cancel(batch)  # nobody waits for it, or a state would go past the text to be kept
+            self._remember(batch)
+            batch.release()
+            if not batch.requests:
+                self._groups.drop(batch)
 
     def _remember(self, batch: Batch) -> None:
         """Keep the pasts of requests that are about to leave."""
-        if self.prefixes is None:
-            return
-        for index, request in enumerate(batch.requests):
-            past = batch.past(index) if request.finish_reason else None
-            if past is not None:
-                self.prefixes.keep([*request.prompt, *request.tokens], past)
+        if self.prefixes is not None:
+            for tokens, past in batch.ended_pasts():
+                self.prefixes.keep(tokens, past)

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.size import CacheSize
+from eagle_mlx.engine.grouping import GROUPS, by_reach
 from eagle_mlx.errors import PromptError
 from eagle_mlx.memory import gb
 from eagle_mlx.proposers.base import HasCacheSize, Proposer
@@ -32,11 +33,12 @@ def size_of(target: Target, proposer: Proposer | None, kv_bits: int | None) -> C
 class KVBudget:
     """Bytes for keys and values, of rows and of prefixes that are kept.
 
-    All rows of a batch take as much room as the longest. So what counts is what the batch would take with a newcomer.
+    All rows of a group take as much room as the longest. So what counts is what the groups would take with a newcomer:
+    all in one where that fits, else the long ones apart from the short ones.
     """
 
-    def __init__(self, nbytes: int, size: CacheSize, context: int):
-        self.nbytes, self.size = nbytes, size
+    def __init__(self, nbytes: int, size: CacheSize, context: int, groups: int = 1):
+        self.nbytes, self.size, self.groups = nbytes, size, groups
         self.longest = self._longest(context)
         """Positions that a row by itself may have."""
 
@@ -70,15 +72,29 @@ class KVBudget:
 
     def set_aside(self, requests: Sequence[Request]) -> int:
         """Bytes that these may come to take together."""
-        return self.size.nbytes(len(requests), max(map(self.reach, requests), default=0))
+        grouped = self._grouped(requests)
+        return sum(self.size.nbytes(len(group), max(map(self.reach, group))) for group in grouped)
 
     def fits(self, requests: Sequence[Request]) -> bool:
         """Whether these may decode together. One alone always may."""
         return len(requests) <= 1 or self.set_aside(requests) <= self.nbytes
 
-    def used(self, requests: Sequence[Request]) -> int:
-        """Bytes that these take now, at most."""
-        return self.size.nbytes(len(requests), max((request.length for request in requests), default=0))
+    def are_together(self, some: Sequence[Request], others: Sequence[Request]) -> bool:
+        """Whether some of these requests share a group where memory decides."""
+        return any(set(some) <= set(group) for group in self._grouped([*some, *others]))
+
+    def used(self, groups: Sequence[Sequence[Request]]) -> int:
+        """Bytes that these take now, at most, in batches of their own."""
+        lengths = [[request.length for request in group] for group in groups]
+        return sum(self.size.nbytes(len(group), max(group, default=0)) for group in lengths)
+
+    def _grouped(self, requests: Sequence[Request]) -> list[list[Request]]:
+        """As memory wants them, none of them empty."""
+        if self.groups == 1:
+            return [list(requests)] if requests else []
+        places = by_reach([self.reach(request) for request in requests], self.size, self.nbytes)
+        split = [[each for each, place in zip(requests, places, strict=True) if place == at] for at in range(GROUPS)]
+        return [group for group in split if group]
 
 
 def _is_open(request: Request) -> bool:

@@ -112,8 +112,8 @@ class Scheduler:
     def _following(self, room: int) -> Request | None:
         """Who is to join next, with room for so many more; None where nobody waits, or whoever may join does not fit.
 
-        Where the longest row is what limits how many decode, others as long go before short ones: beside it they take
-        no more, and by themselves they would take as much again.
+        Where all are in one group, and the longest row is what limits how many decode, others as long go before short
+        ones: beside it they take no more, and by themselves they would take as much again.
         """
         if not self.waiting:
             return None
@@ -123,7 +123,8 @@ class Scheduler:
         if self._passes < MOST_SKIPS:
             rows, reach = self.admitted, self.budget.reach
             longest = max(map(reach, rows), default=0)
-            if self.budget.size.nbytes(len(rows) + room, longest) > self.budget.nbytes:
+            beside_longest = self.budget.size.nbytes(len(rows) + room, longest)
+            if self.budget.groups == 1 and beside_longest > self.budget.nbytes:
                 like = self.waiting.first(lambda request: 2 * reach(request) > longest and self._fits(request))
                 if like is not None:
                     return like
@@ -154,4 +155,7 @@ class Scheduler:
     def _side_by_side(self, requests: Sequence[Request]) -> bool:
         """Whether one forward may read these prompts, each padded to the longest, but for their last tokens."""
         width = max(len(request.prompt) for request in requests) - 1
-        return self._may_pad and len(requests) * width <= self.chunk
+        if not self._may_pad or len(requests) * width > self.chunk:
+            return False
+        others = [request for request in self.admitted if request not in requests]
+        return self.budget is None or self.budget.are_together(requests, others)

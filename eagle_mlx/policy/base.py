@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import Abilities, Plan, RoundResult
@@ -28,6 +28,15 @@ class Policy(Protocol):
 
     def observe(self, result: RoundResult) -> None:
         """A round has ended."""
+        ...
+
+
+@runtime_checkable
+class HasTwin(Protocol):
+    """What a policy whose plans depend on the rounds before them has, for two groups of rows that take turns."""
+
+    def twin(self) -> Policy:
+        """A policy for the other group's rounds. It learns from all, and remembers only its own."""
         ...
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -151,6 +152,12 @@ class ThroughputPolicy:
         self._decisions: dict[tuple[int, Abilities], _Decision] = {}
         self._decision = _Decision(PLAIN, PLAIN)
         """The newest."""
+
+    def twin(self) -> ThroughputPolicy:
+        """One that shares costs, acceptance and budgets, for rounds that alternate with this one's."""
+        other = copy(self)
+        other._seen, other._decisions = Counter(self._seen), {}
+        return other
 
     @property
     def wants_trees(self) -> bool:

@@ -77,6 +77,25 @@ class ForkableState(ProposerState, Forkable, Protocol): ...
 
 
 @runtime_checkable
+class Movable(Protocol):
+    """What a state must have for its rows to be decoded in two groups: the others then stay in one."""
+
+    def take(self, row: int) -> ProposerState:
+        """A row leaves, as with `remove`, which is not the only one; a state that knows what this one knew of it."""
+        ...
+
+
+@runtime_checkable
+class HasWeights(Protocol):
+    """What a proposer that is a model may have, so that its weights count where reading them twice is weighed."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights of its own. It is bound."""
+        ...
+
+
+@runtime_checkable
 class HasCacheSize(Protocol):
     """What a proposer with caches of its own may have, so that they are counted with the target's."""
 

@@ -53,6 +53,10 @@ class DraftModelProposer:
     def open(self, prompts: Sequence[Sequence[int]]) -> DraftModelState:
         return DraftModelState(self, [_RowText(list(prompt)) for prompt in prompts])
 
+    @property
+    def weight_bytes(self) -> int:
+        return self.draft.weight_bytes
+
     def cache_size(self) -> CacheSize:
         """Of the draft model."""
         cache = RaggedCache.of(self.draft.model, 1)
@@ -187,6 +191,13 @@ class DraftModelState:
         self.cache.remove(row)
         self.texts[row] = self.texts[-1]
         self.texts.pop()
+
+    def take(self, row: int) -> DraftModelState:
+        taken = DraftModelState(self.proposer, [self.texts[row]])
+        taken.cache = self.cache.fork(row, self.texts[row].read)
+        mx.eval(taken.cache.state)  # as long as it is to be computed it holds the buffers, which would then be copied
+        self.remove(row)
+        return taken
 
 
 def check_same_tokenizer(draft: Target, target: Target) -> None:

@@ -22,7 +22,7 @@ from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.proposers.chain import ChainSampler, EarlyExit, SampleFn, TreeScorer, draft_chain
 from eagle_mlx.proposers.growth import TreeShape, grow_tree, side_branch_tree
-from eagle_mlx.target import Target, digest_of
+from eagle_mlx.target import Target, digest_of, nbytes_of
 
 
 class HeadProposer:
@@ -64,6 +64,10 @@ class HeadProposer:
 
     def open(self, prompts: Sequence[Sequence[int]]) -> HeadState:
         return HeadState(self, len(prompts))
+
+    @property
+    def weight_bytes(self) -> int:
+        return nbytes_of(self.head) if isinstance(self.head, nn.Module) else 0
 
     def cache_size(self) -> CacheSize:
         """Of the head's layers."""
@@ -276,6 +280,13 @@ class HeadState:
         self._lengths.pop()
         self._gaps.pop()
         self._hidden = without_row(self._hidden, row)
+
+    def take(self, row: int) -> HeadState:
+        taken = self.fork(row, self.length(row))
+        taken._hidden = self._hidden[row : row + 1]
+        mx.eval(taken.arrays)  # before its place is zeroed
+        self.remove(row)
+        return taken
 
     @property
     def arrays(self) -> list[mx.array]:

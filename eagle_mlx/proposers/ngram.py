@@ -148,3 +148,8 @@ class NgramState:
     def remove(self, row: int) -> None:
         self.rows[row] = self.rows[-1]
         self.rows.pop()
+
+    def take(self, row: int) -> NgramState:
+        taken = NgramState([self.rows[row]])
+        self.remove(row)
+        return taken

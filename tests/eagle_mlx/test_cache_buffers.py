@@ -210,12 +210,11 @@ def test_no_batch_takes_more_than_its_rows_need(events: list[str], random: objec
 
 def check(engine: em.Engine) -> None:
     """The target's and the head's buffers, with a draft behind the longest row."""
-    if engine._batch is None:
-        return
-    rows, longest = len(engine._batch.requests), max(request.length for request in engine._batch.requests)
-    assert isinstance(engine._batch.state, HeadState)
-    for caches in (engine._batch.cache, engine._batch.state.cache):
-        for part in caches._parts():
-            for each in part.parts if isinstance(part, RaggedQuantized) else [part]:
-                assert slots(each) <= bound(rows, longest + DEPTH + 1)
-                assert each.keys is None or each.keys.shape[0] <= engine.max_batch
+    for batch in engine._groups.batches:
+        rows, longest = len(batch.requests), max(request.length for request in batch.requests)
+        assert isinstance(batch.state, HeadState)
+        for caches in (batch.cache, batch.state.cache):
+            for part in caches._parts():
+                for each in part.parts if isinstance(part, RaggedQuantized) else [part]:
+                    assert slots(each) <= bound(rows, longest + DEPTH + 1)
+                    assert each.keys is None or each.keys.shape[0] <= engine.max_batch

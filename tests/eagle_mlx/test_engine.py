@@ -124,8 +124,8 @@ def test_what_rounds_read_is_as_long_as_the_longest_row_however_many_have_left()
         engine.submit(row)
     while not all(row.finish_reason for row in rows):
         engine.step()
-        if engine._batch is not None:
-            assert engine._batch.cache.lengths.upper <= max(row.length for row in engine._batch.requests) + 2
+        for batch in engine._groups.batches:
+            assert batch.cache.lengths.upper <= max(row.length for row in batch.requests) + 2
 
 
 @pytest.mark.parametrize("proposer", proposers(), ids=lambda p: getattr(p, "name", "plain"))

@@ -99,8 +99,7 @@ class FailingState:
 
 def assert_owned(engine: em.Engine, rows: Sequence[Request]) -> None:
     """Whoever has not ended is known to the engine, in one place."""
-    batch = engine._batch.requests if engine._batch is not None else []
-    known = [*engine._scheduler.waiting, *engine._scheduler.prefilling, *batch]
+    known = [*engine._scheduler.waiting, *engine._scheduler.prefilling, *engine._groups.requests]
     assert len({id(row) for row in known}) == len(known)
     assert {id(row) for row in rows if row.finish_reason is None} <= {id(row) for row in known}
 
@@ -109,7 +108,7 @@ def run(engine: em.Engine, rows: Sequence[Request], caught: type[BaseException])
     """Step to the end as a server does; how many steps raised."""
     raised = 0
     while not engine.idle:
-        touched = [*engine._scheduler.prefilling, *(engine._batch.requests if engine._batch is not None else [])]
+        touched = [*engine._scheduler.prefilling, *engine._groups.requests]
         before = [row for row in touched if row.finish_reason is None]
         try:
             engine.step()

@@ -36,9 +36,8 @@ ALONE = [
 
 def taken(engine: em.Engine) -> int:
     """Bytes that the caches of all rows, of the proposer and of those whose prompts are being read really have."""
-    batches = [
-        batch for batch in (engine._batch, getattr(engine._scheduler._prefill, "batch", None)) if batch is not None
-    ]
+    prefill = engine._scheduler._prefill
+    batches = [*engine._groups.batches, *([prefill.batch] if prefill is not None else [])]
     states = [batch.state for batch in batches]
     caches = [batch.cache for batch in batches] + [state.cache for state in states if hasattr(state, "cache")]
     return sum(x.nbytes for cache in caches for x in cache.state)

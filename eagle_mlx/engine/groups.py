@@ -1,0 +1,99 @@
+"""The batches that take turns: one, or two of rows of like length, each with buffers of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from eagle_mlx.engine.batch import Batch
+from eagle_mlx.engine.grouping import GROUPS, RoundReads, Row, arrange
+from eagle_mlx.engine.kv_budget import KVBudget
+from eagle_mlx.request import Request
+
+
+class Groups:
+    """Who is in which group, whose turn it is, and the moves between them.
+
+    A group keeps its number, 0 or 1, as long as it has rows. Which rows are in one is a matter of what a round reads
+    and of what memory allows (`grouping.py`).
+    """
+
+    def __init__(self, reads: RoundReads, budget: KVBudget):
+        self.reads, self.budget = reads, budget
+        self._served = 0
+        """The number of the group that had the last round."""
+        self._slots: list[Batch | None] = [None] * GROUPS
+
+    @property
+    def batches(self) -> list[Batch]:
+        return [batch for batch in self._slots if batch is not None]
+
+    @property
+    def requests(self) -> list[Request]:
+        return [request for batch in self.batches for request in batch.requests]
+
+    def number(self, batch: Batch) -> int:
+        return self._slots.index(batch)
+
+    def holding(self, request: Request) -> Batch | None:
+        """The group that a request is in."""
+        return next((batch for batch in self.batches if request in batch.requests), None)
+
+    def following(self, batch: Batch) -> Batch:
+        """Whose turn it is behind a round of this group: the other's, where there is one."""
+        return next((other for other in self.batches if other is not batch), batch)
+
+    def in_turn(self) -> list[Batch]:
+        """The groups, the one that had the last round behind the other."""
+        return [batch for _, batch in sorted(self._numbered(), key=lambda slot: slot[0] == self._served)]
+
+    def serve(self, batch: Batch) -> None:
+        """A group has had a round."""
+        self._served = self.number(batch)
+
+    def places(self, prefilling: Sequence[Request]) -> dict[Request, int]:
+        """The group that each request is to be in, those included whose prompts are being read."""
+        rows = {request: number for number, batch in self._numbered() for request in batch.requests}
+        asked = [*rows, *(request for request in prefilling if request not in rows)]
+        if self.budget.groups == 1:
+            return dict.fromkeys(asked, min(rows.values(), default=0))
+        reach = self.budget.reach
+        known = [Row(request.length, reach(request), rows.get(request)) for request in asked]
+        found = arrange(known, self.reads, self.budget.size, self.budget.nbytes)
+        return dict(zip(asked, found, strict=True))
+
+    def touched(self, places: Mapping[Request, int], joining: Batch | None = None) -> list[Batch]:
+        """The groups that somebody is to leave or to enter."""
+        numbers = {places[request] for request in joining.requests} if joining is not None else set()
+        for number, batch in self._numbered():
+            for request in batch.requests:
+                if places[request] != number:
+                    numbers |= {number, places[request]}
+        return [batch for number, batch in self._numbered() if number in numbers]
+
+    def arrange(self, places: Mapping[Request, int], joining: Batch | None = None) -> None:
+        """Move rows to their groups, and have those of another batch join. No round of theirs may be under way."""
+        parts: list[list[Batch]] = [[] for _ in self._slots]
+        for number, batch in enumerate((*self._slots, joining)):
+            if batch is not None:
+                for group, part in _parted(batch, places, number):
+                    parts[group].append(part)
+        for stays, entering in zip(self._slots, parts, strict=True):
+            entering.sort(key=lambda part: part is not stays)
+            for part in entering[1:]:
+                entering[0].append(part)
+        self._slots = [entering[0] if entering else None for entering in parts]
+
+    def drop(self, batch: Batch) -> None:
+        """Forget a group, which has no rows left or has failed."""
+        self._slots = [None if other is batch else other for other in self._slots]
+
+    def _numbered(self) -> list[tuple[int, Batch]]:
+        return [(number, batch) for number, batch in enumerate(self._slots) if batch is not None]
+
+
+def _parted(batch: Batch, places: Mapping[Request, int], number: int) -> list[tuple[int, Batch]]:
+    """A batch by the groups that its rows go to. What stays in the group of this number is not copied."""
+    wanted = [places[request] for request in batch.requests]
+    stays = number if number in wanted else wanted[0]
+    moving = [row for row, group in enumerate(wanted) if group != stays]
+    return [(stays, batch), *([(wanted[moving[0]], batch.take(moving))] if moving else [])]

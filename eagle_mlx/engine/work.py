@@ -1,0 +1,40 @@
+"""Work on groups of rows that is done whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from eagle_mlx.engine.batch import Batch
+from eagle_mlx.request import Request
+
+
+class Work:
+    """Knows what would be half done if the work under way failed now, and has it given up if it does."""
+
+    def __init__(self, give_up: Callable[[str, Mapping[Batch, list[Request]]], None]):
+        """`give_up`: told why, and which batches were worked on, with the requests that they had before."""
+        self.under_way = False
+        self._give_up = give_up
+        self._on: dict[Batch, list[Request]] = {}
+
+    @contextmanager
+    def whole(self, *batches: Batch) -> Iterator[None]:
+        """Work on these: where it raises, no request is left that is half done."""
+        self.under_way = True
+        try:
+            with self.also(*batches):
+                yield
+        except BaseException as e:  # an interrupt from the keyboard leaves as much behind as an error does
+            self._give_up(f"the engine failed: {type(e).__name__}: {e}", self._on)
+            raise
+        finally:
+            self.under_way, self._on = False, {}
+
+    @contextmanager
+    def also(self, *batches: Batch) -> Iterator[None]:
+        """Work on these too, in the middle of such work; where it raises they are given up with it."""
+        before = self._on
+        self._on = {batch: list(batch.requests) for batch in batches} | before
+        yield
+        self._on = before
