@@ -250,7 +250,7 @@ class Engine:
             self._groups.drop(batch)
 
     def step(self) -> list[Request]:
-        """One round for every request that decodes. Returns the requests that have finished.
+        """One round for every request of the group whose turn it is. Returns the requests that have finished.
 
         Raises what anything in it raises; the requests that it worked on have then ended, with `error` (see `Engine`).
         """
@@ -312,7 +312,7 @@ class Engine:
         """Have every row in the group where it belongs; while a round is under way all stay where they are."""
         if self._pipeline.busy:
             return
-        places = self._groups.places(self._scheduler.prefilling)
+        places = self._groups.places(self._scheduler.prefilling, joining)
         touched = self._groups.touched(places, joining)
         if touched or joining is not None:
             with self._work.also(*touched):
@@ -331,7 +331,7 @@ class Engine:
             self._pipeline.dispatch(batch, self._plan(batch), measured=self.observer is not None)
         following = self._groups.following(batch)
         if self._may_run_ahead(following) and self._plan(following) == PLAIN:
-            with self._work.also(following):
+            with self._work.only(following):  # the round in front of it can be collected whatever happens
                 self._pipeline.dispatch(following, PLAIN)
 
     def _may_run_ahead(self, following: Batch) -> bool:

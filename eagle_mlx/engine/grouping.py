@@ -50,11 +50,11 @@ class Row:
     """What a row has come to, and where it is."""
 
     length: int
-    """Positions in the caches."""
+    """Positions in the caches; 0 while its prompt is being read, for rounds read nothing of it."""
     reach: int
     """Positions that are set aside for it."""
     group: int | None = None
-    """None while its prompt is being read."""
+    """None where it is in none yet."""
 
 
 def split(lengths: Sequence[int]) -> Places:
@@ -81,7 +81,7 @@ def arrange(rows: Sequence[Row], reads: RoundReads, size: CacheSize, allowed: in
     """
     lengths, wanted = [row.length for row in rows], by_reach([row.reach for row in rows], size, allowed)
     stay = {row.group for row in rows if row.group is not None}
-    padding = len(rows) * max(lengths, default=0) - sum(lengths)
+    padding = sum(max(lengths, default=0) - length for length in lengths if length)
     if len(stay) < 2 and not any(wanted) and padding * reads.position <= reads.fixed:
         return (min(stay, default=0),) * len(rows)
     most = _taken(wanted, rows, size)
@@ -106,7 +106,8 @@ def _taken(places: Places, rows: Sequence[Row], size: CacheSize) -> int:
 
 def _price(places: Places, rows: Sequence[Row], reads: RoundReads) -> float:
     """Bytes that a round of each group reads, and what it takes of the copies that it is to pay for."""
-    lengths = [[row.length for row, group in zip(rows, places, strict=True) if group == at] for at in range(GROUPS)]
+    both = list(zip(rows, places, strict=True))
+    lengths = [[row.length for row, group in both if group == at and row.length] for at in range(GROUPS)]
     read = sum(reads.fixed + len(group) * max(group) * reads.position for group in lengths if group)
-    moved = sum(row.length for row, to in zip(rows, places, strict=True) if row.group not in (None, to))
+    moved = sum(row.length for row, to in both if row.group not in (None, to))
     return read + 2 * moved * reads.position / _PAID_BACK  # a copy reads and writes

@@ -50,15 +50,17 @@ class Groups:
         """A group has had a round."""
         self._served = self.number(batch)
 
-    def places(self, prefilling: Sequence[Request]) -> dict[Request, int]:
-        """The group that each request is to be in, those included whose prompts are being read."""
-        rows = {request: number for number, batch in self._numbered() for request in batch.requests}
-        asked = [*rows, *(request for request in prefilling if request not in rows)]
+    def places(self, prefilling: Sequence[Request], joining: Batch | None = None) -> dict[Request, int]:
+        """The group that each request is to be in, those included whose prompts are being read, or have just been."""
+        groups = {request: number for number, batch in self._numbered() for request in batch.requests}
+        asked = list(dict.fromkeys([*groups, *prefilling]))
         if self.budget.groups == 1:
-            return dict.fromkeys(asked, min(rows.values(), default=0))
-        reach = self.budget.reach
-        known = [Row(request.length, reach(request), rows.get(request)) for request in asked]
-        found = arrange(known, self.reads, self.budget.size, self.budget.nbytes)
+            return dict.fromkeys(asked, min(groups.values(), default=0))
+        decoding = {*groups, *(joining.requests if joining is not None else ())}
+        lengths = [request.length if request in decoding else 0 for request in asked]
+        reaches = map(self.budget.reach, asked)
+        rows = [Row(*row) for row in zip(lengths, reaches, map(groups.get, asked), strict=True)]
+        found = arrange(rows, self.reads, self.budget.size, self.budget.nbytes)
         return dict(zip(asked, found, strict=True))
 
     def touched(self, places: Mapping[Request, int], joining: Batch | None = None) -> list[Batch]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.request import Request
@@ -23,7 +23,7 @@ class Work:
         """Work on these: where it raises, no request is left that is half done."""
         self.under_way = True
         try:
-            with self.also(*batches):
+            with self.only(*batches):
                 yield
         except BaseException as e:  # an interrupt from the keyboard leaves as much behind as an error does
             self._give_up(f"the engine failed: {type(e).__name__}: {e}", self._on)
@@ -32,9 +32,16 @@ class Work:
             self.under_way, self._on = False, {}
 
     @contextmanager
-    def also(self, *batches: Batch) -> Iterator[None]:
-        """Work on these too, in the middle of such work; where it raises they are given up with it."""
+    def only(self, *batches: Batch) -> Iterator[None]:
+        """Work on these for a while, and on nothing else: what was worked on before is sound meanwhile.
+
+        Where it raises, that stays so.
+        """
         before = self._on
-        self._on = {batch: list(batch.requests) for batch in batches} | before
+        self._on = {batch: list(batch.requests) for batch in batches}
         yield
         self._on = before
+
+    def also(self, *batches: Batch) -> AbstractContextManager[None]:
+        """Work on these too for a while."""
+        return self.only(*self._on, *batches)

@@ -1,0 +1,140 @@
+"""Who decodes with whom, by lengths and bytes alone: least is read, memory is kept, and nobody moves to and fro."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+
+import eagle_mlx as em
+from eagle_mlx.cache.buffers import most_slots
+from eagle_mlx.cache.size import CacheSize
+from eagle_mlx.engine.grouping import Places, RoundReads, Row, arrange, by_reach, split
+from tests.architectures import tiny_model
+from tests.fakes import tiny_head, tiny_target
+
+SIZE = CacheSize(position=1)
+PLENTY = 10**9
+LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=7)
+
+
+def slots(lengths: list[int], places: Places) -> int:
+    """Positions that a round of each group reads."""
+    groups = [[n for n, place in zip(lengths, places, strict=True) if place == at] for at in (0, 1)]
+    return sum(len(group) * max(group, default=0) for group in groups)
+
+
+def read(lengths: list[int], places: Places, reads: RoundReads) -> int:
+    return slots(lengths, places) * reads.position + len(set(places)) * reads.fixed
+
+
+def taken(reaches: list[int], places: Places) -> int:
+    groups = [[n for n, place in zip(reaches, places, strict=True) if place == at] for at in (0, 1)]
+    return sum(SIZE.nbytes(len(group), max(group, default=0)) for group in groups)
+
+
+@given(LENGTHS)
+def test_a_split_has_the_least_padding_there_is(lengths: list[int]) -> None:
+    found = split(lengths)
+    assert slots(lengths, found) == min(slots(lengths, places) for places in product((0, 1), repeat=len(lengths)))
+    long = [n for n, place in zip(lengths, found, strict=True) if place]
+    short = [n for n, place in zip(lengths, found, strict=True) if not place]
+    assert short
+    assert not long or min(long) > max(short)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> list[Row]:
+    numbers = st.tuples(st.integers(1, 5000), st.integers(0, 3000), st.sampled_from([None, 0, 1]))
+    return [
+        Row(length, length + more, group) for length, more, group in draw(st.lists(numbers, min_size=1, max_size=7))
+    ]
+
+
+@settings(max_examples=200)
+@given(rows(), st.integers(0, 20_000), st.integers(1, 30_000))
+def test_an_arrangement_keeps_to_memory_pays_for_its_moves_and_stays(
+    asked: list[Row], fixed: int, allowed: int
+) -> None:
+    reads, lengths, reaches = RoundReads(fixed, 1), [row.length for row in asked], [row.reach for row in asked]
+    found = arrange(asked, reads, SIZE, allowed)
+    wanted = by_reach(reaches, SIZE, allowed)
+    assert taken(reaches, found) <= taken(reaches, wanted)
+    assert taken(reaches, wanted) <= max(allowed, taken(reaches, split(reaches)))
+    now = tuple(0 if row.group is None else row.group for row in asked)
+    if taken(reaches, now) <= taken(reaches, wanted):
+        moved = sum(row.length for row, to in zip(asked, found, strict=True) if row.group not in (None, to))
+        assert read(lengths, found, reads) + 2 * moved / 64 <= read(lengths, now, reads) + 1e-6
+    settled = [Row(row.length, row.reach, group) for row, group in zip(asked, found, strict=True)]
+    assert arrange(settled, reads, SIZE, allowed) == found
+
+
+@settings(max_examples=50)
+@given(LENGTHS, st.integers(0, 5000), st.integers(0, 99))
+def test_rows_that_grow_unevenly_do_not_move_to_and_fro(lengths: list[int], fixed: int, seed: int) -> None:
+    """A draft that is kept makes one row longer than another by a few tokens, a round here and a round there."""
+    grown = list(lengths)
+    groups: Places = (0,) * len(lengths)
+    moves, random = [], Random(seed)
+    for _ in range(40):
+        at = arrange(
+            [Row(n, n + 100, g) for n, g in zip(grown, groups, strict=True)],
+            RoundReads(fixed, 1),
+            SIZE,
+            PLENTY,
+        )
+        moves += [i for i, (a, b) in enumerate(zip(groups, at, strict=True)) if a != b]
+        groups = at
+        grown = [n + random.randint(1, 4) for n in grown]
+    assert len(moves) <= len(lengths)  # each at most about once
+
+
+@pytest.mark.parametrize(("long", "expected"), [(1000, {0}), (2200, {0}), (2400, {0, 1}), (30_000, {0, 1})])
+def test_weights_are_read_twice_where_padding_is_more(long: int, expected: set[int]) -> None:
+    """Seven rows of 256 and a long one: seven times the difference of padding, against the weights."""
+    reads = RoundReads(fixed=7 * 2000, position=1)
+    asked = [Row(256, 300), *[Row(256, 300, 0)] * 6, Row(long, long + 100)]
+    assert set(arrange(asked, reads, SIZE, PLENTY)) == expected
+
+
+def test_a_split_and_its_end_are_apart_by_what_a_copy_costs() -> None:
+    def places(long: int, group: int) -> Places:
+        return arrange([Row(256, 300, 0)] * 7 + [Row(long, long, group)], RoundReads(7 * 2000, 1), SIZE, PLENTY)
+
+    parted = next(n for n in range(2000, 4000) if set(places(n, 0)) == {0, 1})
+    joined = next(n for n in range(4000, 1000, -1) if len(set(places(n, 1))) == 1)
+    assert 2200 < joined < 2256 < parted < 2300
+
+
+def test_windows_and_states_do_not_count() -> None:
+    target = tiny_target()
+    head = em.HeadProposer(tiny_head(target))
+    head.bind(target)
+    size = CacheSize(position=0, windows=((64, 1024),), row=4096)
+    reads = RoundReads.of(target, head, size)
+    assert reads.position == 0
+    asked = [Row(10, 20, 0)] * 7 + [Row(30_000, 30_100)]
+    assert arrange(asked, reads, size, PLENTY) == (0,) * 8
+    assert reads.fixed > RoundReads.of(target, None, size).fixed > target.weight_bytes
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_an_embedding_that_is_no_projection_is_hardly_read(name: str) -> None:
+    target = tiny_target() if name == "qwen3" else em.Target(tiny_model(name))
+    whole = sum(x.nbytes for _, x in tree_flatten(target.model.parameters()))
+    embedding = target.vocab_size * target.hidden_size * 4
+    assert target.weight_bytes == whole - (0 if name == "qwen3" else embedding)
+
+
+def test_memory_decides_where_one_group_would_not_fit() -> None:
+    reaches = [300] * 7 + [8000]
+    together, apart = most_slots(8, 8000), most_slots(7, 300) + most_slots(1, 8000)
+    assert by_reach(reaches, SIZE, together) == (0,) * 8
+    assert by_reach(reaches, SIZE, together - 1) == (*[0] * 7, 1)
+    asked = [Row(20, reach, 0) for reach in reaches]  # all are short as yet, and a second reading costs more
+    assert arrange(asked, RoundReads(PLENTY, 1), SIZE, apart) in ((*[0] * 7, 1), (*[1] * 7, 0))
+    assert all(a == b for a, b in pairwise(arrange(asked, RoundReads(PLENTY, 1), SIZE, together)))

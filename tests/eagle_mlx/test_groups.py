@@ -1,0 +1,456 @@
+"""Two groups of rows: the same text, buffers of their own, turns that are fair, and failures that stay one group's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models import qwen3
+
+import eagle_mlx as em
+from eagle_mlx.engine.batch import Batch
+from eagle_mlx.engine.grouping import RoundReads
+from eagle_mlx.engine.kv_budget import size_of
+from eagle_mlx.engine.round import Round
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.plan import Abilities, Plan, RoundResult
+from eagle_mlx.request import Request
+from tests.architectures import VOCAB, tiny_model
+from tests.fakes import Oracle, randomize, steps_of, tiny_config, tiny_head, tiny_target
+from tests.full import in_full, mixed
+
+TARGET = tiny_target()
+RNG = np.random.default_rng(0)
+PROMPTS = [[int(t) for t in RNG.integers(3, VOCAB, n)] for n in (5, 150, 17, 40, 2, 120)]
+TOKENS = 14
+GREEDY = em.SamplingParams(max_tokens=TOKENS)
+ALONE = [em.Engine(TARGET, max_batch=1).generate([prompt], GREEDY)[0].tokens for prompt in PROMPTS]
+ALWAYS = RoundReads(fixed=0, position=1 << 20)
+"""Weights that cost nothing: any difference in length parts rows."""
+
+
+def grouped(engine: em.Engine, reads: RoundReads = ALWAYS) -> em.Engine:
+    engine._groups.reads = reads
+    return engine
+
+
+def decode(engine: em.Engine, rows: Sequence[Request]) -> int:
+    """Step to the end; the most groups that there were."""
+    for row in rows:
+        engine.submit(row)
+    most = 0
+    while not engine.idle:
+        engine.step()
+        most = max(most, len(engine._groups.batches))
+    return most
+
+
+def requests(engine: em.Engine, params: em.SamplingParams = GREEDY) -> list[Request]:
+    return [engine.prepare(prompt, params) for prompt in PROMPTS]
+
+
+def proposer(kind: str, target: em.Target) -> Any:
+    if kind == "draft model":
+        return em.DraftModelProposer(em.Target(target.model))
+    return {"none": None, "n-grams": em.NgramProposer(), "head": em.HeadProposer(tiny_head(target))}[kind]
+
+
+class Wandering:
+    """A policy that plans everything there is, in turn."""
+
+    wants_trees = True
+
+    def __init__(self) -> None:
+        self.plans = [Plan(0), Plan(3), Plan(0), Plan(0), Plan(5, stop_below=0.4), Plan(2, 6), Plan(0), Plan(1)]
+        self.rounds = 0
+
+    def plan(self, rows: int, can: Abilities) -> Plan:
+        plan = self.plans[self.rounds % len(self.plans)]
+        return plan if can.trees or not plan.is_tree else replace(plan, nodes=0)
+
+    def observe(self, result: RoundResult) -> None:
+        self.rounds += 1
+
+
+CACHES = ["full", "quantized", "window", "recurrent"]
+HOW = {
+    "greedy": GREEDY,
+    "seeded": em.SamplingParams(max_tokens=TOKENS, temperature=0.9, seed=3),
+    "penalised": em.SamplingParams(max_tokens=TOKENS, temperature=0.7, seed=3, repetition_penalty=1.2),
+}
+CASES = [
+    case
+    for case in mixed(CACHES, ["none", "n-grams", "head", "draft model"], HOW)
+    if case[:2] != ("recurrent", "draft model")
+]
+
+
+def target_of(cache: str) -> em.Target:
+    if cache in ("full", "quantized"):
+        return TARGET if cache == "full" else wide()
+    made = tiny_model({"window": "gemma3_text", "recurrent": "qwen3_next"}[cache])
+    randomize(made, 1, 0.2)
+    return em.Target(made)
+
+
+def wide() -> em.Target:
+    """Heads of 32 numbers, which can be quantised."""
+    model = qwen3.Model(qwen3.ModelArgs(**tiny_config() | {"head_dim": 32}))  # type: ignore[arg-type]
+    randomize(model, 0, 0.2)
+    return em.Target(model)
+
+
+@pytest.mark.parametrize(("cache", "drafts", "how"), CASES)
+def test_text_does_not_depend_on_groups(cache: str, drafts: str, how: str) -> None:
+    target, bits = target_of(cache), 8 if cache == "quantized" else None
+    texts = []
+    for groups in (1, 2):
+        engine = em.Engine(
+            target, proposer(drafts, target), Wandering(), 4, prefill_chunk=64, kv_bits=bits, groups=groups
+        )
+        with steps_of(8):
+            rows = requests(grouped(engine), HOW[how])
+            assert decode(engine, rows) == groups
+        texts.append([row.tokens for row in rows])
+        assert [row.finish_reason for row in rows] == ["length"] * len(rows)
+    assert texts[0] == texts[1]
+
+
+@settings(max_examples=in_full(30, 10))
+@given(
+    st.lists(st.sampled_from(["submit", "submit", "cancel", "step", "step", "other costs"]), max_size=40),
+    st.randoms(use_true_random=False),
+    st.sampled_from(["none", "n-grams", "head", "draft model"]),
+    st.integers(0, 3),
+)
+def test_rows_that_come_go_and_move_keep_their_text(events: list[str], random: Any, drafts: str, depth: int) -> None:
+    """Costs change at random, so that rows are parted and put together at any moment."""
+    engine = grouped(em.Engine(TARGET, proposer(drafts, TARGET), em.FixedPolicy(depth), 4, 32, 1 << 20))
+    asked: list[tuple[int, Request]] = []
+
+    def step() -> None:
+        engine.step()
+        known = [*engine._scheduler.waiting, *engine._scheduler.prefilling, *engine._groups.requests]
+        assert len(set(known)) == len(known)
+        assert {row for _, row in asked if row.finish_reason is None} == {r for r in known if r.finish_reason is None}
+
+    with steps_of(4):
+        for event in events:
+            if event == "submit":
+                which = random.randrange(len(PROMPTS))
+                asked.append((which, engine.prepare(PROMPTS[which], GREEDY)))
+                engine.submit(asked[-1][1])
+            elif event == "cancel" and asked:
+                engine.cancel(random.choice(asked)[1])
+            elif event == "other costs":
+                engine._groups.reads = random.choice([ALWAYS, RoundReads(1 << 60, 1), RoundReads(10_000, 100)])
+            step()
+        while not engine.idle:
+            step()
+    for which, row in asked:
+        assert row.tokens == ALONE[which][: len(row.tokens)]
+        assert row.finish_reason in ("length", "cancelled")
+
+
+def test_a_long_row_does_not_make_short_ones_take_its_room() -> None:
+    """Seven short rows and one of 8,000, or of as many steps of a smaller buffer."""
+    target, step = tiny_target(layers=1), in_full(256, 16)
+    target.context_length, long = 10_000, step * 125 // 4
+    with steps_of(step):
+        engine = em.Engine(target, max_batch=8)
+        engine._groups.reads = RoundReads(10, 1)
+        params = em.SamplingParams(max_tokens=40, ignore_eos=True)
+        rows = [engine.prepare([5] * n, params) for n in (long, *[step // 4] * 7)]
+        for row in rows:
+            engine.submit(row)
+        while engine.active < 8:
+            engine.step()
+    keys = [batch.cache.layers[0].keys for batch in engine._groups.batches]
+    assert sorted(x.shape[0] for x in keys) == [1, 7]
+    assert sum(x.shape[0] * x.shape[2] for x in keys) <= 1.2 * long + 7 * 2 * step
+
+
+def test_a_row_is_parted_from_others_only_when_its_padding_is_dearer() -> None:
+    """Lengths of 5 and 40 make 105 positions of padding, and rows that answer more make more of it."""
+    engine = grouped(em.Engine(TARGET, Uneven(), em.FixedPolicy(3), 4), RoundReads(150, 1))
+    rows = [engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=80))]
+    slow = em.SamplingParams(max_tokens=80, num_speculative_tokens=0)
+    rows += [engine.prepare(PROMPTS[0], slow) for _ in range(3)]
+    for row in rows:
+        engine.submit(row)
+    crossed = []
+    while rows[0].finish_reason is None:
+        engine.step()
+        if engine.active == 4 and rows[0].finish_reason is None:
+            padding = 3 * (rows[0].length - rows[1].length)
+            crossed.append((padding, len(engine._groups.batches)))
+    assert {groups for padding, groups in crossed if padding < 140} == {1}
+    assert {groups for padding, groups in crossed if padding > 180} == {2}
+    assert [row.tokens[:TOKENS] for row in rows[:2]] == [ALONE[3], ALONE[0]]
+
+
+class Uneven(em.NgramProposer):
+    """Knows the long row's text: it takes four tokens a round, and the others one."""
+
+    def open(self, prompts: Sequence[Sequence[int]]) -> Any:
+        state = super().open(prompts)
+        answer = em.Engine(TARGET, max_batch=1).generate([PROMPTS[3]], em.SamplingParams(max_tokens=80))[0].tokens
+        for row, prompt in zip(state.rows, prompts, strict=True):
+            if list(prompt) == PROMPTS[3]:
+                row.tokens = [*PROMPTS[3], *answer, *PROMPTS[3]]
+        return state
+
+
+def test_groups_take_turns_a_round_each() -> None:
+    engine = grouped(em.Engine(TARGET, em.NgramProposer(), em.FixedPolicy(0), 4))
+    rows = [engine.prepare(PROMPTS[i], em.SamplingParams(max_tokens=60, ignore_eos=True)) for i in (0, 1, 4)]
+    for row in rows:
+        engine.submit(row)
+    while engine.active < 3:
+        engine.step()
+    before = [len(row.tokens) for row in rows]
+    for _ in range(40):
+        engine.step()
+        new = [len(row.tokens) - was for row, was in zip(rows, before, strict=True)]
+        assert max(new) - min(new) <= 1
+    assert new == [20] * 3
+    assert engine.active == 3
+
+
+@pytest.mark.parametrize("drafts", ["none", "n-grams"])
+def test_plain_rounds_are_dispatched_behind_those_of_the_other_group(
+    drafts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each is told the time that it took, on a device that is done when the dispatch returns."""
+    now, log, told = [100.0], list[tuple[str, int]](), list[tuple[int, float]]()
+    dispatch, collect = Batch.dispatch, Batch.collect
+
+    def slow(batch: Batch, plan: Plan, *args: Any) -> Round:
+        now[0] += 10.0 if len(batch.requests) == 1 else 4.0
+        log.append(("dispatch", len(batch.requests)))
+        return dispatch(batch, plan, *args)
+
+    def noted(batch: Batch, *args: Any) -> RoundResult:
+        log.append(("collect", len(batch.requests)))
+        return collect(batch, *args)
+
+    engine = grouped(em.Engine(TARGET, proposer(drafts, TARGET), em.FixedPolicy(0), 4))
+    engine.clock = lambda: now[0]
+    rows = [engine.prepare(PROMPTS[i], em.SamplingParams(max_tokens=60, ignore_eos=True)) for i in (0, 1, 4)]
+    for row in rows:
+        engine.submit(row)
+    while engine.active < 3:
+        engine.step()
+    for _ in range(3):
+        engine.step()
+    monkeypatch.setattr(Batch, "dispatch", slow)
+    monkeypatch.setattr(Batch, "collect", noted)
+    engine.observer = lambda result: told.append((result.rows, result.seconds))
+    for _ in range(8):
+        engine.step()
+    assert [kind for kind, _ in log[-8:]] == ["dispatch", "collect"] * 4
+    assert all(log[i][1] != log[i + 1][1] for i in range(len(log) - 8, len(log), 2))  # one of the other is under way
+    assert set(told[1:]) == {(1, 10.0), (2, 4.0)}
+    assert [rows for rows, _ in told[1:5]] in ([1, 2, 1, 2], [2, 1, 2, 1])
+    monkeypatch.undo()
+    while not engine.idle:
+        engine.step()
+    assert [row.tokens[:TOKENS] for row in rows] == [ALONE[0], ALONE[1], ALONE[4]]
+
+
+def test_memory_for_long_rows_is_counted_once_and_lets_more_in() -> None:
+    """Room for one row of 250 and three of 60: by itself the long one would make four of 250."""
+    size = size_of(TARGET, None, None)
+    with steps_of(4):
+        allowed = size.nbytes(1, 250) + size.nbytes(3, 60)
+        together = {}
+        for groups in (1, 2):
+            engine = em.Engine(TARGET, max_batch=4, kv_bytes=allowed, groups=groups)
+            long = engine.prepare([7] * 230, em.SamplingParams(max_tokens=20, ignore_eos=True))
+            short = [engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=20, ignore_eos=True)) for _ in range(3)]
+            for row in [long, *short]:
+                engine.submit(row)
+            most = 0
+            while not engine.idle:
+                engine.step()
+                real = sum(x.nbytes for batch in engine._groups.batches for x in batch.cache.state)
+                most = max(most, engine.active)
+                assert real <= engine.kv_budget.set_aside(engine._scheduler.admitted) <= allowed
+                assert engine.kv_used <= allowed
+            together[groups] = most
+            assert [row.tokens[:TOKENS] for row in short] == [ALONE[3]] * 3
+    assert together[1] < 4 == together[2]
+
+
+def test_rows_of_a_proposer_that_cannot_part_them_stay_in_one_batch() -> None:
+    texts = {tuple(prompt): text for prompt, text in zip(PROMPTS, ALONE, strict=True)}
+    engine = grouped(em.Engine(TARGET, Oracle(texts, 0.3), em.FixedPolicy(3), 4))  # type: ignore[arg-type]
+    rows = requests(engine)
+    assert decode(engine, rows) == 1
+    assert engine.kv_budget.groups == 1
+    assert [row.tokens for row in rows] == ALONE
+
+
+@pytest.mark.parametrize("groups", [0, 3])
+def test_there_are_one_or_two_groups(groups: int) -> None:
+    with pytest.raises(ConfigError, match=f"groups must be 1 or 2; got {groups}"):
+        em.Engine(TARGET, groups=groups)
+
+
+def parted(depth: int = 2, **settings: Any) -> tuple[em.Engine, list[Request], list[Request]]:
+    """An engine with a group of two short rows and one of two long ones, and both."""
+    engine = grouped(em.Engine(TARGET, em.NgramProposer(), em.FixedPolicy(depth), 4, **settings), RoundReads(50, 1))
+    rows = [engine.prepare(PROMPTS[i], GREEDY) for i in (0, 4, 1, 5)]
+    for row in rows:
+        engine.submit(row)
+    while engine.active < 4:
+        engine.step()
+    sizes = [[len(row.prompt) for row in batch.requests] for batch in engine._groups.batches]
+    assert sorted(map(max, sizes)) == [5, 150]
+    return engine, rows[:2], rows[2:]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("which", ["short", "long"])
+def test_a_group_whose_rows_are_cancelled_leaves_the_other_whole(depth: int, which: str) -> None:
+    engine, short, long = parted(depth)
+    gone, left = (short, long) if which == "short" else (long, short)
+    engine.step()
+    engine.cancel(gone[0])
+    engine.step()
+    engine.cancel(gone[1])
+    assert len(engine._groups.batches) == 1
+    while not engine.idle:
+        engine.step()
+    assert [row.finish_reason for row in (*gone, *left)] == ["cancelled"] * 2 + ["length"] * 2
+    for row in (*gone, *left):
+        assert row.tokens == ALONE[PROMPTS.index(row.prompt)][: len(row.tokens)]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("which", ["short", "long"])
+@pytest.mark.parametrize("name", ["dispatch", "collect", "release"])
+def test_a_round_that_raises_ends_its_own_group_alone(
+    name: str, which: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, short, long = parted(depth)
+    gone, left = (short, long) if which == "short" else (long, short)
+    real = getattr(Batch, name)
+
+    def broken(batch: Batch, *args: Any) -> Any:
+        if gone[0] in batch.requests and (name != "release" or gone[0].finish_reason):
+            raise MemoryError("no room left")
+        return real(batch, *args)
+
+    monkeypatch.setattr(Batch, name, broken)
+    raised = 0
+    for _ in range(40):
+        try:
+            engine.step()
+        except MemoryError:
+            raised += 1
+            assert {row.finish_reason for row in gone} <= {"error", "length"}
+            assert engine.active == (2 if left[0].finish_reason is None else 0)
+    assert raised == 1
+    assert engine.idle
+    assert [row.tokens for row in left] == [ALONE[PROMPTS.index(row.prompt)] for row in left]
+    for row in gone:
+        assert row.tokens == ALONE[PROMPTS.index(row.prompt)][: len(row.tokens)]
+
+
+@settings(max_examples=in_full(20, 6))
+@given(st.sampled_from(["append", "take", "release"]), st.integers(1, 4), st.booleans(), st.integers(0, 2))
+def test_a_move_that_fails_loses_nobody(name: str, nth: int, late: bool, depth: int) -> None:
+    """Each row of the groups that were to change ends with the error; those that wait go on, and so does the engine."""
+    real, calls = getattr(Batch, name), count(1)
+
+    def short_of_memory(self: Batch, *args: Any) -> Any:
+        out = real(self, *args) if late else None
+        if next(calls) == nth:
+            raise MemoryError("no room left")
+        return out if late else real(self, *args)
+
+    engine = grouped(em.Engine(TARGET, em.NgramProposer(), em.FixedPolicy(depth), 4, 32), RoundReads(1 << 60, 1))
+    rows = requests(engine)
+    for row in rows:
+        engine.submit(row)
+    raised = 0
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Batch, name, short_of_memory)
+        for steps in count():
+            if engine.idle:
+                break
+            engine._groups.reads = [ALWAYS, RoundReads(1 << 60, 1)][steps // 5 % 2]
+            try:
+                engine.step()
+            except MemoryError:
+                raised += 1
+    assert raised <= 1
+    for row, expected in zip(rows, ALONE, strict=True):
+        assert row.finish_reason in ("length", "error")
+        assert row.tokens == expected[: len(row.tokens)]
+        assert (row.finish_reason == "length") == (row.tokens == expected) or row.error
+    assert [output.tokens for output in engine.generate(PROMPTS[:3], GREEDY)] == ALONE[:3]
+
+
+def test_what_is_told_counts_the_rows_of_both() -> None:
+    engine, short, long = parted()
+    size, lengths = engine.kv_budget.size, [[row.length for row in rows] for rows in (short, long)]
+    assert (engine.active, engine.waiting) == (4, 0)
+    assert engine.kv_used == sum(size.nbytes(2, max(each)) for each in lengths)
+    told = list[RoundResult]()
+    engine.observer = told.append
+    before = sum(len(row.tokens) for row in (*short, *long))
+    while not engine.idle:
+        engine.step()
+    assert sum(result.emitted for result in told) == 4 * TOKENS - before
+    assert {result.rows for result in told} <= {1, 2}
+    assert (engine.active, engine.kv_used) == (0, 0)
+
+
+def test_each_group_has_decisions_of_its_own_and_both_learn() -> None:
+    """Seven rows, for which drafts are dear, and one, for which they cost next to nothing, in turn.
+
+    One policy for both would take each round for a change of plan: it decoded seven rows plainly 4 times of 100, and
+    drafted as much as pays for the one 25 times.
+    """
+    policy = em.ThroughputPolicy(max_depth=4)
+    plans: dict[int, list[int]] = {7: [], 1: []}
+    for each, rows, per_token in ((policy, 7, 2.0), (policy.twin(), 1, 0.01)) * 100:
+        plan = each.plan(rows, Abilities())
+        drafted = [plan.depth] * rows
+        plans[rows].append(plan.depth)
+        each.observe(RoundResult(plan, drafted, drafted, [1 + plan.depth] * rows, 1 + per_token * plan.depth))
+    assert plans[7].count(0) > 80
+    assert plans[1].count(4) > 80
+
+
+def test_a_prompt_that_is_read_beside_a_failing_round_is_not_half_known() -> None:
+    """An observer that raises behind a round ends that group and the prompt being read; the other group goes on."""
+    engine, short, long = parted(prefill_chunk=160)
+    late = engine.prepare([9] * 150 + PROMPTS[5], GREEDY)
+    engine.cancel(short[1])
+    engine.submit(late)
+    seen = count()
+
+    def observer(result: RoundResult) -> None:
+        if next(seen) == 0:
+            raise RuntimeError("the observer is broken")
+
+    engine.observer = observer
+    with pytest.raises(RuntimeError):
+        engine.step()
+    assert late.finish_reason == "error"
+    assert engine.active in (1, 2)
+    while not engine.idle:
+        engine.step()
+    for row in (short[0], *long):
+        expected = ALONE[PROMPTS.index(row.prompt)]
+        assert row.tokens == expected[: len(row.tokens)]
+        assert (row.finish_reason == "length") == (len(row.tokens) == TOKENS)
