@@ -312,11 +312,10 @@ class Engine:
         """Have every row in the group where it belongs; while a round is under way all stay where they are."""
         if self._pipeline.busy:
             return
-        places = self._groups.places(self._scheduler.prefilling, joining)
-        touched = self._groups.touched(places, joining)
-        if touched or joining is not None:
-            with self._work.also(*touched):
-                self._groups.arrange(places, joining)
+        moves = self._groups.moves(self._scheduler.prefilling, joining)
+        if moves is not None:
+            with self._work.also(*self._groups.touched(moves, joining)):
+                self._groups.arrange(moves, joining)
 
     def _report_first_tokens(self, requests: Sequence[Request], seconds: float) -> None:
         """Show the observer the tokens that requests got with their prompts; it is no round for the policy."""
@@ -339,7 +338,7 @@ class Engine:
         steady = self._pipeline.is_plain if self.proposer is None else self._pipeline.is_steady
         if not steady or not following.may_run_ahead or self._scheduler.wants_in(self._places):
             return False
-        return not self._groups.touched(self._groups.places(self._scheduler.prefilling))
+        return self._groups.moves(self._scheduler.prefilling) is None
 
     def _plan(self, batch: Batch) -> Plan:
         """What the next round is to draft."""

@@ -17,11 +17,10 @@ from eagle_mlx.target import Target
 GROUPS = 2
 """Groups that there are at most: a third would read the weights a third time, for less padding than the second saves.
 """
-_ROUND = 64 << 20
-"""Bytes in whose time a round begins and ends, beside the weights that it reads.
+_ROUND = 32 << 20
+"""Bytes in whose time a round begins and ends, whatever it reads: twice what was measured on a CPU (docs/log.md).
 
-A round of the included model, which has 12 MB of weights, takes as long as reading this on the CPU where it was
-measured (docs/log.md); for models of a gigabyte and more it hardly counts.
+It keeps small models from a second round that costs more than it saves; of a model of a gigabyte it is 3 %.
 """
 _PAID_BACK = 64
 """Rounds within which what is copied must be saved: most answers have more."""

@@ -9,6 +9,9 @@ from eagle_mlx.engine.grouping import GROUPS, RoundReads, Row, arrange
 from eagle_mlx.engine.kv_budget import KVBudget
 from eagle_mlx.request import Request
 
+_LOOK = 16
+"""Rounds between two looks at whether rows have outgrown their group: 0.4 ms for 64 rows, on a CPU."""
+
 
 class Groups:
     """Who is in which group, whose turn it is, and the moves between them.
@@ -19,8 +22,10 @@ class Groups:
 
     def __init__(self, reads: RoundReads, budget: KVBudget):
         self.reads, self.budget = reads, budget
-        self._served = 0
-        """The number of the group that had the last round."""
+        self._served = self._rounds = 0
+        """The number of the group that had the last round, and how many there were."""
+        self._settled: list[tuple[Request, int]] | None = None
+        """Who was where when all were found to be where they belong."""
         self._slots: list[Batch | None] = [None] * GROUPS
 
     @property
@@ -48,20 +53,33 @@ class Groups:
 
     def serve(self, batch: Batch) -> None:
         """A group has had a round."""
-        self._served = self.number(batch)
+        self._served, self._rounds = self.number(batch), self._rounds + 1
 
-    def places(self, prefilling: Sequence[Request], joining: Batch | None = None) -> dict[Request, int]:
-        """The group that each request is to be in, those included whose prompts are being read, or have just been."""
+    def moves(self, prefilling: Sequence[Request], joining: Batch | None = None) -> dict[Request, int] | None:
+        """The group that each request is to be in, if some are not there yet; those being read have places too.
+
+        Looked for where somebody has come or gone, and every so many rounds, for rows grow slowly.
+        """
         groups = {request: number for number, batch in self._numbered() for request in batch.requests}
+        present = [*groups.items(), *((request, -1) for request in prefilling)]
+        if joining is None and present == self._settled and self._rounds % _LOOK:
+            return None
+        places = self._places(groups, prefilling, joining.requests if joining is not None else ())
+        moving = joining is not None or any(places[request] != number for request, number in groups.items())
+        self._settled = None if moving else present
+        return places if moving else None
+
+    def _places(
+        self, groups: Mapping[Request, int], prefilling: Sequence[Request], joining: Sequence[Request]
+    ) -> dict[Request, int]:
         asked = list(dict.fromkeys([*groups, *prefilling]))
         if self.budget.groups == 1:
             return dict.fromkeys(asked, min(groups.values(), default=0))
-        decoding = {*groups, *(joining.requests if joining is not None else ())}
+        decoding = {*groups, *joining}
         lengths = [request.length if request in decoding else 0 for request in asked]
         reaches = map(self.budget.reach, asked)
         rows = [Row(*row) for row in zip(lengths, reaches, map(groups.get, asked), strict=True)]
-        found = arrange(rows, self.reads, self.budget.size, self.budget.nbytes)
-        return dict(zip(asked, found, strict=True))
+        return dict(zip(asked, arrange(rows, self.reads, self.budget.size, self.budget.nbytes), strict=True))
 
     def touched(self, places: Mapping[Request, int], joining: Batch | None = None) -> list[Batch]:
         """The groups that somebody is to leave or to enter."""

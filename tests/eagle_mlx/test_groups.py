@@ -31,12 +31,12 @@ PROMPTS = [[int(t) for t in RNG.integers(3, VOCAB, n)] for n in (5, 150, 17, 40,
 TOKENS = 14
 GREEDY = em.SamplingParams(max_tokens=TOKENS)
 ALONE = [em.Engine(TARGET, max_batch=1).generate([prompt], GREEDY)[0].tokens for prompt in PROMPTS]
-ALWAYS = RoundReads(fixed=0, position=1 << 20)
-"""Weights that cost nothing: any difference in length parts rows."""
+ALWAYS, NEVER = RoundReads(fixed=0, position=1 << 20), RoundReads(fixed=1 << 60, position=1)
+"""Weights that cost nothing, so that any difference in length parts rows, and weights that cost more than all."""
 
 
 def grouped(engine: em.Engine, reads: RoundReads = ALWAYS) -> em.Engine:
-    engine._groups.reads = reads
+    engine._groups.reads, engine._groups._settled = reads, None
     return engine
 
 
@@ -149,7 +149,7 @@ def test_rows_that_come_go_and_move_keep_their_text(events: list[str], random: A
             elif event == "cancel" and asked:
                 engine.cancel(random.choice(asked)[1])
             elif event == "other costs":
-                engine._groups.reads = random.choice([ALWAYS, RoundReads(1 << 60, 1), RoundReads(10_000, 100)])
+                grouped(engine, random.choice([ALWAYS, NEVER, RoundReads(10_000, 100)]))
             step()
         while not engine.idle:
             step()
@@ -177,10 +177,10 @@ def test_a_long_row_does_not_make_short_ones_take_its_room() -> None:
 
 
 def test_a_row_is_parted_from_others_only_when_its_padding_is_dearer() -> None:
-    """Lengths of 5 and 40 make 105 positions of padding, and rows that answer more make more of it."""
+    """Lengths of 5 and 40 make 105 positions of padding, and more where the long row's drafts are good."""
     engine = grouped(em.Engine(TARGET, Uneven(), em.FixedPolicy(3), 4), RoundReads(150, 1))
-    rows = [engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=80))]
-    slow = em.SamplingParams(max_tokens=80, num_speculative_tokens=0)
+    rows = [engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=120))]
+    slow = em.SamplingParams(max_tokens=120, num_speculative_tokens=0)
     rows += [engine.prepare(PROMPTS[0], slow) for _ in range(3)]
     for row in rows:
         engine.submit(row)
@@ -190,17 +190,19 @@ def test_a_row_is_parted_from_others_only_when_its_padding_is_dearer() -> None:
         if engine.active == 4 and rows[0].finish_reason is None:
             padding = 3 * (rows[0].length - rows[1].length)
             crossed.append((padding, len(engine._groups.batches)))
-    assert {groups for padding, groups in crossed if padding < 140} == {1}
-    assert {groups for padding, groups in crossed if padding > 180} == {2}
+    apart = [padding for padding, groups in crossed if groups == 2]
+    together = [padding for padding, groups in crossed if groups == 1]
+    assert crossed == [(padding, 1) for padding in together] + [(padding, 2) for padding in apart]
+    assert 100 < together[0] < 150 < apart[0] < apart[-1]
     assert [row.tokens[:TOKENS] for row in rows[:2]] == [ALONE[3], ALONE[0]]
 
 
 class Uneven(em.NgramProposer):
-    """Knows the long row's text: it takes four tokens a round, and the others one."""
+    """Knows the long row's text."""
 
     def open(self, prompts: Sequence[Sequence[int]]) -> Any:
         state = super().open(prompts)
-        answer = em.Engine(TARGET, max_batch=1).generate([PROMPTS[3]], em.SamplingParams(max_tokens=80))[0].tokens
+        answer = em.Engine(TARGET, max_batch=1).generate([PROMPTS[3]], em.SamplingParams(max_tokens=120))[0].tokens
         for row, prompt in zip(state.rows, prompts, strict=True):
             if list(prompt) == PROMPTS[3]:
                 row.tokens = [*PROMPTS[3], *answer, *PROMPTS[3]]
@@ -376,7 +378,7 @@ def test_a_move_that_fails_loses_nobody(name: str, nth: int, late: bool, depth: 
             raise MemoryError("no room left")
         return out if late else real(self, *args)
 
-    engine = grouped(em.Engine(TARGET, em.NgramProposer(), em.FixedPolicy(depth), 4, 32), RoundReads(1 << 60, 1))
+    engine = grouped(em.Engine(TARGET, em.NgramProposer(), em.FixedPolicy(depth), 4, 32), NEVER)
     rows = requests(engine)
     for row in rows:
         engine.submit(row)
@@ -386,7 +388,7 @@ def test_a_move_that_fails_loses_nobody(name: str, nth: int, late: bool, depth: 
         for steps in count():
             if engine.idle:
                 break
-            engine._groups.reads = [ALWAYS, RoundReads(1 << 60, 1)][steps // 5 % 2]
+            grouped(engine, [ALWAYS, NEVER][steps // 5 % 2])
             try:
                 engine.step()
             except MemoryError:
