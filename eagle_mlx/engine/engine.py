@@ -289,6 +289,7 @@ class Engine:
             return []
         joined = list(joining.requests)
         self._report_first_tokens(joined, seconds)
+        self._look_at_context([*self._groups.requests, *joined])
         self._remember(joining)
         joining.release()
         if joining.requests:
@@ -302,7 +303,9 @@ class Engine:
         if not joining.may_part:
             self.kv_budget.groups = 1
         self._arrange(joining)
-        lengths = [len(request.prompt) + len(request.tokens) for request in self._groups.requests]
+
+    def _look_at_context(self, requests: Sequence[Request]) -> None:
+        lengths = [len(request.prompt) + len(request.tokens) for request in requests]
         self.context = sum(lengths) // len(lengths)
         if self.on_first_round is not None:
             self.on_first_round(self.context)
