@@ -45,11 +45,10 @@ def collect(
     ]
 
 
-def may_decode(requests: Sequence[Request]) -> bool:
-    """Whether some row does not wait for masks. Where all do, the first's are waited for a while."""
+def may_decode(requests: Sequence[Request], patience: float = PATIENCE) -> bool:
+    """Whether some row does not wait for masks. Where all do, the first's are waited for, so many seconds."""
     if any(request.finish_reason or request.asked is None for request in requests):
         return True
-    patience = PATIENCE
     for request in requests:
         assert isinstance(request.grammar, AsyncGrammar)
         try:

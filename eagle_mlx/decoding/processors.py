@@ -47,9 +47,9 @@ class Processors:
         )
         return cls(requests, vocab) if any(asking) else None
 
-    def may_decode(self) -> bool:
-        """Whether some row does not wait for masks, now or after a while."""
-        return may_decode(self._all_requests)
+    def may_decode(self, patience: float) -> bool:
+        """Whether some row does not wait for masks, now or after so many seconds."""
+        return may_decode(self._all_requests, patience)
 
     def apply(self, logits: mx.array, draft: Draft, patience: float = PATIENCE) -> mx.array:
         """logits: [B, n+1, V]. Returns them as each row wants them, [B, n+1, V] float32.

@@ -86,9 +86,9 @@ class Batch:
             request.finish_reason is None and len(request.tokens) + 1 < request.limit for request in self.requests
         )
 
-    def may_decode(self) -> bool:
-        """Whether a round gives anything, now or after a short wait: not every request's masks are late."""
-        return self.processors is None or self.processors.may_decode()
+    def may_decode(self, patience: float) -> bool:
+        """Whether a round gives anything, now or after so many seconds: not every request's masks are late."""
+        return self.processors is None or self.processors.may_decode(patience)
 
     def dispatch(self, plan: Plan, measured: bool = False) -> Round:
         """Start a round on the device, at most `most_drafts` deep.

@@ -265,7 +265,7 @@ class Engine:
         if first and any(request.tokens for request in self._groups.requests):
             return ended  # first tokens are given out before a round is waited for
         self._arrange()
-        batch = self._pipeline.batch or next((each for each in self._groups.in_turn() if each.may_decode()), None)
+        batch = self._pipeline.batch or self._groups.ready()
         if batch is None:
             return ended
         with self._work.also(batch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from eagle_mlx.decoding.masks import PATIENCE
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.grouping import GROUPS, RoundReads, Row, arrange
 from eagle_mlx.engine.kv_budget import KVBudget
@@ -50,6 +51,12 @@ class Groups:
     def in_turn(self) -> list[Batch]:
         """The groups, the one that had the last round behind the other."""
         return [batch for _, batch in sorted(self._numbered(), key=lambda slot: slot[0] == self._served)]
+
+    def ready(self) -> Batch | None:
+        """The first in turn of which a round gives anything. Late masks are waited for where no group is without."""
+        turn = self.in_turn()
+        seconds = [PATIENCE] if len(turn) == 1 else [0.0, PATIENCE]
+        return next((batch for patience in seconds for batch in turn if batch.may_decode(patience)), None)
 
     def serve(self, batch: Batch) -> None:
         """A group has had a round."""

@@ -22,6 +22,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import Abilities, Plan, RoundResult
 from eagle_mlx.request import Request
 from tests.architectures import VOCAB, tiny_model
+from tests.eagle_mlx.test_masks import Never, params_of
 from tests.fakes import Oracle, randomize, steps_of, tiny_config, tiny_head, tiny_target
 from tests.full import in_full, mixed
 
@@ -223,6 +224,27 @@ def test_groups_take_turns_a_round_each() -> None:
         assert max(new) - min(new) <= 1
     assert new == [20] * 3
     assert engine.active == 3
+
+
+def test_a_group_whose_masks_are_late_lets_the_other_go_on_without_a_wait() -> None:
+    stuck = Never()
+    engine = grouped(em.Engine(tiny_target(vocab=VOCAB), em.NgramProposer(), em.FixedPolicy(2), 4))
+    late = engine.prepare(PROMPTS[1], params_of(lambda: stuck, "greedy"))
+    free = engine.prepare(PROMPTS[0], em.SamplingParams(max_tokens=60, ignore_eos=True))
+    for row in (late, free):
+        engine.submit(row)
+    while not stuck.waited:
+        engine.step()
+    assert len(engine._groups.batches) == 2
+    waited = stuck.waited
+    while free.finish_reason is None:
+        before = len(free.tokens)
+        engine.step()
+        assert len(free.tokens) > before
+    assert stuck.waited == waited
+    assert len(free.tokens) == 60
+    assert not engine.step()
+    assert stuck.waited > waited
 
 
 @pytest.mark.parametrize("drafts", ["none", "n-grams"])
