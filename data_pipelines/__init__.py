@@ -11,7 +11,7 @@ from .filters import ReadReport
 from .jsonl import write_jsonl
 from .made import MakeConfig, MakeReport, steerable
 from .made_file import Wanted, make_to_file
-from .made_once import make_once
+from .made_once import made_states, make_once
 from .made_shards import ShardPlace
 from .made_text import beginning
 from .mapping import FieldMap
@@ -51,6 +51,7 @@ __all__ = [
     "coverage",
     "draft_to_target",
     "load_conversations",
+    "made_states",
     "make_once",
     "make_to_file",
     "parse_row",

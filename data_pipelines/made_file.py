@@ -137,7 +137,7 @@ def make_to_file(
         if place is None:
             selection = _run(engine, config, wanted, part, progress, None)
         else:
-            with open_shards(place, _made_from(settings, wanted, place)) as shards:
+            with open_shards(place, made_from(settings, wanted, place)) as shards:
                 selection = _run(engine, config, wanted, part, progress, shards)
         if note is not None:
             write_output(note, json.dumps(settings_of(engine.target, config, wanted), indent=2) + "\n")
@@ -208,7 +208,8 @@ def _lost(wanted: Wanted, done: Mapping[int, Done], shards: MadeShards) -> list[
     ]
 
 
-def _made_from(settings: Mapping[str, Any], wanted: Wanted, place: ShardPlace) -> dict[str, str]:
+def made_from(settings: Mapping[str, Any], wanted: Wanted, place: ShardPlace) -> dict[str, str]:
+    """What the manifest of a file's shards says that they were made from."""
     layers = ", ".join(map(str, place.meta.aux_layers))
     said = {name: str(value) for name, value in settings.items()}
     return {**said, "wanted": str(asdict(wanted)), "layers": layers, "bits": str(place.meta.bits)}

@@ -9,29 +9,60 @@ from typing import Any
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import OutputError
+from eagle_mlx.policy import FixedPolicy
+from eagle_mlx.proposers.capturing import CapturingProposer
+from eagle_mlx.shards import MANIFEST, ShardReader
 from eagle_mlx.target import Target
 
 from .made import MakeConfig, MakeReport
-from .made_file import Wanted, make_to_file, settings_of
+from .made_file import Wanted, made_from, make_to_file, settings_of
+from .made_shards import ShardPlace
 
 BATCH = 32
 """Conversations that are made at once."""
 
 
 def make_once(
-    target: Target, config: MakeConfig, wanted: Wanted, output: str | Path, progress: bool = False
+    target: Target,
+    config: MakeConfig,
+    wanted: Wanted,
+    output: str | Path,
+    progress: bool = False,
+    place: ShardPlace | None = None,
 ) -> MakeReport | None:
     """Make a file as `make_to_file` does, unless it is there; returns None where it is.
 
-    What it was made from stands beside it, in `OUTPUT.from.json`. Raises OutputError, which names the difference, where
-    the file is there and was made from something else; otherwise as `make_to_file`.
+    What it was made from stands beside it, in `OUTPUT.from.json`. With a `place` the hidden states of the forwards that
+    write it go there. Raises OutputError, which names the difference, where the file is there and was made from
+    something else, and where the states' place is taken; otherwise as `make_to_file`.
     """
     output = Path(output)
-    if not output.exists():
-        engine = Engine(target, max_batch=BATCH)
-        return make_to_file(engine, config, wanted, output, progress=progress, note=note_path(output))
-    _compare(output, settings_of(target, config, wanted))
-    return None
+    if output.exists():
+        _compare(output, settings_of(target, config, wanted))
+        return None
+    if place is not None and place.folder.exists() and made_states(target, config, wanted, place) is None:
+        raise OutputError(f"{place.folder} holds something else than the states of {output}; remove it, or move it")
+    engine = plain_engine(target, place)
+    return make_to_file(engine, config, wanted, output, progress=progress, place=place, note=note_path(output))
+
+
+def plain_engine(target: Target, place: ShardPlace | None = None) -> Engine:
+    """An engine that drafts nothing; with a `place` it keeps the hidden states that are to go there."""
+    if place is None:
+        return Engine(target, max_batch=BATCH)
+    capture = CapturingProposer((*place.meta.aux_layers, target.num_layers - 1))
+    return Engine(target, capture, FixedPolicy(0), max_batch=BATCH)
+
+
+def made_states(target: Target, config: MakeConfig, wanted: Wanted, place: ShardPlace) -> ShardReader | None:
+    """The hidden states that were kept at a place while such a file was made; None where there are none.
+
+    Raises ShardError for a manifest that is damaged.
+    """
+    if not (place.folder / MANIFEST).exists():
+        return None
+    found = ShardReader(place.folder)
+    return found if found.manifest.made_from == made_from(settings_of(target, config), wanted, place) else None
 
 
 def note_path(output: Path) -> Path:

@@ -23,7 +23,7 @@ from .command import Stop, exit_code
 from .config import SELF, TrainConfig, from_mapping, groups, named_settings
 from .data import heldout_prompts, make_data, training_data
 from .distributed import SINGLE_PROCESS, World
-from .kinds import KINDS, resolved
+from .kinds import KINDS, Head, resolved
 from .plan import Recipe, check, describe_memory, forecast, load_recipe, plan_of, recipe_for, recipe_names
 from .report import command as report_command
 from .run import BEST, check_wandb, existing_head, resumed_config, run_worker, train
@@ -142,9 +142,10 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
     head = existing_head(target, config)
     if head is None:
         KINDS[config.head.kind].check(target, config)
-    prompts = _prompts(target, config, world)
     reserve = found.memory.head + found.memory.optimizer + found.memory.step
-    data = world.in_turn(lambda: training_data(target, config, progress=world.is_rank_zero, head=head, reserve=reserve))
+    prompts = _prompts(target, config, world, head, reserve)
+    alone = world.size == 1
+    data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, reserve, alone))
     if not world.is_rank_zero:
         run_worker(target, data, config, head, world, stop)
         return
@@ -164,14 +165,14 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
         print(f"eagle-serve --target {config.head.target}{adapter} finds it", file=sys.stderr)
 
 
-def _prompts(target: Target, config: TrainConfig, world: World) -> list[list[int]]:
+def _prompts(target: Target, config: TrainConfig, world: World, head: Head | None, reserve: int) -> list[list[int]]:
     """What acceptance is measured on, in rank 0; before that the target makes up what it learns from, where it is to.
 
     Prompts of another source are read first: what is wrong with that shows before hours have passed.
     """
     named = [] if config.prompts_are_heldout or not world.is_rank_zero else heldout_prompts(target, config)
     if config.data.is_self:
-        make_data(target, config, world)
+        make_data(target, config, world, head, reserve)
     return named or (heldout_prompts(target, config) if world.is_rank_zero else [])
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,22 +57,24 @@ class InMemory:
 class OnDisk:
     """The samples of a folder of shards, all checked at once and read when they are needed.
 
-    Without `aux` only the last layer's states are passed on. Raises ShardError for a shard that is damaged or missing.
+    Without `aux` only the last layer's states are passed on. Samples are cut after `most` tokens, where that is given.
+    Raises ShardError for a shard that is damaged or missing.
     """
 
     has_states = True
 
-    def __init__(self, reader: ShardReader, aux: bool = True):
+    def __init__(self, reader: ShardReader, aux: bool = True, most: int | None = None):
         reader.verify()
-        self._reader, self._aux = reader, aux
-        self.lengths: list[int] = []
-        for entry in reader.files:
-            with safe_open(str(reader.folder / entry.name), "numpy") as file:
-                self.lengths.extend(file.get_tensor("lengths").tolist())
+        self._reader, self._aux, self._most = reader, aux, most
+        self.folder = reader.folder
+        whole = [length for entry in reader.files for length in self._array(entry.name, "lengths").tolist()]
+        self.lengths: list[int] = [min(length, most or length) for length in whole]
 
-    def __getitem__(self, index: int) -> Sample | Tokens:
+    def __getitem__(self, index: int) -> Sample:
         sample = self._reader[index]
-        return sample if self._aux else replace(sample, aux=sample.aux[:, :0])
+        aux = sample.aux if self._aux else sample.aux[:, :0]
+        at = slice(self._most)
+        return Sample(sample.tokens[at], sample.loss_mask[at], aux[at], sample.last[at])
 
     def where(self, index: int) -> str:
         return self._reader.where(index)
@@ -81,7 +83,14 @@ class OnDisk:
         """How often each token id is to be learnt: counts [V]."""
         counts = np.zeros(vocab_size, np.int64)
         for entry in self._reader.files:
-            with safe_open(str(self._reader.folder / entry.name), "numpy") as file:
-                learnt = file.get_tensor("tokens")[file.get_tensor("loss_mask") == 1]
-            counts += np.bincount(learnt, minlength=vocab_size)
+            learnt = self._array(entry.name, "loss_mask") == 1
+            if self._most is not None:
+                lengths = self._array(entry.name, "lengths")
+                learnt &= np.concatenate([np.arange(length) < self._most for length in lengths])
+            counts += np.bincount(self._array(entry.name, "tokens")[learnt], minlength=vocab_size)
         return counts
+
+    def _array(self, shard: str, name: str) -> NDArray[Any]:
+        with safe_open(str(self.folder / shard), "numpy") as file:
+            found: NDArray[Any] = file.get_tensor(name)
+        return found

@@ -6,26 +6,36 @@ import sys
 
 import mlx.core as mx
 
-from eagle_mlx.data_pipelines import MakeConfig, Wanted, make_once
+from eagle_mlx.data_pipelines import MakeConfig, ShardPlace, Wanted, made_states, make_once, shard_meta
 from eagle_mlx.files import write_output
+from eagle_mlx.shards import ShardReader
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
 from ..distributed import SINGLE_PROCESS, World
-from ..plan import self_file
-from .sources import data_config
+from ..kinds import aux_layers_of
+from ..plan import cache_folder, keeps_states, learnt_whole, self_file
+from .reading import data_config
 
 
-def make_data(target: Target, config: TrainConfig, world: World = SINGLE_PROCESS) -> None:
+def make_data(
+    target: Target, config: TrainConfig, world: World = SINGLE_PROCESS, head: object = None, reserve: int = 0
+) -> None:
     """Have the file of conversations at its place on every machine: made by rank 0, or found as it was made before.
 
-    Raises OutputError where another one stands there, DataError where the target writes nothing usable, TargetError
-    where it cannot speak as its user, ConfigError for settings with which the file could not be read.
+    Where one process trains, and there is room on the disk, the hidden states are kept of the forwards that write:
+    those that the settings or a `head` read. `reserve` is the memory in bytes that the training will take.
+
+    Raises OutputError where another file or other states stand there, DataError where the target writes nothing
+    usable, TargetError where it cannot speak as its user, ConfigError for settings with which the file could not be
+    read.
     """
     file = self_file(config)
     data_config(config)  # what cannot be read as it is asked for is said now, not in the morning
     if world.is_rank_zero:
-        _make(target, config)
+        place = _place(target, config, head)
+        alone = world.size == 1
+        _make(target, config, place if alone and keeps_states(config, place.meta, reserve) else None)
     if world.size == 1:
         return
     # Made on each machine, two that round differently would learn from different texts.
@@ -35,12 +45,31 @@ def make_data(target: Target, config: TrainConfig, world: World = SINGLE_PROCESS
         write_output(file, text)
 
 
-def _make(target: Target, config: TrainConfig) -> None:
-    file, seed = self_file(config), config.run.seed
+def states_of_made(target: Target, config: TrainConfig, head: object = None) -> ShardReader | None:
+    """The hidden states of the forwards that wrote what is learnt from, where they were kept.
+
+    Raises ShardError for a manifest that is damaged.
+    """
+    if not learnt_whole(config):
+        return None
+    return made_states(target, MakeConfig(seed=config.run.seed), _wanted(config), _place(target, config, head))
+
+
+def _make(target: Target, config: TrainConfig, place: ShardPlace | None) -> None:
+    file, making = self_file(config), MakeConfig(seed=config.run.seed)
     try:
-        report = make_once(target, MakeConfig(seed=seed), Wanted(tokens=config.data.self_tokens), file, progress=True)
+        report = make_once(target, making, _wanted(config), file, progress=True, place=place)
     except KeyboardInterrupt:
         print(f"what {target.name} has made up is kept, and the same command continues with it", file=sys.stderr)
         raise
     mx.clear_cache()  # keys and values, for which training has no use
     print(f"{file}: {report.summary() if report is not None else 'made before, learnt from as it is'}", file=sys.stderr)
+
+
+def _wanted(config: TrainConfig) -> Wanted:
+    return Wanted(tokens=config.data.self_tokens)
+
+
+def _place(target: Target, config: TrainConfig, head: object) -> ShardPlace:
+    meta = shard_meta(target, aux_layers_of(target, config, head), config.data.cache_bits)
+    return ShardPlace(cache_folder(config), meta)

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from eagle_mlx.data_pipelines import (
     Conversation,
-    DataConfig,
     ReadReport,
     Rendered,
     capture,
@@ -32,9 +31,11 @@ from eagle_mlx.shards.budget import Place
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
-from ..kinds import KINDS, kind_of, resolved
+from ..kinds import KINDS, aux_layers_of, kind_of, resolved
 from ..plan import cache_folder, choose_states, sources_of
+from .reading import data_config
 from .samples import InMemory, OnDisk, Samples, Tokens
+from .self_made import states_of_made
 
 _IN_WORDS: dict[Place, str] = {
     "memory": "captured once, in memory",
@@ -59,9 +60,17 @@ class TrainData:
 
 
 def training_data(
-    target: Target, config: TrainConfig, progress: bool = False, head: DraftHead | None = None, reserve: int = 0
+    target: Target,
+    config: TrainConfig,
+    progress: bool = False,
+    head: DraftHead | None = None,
+    reserve: int = 0,
+    alone: bool = True,
 ) -> TrainData:
     """Shards where they are given; else conversations, whose states are kept where there is room for them.
+
+    What the target made up comes with the states of the forwards that wrote it, where these were kept, and where one
+    process trains `alone`: several must all have the same.
 
     A head to continue from decides what is captured and what it drafts, where there is one. `reserve` is the memory in
     bytes that the training will take besides what is taken now. Raises DataError, ShardError, OutputError or
@@ -70,10 +79,11 @@ def training_data(
     config = resolved(config)
     if config.data.shards:
         return _from_shards(target, config, head)
+    made = states_of_made(target, config, head) if alone else None
+    if made is not None:
+        return _from_made(target, config, made, head)
     rendered, read = _render(target, config)
-    aux_layers = (
-        KINDS[config.head.kind].aux_layers(target, config) if head is None else kind_of(head).aux_layers_of(head)
-    )
+    aux_layers = aux_layers_of(target, config, head)
     kept, share = _draft_vocabulary(target, config, count_tokens(rendered, target.vocab_size), head)
     tokens = sum(len(one.tokens) for one in rendered)
     choice = choose_states(config, tokens, shard_meta(target, aux_layers, config.data.cache_bits), reserve)
@@ -155,21 +165,6 @@ def _render(target: Target, config: TrainConfig) -> tuple[list[Rendered], dict[s
     return rendered, {"left_out": left_out.left_out}
 
 
-def data_config(config: TrainConfig) -> DataConfig:
-    """What to read, and what of it to keep."""
-    return DataConfig(
-        sources_of(config),
-        config.data.map,
-        config.data.limit,
-        config.run.seed,
-        config.data.stream,
-        config.data.skip_bad,
-        config.data.keep_turns,
-        config.data.keep_tokens,
-        config.data.dedupe,
-    )
-
-
 def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) -> TrainData:
     reader = ShardReader(config.data.shards)
     meta = reader.meta
@@ -181,13 +176,30 @@ def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) ->
         )
     _check_adapter(target, config, meta.adapter)
     aux_layers = _aux_layers_in_shards(target, config, meta.aux_layers, head)
-    samples = OnDisk(reader, aux=bool(aux_layers))
-    kept, share = _draft_vocabulary(target, config, samples.count_tokens(target.vocab_size), head)
+    return _kept_on_disk(target, config, OnDisk(reader, aux=bool(aux_layers)), aux_layers, head)
+
+
+def _from_made(target: Target, config: TrainConfig, reader: ShardReader, head: DraftHead | None) -> TrainData:
+    """What the target made up, with the states that were kept of the forwards that wrote it."""
+    try:
+        samples = OnDisk(reader, bool(reader.meta.aux_layers), min(config.data.max_length, target.context_length))
+    except ShardError as e:
+        raise ShardError(f"{e}. As a cache: remove {reader.folder}, and the conversations are read again") from e
+    found = _kept_on_disk(target, config, samples, reader.meta.aux_layers, head)
+    print(f"states: those of the forwards that made them, in {reader.folder}", file=sys.stderr)
+    return found
+
+
+def _kept_on_disk(
+    target: Target, config: TrainConfig, samples: OnDisk, aux_layers: tuple[int, ...], head: DraftHead | None
+) -> TrainData:
+    counts = samples.count_tokens(target.vocab_size)
+    kept, share = _draft_vocabulary(target, config, counts, head)
     report = {
-        "conversations": len(reader),
-        "tokens": reader.tokens,
-        "loss_tokens": reader.loss_tokens,
-        "states": f"shards {config.data.shards}",
+        "conversations": len(samples.lengths),
+        "tokens": sum(samples.lengths),
+        "loss_tokens": int(counts.sum()),
+        "states": f"shards {samples.folder}",
         "draft_vocab": target.vocab_size if kept is None else len(kept),
         "draft_vocab_coverage": share,
     }

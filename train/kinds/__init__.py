@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.target import Target
 
 from ..config import TrainConfig, flag
 from .base import Head, Kind
@@ -16,7 +17,7 @@ KINDS: dict[str, Kind[Any]] = {kind.name: kind for kind in (Eagle3Kind(), EagleK
 OPEN = TrainConfig().flat()
 """What a setting is where nothing was said of it."""
 
-__all__ = ["KINDS", "OPEN", "Head", "Kind", "kind_of", "resolved"]
+__all__ = ["KINDS", "OPEN", "Head", "Kind", "aux_layers_of", "kind_of", "resolved"]
 
 
 def kind_of(head: object) -> Kind[Any]:
@@ -25,6 +26,11 @@ def kind_of(head: object) -> Kind[Any]:
         if isinstance(head, kind.head_class):
             return kind
     raise ConfigError(f"a {type(head).__name__} cannot be trained; known are {', '.join(KINDS)}")
+
+
+def aux_layers_of(target: Target, config: TrainConfig, head: object = None) -> tuple[int, ...]:
+    """The target's layers, besides the last one, that a head reads: a new one of these settings, or one that exists."""
+    return KINDS[config.head.kind].aux_layers(target, config) if head is None else kind_of(head).aux_layers_of(head)
 
 
 def resolved(config: TrainConfig) -> TrainConfig:

@@ -5,7 +5,7 @@ from .estimate import describe_memory
 from .memory import memory_gb
 from .preflight import Forecast, check, forecast, plan_of
 from .recipe import Recipe, load_recipe, recipe_for, recipe_names
-from .self_made import self_file, sources_of
+from .self_made import keeps_states, learnt_whole, self_file, sources_of
 
 __all__ = [
     "Forecast",
@@ -15,6 +15,8 @@ __all__ = [
     "choose_states",
     "describe_memory",
     "forecast",
+    "keeps_states",
+    "learnt_whole",
     "load_recipe",
     "memory_gb",
     "plan_of",
