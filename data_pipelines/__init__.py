@@ -10,8 +10,8 @@ from .conversation import Conversation, Message, parse_row
 from .filters import ReadReport
 from .jsonl import write_jsonl
 from .made import MakeConfig, MakeReport, steerable
-from .made_file import Wanted, make_to_file
-from .made_once import made_states, make_once
+from .made_file import Limits, Wanted, make_to_file
+from .made_once import made_states, make_once, making_engine, prompt_keys
 from .made_shards import ShardPlace
 from .made_text import beginning
 from .mapping import FieldMap
@@ -31,6 +31,7 @@ __all__ = [
     "Conversation",
     "DataConfig",
     "FieldMap",
+    "Limits",
     "MakeConfig",
     "MakeReport",
     "Message",
@@ -54,7 +55,9 @@ __all__ = [
     "made_states",
     "make_once",
     "make_to_file",
+    "making_engine",
     "parse_row",
+    "prompt_keys",
     "prompt_tokens",
     "read_conversations",
     "regenerate",

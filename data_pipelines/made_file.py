@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
@@ -43,6 +43,16 @@ class Wanted:
             raise ConfigError("say how much is wanted: --rows N or --tokens N")
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What else ends the making of a file, and what is not wanted in it."""
+
+    known: Collection[int] = ()
+    """Hashes of what conversations elsewhere begin with (`prompt_keys`); such a conversation is a duplicate."""
+    enough: Callable[[int], bool] = lambda tokens: False
+    """Asked, with the tokens made so far, before a try is begun. Once it holds those that run are the last."""
+
+
 @dataclass
 class Selection:
     """The tries that make up the file: in the order of their numbers, each beginning once, until there are enough.
@@ -61,7 +71,8 @@ class Selection:
     settled: int = 0
     _ended: dict[int, tuple[int, MakeReport, bool]] = field(default_factory=dict)
     """Of the others: the hash of the beginning, the counts, whether there is a conversation."""
-    _seen: set[int] = field(default_factory=set)
+    seen: set[int] = field(default_factory=set)
+    """The hashes of what conversations begin with."""
 
     @property
     def full(self) -> bool:
@@ -70,9 +81,14 @@ class Selection:
     @property
     def progress(self) -> int:
         """Rows or tokens so far, by which of them is wanted; some of what has ended may still be left out."""
-        coming = [report for _, report, kept in self._ended.values() if kept]
-        rows, tokens = len(self.rows) + len(coming), self.report.tokens + sum(report.tokens for report in coming)
+        rows, tokens = self.ended
         return min(rows, self.wanted.rows) or min(tokens, self.wanted.tokens)
+
+    @property
+    def ended(self) -> tuple[int, int]:
+        """Conversations and tokens so far, those not settled included."""
+        coming = [report for _, report, kept in self._ended.values() if kept]
+        return len(self.rows) + len(coming), self.report.tokens + sum(report.tokens for report in coming)
 
     def add(self, number: int, key: int, counts: tuple[int, ...], kept: bool) -> None:
         """A try has ended. Raises DataError where so many have failed that no end is in sight."""
@@ -82,8 +98,7 @@ class Selection:
 
     def promising(self, running: int) -> bool:
         """Whether what has ended, and what runs by the share that is usable, is probably enough."""
-        ended = [report for _, report, kept in self._ended.values() if kept]
-        rows, tokens = len(self.rows) + len(ended), self.report.tokens + sum(report.tokens for report in ended)
+        rows, tokens = self.ended
         coming = running * (1 + rows) / (1 + self.settled + len(self._ended))
         return self._reached(rows + coming, tokens + coming * tokens / max(1, rows))
 
@@ -91,10 +106,10 @@ class Selection:
         return rows >= self.wanted.rows if self.wanted.rows else tokens >= self.wanted.tokens
 
     def _settle(self, key: int, report: MakeReport, kept: bool) -> None:
-        if kept and key in self._seen:
+        if kept and key in self.seen:
             report, kept = MakeReport(tries=1, duplicates=1), False
         if kept:
-            self._seen.add(key)
+            self.seen.add(key)
             self.rows.append(self.settled)
         if self.shards is not None and kept and not report.heldout:
             self.shards.choose(self.settled, report.tokens)
@@ -119,6 +134,7 @@ def make_to_file(
     progress: bool = False,
     place: ShardPlace | None = None,
     note: Path | None = None,
+    limits: Limits | None = None,
 ) -> MakeReport:
     """Have the target make up conversations into a jsonl file; returns what the tries came to.
 
@@ -128,17 +144,18 @@ def make_to_file(
 
     With a `place` the engine must have a CapturingProposer; then the hidden states of the conversations to learn from
     go into shards there, and what is wanted must stay the same. With a `note`, a file of that name tells what
-    the output was made from, as `settings_of` has it, before the output is there. Raises OutputError where the output
+    the output was made from, as `settings_of` has it, before the output is there. `limits` may end it with less than is
+    wanted. Raises OutputError where the output
     exists and `overwrite` is not set, where it cannot be written, or where the partial file was begun with other
     settings or by a process that still runs; DataError where nothing usable comes.
     """
     settings = settings_of(engine.target, config)
     with open_partial(output, settings, overwrite) as part:
         if place is None:
-            selection = _run(engine, config, wanted, part, progress, None)
+            selection = _run(engine, config, wanted, part, progress, None, limits)
         else:
             with open_shards(place, made_from(settings, wanted, place)) as shards:
-                selection = _run(engine, config, wanted, part, progress, shards)
+                selection = _run(engine, config, wanted, part, progress, shards, limits)
         if note is not None:
             write_output(note, json.dumps(settings_of(engine.target, config, wanted), indent=2) + "\n")
         part.finish_with(selection.rows, overwrite)
@@ -146,12 +163,19 @@ def make_to_file(
 
 
 def _run(
-    engine: Engine, config: MakeConfig, wanted: Wanted, part: PartialFile, progress: bool, shards: MadeShards | None
+    engine: Engine,
+    config: MakeConfig,
+    wanted: Wanted,
+    part: PartialFile,
+    progress: bool,
+    shards: MadeShards | None,
+    limits: Limits | None,
 ) -> Selection:
     """Go on from what is done until there is enough."""
+    limits = limits or Limits()
     for number in _lost(wanted, part.done, shards) if shards is not None else ():
         del part.done[number]
-    selection = _replayed(Selection(wanted, shards), part.done)
+    selection = _replayed(Selection(wanted, shards, seen=set(limits.known)), part.done)
     with progress_bar(
         total=wanted.rows or wanted.tokens,
         initial=selection.progress,
@@ -161,11 +185,23 @@ def _run(
         smoothing=0.02,
     ) as shown:
         if not selection.full:
-            _make(engine, config, part, selection, shown)
+            _make(engine, config, part, selection, shown, limits.enough)
+    if not selection.rows:
+        raise DataError(
+            f"of {selection.settled:,} tries none gave a conversation in the time that there was; what they failed by: "
+            f"{selection.report.failures()}; give more time"
+        )
     return selection
 
 
-def _make(engine: Engine, config: MakeConfig, part: PartialFile, selection: Selection, shown: tqdm[NoReturn]) -> None:
+def _make(
+    engine: Engine,
+    config: MakeConfig,
+    part: PartialFile,
+    selection: Selection,
+    shown: tqdm[NoReturn],
+    enough: Callable[[int], bool],
+) -> None:
     numbers = (number for number in count() if number not in part.done)
     ahead = next(numbers)
     reached = max(part.done, default=-1)
@@ -173,7 +209,8 @@ def _make(engine: Engine, config: MakeConfig, part: PartialFile, selection: Sele
     def following(running: int) -> int | None:
         nonlocal ahead
         # What stands between tries that are done is needed, however promising those are: it comes before them.
-        if selection.full or (ahead > reached and selection.promising(running)):
+        over = enough(selection.ended[1])
+        if selection.full or (ahead > reached and (over or selection.promising(running))):
             return None
         begun, ahead = ahead, next(numbers)
         return begun

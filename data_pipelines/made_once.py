@@ -9,11 +9,15 @@ from typing import Any
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import OutputError
-from eagle_mlx.policy import FixedPolicy
+from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.policy import FixedPolicy, ThroughputPolicy
+from eagle_mlx.policy.throughput import MOST_TOKENS
 from eagle_mlx.proposers.capturing import CapturingProposer
+from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.shards import MANIFEST, ShardReader
 from eagle_mlx.target import Target
 
+from .conversation import Conversation, parse_row
 from .made import MakeConfig, MakeReport
 from .made_file import Wanted, made_from, make_to_file, settings_of
 from .made_shards import ShardPlace
@@ -42,16 +46,26 @@ def make_once(
         return None
     if place is not None and place.folder.exists() and made_states(target, config, wanted, place) is None:
         raise OutputError(f"{place.folder} holds something else than the states of {output}; remove it, or move it")
-    engine = plain_engine(target, place)
+    engine = making_engine(target, place)
     return make_to_file(engine, config, wanted, output, progress=progress, place=place, note=note_path(output))
 
 
-def plain_engine(target: Target, place: ShardPlace | None = None) -> Engine:
-    """An engine that drafts nothing; with a `place` it keeps the hidden states that are to go there."""
-    if place is None:
-        return Engine(target, max_batch=BATCH)
-    capture = CapturingProposer((*place.meta.aux_layers, target.num_layers - 1))
-    return Engine(target, capture, FixedPolicy(0), max_batch=BATCH)
+def making_engine(target: Target, place: ShardPlace | None = None, head: DraftHead | None = None) -> Engine:
+    """An engine for `make_to_file`; with a `place` it keeps the hidden states that are to go there.
+
+    Where a `head` drafts, it does so as much as pays, and the text is the same.
+    """
+    drafts = HeadProposer(head) if head is not None else None
+    policy = ThroughputPolicy(MOST_TOKENS) if drafts is not None else FixedPolicy(0)
+    layers = (*place.meta.aux_layers, target.num_layers - 1) if place is not None else ()
+    return Engine(target, CapturingProposer(layers, drafts) if layers else drafts, policy, max_batch=BATCH)
+
+
+def prompt_keys(file: Path) -> set[int]:
+    """Hashes of what the conversations of a file begin with, as duplicates are told by."""
+    with file.open(encoding="utf-8") as lines:
+        said = [parse_row(json.loads(line), str(file)).messages for line in lines]
+    return {Conversation(tuple([m for m in messages if m.role != "system"][:1])).prompt_key() for messages in said}
 
 
 def made_states(target: Target, config: MakeConfig, wanted: Wanted, place: ShardPlace) -> ShardReader | None:

@@ -23,6 +23,7 @@ from .command import Stop, exit_code
 from .config import SELF, TrainConfig, from_mapping, groups, named_settings
 from .data import heldout_prompts, make_data, training_data
 from .distributed import SINGLE_PROCESS, World
+from .hours import train_for_hours
 from .kinds import KINDS, Head, resolved
 from .plan import Recipe, check, describe_memory, forecast, load_recipe, plan_of, recipe_for, recipe_names
 from .report import command as report_command
@@ -110,6 +111,8 @@ def _new_run(name: str | None, file: str | None, flags: Mapping[str, Any]) -> tu
         raise ConfigError("--recipe without a name takes the one for the target: name that with --target")
     recipe = None if name is None else load_recipe(name or target)
     named = named_settings(file, flags, recipe.settings if recipe else None)
+    if named.get("hours") and not named_settings(file, flags).get("data"):
+        named["data"] = [SELF]  # whatever a recipe says
     if target and not (named.get("data") or named.get("shards") or is_embedded_target(target)):
         named["data"] = [SELF]
         known = recipe_for(target)
@@ -129,6 +132,10 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
     if not config.head.target:
         raise ConfigError("no target: name the model that the head is for with --target")
     config = resolved(config)
+    if config.optimization.hours:
+        if world.size > 1:
+            raise ConfigError("--hours is for one process: start it without mlx.launch")
+        config = config.changed(states="disk")
     if resume is None and world.is_rank_zero:
         check_free(config.run.output, config.run.overwrite)
     if config.run.wandb and world.is_rank_zero:
@@ -142,6 +149,9 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
     head = existing_head(target, config)
     if head is None:
         KINDS[config.head.kind].check(target, config)
+    if config.optimization.hours:
+        _say(config, train_for_hours(target, config, head, resume, stop), resume, target)
+        return
     reserve = found.memory.head + found.memory.optimizer + found.memory.step
     prompts = _prompts(target, config, world, head, reserve)
     alone = world.size == 1
@@ -151,9 +161,13 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
         return
     config = config if config.data.shards else config.changed(states=data.place)  # a resumed run's as well
     print("data: " + ", ".join(f"{key} {_show(value)}" for key, value in data.report.items()), file=sys.stderr)
-    report = train(target, data, prompts, config, head, resume, stop, world)
+    _say(config, train(target, data, prompts, config, head, resume, stop, world), resume, target)
+
+
+def _say(config: TrainConfig, report: Mapping[str, Any], resume: Path | None, target: Target) -> None:
+    """Where the head of a run is and what it is worth, for people and for whoever serves the target."""
     folder = resume if resume and resume.exists() else config.run.output
-    before = "untrained" if head is None else f"{config.head.init_from} before it"
+    before = f"{config.head.init_from} before it" if config.head.init_from else "untrained"
     print(
         f"τ {report['acceptance_length']:.2f} at depth {config.evaluation.depth}, {before} "
         f"{report['untrained_acceptance_length']:.2f}, after {report['tokens']:,} tokens in "

@@ -99,8 +99,8 @@ def save_at_the_end(patch: pytest.MonkeyPatch) -> None:
     """Save the state once more before a run is finished, for the tests to look at."""
     from eagle_mlx.train.run.loop import Run
 
-    finish = Run._finish
-    patch.setattr(Run, "_finish", lambda self, last: self._save_state() or finish(self, last))
+    finish = Run.finish
+    patch.setattr(Run, "finish", lambda self, last: self.save_state() or finish(self, last))
 
 
 def test_what_may_change_and_what_may_not(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.setting import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, SHARE, Group, Setting, setting, settings_of
+from eagle_mlx.setting import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, SHARE, Group, Setting, flag, setting, settings_of
 from eagle_mlx.shards import BITS
 from eagle_mlx.target_options import TargetOptions
 
@@ -165,6 +165,12 @@ class OptimizationConfig(Group):
         "time budget of the run, over which the schedule is laid; 0 to count steps or epochs",
         NOT_NEGATIVE,
     )
+    hours: float = setting(
+        0.0,
+        "time budget of all there is to do: the target makes data, the head learns and then drafts the next data, both "
+        "measured here and divided so that the tokens are passed over --epochs times; 0 to make the data first",
+        NOT_NEGATIVE,
+    )
     optimizer: Literal["adamw", "muon"] = setting(
         "adamw",
         "adamw for all weights, or muon for the matrices inside the head and adamw for the rest",
@@ -276,6 +282,10 @@ class TrainConfig:
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
 
+    def __post_init__(self) -> None:
+        if self.optimization.hours:
+            check_beside_hours(self)
+
     @classmethod
     def of(cls, **settings: Any) -> Self:
         """The defaults with these settings, each by its own name. Raises ConfigError as `changed` does."""
@@ -306,6 +316,32 @@ class TrainConfig:
     def flat(self) -> dict[str, Any]:
         """All settings by their own names, as files and saved runs hold them; `from_mapping` reads them back."""
         return {name: self.value(name) for group in groups().values() for name in settings_of(group)}
+
+
+_NOT_BESIDE_HOURS = {
+    "minutes": "it is the time of the training alone",
+    "max_steps": "the time says how many steps there are",
+    "self_tokens": "the time says how much is made",
+    "limit": "all that is made is learnt from",
+    "keep_turns": "all that is made is learnt from",
+    "keep_tokens": "all that is made is learnt from",
+    "dedupe": "no two of what is made begin alike",
+    "shards": "the data are made in the run",
+    "cache_dir": "what is made stands in the folder of the run",
+    "eval_steps": "acceptance is measured behind each portion of data",
+    "eval_minutes": "acceptance is measured behind each portion of data",
+}
+
+
+def check_beside_hours(config: TrainConfig) -> None:
+    """Raise ConfigError for what a run of so many hours has no use for."""
+    for name, why in _NOT_BESIDE_HOURS.items():
+        if config.value(name) != find(name)[1].default:
+            raise ConfigError(f"{flag(name)} is not for --hours: {why}; leave {flag(name)} out")
+    if not config.data.is_self:
+        raise ConfigError("--hours is for data that the target makes up: leave --data out, or give --minutes instead")
+    if config.data.states in ("memory", "online"):
+        raise ConfigError(f"--states {config.data.states} is not for --hours: what is made is captured on to the disk")
 
 
 @functools.cache

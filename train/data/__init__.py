@@ -2,17 +2,20 @@
 
 from .batches import Batches, Rows
 from .capture import capture_rows
-from .samples import InMemory, Samples
+from .samples import InMemory, Joined, OnDisk, Samples
 from .self_made import make_data
-from .sources import TrainData, heldout_prompts, training_data
+from .sources import TrainData, data_on_disk, heldout_prompts, training_data
 
 __all__ = [
     "Batches",
     "InMemory",
+    "Joined",
+    "OnDisk",
     "Rows",
     "Samples",
     "TrainData",
     "capture_rows",
+    "data_on_disk",
     "heldout_prompts",
     "make_data",
     "training_data",

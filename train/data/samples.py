@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -90,7 +92,34 @@ class OnDisk:
             counts += np.bincount(self._array(entry.name, "tokens")[learnt], minlength=vocab_size)
         return counts
 
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens to learn, in samples that are not cut."""
+        return self._reader.loss_tokens
+
     def _array(self, shard: str, name: str) -> NDArray[Any]:
         with safe_open(str(self.folder / shard), "numpy") as file:
             found: NDArray[Any] = file.get_tensor(name)
         return found
+
+
+class Joined:
+    """The samples of several sources, one after the other. They all carry states, or none does."""
+
+    def __init__(self, parts: Sequence[Samples]):
+        self._parts = list(parts)
+        self._ends = list(accumulate(len(part.lengths) for part in parts))
+        self.lengths = [length for part in parts for length in part.lengths]
+        self.has_states = all(part.has_states for part in parts)
+
+    def __getitem__(self, index: int) -> Sample | Tokens:
+        part, row = self._place(index)
+        return part[row]
+
+    def where(self, index: int) -> str:
+        part, row = self._place(index)
+        return part.where(row)
+
+    def _place(self, index: int) -> tuple[Samples, int]:
+        number = bisect_right(self._ends, index)
+        return self._parts[number], index - (self._ends[number - 1] if number else 0)

@@ -176,7 +176,7 @@ def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) ->
         )
     _check_adapter(target, config, meta.adapter)
     aux_layers = _aux_layers_in_shards(target, config, meta.aux_layers, head)
-    return _kept_on_disk(target, config, OnDisk(reader, aux=bool(aux_layers)), aux_layers, head)
+    return data_on_disk(target, config, OnDisk(reader, aux=bool(aux_layers)), aux_layers, head)
 
 
 def _from_made(target: Target, config: TrainConfig, reader: ShardReader, head: DraftHead | None) -> TrainData:
@@ -185,14 +185,15 @@ def _from_made(target: Target, config: TrainConfig, reader: ShardReader, head: D
         samples = OnDisk(reader, bool(reader.meta.aux_layers), min(config.data.max_length, target.context_length))
     except ShardError as e:
         raise ShardError(f"{e}. As a cache: remove {reader.folder}, and the conversations are read again") from e
-    found = _kept_on_disk(target, config, samples, reader.meta.aux_layers, head)
+    found = data_on_disk(target, config, samples, reader.meta.aux_layers, head)
     print(f"states: those of the forwards that made them, in {reader.folder}", file=sys.stderr)
     return found
 
 
-def _kept_on_disk(
+def data_on_disk(
     target: Target, config: TrainConfig, samples: OnDisk, aux_layers: tuple[int, ...], head: DraftHead | None
 ) -> TrainData:
+    """Samples whose states are there, with the draft vocabulary of a `head`, or of a new one for them."""
     counts = samples.count_tokens(target.vocab_size)
     kept, share = _draft_vocabulary(target, config, counts, head)
     report = {

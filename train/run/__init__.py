@@ -1,9 +1,35 @@
 """A run from its first step to its report, stopped and resumed exactly."""
 
-from .identity import resumed_config
-from .loop import BEST, LAST, REPORT, train
+from . import identity, state
+from .identity import Identity, resumed_config
+from .loop import BEST, LAST, REPORT, Run, check_incomplete, train
+from .output import run_folder
 from .processes import run_worker
+from .progress import Progress, mean
 from .start import existing_head
+from .state import Checkpoint
+from .stopwatch import Stopwatch
+from .tracker import Tracker
 from .wandb_run import check_wandb
 
-__all__ = ["BEST", "LAST", "REPORT", "check_wandb", "existing_head", "resumed_config", "run_worker", "train"]
+__all__ = [
+    "BEST",
+    "LAST",
+    "REPORT",
+    "Checkpoint",
+    "Identity",
+    "Progress",
+    "Run",
+    "Stopwatch",
+    "Tracker",
+    "check_incomplete",
+    "check_wandb",
+    "existing_head",
+    "identity",
+    "mean",
+    "resumed_config",
+    "run_folder",
+    "run_worker",
+    "state",
+    "train",
+]

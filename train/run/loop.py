@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,14 @@ from ..distributed import SINGLE_PROCESS, World
 from ..evaluation import Acceptance, Evaluator
 from ..kinds import KINDS, Head, kind_of, resolved
 from ..report import write_plots
-from ..step import NotFiniteError, Span, Stepper, StepResult, learning_rate_factor, span_of
+from ..step import NotFiniteError, Schedule, Stepper, StepResult, span_of
 from . import identity, state
 from .outcome import outcome
 from .output import run_folder
 from .processes import Workers
-from .progress import Bar, Progress, mean, means
+from .progress import Bar, Progress, Shows, mean, means
 from .state import Checkpoint, RunState
+from .stopwatch import Stopwatch
 from .tracker import Tracker
 
 BEST, LAST, REPORT = "best", "last", "report.json"
@@ -61,11 +61,7 @@ def train(
     """
     config, stop = resolved(config), stop or Stop()
     head = head or KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
-    if resume and (resume / REPORT).exists():
-        raise CheckpointError(
-            f"the run in {resume} is complete; to train its head further, begin another run with --init-from "
-            f"{resume}/{BEST}"
-        )
+    check_incomplete(resume)
     with stop.listening(), run_folder(config.run.output, config.run.overwrite, state.exists, resume) as folder:
         who = identity.Identity(config, fingerprint(target), identity.fingerprint_of(data.samples), world.size)
         if resume:
@@ -74,6 +70,15 @@ def train(
         saved = state.newest(folder, tqdm.write) if resume else None
         with Tracker(folder, config, saved.state.progress.step if saved else None) as tracker:
             return Run(target, data, prompts, config, head, folder, tracker, stop, world).run(saved)
+
+
+def check_incomplete(resume: Path | None) -> None:
+    """Raise CheckpointError for a run that has come to its end."""
+    if resume and (resume / REPORT).exists():
+        raise CheckpointError(
+            f"the run in {resume} is complete; to train its head further, begin another run with --init-from "
+            f"{resume}/{BEST}"
+        )
 
 
 class Run:
@@ -89,17 +94,15 @@ class Run:
         folder: Path,
         tracker: Tracker,
         stop: Stop,
-        world: World,
+        world: World = SINGLE_PROCESS,
+        watch: Stopwatch | None = None,
     ):
+        self.watch = watch or Stopwatch()
         self.target, self.data, self.config, self.folder, self.tracker = target, data, config, folder, tracker
         self.head, self.stop = head, stop
-        self.batches = Batches(
-            data.samples, config.optimization.rows, config.optimization.length, config.run.seed, world
-        )
-        steps = self.batches.steps_per_epoch()
-        if not steps:
-            raise DataError("no conversation is long enough to learn from; check the data")
-        self.span: Span = span_of(config, steps)
+        self._world = world
+        self.learn_from(data)
+        self.span: Schedule = span_of(config, self.batches.steps_per_epoch())
         self.evaluator = Evaluator(
             target, prompts, config.evaluation.depth, config.evaluation.tokens, config.evaluation.batch
         )
@@ -109,14 +112,21 @@ class Run:
         self.untrained: Acceptance | None = None
         self.best: tuple[int, Acceptance] | None = None
         self._recent: list[StepResult] = []
-        self._next_eval = 0.0
+        self._next_eval = math.inf
         self._next_save = math.inf
-        self._begin = time.monotonic()
 
     @property
     def elapsed(self) -> float:
         """Seconds of the run so far, those before an interruption included."""
-        return time.monotonic() - self._begin
+        return self.watch.elapsed
+
+    def learn_from(self, data: TrainData) -> None:
+        """Take batches from these data from now on. Raises DataError where they hold none."""
+        step = self.config.optimization
+        self.data = data
+        self.batches = Batches(data.samples, step.rows, step.length, self.config.run.seed, self._world)
+        if not self.batches.steps_per_epoch():
+            raise DataError("no conversation is long enough to learn from; check the data")
 
     def run(self, saved: Checkpoint | None = None) -> dict[str, Any]:
         """From the head as it begins, or as it was saved, to the report."""
@@ -126,35 +136,48 @@ class Run:
             self.workers.end()
 
     def _run(self, saved: Checkpoint | None) -> dict[str, Any]:
+        self.begin(saved)
+        if not saved:
+            self.watch.restart()
+            self._plan_next_eval()
+        self._plan_next_save()
+        done = self.elapsed if self.span.seconds else self.progress.step
+        with self.interruptible():
+            with Bar(self.span, done) as bar:
+                self.learn(bar)
+            return self.finish(self.evaluate())
+
+    def begin(self, saved: Checkpoint | None = None) -> None:
+        """Measure the head as it begins, or continue from where it was saved."""
         if saved:
             self._restore(saved)
         else:
             self.untrained = self._measure()
-            self._begin = time.monotonic()
-            self._plan_next_eval()
         self._plan_next_save()
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Generator[None, None, None]:
+        """Within the block a signal waits for the end of a step, and then the state is saved."""
         with self.stop.deferred():
             try:
-                self._train()
-                last = self._evaluate()
+                yield
             except Stopped:
                 self._save_interrupted()
                 raise
-            return self._finish(last)
 
-    def _train(self) -> None:
-        done = self.elapsed if self.span.seconds else self.progress.step
-        with Bar(self.span, done) as bar, contextlib.closing(self._all_batches()) as stream:
+    def learn(self, bar: Shows) -> None:
+        """Step after step, until the span is over."""
+        with contextlib.closing(self._all_batches()) as stream:
             for rows in stream:
                 if self.span.is_over(self.progress.step, self.elapsed):
                     break
                 self.stop.check()
                 if self._eval_is_due():
-                    self._evaluate()
+                    self.evaluate()
                     self._plan_next_eval()
-                    self._save_state()
+                    self.save_state()
                 elif self.elapsed >= self._next_save:
-                    self._save_state()
+                    self.save_state()
                 result = self._step(rows)
                 bar.show(self.progress, self.elapsed, result, self._recent)
         self._log_recent()
@@ -168,9 +191,8 @@ class Run:
             self.progress.batch = 0
 
     def _step(self, rows: Rows) -> StepResult | None:
-        begin = time.monotonic()
-        progress = self.span.progress(self.progress.step, self.elapsed)
-        factor = learning_rate_factor(progress, self.config.optimization.warmup, self.config.optimization.final_lr)
+        begin = self.elapsed
+        factor = self._rate_factor(self.progress.step)
         self.workers.step(self.progress.epoch, self.progress.batch, factor)
         try:
             result = self.stepper(rows, factor)
@@ -178,7 +200,7 @@ class Run:
             raise self._explained(e, rows) from e
         self.progress.step += 1
         self.progress.batch += 1
-        self.progress.train_seconds += time.monotonic() - begin
+        self.progress.train_seconds += self.elapsed - begin
         if result is None:
             return None
         self.progress.tokens += result.tokens
@@ -186,6 +208,11 @@ class Run:
         if len(self._recent) == self.config.run.log_steps:
             self._log_recent()
         return result
+
+    def _rate_factor(self, step: int) -> float:
+        """Of the peak learning rates, at a step and now."""
+        how = self.config.optimization
+        return self.span.factor(step, self.elapsed, how.warmup, how.final_lr)
 
     def _explained(self, error: NotFiniteError, rows: Rows) -> EagleError:
         """Where to look, and what can be done."""
@@ -200,15 +227,12 @@ class Run:
     def _log_recent(self) -> None:
         if not self._recent:
             return
-        progress = self.span.progress(self.progress.step - 1, self.elapsed)
         values = {
             **self._counts(),
             "loss": mean([r.loss for r in self._recent]),
             "loss_by_step": means([r.loss_by_step for r in self._recent]),
             "accuracy_by_step": means([r.accuracy_by_step for r in self._recent]),
-            "learning_rate_factor": learning_rate_factor(
-                progress, self.config.optimization.warmup, self.config.optimization.final_lr
-            ),
+            "learning_rate_factor": self._rate_factor(self.progress.step - 1),
             "grad_norm": mean([r.grad_norm for r in self._recent]),
             "tokens_per_second": self.progress.tokens_per_second,
         }
@@ -237,7 +261,7 @@ class Run:
         )
         return found
 
-    def _evaluate(self) -> Acceptance:
+    def evaluate(self) -> Acceptance:
         """Measure acceptance, keep the head as `last`, and as `best` where no earlier one was better."""
         found = self._measure()
         self._save_head(LAST, found)
@@ -255,7 +279,7 @@ class Run:
         called = public_name(self.target.name)
         kind_of(self.head).save(self.head, self.folder / name, called, extra, file_type(self.config))
 
-    def _save_state(self) -> None:
+    def save_state(self) -> None:
         assert self.untrained is not None
         best_step, best = self.best or (None, None)
         now = RunState(self.progress, self.elapsed, self._next_eval, self.untrained, best_step, best, self._recent)
@@ -271,14 +295,14 @@ class Run:
         self.progress, self.untrained, self._recent = now.progress, now.untrained, now.recent
         self.best = (now.best_step, now.best) if now.best_step is not None and now.best else None
         self._next_eval = now.next_eval
-        self._begin = time.monotonic() - now.elapsed
+        self.watch.restart(now.elapsed)
         tqdm.write(f"resuming after step {self.progress.step}")
 
     def _save_interrupted(self) -> None:
         """Save what an interrupted run has come to, and say how it continues."""
         if self.progress.step:
             self._save_head(LAST)
-            self._save_state()
+            self.save_state()
             tqdm.write(f"stopped after {self.progress.step} steps; continue with: eagle-train --resume {self.folder}")
 
     def _plan_next_eval(self) -> None:
@@ -300,7 +324,7 @@ class Run:
         minutes = self.config.run.checkpoint_minutes
         self._next_save = self.elapsed + 60 * minutes if minutes else math.inf
 
-    def _finish(self, last: Acceptance) -> dict[str, Any]:
+    def finish(self, last: Acceptance) -> dict[str, Any]:
         """Write the report and the plots; the states go, since a finished run is not resumed."""
         assert self.best is not None
         assert self.untrained is not None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from eagle_mlx.progress import progress_bar
 
-from ..step import Span, StepResult
+from ..step import Schedule, StepResult
 
 
 @dataclass
@@ -24,13 +25,19 @@ class Progress:
         return self.tokens / max(self.train_seconds, 1e-9)
 
 
+class Shows(Protocol):
+    """Whatever shows how a run goes."""
+
+    def show(self, progress: Progress, elapsed: float, result: StepResult | None, recent: list[StepResult]) -> None: ...
+
+
 class Bar:
     """The progress bar: steps of a known number, or seconds of a budget, with the time that is left.
 
     `done` is what a run that continues has behind it, in steps or seconds; the time left is judged by what follows.
     """
 
-    def __init__(self, span: Span, done: float = 0):
+    def __init__(self, span: Schedule, done: float = 0):
         self._span = span
         total = span.seconds or span.steps
         form = "{l_bar}{bar}| {n:.0f}/{total:.0f} {unit} [{elapsed}<{remaining}{postfix}]"

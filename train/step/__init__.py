@@ -1,6 +1,6 @@
 """One optimizer step: losses, gradients over all streams, the optimizers and their schedule."""
 
-from .schedule import Span, learning_rate_factor, span_of
+from .schedule import Phase, Schedule, Span, learning_rate_factor, span_of
 from .step import NotFiniteError, Stepper, StepResult
 
-__all__ = ["NotFiniteError", "Span", "StepResult", "Stepper", "learning_rate_factor", "span_of"]
+__all__ = ["NotFiniteError", "Phase", "Schedule", "Span", "StepResult", "Stepper", "learning_rate_factor", "span_of"]

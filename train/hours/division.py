@@ -1,0 +1,71 @@
+"""How the time is divided between making data and learning from them: pure functions of what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FIRST = 1 / 40
+"""Share of the time after which the first portion is enough: the second has a head to draft it after a twentieth of
+the night, and five portions that double the data make up all of it."""
+HELD_OUT = 1 / 100
+"""Share of the time for making the prompts that heads are judged on."""
+EVALUATION = 1 / 100
+"""Share of the time for one measurement of acceptance, of which there are about six."""
+FEWEST_PROMPTS = 8
+"""Prompts that a measurement has in any case."""
+WRITING = 1 / 500
+"""Share of the time for the last files, report and pictures."""
+LONGEST = 1 / 4
+"""Share of the time that is left that a phase may learn before the last one: a head that learns slowly still gets new
+data."""
+_WORTH = 0.1
+"""A portion below this share of the data that are there is not worth its making: the time goes to learning."""
+_RATHER_LAST = 0.8
+"""Where learning needs this share of the time that is left no other portion follows."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Tokens a second, as this run has measured them."""
+
+    made: float
+    learnt: float
+
+
+@dataclass(frozen=True)
+class Next:
+    """The portion that comes next."""
+
+    tokens: int
+    """To be made; 0 for none."""
+    last: bool
+
+
+def seconds_to_learn(made: int, learnt: int, passes: int, rate: float) -> float:
+    """What is left of so many passes over the tokens that are made, at so many tokens a second."""
+    return max(0.0, passes * made - learnt) / rate
+
+
+def next_portion(left: float, made: int, learnt: int, passes: int, rates: Rates) -> Next:
+    """As much again as is there, unless less than that would remain for yet another portion: then all that can be.
+
+    All that can be is the number x of tokens for which x / rates.made, and what `seconds_to_learn` says of made + x,
+    are the `left` seconds.
+    """
+    room = left - seconds_to_learn(made, learnt, passes, rates.learnt)
+    most = room / (1 / rates.made + passes / rates.learnt)
+    if most < _WORTH * made:
+        return Next(0, last=True)
+    if most < 2 * made:
+        return Next(max(1, round(most)), last=True)
+    return Next(made, last=False)
+
+
+def is_last(left: float, to_learn: float) -> bool:
+    """Whether learning what is there takes the rest of the time, so that nothing is made behind it."""
+    return to_learn >= _RATHER_LAST * left
+
+
+def prompts_to_judge(asked: int, total: float, rate: float, tokens: int) -> int:
+    """How many prompts of so many tokens each can be decoded in a measurement's share of the time."""
+    return max(FEWEST_PROMPTS, min(asked, int(EVALUATION * total * rate / tokens)))

@@ -1,0 +1,266 @@
+"""A run of so many hours, from nothing to a head."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from eagle_mlx.catalog.head_registry import register
+from eagle_mlx.target import Target, fingerprint
+
+from ..command import Stop, Stopped
+from ..config import TrainConfig
+from ..evaluation import Acceptance
+from ..kinds import KINDS, Head, resolved
+from ..run import BEST, Checkpoint, Identity, Run, Stopwatch, Tracker, check_incomplete, identity, run_folder, state
+from ..step import Phase
+from . import journal as journals
+from .bar import HoursBar
+from .division import (
+    EVALUATION,
+    FIRST,
+    HELD_OUT,
+    LONGEST,
+    WRITING,
+    Rates,
+    is_last,
+    next_portion,
+    prompts_to_judge,
+    seconds_to_learn,
+)
+from .journal import Journal, Portion
+from .portions import Portions
+
+_BEAT = 30.0
+"""Seconds of making after which the time that has passed is written down."""
+_MADE = "made in the run"
+"""What its identity says of the data."""
+
+
+def train_for_hours(
+    target: Target,
+    config: TrainConfig,
+    head: Head | None = None,
+    resume: Path | None = None,
+    stop: Stop | None = None,
+    watch: Stopwatch | None = None,
+) -> dict[str, Any]:
+    """Make data, train a head and have it draft the next data, for `config.optimization.hours`; returns the report.
+
+    The folder `config.run.output` gets what `train` puts there, and the conversations in `made`. Behind each portion of
+    data acceptance is measured, the best head is kept and registered for the target. With `resume`, the folder of a run
+    that was cut short, that run continues at the phase it was in, with the time that it had left. Ctrl-C and SIGTERM
+    save the state and raise Stopped.
+
+    Raises as `train` does, DataError where the target writes nothing usable.
+    """
+    config, stop = resolved(config), stop or Stop()
+    check_incomplete(resume)
+    with stop.listening(), run_folder(config.run.output, config.run.overwrite, journals.exists, resume) as folder:
+        who = Identity(config, fingerprint(target), _MADE)
+        if resume:
+            identity.check_same(folder, who)
+        identity.write(folder, who)
+        saved = state.newest(folder, tqdm.write) if resume else None
+        with Tracker(folder, config, saved.state.progress.step if saved else None) as tracker:
+            hours = Hours(target, config, head, folder, tracker, stop, watch or Stopwatch(), saved)
+            with contextlib.closing(hours.bar):
+                return hours.run()
+
+
+class Hours:
+    """The state of such a run between its phases."""
+
+    def __init__(
+        self,
+        target: Target,
+        config: TrainConfig,
+        head: Head | None,
+        folder: Path,
+        tracker: Tracker,
+        stop: Stop,
+        watch: Stopwatch,
+        saved: Checkpoint | None = None,
+    ):
+        self._target, self._config, self._head, self._folder = target, config, head, folder
+        self._tracker, self._stop, self._watch, self._saved = tracker, stop, watch, saved
+        self._total = 3600 * config.optimization.hours
+        self._journal = journals.read(folder)
+        self._portions = Portions(target, config, folder, head)
+        self._trainer: Run | None = None
+        self._evaluation = EVALUATION * self._total
+        """Seconds that measuring acceptance took the last time; before the first, what it may take."""
+        self.bar = HoursBar(self._total)
+        self.bar.made = self._journal.made
+        watch.restart(self._journal.elapsed)
+
+    def run(self) -> dict[str, Any]:
+        """From what is done to the report."""
+        try:
+            begun = self._watch.elapsed
+            self._portions.make_prompts(lambda _: self._watch.elapsed >= begun + HELD_OUT * self._total)
+            last: Acceptance | None = None
+            while (number := self._next()) is not None:
+                self._make(number)
+                last = self._learn(number)
+        except Stopped:
+            self._write()
+            tqdm.write(f"stopped in order; continue with: eagle-train --resume {self._folder}")
+            raise
+        return self._finish(last)
+
+    @property
+    def _left(self) -> float:
+        """Seconds until the last measurement must begin."""
+        return self._total * (1 - WRITING) - self._evaluation - self._watch.elapsed
+
+    @property
+    def _steps(self) -> Run:
+        """The steps, from the first portion on."""
+        if self._trainer is None:
+            self._trainer = self._open()
+        return self._trainer
+
+    def _open(self) -> Run:
+        data = self._portions.data(1)
+        head = self._head or KINDS[self._config.head.kind].new(self._target, self._config, data.kept, data.aux_layers)
+        first = self._journal.portions[0]
+        rate = (first.tokens or 0) / max(first.made_seconds, 1e-9)
+        if not self._journal.prompts:
+            evaluation = self._config.evaluation
+            asked = prompts_to_judge(evaluation.prompts, self._total, rate, evaluation.tokens)
+            self._write(replace(self._journal, prompts=asked))
+        prompts = self._portions.prompts()[: self._journal.prompts]
+        trainer = Run(
+            self._target, data, prompts, self._config, head, self._folder, self._tracker, self._stop, watch=self._watch
+        )
+        begin = self._watch.elapsed
+        trainer.begin(self._saved)
+        if self._saved is None:
+            self._evaluation = self._watch.elapsed - begin
+        else:
+            self._watch.restart(max(begin, self._saved.state.elapsed))
+        return trainer
+
+    def _next(self) -> int | None:
+        """The number of the portion to go on with; None when the last one is learnt."""
+        portions, now = self._journal.portions, self._watch.elapsed
+        if portions and not portions[-1].done:
+            return len(portions) - 1
+        if portions and portions[-1].last:
+            return None
+        portion = Portion(now)
+        if portions:
+            made, learnt = self._journal.made, self._steps.progress.tokens
+            following = next_portion(self._left, made, learnt, self._config.optimization.epochs, self._rates())
+            portion = Portion(now, following.tokens, following.tokens > 0, following.last)
+        self._write(replace(self._journal, portions=(*portions, portion)))
+        return len(portions)
+
+    def _rates(self) -> Rates:
+        made = next(portion for portion in reversed(self._journal.portions) if portion.tokens)
+        return Rates((made.tokens or 0) / max(made.made_seconds, 1e-9), self._learnt_rate)
+
+    @property
+    def _learnt_rate(self) -> float:
+        """Tokens a second; hardly any where there was no time for a step."""
+        return max(self._steps.progress.tokens_per_second, 1e-3)
+
+    def _make(self, number: int) -> None:
+        portion = self._journal.portions[number]
+        if portion.tokens is not None:
+            return
+        if not portion.makes:
+            self._write(self._journal.changed(number, tokens=0))
+            return
+        head = self._folder / BEST if number else self._config.head.init_from or None
+        wanted = 0 if portion.last else portion.wanted
+        tokens = self._portions.make(number, wanted, self._enough(number, portion), head)
+        self.bar.made += tokens
+        seconds = self._watch.elapsed - portion.begun
+        self._write(self._journal.changed(number, tokens=tokens, made_seconds=seconds))
+
+    def _enough(self, number: int, portion: Portion) -> Callable[[int], bool]:
+        """Whether a portion's tokens are all that there is time for: what is left is needed to learn from them."""
+        made, learnt, passes = self._journal.made, 0, self._config.optimization.epochs
+        if number:
+            learnt, rate = self._steps.progress.tokens, self._learnt_rate
+
+        def enough(tokens: int) -> bool:
+            elapsed = self._watch.elapsed
+            self.bar.making(number, elapsed, tokens)
+            if elapsed >= self._journal.elapsed + _BEAT:
+                self._write()
+            if not number:
+                return elapsed >= portion.begun + FIRST * self._total
+            return self._left <= seconds_to_learn(made + tokens, learnt, passes, rate)
+
+        return enough
+
+    def _learn(self, number: int) -> Acceptance:
+        """Learn from all that is made, measure acceptance, keep the state."""
+        steps = self._steps
+        count = number + bool(self._journal.portions[number].makes)
+        steps.learn_from(self._portions.data(count))
+        if self._journal.portions[number].phase is None:
+            phase = self._phase(number)
+            epoch = steps.progress.epoch + bool(number)
+            self._write(self._journal.changed(number, phase=phase, epoch=epoch, last=phase.last))
+        portion = self._journal.portions[number]
+        assert portion.phase is not None
+        if steps.progress.epoch < portion.epoch:
+            steps.progress.epoch, steps.progress.batch = portion.epoch, 0
+        steps.span = portion.phase
+        with steps.interruptible():
+            steps.learn(self.bar.learning(number))
+            begin = self._watch.elapsed
+            found = steps.evaluate()
+        self._evaluation = self._watch.elapsed - begin
+        steps.save_state()
+        self._write(self._journal.changed(number, acceptance_length=found.acceptance_length))
+        self._announce(found)
+        return found
+
+    def _phase(self, number: int) -> Phase:
+        """The learning behind a portion, as long as its share of the passes takes."""
+        steps, passes, now = self._steps, self._config.optimization.epochs, self._watch.elapsed
+        made, learnt, left = self._journal.made, self._steps.progress.tokens, max(0.0, self._left)
+        last = self._journal.portions[number].last
+        if number:
+            last = last or is_last(left, seconds_to_learn(made, learnt, passes, self._learnt_rate))
+        count = max(1, round(max(0, passes * made - learnt) / made * steps.batches.steps_per_epoch()))
+        return Phase(
+            begins=now,
+            seconds=now + (left if last else LONGEST * left),
+            steps=0 if last else steps.progress.step + count,
+            before=steps.progress.train_seconds,
+            total=self._total,
+            last=last,
+        )
+
+    def _announce(self, found: Acceptance) -> None:
+        """The best head is there for others, whatever comes of the rest of the time."""
+        best = self._steps.best
+        self.bar.judged(found.acceptance_length)
+        if best is not None and self._folder.resolve() == Path(self._config.run.output).resolve():
+            name, mark = self._config.head.target, fingerprint(self._target)
+            register(self._folder / BEST, name, "trained", mark, best[1].acceptance_length)
+
+    def _finish(self, last: Acceptance | None) -> dict[str, Any]:
+        steps = self._steps
+        told = ("tokens", "made_seconds", "acceptance_length")
+        portions = [{name: getattr(one, name) for name in told} for one in self._journal.portions]
+        report = {**steps.data.report, "portions": portions, "hours": round(self._watch.elapsed / 3600, 4)}
+        steps.data = replace(steps.data, report=report)
+        found = steps.finish(last or steps.evaluate())
+        self._portions.remove_states(len(portions))
+        return found
+
+    def _write(self, journal: Journal | None = None) -> None:
+        self._journal = replace(journal or self._journal, elapsed=self._watch.elapsed)
+        journals.write(self._folder, self._journal)
