@@ -10,8 +10,8 @@ from .conversation import Conversation, Message, parse_row
 from .filters import ReadReport
 from .jsonl import write_jsonl
 from .made import MakeConfig, MakeReport, steerable
-from .made_file import Limits, Wanted, make_to_file
-from .made_once import made_states, make_once, making_engine, prompt_keys
+from .made_file import Enough, Limits, Wanted, make_to_file
+from .made_once import BATCH, made_states, make_once, making_engine, prompt_keys
 from .made_shards import ShardPlace
 from .made_text import beginning
 from .mapping import FieldMap
@@ -28,8 +28,10 @@ from .vocab import (
 )
 
 __all__ = [
+    "BATCH",
     "Conversation",
     "DataConfig",
+    "Enough",
     "FieldMap",
     "Limits",
     "MakeConfig",

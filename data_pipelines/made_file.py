@@ -43,14 +43,18 @@ class Wanted:
             raise ConfigError("say how much is wanted: --rows N or --tokens N")
 
 
+Enough = Callable[[int, int], bool]
+"""Asked, before a try is begun, with the tokens made so far and those to be expected of the tries that run."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """What else ends the making of a file, and what is not wanted in it."""
 
     known: Collection[int] = ()
     """Hashes of what conversations elsewhere begin with (`prompt_keys`); such a conversation is a duplicate."""
-    enough: Callable[[int], bool] = lambda tokens: False
-    """Asked, with the tokens made so far, before a try is begun. Once it holds those that run are the last."""
+    enough: Enough = lambda made, coming: False
+    """Once it holds no try is begun but for a first batch; those that run are ended."""
 
 
 @dataclass
@@ -99,8 +103,17 @@ class Selection:
     def promising(self, running: int) -> bool:
         """Whether what has ended, and what runs by the share that is usable, is probably enough."""
         rows, tokens = self.ended
-        coming = running * (1 + rows) / (1 + self.settled + len(self._ended))
-        return self._reached(rows + coming, tokens + coming * tokens / max(1, rows))
+        return self._reached(rows + running * self._usable, tokens + self.coming(running))
+
+    def coming(self, running: int) -> int:
+        """Tokens to be expected of so many tries, as those that have ended were."""
+        rows, tokens = self.ended
+        return round(running * self._usable * tokens / max(1, rows))
+
+    @property
+    def _usable(self) -> float:
+        """The share of tries that give a conversation."""
+        return (1 + self.ended[0]) / (1 + self.settled + len(self._ended))
 
     def _reached(self, rows: float, tokens: float) -> bool:
         return rows >= self.wanted.rows if self.wanted.rows else tokens >= self.wanted.tokens
@@ -200,7 +213,7 @@ def _make(
     part: PartialFile,
     selection: Selection,
     shown: tqdm[NoReturn],
-    enough: Callable[[int], bool],
+    enough: Enough,
 ) -> None:
     numbers = (number for number in count() if number not in part.done)
     ahead = next(numbers)
@@ -209,7 +222,7 @@ def _make(
     def following(running: int) -> int | None:
         nonlocal ahead
         # What stands between tries that are done is needed, however promising those are: it comes before them.
-        over = enough(selection.ended[1])
+        over = enough(selection.ended[1], selection.coming(running)) and ahead >= engine.max_batch
         if selection.full or (ahead > reached and (over or selection.promising(running))):
             return None
         begun, ahead = ahead, next(numbers)

@@ -132,10 +132,8 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
     if not config.head.target:
         raise ConfigError("no target: name the model that the head is for with --target")
     config = resolved(config)
-    if config.optimization.hours:
-        if world.size > 1:
-            raise ConfigError("--hours is for one process: start it without mlx.launch")
-        config = config.changed(states="disk")
+    if config.optimization.hours and world.size > 1:
+        raise ConfigError("--hours is for one process: start it without mlx.launch")
     if resume is None and world.is_rank_zero:
         check_free(config.run.output, config.run.overwrite)
     if config.run.wandb and world.is_rank_zero:

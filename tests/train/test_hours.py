@@ -9,27 +9,43 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from eagle_mlx.catalog.head_registry import records_for
-from eagle_mlx.data_pipelines import Limits, MakeConfig, Wanted, make_to_file, making_engine, prompt_keys
+from eagle_mlx.data_pipelines import (
+    Limits,
+    MakeConfig,
+    Wanted,
+    made_once,
+    make_to_file,
+    making_engine,
+    prompt_keys,
+    shard_meta,
+)
+from eagle_mlx.data_pipelines.partial import PartialFile
 from eagle_mlx.engine import Engine
+from eagle_mlx.errors import CheckpointError
+from eagle_mlx.shards.format import bytes_per_token
 from eagle_mlx.target import Target, fingerprint, load_target
-from eagle_mlx.train.command import Stopped
+from eagle_mlx.train.cli import main
+from eagle_mlx.train.command import Stop, Stopped
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.hours import portions, train_for_hours
-from eagle_mlx.train.hours.division import FIRST, Rates, is_last, next_portion, seconds_to_learn
-from eagle_mlx.train.run import Stopwatch
+from eagle_mlx.train.plan.division import Next, Rates, is_last, next_portion, seconds_to_learn
+from eagle_mlx.train.run import Stopwatch, loop
 from eagle_mlx.train.step import Phase, Stepper
 from tests.fakes import talking_target_folder
+from tests.train.conftest import _touch
 
-HOURS = 0.04
+HOURS = 0.012
 SHORT = partial(MakeConfig, user_tokens=30, max_tokens=12)
 
 
 class Clock:
     """Time that goes by with the work that is done, so that every run of a test has the same."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, forward: float = 0.1, token: float = 1 / 400):
+    def __init__(self, patch: pytest.MonkeyPatch, forward: float = 0.06, token: float = 1 / 150):
         self.now = 0.0
         step, learn = Engine.step, Stepper.__call__
 
@@ -54,36 +70,219 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return load_target(talking_target_folder(tmp_path_factory.mktemp("talker") / "tiny", seed=2))
 
 
-@pytest.fixture(autouse=True)
-def _short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random models loop when they are greedy, up to the end of a turn."""
-    monkeypatch.setattr(portions, "MakeConfig", SHORT)
+@pytest.fixture(scope="module", autouse=True)
+def _short_turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Random models loop when they are greedy, up to the end of a turn. Heads are registered for this file alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(portions, "MakeConfig", SHORT)
+        patch.setattr(made_once, "BATCH", 8)  # so that portions are larger than what is under way
+        patch.setattr(loop, "write_plots", _touch)
+        patch.setenv("EAGLE_MLX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def config_of(output: Path, **more: Any) -> TrainConfig:
-    settings: dict[str, Any] = {
+    values: dict[str, Any] = {
         **{"target": "tiny", "data": ("self",), "hours": HOURS, "states": "disk", "head": "eagle", "lr": 3e-3},
-        **{"rows": 4, "length": 64, "eval_prompts": 8, "eval_tokens": 6, "eval_depth": 2, "lanes": 1},
+        **{"rows": 2, "length": 64, "eval_prompts": 8, "eval_tokens": 6, "eval_depth": 2, "lanes": 1},
     }
-    return TrainConfig.of(output=str(output), **{**settings, **more})
+    return TrainConfig.of(output=str(output), **{**values, **more})
 
 
 @pytest.fixture(scope="module")
-def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Any], float]]:
+def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], float]:
     """A run that nothing interrupted: its folder, its report, the time that it took."""
     out = tmp_path_factory.mktemp("whole") / "head"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(portions, "MakeConfig", SHORT)
         clock = Clock(patch)
         report = train_for_hours(target, config_of(out), watch=Stopwatch(clock))
-    yield out, report, clock.now
+    return out, report, clock.now
 
 
 def test_from_nothing_to_a_head_in_the_time_given(whole: tuple[Path, dict[str, Any], float], target: Target) -> None:
     out, report, seconds = whole
-    print(json.dumps(report["data"], indent=1), seconds)
     assert 0.97 * 3600 * HOURS < seconds < 1.03 * 3600 * HOURS
+    made = [portion["tokens"] for portion in report["data"]["portions"]]
+    assert len(made) >= 3
+    assert made[1] < 1.5 * made[0], "the data double"
+    assert report["data"]["tokens"] == sum(made)
+    assert report["tokens"] == pytest.approx(2 * sum(made), rel=0.2), "--epochs passes"
+    written = json.loads((out / "report.json").read_text())
+    assert written["data"] == report["data"]
+    assert written["acceptance_length"] == max(portion["acceptance_length"] for portion in report["data"]["portions"])
     assert (out / "best" / "config.json").exists()
-    assert json.loads((out / "report.json").read_text()) == report
     assert not (out / "checkpoints").exists()
-    assert any(record.head == str(out / "best") for record in records_for(("tiny",), fingerprint(target)))
+    assert not list((out / "made").glob("*.shards")), "hidden states go"
+    assert is_found(out, target)
+
+
+def test_no_conversation_begins_like_another_or_like_what_is_judged(whole: tuple[Path, dict[str, Any], float]) -> None:
+    files = sorted((whole[0] / "made").glob("*.jsonl"))
+    assert [file.name for file in files] == [f"{n:02d}.jsonl" for n in range(len(files) - 1)] + ["held-out.jsonl"]
+    keys = [prompt_keys(file) for file in files]
+    assert len(set().union(*keys)) == sum(map(len, keys)) == sum(len(file.read_text().splitlines()) for file in files)
+
+
+def test_what_the_head_drafted_is_what_the_target_says_alone(
+    whole: tuple[Path, dict[str, Any], float], target: Target, tmp_path: Path
+) -> None:
+    drafted = whole[0] / "made" / "01.jsonl"
+    rows = len(drafted.read_text().splitlines())
+    known = prompt_keys(whole[0] / "made" / "00.jsonl") | prompt_keys(whole[0] / "made" / "held-out.jsonl")
+    alone = tmp_path / "alone.jsonl"
+    make_to_file(making_engine(target), SHORT(seed=1), Wanted(rows=rows), alone, limits=Limits(known))
+    assert alone.read_bytes() == drafted.read_bytes()
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class Ends:
+    """Ends a run where it is told to: `held-out`, `00`, … at a row of that file, `learn` and `stop` at a step."""
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.at, self.left = "", 0
+        add, learn, check = PartialFile.add, Stepper.__call__, Stop.check
+
+        def added(part: PartialFile, *args: Any) -> None:
+            add(part, *args)
+            self._count(part.output.stem, Killed)
+
+        def learnt(stepper: Stepper, *args: Any) -> Any:
+            self._count("learn", Killed)
+            return learn(stepper, *args)
+
+        def checked(stop: Stop) -> None:
+            self._count("stop", Stopped)
+            check(stop)
+
+        patch.setattr(PartialFile, "add", added)
+        patch.setattr(Stepper, "__call__", learnt)
+        patch.setattr(Stop, "check", checked)
+
+    def _count(self, at: str, error: type[BaseException]) -> None:
+        self.left -= at == self.at
+        if at == self.at and not self.left:
+            raise error
+
+
+def test_it_continues_at_the_phase_behind_any_end(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while prompts and portions are made and while it learns, and stopped while it learns."""
+    out = tmp_path / "head"
+    clock, ends = Clock(monkeypatch), Ends(monkeypatch)
+    config, resume = config_of(out, hours=HOURS / 2), None
+    made: dict[str, bytes] = {}
+    for ends.at, ends.left in (("held-out", 3), ("00", 5), ("learn", 2), ("01", 4), ("learn", 2), ("stop", 3)):
+        with pytest.raises((Killed, Stopped)):
+            train_for_hours(target, config, resume=resume, watch=Stopwatch(clock))
+        resume = out
+        clock.now += 9999  # what passes meanwhile does not count
+        for name, held in made.items():
+            assert (out / "made" / name).read_bytes() == held, "what is whole is not made again"
+        made = {file.name: file.read_bytes() for file in (out / "made").glob("*.jsonl")}
+    assert sorted(made) == ["00.jsonl", "01.jsonl", "held-out.jsonl"]
+    assert is_found(out, target), "the head of the first phase"
+    ends.at = ""
+    report = train_for_hours(target, config, resume=out, watch=Stopwatch(clock))
+    assert 0.95 < report["data"]["hours"] / (HOURS / 2) < 1.05
+    assert report["data"]["portions"][0]["tokens"]
+    with pytest.raises(CheckpointError, match="is complete"):
+        train_for_hours(target, config, resume=out, watch=Stopwatch(clock))
+
+
+def test_states_that_do_not_fit_are_captured_anew(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first portion fits the cache, the second does not: nothing of it is kept, and all is read for batches."""
+    clock, out, seen = Clock(monkeypatch), tmp_path / "head", []
+    learn = Stepper.__call__
+
+    def look(stepper: Stepper, rows: Any, factor: float) -> Any:
+        seen.append(rows.states is not None)
+        return learn(stepper, rows, factor)
+
+    monkeypatch.setattr(Stepper, "__call__", look)
+    fits = 400 * bytes_per_token(shard_meta(target, ())) / 1e9
+    report = train_for_hours(target, config_of(out, hours=HOURS / 2, cache_gb=fits), watch=Stopwatch(clock))
+    assert seen[0]
+    assert not seen[-1]
+    assert "captured anew for each batch" in report["data"]["states"]
+    assert report["data"]["tokens"] == sum(portion["tokens"] for portion in report["data"]["portions"])
+
+
+def is_found(out: Path, target: Target) -> bool:
+    """Whether whoever serves the target finds the head."""
+    return any(record.head == str(out / "best") for record in records_for(("tiny",), fingerprint(target)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.floats(10, 1e5), st.integers(1, 10**6), st.integers(0, 10**6), st.integers(1, 5), st.floats(1, 1e4),
+    st.floats(1, 1e4),
+)  # fmt: skip
+def test_a_last_portion_leaves_the_time_to_learn_it(
+    left: float, made: int, learnt: int, passes: int, making: float, learning: float
+) -> None:
+    found = next_portion(left, made, learnt, passes, Rates(making, learning))
+    if not found.last:
+        assert found.tokens == made
+    elif found.tokens:
+        needed = found.tokens / making + seconds_to_learn(made + found.tokens, learnt, passes, learning)
+        assert needed == pytest.approx(left, abs=(1 / making + passes / learning)) or passes * made < learnt
+        assert found.tokens <= 2 * made
+
+
+def test_the_time_goes_to_learning_where_there_is_none_to_make() -> None:
+    assert next_portion(10, 1000, 0, 2, Rates(100, 100)) == Next(0, last=True)
+    assert is_last(10, 9)
+    assert not is_last(100, 9)
+
+
+def test_the_rate_rises_stays_and_falls_with_the_last_phase() -> None:
+    first = Phase(begins=50, seconds=80, steps=10, total=1000)
+    assert first.factor(0, 50, 0.02, 0.0) == 0
+    assert first.factor(0, 60, 0.02, 0.0) == pytest.approx(0.5)
+    assert first.factor(0, 75, 0.02, 0.0) == 1
+    assert first.is_over(10, 60)
+    assert first.is_over(3, 80)
+    assert not first.is_over(9, 79)
+    last = Phase(begins=500, seconds=1000, before=100, total=1000, last=True)
+    factors = [last.factor(0, at, 0.02, 0.1) for at in (500, 799, 800, 850, 900, 1000)]
+    assert factors[:3] == [1, 1, 1]
+    assert factors == sorted(factors, reverse=True)
+    assert factors[3] == pytest.approx(0.1 + 0.9 * 0.5), "a quarter of the way, one minus its root"
+    assert factors[-1] == pytest.approx(0.1)
+    assert not last.is_over(10**6, 999)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (("--minutes", "5"), "--minutes is not for --hours"),
+        (("--self-tokens", "5"), "--self-tokens is not for --hours"),
+        (("--data", "chats.jsonl"), "--hours is for data that the target makes up"),
+        (("--states", "online"), "--states online is not for --hours"),
+        (("--hours", "-1"), "--hours must not be negative"),
+    ],
+)
+def test_what_is_not_for_it_is_refused(
+    target: Target, tmp_path: Path, capsys: Any, more: tuple[str, ...], why: str
+) -> None:
+    assert main(["--target", target.name, "--output", str(tmp_path / "out"), "--hours", "1", *more]) == 2
+    assert why in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_from_the_command_line(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The time is up at once: what was begun is still ended, learnt from, measured and found by whoever serves."""
+    out = tmp_path / "out"
+    line = ["--target", target.name, "--output", str(out), "--hours", "0.0001", "--head", "eagle", "--length", "64"]
+    assert main([*line, "--eval-prompts", "2", "--eval-tokens", "4", "--eval-depth", "2"]) == 0
+    said = capsys.readouterr()
+    assert f"the head is in {out}/best" in said.out
+    assert f"eagle-serve --target {target.name} finds it" in said.err
+    assert main(["--resume", str(out)]) == 2
+    assert "is complete" in capsys.readouterr().err

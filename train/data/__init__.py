@@ -2,7 +2,7 @@
 
 from .batches import Batches, Rows
 from .capture import capture_rows
-from .samples import InMemory, Joined, OnDisk, Samples
+from .samples import InMemory, Joined, OnDisk, Samples, Tokens
 from .self_made import make_data
 from .sources import TrainData, data_on_disk, heldout_prompts, training_data
 
@@ -13,6 +13,7 @@ __all__ = [
     "OnDisk",
     "Rows",
     "Samples",
+    "Tokens",
     "TrainData",
     "capture_rows",
     "data_on_disk",

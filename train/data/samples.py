@@ -52,6 +52,11 @@ class InMemory:
     def __getitem__(self, index: int) -> Sample | Tokens:
         return self._samples[index]
 
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens to learn."""
+        return sum(int(sample.loss_mask.sum()) for sample in self._samples)
+
     def where(self, index: int) -> str:
         return f"conversation {index + 1} of {len(self._samples)}, as they are read"
 

@@ -82,7 +82,3 @@ def read(folder: Path) -> Journal:
         return Journal(values["elapsed"], values["prompts"], tuple(portions))
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise CheckpointError(f"{file} cannot be read: {e}; begin another run") from e
-
-
-def exists(folder: Path) -> bool:
-    return (folder / FILE).exists()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 
 from eagle_mlx.data_pipelines import (
+    DataConfig,
+    Enough,
     Limits,
     MakeConfig,
     ShardPlace,
@@ -17,16 +19,19 @@ from eagle_mlx.data_pipelines import (
     make_to_file,
     making_engine,
     prompt_keys,
+    read_conversations,
+    render_all,
     shard_meta,
 )
 from eagle_mlx.formats import load_head
 from eagle_mlx.heads.precision import quantize_for
-from eagle_mlx.shards import MANIFEST, ShardReader
+from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, states_bytes
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
-from ..data import Joined, OnDisk, TrainData, data_on_disk, heldout_prompts
+from ..data import InMemory, Joined, OnDisk, Tokens, TrainData, data_on_disk, heldout_prompts
 from ..kinds import Head, aux_layers_of
+from ..plan import free_disk
 
 FOLDER = "made"
 _HELD_OUT = "held-out.jsonl"
@@ -34,6 +39,8 @@ _ANSWER = 16
 """Tokens of the answers to held-out prompts: the prompts alone are used, an answer that loops or refuses shows soon."""
 _SEEDS = 1 << 16
 """Seeds that a run's own stands for: one for each portion, the last for the held-out prompts."""
+_DISK_SHARE = 0.9
+"""What of the free disk states may take: what runs until the morning is not to fill it."""
 _ALL = 1 << 40
 """More tokens than any time allows."""
 
@@ -46,9 +53,10 @@ class Portions:
         self._target, self._config, self._head = target, config, head
         self._aux_layers = aux_layers_of(target, config, head)
         self._folder = run / FOLDER
-        self._read: list[OnDisk] = []
+        self._read: dict[int, OnDisk | InMemory] = {}
+        self._first: TrainData | None = None
 
-    def make_prompts(self, enough: Callable[[int], bool]) -> None:
+    def make_prompts(self, enough: Enough) -> None:
         """The held-out prompts, unless they are there or others were named."""
         file = self._folder / _HELD_OUT
         if file.exists() or not self._config.prompts_are_heldout:
@@ -63,45 +71,91 @@ class Portions:
         config = self._config if named else self._config.changed(eval_data=str(self._folder / _HELD_OUT))
         return heldout_prompts(self._target, config)
 
-    def make(self, number: int, wanted: int, enough: Callable[[int], bool], head: Path | str | None) -> int:
+    def make(self, number: int, wanted: int, expected: int, enough: Enough, head: Path | str | None) -> int:
         """Have a portion made, or what is left of it; returns its tokens to learn from.
 
-        `wanted`: tokens; 0 for as many as there are until `enough`, which is asked with their number. A `head` drafts
-        them, and the text is the same. Raises DataError where nothing usable comes, OutputError where the disk refuses.
+        `wanted`: tokens; 0 for as many as there are until there is `enough`, of which so many are `expected`. Their
+        states are kept where there is room for them. A `head` drafts them, and the text is the same. Raises DataError
+        where nothing usable comes, OutputError where the disk refuses.
         """
-        meta = shard_meta(self._target, self._aux_layers, self._config.data.cache_bits)
-        place = ShardPlace(self._shards(number), meta)
-        if not (place.folder / MANIFEST).exists():
+        if not (self._has_states(number) or self._file(number).exists()):
+            keeps = not number or self._fits(expected)
+            place = ShardPlace(self._shards(number), self._meta) if keeps else None
             drafts = load_head(head, self._target) if head is not None else None
             if drafts is not None:
                 quantize_for(drafts, self._target)
-            engine = making_engine(self._target, place, drafts)
             tokens, limits = Wanted(tokens=wanted or _ALL), Limits(self._known(number), enough)
+            engine = making_engine(self._target, place, drafts)
             make_to_file(engine, self._making(number), tokens, self._file(number), place=place, limits=limits)
             mx.clear_cache()  # keys and values, for which training has no use
-        return ShardReader(place.folder).tokens
+        return sum(self._samples(number).lengths)
 
     def data(self, count: int) -> TrainData:
         """What is learnt from when so many portions are made. The draft vocabulary is that of the first."""
-        for number in range(len(self._read), count):
-            reader = ShardReader(self._shards(number))
-            most = min(self._config.data.max_length, self._target.context_length)
-            self._read.append(OnDisk(reader, bool(self._aux_layers), most))
-        first = data_on_disk(self._target, self._config, self._read[0], self._aux_layers, self._head)
-        samples = Joined(self._read[:count])
+        found = self._first = self._first or self._of_first()
+        parts = [self._samples(number) for number in range(count)]
+        kept = all(part.has_states for part in parts)
+        samples = Joined(parts if kept else [self._without_states(number) for number in range(count)])
+        states = f"shards of {count} portion{'s' * (count > 1)}, captured while they were made"
         report = {
-            **first.report,
+            **found.report,
             "conversations": len(samples.lengths),
             "tokens": sum(samples.lengths),
-            "loss_tokens": sum(one.loss_tokens for one in self._read[:count]),
-            "states": f"shards of {count} portion{'s' * (count > 1)}, captured while they were made",
+            "loss_tokens": sum(part.loss_tokens for part in parts),
+            "states": states if kept else "captured anew for each batch, since those of all would not fit",
         }
-        return replace(first, samples=samples, report=report)
+        return replace(found, samples=samples, report=report)
 
     def remove_states(self, count: int) -> None:
         """The hidden states go, the conversations stay."""
         for number in range(count):
             shutil.rmtree(self._shards(number), ignore_errors=True)
+
+    def _of_first(self) -> TrainData:
+        part = self._samples(0)
+        assert isinstance(part, OnDisk), "the first portion has its states, whatever it comes to"
+        return data_on_disk(self._target, self._config, part, self._aux_layers, self._head)
+
+    def _samples(self, number: int) -> OnDisk | InMemory:
+        """A portion that is whole: with its states, or as tokens where these were not kept."""
+        if number not in self._read:
+            most = min(self._config.data.max_length, self._target.context_length)
+            if self._has_states(number):
+                self._read[number] = OnDisk(ShardReader(self._shards(number)), bool(self._aux_layers), most)
+            else:
+                self._read[number] = self._rendered(number, most)
+        return self._read[number]
+
+    def _rendered(self, number: int, most: int) -> InMemory:
+        tokenizer = self._target.tokenizer
+        assert tokenizer is not None, "a target without one has made nothing"
+        rows = read_conversations(DataConfig((str(self._file(number)),), seed=None), "train", tokenizer)
+        rendered, _ = render_all(tokenizer, rows, most)
+        return InMemory([Tokens(np.array(one.tokens, np.int32), np.array(one.loss_mask, np.uint8)) for one in rendered])
+
+    def _without_states(self, number: int) -> InMemory:
+        """A portion as its tokens."""
+        part = self._samples(number)
+        if isinstance(part, OnDisk):
+            samples = [part[index] for index in range(len(part.lengths))]
+            part = self._read[number] = InMemory([Tokens(one.tokens, one.loss_mask) for one in samples])
+        return part
+
+    def _has_states(self, number: int) -> bool:
+        return (self._shards(number) / MANIFEST).exists()
+
+    def _fits(self, tokens: int) -> bool:
+        """Whether the states of so many tokens more fit --cache-gb and the disk, where all others are kept."""
+        whole = sorted(int(file.stem) for file in self._folder.glob("[0-9]*.jsonl"))
+        if not all(map(self._has_states, whole)):
+            return False
+        held = states_bytes(sum(ShardReader(self._shards(number)).tokens for number in whole), self._meta)
+        more = states_bytes(tokens, self._meta)
+        return held + more <= self._config.data.cache_gb * 1e9 and more <= _DISK_SHARE * free_disk(self._folder)
+
+    @property
+    def _meta(self) -> ShardMeta:
+        return shard_meta(self._target, self._aux_layers, self._config.data.cache_bits)
 
     def _making(self, number: int) -> MakeConfig:
         return MakeConfig(seed=self._config.run.seed * _SEEDS + number)
@@ -116,3 +170,8 @@ class Portions:
 
     def _shards(self, number: int) -> Path:
         return self._folder / f"{number:02d}.shards"
+
+
+def was_begun(run: Path) -> bool:
+    """Whether a run's folder holds anything that was made, or is in the making."""
+    return any((run / FOLDER).glob("*"))

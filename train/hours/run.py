@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,14 @@ from typing import Any
 from tqdm import tqdm
 
 from eagle_mlx.catalog.head_registry import register
+from eagle_mlx.data_pipelines import Enough
 from eagle_mlx.target import Target, fingerprint
 
 from ..command import Stop, Stopped
 from ..config import TrainConfig
 from ..evaluation import Acceptance
 from ..kinds import KINDS, Head, resolved
-from ..run import BEST, Checkpoint, Identity, Run, Stopwatch, Tracker, check_incomplete, identity, run_folder, state
-from ..step import Phase
-from . import journal as journals
-from .bar import HoursBar
-from .division import (
+from ..plan.division import (
     EVALUATION,
     FIRST,
     HELD_OUT,
@@ -31,10 +27,15 @@ from .division import (
     is_last,
     next_portion,
     prompts_to_judge,
+    seconds_to_end,
     seconds_to_learn,
 )
+from ..run import BEST, Checkpoint, Identity, Run, Stopwatch, Tracker, check_incomplete, identity, run_folder, state
+from ..step import Phase
+from . import journal as journals
+from .bar import HoursBar
 from .journal import Journal, Portion
-from .portions import Portions
+from .portions import Portions, was_begun
 
 _BEAT = 30.0
 """Seconds of making after which the time that has passed is written down."""
@@ -61,7 +62,7 @@ def train_for_hours(
     """
     config, stop = resolved(config), stop or Stop()
     check_incomplete(resume)
-    with stop.listening(), run_folder(config.run.output, config.run.overwrite, journals.exists, resume) as folder:
+    with stop.listening(), run_folder(config.run.output, config.run.overwrite, was_begun, resume) as folder:
         who = Identity(config, fingerprint(target), _MADE)
         if resume:
             identity.check_same(folder, who)
@@ -102,8 +103,9 @@ class Hours:
     def run(self) -> dict[str, Any]:
         """From what is done to the report."""
         try:
+            self._write()
             begun = self._watch.elapsed
-            self._portions.make_prompts(lambda _: self._watch.elapsed >= begun + HELD_OUT * self._total)
+            self._portions.make_prompts(lambda *_: self._watch.elapsed >= begun + HELD_OUT * self._total)
             last: Acceptance | None = None
             while (number := self._next()) is not None:
                 self._make(number)
@@ -180,25 +182,26 @@ class Hours:
             return
         head = self._folder / BEST if number else self._config.head.init_from or None
         wanted = 0 if portion.last else portion.wanted
-        tokens = self._portions.make(number, wanted, self._enough(number, portion), head)
+        tokens = self._portions.make(number, wanted, portion.wanted, self._enough(number, portion), head)
         self.bar.made += tokens
         seconds = self._watch.elapsed - portion.begun
         self._write(self._journal.changed(number, tokens=tokens, made_seconds=seconds))
 
-    def _enough(self, number: int, portion: Portion) -> Callable[[int], bool]:
+    def _enough(self, number: int, portion: Portion) -> Enough:
         """Whether a portion's tokens are all that there is time for: what is left is needed to learn from them."""
         made, learnt, passes = self._journal.made, 0, self._config.optimization.epochs
         if number:
-            learnt, rate = self._steps.progress.tokens, self._learnt_rate
+            learnt, rates = self._steps.progress.tokens, self._rates()
 
-        def enough(tokens: int) -> bool:
+        def enough(tokens: int, coming: int) -> bool:
             elapsed = self._watch.elapsed
             self.bar.making(number, elapsed, tokens)
             if elapsed >= self._journal.elapsed + _BEAT:
                 self._write()
             if not number:
                 return elapsed >= portion.begun + FIRST * self._total
-            return self._left <= seconds_to_learn(made + tokens, learnt, passes, rate)
+            left = self._left - seconds_to_end(coming, rates.made)
+            return left <= seconds_to_learn(made + tokens + coming, learnt, passes, rates.learnt)
 
         return enough
 

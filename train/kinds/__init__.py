@@ -49,4 +49,6 @@ def resolved(config: TrainConfig) -> TrainConfig:
     if config.head.init_from:
         for name in ("draft_vocab", "feature_norm", "recycle"):  # as the head has it
             own.pop(name, None)
+    if config.optimization.hours:
+        own["states"] = "disk"  # what is made is captured on to it
     return config.changed(**own)

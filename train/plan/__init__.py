@@ -2,7 +2,7 @@
 
 from .cache import cache_folder, choose_states
 from .estimate import describe_memory
-from .memory import memory_gb
+from .memory import free_disk, memory_gb
 from .preflight import Forecast, check, forecast, plan_of
 from .recipe import Recipe, load_recipe, recipe_for, recipe_names
 from .self_made import keeps_states, learnt_whole, self_file, sources_of
@@ -15,6 +15,7 @@ __all__ = [
     "choose_states",
     "describe_memory",
     "forecast",
+    "free_disk",
     "keeps_states",
     "learnt_whole",
     "load_recipe",

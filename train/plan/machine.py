@@ -13,6 +13,8 @@ from eagle_mlx.target import compute_dtype
 
 _SMALLEST, _LARGEST = 512, 8192
 """Sizes of the products that are timed: from one that the slowest CPU does in 0.1 s, to one that takes 0.8 GB."""
+_READ = 4096
+"""Size of the matrix that is read: 67 MB, more than caches hold."""
 _ENOUGH = 0.05
 """Seconds from which the 0.1 to 0.5 ms in which a GPU is given its work are nothing."""
 
@@ -47,6 +49,21 @@ def work_per_second(dtype: mx.Dtype = mx.float32, seconds: Callable[[int], float
     while (found := timed(size)) < _ENOUGH and size < _LARGEST:
         size *= 2
     return float(2 * size**3 / min(found, timed(size), timed(size)))
+
+
+def bytes_per_second(seconds: Callable[[int], float] | None = None) -> float:
+    """Bytes a second that a product of a float32 matrix with one vector reads, on the default device; the best of
+    three. `seconds` times one of a size."""
+    timed = seconds or _seconds_to_read
+    return 4 * _READ**2 / min(timed(_READ) for _ in range(3))
+
+
+def _seconds_to_read(size: int) -> float:
+    matrix, vector = mx.ones((size, size)), mx.ones((1, size))
+    mx.eval(matrix, vector, vector @ matrix.T)
+    begin = time.perf_counter()
+    mx.eval(vector @ matrix.T)
+    return time.perf_counter() - begin
 
 
 def _seconds(size: int, dtype: mx.Dtype) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from . import estimate
 from .cache import as_asked, choose_states
 from .estimate import Disk, Memory
 from .fit import check_fits, memory_on
-from .machine import Machine, work_per_second
+from .hours import curve_of, outlook, rates_of, rows_of
+from .machine import Machine, bytes_per_second, work_per_second
 from .memory import free_disk
 from .recipe import Recipe, described
 from .self_made import check_speaks, self_file
@@ -106,8 +107,16 @@ def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
     if not config.head.target:
         raise ConfigError("no target: name the model that the head is for with --target, or a --recipe")
     each = recipe.tokens_each if recipe is not None else _EACH
-    found = forecast(config, described(recipe, config.head.target), assumed(config, each))
-    text = as_text(found, work_per_second(pass_type(found.config, found.machine.device)))
+    model = described(recipe, config.head.target)
+    found = forecast(config, model, assumed(config, each))
+    speed = work_per_second(pass_type(found.config, found.machine.device))
+    more: list[tuple[str, str]] = []
+    if config.optimization.hours:
+        rates = rates_of(found.target, found.head, found.config, speed, bytes_per_second())
+        coming = outlook(3600 * config.optimization.hours, config.optimization.epochs, rates)
+        found = forecast(config, model, Tokens(coming.made, "what the target makes up in that time, by formula"))
+        more = rows_of(found.config, rates, coming, curve_of(found.config.head.kind))
+    text = as_text(found, speed, more)
     try:
         check(found)
     except EagleError as e:
@@ -129,8 +138,8 @@ def check(found: Forecast) -> None:
         )
 
 
-def as_text(found: Forecast, speed: float) -> str:
-    """The plan for people, a line for each thing."""
+def as_text(found: Forecast, speed: float, more: Sequence[tuple[str, str]] = ()) -> str:
+    """The plan for people, a line for each thing, `more` of them at the end. `speed`: operations a second."""
     target, head, config, disk = found.target, found.head, found.config, found.disk
     read = ", ".join(map(str, (*head.aux_layers, f"{target.layers - 1} (for labels)")))
     drafts = f"{head.draft_vocab:,} of {target.vocab_size:,} tokens"
@@ -140,6 +149,8 @@ def as_text(found: Forecast, speed: float) -> str:
         span = f"{config.optimization.max_steps:,} steps"
     if config.optimization.minutes:
         span = f"{config.optimization.minutes:g} minutes"
+    if config.optimization.hours:
+        span = f"{config.optimization.hours:g} hours of making data and learning in turns"
     parts = f" in {config.optimization.accumulate} parts" if config.optimization.accumulate > 1 else ""
     name = str(pass_type(config, found.machine.device)).rpartition(".")[2]
     hours = estimate.hours(found.work, speed)
@@ -163,7 +174,7 @@ def as_text(found: Forecast, speed: float) -> str:
             + (f", hidden states {gb(disk.states)}" if disk.states else ""),
         ),
     ]
-    if not (config.optimization.minutes or config.optimization.max_steps):
+    if not (config.optimization.minutes or config.optimization.hours or config.optimization.max_steps):
         rows.append(
             (
                 "time",
@@ -172,7 +183,7 @@ def as_text(found: Forecast, speed: float) -> str:
                 + (", behind the making of conversations" if config.data.is_self else ""),
             )
         )
-    return "\n".join(f"{name:<10}  {text}" for name, text in rows)
+    return "\n".join(f"{name:<10}  {text}" for name, text in (*rows, *more))
 
 
 def _states(

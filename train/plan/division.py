@@ -46,6 +46,11 @@ def seconds_to_learn(made: int, learnt: int, passes: int, rate: float) -> float:
     return max(0.0, passes * made - learnt) / rate
 
 
+def seconds_to_end(coming: int, rate: float) -> float:
+    """What conversations under way take, of whose tokens half are written, at so many tokens a second."""
+    return coming / 2 / rate
+
+
 def next_portion(left: float, made: int, learnt: int, passes: int, rates: Rates) -> Next:
     """As much again as is there, unless less than that would remain for yet another portion: then all that can be.
 
