@@ -42,6 +42,7 @@ kinds of heads:
 examples:
   eagle-train --target checkpoints/target --minutes 6 --rows 4 --length 256 --unroll 3 --lr 2e-3 --output out/head
   eagle-train --target Qwen3-4B-4bit --output out/qwen3-4b-eagle3      (no data: the target makes up its own)
+  eagle-train --target Qwen3-4B-4bit --hours 8 --output out/night   (the same, portion by portion, in that time)
   eagle-train --target Qwen3-4B-4bit --self-tokens 3000000 --minutes 480 --output out/long --dry-run
   eagle-train --target Qwen3-4B-4bit --data chats.jsonl --output out/qwen3-4b-eagle3
   eagle-train --target Qwen3-4B-4bit --head eagle --data chats.jsonl --output out/qwen3-4b-eagle
@@ -56,6 +57,7 @@ eagle-train report compares runs, finished or not: loss, τ, time, and the setti
 Without --data or --shards every target but the included one is asked to make up conversations of its own first, as
 eagle-data make has it: OUTPUT.self.jsonl, of --self-tokens tokens. What is made is kept, whatever interrupts it; the
 same command continues. The file is found again by a later run with the same target, seed and number of tokens.
+With --hours data are made and learnt from in turns, and the head drafts what is made next.
 
 Settings come from their defaults, then the recipe, then the YAML file, then the flags. A key of the file is its flag
 without the dashes in front, with _ for - (draft_vocab: 32000). A bare model name such as Qwen3-4B-4bit means

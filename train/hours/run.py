@@ -112,7 +112,9 @@ class Hours:
                 last = self._learn(number)
         except Stopped:
             self._write()
-            tqdm.write(f"stopped in order; continue with: eagle-train --resume {self._folder}")
+            best = self._folder / BEST
+            there = f"the best head so far is in {best}; " if best.exists() else ""
+            tqdm.write(f"{there}what is made is kept; continue with: eagle-train --resume {self._folder}")
             raise
         return self._finish(last)
 
