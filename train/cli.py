@@ -20,7 +20,7 @@ from eagle_mlx.shards.budget import gb
 from eagle_mlx.target import Target, fingerprint
 
 from .command import Stop, exit_code
-from .config import SELF, TrainConfig, from_mapping, groups, named_settings
+from .config import NOT_BESIDE_HOURS, SELF, TrainConfig, from_mapping, groups, named_settings
 from .data import heldout_prompts, make_data, training_data
 from .distributed import SINGLE_PROCESS, World
 from .hours import train_for_hours
@@ -112,13 +112,15 @@ def _new_run(name: str | None, file: str | None, flags: Mapping[str, Any]) -> tu
     if name == OWN_RECIPE and not target:
         raise ConfigError("--recipe without a name takes the one for the target: name that with --target")
     recipe = None if name is None else load_recipe(name or target)
-    named = named_settings(file, flags, recipe.settings if recipe else None)
-    if named.get("hours") and not named_settings(file, flags).get("data"):
-        named["data"] = [SELF]  # whatever a recipe says
+    known = dict(recipe.settings) if recipe else {}
+    if named.get("hours"):  # the target makes the data, whatever a recipe says of others
+        known = {setting: value for setting, value in known.items() if setting not in ("map", *NOT_BESIDE_HOURS)}
+        known["data"] = [SELF]
+    named = named_settings(file, flags, known)
     if target and not (named.get("data") or named.get("shards") or is_embedded_target(target)):
         named["data"] = [SELF]
-        known = recipe_for(target)
-        others = f"; data sets for it: --recipe {known.name}" if known else ""
+        fits = recipe_for(target)
+        others = f"; data sets for it: --recipe {fits.name}" if fits else ""
         print(f"no --data is given, so {target} makes up conversations (--data self){others}", file=sys.stderr)
     config = from_mapping(named)
     if "self_tokens" in named and not config.data.is_self:

@@ -25,10 +25,10 @@ from eagle_mlx.data_pipelines import (
 )
 from eagle_mlx.data_pipelines.partial import PartialFile
 from eagle_mlx.engine import Engine
-from eagle_mlx.errors import CheckpointError
+from eagle_mlx.errors import CheckpointError, ConfigError, DataError
 from eagle_mlx.shards.format import bytes_per_token
 from eagle_mlx.target import Target, fingerprint, load_target
-from eagle_mlx.train.cli import main
+from eagle_mlx.train.cli import _new_run, main
 from eagle_mlx.train.command import Stop, Stopped
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.hours import portions, train_for_hours
@@ -274,6 +274,31 @@ def test_what_is_not_for_it_is_refused(
     assert main(["--target", target.name, "--output", str(tmp_path / "out"), "--hours", "1", *more]) == 2
     assert why in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipes_data_give_way() -> None:
+    flags = {"target": "mlx-community/Qwen3-8B-4bit", "hours": 8.0}
+    config, recipe = _new_run("", None, flags)
+    assert recipe is not None
+    assert config.data.is_self
+    with pytest.raises(ConfigError, match="--hours is for data that the target makes up"):
+        _new_run("", None, {**flags, "data": ["chats.jsonl"]})
+
+
+def test_where_no_more_comes_the_rest_of_the_time_is_for_learning(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, make = Clock(monkeypatch), portions.Portions.make
+
+    def fails(self: portions.Portions, number: int, *args: Any) -> int:
+        if number:
+            raise DataError("the target writes too little")
+        return make(self, number, *args)
+
+    monkeypatch.setattr(portions.Portions, "make", fails)
+    report = train_for_hours(target, config_of(tmp_path / "head", hours=HOURS / 4), watch=Stopwatch(clock))
+    assert [portion["tokens"] for portion in report["data"]["portions"]][1:] == [0]
+    assert report["tokens"] > 3 * report["data"]["tokens"]
 
 
 def test_from_the_command_line(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

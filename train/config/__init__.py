@@ -4,6 +4,7 @@ from eagle_mlx.setting import Setting, flag, settings_of
 
 from .dtype import file_type, pass_type
 from .groups import (
+    NOT_BESIDE_HOURS,
     SELF,
     DataConfig,
     EvaluationConfig,
@@ -17,6 +18,7 @@ from .groups import (
 from .load import from_mapping, load_config, named_settings
 
 __all__ = [
+    "NOT_BESIDE_HOURS",
     "SELF",
     "DataConfig",
     "EvaluationConfig",

@@ -318,7 +318,7 @@ class TrainConfig:
         return {name: self.value(name) for group in groups().values() for name in settings_of(group)}
 
 
-_NOT_BESIDE_HOURS = {
+NOT_BESIDE_HOURS = {
     "minutes": "it is the time of the training alone",
     "max_steps": "the time says how many steps there are",
     "self_tokens": "the time says how much is made",
@@ -335,7 +335,7 @@ _NOT_BESIDE_HOURS = {
 
 def check_beside_hours(config: TrainConfig) -> None:
     """Raise ConfigError for what a run of so many hours has no use for."""
-    for name, why in _NOT_BESIDE_HOURS.items():
+    for name, why in NOT_BESIDE_HOURS.items():
         if config.value(name) != find(name)[1].default:
             raise ConfigError(f"{flag(name)} is not for --hours: {why}; leave {flag(name)} out")
     if not config.data.is_self:

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from eagle_mlx.catalog.head_registry import register
 from eagle_mlx.data_pipelines import Enough
+from eagle_mlx.errors import DataError
 from eagle_mlx.target import Target, fingerprint
 
 from ..command import Stop, Stopped
@@ -105,7 +106,7 @@ class Hours:
         try:
             self._write()
             begun = self._watch.elapsed
-            self._portions.make_prompts(lambda *_: self._watch.elapsed >= begun + HELD_OUT * self._total)
+            self._portions.make_prompts(lambda *_: self._beat() >= begun + HELD_OUT * self._total)
             last: Acceptance | None = None
             while (number := self._next()) is not None:
                 self._make(number)
@@ -184,7 +185,14 @@ class Hours:
             return
         head = self._folder / BEST if number else self._config.head.init_from or None
         wanted = 0 if portion.last else portion.wanted
-        tokens = self._portions.make(number, wanted, portion.wanted, self._enough(number, portion), head)
+        try:
+            tokens = self._portions.make(number, wanted, portion.wanted, self._enough(number, portion), head)
+        except DataError as e:
+            if not number:
+                raise
+            tqdm.write(f"{e}; the rest of the time goes to learning from what there is")
+            self._write(self._journal.changed(number, tokens=0, makes=False, last=True))
+            return
         self.bar.made += tokens
         seconds = self._watch.elapsed - portion.begun
         self._write(self._journal.changed(number, tokens=tokens, made_seconds=seconds))
@@ -196,10 +204,8 @@ class Hours:
             learnt, rates = self._steps.progress.tokens, self._rates()
 
         def enough(tokens: int, coming: int) -> bool:
-            elapsed = self._watch.elapsed
+            elapsed = self._beat()
             self.bar.making(number, elapsed, tokens)
-            if elapsed >= self._journal.elapsed + _BEAT:
-                self._write()
             if not number:
                 return elapsed >= portion.begun + FIRST * self._total
             left = self._left - seconds_to_end(coming, rates.made)
@@ -265,6 +271,13 @@ class Hours:
         found = steps.finish(last or steps.evaluate())
         self._portions.remove_states(len(portions))
         return found
+
+    def _beat(self) -> float:
+        """The seconds that have passed, which are written down now and then, for who goes on."""
+        elapsed = self._watch.elapsed
+        if elapsed >= self._journal.elapsed + _BEAT:
+            self._write()
+        return elapsed
 
     def _write(self, journal: Journal | None = None) -> None:
         self._journal = replace(journal or self._journal, elapsed=self._watch.elapsed)

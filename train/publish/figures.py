@@ -11,6 +11,7 @@ from typing import Any
 from eagle_mlx import hub
 from eagle_mlx.errors import ConfigError
 
+from ..config import SELF
 from ..run import BEST
 from .public import last_name, public, public_command
 from .recipe import train_command
@@ -74,8 +75,9 @@ def of_training(source: Source, target: str) -> Figures | None:
     if not found.get("prompts") or not found.get("acceptance_length"):
         return None
     data = config.get("eval_data") or next(iter(config.get("data") or ()), "") or "the training data"
+    shown = "conversations made up by the target" if data == SELF else public(data)
     tau = Tau(
-        data=f"{public(data)}, held out",
+        data=f"{shown}, held out",
         depth=str(found["depth"]),
         temperature=0.0,
         rows=int(config.get("eval_batch") or 1),

@@ -81,6 +81,7 @@ def training(source: Source) -> Rows:
             ("tokens trained on", _number(report.get("tokens"))),
             ("steps", steps and f"{steps}{f', this checkpoint after {_number(chosen)}' if chosen else ''}"),
             ("time", _time(report)),
+            ("time in all", f"{config['hours']:g} hours, the making of data included" if config.get("hours") else ""),
             ("draft steps", _draft_steps(config)),
             ("optimiser", _optimiser(config)),
             ("batch", f"{config['rows']} rows of {config['length']} tokens" if config.get("rows") else ""),
