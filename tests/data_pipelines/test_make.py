@@ -22,7 +22,8 @@ from eagle_mlx.data_pipelines import DataConfig, cli, read_conversations, render
 from eagle_mlx.data_pipelines.conversation import Conversation, Message, parse_row
 from eagle_mlx.data_pipelines.domains import DOMAINS, Domain, choose_domains
 from eagle_mlx.data_pipelines.made import MakeConfig, MakeReport, steerable
-from eagle_mlx.data_pipelines.made_file import FREE_TRIES, TRIES_A_ROW, Selection, Wanted, make_to_file
+from eagle_mlx.data_pipelines.made_file import FREE_TRIES, TRIES_A_ROW, Limits, Selection, Wanted, make_to_file
+from eagle_mlx.data_pipelines.made_once import prompt_keys
 from eagle_mlx.data_pipelines.made_shards import ShardPlace
 from eagle_mlx.data_pipelines.partial import PartialFile, partial_path
 from eagle_mlx.data_pipelines.shard_capture import capture_to_shards, shard_meta
@@ -136,6 +137,32 @@ def test_tokens_end_it_at_the_row_that_reaches_them(target: Target, whole: bytes
     assert report.tokens >= 150
     fewer = make_to_file(Engine(target), CONFIG, Wanted(rows=len(kept.splitlines()) - 1), tmp_path / "b.jsonl")
     assert fewer.tokens < 150
+
+
+def test_a_file_ends_where_there_is_enough(target: Target, whole: bytes, tmp_path: Path) -> None:
+    """With what was under way, so that nothing begun is wasted; a first batch is begun in any case."""
+    asked: list[tuple[int, int]] = []
+
+    def enough(made: int, coming: int) -> bool:
+        asked.append((made, coming))
+        return True
+
+    path = tmp_path / "a.jsonl"
+    report = make_to_file(Engine(target, max_batch=3), CONFIG, Wanted(rows=100), path, limits=Limits(enough=enough))
+    assert whole.startswith(path.read_bytes())
+    assert report.tries == 3
+    assert report.tries - report.failed == len(path.read_bytes().splitlines()) > 0
+    assert asked[0] == (0, 0)
+    assert max(coming for _, coming in asked) > 0
+
+
+def test_what_begins_like_others_is_left_out(target: Target, whole: bytes, tmp_path: Path) -> None:
+    others, path = tmp_path / "others.jsonl", tmp_path / "a.jsonl"
+    rows = whole.splitlines(keepends=True)
+    others.write_bytes(rows[0] + rows[2])
+    report = make_to_file(Engine(target), CONFIG, Wanted(rows=ROWS - 2), path, limits=Limits(known=prompt_keys(others)))
+    assert path.read_bytes() == whole.replace(rows[0], b"").replace(rows[2], b"")
+    assert report.duplicates == 2
 
 
 def test_an_interrupted_file_is_continued(
