@@ -308,6 +308,8 @@ def test_from_the_command_line(target: Target, tmp_path: Path, monkeypatch: pyte
     assert main([*line, "--eval-prompts", "2", "--eval-tokens", "4", "--eval-depth", "2"]) == 0
     said = capsys.readouterr()
     assert f"the head is in {out}/best" in said.out
+    report = json.loads((out / "report.json").read_text())
+    assert len(report["data"]["portions"]) == 1, "no phase without time"
     assert f"eagle-serve --target {target.name} finds it" in said.err
     assert main(["--resume", str(out)]) == 2
     assert "is complete" in capsys.readouterr().err

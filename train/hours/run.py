@@ -153,11 +153,11 @@ class Hours:
         return trainer
 
     def _next(self) -> int | None:
-        """The number of the portion to go on with; None when the last one is learnt."""
+        """The number of the portion to go on with; None when the last one is learnt, or no time is left for another."""
         portions, now = self._journal.portions, self._watch.elapsed
         if portions and not portions[-1].done:
             return len(portions) - 1
-        if portions and portions[-1].last:
+        if portions and (portions[-1].last or self._left <= 0):
             return None
         portion = Portion(now)
         if portions:
