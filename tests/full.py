@@ -19,6 +19,11 @@ def in_full(full: T, otherwise: T) -> T:
     return full if FULL else otherwise
 
 
+def in_turn(values: Iterable[T], turn: int = 0, of: int = 2) -> list[T]:
+    """All values; unless in full, every second of them, or every `of`-th, from number `turn` on."""
+    return list(values)[0 if FULL else turn :: 1 if FULL else of]
+
+
 def mixed(*parameters: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]]:
     """All combinations of values; unless in full, few in which any two values of two parameters still meet."""
     values = [list(each) for each in parameters]

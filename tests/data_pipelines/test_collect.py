@@ -26,8 +26,10 @@ def by_tokens(samples: list[Sample]) -> dict[tuple[int, ...], Sample]:
     return {tuple(s.tokens.tolist()): s for s in samples}
 
 
+@pytest.mark.parametrize("streams", [1, 2])
 @pytest.mark.parametrize("batch_tokens", [1, 64, 4096])
-def test_batching_changes_nothing(batch_tokens: int) -> None:
+def test_batching_changes_nothing(batch_tokens: int, streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collect, "default_streams", lambda: streams)
     target = tiny_target()
     found = by_tokens(list(capture(target, AUX, conversations(), batch_tokens)))
     assert len(found) == 9

@@ -18,7 +18,7 @@ from eagle_mlx.cache.tree_support import why_no_trees
 from eagle_mlx.decoding.sampling import SamplingBatch, gumbel, sample
 from tests.architectures import CONFIGS, VOCAB, tiny_model
 from tests.fakes import Oracle, randomize, tiny_head
-from tests.full import FULL, in_full
+from tests.full import FULL, in_full, in_turn
 
 pytestmark = pytest.mark.usefixtures("mostly_uncompiled")
 MARGIN = 1e-3
@@ -62,19 +62,31 @@ def first_difference(got: list[int], want: list[int], margins: list[float]) -> s
     return None
 
 
-def decodings(name: str, trees: bool) -> list[tuple[list[em.SamplingParams], int, int, int]]:
-    """Two ways to decode; unless in full, trees are decoded in one of them and chains in the other."""
+def chains_only() -> set[str]:
+    """The files that the documentation says cannot read trees: some by name, and all that keep a state."""
+    text = (Path(__file__).parents[2] / "docs" / "architectures.md").read_text(encoding="utf-8")
+    [named] = re.findall(r"^Chains only: (.*)\.$", text, re.MULTILINE)
+    states = re.findall(r"^\| state, [^|]*\| (.*) \|$", text, re.MULTILINE)
+    return {file for files in (named, *states) for file in files.replace(",", " ").split()}
+
+
+CHAINS_ONLY = [name for name in sorted(CONFIGS) if name.split(":")[0] in chains_only()]
+WITH_TREES = [name for name in sorted(CONFIGS) if name not in CHAINS_ONLY]
+"""Unless in full, one decodes chains and the next one trees."""
+
+
+def decodings(name: str) -> list[tuple[list[em.SamplingParams], int, int, int]]:
+    """Two ways to decode; unless in full, architectures take turns at them."""
     rows = 1 if name in ONE_ROW else 3
     both = [(GREEDY, rows, 3, 512), (SEEDED, rows, 5, 16)]
-    if FULL or why_no_trees(target(name)) is not None:
-        return both
-    return [both[(sorted(CONFIGS).index(name) + (not trees)) % 2]]
+    turn = CHAINS_ONLY.index(name) if name in CHAINS_ONLY else WITH_TREES.index(name) // 2
+    return both if FULL else [both[turn % 2]]
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS))
+@pytest.mark.parametrize("name", [*CHAINS_ONLY, *in_turn(WITH_TREES)])
 def test_text_is_mlx_lms_own(name: str) -> None:
     said: set[int] = set()
-    for params, rows, depth, chunk in decodings(name, trees=False):
+    for params, rows, depth, chunk in decodings(name):
         plains = [plain(name, prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
         said |= {token for tokens, _ in plains for token in tokens}
         oracle = Oracle({tuple(p): text for p, (text, _) in zip(PROMPTS, plains, strict=True)}, wrong=0.3)
@@ -97,12 +109,13 @@ def test_text_is_mlx_lms_own_as_on_a_gpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_who_reads_trees_is_documented(name: str) -> None:
+    assert (why_no_trees(target(name)) is None) == (name in WITH_TREES)
+
+
+@pytest.mark.parametrize("name", in_turn(WITH_TREES, 1))
 def test_trees_say_what_mlx_lm_says(name: str) -> None:
-    reason = why_no_trees(target(name))
-    assert (reason is None) == (name.split(":")[0] not in chains_only())
-    if reason is not None:
-        return
-    for params, rows, depth, chunk in decodings(name, trees=True):
+    for params, rows, depth, chunk in decodings(name):
         plains = [plain(name, prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
         oracle = Oracle({tuple(p): text for p, (text, _) in zip(PROMPTS, plains, strict=True)}, wrong=0.5)
         policy = em.FixedPolicy(depth, nodes=9)
@@ -201,14 +214,6 @@ def test_plain_rounds_ahead_of_a_finished_row_are_forgotten(name: str) -> None:
     outputs = em.Engine(target(name), max_batch=5).generate(PROMPTS, params)
     for output, (text, margins) in zip(outputs, plains, strict=True):
         assert first_difference(output.tokens, text[: len(output.tokens)], margins) is None
-
-
-def chains_only() -> set[str]:
-    """The files that the documentation says cannot read trees: some by name, and all that keep a state."""
-    text = (Path(__file__).parents[2] / "docs" / "architectures.md").read_text(encoding="utf-8")
-    [named] = re.findall(r"^Chains only: (.*)\.$", text, re.MULTILINE)
-    states = re.findall(r"^\| state, [^|]*\| (.*) \|$", text, re.MULTILINE)
-    return {file for files in (named, *states) for file in files.replace(",", " ").split()}
 
 
 def test_the_table_of_architectures_is_true() -> None:

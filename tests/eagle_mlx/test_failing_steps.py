@@ -132,7 +132,7 @@ def assert_sound(rows: Sequence[Request], error: str) -> None:
             assert (row.finish_reason, len(row.tokens)) == ("length", COUNT)
 
 
-@settings(max_examples=in_full(25, 10))
+@settings(max_examples=in_full(25, 6))
 @given(st.sampled_from(METHODS), st.integers(1, 12), st.integers(0, 4), st.sampled_from([8, 512]))
 def test_a_proposer_that_raises_ends_the_rows_of_its_step_alone(method: str, nth: int, depth: int, chunk: int) -> None:
     proposer = Failing(method, nth)
@@ -174,7 +174,7 @@ PLACES: list[tuple[type, str]] = [
 ]
 
 
-@settings(max_examples=in_full(25, 15))
+@settings(max_examples=in_full(25, 11))
 @given(st.sampled_from(PLACES), st.integers(1, 10), st.booleans(), st.integers(0, 3), st.sampled_from([None, "ngram"]))
 def test_memory_may_run_out_anywhere(
     place: tuple[type, str], nth: int, late: bool, depth: int, drafts: str | None
@@ -253,7 +253,7 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_nothing_behind(
     assert [o.tokens for o in engine.generate(PROMPTS, em.SamplingParams(max_tokens=COUNT))] == ALONE
 
 
-@settings(max_examples=in_full(20, 12))
+@settings(max_examples=in_full(20, 6))
 @given(
     st.lists(st.sampled_from(range(len(PROMPTS))), max_size=4),
     st.integers(0, 6),

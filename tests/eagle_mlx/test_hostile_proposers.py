@@ -148,7 +148,7 @@ class Free(em.FixedPolicy):
 POLICIES = [em.FixedPolicy(3), em.FixedPolicy(3, nodes=9), Free(4), Free(4, nodes=9)]
 
 
-@settings(max_examples=in_full(60, 30))
+@settings(max_examples=in_full(60, 12))
 @given(
     st.integers(0, 999),
     st.sampled_from(POLICIES),

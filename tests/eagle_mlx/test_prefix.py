@@ -49,7 +49,7 @@ def test_the_next_turn_takes_over_the_past(proposer: object, chunk: int) -> None
         prompt = turns(prompt, got.tokens, extra)
 
 
-@settings(max_examples=in_full(30, 12))
+@settings(max_examples=in_full(30, 6))
 @given(st.lists(st.tuples(st.integers(0, 60), st.lists(st.integers(0, 15), min_size=1, max_size=40)), max_size=6))
 def test_any_common_beginning_is_safe(requests: list[tuple[int, list[int]]]) -> None:
     with_cache, without = engine(max_batch=2), engine(0)
@@ -181,7 +181,7 @@ def test_a_state_that_cannot_be_cut_is_taken_whole_or_not_at_all(name: str) -> N
     params = em.SamplingParams(max_tokens=24)
     first = [t % 16 + 1 for t in LONG[:50]]
     answer = em.Engine(target).generate([first], params)[0].tokens
-    for end in in_full(range(1, 8), range(1, 6)):  # wherever in a round the text ends
+    for end in in_full(range(1, 8), (1, 3, 4)):  # wherever in a round the text ends
         oracle = Oracle({tuple(first): answer}, wrong=0.0)
         busy = em.Engine(target, oracle, em.FixedPolicy(4), prefix_cache_bytes=MANY)
         stopped = replace(params, stop_token_ids=(answer[end],))

@@ -11,11 +11,12 @@ import pytest
 import eagle_mlx as em
 from eagle_mlx.proposers.base import Proposer
 from tests.fakes import tiny_head, tiny_target
-from tests.full import mixed
+from tests.full import in_full, mixed
 
 TARGET = tiny_target()
 RNG = np.random.default_rng(1)
-PROMPTS = [[int(t) for t in RNG.integers(3, 128, int(RNG.integers(1, 40)))] for _ in range(20)]
+COUNT = in_full(20, 10)
+PROMPTS = [[int(t) for t in RNG.integers(3, 128, int(RNG.integers(1, 40)))] for _ in range(COUNT)]
 LENGTH = 20
 
 
@@ -32,7 +33,7 @@ def params_of(index: int) -> em.SamplingParams:
     )
 
 
-PARAMS = [params_of(index) for index in range(20)]
+PARAMS = [params_of(index) for index in range(COUNT)]
 
 
 @cache
@@ -62,5 +63,5 @@ def test_the_same_tokens_every_time(proposer: str, depth: int, batch: int) -> No
 
 
 def test_another_seed_says_something_else() -> None:
-    other = [em.SamplingParams(max_tokens=LENGTH, seed=100 + index, temperature=1.0) for index in range(20)]
+    other = [em.SamplingParams(max_tokens=LENGTH, seed=100 + index, temperature=1.0) for index in range(COUNT)]
     assert not any(a.tokens == b for a, b in zip(em.Engine(TARGET).generate(PROMPTS, other), expected(), strict=True))
