@@ -5,7 +5,9 @@ worker, and threads that let each other finish.
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext, suppress
+from contextlib import suppress
+
+from tests.full import FULL
 
 os.environ.update(
     EAGLE_MLX_CACHE=os.devnull,  # no test finds what another has left there
@@ -17,6 +19,8 @@ os.environ.update(
     WANDB_SILENT="true",
     MPLBACKEND="Agg",
 )
+if not FULL:
+    os.environ["MLX_DISABLE_COMPILE"] = "1"  # on a CPU g++ takes a second for each kernel, of which there are some 170
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # A worker's threads take turns, so that a second core is of no use to them; moving between cores cost an eighth.
@@ -79,14 +83,16 @@ def with_shortcuts() -> None:
         pytest.skip("on a GPU, or with EAGLE_MLX_CPU_SHORTCUTS=0")
 
 
-@pytest.fixture(scope="module")
-def mostly_uncompiled() -> Iterator[None]:
-    """Unless in full, models run operation by operation, so that no functions of 116 of them are compiled."""
-    from tests.fakes import uncompiled
-    from tests.full import FULL
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """MLX compiles what asks for it, here and in the processes that are started; in full it does so in every test."""
+    import mlx.core as mx
 
-    with nullcontext() if FULL else uncompiled():
-        yield
+    monkeypatch.delenv("MLX_DISABLE_COMPILE", raising=False)
+    mx.enable_compile()
+    yield
+    if not FULL:
+        mx.disable_compile()
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from eagle_mlx.plan import CONFIDENCE_LAG, Abilities, Plan
 from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.target import Target
+from tests.full import FULL
 
 EMBEDDED_TARGET = Path(__file__).parent.parent / "checkpoints" / "target"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -233,12 +234,13 @@ class OracleState:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """mlx-lm's functions run operation by operation: on a CPU a compiled one calls g++ once, which takes a second."""
+    """mlx-lm's functions run operation by operation, in full too."""
     mx.disable_compile()
     try:
         yield
     finally:
-        mx.enable_compile()
+        if FULL:
+            mx.enable_compile()
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from tests.architectures import CONFIGS, VOCAB, tiny_model
 from tests.fakes import Oracle, randomize, tiny_head
 from tests.full import FULL, in_full, in_turn
 
-pytestmark = pytest.mark.usefixtures("mostly_uncompiled")
 MARGIN = 1e-3
 """Scores closer than this may fall either way between a verify of one token and one of several."""
 LENGTHS = (3, 30, 11, 1, 18)

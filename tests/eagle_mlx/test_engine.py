@@ -68,6 +68,7 @@ SIZES = [(1, 1), (4, 2), (5, 8)]
 """Depth and rows."""
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(("which", "size"), in_turns(len(proposers()), SIZES, 2))
 def test_greedy_text_is_mlx_lms_own(which: int, size: tuple[int, int]) -> None:
     depth, max_batch = size

@@ -34,7 +34,6 @@ from tests.fresh_forwards import Judge, judge, untouched
 from tests.full import in_full, in_turn
 from tests.hostile import HostileProposer, Manners, ProposerRaised, RandomPolicy
 
-pytestmark = pytest.mark.usefixtures("mostly_uncompiled")
 ROUNDS = int(os.environ.get("EAGLE_FUZZ_ROUNDS", "1"))
 FIRST = int(os.environ.get("EAGLE_FUZZ_SEED", "0"))
 REQUESTS = in_full(8, 4)

@@ -208,7 +208,7 @@ def test_texts_of_several_rounds_follow_the_target(params: SamplingParams, certa
     assert follows(texts, toy.law(params, 3), 5)
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.usefixtures("as_on_a_gpu", "compiled")
 @pytest.mark.parametrize("params", [COUPLED, REJECTION, replace(FILTERED, top_p=0.9)])
 def test_texts_follow_the_target_as_on_a_gpu(params: SamplingParams) -> None:
     test_the_next_token_follows_the_target(params, depth=1)

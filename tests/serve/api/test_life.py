@@ -244,6 +244,7 @@ def test_draining_takes_no_longer_than_it_may() -> None:
         server.until(lambda: server.server.should_exit, seconds=5)
 
 
+@pytest.mark.usefixtures("compiled")
 def test_the_command_serves_and_ends_in_order(tmp_path: Path) -> None:
     target = tiny_target_folder(tmp_path / "model")
     command = [sys.executable, "-m", "eagle_mlx.serve.api.cli", "--target", str(target), "--spec-decode", "ngram"]
