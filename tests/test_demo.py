@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,13 +45,17 @@ def arguments(tmp_path: Path) -> list[str]:
     return [str(word) for pair in flags.items() for word in pair]
 
 
-def demo(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+@pytest.fixture
+def demo(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """The script in this process; it starts another one to train."""
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+    return lambda: int(runpy.run_path(str(SCRIPT))["main"]())
 
 
-def test_demo_trains_measures_and_reports(arguments: list[str], tmp_path: Path) -> None:
-    done = demo(arguments)
-    assert done.returncode == 0, done.stderr
+def test_demo_trains_measures_and_reports(
+    demo: Callable[[], int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert demo() == 0, capfd.readouterr().err
     report = json.loads((tmp_path / "demo" / "report.json").read_text())
     for key in ("plain_tokens_per_s", "eagle_tokens_per_s", "speedup", "train_seconds"):
         assert report[key] > 0, key
@@ -60,28 +64,29 @@ def test_demo_trains_measures_and_reports(arguments: list[str], tmp_path: Path) 
     assert report["identical"] is True
     assert (tmp_path / "demo" / "summary.png").stat().st_size > 1000
     assert list((tmp_path / "demo" / "head").glob("*.png"))
-    assert "what was gained" in done.stdout
+    assert "what was gained" in capfd.readouterr().out
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_demo_keeps_what_it_did_not_make(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    demo: Callable[[], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "thesis.txt").write_text("years of work")
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
-    assert runpy.run_path(str(SCRIPT))["main"]() == 2
+    assert demo() == 2
     assert "holds no demo" in capsys.readouterr().err
     assert (tmp_path / "demo" / "thesis.txt").read_text() == "years of work"
 
 
-def test_failed_training_keeps_the_earlier_demo(arguments: list[str], tmp_path: Path) -> None:
+def test_failed_training_keeps_the_earlier_demo(
+    demo: Callable[[], int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "report.json").write_text("{}")
     (tmp_path / "recipe.yaml").write_text("rowz: 3\n")
-    done = demo(arguments)
-    assert done.returncode == 2
-    assert "did you mean 'rows'" in done.stderr
-    assert "training ended with exit status 2" in done.stderr
+    assert demo() == 2
+    shown = capfd.readouterr().err
+    assert "did you mean 'rows'" in shown
+    assert "training ended with exit status 2" in shown
     assert [path.name for path in (tmp_path / "demo").iterdir()] == ["report.json"]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

@@ -38,6 +38,7 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.shards import Sample, ShardReader, unfinished_folder
 from eagle_mlx.target import Target
 from tests.fakes import interrupt_after, talking_target_folder, tiny_head, tiny_target
+from tests.full import in_full
 
 ENDS = (2, *range(5, 4096, 7))
 """Tokens that end a turn, the template's own among them: so many that a random model soon says one."""
@@ -171,7 +172,7 @@ def test_an_interrupted_file_is_continued(
     rng, path = random.Random(0), tmp_path / "a.jsonl"
     made = 0
     while not path.exists():
-        rows = rng.randint(1, 8)
+        rows = rng.randint(in_full(1, 4), 8)
         with monkeypatch.context() as patch:
             interrupt_after(rows, Stop, patch)
             try:
@@ -276,7 +277,7 @@ def test_an_interrupted_capture_is_continued_to_the_row(
     path, folder = tmp_path / "a.jsonl", tmp_path / "shards"
     rng, made = random.Random(1), 0
     while not path.exists():
-        rows = rng.randint(1, 6)
+        rows = rng.randint(in_full(1, 4), 6)
         with monkeypatch.context() as patch:
             interrupt_after(rows, Stop, patch)
             try:

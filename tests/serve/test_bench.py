@@ -95,7 +95,7 @@ def tiny_runs(temperature: float = 0.0, batches: Sequence[int] = (1,), repeats: 
     target = tiny_target(tokenizer=True)
     models = Models(target, tiny_head(target, draft_vocab=64), tiny_target(seed=1, layers=2, tokenizer=True))
     modes = build_modes(models, MODE_NAMES, batches, [2, 3])
-    plan = BenchConfig(max_tokens=12, temperature=temperature, repeats=repeats, least_distinct=0.0)
+    plan = BenchConfig(in_full(12, 8), temperature=temperature, repeats=repeats, least_distinct=0.0)
     return measure(target, modes, PROMPTS, plan, progress=False)
 
 
@@ -144,7 +144,7 @@ def test_seeded_sampling_is_compared_with_the_plain_engine() -> None:
 def test_modes_that_take_turns_say_the_same() -> None:
     target = tiny_target(tokenizer=True)
     names: list[ModeName] = ["mlx-lm", "mlx-lm-batch", "plain", "ngram"]
-    plan = BenchConfig(max_tokens=12, repeats=2, least_distinct=0.0)
+    plan = BenchConfig(max_tokens=12, repeats=in_full(2, 1), least_distinct=0.0)
     for batch in (1, 2):
         modes = build_modes(Models(target), names, [batch], [3])
         whole = measure(target, modes, PROMPTS, plan, progress=False)
@@ -388,7 +388,8 @@ def test_a_head_in_few_bits_is_measured_and_named(
 def test_command_times_the_parts_of_a_round(
     folders: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eagle_mlx.serve.bench.rollback.LAYERS", 2)
+    for name, few in (("LAYERS", 2), ("HEADS", 2), ("HEAD_DIM", 16)):
+        monkeypatch.setattr(f"eagle_mlx.serve.bench.rollback.{name}", few)
     target, head = folders
     figures = tmp_path / "figures.json"
     modes = ("--modes", "eagle", "--depth", "1", "3", "--costs", "--json", str(figures))

@@ -49,7 +49,20 @@ def page(window: Page) -> Iterator[Page]:
 
 @pytest.fixture
 def used() -> Iterator[Live]:
-    """A server that has answered, drafted, refused and been left."""
+    """A server that has answered, drafted, refused and been left, and does no more."""
+    with using() as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Live]:
+    """Such a server for tests that look at it alone."""
+    with using() as it:
+        yield it
+
+
+@contextmanager
+def using() -> Iterator[Live]:
     with live(lambda: Loaded(engine("eagle", prefix_cache_bytes=1 << 24), "eagle", DEPTH, {"temperature": 0.0})) as it:
         for prompt in ("def f(x):" * 8, "def f(x):" * 8, "class A:"):
             it.openai.completions.create(model=NAME, prompt=prompt, max_tokens=24)
@@ -88,8 +101,8 @@ def percent(share: float) -> str:
     return f"{int(100 * share + 0.5)}\u202f%"
 
 
-def test_it_is_served_with_a_policy_that_lets_nothing_else_in(used: Live) -> None:
-    answer = used.http.get("/")
+def test_it_is_served_with_a_policy_that_lets_nothing_else_in(shared: Live) -> None:
+    answer = shared.http.get("/")
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     policy = answer.headers["content-security-policy"]
@@ -100,7 +113,7 @@ def test_it_is_served_with_a_policy_that_lets_nothing_else_in(used: Live) -> Non
     assert set(re.findall(r"https?://[^'\"\s]+", answer.text)) <= {"http://www.w3.org/2000/svg"}
     assert not re.search(r"\son\w+=|\sstyle=|innerHTML|eval\(", answer.text)
     assert len(answer.content) < 30_000
-    head = used.http.head("/")
+    head = shared.http.head("/")
     assert (head.status_code, head.content) == (200, b"")
 
 
@@ -355,8 +368,8 @@ CONTRAST = """(() => {
 
 @browsing
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_can_be_read_by_everybody(page: Page, used: Live, scheme: str) -> None:
-    page.open(used.base + "/", 320, 640, scheme)
+def test_it_can_be_read_by_everybody(page: Page, shared: Live, scheme: str) -> None:
+    page.open(shared.base + "/", 320, 640, scheme)
     page.until("document.querySelector('#positions .bar')")
     page.js("document.querySelectorAll('[hidden]').forEach(each => each.hidden = false)")
     for state in ("ready", "starting", "draining", "unreachable"):
@@ -371,8 +384,8 @@ def test_it_can_be_read_by_everybody(page: Page, used: Live, scheme: str) -> Non
 
 
 @browsing
-def test_it_holds_still_for_those_who_ask(page: Page, used: Live) -> None:
-    page.open(used.base + "/")
+def test_it_holds_still_for_those_who_ask(page: Page, shared: Live) -> None:
+    page.open(shared.base + "/")
     page.until("document.querySelector('#positions .bar')")
     moving = "getComputedStyle(document.querySelector('.bar > i')).transitionDuration"
     assert page.js(moving) == "0.4s"
@@ -383,12 +396,12 @@ def test_it_holds_still_for_those_who_ask(page: Page, used: Live) -> None:
 
 
 @browsing
-def test_it_shows_its_numbers_without_a_pipe_too(used: Live, tmp_path: Path) -> None:
+def test_it_shows_its_numbers_without_a_pipe_too(shared: Live, tmp_path: Path) -> None:
     """As a person would ask Chromium on the command line."""
     path = chromium()
     assert path is not None
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
-    asked = [path, *flags, f"--user-data-dir={tmp_path}", "--virtual-time-budget=4000", "--dump-dom", used.base + "/"]
+    asked = [path, *flags, f"--user-data-dir={tmp_path}", "--virtual-time-budget=4000", "--dump-dom", shared.base + "/"]
     dom = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout
     assert '<h1 id="model">tiny</h1>' in dom
     assert re.search(r'id="state"[^>]*data-state="ready"[^>]*>ready<', dom)

@@ -18,6 +18,7 @@ from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import MODE_NAMES, Models, build_modes
 from eagle_mlx.serve.questions import read_questions
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+from tests.full import in_full
 
 ROWS = [
     {"question_id": 81, "category": "writing", "turns": ["Write.", "Again, shorter."]},
@@ -145,7 +146,19 @@ def test_the_command_tells_by_category(
 ) -> None:
     target, head = tiny_target_folder(tmp_path / "target"), tmp_path / "head"
     save_eagle3(tiny_head(tiny_target(tokenizer=True), draft_vocab=64), head, target_name="tiny")
-    how = ["--limit", "5", "--max-tokens", "6", "--repeats", "2", "--least-distinct", "0", "--quiet", "--depth", "2"]
+    how = [
+        "--limit",
+        "5",
+        "--max-tokens",
+        "6",
+        "--repeats",
+        in_full("2", "1"),
+        "--least-distinct",
+        "0",
+        "--quiet",
+        "--depth",
+        "2",
+    ]
     what = ["--target", str(target), "--head", str(head), "--prompts", str(file), "--batch", batch]
     assert main([*what, *how, "--json", str(tmp_path / "figures.json"), "--turn", "3"]) == 0
     shown = capsys.readouterr().out

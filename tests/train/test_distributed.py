@@ -21,6 +21,7 @@ from eagle_mlx.train.data.batches import Batches
 from eagle_mlx.train.data.samples import InMemory
 from eagle_mlx.train.distributed import World
 from tests.fakes import talking_target_folder, tiny_adapters
+from tests.full import in_full
 from tests.train.worker import CONFIG, conversations, learnt, whole_run
 
 needs_ring = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="this MLX has no ring backend")
@@ -68,8 +69,8 @@ def printed(count: int, folder: Path, module: str, *arguments: str, places: Sequ
 
 
 @needs_ring
-def test_three_processes_learn_as_one_with_all_their_rows(tmp_path: Path) -> None:
-    count = 3
+def test_processes_learn_as_one_with_all_their_rows(tmp_path: Path) -> None:
+    count = in_full(3, 2)
     found = together(count, tmp_path)
     assert [(one["rank"], one["size"]) for one in found] == [(rank, count) for rank in range(count)]
     alone = learnt(CONFIG.changed(rows=count * CONFIG.optimization.rows), World.single())

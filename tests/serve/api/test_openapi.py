@@ -23,9 +23,10 @@ from schemathesis.checks import (
 )
 
 from eagle_mlx.serve.api.model import Loaded
+from tests.full import in_full
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
 
-CASES = int(os.environ.get("SCHEMA_CASES", "30"))
+CASES = int(os.environ.get("SCHEMA_CASES", in_full("30", "12")))
 """For each route and each kind of case."""
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 BODIES = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")

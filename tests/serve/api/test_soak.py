@@ -1,7 +1,7 @@
 """Sixty-four clients at once, of which many leave: everybody gets an end, and nothing stays behind.
 
-For three seconds in the suite; `SOAK_SECONDS=120 pytest tests/serve/api/test_soak.py` is the long run, which watches
-the memory too.
+For two seconds in the suite, three in full; `SOAK_SECONDS=120 pytest tests/serve/api/test_soak.py` is the long run,
+which watches the memory too.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import pytest
 
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
+from tests.full import in_full
 from tests.serve.api.live import DEPTH, Live, engine, live, wide
 
-SECONDS = float(os.environ.get("SOAK_SECONDS", "3"))
+SECONDS = float(os.environ.get("SOAK_SECONDS", in_full("3", "2")))
 LONG = 60.0
 """Seconds from which the memory says something."""
 CLIENTS = 64
