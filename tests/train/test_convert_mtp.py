@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import http.server
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +18,7 @@ from eagle_mlx.formats import load_head
 from eagle_mlx.formats.tensors import read_tensors, weights_of
 from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.train.convert.cli import main
+from tests import hub_server
 from tests.eagle_mlx import test_heads_golden as golden
 from tests.train.test_convert import refused
 
@@ -170,33 +168,25 @@ def hub_of(folder: Path, asked: list[str]) -> Iterator[str]:
         server.server_close()
 
 
-def test_of_a_model_on_the_hub_only_the_layers_files_are_fetched(tmp_path: Path) -> None:
+def test_of_a_model_on_the_hub_only_the_layers_files_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = sharded(tmp_path / "hub" / "org" / "model", "mtp-mimo")
     (source / "model-1-of-3.safetensors").write_bytes(b"never read")
     golden.written(tmp_path / "hub" / "org" / "whole", "mtp-mimo")
     asked: list[str] = []
     with hub_of(tmp_path / "hub", asked) as endpoint:
-        env = os.environ | {
-            "HF_ENDPOINT": endpoint,
-            "HF_HOME": str(tmp_path / "home"),
-            "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_XET": "1",
-        }
+        hub_server.use(monkeypatch, endpoint, tmp_path / "home")
 
-        def run(name: str, out: str) -> subprocess.CompletedProcess[str]:
-            module = "eagle_mlx.train.convert.cli"
-            command = [sys.executable, "-m", module, "mtp", "--source", name, "--output", str(tmp_path / out)]
-            return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+        def run(name: str, out: str) -> int:
+            return main(["mtp", "--source", name, "--output", str(tmp_path / out)])
 
-        done = run("org/model", "a")
-        assert done.returncode == 0, done.stderr
+        assert run("org/model", "a") == 0, capsys.readouterr().err
         index = "model.safetensors.index.json"
         assert sorted(asked) == ["config.json", "model-2-of-3.safetensors", "model-3-of-3.safetensors", index]
-        done = run("org/whole", "b")
-        assert done.returncode == 0, done.stderr
-        none = run("org/other", "c")
-        assert none.returncode == 2
-        assert "error: org/other is neither a folder here nor a model on the hub" in none.stderr
+        assert run("org/whole", "b") == 0, capsys.readouterr().err
+        assert run("org/other", "c") == 2
+        assert "error: org/other is neither a folder here nor a model on the hub" in capsys.readouterr().err
         assert not (tmp_path / "c").exists()
     for name in "ab":
         head = load_head(tmp_path / name, golden.TARGET)

@@ -50,6 +50,7 @@ def test_a_schema_that_turns_out_to_hang_is_refused_and_others_go_on(monkeypatch
 
 def test_who_asks_for_no_schema_does_not_wait_for_those_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured, "why_too_complex", lambda schema: None)
+    monkeypatch.setattr(matcher, "COMPILE_SECONDS", 3.0)
     plain = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     with live() as server, ThreadPoolExecutor(6) as pool:
         hanging = [pool.submit(server.http.post, CHAT, json=asking(HANGS)) for _ in range(6)]
