@@ -5,9 +5,10 @@ worker, and threads that let each other finish.
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
 
-from tests.full import FULL
+from tests.full import FULL, some
 
 os.environ.update(
     EAGLE_MLX_CACHE=os.devnull,  # no test finds what another has left there
@@ -49,9 +50,20 @@ if TYPE_CHECKING:
     from tests.hub_server import Hub
 
 # The same code is judged by the same examples; `--hypothesis-profile=search` looks for new ones.
-settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=some(100))
 settings.register_profile("search", deadline=None)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def _short_head_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands try a head on fewer tokens, unless in full or where the trial is what is tested.
+
+    Those of the tests are random, so that a trial of 64 tokens takes 64 rounds, and most of a command's time.
+    """
+    trial = sys.modules.get("eagle_mlx.head_check")
+    if trial is not None and not FULL and request.path.name != "test_head_check.py":
+        monkeypatch.setattr(trial, "TOKENS", 8)
 
 
 @pytest.fixture

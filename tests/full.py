@@ -19,6 +19,11 @@ def in_full(full: T, otherwise: T) -> T:
     return full if FULL else otherwise
 
 
+def some(count: int) -> int:
+    """So many examples of hypothesis; unless in full, two in five of them."""
+    return in_full(count, max(4, 2 * count // 5))
+
+
 def in_turn(values: Iterable[T], turn: int = 0, of: int = 2) -> list[T]:
     """All values; unless in full, every second of them, or every `of`-th, from number `turn` on."""
     return list(values)[0 if FULL else turn :: 1 if FULL else of]

@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from eagle_mlx.data_pipelines import Conversation, Message, render, render_all
 from eagle_mlx.errors import DataError
 from tests.fakes import EMBEDDED_TARGET
+from tests.full import some
 
 CHATML = None  # the embedded tokenizer's own
 
@@ -188,7 +189,7 @@ def test_the_mask_covers_what_the_assistant_says(
 words = st.text(string.ascii_letters + string.digits + " \n.,(){}<>|é漢🙂", min_size=1, max_size=30).filter(str.strip)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=some(40), deadline=None)
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=4), st.none() | words)
 @example([("a", "é"), ("b", "x🙂")], None)
 def test_prefixes_and_tags_agree(turns: list[tuple[str, str]], system: str | None) -> None:
@@ -199,7 +200,7 @@ def test_prefixes_and_tags_agree(turns: list[tuple[str, str]], system: str | Non
     assert render(tokenizer(TAGGED), conversation(*messages)) == render(tokenizer(untagged), conversation(*messages))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=some(40), deadline=None)
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=4))
 def test_the_learnt_tokens_spell_the_answers(turns: list[tuple[str, str]]) -> None:
     t = tokenizer(CHATML)

@@ -22,7 +22,7 @@ from eagle_mlx.errors import OutputError, ShardError, TargetError
 from eagle_mlx.shards import Sample, ShardReader, unfinished_folder
 from tests.data_pipelines.test_collect import AUX, conversations
 from tests.fakes import tiny_target
-from tests.full import in_full
+from tests.full import in_full, some
 
 ROOT = Path(__file__).parent.parent.parent
 TARGET = tiny_target()
@@ -73,7 +73,7 @@ def in_memory(batch_tokens: int) -> InMemory:
     return every
 
 
-@settings(max_examples=15)
+@settings(max_examples=some(15))
 @given(st.sets(st.integers(0, SHARDS - 1)), st.sampled_from([1, 64, 4096]))
 def test_any_shard_comes_out_the_same_by_itself(there: set[int], batch_tokens: int) -> None:
     captured = plan(batch_tokens=batch_tokens)

@@ -14,6 +14,7 @@ import eagle_mlx as em
 from eagle_mlx.hooks import queries_at_once, slice_attention, sliced
 from tests.architectures import tiny_model
 from tests.fakes import Oracle, randomize
+from tests.full import some
 
 MODELS = ["qwen3", "gpt_oss", "gemma3_text"]
 
@@ -30,7 +31,7 @@ def test_a_slice_stays_within_a_kernel(length: int, sharing: int, width: int) ->
         assert most * sharing <= 32
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=some(40), deadline=None)
 @given(
     st.integers(2, 20),
     st.integers(0, 9),

@@ -20,6 +20,7 @@ from eagle_mlx.errors import TargetError
 from eagle_mlx.target import Target
 from tests.architectures import tiny_model
 from tests.fakes import Oracle, randomize, steps_of, tiny_target
+from tests.full import some
 
 TARGET = tiny_target()
 WIDTH = 5
@@ -73,7 +74,7 @@ step = st.tuples(
 def test_rows_equal_fresh_runs_after_any_history(name: str, examples: int) -> None:
     target = target_of(name)
 
-    @settings(max_examples=examples, deadline=None)
+    @settings(max_examples=some(examples), deadline=None)
     @given(st.integers(1, 3), st.lists(step, min_size=1, max_size=6))
     def check(rows: int, steps: list) -> None:  # type: ignore[type-arg]
         live_through(target, rows, steps)
@@ -219,7 +220,7 @@ class Ring:
         self.rows.pop()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=some(60), deadline=None)
 @given(st.sampled_from([1, 3, 8]), st.integers(1, 3), st.data())
 def test_a_window_shows_the_last_positions_after_any_history(window: int, rows: int, data: st.DataObject) -> None:
     with steps_of(data.draw(st.sampled_from([1, 256]))):

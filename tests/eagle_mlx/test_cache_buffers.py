@@ -19,6 +19,7 @@ from eagle_mlx.cache.window import RaggedWindow
 from eagle_mlx.proposers.head import HeadState
 from eagle_mlx.request import Request
 from tests.fakes import steps_of, tiny_head, tiny_target
+from tests.full import some
 
 DIM = 32
 WINDOW = 600
@@ -104,7 +105,7 @@ def width_of(data: st.DataObject) -> int:
 
 
 @pytest.mark.parametrize("kind", ["full", "quantized", "window"])
-@settings(max_examples=20)
+@settings(max_examples=some(20))
 @given(rows=st.integers(1, 3), data=st.data())
 def test_buffers_are_little_more_than_their_rows_after_any_history(kind: str, rows: int, data: st.DataObject) -> None:
     here = Rows(kind, rows)
@@ -180,7 +181,7 @@ def alone() -> list[list[int]]:
     return [[*p, *em.Engine(TARGET, max_batch=1).generate([p], params)[0].tokens] for p in prompts]
 
 
-@settings(max_examples=10)
+@settings(max_examples=some(10))
 @given(
     st.lists(st.sampled_from(["submit", "submit", "cancel", "step", "step", "step"]), max_size=30),
     st.randoms(use_true_random=False),

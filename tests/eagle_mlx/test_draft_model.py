@@ -21,6 +21,7 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Forward
 from tests.architectures import tiny_model
 from tests.fakes import length_of, randomize, tiny_target
+from tests.full import some
 
 TARGET, DRAFT = tiny_target(), tiny_target(seed=1, layers=2)
 WINDOW = em.Target(tiny_model("gemma3_text"))
@@ -51,7 +52,7 @@ def some_branch(draft: Draft, row: int, rng: np.random.Generator) -> list[int]:
 
 
 @pytest.mark.parametrize("draft", [DRAFT, WINDOW], ids=["full", "window"])
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+@settings(max_examples=some(15), deadline=None, suppress_health_check=[HealthCheck.differing_executors])
 @given(st.integers(1, 3), st.lists(st.integers(0, 4), min_size=1, max_size=5), st.integers(0, 1000))
 def test_drafts_equal_those_of_a_model_without_a_cache(
     draft: em.Target, rows: int, depths: list[int], seed: int

@@ -16,6 +16,7 @@ from eagle_mlx.decoding.filters import Filters, bisect
 from eagle_mlx.decoding.largest import largest
 from eagle_mlx.sampling_params import SamplingParams
 from tests.fakes import uncompiled
+from tests.full import some
 
 Array = np.ndarray[Any, Any]
 DTYPES = [mx.float32, mx.bfloat16, mx.float16]
@@ -77,7 +78,7 @@ some_filters = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=some(150), deadline=None)
 @given(
     params=some_filters,
     size=st.sampled_from(SIZES),
@@ -93,7 +94,7 @@ def test_what_is_kept_is_what_mlx_lm_keeps(
     np.testing.assert_array_equal(kept_by(params, logits), kept_by_mlx_lm(params, logits))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=some(60), deadline=None)
 @given(
     top_k=st.integers(2, 64),
     top_p=st.sampled_from([1.0, 0.9, 0.3]),
@@ -144,7 +145,7 @@ def test_a_bisection_one_step_short_is_found_out(
     assert (kept_by(params, logits) != expected).any()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=some(100), deadline=None)
 @given(
     values=st.lists(st.floats(width=16, allow_nan=False, allow_infinity=False), min_size=1, max_size=20),
     place=st.integers(0, 19),
@@ -158,7 +159,7 @@ def test_bisection_finds_any_number(values: list[float], place: int, dtype: mx.D
     assert found.item() == wanted.item()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=some(100), deadline=None)
 @given(
     size=st.sampled_from([1, 37, 64, 128, 640, 4096, 9000]),
     count=st.integers(1, 64),

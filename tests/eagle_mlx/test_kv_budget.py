@@ -21,6 +21,7 @@ from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.request import Request
 from tests.architectures import VOCAB, tiny_model
 from tests.fakes import steps_of, tiny_head, tiny_target
+from tests.full import some
 
 TARGET = tiny_target()
 HEAD = em.HeadProposer(tiny_head(TARGET))
@@ -81,7 +82,7 @@ def budget_for(rows: int, longest: int) -> int:
     return size_of(TARGET, HEAD, None).nbytes(rows, longest)
 
 
-@settings(max_examples=15)
+@settings(max_examples=some(15))
 @given(
     st.lists(st.sampled_from(["submit", "submit", "submit", "cancel", "step", "step"]), max_size=40),
     st.randoms(use_true_random=False),
@@ -240,7 +241,7 @@ def test_short_ones_pass_one_that_waits_for_memory_so_many_times() -> None:
     assert seats.admission.admitted == [long]
 
 
-@settings(max_examples=100)
+@settings(max_examples=some(100))
 @given(
     st.lists(
         st.tuples(st.sampled_from("abc"), st.sampled_from([5, 300, 700, 1500, 4000]), st.integers(0, 3)),

@@ -15,6 +15,7 @@ from eagle_mlx.decoding import noise
 from eagle_mlx.decoding.noise import gumbel_noise
 from eagle_mlx.decoding.sampling import SamplingBatch, Stream, gumbel
 from eagle_mlx.sampling_params import SamplingParams
+from tests.full import some
 
 Array = np.ndarray[Any, Any]
 Noise = Callable[[mx.array, mx.array, mx.array], mx.array]
@@ -28,7 +29,7 @@ def keys_of(*seeds: int) -> mx.array:
     return batch.keys[:, Stream.TOKEN]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=some(60), deadline=None)
 @given(
     seeds=st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=4),
     start=st.integers(0, 2**31 - 8),

@@ -17,6 +17,7 @@ from eagle_mlx.decoding.noise import gumbel_at, gumbel_ceiling, noise_words
 from eagle_mlx.decoding.noisy_argmax import CANDIDATES, noisy_argmax
 from eagle_mlx.decoding.sampling import SamplingBatch, Stream
 from eagle_mlx.sampling_params import SamplingParams
+from tests.full import some
 
 pytestmark = pytest.mark.usefixtures("with_shortcuts")
 
@@ -52,7 +53,7 @@ def logits_of(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> mx
     return mx.array(values.astype(np.float32))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=some(60), deadline=None)
 @given(
     kind=st.sampled_from(["normal", "flat", "one", "few levels", "few tokens", "one token", "steep"]),
     dtype=st.sampled_from([mx.float32, mx.bfloat16, mx.float16]),
@@ -129,7 +130,7 @@ def test_no_noise_exceeds_its_ceiling() -> None:
     assert gap[noise > 5].size > 10_000
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=some(60), deadline=None)
 @given(st.sampled_from([128, 192, 640, 4096, 8192, 8190]), st.integers(1, 64), st.integers(0, 10**6))
 def test_columns_hold_the_greatest_in_rising_order(size: int, count: int, seed: int) -> None:
     if not has_columns(size, count):

@@ -29,7 +29,7 @@ from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.request import Request, StopStrings
 from eagle_mlx.sampling_params import SamplingParams
 from tests.fakes import tiny_head, tiny_target
-from tests.full import FULL
+from tests.full import FULL, some
 
 TARGET = tiny_target()
 VOCAB = TARGET.vocab_size
@@ -111,7 +111,7 @@ def row(params: SamplingParams, prompt: list[int], tokens: list[int]) -> Request
     return Request(prompt, params, 0, 99, frozenset(), grammar=None, tokens=list(tokens))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=some(60), deadline=None)
 @given(
     params=st.lists(some_params, min_size=1, max_size=4),
     width=st.integers(0, 4),
@@ -432,7 +432,7 @@ def test_a_stop_string_ends_the_text_before_it_and_the_tokens_with_it(proposer: 
         assert output.accepted + output.rounds >= len(output.tokens)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=some(100), deadline=None)
 @given(st.text(min_size=1, max_size=30), st.integers(0, 29), st.integers(1, 8), st.integers(0, 30))
 def test_a_string_is_found_with_the_token_that_completes_it(text: str, start: int, length: int, noise: int) -> None:
     """Characters of several tokens, and bytes that never become one, included."""

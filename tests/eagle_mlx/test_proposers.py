@@ -17,6 +17,7 @@ from eagle_mlx.proposers.head import HeadState
 from eagle_mlx.proposers.ngram import NgramIndex, merge_branches
 from eagle_mlx.sampling_params import SamplingParams
 from tests.fakes import length_of, tiny_head, tiny_target
+from tests.full import some
 
 TARGET = tiny_target()
 HEADS = {"all": tiny_head(TARGET), "some": tiny_head(TARGET, draft_vocab=40)}
@@ -42,7 +43,7 @@ def observation(head_name: str, text: list[int], start: int, stop: int) -> tuple
     return text[start + 1 : stop + 1], tuple(x[:, start:] for x in aux)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=some(20), deadline=None)
 @given(
     st.sampled_from(["all", "some"]),
     st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=3),

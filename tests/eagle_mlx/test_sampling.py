@@ -21,6 +21,7 @@ from eagle_mlx.decoding.sampling import (
 )
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import SamplingParams
+from tests.full import some
 
 VOCAB = 37  # odd, so that no row begins at a multiple of a vector register
 
@@ -197,7 +198,7 @@ def numpy_distribution(logits: np.ndarray[Any, Any], params: SamplingParams) -> 
     return np.array(p[np.argsort(order)] / p.sum())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=some(150), deadline=None)
 @given(rows=st.lists(some_params, min_size=1, max_size=4), seed=st.integers(0, 10**6))
 def test_distribution_is_the_definition_row_by_row(rows: list[SamplingParams], seed: int) -> None:
     logits = normal_logits(len(rows), 2, VOCAB, seed=seed)
@@ -207,7 +208,7 @@ def test_distribution_is_the_definition_row_by_row(rows: list[SamplingParams], s
     np.testing.assert_array_equal(actual > 0, np.array(expected) > 0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=some(100), deadline=None)
 @given(
     rows=st.lists(st.tuples(some_params, seeds), min_size=2, max_size=4),
     place=st.integers(0, 3),

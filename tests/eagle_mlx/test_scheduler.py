@@ -18,6 +18,7 @@ from eagle_mlx.engine.batch import Batch
 from eagle_mlx.plan import RoundResult
 from eagle_mlx.request import Request
 from tests.fakes import randomize, tiny_config, tiny_head, tiny_target
+from tests.full import some
 
 TARGET = tiny_target()
 RNG = np.random.default_rng(0)
@@ -40,7 +41,7 @@ def test_prompts_of_all_lengths_are_read_in_chunks(chunk: int) -> None:
     assert [output.tokens for output in outputs] == ALONE
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=some(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8),
     chunk=st.integers(4, 100),
@@ -90,7 +91,7 @@ def test_others_go_on_while_a_long_prompt_is_read() -> None:
     assert all(a < b for a, b in itertools.pairwise(rounds))
 
 
-@settings(max_examples=25)
+@settings(max_examples=some(25))
 @given(st.lists(st.sampled_from(["submit", "cancel", "step", "step"]), max_size=40), st.randoms(use_true_random=False))
 def test_rows_that_stay_are_not_disturbed_by_those_that_go(events: list[str], random: object) -> None:
     busy = engine(max_batch=3, prefill_chunk=16)

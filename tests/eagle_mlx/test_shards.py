@@ -28,6 +28,7 @@ from eagle_mlx.shards import (
     states_bytes,
 )
 from eagle_mlx.shards.quantize import BLOCK, blocks, dequantize, quantize
+from tests.full import some
 
 META = ShardMeta("tiny", hidden_size=4, vocab_size=50, aux_layers=(1, 3))
 
@@ -61,7 +62,7 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path / "s"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=some(20), deadline=None)
 @given(st.lists(st.integers(1, 30), max_size=8), st.integers(1, 60))
 def test_what_is_written_is_read(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], tokens_per_shard: int
@@ -88,7 +89,7 @@ def states(rows: int, layers: int, hidden: int, seed: int, spread: float) -> np.
     return np.clip(values, -65504, 65504).astype(np.float16)
 
 
-@settings(max_examples=100)
+@settings(max_examples=some(100))
 @given(st.integers(0, 6), st.integers(0, 3), st.integers(1, 200), st.integers(0, 999), st.floats(0, 6))
 def test_8_bits_are_off_by_half_a_step_at_most(rows: int, layers: int, hidden: int, seed: int, spread: float) -> None:
     exact = states(rows, layers, hidden, seed, spread)

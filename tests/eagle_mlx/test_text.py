@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from eagle_mlx.request import StopStrings
 from eagle_mlx.text import TextStream, held_back
 from tests.fakes import tiny_target
+from tests.full import some
 
 TOKENIZER = tiny_target(tokenizer=True).tokenizer
 PIECES = st.lists(st.integers(1, 5), min_size=1)
@@ -58,7 +59,7 @@ ANY = st.one_of(
 """Any tokens, those of bytes that are no character and ids that the tokenizer does not have included."""
 
 
-@settings(max_examples=300)
+@settings(max_examples=some(300))
 @given(ANY, st.integers(0, 60), st.integers(1, 6), PIECES)
 def test_what_is_streamed_is_the_text_and_no_stop_string_is_missed(
     tokens: list[int], start: int, length: int, sizes: list[int]

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_mlx.decoding.tree import Tree, along, walk
+from tests.full import some
 
 
 @st.composite
@@ -27,7 +28,7 @@ def branch(parents: list[int], node: int) -> list[int]:
     return [*branch(parents, parents[node - 1]), node] if node else [0]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=some(150), deadline=None)
 @given(trees())
 def test_a_node_sees_its_branch_and_stands_at_its_depth(grown: tuple[list[list[int]], int]) -> None:
     rows, levels = grown
@@ -41,7 +42,7 @@ def test_a_node_sees_its_branch_and_stands_at_its_depth(grown: tuple[list[list[i
     assert depths.dtype == np.int32
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=some(200), deadline=None)
 @given(trees(), st.integers(0, 2**32 - 1))
 def test_the_branch_that_the_target_draws_is_kept(grown: tuple[list[list[int]], int], seed: int) -> None:
     rows, levels = grown
@@ -90,7 +91,7 @@ def test_states_are_taken_along_a_path() -> None:
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=some(200), deadline=None)
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(0, 2**32 - 1))
 def test_nodes_deeper_than_a_tree_says_are_lost_and_no_others(levels: int, count: int, seed: int) -> None:
     """And equal siblings are one node."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from eagle_mlx.decoding.sampling import SamplingBatch, draft_sample, sample
 from eagle_mlx.decoding.verify import Verdict, match, rejection, threshold, verify
 from eagle_mlx.sampling_params import SamplingParams
+from tests.full import some
 
 Array = np.ndarray[Any, Any]
 
@@ -116,7 +117,7 @@ def rejection_by_loop(p: Array, q: Array | None, drafts: Array, lengths: Array, 
     return rows
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=some(100), deadline=None)
 @given(
     rows=st.integers(1, 5),
     width=st.integers(1, 4),
@@ -136,7 +137,7 @@ def test_rejection_is_its_definition(rows: int, width: int, vocab: int, with_q: 
     assert emitted(rejection(*arrays)) == rejection_by_loop(p, q, drafts, lengths, u, gumbel)  # type: ignore[arg-type]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=some(100), deadline=None)
 @given(data=st.data(), rows=st.integers(1, 5), width=st.integers(0, 4))
 def test_match_emits_the_samples_up_to_the_first_difference(data: st.DataObject, rows: int, width: int) -> None:
     def draw(count: int, most: int) -> list[list[int]]:
@@ -194,7 +195,7 @@ class Round:
 mixed_rows = st.lists(st.sampled_from([GREEDY, COUPLED, REJECTION, THRESHOLD]), min_size=1, max_size=5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=some(60), deadline=None)
 @given(params=mixed_rows, width=st.integers(0, 4), with_q=st.booleans(), seed=st.integers(0, 10**6))
 def test_each_row_of_a_mixed_batch_follows_its_own_rule(
     params: list[SamplingParams], width: int, with_q: bool, seed: int
@@ -217,7 +218,7 @@ def test_each_row_of_a_mixed_batch_follows_its_own_rule(
             assert tokens == list(plain[b, : len(tokens)])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=some(40), deadline=None)
 @given(params=mixed_rows, seed=st.integers(0, 10**6))
 def test_drafts_beyond_a_rows_length_are_not_read(params: list[SamplingParams], seed: int) -> None:
     case = Round.random(params, 4, 31, seed)

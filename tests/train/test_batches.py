@@ -16,6 +16,7 @@ from eagle_mlx.shards import Sample, ShardMeta, ShardReader, ShardWriter
 from eagle_mlx.train.data.batches import Batches, Rows
 from eagle_mlx.train.data.packing import MIN_TOKENS, batches_of, cut_into_pieces, order_of, pack
 from eagle_mlx.train.data.samples import InMemory, OnDisk, Tokens
+from tests.full import some
 
 H, N = 4, 3
 
@@ -37,7 +38,7 @@ def collect(batches: Batches, epoch: int, skip: int = 0) -> list[Rows]:
         return list(stream)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=some(200), deadline=None)
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(4, 24), st.integers(0, 9))
 def test_packing_uses_every_piece_once_and_fits(lengths: list[int], length: int, seed: int) -> None:
     rows = pack(lengths, order_of(seed, 0, len(lengths)), length)
@@ -48,7 +49,7 @@ def test_packing_uses_every_piece_once_and_fits(lengths: list[int], length: int,
     assert rows == pack(lengths, order_of(seed, 0, len(lengths)), length)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=some(200), deadline=None)
 @given(st.lists(st.integers(1, 40), max_size=40), st.integers(4, 24), st.integers(0, 9))
 def test_no_two_rows_would_fit_into_one(lengths: list[int], length: int, seed: int) -> None:
     fills = sorted(sum(map(len, row)) for row in pack(lengths, order_of(seed, 0, len(lengths)), length))
@@ -63,7 +64,7 @@ SAMPLE_LENGTHS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=some(150), deadline=None)
 @given(SAMPLE_LENGTHS, st.integers(1, 8), st.sampled_from([64, 256, 1000]), st.integers(0, 9))
 def test_batches_hold_every_piece_and_little_else(lengths: list[int], rows: int, length: int, seed: int) -> None:
     batches = batches_of(lengths, rows, length, seed, epoch=1)

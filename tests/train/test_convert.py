@@ -26,6 +26,7 @@ from tests.eagle_mlx.heads import eagle, eagle3, mtp
 from tests.eagle_mlx.test_formats_torch import _Storage as Storage
 from tests.eagle_mlx.test_formats_torch import tensor, torch_file
 from tests.fakes import tiny_target, tiny_target_folder
+from tests.full import some
 
 TARGET = tiny_target(vocab=64)
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
@@ -81,7 +82,7 @@ def flags(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=60)
+@settings(max_examples=some(60))
 @given(fields=flags(), dtype=st.sampled_from(sorted(DTYPES)))
 def test_to_speculators_and_back_every_bit_is_the_same(
     fields: dict[str, Any], dtype: str, tmp_path_factory: pytest.TempPathFactory

@@ -17,6 +17,7 @@ from eagle_mlx.train.unroll.eagle3 import unroll
 from eagle_mlx.train.unroll.feedback import UnrolledCache, unroll_feedback
 from tests.eagle_mlx.heads import KINDS, eagle3
 from tests.fakes import tiny_target
+from tests.full import some
 
 TARGET = tiny_target(vocab=64, seed=3)
 STEPS = 4
@@ -70,7 +71,7 @@ def test_every_kind_is_trained_on_what_it_drafts_with(name: str) -> None:
             np.testing.assert_allclose(found[step][row, place % 3], want, rtol=1e-3, atol=1e-3, err_msg=str(step))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=some(10), deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 5), st.integers(8, 14))
 def test_it_equals_the_unroll_that_knows_eagle3(seed: int, steps: int, length: int) -> None:
     rng = np.random.default_rng(seed)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from eagle_mlx.train.data.batches import Rows
 from eagle_mlx.train.step.batch_plan import Plan, make_plan
+from tests.full import some
 
 
 def rows_of(segments: list[list[int]], mask: list[list[int]]) -> Rows:
@@ -46,7 +47,7 @@ def test_a_prompt_and_an_answer() -> None:
     assert plan.counts.tolist() == [5.0, 5.0]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=some(150), deadline=None)
 @given(st.data(), st.integers(1, 5), st.sampled_from([1, 4, 64]))
 def test_the_plan_is_the_definition(data: st.DataObject, steps: int, multiple: int) -> None:
     width, length = data.draw(st.integers(1, 3)), data.draw(st.integers(3, 20))

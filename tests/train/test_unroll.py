@@ -15,6 +15,7 @@ from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.target import Target
 from eagle_mlx.train.unroll.eagle3 import attend, causal_mask, take_rows, unroll
 from tests.fakes import tiny_head, tiny_target
+from tests.full import some
 
 
 class PlainCache:
@@ -61,7 +62,7 @@ def head(target: Target, request: pytest.FixtureRequest) -> Eagle3Head:
     return head
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=some(12), deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 5), st.integers(8, 14))
 def test_every_step_equals_inference(target: Target, head: Eagle3Head, seed: int, steps: int, length: int) -> None:
     rng = np.random.default_rng(seed)

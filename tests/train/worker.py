@@ -93,12 +93,13 @@ def whole_run(
 def main() -> None:
     world = World.init()
     if sys.argv[1:]:
-        folder, checks = Path(sys.argv[1]), int(sys.argv[2])
-        stop = StopAt(checks) if checks and not world.is_rank_zero else None
+        folder, stopped = Path(sys.argv[1]), False
         try:
-            print(json.dumps(whole_run(folder, world, stop=stop)))
+            whole_run(folder, world, stop=None if world.is_rank_zero else StopAt(int(sys.argv[2])))
         except Stopped:
-            print(json.dumps("stopped"))
+            stopped = True
+        finished = (folder / "out" / "report.json").exists()
+        print(json.dumps({"stopped": stopped, "finished": finished, "steps": whole_run(folder, world)}))
         return
     received = world.broadcast({"place": [1, 2.5], "who": world.rank})
     stop = [world.any(False), world.any(world.rank == world.size - 1)]

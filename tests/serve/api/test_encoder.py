@@ -24,6 +24,7 @@ from eagle_mlx.serve.api.encoder import Encoder
 from eagle_mlx.serve.api.errors import ApiError
 from eagle_mlx.serve.processes import Process
 from tests.fakes import EMBEDDED_TARGET
+from tests.full import some
 from tests.serve.api.live import Live, live
 from tests.serve.api.test_attacks import CHAT, COMPLETIONS, MEGABYTES, SHORT, connect, request, unbounded
 from tests.serve.chat.formats import tokenizer_of
@@ -84,7 +85,7 @@ PIECES = st.sampled_from(
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=some(30), deadline=None)
 @given(text=st.lists(PIECES | st.text(max_size=20)).map("".join), ends=st.booleans())
 def test_a_process_gives_the_tokenizers_own_tokens(name: str, text: str, ends: bool) -> None:
     wanted = TOKENIZERS[name].encode(text, add_special_tokens=ends)

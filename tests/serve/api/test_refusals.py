@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eagle_mlx.serve.api.limits import Limits
+from tests.full import some
 from tests.serve.api.live import NAME, Live, live, wide
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -318,7 +319,7 @@ FIELDS = [
 ]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=some(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.sampled_from(FIELDS), VALUES, min_size=1), st.sampled_from([COMPLETIONS, CHAT]))
 def test_values_of_all_kinds(server: Live, body: dict[str, Any], path: str) -> None:
     body["max_tokens"] = 1
