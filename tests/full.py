@@ -1,5 +1,8 @@
 """What `make test` runs of what `make test-full` runs: fewer cases of the same properties.
 
+Every value of every parameter has its turn in `make test`. There MLX compiles kernels only where a test asks for it
+(`compiled`), since g++ takes a second for each, and commands try heads on eight tokens (tests/conftest.py).
+
 `EAGLE_FULL=1 pytest tests/...` runs any test in full.
 """
 
@@ -24,9 +27,9 @@ def some(count: int) -> int:
     return in_full(count, max(4, 2 * count // 5))
 
 
-def in_turn(values: Iterable[T], turn: int = 0, of: int = 2) -> list[T]:
+def in_turn(values: Iterable[T], turn: int = 0, of: int = 2, full: bool = FULL) -> list[T]:
     """All values; unless in full, every second of them, or every `of`-th, from number `turn` on."""
-    return list(values)[0 if FULL else turn :: 1 if FULL else of]
+    return list(values) if full else list(values)[turn::of]
 
 
 def mixed(*parameters: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]]:

@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.full import mixed
+from tests.full import in_turn, mixed
 
 PARAMETERS = (["none", "ngram", "head", "model"], [0, 1, 3, 5], [1, 4, 8], [{}, {"seed": 1}])
 
@@ -24,3 +24,10 @@ def test_any_two_values_meet_in_few_combinations(count: int) -> None:
 
 def test_in_full_all_combinations_are_there() -> None:
     assert mixed(*PARAMETERS, full=True) == list(product(*PARAMETERS))
+
+
+def test_those_who_take_turns_are_all_at_last() -> None:
+    parts = [in_turn(range(7), turn, of=3, full=False) for turn in range(3)]
+    assert sorted(each for part in parts for each in part) == list(range(7))
+    assert max(map(len, parts)) == 3
+    assert in_turn(range(7), 1, full=True) == list(range(7))

@@ -71,6 +71,7 @@ def test_the_step_is_the_same(target: Target, head: str, how: dict[str, Any]) ->
 
 
 def test_a_compiled_step_is_the_same(target: Target) -> None:
+    """Compiled in full alone: that is 26 kernels."""
     plain, rows = CONFIG.changed(unroll=2), random_rows(4, 16)
     config = plain.changed(accumulate=2, grad_checkpoint=True)
     stepper = Stepper(new(target, config), target, config)
