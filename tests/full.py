@@ -41,6 +41,14 @@ def mixed(*parameters: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]
     return [tuple(each[at] for each, at in zip(values, places, strict=True)) for places in every]
 
 
+def diagonal(*parameters: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]]:
+    """All combinations of values; unless in full, as few as there are values of one: each value is met once or more."""
+    values = [list(each) for each in parameters]
+    if full:
+        return list(product(*values))
+    return [tuple(each[at % len(each)] for each in values) for at in range(max(map(len, values)))]
+
+
 def _covering(every: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """The greedy choice: always the combination that brings most pairs which have not met."""
     met_by = {places: set(combinations(enumerate(places), 2)) for places in every}

@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.full import in_turn, mixed
+from tests.full import diagonal, in_turn, mixed
 
 PARAMETERS = (["none", "ngram", "head", "model"], [0, 1, 3, 5], [1, 4, 8], [{}, {"seed": 1}])
 
@@ -31,3 +31,11 @@ def test_those_who_take_turns_are_all_at_last() -> None:
     assert sorted(each for part in parts for each in part) == list(range(7))
     assert max(map(len, parts)) == 3
     assert in_turn(range(7), 1, full=True) == list(range(7))
+
+
+def test_a_diagonal_meets_every_value() -> None:
+    chosen = diagonal(*PARAMETERS, full=False)
+    assert len(chosen) == 4
+    for values, met in zip(PARAMETERS, zip(*chosen, strict=True), strict=True):
+        assert all(value in met for value in values)
+    assert diagonal(*PARAMETERS, full=True) == list(product(*PARAMETERS))

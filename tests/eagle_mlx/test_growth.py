@@ -14,6 +14,7 @@ from eagle_mlx.proposers.growth import TreeShape
 from eagle_mlx.proposers.head import HeadProposer, HeadState
 from eagle_mlx.sampling_params import SamplingParams
 from tests.fakes import tiny_head, tiny_target
+from tests.full import diagonal
 
 TARGET = tiny_target()
 HEAD = tiny_head(TARGET)
@@ -47,9 +48,15 @@ def shares(text: list[int], drafted: list[int], params: SamplingParams) -> dict[
     return {int(token): score for token, score in zip(ids, scores.tolist(), strict=True)}  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.9, seed=4, top_k=50)])
-@pytest.mark.parametrize(("depth", "nodes"), [(3, 12), (4, 8), (3, 4), (1, 2)])  # level by level, and beside a chain
-def test_the_likeliest_branches_are_drafted(params: SamplingParams, depth: int, nodes: int) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "params"),
+    diagonal(
+        [(3, 12), (4, 8), (3, 4), (1, 2)],  # level by level, and beside a chain
+        [SamplingParams(), SamplingParams(temperature=0.9, seed=4, top_k=50)],
+    ),
+)
+def test_the_likeliest_branches_are_drafted(sizes: tuple[int, int], params: SamplingParams) -> None:
+    depth, nodes = sizes
     state = opened()
     batch = SamplingBatch.of([params] * 2, [params.seed or 0] * 2)
     draft = state.draft(Plan(depth, nodes), batch, mx.array([len(text) for text in TEXTS]))

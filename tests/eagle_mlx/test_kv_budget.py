@@ -21,7 +21,7 @@ from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.request import Request
 from tests.architectures import VOCAB, tiny_model
 from tests.fakes import steps_of, tiny_head, tiny_target
-from tests.full import some
+from tests.full import diagonal, some
 
 TARGET = tiny_target()
 HEAD = em.HeadProposer(tiny_head(TARGET))
@@ -44,8 +44,10 @@ def taken(engine: em.Engine) -> int:
     return sum(x.nbytes for cache in caches for x in cache.state)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "falcon_h1", "gemma3_text", "gpt_oss", "lfm2", "mamba2", "qwen3_next"])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    diagonal(["deepseek_v3", "falcon_h1", "gemma3_text", "gpt_oss", "lfm2", "mamba2", "qwen3_next"], [1, 3]),
+)
 def test_a_size_is_what_caches_come_to(name: str, rows: int) -> None:
     target = em.Target(tiny_model(name))
     size, cache = size_of(target, None, None), RaggedCache.of(target.model, rows)

@@ -18,7 +18,7 @@ from eagle_mlx.sampling_params import AsyncGrammar, SamplingParams
 from tests.architectures import tiny_model
 from tests.eagle_mlx.test_processors import Guess
 from tests.fakes import tiny_head, tiny_target
-from tests.full import FULL
+from tests.full import FULL, diagonal
 
 END = 5
 
@@ -85,8 +85,7 @@ def params_of(grammar: Any, kind: str, **more: Any) -> SamplingParams:
 NAMES = ["llama", "qwen3_next", "mamba2", "lfm2", "gemma3_text", "gpt_oss"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "kind"), diagonal(NAMES, KINDS))
 def test_rows_that_sit_rounds_out_say_the_same_and_so_do_the_others(name: str, kind: str) -> None:
     mx.random.seed(1)
     target = em.Target(tiny_model(name))
@@ -109,7 +108,7 @@ def test_rows_that_sit_rounds_out_say_the_same_and_so_do_the_others(name: str, k
     alone = [em.Engine(target).generate([p], asked(g, -1, []))[0].tokens for p, g in requests]
     texts = [[*prompt, *text] for (prompt, _), text in zip(requests, alone, strict=True)]
     drafting: list[Any] = [None, Guess(texts, vocab=96), em.NgramProposer(), Guess(texts, 0.0)]
-    turn = (NAMES.index(name) + list(KINDS).index(kind)) % 2
+    turn = NAMES.index(name) // 2 % 2
     for proposer in drafting if FULL else drafting[turn::2]:  # in turns unless in full
         made: list[LateSteps] = []
         engine = em.Engine(target, proposer, em.FixedPolicy(3), max_batch=4)
@@ -120,8 +119,7 @@ def test_rows_that_sit_rounds_out_say_the_same_and_so_do_the_others(name: str, k
         assert all(output.accepted + output.rounds >= len(output.tokens) for output in outputs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("drafts", ["head", "model"])
+@pytest.mark.parametrize(("drafts", "kind"), diagonal(["model", "head"], KINDS))
 def test_heads_and_draft_models_go_on_behind_rows_that_sat_out(drafts: str, kind: str) -> None:
     target = tiny_target(vocab=96)
     plain = em.Engine(target).generate(PROMPTS, params_of(Steps, kind))

@@ -14,7 +14,7 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine.prefix import LEAST, Prefix, PrefixCache
 from tests.architectures import tiny_model
 from tests.fakes import Oracle, tiny_head, tiny_target
-from tests.full import in_full
+from tests.full import diagonal, in_full
 
 TARGET = tiny_target(vocab=16)
 HEAD = tiny_head(TARGET)
@@ -31,8 +31,9 @@ def turns(first: list[int], answer: list[int], more: list[int]) -> list[int]:
     return [*first, *answer, *more]
 
 
-@pytest.mark.parametrize("proposer", ["head", None, em.NgramProposer(), em.DraftModelProposer(TARGET)])
-@pytest.mark.parametrize("chunk", [16, 512])
+@pytest.mark.parametrize(
+    ("proposer", "chunk"), diagonal(["head", None, em.NgramProposer(), em.DraftModelProposer(TARGET)], [16, 512])
+)
 def test_the_next_turn_takes_over_the_past(proposer: object, chunk: int) -> None:
     params = em.SamplingParams(max_tokens=20)
     with_cache, without = engine(proposer=proposer, prefill_chunk=chunk), engine(0, proposer)

@@ -29,7 +29,7 @@ from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.request import Request, StopStrings
 from eagle_mlx.sampling_params import SamplingParams
 from tests.fakes import tiny_head, tiny_target
-from tests.full import FULL, some
+from tests.full import FULL, diagonal, some
 
 TARGET = tiny_target()
 VOCAB = TARGET.vocab_size
@@ -256,10 +256,9 @@ def test_greedy_text_is_that_of_mlx_lm_with_the_same_processors(asked: str) -> N
 KINDS: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 0.9, "seed": 3, "top_p": 0.95}}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("asked", ASKING)
+@pytest.mark.parametrize(("asked", "kind"), diagonal(ASKING, KINDS))
 def test_speculation_and_company_change_nothing(asked: str, kind: str) -> None:
-    """Unless in full, half of the proposers draft for each kind of text, in turns."""
+    """Unless in full, half of the proposers draft for each text, in turns."""
     how = KINDS[kind]
     params = SamplingParams(max_tokens=LENGTH, **ASKING[asked], **how)
     company = [
@@ -273,7 +272,7 @@ def test_speculation_and_company_change_nothing(asked: str, kind: str) -> None:
     alone = [plain_text(prompt, each) for prompt, each in zip(prompts, company, strict=True)]
     texts = [[*prompt, *text] for prompt, text in zip(prompts, alone, strict=True)]
     drafting = [None, em.NgramProposer(), em.HeadProposer(tiny_head(TARGET)), Guess(texts), Guess(texts, 0.0)]
-    turn = (list(ASKING).index(asked) + list(KINDS).index(kind)) % 2
+    turn = list(ASKING).index(asked) // 2 % 2
     for proposer in drafting if FULL else drafting[turn::2]:
         engine = em.Engine(TARGET, proposer, em.FixedPolicy(4), max_batch=4)  # type: ignore[arg-type]
         outputs = engine.generate(prompts, company)
@@ -368,8 +367,9 @@ def test_a_bias_outside_the_vocabulary_and_stop_strings_without_a_tokenizer_are_
         engine.generate([[1]], SamplingParams(stop=("a",)))
 
 
-@pytest.mark.parametrize("top", [0, 1, 5])
-@pytest.mark.parametrize("kind", [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0}])
+@pytest.mark.parametrize(
+    ("kind", "top"), diagonal([{}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0}], [5, 1, 0])
+)
 def test_logprobs_are_the_targets_own(kind: dict[str, Any], top: int) -> None:
     params = SamplingParams(max_tokens=12, logprobs=True, top_logprobs=top, presence_penalty=2.0, **kind)
     company = [params, SamplingParams(max_tokens=9, **kind), replace(params, max_tokens=5, top_logprobs=2)]

@@ -15,6 +15,7 @@ import eagle_mlx as em
 from eagle_mlx.errors import ConfigError, TargetError
 from tests.architectures import tiny_model
 from tests.fakes import Oracle, randomize, tiny_config, tiny_head
+from tests.full import diagonal
 
 
 def target(head_dim: int = 64) -> em.Target:
@@ -43,8 +44,7 @@ def mlx_lms_own(prompt: tuple[int, ...], bits: int) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("max_batch", [1, 3])
+@pytest.mark.parametrize(("max_batch", "bits"), diagonal([1, 3], [8, 4]))
 def test_text_is_mlx_lms_own_with_such_a_cache(bits: int, max_batch: int) -> None:
     params = em.SamplingParams(max_tokens=24)
     plain = [o.tokens for o in em.Engine(TARGET, max_batch=1, kv_bits=bits).generate(PROMPTS, params)]

@@ -21,6 +21,7 @@ from eagle_mlx.target import Target
 from tests.eagle_mlx.heads import KINDS, eagle, eagle3, mtp
 from tests.eagle_mlx.test_formats_damage import JUNK
 from tests.fakes import tiny_target, tiny_target_folder
+from tests.full import diagonal
 
 TARGET = tiny_target(vocab=64)
 PROMPTS = [[1, 2, 3, 4, 5], [9], [7, 7, 8, 50, 3, 2, 1, 60, 33], list(range(30))]
@@ -59,8 +60,7 @@ def change(folder: Path, **fields: Any) -> None:
 # Decoding
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "bits"), diagonal(KINDS, [4, 8]))
 def test_the_text_is_that_of_plain_decoding(kind: str, bits: int, plain: list[list[int]]) -> None:
     head = KINDS[kind](TARGET)
     quantize_for(head, TARGET, bits)

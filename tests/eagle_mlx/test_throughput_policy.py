@@ -9,7 +9,7 @@ from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Plan
 from eagle_mlx.policy import ThroughputPolicy
 from eagle_mlx.policy.throughput import levels_for
 from tests.eagle_mlx.worlds import CHAINS, EARLY_EXITS, Cost, Forest, Moods, World, result
-from tests.full import in_full, mixed
+from tests.full import diagonal, in_full, mixed
 
 COSTS = [
     lambda rows, depth: 1 + 0.1 * depth + (0.1 if depth else 0),
@@ -33,8 +33,7 @@ STEPS = (1, 1.1, 1.2, 1.5, 1.55, 2.1, 2.15, 2.7, 2.75)
 """Seconds by depth where they rise in steps: 4, 6 and 8 positions took 1.5, 2.1 and 2.7 of one on an M4 (mlx#3839)."""
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("chance", [0.3, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize(("chance", "rows"), diagonal([0.3, 0.6, 0.8, 0.95], [1, 8]))
 def test_steps_of_the_costs_do_not_hide_the_best_depth(chance: float, rows: int) -> None:
     shares = []
     for seed in in_full(range(4), range(2)):
@@ -45,8 +44,7 @@ def test_steps_of_the_costs_do_not_hide_the_best_depth(chance: float, rows: int)
     assert np.mean(shares) > 0.98
 
 
-@pytest.mark.parametrize("insight", [0.0, 1.0])
-@pytest.mark.parametrize("chance", [0.3, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize(("chance", "insight"), diagonal([0.3, 0.6, 0.8, 0.95], [0.0, 1.0]))
 def test_early_exits_know_of_steps(chance: float, insight: float) -> None:
     """With what a proposer knows of its drafts, and where it knows nothing."""
     shares = []
@@ -142,8 +140,7 @@ def test_a_machine_whose_speed_swings_does_not_hide_what_pays(swing: float) -> N
     assert useless.draft(policy, 1500)[1] > 0.98 / useless.cost(1, 0)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16])
-@pytest.mark.parametrize("chance", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize(("chance", "rows"), diagonal([0.0, 0.3, 0.6, 0.9], [1, 4, 16]))
 def test_a_head_that_does_not_know_how_sure_to_be_loses_little(chance: float, rows: int) -> None:
     moods = Moods(chance, lambda rows, depth: 1 + 0.03 * rows * depth, hard=0.8 * chance, insight=0.0)
     policy = ThroughputPolicy(8)
@@ -206,7 +203,7 @@ PLANS = [*map(Plan, range(6)), *(Plan(levels_for(nodes), nodes) for nodes in (8,
 CHANCES = [(0.6, 0.9), (0.9, 0.3), (0.0, 0.0), (0.5, 0.7)]
 
 
-@pytest.mark.parametrize(("slope", "chances", "rows"), mixed([0.01, 0.05, 0.3], CHANCES, [1, 4]))
+@pytest.mark.parametrize(("slope", "chances", "rows"), diagonal([0.01, 0.05, 0.3], CHANCES, [1, 4]))
 def test_throughput_policy_sizes_trees_by_what_pays(slope: float, chances: tuple[float, float], rows: int) -> None:
     (chance, gain), speeds = chances, []
     for seed in in_full(range(4), range(2)):

@@ -21,7 +21,9 @@ from eagle_mlx.train.step.losses import soft_labels, step_loss
 from eagle_mlx.train.step.step import Stepper, StepResult, objective_of, part_arrays, part_loss
 from eagle_mlx.train.unroll.recompute import recomputed
 from tests.fakes import tiny_head, tiny_target
+from tests.full import diagonal
 
+HEADS = ("eagle3", "eagle", "mtp")
 CONFIG = TrainConfig.of(target="tiny", rows=8, length=32, unroll=3, lr=3e-3, lanes=1)
 VOCAB = 128
 
@@ -62,8 +64,10 @@ def assert_same(one: tuple[list[StepResult], dict[str, Any]], two: tuple[list[St
         np.testing.assert_allclose(value, two[1][name], atol=5e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("head", ["eagle3", "eagle", "mtp"])
-@pytest.mark.parametrize("how", [{"accumulate": 3}, {"grad_checkpoint": True}, {"accumulate": 2, "lanes": 2}])
+@pytest.mark.parametrize(
+    ("head", "how"),
+    diagonal(HEADS, [{"accumulate": 3}, {"grad_checkpoint": True}, {"accumulate": 2, "lanes": 2}]),
+)
 def test_the_step_is_the_same(target: Target, head: str, how: dict[str, Any]) -> None:
     config = CONFIG.changed(head=head)
     rows = random_rows(8, 32)
@@ -87,8 +91,7 @@ def test_more_parts_than_rows_and_parts_without_loss(target: Target) -> None:
     assert_same(one, after(target, CONFIG.changed(accumulate=16), rows))
 
 
-@pytest.mark.parametrize("head", ["eagle3", "eagle", "mtp"])
-@pytest.mark.parametrize("loss", ["soft", "hard"])
+@pytest.mark.parametrize(("head", "loss"), diagonal(HEADS, ["soft", "hard"]))
 def test_gradients_agree(target: Target, head: str, loss: str) -> None:
     config = resolved(CONFIG.changed(head=head, loss=loss))
     trained, rows = new(target, config), random_rows(3, 24)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from itertools import cycle, product
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +24,7 @@ from eagle_mlx.train.step.step import Stepper, part_arrays, part_loss
 from eagle_mlx.train.unroll import relay
 from tests.eagle_mlx.heads import KINDS
 from tests.fakes import tiny_target
-from tests.full import in_full
+from tests.full import diagonal
 
 STEPS = 4
 TARGET = tiny_target(vocab=64, seed=3)
@@ -65,9 +64,7 @@ def test_the_gradient_is_what_mlx_makes_of_all_steps_at_once(
         np.testing.assert_allclose(ours[path], value, rtol=1e-4, atol=1e-5 * max(scale, 1e-3), err_msg=path)
 
 
-@pytest.mark.parametrize(
-    ("kind", "again"), in_full(list(product(TRAINED, [False, True])), list(zip(TRAINED, cycle([False, True]))))
-)
+@pytest.mark.parametrize(("kind", "again"), diagonal(TRAINED, [False, True]))
 def test_the_gradients_of_draft_steps_are_not_kept(kind: str, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wide head over few tokens, so that its weights W are what counts.
 

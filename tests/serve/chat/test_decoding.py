@@ -16,7 +16,7 @@ from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Grammars, ToolOffer
 from tests.fakes import tiny_target
-from tests.full import in_full
+from tests.full import in_full, mixed
 from tests.serve.chat.formats import (
     ANSWER,
     CALL,
@@ -165,9 +165,9 @@ def only(value: str) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": ["k", value], "additionalProperties": False}
 
 
-@pytest.mark.parametrize("proposer", [lambda: None, NgramProposer], ids=["plain", "ngram"])
-@pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("normalizer", [None, "NFC"])
+@pytest.mark.parametrize(
+    ("proposer", "special", "normalizer"), mixed([lambda: None, NgramProposer], [False, True], [None, "NFC"])
+)
 def test_a_text_that_looks_like_special_tokens_is_written_as_text(
     proposer: Any, special: bool, normalizer: str | None
 ) -> None:
