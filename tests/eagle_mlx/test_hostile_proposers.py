@@ -195,7 +195,8 @@ def test_probabilities_that_are_none_are_not_judged_by() -> None:
         def open(self, prompts: Sequence[Sequence[int]]) -> HostileState:
             return HostileState(self, [([], 0) for _ in prompts])
 
-    engine = em.Engine(target, Uniform([[]] * len(PROMPTS), 0, spoil, 16), em.FixedPolicy(2), 64)
+    uniform = Uniform([[]] * len(PROMPTS), 0, spoil, 16)
+    engine = em.Engine(target, uniform, em.FixedPolicy(2), 64, prefill_chunk=64 * 131)
     long = [5] * 128  # no prompt that is read to its end: the first token comes from a round that drafts
     outputs = engine.generate([[*long, *prompt]] * draws, sampled)
     assert all(output.accepted == 0 for output in outputs)

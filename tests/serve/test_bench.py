@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from eagle_mlx.serve.bench.figures import Run
 from eagle_mlx.serve.bench.identity import Identity, compare, first_difference
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import MODE_NAMES, EngineMode, Models, ModeName, build_modes
+from eagle_mlx.serve.bench.rollback import measure_rollback
 from eagle_mlx.serve.bench.turns import take_turns
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 from tests.full import in_full
@@ -390,6 +392,8 @@ def test_command_times_the_parts_of_a_round(
 ) -> None:
     for name, few in (("LAYERS", 2), ("HEADS", 2), ("HEAD_DIM", 16)):
         monkeypatch.setattr(f"eagle_mlx.serve.bench.rollback.{name}", few)
+    for measured in (measure_costs, measure_rollback):
+        monkeypatch.setattr(f"eagle_mlx.serve.bench.cli.{measured.__name__}", partial(measured, repeats=5))
     target, head = folders
     figures = tmp_path / "figures.json"
     modes = ("--modes", "eagle", "--depth", "1", "3", "--costs", "--json", str(figures))
