@@ -65,8 +65,7 @@ def test_a_useless_proposer_costs_less_than_three_percent(excess: float) -> None
     assert any(depths[-1000:])  # it still looks
 
 
-@pytest.mark.parametrize("noise", [0.02, 0.3])
-@pytest.mark.parametrize("busy", [1.0, 5.0])
+@pytest.mark.parametrize(("noise", "busy"), diagonal([0.02, 0.3], [1.0, 5.0]))
 def test_a_machine_with_other_work_does_not_mislead_it_for_long(noise: float, busy: float) -> None:
     shares = []
     for seed in in_full(range(4), range(2)):
