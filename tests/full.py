@@ -1,7 +1,7 @@
 """What `make test` runs of what `make test-full` runs: fewer cases of the same properties.
 
 Every value of every parameter has its turn in `make test`. There MLX compiles kernels only where a test asks for it
-(`compiled`), since g++ takes a second for each, and commands try heads on eight tokens (tests/conftest.py).
+(`compiled`), since g++ takes a second for each, and commands try heads on 24 tokens (tests/conftest.py).
 
 `EAGLE_FULL=1 pytest tests/...` runs any test in full.
 """
