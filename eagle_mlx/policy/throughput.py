@@ -29,6 +29,10 @@ _RUN = 3
 The first round behind another plan takes longer, and is not timed where that matters."""
 _FIRST = 2
 """Rounds of each kind before there is a choice: the first may compile kernels."""
+_FREE = 8
+"""Plain rounds that drafting may lose before its share of the time counts: a quarter of a second on a Mac, once.
+
+A dozen refused drafts say little of those to come, and would keep a run plain for two thousand rounds (docs/log.md)."""
 _EVERY = 20
 """Rounds between two explorations, at least. Between two of the same plan they double each time."""
 _NEAR = 2
@@ -97,8 +101,9 @@ class _RegretBudget:
         self._share = share
         self._spent = self._lost = 0.0
 
-    def allows(self, loss: float = 0.0) -> bool:
-        return self._lost + max(0.0, loss) <= self._share * self._spent
+    def allows(self, loss: float = 0.0, free: float = 0.0) -> bool:
+        """Whether so many seconds more may be lost, where `free` of all are not counted."""
+        return self._lost + max(0.0, loss) <= self._share * self._spent + free
 
     def record(self, seconds: float, better: float | None = None) -> None:
         """A round took so long; where it is known to be worse, what would have taken `better` for as many tokens."""
@@ -300,7 +305,7 @@ class ThroughputPolicy:
         """A plan to explore in place of the best, where it is time for one."""
         if best != PLAIN and self._round - self._leader_since >= self._baseline_check:
             return PLAIN
-        if self._round - self._last_exploration < _EVERY or not (best != PLAIN or self._draft_budget.allows()):
+        if self._round - self._last_exploration < _EVERY:
             return None
         kinds = [[plan for plan in plans if _kind(plan) == kind and plan != PLAIN] for kind in self.costs]
         others = {max(kind, key=lambda plan: self._speed(rows, plan)) for kind in kinds if kind}
@@ -309,8 +314,14 @@ class ThroughputPolicy:
         # In the order of `plans`: that of a set differs from process to process.
         possible = [plan for plan in plans if plan in others and plan not in (best, PLAIN)]
         due = [plan for plan in possible if self._round - self._seen[plan] >= self._pause.get(plan, 0)]
-        affordable = [plan for plan in due if self._exploration_budget.allows(self._loss(rows, plan, best))]
+        affordable = [plan for plan in due if self._may_lose(rows, best, self._loss(rows, plan, best))]
         return min(affordable, key=lambda plan: self._seen[plan], default=None)
+
+    def _may_lose(self, rows: int, best: Plan, seconds: float) -> bool:
+        """Whether an exploration may lose so many seconds against the best plan, and against plain decoding."""
+        free = _FREE * self._seconds(rows, PLAIN, 0)
+        drafts = best != PLAIN or self._draft_budget.allows(seconds, free)
+        return drafts and self._exploration_budget.allows(seconds)
 
     def _loss(self, rows: int, plan: Plan, best: Plan) -> float:
         """Seconds that a round of this plan is expected to lose."""
