@@ -80,12 +80,7 @@ class Engine:
                 f"max_batch ({max_batch}) and prefill_chunk ({prefill_chunk}) must be at least 1, prefix_cache_bytes "
                 f"({prefix_cache_bytes}) at least 0"
             )
-        if not 1 <= groups <= GROUPS:
-            raise ConfigError(f"groups must be 1 or {GROUPS}; got {groups!r}")
-        if kv_bits not in (None, 4, 8):
-            raise ConfigError(f"kv_bits must be 4, 8 or None; got {kv_bits!r}")
-        if kv_bytes is not None and kv_bytes < 1:
-            raise ConfigError(f"kv_bytes must be at least 1, or None for a share of the free memory; got {kv_bytes}")
+        _check_memory(kv_bits, kv_bytes, groups)
         check_cacheable(target.model, max_batch, kv_bits)
         if proposer is not None:
             proposer.bind(target)
@@ -394,3 +389,12 @@ class Engine:
         if self.prefixes is not None:
             for tokens, past in batch.ended_pasts():
                 self.prefixes.keep(tokens, past)
+
+
+def _check_memory(kv_bits: int | None, kv_bytes: int | None, groups: int) -> None:
+    if not 1 <= groups <= GROUPS:
+        raise ConfigError(f"groups must be 1 or {GROUPS}; got {groups!r}")
+    if kv_bits not in (None, 4, 8):
+        raise ConfigError(f"kv_bits must be 4, 8 or None; got {kv_bits!r}")
+    if kv_bytes is not None and kv_bytes < 1:
+        raise ConfigError(f"kv_bytes must be at least 1, or None for a share of the free memory; got {kv_bytes}")

@@ -121,8 +121,9 @@ class ThroughputPolicy:
 
     Now and then it explores another plan: a neighbour of the best or the best of another kind, whichever was explored
     the longest ago, and each at doubling distances; and plain decoding, at doubling distances behind a change of the
-    leader. What exploration loses
-    against the best plan is at most `explore` of all time. Raises ConfigError for values out of range.
+    leader. What exploration loses against the best plan is at most `explore` of all time. Where plain decoding leads,
+    what drafting has lost against it counts too, but for the first few plain rounds. Raises ConfigError for values out
+    of range.
     """
 
     def __init__(self, max_depth: int = MOST_TOKENS, explore: float = 0.005, max_nodes: int = 0):

@@ -10,21 +10,13 @@ import pytest
 from eagle_mlx.data_pipelines import builtin, cli, collect
 from eagle_mlx.data_pipelines.stdlib_source import SourceFile
 from eagle_mlx.shards import ShardReader
+from tests.data_pipelines.rows import ROWS
 from tests.fakes import tiny_target_folder
-
-ROWS = [{"prompt": f"say {n}", "completion": f"it is {n}"} for n in range(6)]
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_target_folder(tmp_path_factory.mktemp("model") / "tiny"))
-
-
-@pytest.fixture
-def chats(tmp_path: Path) -> str:
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return str(path)
 
 
 def test_regenerate_collect_inspect(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from eagle_mlx.data_pipelines import cli, render
 from eagle_mlx.data_pipelines.conversation import parse_row
 from eagle_mlx.shards import ShardReader
 from eagle_mlx.target import load_target
+from tests.data_pipelines.rows import ROWS
 from tests.fakes import interrupt_after, talking_target_folder, tiny_adapters
 
 TEMPLATE = (
@@ -21,7 +21,6 @@ TAGGED = (
     "{% if short %}Be short. {% endif %}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
     "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
-ROWS = [{"prompt": f"say {n}", "completion": f"it is {n}"} for n in range(6)]
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +31,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_adapters(tmp_path_factory.mktemp("lora") / "mine"))
-
-
-@pytest.fixture
-def chats(tmp_path: Path) -> str:
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return str(path)
 
 
 def test_shards_tell_which_adapters_the_target_had(

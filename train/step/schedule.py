@@ -60,7 +60,7 @@ class Span:
 
 _DECAY = 0.4
 """Share of the last phase over which the rate falls. That phase is half of all learning, so this is the fifth of a run
-with which Haegele et al. (2024, arXiv 2405.18392, section 4) reach the loss of a cosine."""
+with which Haegele et al. (2024, arXiv 2405.18392) reach the loss of a cosine."""
 
 
 @dataclass(frozen=True)
