@@ -18,6 +18,7 @@ from eagle_mlx.formats.mtp import quantized
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.heads.precision import quantize
+from eagle_mlx.shards import Sample
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig, from_mapping
@@ -141,18 +142,40 @@ def test_a_folder_that_holds_no_head(tmp_path: Path) -> None:
         existing_head(TARGET, config_of("eagle3", tmp_path / "head"))
 
 
-def test_shards_and_the_head_must_name_the_same_layers(tmp_path: Path) -> None:
-    rendered = [(list(range(20)), [0] * 5 + [1] * 15)] * 3
-    capture_to_shards(TARGET, (0, 1), rendered, tmp_path / "shards")
+CONVERSATION = (list(range(20)), [0] * 5 + [1] * 15)
+
+
+def test_shards_must_hold_the_layers_that_the_head_reads(tmp_path: Path) -> None:
+    capture_to_shards(TARGET, (0, 1), [CONVERSATION] * 3, tmp_path / "shards")
     more = {"shards": str(tmp_path / "shards")}
     config = config_of("eagle3", written(SHAPES["eagle3"](), tmp_path / "head"), **more)
-    with pytest.raises(ShardError, match=r"holds the aux layers \(0, 1\), but .* reads \(0, 2, 3\)"):
+    with pytest.raises(ShardError, match=r"holds the layers 0, 1, 3, and the head is to read 0, 2, 3; .*0,2,3"):
         training_data(TARGET, config, head=existing_head(TARGET, config))
     for kind in ("eagle", "mtp"):
         config = config_of(kind, written(SHAPES[kind](), tmp_path / kind), **more)
         data = training_data(TARGET, config, head=existing_head(TARGET, config))
         assert data.aux_layers == ()
         assert data.samples[0].aux.shape == (20, 0)  # type: ignore[union-attr]
+
+
+def test_a_head_reads_any_layers_of_several_folders_of_shards(tmp_path: Path) -> None:
+    """The last layer is among them: its states are kept for the labels. The order of the layers is the head's."""
+    for name, layers, count in (("a", (0, 1), 2), ("b", (1, 2, 0), 1)):
+        capture_to_shards(TARGET, layers, [CONVERSATION] * count, tmp_path / name)
+    shards = [str(tmp_path / name) for name in "ab"]
+    data = training_data(TARGET, resolved(TrainConfig.of(shards=tuple(shards), aux_layers=(3, 0, 1))))
+    assert data.aux_layers == (3, 0, 1)
+    assert data.report["tokens"] == 60
+    states = mx.concatenate(TARGET.forward(mx.array([CONVERSATION[0]]), aux_layers=data.aux_layers).aux, axis=-1)[0]
+    for index in range(3):
+        sample = data.samples[index]
+        assert isinstance(sample, Sample)
+        np.testing.assert_allclose(sample.aux, np.array(states), rtol=2e-3, atol=2e-3)
+        np.testing.assert_array_equal(sample.last, sample.aux[:, : TARGET.hidden_size])
+    held = training_data(TARGET, resolved(TrainConfig.of(shards=tuple(shards))))
+    assert held.aux_layers == (0, 1)
+    with pytest.raises(ShardError, match=r"a holds the layers 0, 1, 3, and the head is to read 2"):
+        training_data(TARGET, resolved(TrainConfig.of(shards=tuple(shards), aux_layers=(2,))))
 
 
 def run(target: Path, chats: Path, output: Path, *more: str) -> int:

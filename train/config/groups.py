@@ -42,7 +42,8 @@ class HeadConfig(Group):
     )
     aux_layers: tuple[int, ...] = setting(
         (),
-        "target layers that the head reads, counted from 0; default: a low, a middle and a high one",
+        "target layers that the head reads, counted from 0; default: a low, a middle and a high one, or what --shards "
+        "hold besides the last",
     )
     intermediate_size: int = setting(0, "width of the head's MLP; 0 for the target's own, where it has one")
     heads: int = setting(0, "attention heads of the head; 0 for as many as the target has")
@@ -86,7 +87,9 @@ class DataConfig(Group):
         "none",
         "keep the first of conversations with the same prompt, or of the same whole",
     )
-    shards: str = setting("", "folder of hidden states made by `eagle-data collect`, in place of --data", metavar="DIR")
+    shards: tuple[str, ...] = setting(
+        (), "folders of hidden states made by `eagle-data`, in place of --data; any of their layers", metavar="DIR"
+    )
     limit: int = setting(0, "use at most this many conversations, all sources together; 0 for all", NOT_NEGATIVE)
     max_length: int = setting(2048, "cut conversations after this many tokens", AT_LEAST_1)
     states: Literal["auto", "memory", "disk", "online"] = setting(

@@ -64,24 +64,35 @@ class InMemory:
 class OnDisk:
     """The samples of a folder of shards, all checked at once and read when they are needed.
 
-    Without `aux` only the last layer's states are passed on. Samples are cut after `most` tokens, where that is given.
-    Raises ShardError for a shard that is damaged or missing.
+    `read` are the places of the layers that are passed on as the aux ones: among those that the shards hold, and behind
+    them the last layer. None for all but the last, in their order. Samples are cut after `most` tokens, where that is
+    given. Raises ShardError for a shard that is damaged or missing.
     """
 
     has_states = True
 
-    def __init__(self, reader: ShardReader, aux: bool = True, most: int | None = None):
+    def __init__(self, reader: ShardReader, read: Sequence[int] | None = None, most: int | None = None):
         reader.verify()
-        self._reader, self._aux, self._most = reader, aux, most
+        held = range(len(reader.meta.aux_layers))
+        self._reader, self._most = reader, most
+        self._read = None if read is None or [*read] == [*held] else tuple(read)
         self.folder = reader.folder
         whole = [length for entry in reader.files for length in self._array(entry.name, "lengths").tolist()]
         self.lengths: list[int] = [min(length, most or length) for length in whole]
 
     def __getitem__(self, index: int) -> Sample:
         sample = self._reader[index]
-        aux = sample.aux if self._aux else sample.aux[:, :0]
         at = slice(self._most)
-        return Sample(sample.tokens[at], sample.loss_mask[at], aux[at], sample.last[at])
+        return Sample(sample.tokens[at], sample.loss_mask[at], self._aux(sample)[at], sample.last[at])
+
+    def _aux(self, sample: Sample) -> NDArray[np.float16]:
+        if self._read is None:
+            return sample.aux
+        size, count = sample.last.shape[1], len(self._reader.meta.aux_layers)
+        layers = [
+            sample.last if place == count else sample.aux[:, place * size : (place + 1) * size] for place in self._read
+        ]
+        return np.concatenate(layers, axis=1) if layers else sample.aux[:, :0]
 
     def where(self, index: int) -> str:
         return self._reader.where(index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ from ..config import TrainConfig
 from ..kinds import KINDS, aux_layers_of, kind_of, resolved
 from ..plan import cache_folder, choose_states, sources_of
 from .reading import data_config
-from .samples import InMemory, OnDisk, Samples, Tokens
+from .samples import InMemory, Joined, OnDisk, Samples, Tokens
 from .self_made import states_of_made
 
 _IN_WORDS: dict[Place, str] = {
@@ -122,7 +123,7 @@ def _samples(
         )
     except ShardError as e:
         raise ShardError(f"{e}. As a cache: remove {folder}, or name another place with --cache-dir") from e
-    return OnDisk(ShardReader(folder), aux=bool(aux_layers))
+    return OnDisk(ShardReader(folder), None if aux_layers else ())
 
 
 def heldout_prompts(target: Target, config: TrainConfig) -> list[list[int]]:
@@ -166,81 +167,90 @@ def _render(target: Target, config: TrainConfig) -> tuple[list[Rendered], dict[s
 
 
 def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) -> TrainData:
-    reader = ShardReader(config.data.shards)
-    meta = reader.meta
-    if (meta.hidden_size, meta.vocab_size) != (target.hidden_size, target.vocab_size):
-        raise ShardError(
-            f"{config.data.shards} was captured from {meta.target or 'a target'} with hidden size {meta.hidden_size} "
-            f"and vocabulary {meta.vocab_size}, but the target has {target.hidden_size} and {target.vocab_size}; "
-            "capture again with this target"
-        )
-    _check_adapter(target, config, meta.adapter)
-    aux_layers = _aux_layers_in_shards(target, config, meta.aux_layers, head)
-    return data_on_disk(target, config, OnDisk(reader, aux=bool(aux_layers)), aux_layers, head)
+    readers = [ShardReader(folder) for folder in config.data.shards]
+    for reader in readers:
+        meta = reader.meta
+        if (meta.hidden_size, meta.vocab_size) != (target.hidden_size, target.vocab_size):
+            raise ShardError(
+                f"{reader.folder} was captured from {meta.target or 'a target'} with hidden size {meta.hidden_size} "
+                f"and vocabulary {meta.vocab_size}, but the target has {target.hidden_size} and {target.vocab_size}; "
+                "capture again with this target"
+            )
+        _check_adapter(target, config, reader)
+    aux_layers = _aux_layers_of_shards(target, config, readers[0].meta.aux_layers, head)
+    parts = [OnDisk(reader, _places(target, reader, aux_layers)) for reader in readers]
+    return data_on_disk(target, config, parts, aux_layers, head)
 
 
 def _from_made(target: Target, config: TrainConfig, reader: ShardReader, head: DraftHead | None) -> TrainData:
     """What the target made up, with the states that were kept of the forwards that wrote it."""
     try:
-        samples = OnDisk(reader, bool(reader.meta.aux_layers), min(config.data.max_length, target.context_length))
+        samples = OnDisk(reader, most=min(config.data.max_length, target.context_length))
     except ShardError as e:
         raise ShardError(f"{e}. As a cache: remove {reader.folder}, and the conversations are read again") from e
-    found = data_on_disk(target, config, samples, reader.meta.aux_layers, head)
+    found = data_on_disk(target, config, [samples], reader.meta.aux_layers, head)
     print(f"states: those of the forwards that made them, in {reader.folder}", file=sys.stderr)
     return found
 
 
 def data_on_disk(
-    target: Target, config: TrainConfig, samples: OnDisk, aux_layers: tuple[int, ...], head: DraftHead | None
+    target: Target,
+    config: TrainConfig,
+    parts: Sequence[OnDisk],
+    aux_layers: tuple[int, ...],
+    head: DraftHead | None,
 ) -> TrainData:
     """Samples whose states are there, with the draft vocabulary of a `head`, or of a new one for them."""
-    counts = samples.count_tokens(target.vocab_size)
+    counts = sum((part.count_tokens(target.vocab_size) for part in parts), np.zeros(target.vocab_size, np.int64))
+    samples = parts[0] if len(parts) == 1 else Joined(parts)
     kept, share = _draft_vocabulary(target, config, counts, head)
     report = {
         "conversations": len(samples.lengths),
         "tokens": sum(samples.lengths),
         "loss_tokens": int(counts.sum()),
-        "states": f"shards {samples.folder}",
+        "states": f"shards {', '.join(str(part.folder) for part in parts)}",
         "draft_vocab": target.vocab_size if kept is None else len(kept),
         "draft_vocab_coverage": share,
     }
     return TrainData(samples, aux_layers, kept, report, "disk")
 
 
-def _check_adapter(target: Target, config: TrainConfig, captured: str) -> None:
+def _check_adapter(target: Target, config: TrainConfig, reader: ShardReader) -> None:
     """Raise ShardError where shards are of other adapters than the target has."""
+    captured = reader.meta.adapter
     now = "" if target.adapter is None else target.adapter.digest
     if captured == now:
         return
     had = f"with the adapters {captured}" if captured else "without adapters"
     has = f"has those of {config.loading.adapter_path} ({now})" if now else "has none"
     raise ShardError(
-        f"{config.data.shards} was captured {had}, but the target {has}; "
+        f"{reader.folder} was captured {had}, but the target {has}; "
         + ("name those with --adapter-path" if captured else "leave --adapter-path out")
         + ", or capture again with this target"
     )
 
 
-def _aux_layers_in_shards(
+def _aux_layers_of_shards(
     target: Target, config: TrainConfig, held: tuple[int, ...], head: DraftHead | None
 ) -> tuple[int, ...]:
-    """What of the layers that shards hold is read. All hold the last one, which is enough for some heads."""
+    """The layers that the head reads: its own, those that are asked for, or those that the first shards hold."""
     if head is not None:
-        wanted = kind_of(head).aux_layers_of(head)
-        if wanted and wanted != held:
-            raise ShardError(
-                f"{config.data.shards} holds the aux layers {held}, but {config.head.init_from or 'the head'} reads "
-                f"{wanted}; capture again with --aux-layers {' '.join(map(str, wanted))}"
-            )
-        return wanted
-    if not KINDS[config.head.kind].aux_layers(target, config):
-        return ()
-    if config.head.aux_layers and config.head.aux_layers != held:
+        return kind_of(head).aux_layers_of(head)
+    wanted = KINDS[config.head.kind].aux_layers(target, config)
+    return config.head.aux_layers or held if wanted else ()
+
+
+def _places(target: Target, reader: ShardReader, aux_layers: tuple[int, ...]) -> list[int]:
+    """Where shards hold these layers, the last layer behind the others. Raises ShardError for one they do not hold."""
+    held = (*reader.meta.aux_layers, target.num_layers - 1)
+    missing = [layer for layer in aux_layers if layer not in held]
+    if missing:
         raise ShardError(
-            f"{config.data.shards} holds the aux layers {held}, not {config.head.aux_layers}; leave --aux-layers out, "
-            "or capture again"
+            f"{reader.folder} holds the layers {', '.join(map(str, held))}, and the head is to read "
+            f"{', '.join(map(str, aux_layers))}; read others with --aux-layers, or capture again with --aux-layers "
+            f"{','.join(map(str, aux_layers))}"
         )
-    return held
+    return [held.index(layer) for layer in aux_layers]
 
 
 def _draft_vocabulary(

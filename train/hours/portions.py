@@ -114,14 +114,14 @@ class Portions:
     def _of_first(self) -> TrainData:
         part = self._samples(0)
         assert isinstance(part, OnDisk), "the first portion has its states, whatever it comes to"
-        return data_on_disk(self._target, self._config, part, self._aux_layers, self._head)
+        return data_on_disk(self._target, self._config, [part], self._aux_layers, self._head)
 
     def _samples(self, number: int) -> OnDisk | InMemory:
         """A portion that is whole: with its states, or as tokens where these were not kept."""
         if number not in self._read:
             most = min(self._config.data.max_length, self._target.context_length)
             if self._has_states(number):
-                self._read[number] = OnDisk(ShardReader(self._shards(number)), bool(self._aux_layers), most)
+                self._read[number] = OnDisk(ShardReader(self._shards(number)), most=most)
             else:
                 self._read[number] = self._rendered(number, most)
         return self._read[number]

@@ -163,7 +163,7 @@ def as_text(found: Forecast, speed: float, more: Sequence[tuple[str, str]] = ())
         ("head", f"{head.title}, {_count(head.parameters)} parameters; {config.optimization.unroll} draft steps"),
         ("layers", f"{read}, counted from 0"),
         ("vocabulary", f"drafts {drafts}"),
-        ("data", config.data.shards or ", ".join(config.data.sources)),
+        ("data", ", ".join(config.data.shards or config.data.sources)),
         ("tokens", f"{found.tokens.count:,}: {found.tokens.how}"),
         ("run", f"{span}, {config.optimization.rows} rows of {config.optimization.length:,} tokens{parts}, in {name}"),
         ("memory", f"{gb(found.memory.total)}: {estimate.describe_memory(found.memory)}"),
@@ -190,7 +190,7 @@ def _states(
     config: TrainConfig, target: Target, shape: TargetShape, head: HeadShape, tokens: Tokens, machine: Machine
 ) -> CacheChoice:
     if config.data.shards:
-        return CacheChoice("disk", 0, f"those in {config.data.shards}")
+        return CacheChoice("disk", 0, f"those in {', '.join(config.data.shards)}")
     meta = shard_meta(target, head.aux_layers, config.data.cache_bits)
     if config.data.states != "auto":
         return as_asked(config, tokens.count, meta)

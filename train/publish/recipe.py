@@ -63,8 +63,8 @@ def training(source: Source) -> Rows:
     report = source.report
     config, data = report.get("config") or {}, report.get("data") or {}
     named = ["made up by the target" if name == SELF else str(name) for name in public(config.get("data") or [])]
-    shards = config.get("shards")
-    sources = f"hidden states of {public(shards, 'shards')}" if shards else ", ".join(named)
+    shards = public(config.get("shards") or [], "shards")
+    sources = f"hidden states of {', '.join(shards)}" if shards else ", ".join(named)
     amount = [
         f"{_number(data[key])} {what}"
         for key, what in (("conversations", "conversations"), ("tokens", "tokens"), ("loss_tokens", "with loss"))

@@ -107,5 +107,5 @@ def check_same(folder: Path, now: Identity) -> None:
             f"{now.config.head.target} is not the target that the run in {folder} began with; bring it back"
         )
     if began.data != now.data:
-        source = now.config.data.shards or ", ".join(sources_of(now.config))
+        source = ", ".join(now.config.data.shards or sources_of(now.config))
         raise ConfigError(f"the data of {source} are not those that the run in {folder} began with; bring them back")
