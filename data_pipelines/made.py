@@ -26,7 +26,7 @@ from .chat import prompt_tokens, render
 from .conversation import Conversation, Message
 from .domains import DOMAINS, Domain
 from .regenerate import seed_of
-from .usable import why_no_answer, why_no_question
+from .usable import loops_so_far, why_no_answer, why_no_question
 from .user_place import UserPlace, find_user_place
 
 
@@ -266,6 +266,15 @@ class ConversationWriter:
         take = self._answered if attempt.answering else self._asked
         follows = take(attempt, request, output, said)
         return follows and self._fits(attempt)
+
+    def give_up(self, attempt: Attempt, request: Request) -> bool:
+        """Whether the turn under way cannot be used any more; then its conversation ends."""
+        if not loops_so_far(request.tokens):
+            return False
+        if self.capture is not None and attempt.answering:
+            self.capture.forget(request.prompt)
+        attempt.fail("answer_loops" if attempt.answering else "question_loops")
+        return True
 
     def _sample(self, attempt: Attempt, request: Request) -> Sample | None:
         """The conversation's tokens with the states of the forwards that read and wrote them."""

@@ -16,7 +16,7 @@ from eagle_mlx.shards import Sample
 from .conversation import Conversation
 from .made import Made, MakeConfig, MakeReport, captured
 from .regenerate import seed_of
-from .usable import why_no_answer
+from .usable import loops_so_far, why_no_answer
 
 _DOMAIN = "text"
 """What stands in the place of a conversation's domain."""
@@ -70,6 +70,15 @@ class TextWriter:
         request = self.engine.prepare(self._begin, params)
         self.engine.submit(request)
         return request
+
+    def give_up(self, attempt: TextAttempt, request: Request) -> bool:
+        """Whether the text under way cannot be used any more."""
+        if not loops_so_far(request.tokens):
+            return False
+        if self._capture is not None:
+            self._capture.forget(request.prompt)
+        attempt.report.answer_loops = 1
+        return True
 
     def take(self, attempt: TextAttempt, request: Request) -> bool:
         """Keep the text where it is worth learning from; nothing follows it."""

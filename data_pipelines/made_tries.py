@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NoReturn, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 from tqdm import tqdm
 
@@ -14,6 +15,7 @@ from eagle_mlx.request import Request
 from .made import ConversationWriter, Made, MakeConfig
 from .made_text import TextWriter
 from .regenerate import Speed
+from .usable import LOOK
 
 _AHEAD = 4
 """Requests that wait beside those that decode, so that a place that falls free is taken in the same step."""
@@ -41,6 +43,25 @@ class Writer(Protocol[A]):
     def take(self, attempt: A, request: Request) -> bool:
         """Put a part that has been written into it; whether another one follows. Raises DataError for none."""
 
+    def give_up(self, attempt: A, request: Request) -> bool:
+        """Whether the part under way cannot be used any more; then the try ends without it."""
+
+
+@dataclass
+class _Running(Generic[A]):
+    """A try and the request that writes its next part."""
+
+    attempt: A
+    request: Request
+    looks: int = 0
+    """How often the part has been looked at while it was written."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough has been written for another look."""
+        before, self.looks = self.looks, len(self.request.tokens) // LOOK
+        return self.looks > before
+
 
 def make_all(
     engine: Engine,
@@ -67,26 +88,31 @@ def make_all(
 def _run(
     engine: Engine, writer: Writer[A], following: Callable[[int], int | None], shown: tqdm[NoReturn] | None
 ) -> Iterator[Made]:
-    running: dict[int, tuple[A, Request]] = {}
+    running: dict[int, _Running[A]] = {}
     speed = Speed(shown)
     try:
         while True:
             while len(running) < engine.max_batch + _AHEAD and (number := following(len(running))) is not None:
                 attempt = writer.open(number)
-                running[number] = attempt, writer.submit(attempt)
+                running[number] = _Running(attempt, writer.submit(attempt))
             if not running:
                 return
             engine.step()
-            for number, (attempt, request) in list(running.items()):
-                if request.finish_reason is None:
-                    continue
-                speed.finished += len(request.tokens)
-                if writer.take(attempt, request):
-                    running[number] = attempt, writer.submit(attempt)
+            for number, one in list(running.items()):
+                attempt, request = one.attempt, one.request
+                if request.finish_reason is not None:
+                    speed.finished += len(request.tokens)
+                    if writer.take(attempt, request):
+                        running[number] = _Running(attempt, writer.submit(attempt))
+                        continue
+                elif one.is_due and writer.give_up(attempt, request):
+                    speed.finished += len(request.tokens)
+                    engine.cancel(request)
                 else:
-                    del running[number]
-                    yield attempt.result()
-            speed.show(request for _, request in running.values())
+                    continue
+                del running[number]
+                yield attempt.result()
+            speed.show(one.request for one in running.values())
     finally:
-        for _, request in running.values():
-            engine.cancel(request)
+        for one in running.values():
+            engine.cancel(one.request)

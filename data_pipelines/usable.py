@@ -9,6 +9,9 @@ from eagle_mlx.decoding.loops import is_loop
 
 LEAST_WORDS = 3
 """Words of a user's turn: with fewer it says nothing that an answer could be about."""
+LOOK = 128
+"""Tokens after which a text is looked at for loops, so that no time goes into the rest of one. As many as decide
+whether a prompt is left out of this project's figures."""
 _APOSTROPHE = "['\u2019]"
 _IM = f"i{_APOSTROPHE}m"
 _EXCUSE = rf"({_IM}|i am) sorry,? but|i apologi[sz]e|as an ai\b|{_IM} (just )?an ai\b"
@@ -23,6 +26,17 @@ _ANSWERS = re.compile(
 )
 
 
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether a text repeats itself too much as a whole, or in any `LOOK` tokens from a multiple of that on."""
+    return is_loop(tokens) or loops_so_far(tokens)
+
+
+def loops_so_far(tokens: Sequence[int]) -> bool:
+    """What `loops` will say of the whole text, as far as it can be told while the text is written."""
+    starts = range(0, len(tokens) - LOOK + 1, LOOK)
+    return any(is_loop(tokens[start : start + LOOK]) for start in starts)
+
+
 def why_no_question(text: str, tokens: Sequence[int], ended: bool, special: Collection[int]) -> str | None:
     """Why a user's turn cannot be used, as a field of `MakeReport`; None where it can.
 
@@ -35,7 +49,7 @@ def why_no_question(text: str, tokens: Sequence[int], ended: bool, special: Coll
         return "markup"
     if len(text.split()) < LEAST_WORDS:
         return "short"
-    if is_loop(tokens):
+    if loops(tokens):
         return "question_loops"
     if _NO_USER.match(text) or _ANSWERS.match(text):
         return "no_user"
@@ -48,7 +62,7 @@ def why_no_answer(text: str, tokens: Sequence[int], special: Collection[int]) ->
         return "markup"
     if not text.strip():
         return "silent"
-    if is_loop(tokens):
+    if loops(tokens):
         return "answer_loops"
     if _REFUSES.match(text):
         return "refusals"

@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from eagle_mlx.data_pipelines import DataConfig, cli, read_conversations, render
+from eagle_mlx.data_pipelines import DataConfig, cli, made_tries, read_conversations, render, usable
 from eagle_mlx.data_pipelines.conversation import Conversation, Message, parse_row
 from eagle_mlx.data_pipelines.domains import DOMAINS, Domain, choose_domains
 from eagle_mlx.data_pipelines.made import MakeConfig, MakeReport, steerable
@@ -27,7 +27,7 @@ from eagle_mlx.data_pipelines.made_once import prompt_keys
 from eagle_mlx.data_pipelines.made_shards import ShardPlace
 from eagle_mlx.data_pipelines.partial import PartialFile, partial_path
 from eagle_mlx.data_pipelines.shard_capture import capture_to_shards, shard_meta
-from eagle_mlx.data_pipelines.usable import why_no_answer, why_no_question
+from eagle_mlx.data_pipelines.usable import LOOK, loops, loops_so_far, why_no_answer, why_no_question
 from eagle_mlx.data_pipelines.user_place import find_user_place
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError, OutputError, TargetError
@@ -459,6 +459,39 @@ def test_loops_special_tokens_and_refusals() -> None:
     assert why_no_answer("a", [1, 9], {9}) == "markup"
     assert why_no_answer("As an AI language model, I cannot", range(9), ()) == "refusals"
     assert why_no_answer("The answer is 4.", range(9), ()) is None
+
+
+def test_a_loop_is_found_while_it_is_written_and_stays_one() -> None:
+    """What is given up under way is what would be left out at the end, and the other way round."""
+    good = list(range(LOOK))
+    late = [*good, *([1, 2, 3] * LOOK)][: 3 * LOOK]
+    assert [loops_so_far(late[:count]) for count in (LOOK, 2 * LOOK - 1, 2 * LOOK)] == [False, False, True]
+    assert loops([*good, *([1, 2] * LOOK)[:LOOK], *range(1000, 1000 + 20 * LOOK)]), "the rest is of no help"
+    assert not loops(range(2000))
+    assert not loops_so_far([1, 2] * 20)
+
+
+def test_loops_are_not_written_to_their_end(
+    tmp_path: Path, positions_read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same conversations come of it as of looks at the end alone, for fewer forwards."""
+    monkeypatch.setattr(usable, "LOOK", 8)
+    target = talker()
+    assert target.tokenizer is not None
+    target.tokenizer.eos_token_ids = {2, *range(5, 4096, 25)}  # fewer ends, longer turns
+    greedy = replace(CONFIG, user_tokens=100, max_tokens=100, temperatures=(0.0,), turns=(1.0,))
+    reports, read = [], []
+    for number, look in enumerate((1000, 8, 8)):
+        monkeypatch.setattr(made_tries, "LOOK", look)
+        engine = capturing(target, 1) if number == 2 else Engine(target, max_batch=1)
+        place = place_at(tmp_path / "shards", target) if number == 2 else None
+        positions_read.clear()
+        reports.append(make_to_file(engine, greedy, Wanted(rows=3), tmp_path / f"{number}.jsonl", place=place))
+        read.append(sum(positions_read))
+        assert (tmp_path / f"{number}.jsonl").read_bytes() == (tmp_path / "0.jsonl").read_bytes()
+    assert reports[0] == reports[1] == reports[2]
+    assert reports[0].answer_loops, "some loop"
+    assert read[1] < 0.9 * read[0]
 
 
 def test_bad_wishes_are_named() -> None:
