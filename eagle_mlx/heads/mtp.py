@@ -35,8 +35,11 @@ class _Kind:
 _KINDS = {
     "deepseek_v3": _Kind("DeepseekV3DecoderLayer", index=lambda args: args.num_hidden_layers, mask_arrays=True),
     "glm4_moe": _Kind("DecoderLayer", index=lambda args: args.num_hidden_layers),
+    "llama": _Kind("TransformerBlock"),
     "mimo": _Kind("TransformerBlock"),
+    "qwen2": _Kind("TransformerBlock"),
     "qwen3": _Kind("TransformerBlock"),
+    "qwen3_moe": _Kind("Qwen3MoeDecoderLayer", index=lambda args: args.num_hidden_layers - 1),
     "qwen3_next": _Kind("Qwen3NextDecoderLayer", index=lambda args: args.full_attention_interval - 1),
     "qwen3_5": _Kind("DecoderLayer", "TextModelArgs", index=lambda args: args.full_attention_interval - 1),
 }

@@ -145,7 +145,7 @@ def test_a_head_that_is_right_is_accepted(make: Callable[[em.Target], DraftHead]
         assert output.accepted == output.drafted > 10
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "mimo", "qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "llama", "mimo", "qwen3_moe", "qwen3_next", "qwen3_5"])
 def test_models_draft_with_layers_of_their_own_kind(name: str) -> None:
     """Their caches with the head's: latent keys, recurrent states, experts."""
     model = tiny_model(name)

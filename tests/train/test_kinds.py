@@ -207,7 +207,24 @@ def test_a_new_head_begins_with_a_layer_that_adds_nothing(target: Target, name: 
         np.testing.assert_allclose(head.norm.weight, target.model.model.norm.weight, rtol=1e-5)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "mimo", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_a_new_eagle3_head_sees_the_newest_token_first(target: Target, sharing: int) -> None:
+    """Nothing else brings it to the head: over 30 positions of one text each gets most of its own attention."""
+    head: Any = new(target, config_of("eagle3", heads=4, kv_heads=4 // sharing))
+    tokens = mx.array(np.random.default_rng(0).permutation(target.vocab_size)[None, :30])
+    g = mx.array(np.random.default_rng(1).normal(size=(1, 30, 32)), mx.float32)
+    attention = head.midlayer.self_attn
+    queries, keys, _ = attention.project(head.inputs(target.embed(tokens), g)[0])
+    keys = mx.repeat(keys, sharing, axis=1)
+    scores = attention.scale * queries @ keys.swapaxes(-1, -2)
+    own = np.array(mx.diagonal(mx.softmax(scores, axis=-1), axis1=-2, axis2=-1))
+    assert np.median(own) > 0.8
+
+
+MTP_OF = ["qwen3", "mimo", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5", "llama", "qwen2", "qwen3_moe"]
+
+
+@pytest.mark.parametrize("model_type", MTP_OF)
 def test_mtp_heads_for_every_architecture_that_is_known(tmp_path: Path, model_type: str) -> None:
     target = Target(tiny_model(model_type), name=model_type)
     head, results = trained(target, config_of("mtp"), 2)
@@ -221,10 +238,8 @@ def test_mtp_heads_for_every_architecture_that_is_known(tmp_path: Path, model_ty
 
 
 def test_an_architecture_without_mtp_is_refused_by_name() -> None:
-    target = Target(tiny_model("llama"), name="a llama")
-    with pytest.raises(
-        ConfigError, match=r"a llama: .*model_type llama are not known; known are .*qwen3.*--head eagle3"
-    ):
+    target = Target(tiny_model("phi3"), name="a phi")
+    with pytest.raises(ConfigError, match=r"a phi: .*model_type phi3 are not known; known are .*qwen3.*--head eagle3"):
         KINDS["mtp"].check(target, config_of("mtp"))
 
 

@@ -12,11 +12,15 @@ from numpy.typing import NDArray
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+from eagle_mlx.heads.layers import Attention
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
 
 _SPREAD = 0.02
+_OWN_SCORE = 8.0
+"""What a position's query makes of its own key before training: its weight is then e**8, 3,000 times that of a key
+that has nothing to do with it, and no context that is trained on is much longer."""
 
 
 def layer_shape(target: Target, config: TrainConfig) -> dict[str, Any]:
@@ -68,12 +72,13 @@ def check_shape(target: Target, config: TrainConfig) -> None:
 def new_head(target: Target, config: Eagle3Config, kept: NDArray[np.int64] | None, seed: int) -> Eagle3Head:
     """An untrained head; `kept` [Vd] are the target's ids of the draft vocabulary, None for all.
 
-    The final norm and the rows of the output projection are the target's; all else as `randomize` has it, so that the
-    head starts as its feature's projection.
+    The final norm and the rows of the output projection are the target's; all else as `randomize` and `see_oneself`
+    have it, so that the head starts as its feature's projection.
     """
     d2t = None if kept is None else mx.array(kept - np.arange(len(kept)), mx.int32)
     head = Eagle3Head(config, d2t)
     randomize(head, seed)
+    see_oneself(head.midlayer.self_attn)
     head.norm.weight = final_norm(target)
     rows = _projection(target)
     head.lm_head.weight = rows if kept is None else rows[mx.array(kept)]
@@ -96,6 +101,22 @@ def randomize(module: nn.Module, seed: int) -> None:
         return mx.array(rng.normal(0.0, _SPREAD, weight.shape), mx.float32)
 
     module.update(tree_map_with_path(start, module.parameters()))
+
+
+def see_oneself(attention: Attention) -> None:
+    """Let queries begin as the keys of their group, so that each position sees itself and what is like it.
+
+    The newest token reaches an EAGLE-3 head by its attention alone. Queries and keys that have nothing to do with each
+    other see all positions alike, and of the newest token only a share that falls with the context (docs/log.md).
+    """
+    keys = attention.k_proj.weight
+    dim, width = keys.shape[0] // attention.kv_heads, keys.shape[1]
+    spread = (_OWN_SCORE / (dim**0.5 * width)) ** 0.5  # inputs are normed: `width` is their square
+    keys = keys * (spread / _SPREAD)
+    attention.k_proj.weight = keys
+    shared = keys.reshape(attention.kv_heads, 1, dim, width)
+    each = mx.broadcast_to(shared, (attention.kv_heads, attention.heads // attention.kv_heads, dim, width))
+    attention.q_proj.weight = each.reshape(attention.heads * dim, width)
 
 
 def final_norm(target: Target) -> mx.array:
