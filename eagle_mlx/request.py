@@ -50,9 +50,13 @@ class StopStrings:
         self._tail = seen[len(seen) - min(self._reach, len(seen)) :]
         return any(text in seen + open_end for text in self.strings)
 
-    def cut(self, text: str) -> str:
-        """The text up to the earliest string."""
-        return text[: min((at for at in map(text.find, self.strings) if at >= 0), default=len(text))]
+    def cut(self, text: str) -> tuple[str, str | None]:
+        """The text up to the earliest string, and that string; of several there, the first that was given."""
+        found = [(at, index) for index, string in enumerate(self.strings) if (at := text.find(string)) >= 0]
+        if not found:
+            return text, None
+        at, index = min(found)
+        return text[:at], self.strings[index]
 
 
 @dataclass(eq=False)

@@ -38,6 +38,8 @@ class Output:
     """What went wrong with this request alone, where the finish reason is `error`."""
     refused: bool = False
     """Whether that is about what the request asked for, such as a grammar too complex to follow."""
+    stop: str | None = None
+    """The stop string that ended the text, which does not hold it."""
 
     @property
     def acceptance_length(self) -> float:
@@ -50,8 +52,9 @@ class Output:
         tokens = request.tokens
         shown = tokens[:-1] if tokens and tokens[-1] in request.stop_ids else tokens
         text = tokenizer.decode(shown) if tokenizer is not None else ""
+        text, stop = request.stops.cut(text) if request.stops else (text, None)
         return cls(
-            text=request.stops.cut(text) if request.stops else text,
+            text=text,
             tokens=tokens,
             finish_reason=request.finish_reason or "length",
             prompt_tokens=len(request.prompt),
@@ -65,6 +68,7 @@ class Output:
             cached_tokens=request.cached_tokens,
             error=request.error,
             refused=request.refused,
+            stop=stop,
         )
 
 

@@ -12,12 +12,13 @@ from fastapi.middleware.cors import CORSMiddleware
 from . import chat, completions, metrics, page, status, tokenize
 from .errors import add_handlers
 from .guard import FramingGuard, HostGuard, KeyGuard
+from .messages.route import router as messages
 from .openapi import add_schema
 from .pools import Threads
 from .service import Service, Settings
 from .worker import Worker
 
-ROUTERS = (chat.router, completions.router, status.router, tokenize.router, page.router)
+ROUTERS = (chat.router, completions.router, messages, status.router, tokenize.router, page.router)
 
 
 def create_app(settings: Settings, worker: Worker) -> FastAPI:

@@ -20,10 +20,10 @@ from .errors import ApiError
 from .flow import in_thread, read_request, respond
 from .logprobs import chat_logprobs
 from .model import Loaded
-from .responses import ERRORS, EVENTS, ChatCompletion, documented
 from .sampling import check_context, check_text, sampling
 from .schema import ChatRequest
 from .service import Call
+from .shapes import ERRORS, EVENTS, ChatCompletion, documented
 from .stream import Frame, dumps, quote, stream_events
 from .worker import RequestEvent
 
@@ -39,12 +39,14 @@ async def chat_completions(request: Request) -> Response:
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ; give one", "max_completion_tokens")
 
-    async def prepare(_: Call) -> ChatAnswer:
-        forced = body.tool_choice not in (None, "none", "auto")
-        has_schema = forced or body.response_format is not None
-        return await in_thread(request, loaded, lambda encode: _prepare(body, loaded, encode), has_schema)
+    return await respond(request, body.answers, lambda _: prepare_chat(request, loaded, body), bool(body.stream))
 
-    return await respond(request, body.answers, prepare, bool(body.stream))
+
+async def prepare_chat(request: Request, loaded: Loaded, body: ChatRequest, at_most: int | None = None) -> ChatAnswer:
+    """Make ready what this route, or another API's, asks. at_most: as for `_prepare`. Raises ApiError."""
+    forced = body.tool_choice not in (None, "none", "auto")
+    has_schema = forced or body.response_format is not None
+    return await in_thread(request, loaded, lambda encode: _prepare(body, loaded, encode, at_most), has_schema)
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,11 @@ class ChatAnswer:
 
     def reader(self) -> AnswerParser:
         return AnswerParser(self.loaded.chat, self.offer.tools, self.starts_in_reasoning)
+
+    def deltas(self, output: Output) -> list[Delta]:
+        """A whole answer taken apart."""
+        reader = self.reader()
+        return [*reader.push(output.text), *reader.finish(output.finish_reason == "stop")]
 
     def response(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
         return {
@@ -78,8 +85,7 @@ class ChatAnswer:
         return stream_events(call, frame, writers, len(self.requests))
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
-        reader = self.reader()
-        deltas = [*reader.push(output.text), *reader.finish(output.finish_reason == "stop")]
+        deltas = self.deltas(output)
         calls = [_call(delta.tool_call) for delta in deltas if delta.tool_call is not None]
         content = "".join(delta.content for delta in deltas)
         message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
@@ -93,12 +99,44 @@ class ChatAnswer:
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
+class DeltaStream:
+    """What an answer continues with as its events come."""
+
+    def __init__(self, answer: ChatAnswer):
+        self._text = TextStream(answer.loaded.tokenizer, answer.body.stops)
+        self._reader = answer.reader()
+
+    def push(self, event: RequestEvent) -> list[Delta]:
+        output = event.output
+        if output is None:
+            return self._reader.push(self._text.push(event.tokens))
+        deltas = self._reader.push(self._text.finish(output.text))
+        return deltas + self._reader.finish(output.finish_reason == "stop")
+
+
 def finish_reason(output: Output, calls: bool) -> str:
     return "tool_calls" if calls and output.finish_reason == "stop" else output.finish_reason
 
 
-def _prepare(body: ChatRequest, loaded: Loaded, encode: Encode) -> ChatAnswer:
-    """Write the prompt and check everything. Raises PromptError, ConfigError or ApiError."""
+def _prepare(body: ChatRequest, loaded: Loaded, encode: Encode, at_most: int | None = None) -> ChatAnswer:
+    """Write the prompt and check everything.
+
+    at_most: tokens of the answer, of which the context and the memory may leave fewer; the body then names no number.
+    Raises PromptError, ConfigError or ApiError.
+    """
+    prompt, offer = read_prompt(body, loaded, encode)
+    thinking = loaded.chat.starts_in_reasoning(prompt)
+    grammar = loaded.grammars.grammar(body.answer_format, offer, thinking)
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    params = sampling(body, loaded, body.most_tokens, top, grammar)
+    requests = [loaded.engine.prepare(prompt, each) for each in params]
+    for each in requests:
+        each.limit = min(each.limit, at_most or each.limit)
+    return ChatAnswer(body, loaded, requests, offer, thinking)
+
+
+def read_prompt(body: ChatRequest, loaded: Loaded, encode: Encode) -> tuple[list[int], ToolOffer]:
+    """The tokens of a conversation, and what may be called. Raises PromptError, ConfigError or ApiError."""
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     choice = body.tool_choice
     choice_given = choice if choice is None or isinstance(choice, str) else choice.model_dump()
@@ -107,18 +145,13 @@ def _prepare(body: ChatRequest, loaded: Loaded, encode: Encode) -> ChatAnswer:
     if body.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", body.reasoning_effort)
     messages = [message.plain() for message in body.messages]
-    max_tokens = body.max_completion_tokens or body.max_tokens
 
     def check(text: str) -> None:
-        check_text(text, max_tokens, loaded, "messages")
+        check_text(text, body.most_tokens, loaded, "messages")
 
     prompt = loaded.chat.prompt(messages, tools, choice_given, arguments, check, encode)
-    thinking = loaded.chat.starts_in_reasoning(prompt)
-    check_context(len(prompt), max_tokens, loaded, "messages")
-    grammar = loaded.grammars.grammar(body.answer_format, offer, thinking)
-    top = (body.top_logprobs or 0) if body.logprobs else None
-    requests = [loaded.engine.prepare(prompt, each) for each in sampling(body, loaded, max_tokens, top, grammar)]
-    return ChatAnswer(body, loaded, requests, offer, thinking)
+    check_context(len(prompt), body.most_tokens, loaded, "messages")
+    return prompt, offer
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
@@ -128,20 +161,14 @@ def _call(call: ToolCall) -> dict[str, Any]:
 class _Writer:
     def __init__(self, answer: ChatAnswer, frame: Frame, index: int):
         self._answer, self._frame, self._index = answer, frame, index
-        self._text = TextStream(answer.loaded.tokenizer, answer.body.stops)
-        self._reader = answer.reader()
+        self._deltas = DeltaStream(answer)
         self._calls = False
 
     def open(self) -> str:
         return self._frame.chunk(self._index, '"delta":{"role":"assistant","content":"","refusal":null}')
 
     def write(self, event: RequestEvent) -> str:
-        output = event.output
-        if output is None:
-            deltas = self._reader.push(self._text.push(event.tokens))
-        else:
-            deltas = self._reader.push(self._text.finish(output.text))
-            deltas += self._reader.finish(output.finish_reason == "stop")
+        deltas = self._deltas.push(event)
         if self._answer.body.logprobs and event.logprobs:
             # Tokens whose text waits are listed with the empty text.
             logprobs = dumps(chat_logprobs(self._answer.loaded.texts, event.logprobs))

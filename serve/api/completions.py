@@ -21,10 +21,10 @@ from .errors import ApiError
 from .flow import in_thread, read_request, respond, service_of
 from .logprobs import CompletionLogprobs, joined, score_prompt
 from .model import Loaded
-from .responses import ERRORS, EVENTS, Completion, documented
 from .sampling import check_context, check_text, sampling
 from .schema import CompletionRequest
 from .service import Call
+from .shapes import ERRORS, EVENTS, Completion, documented
 from .stream import Frame, dumps, quote, stream_events
 from .worker import RequestEvent
 

@@ -1,4 +1,4 @@
-"""What goes wrong with a request, and the one shape in which clients hear of it."""
+"""What goes wrong with a request, and the shape in which clients of each API hear of it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,20 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",
+    501: "not_implemented_error",
     503: "service_unavailable_error",
 }
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+"""As Anthropic's documentation of errors has them; it says 529 for its own overload."""
+MESSAGES = "/v1/messages"
 _FIELD = re.compile(r"([a-z_]+(?:[\[.][\w\[\].]*)?)(?::| must| names| has| cannot)")
 """A field, perhaps with a place in it, at the beginning of a message."""
 
@@ -45,8 +57,31 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         return error_body(self.status, self.message, self.param, self.code)
 
-    def response(self) -> Response:
-        return Response(json.dumps(self.body), self.status, self.headers, "application/json")
+    def response(self, path: str) -> Response:
+        """The refusal of a request to this path, in the shape of that API."""
+        body = self.messages_body if is_messages(path) else self.body
+        return Response(json.dumps(body), self.status, self.headers, "application/json")
+
+    @property
+    def messages_body(self) -> dict[str, Any]:
+        """As Anthropic's API has it: there the message alone names the field."""
+        named = self.param is None or self.param in self.message
+        message = self.message if named else f"{self.param}: {self.message}"
+        kind = _MESSAGES_TYPES.get(self.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+class ContextExceeded(ApiError):
+    """A prompt that does not fit the context: both in tokens."""
+
+    def __init__(self, message: str, param: str, prompt: int, context: int):
+        super().__init__(400, message, param, "context_length_exceeded")
+        self.prompt, self.context = prompt, context
+
+
+def is_messages(path: str) -> bool:
+    """Whether a path belongs to Anthropic's API."""
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -61,21 +96,21 @@ def bad_request(error: EagleError) -> ApiError:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Give every error of the app the same body."""
+    """Give every error of an API the same body."""
 
-    async def api_error(_: Request, error: Exception) -> Response:
+    async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error.response()
+        return error.response(request.url.path)
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {HTTPStatus(error.status_code).phrase.lower()}"
         if error.status_code == 404:
             message += f"; there are {', '.join(sorted(app.openapi()['paths']))}"
-        return ApiError(error.status_code, message, headers=error.headers).response()
+        return ApiError(error.status_code, message, headers=error.headers).response(request.url.path)
 
-    async def unexpected(_: Request, error: Exception) -> Response:
-        return ApiError(500, f"the server failed: {type(error).__name__}").response()
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return ApiError(500, f"the server failed: {type(error).__name__}").response(request.url.path)
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)

@@ -9,7 +9,7 @@ from threading import Event
 from typing import Any, Literal, Protocol, TypeVar
 
 from fastapi import Request
-from sse_starlette import EventSourceResponse
+from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -29,6 +29,10 @@ from .service import Call, Service
 
 T = TypeVar("T")
 R = TypeVar("R", bound=schema.Request)
+KEEP_ALIVE_SECONDS = 15
+"""Between signs of life in a stream: the HTML standard advises one about every 15 seconds (9.2.7)."""
+COMMENT = ServerSentEvent(comment="waiting", sep="\n")
+"""A sign of life that every reader of events drops."""
 
 
 class Answer(Protocol):
@@ -49,8 +53,8 @@ class Answer(Protocol):
 class EventStream(EventSourceResponse):
     """Events of a call, which ends with them however they end: read, cut off, or never begun."""
 
-    def __init__(self, call: Call, events: AsyncIterator[bytes]):
-        super().__init__(events, sep="\n")
+    def __init__(self, call: Call, events: AsyncIterator[bytes], ping: ServerSentEvent):
+        super().__init__(events, sep="\n", ping=KEEP_ALIVE_SECONDS, ping_message_factory=lambda: ping)
         self._call = call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,8 +118,17 @@ async def in_thread(request: Request, loaded: Loaded, work: Callable[[Encode], T
         cancelled.set()
 
 
-async def respond(request: Request, slots: int, prepare: Callable[[Call], Awaitable[Answer]], stream: bool) -> Response:
-    """Serve a request that needs so many slots, whole or as a stream."""
+async def respond(
+    request: Request,
+    slots: int,
+    prepare: Callable[[Call], Awaitable[Answer]],
+    stream: bool,
+    ping: ServerSentEvent = COMMENT,
+) -> Response:
+    """Serve a request that needs so many slots, whole or as a stream.
+
+    ping: what a stream sends while nothing is to be said, so that nobody takes a long prompt for a dead connection.
+    """
     call = service_of(request).admit(slots, client_of(request))
     streaming = False
     try:
@@ -123,7 +136,7 @@ async def respond(request: Request, slots: int, prepare: Callable[[Call], Awaita
         call.submit(answer.requests)
         if stream:
             streaming = True
-            return EventStream(call, answer.stream(call))
+            return EventStream(call, answer.stream(call), ping)
         outputs = await unless_disconnected(request, finished(call))
         if error := failure(outputs):
             call.failed = True

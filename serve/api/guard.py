@@ -17,7 +17,7 @@ OPEN = frozenset({"/", "/health", "/metrics"})
 
 
 class KeyGuard:
-    """Lets requests through that carry `Authorization: Bearer <key>`."""
+    """Lets requests through that carry `Authorization: Bearer <key>`, or Anthropic's `x-api-key: <key>`."""
 
     def __init__(self, app: ASGIApp, key: str):
         self.app = app
@@ -29,11 +29,12 @@ class KeyGuard:
             return
         headers = {"WWW-Authenticate": "Bearer"}
         refusal = ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=headers)
-        await refusal.response()(scope, receive, send)
+        await refusal.response(scope["path"])(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
         scheme, _, given = (header(scope, b"authorization") or "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._key)
+        keys = [given if scheme.lower() == "bearer" else "", header(scope, b"x-api-key") or ""]
+        return any(hmac.compare_digest(key.strip().encode(), self._key) for key in keys)
 
 
 class HostGuard:
@@ -52,7 +53,7 @@ class HostGuard:
             await self.app(scope, receive, send)
             return
         said = f"the host {host[:100]!r} is not served here; to let it in, name it with --allowed-host"
-        await ApiError(403, said, code="host_not_allowed").response()(scope, receive, send)
+        await ApiError(403, said, code="host_not_allowed").response(scope["path"])(scope, receive, send)
 
     def _knows(self, host: str) -> bool:
         found = _HOST.fullmatch(host)
@@ -71,7 +72,7 @@ class FramingGuard:
             await self.app(scope, receive, send)
             return
         said = "the request has both Content-Length and Transfer-Encoding; send one of them"
-        await ApiError(400, said, headers={"Connection": "close"}).response()(scope, receive, send)
+        await ApiError(400, said, headers={"Connection": "close"}).response(scope["path"])(scope, receive, send)
 
 
 def header(scope: Scope, name: bytes) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from eagle_mlx.errors import EagleError
 from eagle_mlx.sampling_params import Grammar, SamplingParams
 
-from .errors import ApiError, bad_request
+from .errors import ApiError, ContextExceeded, bad_request
 from .limits import Limits
 from .model import Loaded
 from .schema import Request
@@ -77,15 +77,15 @@ def _drafts(request: Request, loaded: Loaded) -> int | None:
 
 
 def check_text(text: str, max_tokens: int | None, loaded: Loaded, param: str) -> None:
-    """Raise ApiError 400 where a text is so long that it need not be encoded to know that it does not fit."""
+    """Raise ContextExceeded where a text is so long that it need not be encoded to know that it does not fit."""
     if loaded.token_size is not None:
         check_context(loaded.token_size.least_tokens(text), max_tokens, loaded, param, "at least ")
 
 
 def check_context(prompt: int, max_tokens: int | None, loaded: Loaded, param: str, about: str = "") -> None:
-    """Raise ApiError 400 where a prompt of so many tokens, and its answer, do not fit."""
+    """Raise ContextExceeded where a prompt of so many tokens, and its answer, do not fit."""
     context = loaded.target.context_length
     if prompt + (max_tokens or 1) > context:
         wanted = f" and {max_tokens} to generate" if max_tokens else ""
         message = f"the context is {context} tokens, but the prompt has {about}{prompt}{wanted}; shorten one of them"
-        raise ApiError(400, message, param, "context_length_exceeded")
+        raise ContextExceeded(message, param, prompt, context)

@@ -127,7 +127,7 @@ class Part(Body):
     refusal: str | None = None
 
 
-def _supported(part: object) -> object:
+def supported(part: object) -> object:
     """Say of parts that are no text what they are, which the list of those that are would not."""
     if isinstance(part, dict) and (why := why_unsupported(part.get("type"))):
         raise ValueError(why)
@@ -148,7 +148,7 @@ class ToolCall(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Many[Annotated[Part, BeforeValidator(_supported)]] | None = None
+    content: str | Many[Annotated[Part, BeforeValidator(supported)]] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -174,7 +174,7 @@ class Message(Body):
 
 
 class Function(Body):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -213,6 +213,11 @@ class ChatRequest(Request):
     functions: None = None
     function_call: None = None
     web_search_options: None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of an answer, under the newer name or the older."""
+        return self.max_completion_tokens or self.max_tokens
 
 
 class TokenizeRequest(Body):

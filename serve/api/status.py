@@ -12,8 +12,8 @@ from starlette.responses import PlainTextResponse, Response
 from .errors import ApiError
 from .flow import json_response, service_of
 from .metrics import speculation_json
-from .responses import Health, Model, ModelList, SpeculationSummary, Version, documented
 from .service import Service
+from .shapes import Health, Model, ModelList, SpeculationSummary, Version, documented
 
 router = APIRouter()
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 from eagle_mlx.engine.output import Output
 
 from .answer import failure, stats, usage
+from .errors import ApiError
 from .service import Call
 from .worker import RequestEvent
 
@@ -56,6 +57,49 @@ class Writer(Protocol):
         ...
 
 
+class EventWriter(Protocol):
+    """Writes the events of an answer to an API whose events have names."""
+
+    def open(self) -> str:
+        """Before the first token."""
+        ...
+
+    def write(self, event: RequestEvent) -> str: ...
+
+    def close(self, output: Output) -> str:
+        """What ends an answer that is whole, or was cut off."""
+        ...
+
+    def fail(self, error: ApiError) -> str:
+        """What ends an answer in place of `close`."""
+        ...
+
+
+def named_event(fields: dict[str, Any]) -> str:
+    """An event that is called as its type."""
+    return f"event: {fields['type']}\ndata: {dumps(fields)}\n\n"
+
+
+async def stream_answer(call: Call, writer: EventWriter) -> AsyncIterator[bytes]:
+    """The events of a single answer as they come; all that waits at one time goes out at once."""
+    yield writer.open().encode()
+    ended = False
+    while not ended:
+        pieces: list[str] = []
+        for event in await call.events():
+            error = failure([event.output]) if event.output is not None else None
+            call.failed |= error is not None
+            if error is not None:
+                pieces.append(writer.fail(error))
+            else:
+                pieces.append(writer.write(event))
+            if error is None and event.output is not None:
+                pieces.append(writer.close(event.output))
+            ended |= event.output is not None
+        if text := "".join(pieces):
+            yield text.encode()
+
+
 async def stream_events(call: Call, frame: Frame, writers: Sequence[Writer], answers: int) -> AsyncIterator[bytes]:
     """The choices' chunks as they come; all that waits at one time goes out at once."""
     if opening := "".join(writer.open() for writer in writers):
@@ -93,4 +137,14 @@ def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-__all__ = ["DONE", "Frame", "Writer", "dumps", "quote", "stream_events"]
+__all__ = [
+    "DONE",
+    "EventWriter",
+    "Frame",
+    "Writer",
+    "dumps",
+    "named_event",
+    "quote",
+    "stream_answer",
+    "stream_events",
+]

@@ -12,8 +12,8 @@ from .encoder import Encode
 from .errors import ApiError
 from .flow import body_of, client_of, in_thread, json_response, service_of, unless_disconnected
 from .model import Loaded
-from .responses import ERRORS, Text, Tokens, documented
 from .schema import DetokenizeRequest, TokenizeRequest
+from .shapes import ERRORS, Text, Tokens, documented
 
 router = APIRouter()
 

@@ -21,9 +21,11 @@ _KEYS = {
 
 
 _NOT_TEXT = {
+    "document": "documents are",
     "image": "images are",
     "image_url": "images are",
     "input_image": "images are",
+    "input_file": "files are",
     "input_audio": "sound is",
     "audio_url": "sound is",
     "video_url": "videos are",

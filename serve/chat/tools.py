@@ -13,7 +13,7 @@ Tool = Mapping[str, Any]
 """As OpenAI's API has it: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
 MOST_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
             )
         name = function.get("name")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise PromptError(f"{where}.function.name: must be 1 to 64 letters, digits, `_`, `-` and `.`; got {name!r}")
+            raise PromptError(
+                f"{where}.function.name: must be 1 to 128 letters, digits, `_`, `-` and `.`; got {name!r}"
+            )
         if not isinstance(function.get("description") or "", str):
             raise PromptError(f"{where}.function.description: must be text")
         if not isinstance(function.get("parameters") or {}, Mapping):

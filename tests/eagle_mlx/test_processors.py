@@ -454,8 +454,8 @@ def test_a_string_is_found_with_the_token_that_completes_it(text: str, start: in
 def test_of_two_stop_strings_the_earliest_in_the_text_cuts_it() -> None:
     assert WORDED.tokenizer is not None
     stops = StopStrings(("cd", "bcde", "x"), WORDED.tokenizer)
-    assert stops.cut("abcdef") == "a"
-    assert stops.cut("none") == "none"
+    assert stops.cut("abcdef") == ("a", "bcde")
+    assert stops.cut("none") == ("none", None)
 
 
 def test_a_round_that_is_cancelled_was_never_counted() -> None:

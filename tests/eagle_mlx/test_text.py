@@ -73,7 +73,7 @@ def test_what_is_streamed_is_the_text_and_no_stop_string_is_missed(
     watch = StopStrings(stop, TOKENIZER)
     assert [watch.complete(token) for token in tokens[:end]] == [False] * (end - 1) + [True]
     stream, shown, at = TextStream(TOKENIZER, stop), "", 0
-    final = watch.cut(texts[end])
+    final, _ = watch.cut(texts[end])
     while at < end:
         size = sizes[at % len(sizes)]
         at += size

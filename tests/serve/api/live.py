@@ -21,6 +21,7 @@ from eagle_mlx.serve.api.server import Server, address, listen
 from eagle_mlx.serve.api.service import Service, Settings
 from eagle_mlx.serve.api.worker import Worker
 from tests.fakes import tiny_head, tiny_target
+from tests.serve.chat.formats import target_of
 
 NAME = "tiny"
 DEPTH = 3
@@ -36,6 +37,12 @@ def engine(mode: str = "ngram", max_batch: int = 4, context: int = 512, **settin
         "eagle": lambda: em.HeadProposer(tiny_head(target, draft_vocab=512)),
     }[mode]()
     return em.Engine(target, proposer, em.FixedPolicy(DEPTH), max_batch, **settings)  # type: ignore[arg-type]
+
+
+def loaded_format(name: str) -> Loaded:
+    """A model with the chat format of this name, which drafts n-grams."""
+    made = em.Engine(target_of(name, special=True), em.NgramProposer(), em.FixedPolicy(DEPTH), 4)
+    return Loaded(made, "ngram", DEPTH)
 
 
 class Live:

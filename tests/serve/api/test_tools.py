@@ -8,28 +8,21 @@ from typing import Any
 
 import pytest
 
-import eagle_mlx as em
-from eagle_mlx.serve.api.model import Loaded
-from tests.serve.api.live import DEPTH, NAME, Live, live
-from tests.serve.chat.formats import WEATHER, target_of
+from tests.serve.api.live import NAME, Live, live, loaded_format
+from tests.serve.chat.formats import WEATHER
 
 USER: Any = [{"role": "user", "content": "How is the weather in Oslo?"}]
 
 
-def load(name: str) -> Loaded:
-    engine = em.Engine(target_of(name, special=True), em.NgramProposer(), em.FixedPolicy(DEPTH), 4)
-    return Loaded(engine, "ngram", DEPTH)
-
-
 @pytest.fixture(scope="module")
 def thinker() -> Iterator[Live]:
-    with live(lambda: load("thinking")) as running:
+    with live(lambda: loaded_format("thinking")) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def caller() -> Iterator[Live]:
-    with live(lambda: load("qwen")) as running:
+    with live(lambda: loaded_format("qwen")) as running:
         yield running
 
 

@@ -178,7 +178,7 @@ def function(**fields: Any) -> dict[str, Any]:
         ([{"type": "web_search"}], None, r"tools\[0\]"),
         ([function(), function()], None, "tools"),
         ([function(name="no spaces")], None, r"tools\[0\]\.function\.name"),
-        ([function(name="x" * 65)], None, r"tools\[0\]\.function\.name"),
+        ([function(name="x" * 129)], None, r"tools\[0\]\.function\.name"),
         ([function(parameters="none")], None, r"tools\[0\]\.function\.parameters"),
         ([function(description=["x"])], None, r"tools\[0\]\.function\.description"),
         ([], "required", "tool_choice"),

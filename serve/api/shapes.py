@@ -183,10 +183,12 @@ class Text(Shape):
 ERRORS = (400, 401, 404, 413, 429, 500, 503)
 """How a POST may end."""
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-EVENTS = {"content": {"text/event-stream": {"schema": _EVENT}}}
+EVENTS: dict[str, Any] = {"content": {"text/event-stream": {"schema": _EVENT}}}
 """What an answer may be instead."""
 
 
-def documented(answer: type[Shape], *errors: int, **more: Any) -> dict[int | str, dict[str, Any]]:
-    """A route's `responses`: its answer, and the errors that it may end in."""
-    return {200: {"model": answer, **more}, **{status: {"model": Error} for status in errors}}
+def documented(
+    answer: type[Shape], *errors: int, error: type[Shape] = Error, **more: Any
+) -> dict[int | str, dict[str, Any]]:
+    """A route's `responses`: its answer, and the errors that it may end in, in their shape."""
+    return {200: {"model": answer, **more}, **{status: {"model": error} for status in errors}}

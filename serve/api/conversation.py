@@ -1,0 +1,111 @@
+"""What the front doors beside Chat Completions share: their turns and parts, written as what that route takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from pydantic import Discriminator, Field
+
+from .errors import ApiError, ContextExceeded
+from .schema import Body
+
+PARAGRAPH = "\n\n"
+"""Between pieces of text that came as blocks of their own."""
+EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
+"""Efforts that templates do not know, by those that they do: low, medium and high."""
+
+
+class Extensions(Body):
+    """What this server takes beside each API's own fields."""
+
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    spec_decode: Literal["none", "ngram", "draft", "eagle", "mtp"] | None = None
+    num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
+
+    def extensions(self) -> dict[str, Any]:
+        """Those that were given, under the names that they have there too."""
+        return self.model_dump(include=set(Extensions.model_fields), exclude_none=True)
+
+
+class Conversation:
+    """Turns in, messages of Chat Completions out.
+
+    What a role says several times in a row is one message: many templates refuse roles that do not alternate.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def say(self, role: Literal["system", "user"], text: str) -> None:
+        if self.messages and self.messages[-1]["role"] == role:
+            self.messages[-1]["content"] += PARAGRAPH + text
+        else:
+            self.messages.append({"role": role, "content": text})
+
+    def answer(self, text: str) -> None:
+        """A piece of what the model said, as it was written: nothing comes between it and the next."""
+        self._turn["content"] += text
+
+    def think(self, text: str) -> None:
+        self._turn["reasoning_content"] = PARAGRAPH.join(filter(None, (self._turn.get("reasoning_content"), text)))
+
+    def call(self, id: str, name: str, arguments: str) -> None:
+        """arguments: the JSON text of an object."""
+        call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._turn.setdefault("tool_calls", []).append(call)
+
+    def result(self, id: str, text: str) -> None:
+        """What a call came to."""
+        self.messages.append({"role": "tool", "tool_call_id": id, "content": text})
+
+    @property
+    def _turn(self) -> dict[str, Any]:
+        """The message that the model is saying."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.messages.append({"role": "assistant", "content": ""})
+        return self.messages[-1]
+
+
+def tag_of(value: object, otherwise: str = "") -> str:
+    """The type of a block, as a tag that is no name: places in bodies then name fields alone."""
+    kind = value.get("type", otherwise) if isinstance(value, dict) else None
+    return f"<{kind}>"
+
+
+def one_of(*kinds: str, otherwise: str = "") -> Discriminator:
+    """Tells blocks apart by their type. otherwise: the type of those that do not say."""
+    said = f"the type must be one of {', '.join(kinds)}"
+    return Discriminator(
+        lambda value: tag_of(value, otherwise), custom_error_type="unknown_block", custom_error_message=said
+    )
+
+
+@contextmanager
+def named_as(names: Mapping[str, str], tools: Sequence[int] = ()) -> Iterator[None]:
+    """Let errors name the fields of the API that was asked, and not those of Chat Completions.
+
+    names: patterns of the latter, by what they are in the former. tools: places in the request of the tools offered.
+    """
+    try:
+        yield
+    except ContextExceeded as e:
+        field = _renamed(e.param or "", names, tools)
+        raise ContextExceeded(e.message, field, e.prompt, e.context) from e
+    except ApiError as e:
+        param = None if e.param is None else _renamed(e.param, names, tools)
+        raise ApiError(e.status, _renamed(e.message, names, tools), param, e.code, e.headers) from e
+
+
+def _renamed(text: str, names: Mapping[str, str], tools: Sequence[int]) -> str:
+    """A text with the field at its beginning under its other name."""
+    for pattern, name in names.items():
+        if found := re.match(pattern, text):
+            text = name + text[found.end() :]
+            break
+    return re.sub(r"^tools\[(\d+)\]", lambda m: f"tools[{tools[int(m[1])]}]" if int(m[1]) < len(tools) else m[0], text)

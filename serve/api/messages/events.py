@@ -1,0 +1,167 @@
+"""An answer as a message of the Messages API, whole or as the events that make it up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_mlx.engine.output import Output
+from eagle_mlx.request import Request as EngineRequest
+
+from ..answer import stats
+from ..chat import ChatAnswer, DeltaStream, finish_reason
+from ..errors import ApiError
+from ..parts import Kind, Part, part_of, parts_of
+from ..service import Call
+from ..stream import named_event, quote, stream_answer
+from ..worker import RequestEvent
+from .schema import MessagesRequest
+
+PING = 'event: ping\ndata: {"type":"ping"}\n\n'
+_DELTAS: dict[Kind, tuple[str, str]] = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
+
+
+@dataclass(frozen=True)
+class MessageAnswer:
+    """A chat that is answered with a message."""
+
+    body: MessagesRequest
+    chat: ChatAnswer
+
+    @property
+    def requests(self) -> Sequence[EngineRequest]:
+        return self.chat.requests
+
+    @property
+    def hides_thoughts(self) -> bool:
+        return self.body.thinking is not None and self.body.thinking.display == "omitted"
+
+    def response(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
+        (output,) = outputs
+        parts = parts_of(self.chat.deltas(output))
+        content = [self._block(call, part) for part in parts]
+        ended = self.ended(output, any(part.kind == "call" for part in parts))
+        return self.message(call, content, _usage(output)) | ended | stats(call, outputs)
+
+    def stream(self, call: Call) -> AsyncIterator[bytes]:
+        return stream_answer(call, _Writer(self, call))
+
+    def message(self, call: Call, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        """One that has not ended."""
+        return {
+            "id": f"msg_{call.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": call.service.settings.name,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+
+    def ended(self, output: Output, calls: bool) -> dict[str, Any]:
+        """Why a message ended."""
+        reason = finish_reason(output, calls)
+        if reason == "tool_calls":
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if reason == "length":
+            cut_off = len(output.tokens) < self.body.max_tokens
+            why = "model_context_window_exceeded" if cut_off else "max_tokens"
+            return {"stop_reason": why, "stop_sequence": None}
+        return {"stop_reason": "stop_sequence" if output.stop else "end_turn", "stop_sequence": output.stop}
+
+    def _block(self, call: Call, part: Part) -> dict[str, Any]:
+        block = opened(part)
+        if part.call is not None:
+            block["input"] = json.loads(part.call.arguments)
+        elif part.kind == "reasoning":
+            block |= {"thinking": "" if self.hides_thoughts else part.text, "signature": signature(call)}
+        else:
+            block["text"] = part.text
+        return block
+
+
+def opened(part: Part) -> dict[str, Any]:
+    """A block as it begins."""
+    if part.call is not None:
+        return {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": {}}
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
+
+
+def signature(call: Call) -> str:
+    """Clients send a thought back only with one. It proves nothing: whoever may ask may also say what was thought."""
+    return f"sig_{call.id}"
+
+
+def _usage(output: Output) -> dict[str, Any]:
+    """Anthropic's counts, in which what came from the cache is no input."""
+    return {
+        "input_tokens": output.prompt_tokens - output.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": output.cached_tokens,
+        "output_tokens": len(output.tokens),
+    }
+
+
+class _Writer:
+    """One block after the other: each is opened, continued and stopped before the next."""
+
+    def __init__(self, answer: MessageAnswer, call: Call):
+        self._answer, self._call = answer, call
+        self._deltas = DeltaStream(answer.chat)
+        self._open: Part | None = None
+        self._index = -1
+        self._calls = False
+
+    def open(self) -> str:
+        """How much of the prompt was cached is not known yet; the last event has the counts that hold."""
+        (request,) = self._answer.requests
+        usage = {"input_tokens": len(request.prompt), "cache_creation_input_tokens": 0}
+        usage |= {"cache_read_input_tokens": 0, "output_tokens": 0}
+        message = self._answer.message(self._call, [], usage)
+        return named_event({"type": "message_start", "message": message}) + PING
+
+    def write(self, event: RequestEvent) -> str:
+        return "".join(self._piece(part_of(delta)) for delta in self._deltas.push(event))
+
+    def close(self, output: Output) -> str:
+        delta = self._answer.ended(output, self._calls)
+        ended = {"type": "message_delta", "delta": delta, "usage": _usage(output), **stats(self._call, [output])}
+        return self._stop() + named_event(ended) + named_event({"type": "message_stop"})
+
+    def fail(self, error: ApiError) -> str:
+        return named_event(error.messages_body)
+
+    def _piece(self, part: Part) -> str:
+        opening = ""
+        if self._open is None or not self._open.continues_with(part):
+            opening = self._stop() + self._start(part)
+        if part.call is not None:
+            self._calls = True
+            return opening + self._delta("input_json_delta", "partial_json", part.call.arguments)
+        if part.kind == "reasoning" and self._answer.hides_thoughts:
+            return opening
+        return opening + self._delta(*_DELTAS[part.kind], part.text)
+
+    def _start(self, part: Part) -> str:
+        self._open = part
+        self._index += 1
+        return named_event({"type": "content_block_start", "index": self._index, "content_block": opened(part)})
+
+    def _stop(self) -> str:
+        if self._open is None:
+            return ""
+        signed = self._open.kind == "reasoning"
+        self._open = None
+        last = self._delta("signature_delta", "signature", signature(self._call)) if signed else ""
+        return last + named_event({"type": "content_block_stop", "index": self._index})
+
+    def _delta(self, kind: str, name: str, text: str) -> str:
+        """An event for every piece, so it is put together without a dictionary."""
+        delta = f'{{"type":"{kind}","{name}":{quote(text)}}}'
+        head = 'event: content_block_delta\ndata: {"type":"content_block_delta","index":'
+        return f'{head}{self._index},"delta":{delta}}}\n\n'

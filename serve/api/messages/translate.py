@@ -1,0 +1,135 @@
+"""A request of the Messages API as the one of Chat Completions that means the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ..conversation import EFFORTS, PARAGRAPH, Conversation
+from ..errors import ApiError
+from ..schema import ChatRequest
+from .schema import (
+    Block,
+    ClientTool,
+    CountTokensRequest,
+    MessagesRequest,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    Turn,
+)
+
+FIELDS = {
+    r"stop\b(?! string)": "stop_sequences",
+    r"response_format\.json_schema\.schema": "output_config.format.schema",
+    r"messages(\[\d+\][\w.\[\]]*)": "messages",
+}
+"""Fields of Chat Completions, and what they are here."""
+_BILLING = "x-anthropic-billing-header:"
+"""Begins a system block of Claude Code that differs in every request, so that no prompt would begin like another
+(github.com/ggml-org/llama.cpp/pull/20623)."""
+_ROLES = {"user": (TextBlock, ToolResultBlock), "system": (TextBlock,)}
+
+
+def chat_request(body: CountTokensRequest) -> ChatRequest:
+    """The chat, without max_tokens, which is only a bound here. Raises ApiError that names the field."""
+    asked: dict[str, Any] = {"messages": _messages(body), **body.extensions(), **_tools(body)}
+    if body.thinking is not None:
+        thinks = {"enable_thinking": body.thinking.type != "disabled"}
+        asked["chat_template_kwargs"] = thinks | (body.chat_template_kwargs or {})
+    if (output := body.output_config) is not None:
+        if output.effort is not None:
+            asked["reasoning_effort"] = EFFORTS.get(output.effort, output.effort)
+        if output.format is not None:
+            asked["response_format"] = {"type": "json_schema", "json_schema": {"schema": output.format.schema_}}
+    if isinstance(body, MessagesRequest):
+        sampling = body.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
+        asked |= sampling | {"stop": body.stop_sequences}
+    return ChatRequest.model_validate(asked)
+
+
+def tool_places(body: CountTokensRequest) -> list[int]:
+    """Where in the request those tools are that the model is told of."""
+    return [index for index, tool in enumerate(body.tools or ()) if isinstance(tool, ClientTool)]
+
+
+def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
+    conversation = Conversation()
+    system = [TextBlock(type="text", text=body.system)] if isinstance(body.system, str) else body.system or []
+    if text := PARAGRAPH.join(block.text for block in system if not block.text.startswith(_BILLING)):
+        conversation.say("system", text)
+    for index, turn in enumerate(body.messages):
+        _add(conversation, turn, f"messages[{index}].content")
+    if body.messages[-1].role == "assistant":
+        said = "the last message is the assistant's; this server cannot go on with what is given of an answer"
+        raise ApiError(400, f"messages: {said}", "messages")
+    return conversation.messages
+
+
+def _add(conversation: Conversation, turn: Turn, where: str) -> None:
+    blocks = [TextBlock(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
+    if not blocks:
+        raise ApiError(400, f"{where}: must hold at least one block", where)
+    if turn.role == "assistant":
+        _add_answer(conversation, blocks, where)
+        return
+    for index, block in enumerate(blocks):
+        if not isinstance(block, _ROLES[turn.role]):
+            raise _misplaced(block, turn.role, f"{where}[{index}]")
+        if isinstance(block, TextBlock):
+            conversation.say("system" if turn.role == "system" else "user", block.text)
+        elif isinstance(block, ToolResultBlock):
+            conversation.result(block.tool_use_id, _result(block))
+
+
+def _add_answer(conversation: Conversation, blocks: Sequence[Block], where: str) -> None:
+    conversation.answer("")
+    for index, block in enumerate(blocks):
+        if isinstance(block, TextBlock):
+            conversation.answer(block.text)
+        elif isinstance(block, ThinkingBlock):
+            conversation.think(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            conversation.call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+        elif isinstance(block, ToolResultBlock):
+            raise _misplaced(block, "assistant", f"{where}[{index}]")
+
+
+def _misplaced(block: Block, role: str, where: str) -> ApiError:
+    return ApiError(400, f"{where}: a block of type {block.type} cannot stand in a message of role {role}", where)
+
+
+def _result(block: ToolResultBlock) -> str:
+    content = block.content or ""
+    text = content if isinstance(content, str) else PARAGRAPH.join(part.text for part in content)
+    return f"Error: {text}" if block.is_error else text
+
+
+def _tools(body: CountTokensRequest) -> dict[str, Any]:
+    """What may be called. Tools that Anthropic runs are left out where there are others."""
+    given, choice = body.tools or [], body.tool_choice
+    offered = [tool for tool in given if isinstance(tool, ClientTool)]
+    hosted = {tool.name: (at, tool.type) for at, tool in enumerate(given) if not isinstance(tool, ClientTool)}
+    chosen = choice.name if choice is not None and choice.type == "tool" else None
+    if hosted and (not offered or chosen in hosted):
+        at, kind = hosted[chosen] if chosen in hosted else next(iter(hosted.values()))
+        said = f"tools[{at}].type: {kind[:60]} is run by Anthropic's servers; this one offers tools that clients run"
+        raise ApiError(400, said, f"tools[{at}].type")
+    functions = [_function(tool) for tool in offered]
+    asked: dict[str, Any] = {"tools": functions} if functions else {}
+    if choice is None:
+        return asked
+    if choice.type == "tool" and choice.name is None:
+        raise ApiError(400, "tool_choice.name: must name the tool", "tool_choice.name")
+    named = {"type": "function", "function": {"name": choice.name}}
+    asked["tool_choice"] = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
+    if choice.disable_parallel_tool_use:
+        asked["parallel_tool_calls"] = False
+    return asked
+
+
+def _function(tool: ClientTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": function}

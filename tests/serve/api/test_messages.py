@@ -1,0 +1,242 @@
+"""What clients of Anthropic's Messages API get: the text of Chat Completions, in their events and words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+from eagle_mlx.serve.api import flow
+from eagle_mlx.serve.api.limits import Limits
+from tests.serve.api.live import NAME, Live, live, loaded_format, wide
+from tests.serve.chat.formats import WEATHER
+
+URL, COUNT, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"
+USER: Any = [{"role": "user", "content": "def f(x):"}]
+TURNS: Any = [*USER, {"role": "assistant", "content": "return x"}, {"role": "user", "content": "def g(x):"}]
+FUNCTION = WEATHER["function"]
+TOOL: Any = {"name": FUNCTION["name"], "description": "Rain or sun.", "input_schema": FUNCTION["parameters"]}
+GREEDY: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def client(server: Live) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.base, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def thinker() -> Iterator[Live]:
+    with live(lambda: loaded_format("thinking")) as running:
+        yield running
+
+
+def ask(server: Live, **body: Any) -> dict[str, Any]:
+    answer = server.http.post(URL, json=body)
+    assert answer.status_code == 200, answer.text
+    message: dict[str, Any] = answer.json()
+    return message
+
+
+def events(server: Live, **body: Any) -> list[dict[str, Any]]:
+    """The events of a stream, each called as its type."""
+    pieces = server.http.post(URL, json={**body, "stream": True}).text.split("\n\n")
+    assert pieces.pop() == ""
+    named = [piece.split("\n") for piece in pieces]
+    found = [json.loads(data.removeprefix("data: ")) for _, data in named]
+    assert [name.removeprefix("event: ") for name, _ in named] == [event["type"] for event in found]
+    return found
+
+
+def streamed(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The blocks that events make up, and the last event but one; they come in their order."""
+    assert [event["type"] for event in found[:2]] == ["message_start", "ping"]
+    assert [event["type"] for event in found[-2:]] == ["message_delta", "message_stop"]
+    blocks: list[dict[str, Any]] = []
+    is_open = False
+    for event in found[2:-2]:
+        kind = event["type"]
+        assert is_open == (kind != "content_block_start")
+        if kind == "content_block_start":
+            blocks.append(dict(event["content_block"]))
+        elif kind == "content_block_delta":
+            field = {"input_json_delta": "partial_json"}.get(event["delta"]["type"], event["delta"]["type"][:-6])
+            blocks[-1][field] = blocks[-1].get(field, "") + event["delta"][field]
+        assert event["index"] == len(blocks) - 1
+        is_open = kind != "content_block_stop"
+    for block in blocks:
+        if "partial_json" in block:
+            block["input"] = json.loads(block.pop("partial_json"))
+    return blocks, found[-2]
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 7}, {"top_k": 9, "seed": 8}])
+@pytest.mark.parametrize("messages", [USER, TURNS])
+def test_the_text_is_that_of_chat_completions(server: Live, messages: Any, sampling: dict[str, Any]) -> None:
+    asked = {"messages": [{"role": "system", "content": "Be brief."}, *messages], "max_tokens": 24, **sampling}
+    chat = server.http.post(CHAT, json=asked).json()
+    message = ask(server, messages=messages, system="Be brief.", max_tokens=24, **sampling)
+    assert message["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
+    assert (message["stop_reason"], message["stop_sequence"]) == ("max_tokens", None)
+    assert message["usage"]["output_tokens"] == 24
+    blocks, last = streamed(events(server, messages=messages, system="Be brief.", max_tokens=24, **sampling))
+    assert blocks == message["content"]
+    assert last["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+
+
+def test_the_official_client_reads_it_whole_and_streamed(client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(model=NAME, messages=USER, **GREEDY)
+    with client.messages.stream(model=NAME, messages=USER, **GREEDY) as stream:
+        pieces = list(stream.text_stream)
+        final = stream.get_final_message()
+    assert len(pieces) > 1
+    assert "".join(pieces) == whole.content[0].text  # type: ignore[union-attr]
+    assert final.content[0].text == "".join(pieces)  # type: ignore[union-attr]
+    assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 24)
+    counted = client.messages.count_tokens(model=NAME, messages=USER)
+    for each in (whole.usage, final.usage):
+        assert each.input_tokens + (each.cache_read_input_tokens or 0) == counted.input_tokens
+
+
+def test_answers_are_what_the_official_types_say(server: Live) -> None:
+    Message.model_validate(ask(server, messages=USER, **GREEDY), strict=True)
+    adapter: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
+    for event in events(server, messages=USER, **GREEDY):
+        if event["type"] != "ping":
+            adapter.validate_python(event)
+
+
+def test_a_stop_sequence_is_reported_with_its_text(server: Live) -> None:
+    text = ask(server, messages=USER, max_tokens=40, temperature=0)["content"][0]["text"]
+    stop = text[len(text) // 2 :][:5]
+    asked = {"messages": USER, "max_tokens": 40, "temperature": 0, "stop_sequences": ["nay", stop]}
+    message = ask(server, **asked)
+    assert message["content"][0]["text"] == text[: text.find(stop)]
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", stop)
+    blocks, last = streamed(events(server, **asked))
+    assert blocks == message["content"]
+    assert last["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": stop}
+
+
+def test_max_tokens_is_a_bound_that_the_context_may_undercut(server: Live) -> None:
+    """Agents ask for tens of thousands of tokens, whatever the model."""
+    message = ask(server, messages=USER, max_tokens=64_000, temperature=0)
+    usage = message["usage"]
+    assert message["stop_reason"] == "model_context_window_exceeded"
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["output_tokens"] == 512
+    assert ask(server, messages=USER, max_tokens=1)["stop_reason"] == "max_tokens"
+
+
+def test_tokens_are_counted_as_they_are_used(server: Live) -> None:
+    asked = {"messages": [{"role": "user", "content": "count these " * 9}], "system": "New here: " + "9" * 40}
+    counted = server.http.post(COUNT, json=asked).json()
+    assert counted == {"input_tokens": ask(server, **asked, max_tokens=1)["usage"]["input_tokens"]}
+    usage = ask(server, **asked, max_tokens=1)["usage"]
+    assert usage["cache_read_input_tokens"] > 20
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted["input_tokens"]
+    assert usage["cache_creation_input_tokens"] == 0
+    first = events(server, **asked, max_tokens=1)
+    assert first[0]["message"]["usage"]["input_tokens"] == counted["input_tokens"]
+    assert first[-2]["usage"] == usage
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
+def test_a_tool_is_called_and_its_result_goes_back(thinker: Live, choice: dict[str, Any]) -> None:
+    weather = [{"role": "user", "content": "How is the weather in Oslo?"}]
+    free = {"messages": weather, "tools": [TOOL], "max_tokens": 300, "seed": 5}
+    asked: dict[str, Any] = {**free, "tool_choice": choice | {"disable_parallel_tool_use": True}}
+    message = ask(thinker, **asked)
+    (call,) = message["content"]
+    assert (call["type"], call["name"], message["stop_reason"]) == ("tool_use", "get_weather", "tool_use")
+    assert set(call["input"]) >= set(FUNCTION["parameters"]["required"])
+    (block,), last = streamed(events(thinker, **asked))
+    assert block | {"id": call["id"]} == call
+    assert last["delta"]["stop_reason"] == "tool_use"
+    # The next turn, as clients send it: the same prompt as the one of Chat Completions.
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "sunny"}]}
+    again = [*weather, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    function = {"name": call["name"], "arguments": json.dumps(call["input"])}
+    told = [
+        *weather,
+        {"role": "assistant", "content": "", "tool_calls": [{"id": call["id"], "function": function}]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "sunny"},
+    ]
+    offered = {"type": "function", "function": {**FUNCTION, "description": TOOL["description"]}}
+    chat = {"messages": told, "tools": [offered], "max_tokens": 9, "seed": 5}
+    said = thinker.http.post(CHAT, json=chat).json()
+    answer = ask(thinker, **free | {"messages": again, "max_tokens": 9})
+    assert answer["content"][0]["text"] == said["choices"][0]["message"]["content"]
+    used = answer["usage"]
+    assert used["input_tokens"] + used["cache_read_input_tokens"] == said["usage"]["prompt_tokens"]
+
+
+def test_thoughts_are_blocks_that_go_back(thinker: Live) -> None:
+    asked = {"messages": USER, "max_tokens": 40, "seed": 3, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    template = {"chat_template_kwargs": {"enable_thinking": True}}
+    chat = thinker.http.post(CHAT, json={"messages": USER, "max_tokens": 40, "seed": 3, **template}).json()
+    message = ask(thinker, **asked)
+    (thought,) = message["content"]
+    assert (thought["type"], bool(thought["signature"])) == ("thinking", True)
+    assert thought["thinking"] == chat["choices"][0]["message"]["reasoning_content"]
+    (block,), _ = streamed(events(thinker, **asked))
+    assert block["thinking"] == thought["thinking"]
+    assert block["signature"]
+    hidden = asked | {"thinking": {"type": "adaptive", "display": "omitted"}}
+    assert (
+        ask(thinker, **hidden)["content"][0]["thinking"] == streamed(events(thinker, **hidden))[0][0]["thinking"] == ""
+    )
+    assert ask(thinker, **asked | {"thinking": {"type": "disabled"}})["content"][0]["type"] == "text"
+    # What was thought is in the prompt of the next turn.
+    redacted = {"type": "redacted_thinking", "data": "EmwK"}
+    back = [*USER, {"role": "assistant", "content": [thought, redacted, {"type": "text", "text": "y"}]}, *USER]
+    reasoning = {"role": "assistant", "content": "y", "reasoning_content": thought["thinking"]}
+    tokens = thinker.http.post("/tokenize", json={"messages": [*USER, reasoning, *USER]}).json()["count"]
+    assert thinker.http.post(COUNT, json={"messages": back}).json()["input_tokens"] == tokens
+
+
+def test_an_answer_follows_a_schema(server: Live) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+    form = {"format": {"type": "json_schema", "schema": schema | {"additionalProperties": False}}, "effort": "max"}
+    message = ask(server, messages=USER, max_tokens=60, seed=1, output_config=form)
+    assert json.loads(message["content"][0]["text"])["a"] in ("x", "y")
+    assert message["stop_reason"] == "end_turn"
+
+
+def test_a_client_that_leaves_frees_its_row(server: Live) -> None:
+    body = {"messages": USER, "max_tokens": 400, "stream": True, "temperature": 0}
+    with server.slowed(0.01):
+        with server.http.stream("POST", URL, json=body) as answer:
+            next(answer.iter_text())
+            server.until(lambda: server.service.running > 0)
+        assert not server.idle
+    assert server.until(lambda: server.idle) < 1.0
+
+
+@pytest.mark.parametrize(("path", "sign"), [(URL, 'event: ping\ndata: {"type"'), (CHAT, ": waiting\n")])
+def test_a_stream_that_waits_gives_signs_of_life(
+    server: Live, monkeypatch: pytest.MonkeyPatch, path: str, sign: str
+) -> None:
+    monkeypatch.setattr(flow, "KEEP_ALIVE_SECONDS", 0.02)
+    body = {"messages": USER, "max_tokens": 3, "stream": True}
+    with server.slowed(), server.http.stream("POST", path, json=body) as answer:
+        text, pieces = "", answer.iter_text()
+        while text.count(sign) < 3:
+            text += next(pieces)
+    server.until(lambda: server.idle)
+
+
+def test_keys_are_taken_as_anthropics_clients_send_them() -> None:
+    with live(settings=wide(Limits(), api_key="secret")) as server:
+        for headers, status in [({"x-api-key": "secret"}, 200), ({"x-api-key": "wrong"}, 401), ({}, 401)]:
+            answer = server.http.post(
+                URL, json={"messages": USER, "max_tokens": 1}, headers={"Authorization": ""} | headers
+            )
+            assert answer.status_code == status
+        assert answer.json()["error"]["type"] == "authentication_error"
+        with anthropic.Anthropic(base_url=server.base, api_key="secret") as client:
+            assert client.messages.create(model=NAME, messages=USER, max_tokens=1).usage.output_tokens == 1
