@@ -9,16 +9,27 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from . import chat, completions, metrics, page, status, tokenize
+from . import chat, completions, embeddings, metrics, page, status, tokenize
 from .errors import add_handlers
 from .guard import FramingGuard, HostGuard, KeyGuard
 from .messages.route import router as messages
 from .openapi import add_schema
 from .pools import Threads
+from .responses.memory import ResponseMemory
+from .responses.route import router as responses
 from .service import Service, Settings
 from .worker import Worker
 
-ROUTERS = (chat.router, completions.router, messages, status.router, tokenize.router, page.router)
+ROUTERS = (
+    chat.router,
+    completions.router,
+    responses,
+    messages,
+    embeddings.router,
+    status.router,
+    tokenize.router,
+    page.router,
+)
 
 
 def create_app(settings: Settings, worker: Worker) -> FastAPI:
@@ -42,6 +53,7 @@ def create_app(settings: Settings, worker: Worker) -> FastAPI:
 
     app = FastAPI(title="eagle-serve", version="1", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.service = service
+    app.state.responses = ResponseMemory(settings.limits.responses, settings.limits.response_bytes)
     app.state.registry = metrics.registry(service)
     add_handlers(app)
     for router in ROUTERS:
@@ -50,7 +62,7 @@ def create_app(settings: Settings, worker: Worker) -> FastAPI:
         app.add_middleware(KeyGuard, key=settings.api_key)
     if settings.origins:  # outside of the guard: browsers ask first without a key
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"]
         )
     if settings.hosts is not None:
         app.add_middleware(HostGuard, allowed=settings.hosts)

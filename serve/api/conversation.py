@@ -72,18 +72,23 @@ class Conversation:
         return self.messages[-1]
 
 
-def tag_of(value: object, otherwise: str = "") -> str:
-    """The type of a block, as a tag that is no name: places in bodies then name fields alone."""
-    kind = value.get("type", otherwise) if isinstance(value, dict) else None
-    return f"<{kind}>"
+def one_of(*kinds: str, otherwise: str = "", alike: Mapping[str, str] | None = None) -> Discriminator:
+    """Tells blocks apart by their type, as a tag that is no name: places in bodies then name fields alone.
 
+    otherwise: the type of those that do not say. alike: types that are read as others.
+    """
 
-def one_of(*kinds: str, otherwise: str = "") -> Discriminator:
-    """Tells blocks apart by their type. otherwise: the type of those that do not say."""
+    def tag(value: object) -> str:
+        kind = (value.get("type") or otherwise) if isinstance(value, dict) else None
+        return f"<{(alike or {}).get(str(kind), kind)}>"
+
     said = f"the type must be one of {', '.join(kinds)}"
-    return Discriminator(
-        lambda value: tag_of(value, otherwise), custom_error_type="unknown_block", custom_error_message=said
-    )
+    return Discriminator(tag, custom_error_type="unknown_block", custom_error_message=said)
+
+
+def without_details(tool: object) -> object:
+    """What there is to know of a tool that is not run here."""
+    return {key: tool[key] for key in ("type", "name") if key in tool} if isinstance(tool, dict) else tool
 
 
 @contextmanager

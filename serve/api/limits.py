@@ -36,6 +36,10 @@ class Limits:
     """Others that are encoded at once."""
     schema_threads: int = 4
     """Requests with a schema that are made ready at once; each may keep a core busy while it is compiled."""
+    responses: int = 1000
+    """Responses that are kept to be gone on from."""
+    response_bytes: int = 64 << 20
+    """Of them together, as JSON: eight bodies of the most that one may have."""
     connections: int = 1000
     """Open at once. mlx-lm allows the process 2048 files at least; half of them are for the rest."""
     head_seconds: float = 60.0

@@ -8,11 +8,13 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from .messages.schema import CountTokensRequest, MessagesRequest
+from .responses.schema import ResponsesRequest
 from .schema import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 _BODIES: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,

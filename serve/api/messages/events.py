@@ -15,7 +15,7 @@ from ..chat import ChatAnswer, DeltaStream, finish_reason
 from ..errors import ApiError
 from ..parts import Kind, Part, part_of, parts_of
 from ..service import Call
-from ..stream import named_event, quote, stream_answer
+from ..stream import EventWriter, named_event, quote, stream_answer
 from ..worker import RequestEvent
 from .schema import MessagesRequest
 
@@ -46,7 +46,10 @@ class MessageAnswer:
         return self.message(call, content, _usage(output)) | ended | stats(call, outputs)
 
     def stream(self, call: Call) -> AsyncIterator[bytes]:
-        return stream_answer(call, _Writer(self, call))
+        return stream_answer(call, self.writer(call))
+
+    def writer(self, call: Call) -> EventWriter:
+        return _Writer(self, call)
 
     def message(self, call: Call, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         """One that has not ended."""

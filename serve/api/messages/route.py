@@ -29,7 +29,7 @@ async def messages(request: Request) -> Response:
     body = await body_of(request, MessagesRequest)
     loaded = service.loaded(body.model)
     places = tool_places(body)
-    chat = chat_request(body)
+    chat = await service.pools.read(lambda: chat_request(body), request.state.size)
     with named_as(FIELDS, places):
         check(chat, service.settings.limits)
 
@@ -41,7 +41,7 @@ async def messages(request: Request) -> Response:
             said = f"prompt is too long: {e.prompt} tokens > {e.context} maximum"
             raise ApiError(400, said, "messages", e.code) from e
 
-    ping = ServerSentEvent({"type": "ping"}, event="ping", sep="\n")
+    ping = ServerSentEvent('{"type":"ping"}', event="ping", sep="\n")
     return await respond(request, 1, prepare, bool(body.stream), ping)
 
 
@@ -52,7 +52,7 @@ async def count_tokens(request: Request) -> Response:
     service.loaded()
     body = await body_of(request, CountTokensRequest)
     loaded = service.loaded(body.model)
-    chat = chat_request(body)
+    chat = await service.pools.read(lambda: chat_request(body), request.state.size)
     with service.encoding(client_of(request)), named_as(FIELDS, tool_places(body)):
         counting = in_thread(request, loaded, lambda encode: read_prompt(chat, loaded, encode)[0])
         return json_response({"input_tokens": len(await unless_disconnected(request, counting))})

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-from ..conversation import Extensions, one_of
+from ..conversation import Extensions, one_of, without_details
 from ..schema import Body, Many, supported
 
 Ignored = Any
@@ -85,9 +85,9 @@ class ClientTool(Body):
 class HostedTool(BaseModel):
     """A tool that Anthropic runs, or whose schema only Anthropic's models know."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(strict=True, json_schema_extra={"additionalProperties": True})
 
-    type: str
+    type: str = Field(json_schema_extra={"not": {"enum": ["custom"]}})
     name: str | None = None
 
 
@@ -97,7 +97,8 @@ def _tool_tag(value: object) -> str:
 
 
 OfferedTool = Annotated[
-    Annotated[ClientTool, Tag("<client>")] | Annotated[HostedTool, Tag("<hosted>")], Discriminator(_tool_tag)
+    Annotated[ClientTool, Tag("<client>")] | Annotated[HostedTool, BeforeValidator(without_details), Tag("<hosted>")],
+    Discriminator(_tool_tag),
 ]
 
 

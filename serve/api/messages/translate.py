@@ -43,7 +43,10 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
         if output.effort is not None:
             asked["reasoning_effort"] = EFFORTS.get(output.effort, output.effort)
         if output.format is not None:
-            asked["response_format"] = {"type": "json_schema", "json_schema": {"schema": output.format.schema_}}
+            asked["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": output.format.schema_},
+            }
     if isinstance(body, MessagesRequest):
         sampling = body.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
         asked |= sampling | {"stop": body.stop_sequences}

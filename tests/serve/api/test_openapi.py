@@ -29,8 +29,24 @@ from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
 CASES = int(os.environ.get("SCHEMA_CASES", in_full("30", "12")))
 """For each route and each kind of case."""
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-BODIES = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
-READS = ("/health", "/version", "/v1/models", "/v1/models/{model}", "/metrics", "/v1/spec_decode/metrics")
+BODIES = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+)
+READS = (
+    "/health",
+    "/version",
+    "/v1/models",
+    "/v1/models/{model}",
+    "/v1/responses/{id}",
+    "/metrics",
+    "/v1/spec_decode/metrics",
+)
 Mode = schemathesis.GenerationMode
 
 
@@ -69,8 +85,9 @@ def test_all_that_can_be_sent(short: Live, path: str, mode: Mode) -> None:
 @pytest.mark.parametrize("path", READS)
 def test_all_that_can_be_read(short: Live, path: str) -> None:
     operation = schemathesis.openapi.from_url(f"{short.base}/openapi.json")[path]["GET"]
-    operation.Case(path_parameters={"model": NAME}).call_and_validate(checks=CHECKS)
-    operation.Case(path_parameters={"model": "a/b%20"}).call_and_validate(checks=CHECKS)
+    parameter = "id" if "{id}" in path else "model"
+    operation.Case(path_parameters={parameter: NAME}).call_and_validate(checks=CHECKS)
+    operation.Case(path_parameters={parameter: "a/b%20"}).call_and_validate(checks=CHECKS)
 
 
 def test_every_route_is_published(short: Live) -> None:
@@ -91,6 +108,9 @@ def test_answers_of_all_kinds_are_as_published(short: Live) -> None:
             "/v1/chat/completions",
             {**asked, "messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 1},
         ),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 4}),
     ]:
         answer = short.http.post(path, json=body)
         assert answer.status_code == 200

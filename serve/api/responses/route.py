@@ -1,0 +1,65 @@
+"""POST /v1/responses, and what is kept of them under /v1/responses/{id}."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from ..chat import prepare_chat
+from ..conversation import named_as
+from ..errors import ApiError
+from ..flow import body_of, json_response, respond, service_of
+from ..sampling import check
+from ..service import Call
+from ..shapes import ERRORS, EVENTS, documented
+from .answer import ResponseAnswer
+from .memory import ResponseMemory
+from .schema import ResponsesRequest
+from .shapes import DeletedResponse, ResponseObject
+from .tools import Functions
+from .translate import FIELDS, chat_request, input_items
+
+router = APIRouter()
+
+
+def memory_of(request: Request) -> ResponseMemory:
+    memory: ResponseMemory = request.app.state.responses
+    return memory
+
+
+@router.post("/v1/responses", responses=documented(ResponseObject, *ERRORS, **EVENTS))
+async def responses(request: Request) -> Response:
+    """The next turn of a conversation, for clients of OpenAI's newer API."""
+    service, memory = service_of(request), memory_of(request)
+    service.loaded()
+    body = await body_of(request, ResponsesRequest)
+    loaded = service.loaded(body.model)
+    before = memory.get(body.previous_response_id, "previous_response_id") if body.previous_response_id else None
+    items = [*(before.items if before is not None else ()), *input_items(body)]
+    nbytes = request.state.size + (before.nbytes if before is not None else 0)
+    functions = Functions.of(body)
+    chat = await service.pools.read(lambda: chat_request(body, items, functions), nbytes)
+    with named_as(FIELDS, functions.places):
+        check(chat, service.settings.limits)
+
+    async def prepare(_: Call) -> ResponseAnswer:
+        with named_as(FIELDS, functions.places):
+            answer = await prepare_chat(request, loaded, chat, body.max_output_tokens)
+        return ResponseAnswer(body, answer, functions, items, nbytes, memory)
+
+    return await respond(request, 1, prepare, bool(body.stream))
+
+
+@router.get("/v1/responses/{id}", responses=documented(ResponseObject, 400, 401, 404))
+async def response(request: Request, id: str) -> Response:
+    """A response that was kept."""
+    if request.query_params.get("stream") == "true":
+        raise ApiError(400, "stream: a response that has ended is given whole; leave stream out", "stream")
+    return json_response(memory_of(request).get(id).response)
+
+
+@router.delete("/v1/responses/{id}", responses=documented(DeletedResponse, 401, 404))
+async def delete_response(request: Request, id: str) -> Response:
+    """Forget a response."""
+    memory_of(request).delete(id)
+    return json_response({"id": id, "object": "response", "deleted": True})

@@ -1,0 +1,257 @@
+"""What clients of OpenAI's Responses API may send."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+
+from ..conversation import Extensions, one_of, without_details
+from ..schema import Body, Many, supported
+
+Ignored = Any
+"""What clients send back of an answer, or say of its making, and what no prompt holds."""
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class TextPart(Body):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Ignored = None
+    logprobs: Ignored = None
+    prompt_cache_breakpoint: Ignored = None
+
+
+class RefusalPart(Body):
+    type: Literal["refusal"]
+    refusal: str
+
+
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
+    one_of("input_text", "output_text", "text", "refusal", alike={"input_text": "text", "output_text": "text"}),
+    BeforeValidator(supported),
+]
+
+
+class MessageItem(Body):
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Many[ContentPart]
+    id: str | None = None
+    status: Status | None = None
+    phase: str | None = None
+
+
+class FunctionCallItem(Body):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: Status | None = None
+    namespace: str | None = None
+    caller: Ignored = None
+
+
+class CustomCallItem(Body):
+    """A call whose input is a text of any form."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    id: str | None = None
+    status: Status | None = None
+    namespace: str | None = None
+    caller: Ignored = None
+
+
+class CallOutputItem(Body):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: str | Many[ContentPart]
+    id: str | None = None
+    status: Status | None = None
+    name: str | None = None
+    namespace: str | None = None
+    caller: Ignored = None
+
+
+class ThoughtText(Body):
+    type: Literal["summary_text", "reasoning_text", "text"]
+    text: str
+
+
+class ReasoningItem(Body):
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: Many[ThoughtText] = Field(default_factory=list)
+    content: Many[ThoughtText] | None = None
+    encrypted_content: str | None = None
+    status: Status | None = None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[FunctionCallItem, Tag("<function_call>")]
+    | Annotated[CallOutputItem, Tag("<function_call_output>")]
+    | Annotated[CustomCallItem, Tag("<custom_tool_call>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    one_of(
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+        otherwise="message",
+        alike={"custom_tool_call_output": "function_call_output"},
+    ),
+]
+
+
+class NamedTool(Body):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
+    description: str | None = None
+    # Of no consequence: every tool is told of at once, and clients call them all themselves.
+    defer_loading: bool | None = None
+    allowed_callers: list[str] | None = None
+
+
+class FunctionTool(NamedTool):
+    type: Literal["function"]
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    output_schema: dict[str, Any] | None = None
+
+
+class CustomTool(NamedTool):
+    """A tool whose input is a text of any form; the model is asked for it as the one argument of a function."""
+
+    type: Literal["custom"]
+    format: dict[str, Any] | None = None
+
+
+OwnTool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")], one_of("function", "custom")
+]
+
+
+class NamespaceTool(Body):
+    """Tools under a common name, as Codex offers those of MCP servers."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: Many[OwnTool]
+
+
+OWN_TOOLS = ("function", "custom", "namespace")
+"""Those that clients run."""
+
+
+class HostedTool(BaseModel):
+    """A tool that OpenAI runs, or whose schema only OpenAI's models know."""
+
+    model_config = ConfigDict(strict=True, json_schema_extra={"additionalProperties": True})
+
+    type: str = Field(json_schema_extra={"not": {"enum": [*OWN_TOOLS]}})
+    name: str | None = None
+
+
+def _tool_tag(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return f"<{kind}>" if kind in OWN_TOOLS else "<hosted>"
+
+
+ResponsesTool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[CustomTool, Tag("<custom>")]
+    | Annotated[NamespaceTool, Tag("<namespace>")]
+    | Annotated[HostedTool, BeforeValidator(without_details), Tag("<hosted>")],
+    Discriminator(_tool_tag),
+]
+
+
+class ChosenTool(Body):
+    type: Literal["function", "custom"]
+    name: str
+    namespace: str | None = None
+
+
+class Reasoning(Body):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    # Thoughts are given as they are; there is nothing that could sum them up.
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(Body):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponsesStreamOptions(Body):
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(Extensions):
+    model: str | None = None
+    input: str | Annotated[Many[Item], Field(min_length=1)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    """As many at most: the context may leave fewer."""
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = None
+    top_k: int | None = None
+    tools: Many[ResponsesTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextConfig | None = None
+    include: (
+        Many[
+            Literal[
+                "reasoning.encrypted_content",
+                "file_search_call.results",
+                "web_search_call.results",
+                "web_search_call.action.sources",
+                "message.input_image.image_url",
+                "computer_call_output.output.image_url",
+                "code_interpreter_call.outputs",
+            ]
+        ]
+        | None
+    ) = None
+    truncation: Literal["disabled"] | None = None
+    top_logprobs: Literal[0] | None = None
+    background: Literal[False] | None = None
+    conversation: None = None
+    prompt: None = None
+    max_tool_calls: None = None
+    # Of no consequence here: who asks, what for, and what OpenAI's own servers do about it.
+    metadata: dict[str, str] | None = None
+    client_metadata: dict[str, Any] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @property
+    def wants_encrypted_thoughts(self) -> bool:
+        return "reasoning.encrypted_content" in (self.include or ())

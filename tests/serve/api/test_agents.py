@@ -1,0 +1,437 @@
+"""What Claude Code and Codex CLI send, and how their APIs refuse, share a batch with chats, and put answers together.
+
+The requests have the shapes of both programs in late 2026, as public issues and captures show them; their words are
+our own. Where: github.com/ggml-org/llama.cpp/pull/20623 (the header among the system blocks),
+github.com/webai-at-home/webai-at-home/issues/214 (Codex's fields), github.com/ROCm/ATOM/pull/2178 (its tools).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle_mlx.engine.output import Output
+from eagle_mlx.sampling_params import SamplingParams
+from eagle_mlx.serve.api.chat import ChatAnswer
+from eagle_mlx.serve.api.messages.events import MessageAnswer
+from eagle_mlx.serve.api.messages.schema import MessagesRequest
+from eagle_mlx.serve.api.model import Loaded
+from eagle_mlx.serve.api.responses.answer import ResponseAnswer
+from eagle_mlx.serve.api.responses.memory import ResponseMemory
+from eagle_mlx.serve.api.responses.schema import ResponsesRequest
+from eagle_mlx.serve.api.responses.tools import Functions
+from eagle_mlx.serve.api.schema import ChatRequest
+from eagle_mlx.serve.api.service import Call, Service
+from eagle_mlx.serve.api.worker import RequestEvent, Worker
+from eagle_mlx.serve.chat import ToolOffer
+from tests.full import some
+from tests.serve.api.live import DEPTH, NAME, Live, engine, live, loaded_format, wide
+from tests.serve.chat.formats import CALL, CLOCK, WEATHER
+
+MESSAGES, COUNT, RESPONSES, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/chat/completions"
+USER: Any = [{"role": "user", "content": "hi"}]
+EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
+COMMAND = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "type": "object",
+    "properties": {"command": {"type": "string"}, "timeout": {"type": "number"}},
+    "required": ["command"],
+    "additionalProperties": False,
+}
+
+
+def claude_code(turn: str) -> dict[str, Any]:
+    """A turn in which two tools have been called. turn: what its header says, which is new every time."""
+    calls = [
+        {"type": "tool_use", "id": f"toolu_{i}", "name": "Bash", "input": {"command": command}}
+        for i, command in enumerate(("ls", "cat a.py"))
+    ]
+    thought = {"type": "thinking", "thinking": "Two looks.", "signature": "sig"}
+    results = [
+        {"type": "tool_result", "tool_use_id": "toolu_0", "content": [{"type": "text", "text": "a.py"}]},
+        {"type": "tool_result", "tool_use_id": "toolu_1", "content": "no such file", "is_error": True, **EPHEMERAL},
+    ]
+    return {
+        "model": NAME,
+        "max_tokens": 32_000,
+        "stream": True,
+        "temperature": 1,
+        "system": [
+            {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.37; cch={turn};"},
+            {"type": "text", "text": "You help with code.", **EPHEMERAL},
+            {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+        ],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "<reminder/>"}, {"type": "text", "text": "Look."}]},
+            {"role": "assistant", "content": [thought, {"type": "text", "text": "I look."}, *calls]},
+            {"role": "user", "content": [*results, {"type": "text", "text": "Go on.", **EPHEMERAL}]},
+        ],
+        "tools": [
+            {"name": "Bash", "description": "Runs a command.", "input_schema": COMMAND},
+            {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+        ],
+        "metadata": {"user_id": "user_1_account__session_2"},
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "xhigh"},
+    }
+
+
+def codex() -> dict[str, Any]:
+    """A turn after a command."""
+    text = {"type": "input_text", "text": "<environment_context/>"}
+    call = {"type": "function_call", "call_id": "c1", "name": "exec_command", "arguments": '{"command": "ls"}'}
+    return {
+        "model": NAME,
+        "instructions": "You help with code.",
+        "input": [
+            {
+                "type": "message",
+                "role": "developer",
+                "content": [{"type": "input_text", "text": "Ask before writing."}],
+            },
+            {"type": "message", "role": "user", "content": [text]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Look."}]},
+            {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "thought:QSBsb29rLg=="},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+            call,
+            {"type": "function_call_output", "call_id": "c1", "output": "a.py"},
+        ],
+        "tools": [
+            {"type": "function", "name": "exec_command", "description": "", "strict": False, "parameters": COMMAND},
+            {
+                "type": "custom",
+                "name": "apply_patch",
+                "format": {"type": "grammar", "syntax": "lark", "definition": "x"},
+            },
+            {
+                "type": "namespace",
+                "name": "mcp__docs",
+                "description": "",
+                "tools": [{"type": "function", "name": "read"}],
+            },
+            {"type": "web_search", "external_web_access": False},
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "0199",
+        "client_metadata": {"x-codex-installation-id": "0199"},
+    }
+
+
+@pytest.fixture(scope="module")
+def caller() -> Iterator[Live]:
+    with live(lambda: loaded_format("thinking")) as running:
+        yield running
+
+
+def test_what_claude_code_sends_is_one_prompt_however_it_is_billed(caller: Live) -> None:
+    body = claude_code("a1")
+    answer = caller.http.post(f"{MESSAGES}?beta=true", json=body, headers={"anthropic-beta": "claude-code-20250219"})
+    assert answer.status_code == 200, answer.text
+    assert '"type":"message_stop"' in answer.text
+    counted = [
+        caller.http.post(COUNT, json={key: value for key, value in claude_code(turn).items() if key in COUNTED}).json()
+        for turn in ("a1", "a much longer header")
+    ]
+    told = [
+        {"role": "system", "content": "You help with code.\n\nBe brief."},
+        {"role": "user", "content": "<reminder/>\n\nLook."},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "Two looks.",
+            "tool_calls": [called("toolu_0", "Bash", "ls"), called("toolu_1", "Bash", "cat a.py")],
+        },
+        {"role": "tool", "tool_call_id": "toolu_0", "content": "a.py"},
+        {"role": "tool", "tool_call_id": "toolu_1", "content": "Error: no such file"},
+        {"role": "user", "content": "Go on."},
+    ]
+    tools = [function("Bash", "Runs a command.", COMMAND)]
+    thinks = {"enable_thinking": True}
+    asked = {"messages": told, "tools": tools, "max_tokens": 1, "chat_template_kwargs": thinks}
+    chat = caller.http.post(CHAT, json=asked).json()
+    assert counted == [{"input_tokens": chat["usage"]["prompt_tokens"]}] * 2
+
+
+COUNTED = ("model", "system", "messages", "tools", "thinking", "context_management", "output_config")
+
+
+def test_what_codex_sends_is_answered(caller: Live) -> None:
+    answer = caller.http.post(RESPONSES, json=codex())
+    assert answer.status_code == 200, answer.text
+    last = json.loads(answer.text.split("\n\n")[-2].split("data: ", 1)[1])
+    assert last["type"] in ("response.completed", "response.incomplete")
+    told = [
+        {"role": "system", "content": "You help with code.\n\nAsk before writing."},
+        {"role": "user", "content": "<environment_context/>\n\nLook."},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "A look.",
+            "tool_calls": [called("c1", "exec_command", "ls")],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "a.py"},
+    ]
+    text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    tools = [
+        function("exec_command", "", COMMAND),
+        function("apply_patch", "The input follows this grammar (lark):\nx", text | {"additionalProperties": False}),
+        function("mcp__docs__read", None, None),
+    ]
+    chat = caller.http.post(CHAT, json={"messages": told, "tools": tools, "max_tokens": 1}).json()
+    assert last["response"]["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+
+
+def called(id: str, name: str, command: str) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": json.dumps({"command": command})}}
+
+
+def function(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
+
+
+def user(*blocks: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(blocks)}], "max_tokens": 1}
+
+
+def items(*given: Any) -> dict[str, Any]:
+    return {"input": list(given)}
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}
+ONE = {"messages": USER, "max_tokens": 1}
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+BAD = {"type": "json_schema", "name": "a", "schema": {"type": "wizard"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"messages": USER}, "max_tokens: field required"),
+        ({**ONE, "max_tokens": 0}, "max_tokens: "),
+        ({"messages": [], "max_tokens": 1}, "messages: "),
+        ({**ONE, "colour": 1}, "colour is not a known field"),
+        ({**ONE, "model": "claude-opus"}, "claude-opus"),
+        ({**ONE, "top_p": 3}, "top_p must be at most 1"),
+        ({**ONE, "stop_sequences": ["x"] * 17}, "stop_sequences has 17 strings"),
+        ({**ONE, "stop_sequences": ["x" * 300]}, "stop_sequences: a stop string is longer"),
+        ({**ONE, "stop_sequences": [1]}, "stop_sequences[0]: "),
+        ({**ONE, "spec_decode": "mtp"}, "spec_decode 'mtp' is not loaded"),
+        ({**ONE, "thinking": {"type": "perhaps"}}, "thinking.type: "),
+        ({**ONE, "messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: "),
+        ({**ONE, "messages": [*USER, {"role": "assistant", "content": "I"}]}, "messages: the last message is"),
+        ({**ONE, "messages": [{"role": "user", "content": []}]}, "messages[0].content: "),
+        (user(IMAGE), "messages[0].content[0]: images are not supported"),
+        (user({"type": "document"}), "messages[0].content[0]: documents are not supported"),
+        (user({"type": "text", "text": "x"}, RESULT), "messages[0].content[1].content[0]: images are not supported"),
+        (user({"type": "poem"}), "messages[0].content[0]: the type must be one of text, thinking"),
+        (user({"type": "text"}), "messages[0].content[0].text: field required"),
+        (user({"type": "tool_use", "id": "a", "name": "f", "input": {}}), "messages[0].content[0]: a block of type"),
+        (user("x"), "messages[0].content[0]: the type must be one of"),
+        ({**ONE, "tools": [{"name": "f f", "input_schema": {}}]}, "tools[0].name: "),
+        ({**ONE, "tools": [SEARCH]}, "tools[0].type: web_search_20250305 is run by Anthropic's servers"),
+        ({**ONE, "tool_choice": {"type": "tool"}}, "tool_choice.name: must name the tool"),
+        ({**ONE, "tool_choice": {"type": "any"}}, "tool_choice: 'required' needs tools"),
+        ({**ONE, "tools": [SEARCH, {"name": "f", "input_schema": {}}]}, "tools: mlx-lm has no parser"),
+        ({**ONE, "output_config": {"format": BAD | {"name": None}}}, "output_config.format.name"),
+        (
+            {**ONE, "output_config": {"format": {"type": "json_schema", "schema": {"type": "wizard"}}}},
+            "output_config.format.schema: ",
+        ),
+        ({**ONE, "messages": [{"role": "user", "content": "x " * 999}]}, "prompt is too long: "),
+    ],
+)
+def test_messages_that_cannot_be_meant(server: Live, body: dict[str, Any], said: str) -> None:
+    answer = server.http.post(MESSAGES, json=body)
+    assert answer.status_code == (404 if "model" in body else 400)
+    error = answer.json()
+    assert error == {"type": "error", "error": {"type": error["error"]["type"], "message": error["error"]["message"]}}
+    assert error["error"]["type"] == ("not_found_error" if "model" in body else "invalid_request_error")
+    assert said in error["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({}, "input", "required"),
+        ({"input": []}, "input", "at least 1"),
+        ({"input": 5}, "input", "valid"),
+        ({"input": "x", "colour": 1}, "colour", "not a known field"),
+        ({"input": "x", "model": "gpt"}, "model", "not served"),
+        ({"input": "x", "previous_response_id": "resp_0"}, "previous_response_id", "not kept"),
+        ({"input": "x", "conversation": "conv_0"}, "conversation", "not supported"),
+        ({"input": "x", "background": True}, "background", "False"),
+        ({"input": "x", "truncation": "auto"}, "truncation", "disabled"),
+        ({"input": "x", "top_logprobs": 2}, "top_logprobs", "0"),
+        ({"input": "x", "include": ["message.output_text.logprobs"]}, "include[0]", "should be"),
+        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "greater"),
+        (items({"type": "item_reference", "id": "a"}), "input[0]", "must be one of message"),
+        (items({"role": "user"}), "input[0].content", "required"),
+        (items({"role": "wizard", "content": "x"}), "input[0].role", "developer"),
+        (items(*USER, {"role": "user", "content": [{"type": "input_image"}]}), "input[1].content[0]", "images are"),
+        (items({"role": "user", "content": [{"type": "input_file"}]}), "input[0].content[0]", "files are"),
+        (items({"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}), "input", "not valid JSON"),
+        (items({"type": "function_call_output", "output": "x"}), "input[0].call_id", "required"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", "run by OpenAI's servers"),
+        ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name", "required"),
+        ({"input": "x", "tools": [{"type": "function", "name": "f"}]}, "tools", "no parser"),
+        ({"input": "x", "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"input": "x", "text": {"format": BAD}}, "text.format.schema", "schema"),
+        ({"input": "x", "text": {"verbosity": "low"}}, "text.verbosity", "medium"),
+        ({"input": "x " * 999}, "input", "the context is 512 tokens"),
+    ],
+)
+def test_responses_that_cannot_be_meant(server: Live, body: dict[str, Any], param: str, said: str) -> None:
+    answer = server.http.post(RESPONSES, json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == (404 if {"model", "previous_response_id"} & set(body) else 400)
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert said in error["message"]
+
+
+def test_other_paths_of_an_api_refuse_in_its_shape(server: Live) -> None:
+    for method, path in [("GET", MESSAGES), ("POST", f"{MESSAGES}/batches")]:
+        answer = server.http.request(method, path)
+        assert answer.status_code in (404, 405)
+        assert answer.json()["type"] == "error"
+    assert "type" not in server.http.get("/v1/messagesandmore").json()
+
+
+def test_a_failure_in_a_stream_is_told_in_each_shape() -> None:
+    def load() -> Loaded:
+        made = engine()
+
+        def broken() -> Any:
+            made.abandon("a bolt is loose")
+            return []
+
+        made.step = broken  # type: ignore[method-assign]
+        return Loaded(made, "ngram", DEPTH)
+
+    with live(load) as server:
+        told = server.http.post(MESSAGES, json={**ONE, "stream": True}).text.split("\n\n")[-2]
+        assert told.startswith("event: error\n")
+        assert json.loads(told.split("data: ")[1])["error"] == {"type": "api_error", "message": "a bolt is loose"}
+        told = server.http.post(RESPONSES, json={"input": "x", "stream": True}).text.split("\n\n")[-2]
+        response = json.loads(told.split("data: ")[1])["response"]
+        assert told.startswith("event: response.failed\n")
+        assert (response["status"], response["error"]["message"]) == ("failed", "a bolt is loose")
+        assert server.http.post(MESSAGES, json=ONE).json()["error"]["type"] == "api_error"
+        assert server.http.post(RESPONSES, json={"input": "x"}).status_code == 500
+
+
+def test_three_apis_in_one_batch_say_what_each_would_say_alone() -> None:
+    def texts(server: Live, seed: int, api: str, more: dict[str, Any]) -> str:
+        sampling = {"seed": seed, "temperature": 0.8, **more}
+        messages = [{"role": "user", "content": f"def f{seed}(x):"}]
+        if api == CHAT:
+            asked = {"messages": messages, "max_tokens": 24, **sampling}
+            return str(server.http.post(CHAT, json=asked).json()["choices"][0]["message"]["content"])
+        if api == MESSAGES:
+            asked = {"messages": messages, "max_tokens": 24, **sampling}
+            return "".join(block["text"] for block in server.http.post(MESSAGES, json=asked).json()["content"])
+        asked = {"input": messages, "max_output_tokens": 24, **sampling}
+        found = server.http.post(RESPONSES, json=asked).json()["output"]
+        return "".join(item["content"][0]["text"] for item in found)
+
+    with live(lambda: Loaded(engine("eagle"), "eagle", DEPTH)) as server, ThreadPoolExecutor(6) as pool:
+        asked = [(seed, api) for seed in (1, 2) for api in (CHAT, MESSAGES, RESPONSES)]
+        alone = [texts(server, *each, {"spec_decode": "none"}) for each in asked]
+        with server.slowed(0.01):
+            together = list(pool.map(lambda each: texts(server, *each, {}), asked))
+        assert together == alone
+        assert alone[0] == alone[1] == alone[2] != alone[3]
+        assert server.service.totals.drafted > 0
+
+
+WRITTEN = f"<think>\nhm, é漢\n</think>\n\nso\n{CALL}\n{CALL}\n over"
+
+
+@pytest.fixture(scope="module")
+def written() -> tuple[Call, ChatAnswer, Output]:
+    """An answer with a part of every kind, as a model would write it."""
+    loaded = loaded_format("thinking")
+    service = Service(wide(), Worker(lambda: loaded))
+    request = loaded.engine.prepare([5], SamplingParams(max_tokens=500))
+    request.tokens = loaded.tokenizer.encode(WRITTEN, add_special_tokens=False)
+    request.finish_reason = "stop"
+    body = ChatRequest.model_validate({"messages": USER})
+    answer = ChatAnswer(body, loaded, [request], ToolOffer.of([WEATHER, CLOCK]), False)
+    return Call(service, 1), answer, Output.of(request, loaded.tokenizer)
+
+
+@settings(max_examples=some(40), deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9))
+def test_the_pieces_of_an_answer_make_up_the_whole(written: tuple[Call, ChatAnswer, Output], sizes: list[int]) -> None:
+    """However many tokens come at a time, for both APIs."""
+    call, chat, output = written
+    tokens, at, index, events = output.tokens, 0, 0, []
+    while at < len(tokens):
+        size = sizes[index % len(sizes)]
+        at, index = at + size, index + 1
+        events.append(RequestEvent(0, tokens[at - size : at], [], output if at >= len(tokens) else None))
+    message = MessageAnswer(MessagesRequest.model_validate({**ONE, "max_tokens": 500}), chat)
+    body = ResponsesRequest.model_validate({"input": "x", "store": False})
+    response = ResponseAnswer(body, chat, Functions(), [], 0, ResponseMemory(0, 0))
+    for answer, put_together in ((message, blocks_of), (response, items_of)):
+        writer = answer.writer(call)
+        text = writer.open() + "".join(map(writer.write, events)) + writer.close(output)
+        found = [json.loads(event.split("data: ", 1)[1]) for event in text.split("\n\n")[:-1]]
+        whole = answer.response(call, [output])
+        assert put_together(found) == without_ids(whole.get("content") or whole["output"])
+    kinds = [block["type"] for block in message.response(call, [output])["content"]]
+    assert kinds == ["thinking", "text", "tool_use", "tool_use", "text"]
+
+
+def blocks_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    for event in found:
+        if event["type"] == "content_block_start":
+            blocks.append(event["content_block"] | {"json": ""})
+        elif event["type"] == "content_block_delta":
+            delta = event["delta"]
+            (field,) = delta.keys() - {"type"}
+            key = "json" if field == "partial_json" else field
+            blocks[-1][key] += delta[field]
+    for block in blocks:
+        written = block.pop("json")
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(written)
+    return without_ids(blocks)
+
+
+def items_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """From the deltas alone, with all else as the items were when they were added."""
+    items: list[dict[str, Any]] = []
+    for event in found:
+        if event["type"] == "response.output_item.added":
+            items.append(event["item"])
+        elif event["type"] == "response.content_part.added":
+            items[-1]["content"].append(event["part"])
+        elif event["type"] == "response.function_call_arguments.delta":
+            items[-1]["arguments"] += event["delta"]
+        elif event["type"].endswith("text.delta"):
+            items[-1]["content"][0]["text"] += event["delta"]
+        elif event["type"] == "response.output_item.done":
+            items[-1]["status"] = event["item"]["status"]
+    return without_ids(items)
+
+
+def without_ids(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in each.items() if key not in ("id", "call_id")} for each in found]

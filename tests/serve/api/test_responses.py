@@ -1,0 +1,271 @@
+"""What clients of OpenAI's Responses API get: the text of Chat Completions as items, in conversations that are kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from eagle_mlx.serve.api.limits import Limits
+from tests.serve.api.live import NAME, Live, live, loaded_format, wide
+from tests.serve.chat.formats import CLOCK, WEATHER
+
+URL, CHAT = "/v1/responses", "/v1/chat/completions"
+USER: Any = [{"role": "user", "content": "def f(x):"}]
+TURNS: Any = [*USER, {"role": "assistant", "content": "return x"}, {"role": "user", "content": "def g(x):"}]
+TOOL: Any = {"type": "function", **WEATHER["function"], "strict": True}
+GREEDY: dict[str, Any] = {"max_output_tokens": 24, "temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def caller() -> Iterator[Live]:
+    with live(lambda: loaded_format("qwen")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def thinker() -> Iterator[Live]:
+    with live(lambda: loaded_format("thinking")) as running:
+        yield running
+
+
+def ask(server: Live, **body: Any) -> dict[str, Any]:
+    answer = server.http.post(URL, json=body)
+    assert answer.status_code == 200, answer.text
+    response: dict[str, Any] = answer.json()
+    return response
+
+
+def said(response: dict[str, Any]) -> str:
+    return "".join(part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"])
+
+
+def events(server: Live, **body: Any) -> list[dict[str, Any]]:
+    """The events of a stream: each is called as its type, and they are numbered."""
+    pieces = server.http.post(URL, json={**body, "stream": True}).text.split("\n\n")
+    assert pieces.pop() == ""
+    named = [piece.split("\n") for piece in pieces]
+    found = [json.loads(data.removeprefix("data: ")) for _, data in named]
+    assert [name.removeprefix("event: ") for name, _ in named] == [event["type"] for event in found]
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def streamed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items that events make up by themselves, which are those that the last event has."""
+    assert [event["type"] for event in found[:2]] == ["response.created", "response.in_progress"]
+    items: list[dict[str, Any]] = []
+    text = ""
+    for event in found[2:-1]:
+        kind = event["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            text = ""
+            items.append(event["item"])
+            assert event["item"]["status"] == "in_progress"
+        elif kind.endswith(".delta"):
+            text += event["delta"]
+        elif kind == "output_item.done":
+            items[-1] = event["item"]
+        elif kind.endswith(".done") and "part" not in event:
+            assert text == event.get("text", event.get("arguments", event.get("input")))
+        assert event["output_index"] == len(items) - 1
+        assert event.get("item_id", items[-1]["id"]) == items[-1]["id"]
+    last = found[-1]["response"]
+    assert found[-1]["type"] == f"response.{last['status']}"
+    assert last["output"] == items
+    return items
+
+
+def alike(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items without their ids, which no two answers share."""
+    return [{key: value for key, value in item.items() if key not in ("id", "call_id")} for item in items]
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 7}, {"top_k": 9, "seed": 8}])
+@pytest.mark.parametrize("given", ["def f(x):", USER, TURNS])
+def test_the_text_is_that_of_chat_completions(server: Live, given: Any, sampling: dict[str, Any]) -> None:
+    messages = USER if isinstance(given, str) else given
+    asked = {"messages": [{"role": "system", "content": "Be brief."}, *messages], "max_tokens": 24, **sampling}
+    chat = server.http.post(CHAT, json=asked).json()
+    mine = {"input": given, "instructions": "Be brief.", "max_output_tokens": 24, **sampling}
+    response = ask(server, **mine)
+    assert said(response) == chat["choices"][0]["message"]["content"]
+    cut_off = chat["choices"][0]["finish_reason"] == "length"
+    ended = ("incomplete", {"reason": "max_output_tokens"}) if cut_off else ("completed", None)
+    assert (response["status"], response["incomplete_details"]) == ended
+    usage, used = response["usage"], chat["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"]) == (used["prompt_tokens"], used["completion_tokens"])
+    assert usage["total_tokens"] == used["total_tokens"]
+    assert usage["output_tokens_details"] == {"reasoning_tokens": 0}
+    assert alike(streamed(events(server, **mine))) == alike(response["output"])
+
+
+def test_the_official_client_reads_it_whole_and_streamed(server: Live) -> None:
+    whole = server.openai.responses.create(model=NAME, input="def f(x):", **GREEDY)
+    with server.openai.responses.stream(model=NAME, input="def f(x):", **GREEDY) as stream:
+        found = list(stream)
+    pieces = [event.delta for event in found if event.type == "response.output_text.delta"]
+    assert len(pieces) > 1
+    assert "".join(pieces) == whole.output_text
+    assert found[-1].type == "response.incomplete"
+    assert found[-1].response.output_text == whole.output_text
+
+
+def test_answers_are_what_the_official_types_say(server: Live) -> None:
+    Response.model_validate(ask(server, input=USER, **GREEDY))
+    adapter: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
+    for event in events(server, input=USER, **GREEDY):
+        adapter.validate_python(event)
+
+
+def test_an_answer_follows_a_schema(server: Live) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+    form = {"type": "json_schema", "name": "a", "strict": True, "schema": schema | {"additionalProperties": False}}
+    response = ask(server, input=USER, max_output_tokens=60, seed=1, text={"format": form})
+    assert json.loads(said(response))["a"] in ("x", "y")
+    assert (response["status"], response["text"]) == ("completed", {"format": form})
+    assert json.loads(said(ask(server, input=USER, seed=1, max_output_tokens=60, text={"format": form}))) == json.loads(
+        said(response)
+    )
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
+def test_a_function_is_called_and_its_output_goes_back(caller: Live, choice: Any) -> None:
+    weather = [{"role": "user", "content": "How is the weather in Oslo?"}]
+    free: dict[str, Any] = {"tools": [TOOL], "max_output_tokens": 300, "seed": 5}
+    asked = {"input": weather, "tool_choice": choice, "parallel_tool_calls": False, **free}
+    response = ask(caller, **asked)
+    (call,) = response["output"]
+    assert (call["type"], call["name"], response["status"]) == ("function_call", "get_weather", "completed")
+    assert set(json.loads(call["arguments"])) >= set(WEATHER["function"]["parameters"]["required"])
+    assert alike(streamed(events(caller, **asked))) == alike([call])
+    # The next turn: by what is kept, by all that was said, and by Chat Completions.
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
+    parts = output | {"output": [{"type": "input_text", "text": "sunny"}]}
+    function = {"name": call["name"], "arguments": call["arguments"]}
+    told = [
+        *weather,
+        {"role": "assistant", "content": "", "tool_calls": [{"id": call["call_id"], "function": function}]},
+        {"role": "tool", "tool_call_id": call["call_id"], "content": "sunny"},
+    ]
+    chat = {"messages": told, "tools": [WEATHER], "max_tokens": 9, "seed": 5}
+    wanted = caller.http.post(CHAT, json=chat).json()["choices"][0]["message"]["content"]
+    short = free | {"max_output_tokens": 9}
+    assert said(ask(caller, input=[output], previous_response_id=response["id"], **short)) == wanted
+    assert said(ask(caller, input=[*weather, call, parts], store=False, **short)) == wanted
+
+
+def test_tools_of_other_kinds_are_functions_to_the_model(caller: Live) -> None:
+    """As Codex offers them; what OpenAI itself would run is left out."""
+    patch = {
+        "type": "custom",
+        "name": "apply_patch",
+        "format": {"type": "grammar", "syntax": "lark", "definition": "x"},
+    }
+    space = {
+        "type": "namespace",
+        "name": "mcp__time",
+        "description": "",
+        "tools": [{"type": "function", **CLOCK["function"]}],
+    }
+    tools = [{"type": "web_search", "external_web_access": False}, patch, space]
+    asked: dict[str, Any] = {"input": USER, "tools": tools, "max_output_tokens": 300, "parallel_tool_calls": False}
+    (clock,) = ask(caller, **asked, tool_choice={"type": "function", "name": "clock", "namespace": "mcp__time"})[
+        "output"
+    ]
+    assert (clock["type"], clock["name"], clock["namespace"]) == ("function_call", "clock", "mcp__time")
+    chosen = asked | {"tool_choice": {"type": "custom", "name": "apply_patch"}, "seed": 1, "temperature": 0.2}
+    found = ask(caller, **chosen)
+    items = streamed(events(caller, **chosen))
+    assert alike(items) == alike(found["output"])
+    # Both go back, each with its output.
+    custom = {"type": "custom_tool_call", "call_id": "b", "name": "apply_patch", "input": "*** Begin Patch"}
+    done = {"type": "custom_tool_call_output", "call_id": "b", "output": "Done"}
+    clocked = {"type": "function_call_output", "call_id": clock["call_id"], "output": "noon"}
+    back = [*USER, clock, custom, clocked, done]
+    assert ask(caller, **asked | {"input": back, "max_output_tokens": 2})["usage"]["output_tokens"] == 2
+
+
+def test_thoughts_are_items_that_go_back(thinker: Live) -> None:
+    thinks = {"chat_template_kwargs": {"enable_thinking": True}, "seed": 3}
+    asked = {"input": USER, "max_output_tokens": 40, "include": ["reasoning.encrypted_content"], **thinks}
+    chat = thinker.http.post(CHAT, json={"messages": USER, "max_tokens": 40, **thinks}).json()["choices"][0]["message"]
+    response = ask(thinker, **asked)
+    (thought,) = response["output"]
+    assert (thought["type"], thought["content"][0]["text"]) == ("reasoning", chat["reasoning_content"])
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 40}
+    assert alike(streamed(events(thinker, **asked))) == alike([thought])
+    assert (
+        ask(thinker, **asked | {"reasoning": {"effort": "none"}, "chat_template_kwargs": None})["output"][0]["type"]
+        == "message"
+    )
+    # A client may send back what it was shown, or what it takes for encrypted.
+    told = [*USER, {"role": "assistant", "content": "y", "reasoning_content": chat["reasoning_content"]}, *USER]
+    count = thinker.http.post("/tokenize", json={"messages": told}).json()["count"]
+    shown = {"type": "reasoning", "id": "rs_1", "summary": [], "content": thought["content"]}
+    sealed = {"type": "reasoning", "summary": [], "encrypted_content": thought["encrypted_content"]}
+    for item in (shown, sealed):
+        back = [*USER, item, {"role": "assistant", "content": [{"type": "output_text", "text": "y"}]}, *USER]
+        assert ask(thinker, input=back, max_output_tokens=1)["usage"]["input_tokens"] == count
+    foreign = [*USER, sealed | {"encrypted_content": "gAAAAABo"}, *USER]
+    assert ask(thinker, input=foreign, max_output_tokens=1)["usage"]["input_tokens"] < count
+
+
+def test_a_conversation_goes_on_from_what_is_kept(server: Live) -> None:
+    first = ask(server, input="def f(x):", instructions="Be brief.", max_output_tokens=9, seed=1)
+    follow = {"input": "def g(x):", "max_output_tokens": 9, "seed": 2}
+    second = ask(server, previous_response_id=first["id"], **follow)
+    # Instructions are not carried on, which OpenAI's documentation says too.
+    whole = [*USER, {"role": "assistant", "content": said(first)}, {"role": "user", "content": "def g(x):"}]
+    assert said(second) == said(ask(server, **follow | {"input": whole}))
+    third = events(server, previous_response_id=second["id"], **follow)[-1]["response"]
+    longer = [*whole, {"role": "assistant", "content": said(second)}, {"role": "user", "content": "def g(x):"}]
+    assert said(third) == said(ask(server, **follow | {"input": longer}))
+    assert server.http.get(f"{URL}/{third['id']}").json() == third
+    assert server.openai.responses.retrieve(first["id"]).output_text == said(first)
+    server.openai.responses.delete(first["id"])
+    with pytest.raises(openai.NotFoundError, match="deleted, or forgotten"):
+        server.openai.responses.retrieve(first["id"])
+    # What came after stands for the whole.
+    assert said(ask(server, previous_response_id=second["id"], **follow)) == said(third)
+
+
+def test_what_is_not_kept_is_not_found() -> None:
+    with live(settings=wide(Limits(responses=2))) as server:
+        ids = [ask(server, input="x", max_output_tokens=1)["id"] for _ in range(3)]
+        ids.append(ask(server, input="x", max_output_tokens=1, store=False)["id"])
+        assert [server.http.get(f"{URL}/{id}").status_code for id in ids] == [404, 200, 200, 404]
+        answer = server.http.post(URL, json={"input": "x", "previous_response_id": ids[0]})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (404, "previous_response_id")
+        assert error["code"] == "previous_response_not_found"
+        assert "the last 2 are kept" in error["message"]
+        assert server.http.delete(f"{URL}/{ids[0]}").status_code == 404
+        assert server.http.get(f"{URL}/{ids[1]}?stream=true").status_code == 400
+    with live(settings=wide(Limits(response_bytes=3000))) as server:
+        ids = [ask(server, input="x" * 400, max_output_tokens=1)["id"] for _ in range(3)]
+        assert [server.http.get(f"{URL}/{id}").status_code for id in ids] == [404, 404, 200]
+
+
+def test_a_client_that_leaves_frees_its_row_and_leaves_nothing(server: Live) -> None:
+    kept = len(server.server.config.app.state.responses)  # type: ignore[union-attr]
+    body = {"input": USER, "max_output_tokens": 400, "stream": True, "temperature": 0}
+    with server.slowed(0.05):
+        with server.http.stream("POST", URL, json=body) as answer:
+            pieces = answer.iter_text()  # which ends the stream when nothing holds it
+            next(pieces)
+            server.until(lambda: server.service.running > 0)
+        assert not server.idle
+    assert server.until(lambda: server.idle) < 1.0
+    assert len(server.server.config.app.state.responses) == kept  # type: ignore[union-attr]
+
+
+def test_embeddings_are_not_served_and_what_is_instead_is_said(server: Live) -> None:
+    with pytest.raises(openai.InternalServerError, match="llama-server --embedding") as raised:
+        server.openai.embeddings.create(model=NAME, input="x")
+    assert raised.value.status_code == 501
