@@ -79,7 +79,8 @@ def one_of(*kinds: str, otherwise: str = "", alike: Mapping[str, str] | None = N
     """
 
     def tag(value: object) -> str:
-        kind = (value.get("type") or otherwise) if isinstance(value, dict) else None
+        given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        kind = otherwise if given is None else given
         return f"<{(alike or {}).get(str(kind), kind)}>"
 
     said = f"the type must be one of {', '.join(kinds)}"

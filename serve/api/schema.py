@@ -13,6 +13,8 @@ from .errors import ApiError
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
+_PLAIN = frozenset({"str", "int", "float", "bool"})
+"""Ways to read a value that no field is called like."""
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 """A token id; whether the vocabulary has it, the engine knows."""
 
@@ -276,7 +278,7 @@ def _path(steps: Iterable[int | str]) -> str:
 
 
 def _is_field(step: int | str) -> bool:
-    return isinstance(step, int) or step.isidentifier()
+    return isinstance(step, int) or (step.isidentifier() and step not in _PLAIN)
 
 
 def _progress(detail: ErrorDetails) -> tuple[int, int, bool]:

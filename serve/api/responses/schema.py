@@ -161,7 +161,7 @@ class HostedTool(BaseModel):
 
 
 def _tool_tag(value: object) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return f"<{kind}>" if kind in OWN_TOOLS else "<hosted>"
 
 

@@ -227,7 +227,7 @@ BAD = {"type": "json_schema", "name": "a", "schema": {"type": "wizard"}}
         ({"messages": [], "max_tokens": 1}, "messages: "),
         ({**ONE, "colour": 1}, "colour is not a known field"),
         ({**ONE, "model": "claude-opus"}, "claude-opus"),
-        ({**ONE, "top_p": 3}, "top_p must be at most 1"),
+        ({**ONE, "top_p": 3}, "top_p must be a number above 0"),
         ({**ONE, "stop_sequences": ["x"] * 17}, "stop_sequences has 17 strings"),
         ({**ONE, "stop_sequences": ["x" * 300]}, "stop_sequences: a stop string is longer"),
         ({**ONE, "stop_sequences": [1]}, "stop_sequences[0]: "),
@@ -373,7 +373,7 @@ def written() -> tuple[Call, ChatAnswer, Output]:
     request.finish_reason = "stop"
     body = ChatRequest.model_validate({"messages": USER})
     answer = ChatAnswer(body, loaded, [request], ToolOffer.of([WEATHER, CLOCK]), False)
-    return Call(service, 1), answer, Output.of(request, loaded.tokenizer)
+    return Call(service, 1, ""), answer, Output.of(request, loaded.tokenizer)
 
 
 @settings(max_examples=some(40), deadline=None)
