@@ -122,6 +122,13 @@ def _arguments(value: Any, where: str) -> dict[str, Any]:
     return arguments
 
 
+def with_late_instructions_said(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages with instructions behind the first turn said by the user, for templates that know no other place."""
+    first = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    late = ({**message, "role": "user"} if message["role"] == "system" else message for message in messages[first:])
+    return [dict(message) for message in (*messages[:first], *late)]
+
+
 def with_argument_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The messages with the arguments of calls as JSON text, for templates that join them to other text."""
     return [

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle_mlx.errors import PromptError
 from eagle_mlx.target import Target
 
-from .messages import Message, read_messages, with_argument_texts
+from .messages import Message, read_messages, with_argument_texts, with_late_instructions_said
 from .reasoning import ReasoningTags
 from .tool_calls import ToolCallTags
 from .tools import Tool, ToolOffer
@@ -94,12 +94,20 @@ class ChatFormat:
     def _rendered(
         self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], str]:
-        """The text, and the messages in the form that gave it: some templates join the arguments of calls to text."""
+        """The text, and the messages in the form that gave it.
+
+        Some templates join the arguments of calls to text, and some refuse instructions behind the first turn.
+        """
         try:
             return messages, self._render(messages, arguments)
         except TypeError:
             messages = with_argument_texts(messages)
             return messages, self._render(messages, arguments)
+        except Exception:  # a template is a program of its own, and raises what it wants
+            said = with_late_instructions_said(messages)
+            if said == messages:
+                raise
+            return self._rendered(said, arguments)
 
     def _render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
         assert self.tokenizer is not None

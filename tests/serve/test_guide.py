@@ -38,6 +38,9 @@ def section(title: str) -> str:
 
 
 EXAMPLES = blocks("python")
+FOR_AGENTS = re.findall(
+    r"^```python\n(.*?)^```", (DOCS / "agents.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +63,7 @@ def calling() -> Iterator[Live]:
         yield running
 
 
-@pytest.mark.parametrize("example", [text for text in EXAMPLES if "tools=" not in text])
+@pytest.mark.parametrize("example", [*(text for text in EXAMPLES if "tools=" not in text), *FOR_AGENTS])
 def test_an_example_in_python(serving: Live, example: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ADDRESS in example
     exec(example.replace(ADDRESS, serving.base), {})

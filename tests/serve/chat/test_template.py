@@ -208,6 +208,15 @@ def test_what_a_template_would_leave_out_is_refused() -> None:
         plain.prompt([*HELLO, called()])
 
 
+def test_instructions_that_come_late_are_said_by_the_user_where_the_template_takes_no_others() -> None:
+    late = [*HELLO, {"role": "assistant", "content": "hi"}, {"role": "system", "content": "Be brief."}]
+    said = [*late[:2], {"role": "user", "content": "Be brief."}]
+    assert written("mistral", late) == written("mistral", said)
+    assert written("qwen", late) != written("qwen", said)
+    with pytest.raises(PromptError, match="not system"):
+        written("mistral", [late[2], *late])
+
+
 def test_what_a_template_raises_is_a_prompt_error() -> None:
     with pytest.raises(PromptError, match="only user and assistant may speak, not system"):
         format_of("mistral").prompt([{"role": "system", "content": "x"}])
