@@ -135,8 +135,13 @@ def _prepare(body: ChatRequest, loaded: Loaded, encode: Encode, at_most: int | N
     return ChatAnswer(body, loaded, requests, offer, thinking)
 
 
-def read_prompt(body: ChatRequest, loaded: Loaded, encode: Encode) -> tuple[list[int], ToolOffer]:
-    """The tokens of a conversation, and what may be called. Raises PromptError, ConfigError or ApiError."""
+def read_prompt(
+    body: ChatRequest, loaded: Loaded, encode: Encode, must_fit: bool = True
+) -> tuple[list[int], ToolOffer]:
+    """The tokens of a conversation, and what may be called. Raises PromptError, ConfigError or ApiError.
+
+    must_fit: whether to refuse what is too long for the context.
+    """
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     choice = body.tool_choice
     choice_given = choice if choice is None or isinstance(choice, str) else choice.model_dump()
@@ -147,10 +152,12 @@ def read_prompt(body: ChatRequest, loaded: Loaded, encode: Encode) -> tuple[list
     messages = [message.plain() for message in body.messages]
 
     def check(text: str) -> None:
-        check_text(text, body.most_tokens, loaded, "messages")
+        if must_fit:
+            check_text(text, body.most_tokens, loaded, "messages")
 
     prompt = loaded.chat.prompt(messages, tools, choice_given, arguments, check, encode)
-    check_context(len(prompt), body.most_tokens, loaded, "messages")
+    if must_fit:
+        check_context(len(prompt), body.most_tokens, loaded, "messages")
     return prompt, offer
 
 

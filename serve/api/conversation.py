@@ -96,7 +96,8 @@ def without_details(tool: object) -> object:
 def named_as(names: Mapping[str, str], tools: Sequence[int] = ()) -> Iterator[None]:
     """Let errors name the fields of the API that was asked, and not those of Chat Completions.
 
-    names: patterns of the latter, by what they are in the former. tools: places in the request of the tools offered.
+    names: patterns of the latter, and templates of what they are in the former. tools: where in the request those
+    are that the model is told of.
     """
     try:
         yield
@@ -112,6 +113,6 @@ def _renamed(text: str, names: Mapping[str, str], tools: Sequence[int]) -> str:
     """A text with the field at its beginning under its other name."""
     for pattern, name in names.items():
         if found := re.match(pattern, text):
-            text = name + text[found.end() :]
+            text = found.expand(name) + text[found.end() :]
             break
     return re.sub(r"^tools\[(\d+)\]", lambda m: f"tools[{tools[int(m[1])]}]" if int(m[1]) < len(tools) else m[0], text)

@@ -252,6 +252,11 @@ def read(kind: type[B], body: bytes, unknown: Literal["forbid", "ignore"] = "for
         raise ApiError(400, "the body must be a JSON object")
     if unknown == "forbid" and (strange := sorted(fields.keys() - kind.model_fields.keys())):
         raise ApiError(400, f"{_short(strange[0])} is not a known field", _short(strange[0]), "unknown_parameter")
+    return validated(kind, fields, unknown)
+
+
+def validated(kind: type[B], fields: dict[str, Any], unknown: Literal["forbid", "ignore"] = "forbid") -> B:
+    """Fields as the request that they should make. Raises ApiError 400 that names the field."""
     try:
         return kind.model_validate(fields, extra=unknown)
     except ValidationError as e:

@@ -15,13 +15,13 @@ from ..service import Call
 from ..shapes import ERRORS, EVENTS, documented
 from .events import MessageAnswer
 from .schema import CountTokensRequest, MessagesRequest
-from .shapes import Message, MessagesError, TokenCount
+from .shapes import MessageObject, MessagesError, TokenCount
 from .translate import FIELDS, chat_request, tool_places
 
 router = APIRouter()
 
 
-@router.post("/v1/messages", responses=documented(Message, *ERRORS, error=MessagesError, **EVENTS))
+@router.post("/v1/messages", responses=documented(MessageObject, *ERRORS, error=MessagesError, **EVENTS))
 async def messages(request: Request) -> Response:
     """The next message of a conversation, for clients of Anthropic's API."""
     service = service_of(request)
@@ -54,5 +54,5 @@ async def count_tokens(request: Request) -> Response:
     loaded = service.loaded(body.model)
     chat = await service.pools.read(lambda: chat_request(body), request.state.size)
     with service.encoding(client_of(request)), named_as(FIELDS, tool_places(body)):
-        counting = in_thread(request, loaded, lambda encode: read_prompt(chat, loaded, encode)[0])
+        counting = in_thread(request, loaded, lambda encode: read_prompt(chat, loaded, encode, must_fit=False)[0])
         return json_response({"input_tokens": len(await unless_disconnected(request, counting))})

@@ -82,7 +82,7 @@ class ClientTool(Body):
     allowed_callers: list[str] | None = None
 
 
-class HostedTool(BaseModel):
+class AnthropicTool(BaseModel):
     """A tool that Anthropic runs, or whose schema only Anthropic's models know."""
 
     model_config = ConfigDict(strict=True, json_schema_extra={"additionalProperties": True})
@@ -96,8 +96,9 @@ def _tool_tag(value: object) -> str:
     return "<client>" if kind in (None, "custom") else "<hosted>"
 
 
+Hosted = Annotated[AnthropicTool, BeforeValidator(without_details)]
 OfferedTool = Annotated[
-    Annotated[ClientTool, Tag("<client>")] | Annotated[HostedTool, BeforeValidator(without_details), Tag("<hosted>")],
+    Annotated[ClientTool, Tag("<client>")] | Annotated[Hosted, Tag("<hosted>")],
     Discriminator(_tool_tag),
 ]
 

@@ -32,7 +32,7 @@ class MessageUsage(Shape):
     output_tokens: int
 
 
-class Message(Shape):
+class MessageObject(Shape):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]

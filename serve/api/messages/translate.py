@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..conversation import EFFORTS, PARAGRAPH, Conversation
+from ..conversation import EFFORTS, PARAGRAPH, Conversation, named_as
 from ..errors import ApiError
-from ..schema import ChatRequest
+from ..schema import ChatRequest, validated
 from .schema import (
     Block,
     ClientTool,
@@ -24,9 +24,11 @@ from .schema import (
 FIELDS = {
     r"stop\b(?! string)": "stop_sequences",
     r"response_format\.json_schema\.schema": "output_config.format.schema",
+    r"tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
+    r"tools\[(\d+)\]\.function": r"tools[\1]",
     r"messages(\[\d+\][\w.\[\]]*)": "messages",
 }
-"""Fields of Chat Completions, and what they are here."""
+"""Fields of Chat Completions, and what they are here. Messages are not the client's own, so none of them is named."""
 _BILLING = "x-anthropic-billing-header:"
 """Begins a system block of Claude Code that differs in every request, so that no prompt would begin like another
 (github.com/ggml-org/llama.cpp/pull/20623)."""
@@ -50,7 +52,8 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     if isinstance(body, MessagesRequest):
         sampling = body.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
         asked |= sampling | {"stop": body.stop_sequences}
-    return ChatRequest.model_validate(asked)
+    with named_as(FIELDS, tool_places(body)):
+        return validated(ChatRequest, asked)
 
 
 def tool_places(body: CountTokensRequest) -> list[int]:

@@ -33,6 +33,8 @@ class ResponseWriter:
         self._parts: list[Part] = []
         """All so far; the last one may go on."""
         self._is_open = False
+        self._id = ""
+        """Of the item that is the last."""
         self._number = -1
 
     def open(self) -> str:
@@ -58,15 +60,17 @@ class ResponseWriter:
         else:
             said = self._done("completed") + self._added(part)
         if part.call is not None:
-            name, field = _INPUT_EVENTS[self._item("completed")["type"]]
-            return said + self._of_item(f"{name}.delta", delta=self._item("completed")[field])
-        more = {"logprobs": []} if part.kind == "text" else {}
+            item = self._item("completed")
+            name, field = _INPUT_EVENTS[item["type"]]
+            return said + self._of_item(f"{name}.delta", delta=item[field])
+        more: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
         return said + self._of_item(f"{_CONTENT_EVENTS[part.kind]}.delta", content_index=0, delta=part.text, **more)
 
     def _added(self, part: Part) -> str:
         self._parts.append(part)
         self._is_open = True
         item = self._item("in_progress")
+        self._id = item["id"]
         if part.call is not None:
             item[_INPUT_EVENTS[item["type"]][1]] = ""
             return self._event("response.output_item.added", output_index=self._index, item=item)
@@ -85,7 +89,7 @@ class ResponseWriter:
             name, field = _INPUT_EVENTS[item["type"]]
             said = self._of_item(f"{name}.done", name=item["name"], **{field: item[field]})
         else:
-            more = {"logprobs": []} if part.kind == "text" else {}
+            more: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
             said = self._of_item(f"{_CONTENT_EVENTS[part.kind]}.done", content_index=0, text=part.text, **more)
             said += self._of_item("response.content_part.done", content_index=0, part=self._content(part.text))
         return said + self._event("response.output_item.done", output_index=self._index, item=item)
@@ -103,7 +107,7 @@ class ResponseWriter:
 
     def _of_item(self, type: str, **fields: Any) -> str:
         """An event of the item that is the last."""
-        return self._event(type, item_id=self._item("in_progress")["id"], output_index=self._index, **fields)
+        return self._event(type, item_id=self._id, output_index=self._index, **fields)
 
     def _event(self, type: str, **fields: Any) -> str:
         self._number += 1

@@ -111,7 +111,7 @@ Item = Annotated[
 ]
 
 
-class NamedTool(Body):
+class ClientRunTool(Body):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
     description: str | None = None
     # Of no consequence: every tool is told of at once, and clients call them all themselves.
@@ -119,14 +119,14 @@ class NamedTool(Body):
     allowed_callers: list[str] | None = None
 
 
-class FunctionTool(NamedTool):
+class FunctionTool(ClientRunTool):
     type: Literal["function"]
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     output_schema: dict[str, Any] | None = None
 
 
-class CustomTool(NamedTool):
+class CustomTool(ClientRunTool):
     """A tool whose input is a text of any form; the model is asked for it as the one argument of a function."""
 
     type: Literal["custom"]
@@ -151,7 +151,7 @@ OWN_TOOLS = ("function", "custom", "namespace")
 """Those that clients run."""
 
 
-class HostedTool(BaseModel):
+class OpenAITool(BaseModel):
     """A tool that OpenAI runs, or whose schema only OpenAI's models know."""
 
     model_config = ConfigDict(strict=True, json_schema_extra={"additionalProperties": True})
@@ -169,7 +169,7 @@ ResponsesTool = Annotated[
     Annotated[FunctionTool, Tag("<function>")]
     | Annotated[CustomTool, Tag("<custom>")]
     | Annotated[NamespaceTool, Tag("<namespace>")]
-    | Annotated[HostedTool, BeforeValidator(without_details), Tag("<hosted>")],
+    | Annotated[OpenAITool, BeforeValidator(without_details), Tag("<hosted>")],
     Discriminator(_tool_tag),
 ]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ...chat import ToolCall
 from ..errors import ApiError
-from .schema import ChosenTool, CustomTool, FunctionTool, HostedTool, NamespaceTool, OwnTool, ResponsesRequest
+from .schema import ChosenTool, CustomTool, FunctionTool, NamespaceTool, OpenAITool, OwnTool, ResponsesRequest
 
 _TEXT = {
     "type": "object",
@@ -44,12 +44,12 @@ class Functions:
 
         Raises ApiError where they are all that there is.
         """
-        found, hosted = cls(), [(at, tool) for at, tool in enumerate(body.tools or ()) if isinstance(tool, HostedTool)]
+        found, hosted = cls(), [(at, tool) for at, tool in enumerate(body.tools or ()) if isinstance(tool, OpenAITool)]
         for at, tool in enumerate(body.tools or ()):
             if isinstance(tool, NamespaceTool):
                 for inner in tool.tools:
                     found._add(at, inner, tool.name)
-            elif not isinstance(tool, HostedTool):
+            elif not isinstance(tool, OpenAITool):
                 found._add(at, tool, None)
         if hosted and not found.functions:
             at, tool = hosted[0]

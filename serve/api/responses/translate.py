@@ -6,8 +6,8 @@ from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from typing import Any
 
-from ..conversation import EFFORTS, PARAGRAPH, Conversation
-from ..schema import ChatRequest
+from ..conversation import EFFORTS, PARAGRAPH, Conversation, named_as
+from ..schema import ChatRequest, validated
 from .schema import (
     CallOutputItem,
     ContentPart,
@@ -24,9 +24,10 @@ from .tools import Functions, custom_arguments, flat_name
 FIELDS = {
     r"response_format\.json_schema\.schema": "text.format.schema",
     r"response_format": "text.format",
+    r"tools\[(\d+)\]\.function": r"tools[\1]",
     r"messages(\[\d+\][\w.\[\]]*)?": "input",
 }
-"""Fields of Chat Completions, and what they are here."""
+"""Fields of Chat Completions, and what they are here. Messages are not the client's own, so no item is named."""
 _SEALED = "thought:"
 """Begins what stands here for an encrypted thought. It is the thought itself in base64: the client could read it."""
 
@@ -36,7 +37,7 @@ def input_items(body: ResponsesRequest) -> list[Item]:
 
 
 def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Functions) -> ChatRequest:
-    """The chat that these items make, without max_output_tokens, which is only a bound."""
+    """The chat that these items make, without max_output_tokens, which is only a bound. Raises ApiError."""
     asked: dict[str, Any] = {
         "messages": _messages(body.instructions, items),
         "tools": functions.functions or None,
@@ -51,7 +52,8 @@ def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Funct
         asked["chat_template_kwargs"] = {"enable_thinking": False} | (body.chat_template_kwargs or {})
     elif effort is not None:
         asked["reasoning_effort"] = EFFORTS.get(effort, effort)
-    return ChatRequest.model_validate(asked)
+    with named_as(FIELDS, functions.places):
+        return validated(ChatRequest, asked)
 
 
 def sealed(thought: str) -> str:

@@ -1,4 +1,4 @@
-"""What Claude Code and Codex CLI send, and how their APIs refuse, share a batch with chats, and put answers together.
+"""What Claude Code and Codex CLI send, and how their APIs refuse, fail, and share a batch with chats.
 
 The requests have the shapes of both programs in late 2026, as public issues and captures show them; their words are
 our own. Where: github.com/ggml-org/llama.cpp/pull/20623 (the header among the system blocks),
@@ -13,26 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from eagle_mlx.engine.output import Output
-from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.serve.api.chat import ChatAnswer
-from eagle_mlx.serve.api.messages.events import MessageAnswer
-from eagle_mlx.serve.api.messages.schema import MessagesRequest
 from eagle_mlx.serve.api.model import Loaded
-from eagle_mlx.serve.api.responses.answer import ResponseAnswer
-from eagle_mlx.serve.api.responses.memory import ResponseMemory
-from eagle_mlx.serve.api.responses.schema import ResponsesRequest
-from eagle_mlx.serve.api.responses.tools import Functions
-from eagle_mlx.serve.api.schema import ChatRequest
-from eagle_mlx.serve.api.service import Call, Service
-from eagle_mlx.serve.api.worker import RequestEvent, Worker
-from eagle_mlx.serve.chat import ToolOffer
-from tests.full import some
-from tests.serve.api.live import DEPTH, NAME, Live, engine, live, loaded_format, wide
-from tests.serve.chat.formats import CALL, CLOCK, WEATHER
+from tests.serve.api.live import DEPTH, NAME, Live, engine, live, loaded_format
 
 MESSAGES, COUNT, RESPONSES, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/chat/completions"
 USER: Any = [{"role": "user", "content": "hi"}]
@@ -216,6 +199,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}
 ONE = {"messages": USER, "max_tokens": 1}
 SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+SPACE = {"type": "namespace", "name": "a b", "tools": [{"type": "function", "name": "f" * 30}]}
 BAD = {"type": "json_schema", "name": "a", "schema": {"type": "wizard"}}
 
 
@@ -245,6 +229,7 @@ BAD = {"type": "json_schema", "name": "a", "schema": {"type": "wizard"}}
         (user("x"), "messages[0].content[0]: the type must be one of"),
         ({**ONE, "tools": [{"name": "f f", "input_schema": {}}]}, "tools[0].name: "),
         ({**ONE, "tools": [SEARCH]}, "tools[0].type: web_search_20250305 is run by Anthropic's servers"),
+        ({**ONE, "tools": [{"name": f"f{i}", "input_schema": {}} for i in range(129)]}, "tools: "),
         ({**ONE, "tool_choice": {"type": "tool"}}, "tool_choice.name: must name the tool"),
         ({**ONE, "tool_choice": {"type": "any"}}, "tool_choice: 'required' needs tools"),
         ({**ONE, "tools": [SEARCH, {"name": "f", "input_schema": {}}]}, "tools: mlx-lm has no parser"),
@@ -290,6 +275,8 @@ def test_messages_that_cannot_be_meant(server: Live, body: dict[str, Any], said:
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", "run by OpenAI's servers"),
         ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name", "required"),
         ({"input": "x", "tools": [{"type": "function", "name": "f"}]}, "tools", "no parser"),
+        ({"input": "x", "tools": [SPACE]}, "tools[0].name", "pattern"),
+        ({"input": "x", "tools": [{"type": "web_search"}, SPACE | {"name": "n" * 120}]}, "tools[1].name", "pattern"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"input": "x", "text": {"format": BAD}}, "text.format.schema", "schema"),
         ({"input": "x", "text": {"verbosity": "low"}}, "text.verbosity", "medium"),
@@ -358,80 +345,3 @@ def test_three_apis_in_one_batch_say_what_each_would_say_alone() -> None:
         assert together == alone
         assert alone[0] == alone[1] == alone[2] != alone[3]
         assert server.service.totals.drafted > 0
-
-
-WRITTEN = f"<think>\nhm, é漢\n</think>\n\nso\n{CALL}\n{CALL}\n over"
-
-
-@pytest.fixture(scope="module")
-def written() -> tuple[Call, ChatAnswer, Output]:
-    """An answer with a part of every kind, as a model would write it."""
-    loaded = loaded_format("thinking")
-    service = Service(wide(), Worker(lambda: loaded))
-    request = loaded.engine.prepare([5], SamplingParams(max_tokens=500))
-    request.tokens = loaded.tokenizer.encode(WRITTEN, add_special_tokens=False)
-    request.finish_reason = "stop"
-    body = ChatRequest.model_validate({"messages": USER})
-    answer = ChatAnswer(body, loaded, [request], ToolOffer.of([WEATHER, CLOCK]), False)
-    return Call(service, 1, ""), answer, Output.of(request, loaded.tokenizer)
-
-
-@settings(max_examples=some(40), deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=9))
-def test_the_pieces_of_an_answer_make_up_the_whole(written: tuple[Call, ChatAnswer, Output], sizes: list[int]) -> None:
-    """However many tokens come at a time, for both APIs."""
-    call, chat, output = written
-    tokens, at, index, events = output.tokens, 0, 0, []
-    while at < len(tokens):
-        size = sizes[index % len(sizes)]
-        at, index = at + size, index + 1
-        events.append(RequestEvent(0, tokens[at - size : at], [], output if at >= len(tokens) else None))
-    message = MessageAnswer(MessagesRequest.model_validate({**ONE, "max_tokens": 500}), chat)
-    body = ResponsesRequest.model_validate({"input": "x", "store": False})
-    response = ResponseAnswer(body, chat, Functions(), [], 0, ResponseMemory(0, 0))
-    for answer, put_together in ((message, blocks_of), (response, items_of)):
-        writer = answer.writer(call)
-        text = writer.open() + "".join(map(writer.write, events)) + writer.close(output)
-        found = [json.loads(event.split("data: ", 1)[1]) for event in text.split("\n\n")[:-1]]
-        whole = answer.response(call, [output])
-        assert put_together(found) == without_ids(whole.get("content") or whole["output"])
-    kinds = [block["type"] for block in message.response(call, [output])["content"]]
-    assert kinds == ["thinking", "text", "tool_use", "tool_use", "text"]
-
-
-def blocks_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    blocks: list[dict[str, Any]] = []
-    for event in found:
-        if event["type"] == "content_block_start":
-            blocks.append(event["content_block"] | {"json": ""})
-        elif event["type"] == "content_block_delta":
-            delta = event["delta"]
-            (field,) = delta.keys() - {"type"}
-            key = "json" if field == "partial_json" else field
-            blocks[-1][key] += delta[field]
-    for block in blocks:
-        written = block.pop("json")
-        if block["type"] == "tool_use":
-            block["input"] = json.loads(written)
-    return without_ids(blocks)
-
-
-def items_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """From the deltas alone, with all else as the items were when they were added."""
-    items: list[dict[str, Any]] = []
-    for event in found:
-        if event["type"] == "response.output_item.added":
-            items.append(event["item"])
-        elif event["type"] == "response.content_part.added":
-            items[-1]["content"].append(event["part"])
-        elif event["type"] == "response.function_call_arguments.delta":
-            items[-1]["arguments"] += event["delta"]
-        elif event["type"].endswith("text.delta"):
-            items[-1]["content"][0]["text"] += event["delta"]
-        elif event["type"] == "response.output_item.done":
-            items[-1]["status"] = event["item"]["status"]
-    return without_ids(items)
-
-
-def without_ids(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in each.items() if key not in ("id", "call_id")} for each in found]

@@ -158,6 +158,8 @@ def check_counts(server: Live) -> None:
     first = events(server, **asked, max_tokens=1)
     assert first[0]["message"]["usage"]["input_tokens"] == counted["input_tokens"]
     assert first[-2]["usage"] == usage
+    long = {"messages": [{"role": "user", "content": "x " * 999}]}
+    assert server.http.post(COUNT, json=long).json()["input_tokens"] > 512
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])

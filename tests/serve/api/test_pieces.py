@@ -1,0 +1,104 @@
+"""Answers put together from their events: the same as the whole, however many tokens come at a time."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle_mlx.engine.output import Output
+from eagle_mlx.sampling_params import SamplingParams
+from eagle_mlx.serve.api.chat import ChatAnswer
+from eagle_mlx.serve.api.messages.events import MessageAnswer
+from eagle_mlx.serve.api.messages.schema import MessagesRequest
+from eagle_mlx.serve.api.responses.answer import ResponseAnswer
+from eagle_mlx.serve.api.responses.memory import ResponseMemory
+from eagle_mlx.serve.api.responses.schema import ResponsesRequest
+from eagle_mlx.serve.api.responses.tools import Functions
+from eagle_mlx.serve.api.schema import ChatRequest
+from eagle_mlx.serve.api.service import Call, Service
+from eagle_mlx.serve.api.worker import RequestEvent, Worker
+from eagle_mlx.serve.chat import ToolOffer
+from tests.full import some
+from tests.serve.api.live import loaded_format, wide
+from tests.serve.chat.formats import CALL, CLOCK, WEATHER
+
+USER: Any = [{"role": "user", "content": "hi"}]
+WRITTEN = f"<think>\nhm, é漢\n</think>\n\nso\n{CALL}\n{CALL}\n over"
+
+
+@pytest.fixture(scope="module")
+def written() -> tuple[Call, ChatAnswer, Output]:
+    """An answer with a part of every kind, as a model would write it."""
+    loaded = loaded_format("thinking")
+    service = Service(wide(), Worker(lambda: loaded))
+    request = loaded.engine.prepare([5], SamplingParams(max_tokens=500))
+    request.tokens = loaded.tokenizer.encode(WRITTEN, add_special_tokens=False)
+    request.finish_reason = "stop"
+    body = ChatRequest.model_validate({"messages": USER})
+    answer = ChatAnswer(body, loaded, [request], ToolOffer.of([WEATHER, CLOCK]), False)
+    return Call(service, 1, ""), answer, Output.of(request, loaded.tokenizer)
+
+
+@settings(max_examples=some(40), deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9))
+def test_the_pieces_of_an_answer_make_up_the_whole(written: tuple[Call, ChatAnswer, Output], sizes: list[int]) -> None:
+    """However many tokens come at a time, for both APIs."""
+    call, chat, output = written
+    tokens, at, index, events = output.tokens, 0, 0, []
+    while at < len(tokens):
+        size = sizes[index % len(sizes)]
+        at, index = at + size, index + 1
+        events.append(RequestEvent(0, tokens[at - size : at], [], output if at >= len(tokens) else None))
+    message = MessageAnswer(MessagesRequest.model_validate({"messages": USER, "max_tokens": 500}), chat)
+    body = ResponsesRequest.model_validate({"input": "x", "store": False})
+    response = ResponseAnswer(body, chat, Functions(), [], 0, ResponseMemory(0, 0))
+    for answer, put_together in ((message, blocks_of), (response, items_of)):
+        writer = answer.writer(call)
+        text = writer.open() + "".join(map(writer.write, events)) + writer.close(output)
+        found = [json.loads(event.split("data: ", 1)[1]) for event in text.split("\n\n")[:-1]]
+        whole = answer.response(call, [output])
+        assert put_together(found) == without_ids(whole.get("content") or whole["output"])
+    kinds = [block["type"] for block in message.response(call, [output])["content"]]
+    assert kinds == ["thinking", "text", "tool_use", "tool_use", "text"]
+
+
+def blocks_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    for event in found:
+        if event["type"] == "content_block_start":
+            blocks.append(event["content_block"] | {"json": ""})
+        elif event["type"] == "content_block_delta":
+            delta = event["delta"]
+            (field,) = delta.keys() - {"type"}
+            key = "json" if field == "partial_json" else field
+            blocks[-1][key] += delta[field]
+    for block in blocks:
+        written = block.pop("json")
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(written)
+    return without_ids(blocks)
+
+
+def items_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """From the deltas alone, with all else as the items were when they were added."""
+    items: list[dict[str, Any]] = []
+    for event in found:
+        if event["type"] == "response.output_item.added":
+            items.append(event["item"])
+        elif event["type"] == "response.content_part.added":
+            items[-1]["content"].append(event["part"])
+        elif event["type"] == "response.function_call_arguments.delta":
+            items[-1]["arguments"] += event["delta"]
+        elif event["type"].endswith("text.delta"):
+            items[-1]["content"][0]["text"] += event["delta"]
+        elif event["type"] == "response.output_item.done":
+            items[-1]["status"] = event["item"]["status"]
+    return without_ids(items)
+
+
+def without_ids(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in each.items() if key not in ("id", "call_id")} for each in found]
