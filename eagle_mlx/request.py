@@ -72,6 +72,8 @@ class Request:
     stops: StopStrings | None = None
     grammar: Grammar | None = None
     """Stands behind the tokens."""
+    boundaries: tuple[int, ...] = ()
+    """Tokens of the prompt that later prompts may begin with, where there is more to keep than at its end."""
     client: str = ""
     """Who asks: clients take turns where requests wait. Those of the empty name are one client."""
     asked: list[int] | None = None
@@ -177,11 +179,11 @@ class Request:
             self.accepted_by_position[position] += position < accepted
 
 
-def make_request(target: Target, prompt: Prompt, params: SamplingParams) -> Request:
-    """A row that has not been decoded yet.
+def make_request(target: Target, prompt: Prompt, params: SamplingParams, boundaries: Sequence[int] = ()) -> Request:
+    """A row that has not been decoded yet. `boundaries`: as in `Request`.
 
-    Raises PromptError for a prompt that is empty or longer than the target's context, or params that the target cannot
-    serve.
+    Raises PromptError for a prompt that is empty or longer than the target's context, boundaries outside of it, or
+    params that the target cannot serve.
     """
     tokens = encode(target, prompt)
     context = target.context_length
@@ -195,6 +197,8 @@ def make_request(target: Target, prompt: Prompt, params: SamplingParams) -> Requ
         raise PromptError(f"a prompt holds a token id outside the target's vocabulary of {target.vocab_size}")
     if max(params.logit_bias, default=0) >= target.vocab_size:
         raise PromptError(f"logit_bias names a token id outside the target's vocabulary of {target.vocab_size}")
+    if outside := [boundary for boundary in boundaries if not 0 <= boundary <= len(tokens)]:
+        raise PromptError(f"boundaries names {outside[0]}, but the prompt has {len(tokens)} tokens")
     goes_on = params.ignore_eos and params.grammar is None
     return Request(
         prompt=tokens,
@@ -204,6 +208,7 @@ def make_request(target: Target, prompt: Prompt, params: SamplingParams) -> Requ
         stop_ids=frozenset(params.stop_token_ids) | (frozenset() if goes_on else target.eos_token_ids),
         stops=_stops(target, params),
         grammar=params.grammar() if params.grammar else None,
+        boundaries=tuple(boundaries),
     )
 
 

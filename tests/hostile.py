@@ -15,7 +15,7 @@ from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.tree import Tree
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Plan, RoundResult
-from eagle_mlx.proposers.base import Observation, ProposerState
+from eagle_mlx.proposers.base import Observation, ProposerState, StatePiece
 from eagle_mlx.target import Target
 
 DEPTHS = (1, 2, 3, 5, 8, 20)
@@ -51,6 +51,21 @@ class Sight:
     """Of the aux layers, one after the other in the last dimension: [H * layers] for each position that was read."""
 
 
+@dataclass
+class SightPiece:
+    """What was shown of some positions, whose tokens are given with the one behind them."""
+
+    text: list[int]
+    hidden: list[np.ndarray[Any, Any]]
+    arrays: tuple[mx.array, ...] = ()
+
+    def split(self, at: int) -> tuple[SightPiece, SightPiece]:
+        return (
+            SightPiece(self.text[: at + 1], self.hidden[:at]),
+            SightPiece(self.text[at:], self.hidden[at:]),
+        )
+
+
 class HostileProposer:
     """Drafts what a row will say as far as it is told in `known`, and is wrong at random, more or less by the round."""
 
@@ -71,6 +86,16 @@ class HostileProposer:
     def open(self, prompts: Sequence[Sequence[int]]) -> HostileState:
         self.fail_by_chance()
         return HostileState(self, [self.sight(prompt[:1] if self.aux_layers else prompt) for prompt in prompts])
+
+    def join(self, pieces: Sequence[StatePiece], length: int) -> HostileState:
+        self.fail_by_chance()
+        text, hidden = [], list[np.ndarray[Any, Any]]()
+        for piece in pieces:
+            assert isinstance(piece, SightPiece)
+            assert piece.text[:1] == text[-1:] or not text
+            text, hidden = [*text[:-1], *piece.text], [*hidden, *piece.hidden]
+        assert length < len(text)
+        return HostileState(self, [self.sight(text[: length + 1], hidden[:length])])
 
     def sight(self, text: Sequence[int], hidden: Sequence[np.ndarray[Any, Any]] = ()) -> Sight:
         self.sights.append(Sight(list(text), list(hidden)))
@@ -156,18 +181,14 @@ class HostileState:
         self.rows[row] = self.rows[-1]
         self.rows.pop()
 
-    @property
-    def arrays(self) -> list[mx.array]:
-        return []
-
     def length(self, row: int) -> int:
         return len(self.rows[row].text) - 1
 
-    def fork(self, row: int, length: int) -> HostileState:
+    def piece(self, row: int, start: int, end: int) -> SightPiece:
         self.proposer.fail_by_chance()
         sight = self.rows[row]
-        assert length < len(sight.text)
-        return HostileState(self.proposer, [self.proposer.sight(sight.text[: length + 1], sight.hidden[:length])])
+        assert 0 <= start < end < len(sight.text)
+        return SightPiece(sight.text[start : end + 1], sight.hidden[start:end])
 
     def _check(self, positions: mx.array) -> None:
         """A round begins where the text ends that the state was shown."""

@@ -9,10 +9,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from eagle_mlx.cache.buffers import copied
 from eagle_mlx.cache.chunked import RaggedChunked
 from eagle_mlx.cache.full import RaggedKV
 from eagle_mlx.cache.kinds import ragged
 from eagle_mlx.cache.lengths import Moves, RowLengths, SavedLengths
+from eagle_mlx.cache.pieces import KVPiece
 from eagle_mlx.cache.quantized import RaggedQuantized
 from eagle_mlx.cache.recurrent import RaggedList, RecurrentState
 from eagle_mlx.cache.window import RaggedWindow
@@ -47,6 +49,9 @@ class RaggedCache(Sequence[Any]):
         parts = self._parts()
         self.recurrent = [part for part in parts if isinstance(part, RecurrentState)]
         self.windows = [part for part in parts if isinstance(part, RaggedWindow)]
+        split = [part for cache in parts for part in (cache.parts if isinstance(cache, RaggedQuantized) else (cache,))]
+        self.positional = [x for x in split if isinstance(x, RaggedKV) and not isinstance(x, RaggedWindow)]
+        """What keeps every position, and can be cut anywhere."""
 
     def _parts(self) -> list[Any]:
         """The caches of all layers, those of lists one by one."""
@@ -142,6 +147,29 @@ class RaggedCache(Sequence[Any]):
         lengths = RowLengths(1)
         lengths.sync([length])
         other._hold(lengths, [layer.fork(row, length, lengths) for layer in self.layers])
+        return other
+
+    def piece(self, row: int, start: int, end: int) -> KVPiece:
+        """What positions `start` to `end` of a row have in layers that keep every position, in arrays of its own."""
+        return KVPiece([[copied(x[row : row + 1, :, start:end]) for x in part.state] for part in self.positional])
+
+    def outline(self, row: int, length: int) -> RaggedCache:
+        """All that a fork holds beside what `piece` gives: windows, as small as they can be, and states."""
+        other = self.fork(row, length)
+        other.compact()
+        for part in other.positional:
+            part.keys = part.values = None
+        return other
+
+    def joined(self, pieces: Sequence[KVPiece], length: int) -> RaggedCache:
+        """Of an outline, and pieces that begin with a text and hold at least its first `length` positions: a cache of
+        these positions."""
+        other = self.fork(0, length)
+        for part, layers in zip(other.positional, zip(*(piece.layers for piece in pieces), strict=True), strict=True):
+            if layers[0]:
+                part.keys, part.values = (
+                    mx.concatenate(list(x), axis=2)[:, :, :length] for x in zip(*layers, strict=True)
+                )
         return other
 
     def shortest(self, row: int) -> int:

@@ -17,10 +17,10 @@ from eagle_mlx.decoding.processors import Processors
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.tree import Tree, along
 from eagle_mlx.decoding.verify import Verdict, verify, verify_tree
-from eagle_mlx.engine.prefix import Prefix
+from eagle_mlx.engine.prefix import Past, Prefix
 from eagle_mlx.engine.round import Answer, Checkpoint, NaN, Round
 from eagle_mlx.plan import Abilities, Plan, RoundResult
-from eagle_mlx.proposers.base import Forkable, Movable, Observation, Proposer, ProposerState
+from eagle_mlx.proposers.base import CanJoin, Movable, Observation, Proposer, ProposerState, Separable
 from eagle_mlx.proposers.check import Asked, check_draft
 from eagle_mlx.request import Request
 from eagle_mlx.target import Forward, Target
@@ -37,16 +37,12 @@ class Batch:
         past: Prefix | None = None,
         kv_bits: int | None = None,
     ):
-        """`past`: what is known already of the beginning of the prompt of a single request."""
+        """`past`: what is known already of the beginning of the prompt of a single request; the batch takes it over."""
         self.target, self.proposer = target, proposer
         self.requests = list(requests)
-        self.cache = (
-            past.cache.fork(0, past.length) if past else RaggedCache.of(target.model, len(self.requests), kv_bits)
-        )
-        self.state: ProposerState | None = None
-        if past and past.state:
-            self.state = past.state.fork(0, past.length)
-        elif proposer:
+        self.cache = past.cache if past else RaggedCache.of(target.model, len(self.requests), kv_bits)
+        self.state: ProposerState | None = past.state if past else None
+        if self.state is None and proposer:
             self.state = proposer.open([request.prompt for request in self.requests])
         self._gather()
         self.newest = mx.array([[request.prompt[-1]] for request in self.requests], mx.int32).reshape(-1, 1)
@@ -244,19 +240,18 @@ class Batch:
         if self.processors:
             self.processors.restore(unwanted.before.counts)
 
-    def past(self, index: int) -> Prefix | None:
-        """What a row's caches hold, for prompts that begin like it; None where it cannot be had."""
-        request, length = self.requests[index], self.requests[index].length
+    def past(self, index: int, length: int | None = None) -> Past | None:
+        """What a row's caches hold, or so many positions of it, for prompts that begin like it; None where it cannot
+        be had."""
+        request = self.requests[index]
         if request.error or (request.overran and self.cache.recurrent):
             return None
-        reads = self.proposer is not None and bool(self.proposer.aux_layers)
-        if reads and not isinstance(self.state, Forkable):
+        known = request.length if length is None else length
+        if self.proposer is None or not self.proposer.aux_layers:
+            return Past(known, self.cache, index)
+        if not isinstance(self.state, Separable) or not isinstance(self.proposer, CanJoin):
             return None
-        state = self.state if reads and isinstance(self.state, Forkable) else None
-        known = length if state is None else min(length, state.length(index))
-        if known < self.cache.shortest(index):
-            return None
-        return Prefix(known, self.cache.fork(index, known), state.fork(index, known) if state is not None else None)
+        return Past(min(known, self.state.length(index)), self.cache, index, self.state)
 
     @property
     def may_part(self) -> bool:
@@ -289,7 +284,7 @@ class Batch:
         self._remove(row)
         return other
 
-    def ended_pasts(self) -> Iterator[tuple[list[int], Prefix]]:
+    def ended_pasts(self) -> Iterator[tuple[list[int], Past]]:
         """The texts of requests that are about to leave, and what the caches hold of them, where that can be had."""
         for index, request in enumerate(self.requests):
             past = self.past(index) if request.finish_reason else None

@@ -65,7 +65,7 @@ class Engine:
         """`prefill_chunk`: positions of prompts, over all requests, that the target reads in one forward. Those that
         decode wait for it.
 
-        `prefix_cache_bytes`: what the pasts of ended requests may hold, for prompts that begin like them.
+        `prefix_cache_bytes`: what is kept of texts that were read may take, for prompts that begin like them.
 
         `kv_bytes`: what keys and values may take, those pasts included; by default four fifths of the memory that is
         free. A request that would not fit beside others waits; `prepare` refuses one that never would.
@@ -97,7 +97,7 @@ class Engine:
         """Told, before the first round is planned, how many tokens of context its rows have, in the mean."""
         self.context = 0
         """Tokens of context of the rows that were decoded last, in the mean, as they were when some joined."""
-        self.prefixes = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
+        self.prefixes = PrefixCache(prefix_cache_bytes, proposer) if prefix_cache_bytes else None
         self.chains_only = self._why_chains(kv_bits)
         """Why no trees are drafted though the policy asks for them; None where they are, or nobody asks."""
         share = memory.kv_bytes(memory.free_memory()) if kv_bytes is None else kv_bytes
@@ -190,12 +190,15 @@ class Engine:
         finally:
             self.cancel(request)
 
-    def prepare(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def prepare(self, prompt: Prompt, params: SamplingParams, boundaries: Sequence[int] = ()) -> Request:
         """A request as a row to be submitted. Changes nothing here; any thread may call it.
+
+        `boundaries`: tokens of the prompt that later prompts are expected to begin with, such as those of a system
+        prompt. The prefix cache keeps windows and states there, which cannot be cut, and always at the prompt's end.
 
         Raises PromptError, also for one whose keys and values would never fit into `kv_bytes`.
         """
-        request = make_request(self.target, prompt, params)
+        request = make_request(self.target, prompt, params, boundaries)
         self.kv_budget.check(request)
         return request
 

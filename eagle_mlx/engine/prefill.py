@@ -7,6 +7,8 @@ import math
 import mlx.core as mx
 
 from eagle_mlx.engine.batch import Batch
+from eagle_mlx.engine.boundaries import stops
+from eagle_mlx.engine.prefix import PrefixCache
 from eagle_mlx.plan import PLAIN
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.target import Forward
@@ -22,32 +24,56 @@ costs is then less than a forward of its own for the last token.
 class Prefill:
     """Reads the prompts of a batch side by side, until its requests can decode."""
 
-    def __init__(self, batch: Batch, known: int = 0):
-        """`known`: positions of a single prompt that the batch's cache holds already."""
+    def __init__(self, batch: Batch, known: int = 0, prefixes: PrefixCache | None = None):
+        """`known`: positions of a single prompt that the batch's cache holds already.
+
+        `prefixes`: what takes snapshots at the boundaries of prompts, where keys and values alone are not all.
+        """
         self.batch = batch
         self._read = known
+        self._prefixes = prefixes if batch.cache.recurrent or batch.cache.windows else None
+        self._stops = [stops(each.boundaries, len(each.prompt), known) for each in batch.requests]
 
     def step(self, chunk: int) -> bool:
         """Read the next positions of each prompt; whether the requests can decode now.
 
-        One forward reads at most `chunk` of them, the rows' padding included, but at least one of each prompt. What is
-        short is read to its last token, and gives the requests their first tokens. Of the rest the last token is left
-        to the first round.
+        At most `chunk` positions are read, the rows' padding included, but at least one of each prompt. What is short
+        is read to its last token, and gives the requests their first tokens. Of the rest the last token is left to the
+        first round. A recurrent state has its snapshots taken between two forwards, any other behind one.
         """
         prompts = [request.prompt for request in self.batch.requests]
-        longest = max(map(len, prompts)) - 1
-        left = longest - self._read
-        if left > 0:
-            width = max(1, chunk // len(prompts))
-            if len(prompts) * (left + 1) <= min(chunk, _FIRST_TOKENS):
+        longest, room = max(map(len, prompts)) - 1, chunk
+        while self._read < longest and (room == chunk or room >= len(prompts)):
+            left, width = longest - self._read, max(1, room // len(prompts))
+            stop = self._next_stop()
+            if stop is None and len(prompts) * (left + 1) <= min(room, _FIRST_TOKENS):
                 self._read_to_end(prompts)
             else:
+                width = width if stop is None else min(width, stop - self._read)
                 self._read_chunk([prompt[:-1][self._read : self._read + width] for prompt in prompts])
+            self._keep(self._read, self._read + width)
             self._read += width
+            room -= len(prompts) * width
         if self._read < longest:
             return False
         self.batch.cache.compact()
         return True
+
+    def _next_stop(self) -> int | None:
+        """Where the next forward must end, because a state cannot be cut."""
+        if self._prefixes is None or not self.batch.cache.recurrent:
+            return None
+        return min((stop for row in self._stops for stop in row if stop > self._read), default=None)
+
+    def _keep(self, before: int, after: int) -> None:
+        """Keep snapshots at what has been passed; rings have not been cut to their windows yet."""
+        if self._prefixes is None:
+            return
+        for row, (request, found) in enumerate(zip(self.batch.requests, self._stops, strict=True)):
+            for stop in found:
+                past = self.batch.past(row, stop) if before < stop <= after else None
+                if past is not None:
+                    self._prefixes.keep(request.prompt, past)
 
     def _read_chunk(self, pieces: list[list[int]]) -> None:
         batch, counts = self.batch, [len(piece) for piece in pieces]

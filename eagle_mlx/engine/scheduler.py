@@ -95,19 +95,23 @@ class Scheduler:
         self.prefilling, self._prefill = [], None
 
     def _next(self, room: int) -> Prefill | None:
-        requests = self.prefilling
-        while len(requests) < room and (following := self._following(room - len(requests))) is not None:
-            if requests and not self._side_by_side([*requests, following]):
+        requests, known = self.prefilling, None
+        while known is None and len(requests) < room:
+            following = self._following(room - len(requests))
+            if following is None or (requests and not self._side_by_side([*requests, following])):
                 break
-            prefix = self._known(following)
-            if requests and prefix is not None:
+            known = self._known(following)
+            if requests and known is not None:
+                known = None
                 break
             self._take(following)
             requests.append(following)
-            if prefix is not None:
-                following.cached_tokens = prefix.length
-                return Prefill(Batch(self.target, self.proposer, requests, prefix, self.kv_bits), prefix.length)
-        return Prefill(Batch(self.target, self.proposer, requests, kv_bits=self.kv_bits)) if requests else None
+        if not requests:
+            return None
+        if known is not None:
+            requests[0].cached_tokens = known.length
+        batch = Batch(self.target, self.proposer, requests, known, self.kv_bits)
+        return Prefill(batch, known.length if known is not None else 0, self.prefixes)
 
     def _following(self, room: int) -> Request | None:
         """Who is to join next, with room for so many more; None where nobody waits, or whoever may join does not fit.

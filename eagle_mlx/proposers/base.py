@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 import mlx.core as mx
 
@@ -55,25 +55,42 @@ class ProposerState(Protocol):
         """A row leaves; the last one takes its place."""
 
 
-@runtime_checkable
-class Forkable(Protocol):
-    """What a state that reads the target's hidden states must have for prompts to be taken from the prefix cache."""
+class StatePiece(Protocol):
+    """What a state keeps of some positions of a row's text, one behind the other."""
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All that it keeps on the device."""
+        """All of it that is on the device."""
         ...
+
+    def split(self, at: int) -> tuple[Self, Self]:
+        """The first `at` positions and the others; this one is given away."""
+        ...
+
+
+@runtime_checkable
+class Separable(Protocol):
+    """What a state that reads the target's hidden states must have for the prefix cache to keep its pasts."""
 
     def length(self, row: int) -> int:
         """Positions of the row's text that it has read."""
         ...
 
-    def fork(self, row: int, length: int) -> ForkableState:
-        """A state of one row that has read the first `length` positions of one of these, in arrays of its own."""
+    def piece(self, row: int, start: int, end: int) -> StatePiece:
+        """What it keeps of the positions `start` to `end` of a row's text, in arrays of its own."""
         ...
 
 
-class ForkableState(ProposerState, Forkable, Protocol): ...
+@runtime_checkable
+class CanJoin(Protocol):
+    """What the proposer of such states must have."""
+
+    def join(self, pieces: Sequence[StatePiece], length: int) -> ProposerState:
+        """A state of one row that has read the first `length` positions of a text.
+
+        The pieces begin with it, and hold at least these positions. Who takes the row over reads at least one more.
+        """
+        ...
 
 
 @runtime_checkable

@@ -19,9 +19,10 @@ from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.heads.precision import in_dtype
 from eagle_mlx.hooks import place_one_by_one
 from eagle_mlx.plan import Abilities, Plan
-from eagle_mlx.proposers.base import Observation, ProposerState
+from eagle_mlx.proposers.base import Observation, ProposerState, StatePiece
 from eagle_mlx.proposers.chain import ChainSampler, EarlyExit, SampleFn, TreeScorer, draft_chain
 from eagle_mlx.proposers.growth import TreeShape, grow_tree, side_branch_tree
+from eagle_mlx.proposers.head_piece import Gap, HeadPiece, gaps_between, joined_gaps, slots_before
 from eagle_mlx.target import Target, digest_of, nbytes_of
 
 
@@ -64,6 +65,14 @@ class HeadProposer:
 
     def open(self, prompts: Sequence[Sequence[int]]) -> HeadState:
         return HeadState(self, len(prompts))
+
+    def join(self, pieces: Sequence[StatePiece], length: int) -> HeadState:
+        ours = [piece for piece in pieces if isinstance(piece, HeadPiece)]
+        state, gaps = HeadState(self, 1), joined_gaps(ours, length)
+        slots = length - sum(gap.count for gap in gaps)
+        state.cache = state.cache.joined([piece.entries for piece in ours], slots)
+        state._lengths, state._gaps = [slots], [gaps]
+        return state
 
     @property
     def weight_bytes(self) -> int:
@@ -133,15 +142,6 @@ class _Pending:
         return mx.array([tokens + [0] * (self.longest - len(tokens)) for tokens in self.tokens], mx.int32)
 
 
-@dataclass(frozen=True)
-class _Gap:
-    """Positions that a row's cache leaves out."""
-
-    slot: int
-    """The entry that they would stand in front of."""
-    count: int
-
-
 class HeadState:
     """The head's own cache, and for each row the hidden state from which the first draft token is read.
 
@@ -158,7 +158,7 @@ class HeadState:
         self.proposer, self.head, self.target = proposer, proposer.head, proposer.target
         self.cache = RaggedCache(self.head.cache_layers, rows)
         self._lengths = [0] * rows
-        self._gaps: list[list[_Gap]] = [[] for _ in range(rows)]
+        self._gaps: list[list[Gap]] = [[] for _ in range(rows)]
         self._pending: _Pending | None = None
         self._in_prompts = False
         """Whether what waits to be read is of prompts."""
@@ -179,7 +179,7 @@ class HeadState:
             dropped = pending.drop_oldest(_KEPT_UNREAD)
             for gaps, slot in zip(self._gaps, self._lengths, strict=True):
                 before = gaps.pop().count if gaps and gaps[-1].slot == slot else 0
-                gaps.append(_Gap(slot, before + dropped))
+                gaps.append(Gap(slot, before + dropped))
 
     def _append_pending(self, seen: Observation) -> _Pending:
         """Put new positions behind those that wait to be read."""
@@ -282,37 +282,21 @@ class HeadState:
         self._hidden = without_row(self._hidden, row)
 
     def take(self, row: int) -> HeadState:
-        taken = self.fork(row, self.length(row))
+        length = self.length(row)
+        taken = self.proposer.join([self.piece(row, 0, length)], length)
         taken._hidden = self._hidden[row : row + 1]
-        mx.eval(taken.arrays)  # before its place is zeroed
+        mx.eval(taken._hidden, taken.cache.state)  # before its place is zeroed
         self.remove(row)
         return taken
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [*self.cache.state, self._hidden]
 
     def length(self, row: int) -> int:
         """Those that were left out included."""
         self._read_pending()
         return self._lengths[row] + sum(gap.count for gap in self._gaps[row])
 
-    def fork(self, row: int, length: int) -> HeadState:
+    def piece(self, row: int, start: int, end: int) -> HeadPiece:
         """The newest hidden state is not kept: whoever takes this over reads at least one position first."""
         self._read_pending()
-        other = HeadState(self.proposer, 1)
-        gaps = _gaps_before(self._gaps[row], length)
-        slots = length - sum(gap.count for gap in gaps)
-        other.cache, other._lengths, other._gaps = self.cache.fork(row, slots), [slots], [gaps]
-        return other
-
-
-def _gaps_before(gaps: Sequence[_Gap], length: int) -> list[_Gap]:
-    """What of the gaps lies in the first `length` positions of a text."""
-    before, left_out = [], 0
-    for gap in gaps:
-        count = min(gap.count, length - left_out - gap.slot)
-        if count > 0:
-            before.append(_Gap(gap.slot, count))
-        left_out += gap.count
-    return before
+        gaps = self._gaps[row]
+        entries = self.cache.piece(row, slots_before(gaps, start), slots_before(gaps, end))
+        return HeadPiece(entries, gaps_between(gaps, start, end), end - start)

@@ -15,7 +15,7 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.prefill import PREFILL_CHUNK, Prefill
-from eagle_mlx.engine.prefix import Prefix
+from eagle_mlx.engine.prefix import Past
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.plan import Plan
 from eagle_mlx.policy import FixedPolicy
@@ -87,11 +87,11 @@ def measure_breakdown(
         1e3 * statistics.median(whole for whole, _ in pairs),
         1e3 * statistics.median(alone for _, alone in pairs),
         statistics.median(1 - alone / whole for whole, alone in pairs),
-        _stages(Batch(target, proposer, [engine.prepare(prompt, long)], past), depth, rounds),
+        _stages(Batch(target, proposer, [engine.prepare(prompt, long)], engine.prefixes.find(prompt)), depth, rounds),
     )
 
 
-def _read(batch: Batch) -> Prefix:
+def _read(batch: Batch) -> Past:
     """The past of a single row whose prompt has been read."""
     prefill = Prefill(batch)
     while not prefill.step(PREFILL_CHUNK):
@@ -104,10 +104,10 @@ def _read(batch: Batch) -> Prefix:
 class _Forwards:
     """A round's forwards and nothing more: the head's, draft by draft, and the target's."""
 
-    def __init__(self, target: Target, proposer: HeadProposer | None, past: Prefix, depth: int):
+    def __init__(self, target: Target, proposer: HeadProposer | None, past: Past, depth: int):
         self.target, self.head, self.depth = target, proposer.head if proposer else None, depth
         self.cache = past.cache.fork(0, past.length)
-        self.drafts = past.state.fork(0, past.length).cache if isinstance(past.state, HeadState) else RaggedCache(1, 1)
+        self.drafts = past.state.cache.fork(0, past.length) if isinstance(past.state, HeadState) else RaggedCache(1, 1)
 
     def run(self, at: int, seen: int) -> None:
         """As in the round that found `at` tokens in the caches and emitted `seen`; nothing is kept of it."""

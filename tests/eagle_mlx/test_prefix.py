@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.engine.prefix import LEAST, Prefix, PrefixCache
+from eagle_mlx.engine.prefix import LEAST, Past, PrefixCache
 from tests.architectures import tiny_model
 from tests.fakes import Oracle, tiny_head, tiny_target
 from tests.full import diagonal, in_full
@@ -107,8 +107,8 @@ def test_a_past_above_the_limit_is_not_copied() -> None:
         layer.update_and_fetch(new, new)
     cache.advance(4000)
     mx.eval(cache.state)
-    past = Prefix(3000, cache.fork(0, 3000), None)
-    size = sum(x.nbytes for x in past.cache.state)
+    past = Past(3000, cache)
+    size = sum(x.nbytes for x in cache.fork(0, 3000).state)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     for limit, kept in ((size - 1, 0), (size, 1)):
@@ -127,13 +127,13 @@ def test_rows_that_decode_leave_what_they_do_not_need() -> None:
     cache[0].update_and_fetch(new, new)
     cache.advance(100)
     for row in range(4):
-        prefixes.keep([row] * 101, Prefix(100, cache.fork(row, 100), None))
+        prefixes.keep([row] * 101, Past(100, cache, row))
     one = prefixes.nbytes // 4
     for left, count in ((4 * one, 4), (3 * one, 3), (one, 1), (-1, 0)):
         spare[0] = left
         prefixes.trim()
         assert len(prefixes) == count
-    prefixes.keep([0] * 101, Prefix(100, cache.fork(0, 100), None))
+    prefixes.keep([0] * 101, Past(100, cache))
     assert len(prefixes) == 0
 
 

@@ -203,7 +203,7 @@ def test_a_past_with_positions_left_out_can_be_taken_over(length: int) -> None:
     text = [int(t) for t in np.random.default_rng(2).integers(0, 128, 210)]
     state = told(text, 4, 205, at_once=1)
     assert state.length(0) == 205
-    other = state.fork(0, length)
+    other = state.proposer.join([state.piece(0, 0, length)], length)
     assert other.length(0) == length
     following, aux = observation("all", text, length, 207)
     other.observe(Observation([following], aux))

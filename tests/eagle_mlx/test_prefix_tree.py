@@ -1,0 +1,152 @@
+"""The radix tree against a list of all texts that is looked through: whatever is kept, found and dropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle_mlx.engine.prefix_tree import PrefixTree
+from tests.full import in_full
+
+POSITION = 10
+"""Bytes of one."""
+
+
+@dataclass(frozen=True)
+class Letters:
+    """A piece that knows which positions it holds."""
+
+    keys: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return POSITION * len(self.keys)
+
+    def split(self, at: int) -> tuple[Letters, Letters]:
+        assert 0 < at < len(self.keys)
+        return Letters(self.keys[:at]), Letters(self.keys[at:])
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    keys: tuple[int, ...]
+    shortest: int
+    nbytes: int
+
+    def serves(self, keys: tuple[int, ...]) -> int:
+        """Positions of a text for which it can be taken."""
+        common = next((at for at, pair in enumerate(zip(self.keys, keys)) if pair[0] != pair[1]), None)  # noqa: B905
+        length = min(len(self.keys), len(keys)) if common is None else common
+        return length if length >= self.shortest else 0
+
+    def covers(self, other: Place) -> bool:
+        return self.shortest <= other.shortest and self.keys[: len(other.keys)] == other.keys
+
+
+@dataclass
+class Naive:
+    """All places, the least recently used first."""
+
+    places: list[Place] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        positions = {place.keys[:end] for place in self.places for end in range(1, len(place.keys) + 1)}
+        return POSITION * len(positions) + sum(place.nbytes for place in self.places)
+
+    def touch(self, place: Place) -> None:
+        self.places.remove(place)
+        self.places.append(place)
+
+    def insert(self, new: Place, limit: int) -> bool:
+        if POSITION * len(new.keys) + new.nbytes > limit:
+            return False
+        self.places = [*(place for place in self.places if not new.covers(place)), new]
+        self.trim(limit)
+        return True
+
+    def trim(self, limit: int) -> None:
+        while self.places and self.nbytes > limit:
+            self.places.pop(0)
+
+
+texts = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
+steps = st.one_of(
+    st.tuples(st.just("insert"), texts, st.sampled_from([0.0, 0.5, 0.8, 1.0]), st.integers(0, 25)),
+    st.tuples(st.just("find"), texts, st.just(0.0), st.integers(1, 3)),
+    st.tuples(st.just("trim"), st.just(()), st.just(0.0), st.integers(0, 400)),
+)
+
+
+@settings(max_examples=in_full(2000, 150))
+@given(st.lists(steps, max_size=40), st.sampled_from([60, 150, 400, 100_000]))
+def test_a_tree_keeps_and_finds_what_a_list_of_all_texts_does(
+    history: list[tuple[str, tuple[int, ...], float, int]], limit: int
+) -> None:
+    tree, naive = PrefixTree[Letters, Place](), Naive()
+    for step, keys, share, number in history:
+        asked = np.array(keys, np.int64)
+        if step == "insert":
+            new, cut = Place(keys, int(share * len(keys)), number), list[tuple[int, int]]()
+
+            def piece(start: int, end: int, keys: tuple[int, ...] = keys, cut: list[tuple[int, int]] = cut) -> Letters:
+                cut.append((start, end))
+                return Letters(keys[start:end])
+
+            known = max((common(place.keys, keys) for place in naive.places), default=0)
+            serving = [place for place in naive.places if place.covers(new)]
+            kept = tree.insert(asked, new, piece, limit)
+            if serving:
+                assert not kept
+                assert not cut
+                touched = next(place for place in serving if place is next(reversed(tree._used)).snapshot)
+                naive.touch(touched)
+            else:
+                assert kept == naive.insert(new, limit)
+                assert cut == ([(known, len(keys))] if known < len(keys) else [])  # nothing is copied twice
+        elif step == "find":
+            best = max((place.serves(keys) for place in naive.places), default=0)
+            found = tree.find(asked, number)
+            if found is None:
+                assert best < number
+            else:
+                assert (found.length, found.snapshot.serves(keys)) == (best, best)
+                held = tuple(key for part in found.pieces for key in part.keys)
+                assert held[:best] == keys[:best]
+                naive.touch(found.snapshot)
+        else:
+            tree.trim(number)
+            naive.trim(number)
+        assert len(tree) == len(naive.places)
+        assert {node.snapshot for node in tree._used} == set(naive.places)
+        assert tree.nbytes == naive.nbytes
+
+
+def common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    return next((at for at, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), min(len(a), len(b)))  # noqa: B905
+
+
+def test_what_texts_have_in_common_is_kept_once() -> None:
+    tree = PrefixTree[Letters, Place]()
+    shared = tuple(range(100))
+    for last in range(5):
+        keys = (*shared, 1000 + last)
+        assert tree.insert(np.array(keys), Place(keys, 0, 1), lambda start, end, keys=keys: Letters(keys[start:end]))
+    assert tree.nbytes == POSITION * (100 + 5) + 5
+    tree.trim(tree.nbytes - 1)
+    assert tree.nbytes == POSITION * (100 + 4) + 4
+    assert len(tree) == 4
+
+
+def test_a_text_of_very_many_pieces_is_found() -> None:
+    """As a conversation of so many turns leaves them."""
+    tree = PrefixTree[Letters, Place]()
+    for end in range(1, 400):
+        keys = tuple(range(end))
+        tree.insert(np.array(keys), Place(keys, 0, 0), lambda start, end, keys=keys: Letters(keys[start:end]))
+    found = tree.find(np.arange(399))
+    assert found is not None
+    assert (found.length, len(found.pieces), len(tree)) == (399, 399, 1)
