@@ -100,6 +100,11 @@ class RaggedCache(Sequence[Any]):
                 layer.keep(moves)
 
     @property
+    def is_positional(self) -> bool:
+        """Whether every layer keeps every position."""
+        return not self.recurrent and not self.windows
+
+    @property
     def may_branch(self) -> bool:
         """Whether trees can be read: every layer keeps keys and values, whatever their place."""
         kinds = (RaggedKV, RaggedQuantized)

@@ -62,16 +62,14 @@ class Engine:
         kv_bytes: int | None = None,
         groups: int = GROUPS,
     ):
-        """`prefill_chunk`: positions of prompts, over all requests, that the target reads in one forward. Those that
-        decode wait for it.
+        """`prefill_chunk`: positions of prompts that one forward reads, over all requests; those that decode wait.
 
-        `prefix_cache_bytes`: what is kept of texts that were read may take, for prompts that begin like them.
+        `prefix_cache_bytes`: what is kept of texts that were read, for prompts that begin like them.
 
-        `kv_bytes`: what keys and values may take, those pasts included; by default four fifths of the memory that is
-        free. A request that would not fit beside others waits; `prepare` refuses one that never would.
+        `kv_bytes`: what keys and values may take, that included; by default four fifths of the memory that is free.
+        Who would not fit beside others waits; `prepare` refuses a request that never would.
 
         `groups`: 1 keeps all rows in one batch, for comparison; so does a proposer whose states are not `Movable`.
-
         `kv_bits`: 4 or 8 to quantise the keys and values of full attention. That is another model, a little: the text
         is then what this engine says without a proposer.
         """
@@ -98,7 +96,9 @@ class Engine:
         self.context = 0
         """Tokens of context of the rows that were decoded last, in the mean, as they were when some joined."""
         self.prefixes = PrefixCache(prefix_cache_bytes, proposer) if prefix_cache_bytes else None
-        self.chains_only = self._why_chains(kv_bits)
+        self.wants_boundaries = self.prefixes is not None and not RaggedCache.of(target.model, 1).is_positional
+        """Whether the boundaries of prompts serve for anything."""
+        self.chains_only = why_no_trees(target, kv_bits) if self.policy.wants_trees else None
         """Why no trees are drafted though the policy asks for them; None where they are, or nobody asks."""
         share = memory.kv_bytes(memory.free_memory()) if kv_bytes is None else kv_bytes
         size = size_of(target, proposer, kv_bits)
@@ -108,9 +108,6 @@ class Engine:
         self._groups = Groups(RoundReads.of(target, proposer, size), self.kv_budget)
         self._work = Work(self._fail)
         """A step that is under way, or a request that is being let go."""
-
-    def _why_chains(self, kv_bits: int | None) -> str | None:
-        return why_no_trees(self.target, kv_bits) if self.policy.wants_trees else None
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -193,8 +190,8 @@ class Engine:
     def prepare(self, prompt: Prompt, params: SamplingParams, boundaries: Sequence[int] = ()) -> Request:
         """A request as a row to be submitted. Changes nothing here; any thread may call it.
 
-        `boundaries`: tokens of the prompt that later prompts are expected to begin with, such as those of a system
-        prompt. The prefix cache keeps windows and states there, which cannot be cut, and always at the prompt's end.
+        `boundaries`: tokens of the prompt that later prompts may begin with, such as those of a system prompt. The
+        prefix cache keeps windows and states there, which cannot be cut, and always at the prompt's end.
 
         Raises PromptError, also for one whose keys and values would never fit into `kv_bytes`.
         """

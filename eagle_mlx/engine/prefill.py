@@ -31,7 +31,7 @@ class Prefill:
         """
         self.batch = batch
         self._read = known
-        self._prefixes = prefixes if batch.cache.recurrent or batch.cache.windows else None
+        self._prefixes = None if batch.cache.is_positional else prefixes
         self._stops = [stops(each.boundaries, len(each.prompt), known) for each in batch.requests]
 
     def step(self, chunk: int) -> bool:
@@ -46,7 +46,8 @@ class Prefill:
         while self._read < longest and (room == chunk or room >= len(prompts)):
             left, width = longest - self._read, max(1, room // len(prompts))
             stop = self._next_stop()
-            if stop is None and len(prompts) * (left + 1) <= min(room, _FIRST_TOKENS):
+            ended = self._read >= min(map(len, prompts))  # a row's last token is behind what has been read
+            if stop is None and not ended and len(prompts) * (left + 1) <= min(room, _FIRST_TOKENS):
                 self._read_to_end(prompts)
             else:
                 width = width if stop is None else min(width, stop - self._read)

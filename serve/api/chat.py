@@ -124,41 +124,63 @@ def _prepare(body: ChatRequest, loaded: Loaded, encode: Encode, at_most: int | N
     at_most: tokens of the answer, of which the context and the memory may leave fewer; the body then names no number.
     Raises PromptError, ConfigError or ApiError.
     """
-    prompt, offer = read_prompt(body, loaded, encode)
+    chat = _Templated.of(body)
+    prompt, offer = chat.prompt(body, loaded, encode), chat.offer
     thinking = loaded.chat.starts_in_reasoning(prompt)
     grammar = loaded.grammars.grammar(body.answer_format, offer, thinking)
     top = (body.top_logprobs or 0) if body.logprobs else None
     params = sampling(body, loaded, body.most_tokens, top, grammar)
-    requests = [loaded.engine.prepare(prompt, each) for each in params]
+    shared = chat.boundaries(prompt, loaded, encode)
+    requests = [loaded.engine.prepare(prompt, each, shared) for each in params]
     for each in requests:
         each.limit = min(each.limit, at_most or each.limit)
     return ChatAnswer(body, loaded, requests, offer, thinking)
 
 
-def read_prompt(
-    body: ChatRequest, loaded: Loaded, encode: Encode, must_fit: bool = True
-) -> tuple[list[int], ToolOffer]:
-    """The tokens of a conversation, and what may be called. Raises PromptError, ConfigError or ApiError.
+def read_prompt(body: ChatRequest, loaded: Loaded, encode: Encode, must_fit: bool = True) -> list[int]:
+    """The tokens of a conversation. Raises PromptError, ConfigError or ApiError.
 
     must_fit: whether to refuse what is too long for the context.
     """
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    choice = body.tool_choice
-    choice_given = choice if choice is None or isinstance(choice, str) else choice.model_dump()
-    offer = ToolOffer.of(tools, choice_given, body.parallel_tool_calls is not False)
-    arguments = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        arguments.setdefault("reasoning_effort", body.reasoning_effort)
-    messages = [message.plain() for message in body.messages]
+    return _Templated.of(body).prompt(body, loaded, encode, must_fit)
 
-    def check(text: str) -> None:
+
+@dataclass(frozen=True)
+class _Templated:
+    """What of a request the chat template is given."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    choice: str | dict[str, Any] | None
+    arguments: dict[str, Any]
+    offer: ToolOffer
+
+    @classmethod
+    def of(cls, body: ChatRequest) -> _Templated:
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        given = body.tool_choice
+        choice = given if given is None or isinstance(given, str) else given.model_dump()
+        offer = ToolOffer.of(tools, choice, body.parallel_tool_calls is not False)
+        arguments = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            arguments.setdefault("reasoning_effort", body.reasoning_effort)
+        return cls([message.plain() for message in body.messages], tools, choice, arguments, offer)
+
+    def prompt(self, body: ChatRequest, loaded: Loaded, encode: Encode, must_fit: bool = True) -> list[int]:
+        def check(text: str) -> None:
+            if must_fit:
+                check_text(text, body.most_tokens, loaded, "messages")
+
+        tokens = loaded.chat.prompt(self.messages, self.tools, self.choice, self.arguments, check, encode)
         if must_fit:
-            check_text(text, body.most_tokens, loaded, "messages")
+            check_context(len(tokens), body.most_tokens, loaded, "messages")
+        return tokens
 
-    prompt = loaded.chat.prompt(messages, tools, choice_given, arguments, check, encode)
-    if must_fit:
-        check_context(len(prompt), body.most_tokens, loaded, "messages")
-    return prompt, offer
+    def boundaries(self, prompt: list[int], loaded: Loaded, encode: Encode) -> tuple[int, ...]:
+        """Tokens of the prompt that later ones may begin with, where that serves for anything."""
+        if not loaded.engine.wants_boundaries:
+            return ()
+        return loaded.chat.boundaries(prompt, self.messages, self.tools, self.choice, self.arguments, encode)
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle_mlx.errors import PromptError
 from eagle_mlx.target import Target
 
+from .boundaries import Boundaries
 from .messages import Message, read_messages, with_argument_texts, with_late_instructions_said
 from .reasoning import ReasoningTags
 from .tool_calls import ToolCallTags
@@ -31,6 +32,7 @@ class ChatFormat:
     thoughts: ReasoningTags
     calls: ToolCallTags | None
     """None where mlx-lm has no parser for the model's calls."""
+    _boundaries: Boundaries = field(default_factory=Boundaries, compare=False, repr=False)
 
     @classmethod
     def of(cls, target: Target) -> ChatFormat:
@@ -90,6 +92,31 @@ class ChatFormat:
         if encode is not None and _encodes_the_text(self.tokenizer):
             return encode(text, False)
         return list(self.tokenizer.apply_chat_template(read, tokenize=True, **arguments))
+
+    def boundaries(
+        self,
+        prompt: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        encode: Callable[[str, bool], list[int]] | None = None,
+    ) -> tuple[int, ...]:
+        """How many tokens of a prompt that `prompt` made of the same later ones may begin with (`boundaries.py`).
+
+        None where the tokens of a chat are not those of its text.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer is None or not _encodes_the_text(tokenizer):
+            return ()
+        arguments = {"add_generation_prompt": True, **_check_kwargs(template_kwargs or {})}
+        arguments["tools"] = [dict(tool) for tool in ToolOffer.of(tools, tool_choice).tools] or None
+        read, _ = self._rendered(read_messages(messages), arguments)
+
+        def encoded(text: str) -> list[int]:
+            return list(tokenizer.encode(text, add_special_tokens=False)) if encode is None else encode(text, False)
+
+        return self._boundaries.find(self._render, read, arguments, prompt, encoded)
 
     def _rendered(
         self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]

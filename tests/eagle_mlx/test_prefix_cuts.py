@@ -115,6 +115,7 @@ request = st.fixed_dictionaries(
         "beginning": st.integers(14, 50),
         "rest": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4),
         "tokens": st.integers(2, 12),
+        "boundary": st.integers(0, 15),
         "end": st.sampled_from(["length", "cancel", "stop"]),
     }
 )
@@ -160,7 +161,10 @@ def test_any_history_and_any_cut_equal_a_cold_engine(name: str) -> None:
                 stop = wanted[asked["tokens"] // 2]
                 params = em.SamplingParams(max_tokens=asked["tokens"], stop_token_ids=(stop,))
                 wanted = wanted[: wanted.index(stop) + 1]
-            got = engine.generate([prompt], params)[0].tokens
-            assert same(which, prompt, got, wanted)
+            row = engine.prepare(prompt, params, boundaries=(min(2 * asked["boundary"], len(prompt)),))
+            engine.submit(row)
+            while row.finish_reason is None:
+                engine.step()
+            assert same(which, prompt, row.tokens, wanted)
 
     check()

@@ -54,5 +54,5 @@ async def count_tokens(request: Request) -> Response:
     loaded = service.loaded(body.model)
     chat = await service.pools.read(lambda: chat_request(body), request.state.size)
     with service.encoding(client_of(request)), named_as(FIELDS, tool_places(body)):
-        counting = in_thread(request, loaded, lambda encode: read_prompt(chat, loaded, encode, must_fit=False)[0])
+        counting = in_thread(request, loaded, lambda encode: read_prompt(chat, loaded, encode, must_fit=False))
         return json_response({"input_tokens": len(await unless_disconnected(request, counting))})

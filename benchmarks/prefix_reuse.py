@@ -1,0 +1,165 @@
+"""How much of a prompt is read again, and how long its first token takes, where an earlier one began as it does.
+
+    python benchmarks/prefix_reuse.py
+    python benchmarks/prefix_reuse.py --tokens 1000 --repeats 1
+
+Tiny random models of four kinds. Each case has a prompt that is read cold, then another engine that has answered an
+earlier prompt reads it. The earlier request names its boundaries as the server does: behind the system prompt, and
+behind the last message. The exit status says whether both bars are met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import eagle_mlx as em
+
+# isort: split
+# Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models import gemma3_text, qwen3, qwen3_next
+
+READ_AGAIN, FIRST_TOKEN = 0.10, 0.15
+"""The bars: shares of what a cold engine reads, and of its time to the first token."""
+VOCAB = 512
+SHARED = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-6,
+          "rope_theta": 1e6, "max_position_embeddings": 16384}  # fmt: skip
+
+
+def full() -> nn.Module:
+    return qwen3.Model(qwen3.ModelArgs(model_type="qwen3", tie_word_embeddings=True, **SHARED))  # type: ignore[arg-type]
+
+
+def window() -> nn.Module:
+    """Every fourth layer sees all, the others 512 positions, as Gemma 3's."""
+    args = {**SHARED, "model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 4}
+    return gemma3_text.Model(gemma3_text.ModelArgs.from_dict(args))
+
+
+def hybrid() -> nn.Module:
+    """Every fourth layer attends, the others are gated delta nets, as Qwen3-Next's."""
+    args = {**SHARED, "model_type": "qwen3_next", "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+            "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "num_experts": 0,
+            "num_experts_per_tok": 1, "decoder_sparse_step": 1, "shared_expert_intermediate_size": 64,
+            "moe_intermediate_size": 64, "mlp_only_layers": [], "norm_topk_prob": True, "partial_rotary_factor": 0.25,
+            "full_attention_interval": 4, "tie_word_embeddings": True}  # fmt: skip
+    return qwen3_next.Model(qwen3_next.ModelArgs.from_dict(args))
+
+
+@dataclass(frozen=True)
+class Kind:
+    name: str
+    model: Callable[[], nn.Module]
+    kv_bits: int | None = None
+
+
+KINDS = (
+    Kind("full attention", full),
+    Kind("quantised, 8 bits", full, 8),
+    Kind("window", window),
+    Kind("recurrent, hybrid", hybrid),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt, and the one that was answered before it with the boundaries that it named."""
+
+    name: str
+    earlier: list[int]
+    boundaries: tuple[int, ...]
+    prompt: list[int]
+
+
+def cases(tokens: int, rng: np.random.Generator) -> list[Case]:
+    """Prompts of so many tokens. Of a turn, 40 are the question; 5 in front of an answer are the template's."""
+
+    def some(count: int) -> list[int]:
+        return [int(token) for token in rng.integers(1, VOCAB, count)]
+
+    question, opening = 40, some(5)
+    system = some(tokens - question - len(opening))
+    first = [*system, *some(question), *opening]
+    ends = (len(system), len(system) + question)
+    turn = 2 * question + len(opening)  # an answer without its thought, and the next question
+    chat = first[: -turn - 2 * len(opening)]
+    asked = [*chat, *opening]
+    return [
+        Case("next turn, thought left out", asked, (question, len(chat)), [*asked, *some(turn), *opening]),
+        Case("same system prompt", first, ends, [*system, *some(question), *opening]),
+    ]
+
+
+@dataclass(frozen=True)
+class Figures:
+    read: int
+    """Tokens of the prompt."""
+    seconds: float
+    """Until its first token."""
+    tokens: list[int]
+
+
+def first_token(engine: em.Engine, prompt: list[int]) -> Figures:
+    row = engine.prepare(prompt, em.SamplingParams(max_tokens=4, ignore_eos=True))
+    engine.submit(row)
+    begin = time.perf_counter()
+    while not row.tokens:
+        engine.step()
+    seconds = time.perf_counter() - begin
+    while row.finish_reason is None:
+        engine.step()
+    return Figures(len(prompt) - row.cached_tokens, seconds, row.tokens)
+
+
+def measure(kind: Kind, target: em.Target, case: Case) -> tuple[Figures, Figures]:
+    """Cold and with the earlier prompt, in this order."""
+
+    def engine(prefixes: int) -> em.Engine:
+        return em.Engine(target, max_batch=1, prefix_cache_bytes=prefixes, kv_bits=kind.kv_bits)
+
+    warm = engine(1 << 30)
+    earlier = warm.prepare(case.earlier, em.SamplingParams(max_tokens=32, ignore_eos=True), case.boundaries)
+    warm.submit(earlier)
+    while earlier.finish_reason is None:
+        warm.step()
+    return first_token(engine(0), case.prompt), first_token(warm, case.prompt)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=4000, help="of each prompt (default 4000)")
+    parser.add_argument("--repeats", type=int, default=3, help="of which the median time is taken (default 3)")
+    args = parser.parse_args()
+    print("| kind | case | read again | first token, of cold | cold |\n|---|---|---|---|---|")
+    met = True
+    for kind in KINDS:
+        mx.random.seed(0)
+        target = em.Target(kind.model(), name=kind.name)
+        mx.eval(target.model.parameters())
+        for case in cases(args.tokens, np.random.default_rng(0)):
+            pairs = [measure(kind, target, case) for _ in range(args.repeats)]
+            if any(cold.tokens != warm.tokens for cold, warm in pairs):
+                print(f"{kind.name}, {case.name}: the text is not the cold engine's")
+                met = False
+            cold, warm = pairs[0]
+            ratio = statistics.median(warm.seconds / cold.seconds for cold, warm in pairs)
+            seconds = statistics.median(cold.seconds for cold, _ in pairs)
+            print(
+                f"| {kind.name} | {case.name} | {warm.read} of {cold.read} ({warm.read / cold.read:.1%}) | {ratio:.3f} "
+                f"| {seconds:.2f} s |",
+                flush=True,
+            )
+            met = met and warm.read <= READ_AGAIN * cold.read and ratio <= FIRST_TOKEN
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
