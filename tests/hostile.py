@@ -57,7 +57,7 @@ class SightPiece:
 
     text: list[int]
     hidden: list[np.ndarray[Any, Any]]
-    arrays: tuple[mx.array, ...] = ()
+    arrays: list[mx.array] = field(default_factory=list)
 
     def split(self, at: int) -> tuple[SightPiece, SightPiece]:
         return (

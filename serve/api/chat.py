@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from .stream import Frame, dumps, quote, stream_events
 from .worker import RequestEvent
 
 router = APIRouter()
+log = logging.getLogger("eagle_mlx.serve")
 
 
 @router.post("/v1/chat/completions", responses=documented(ChatCompletion, *ERRORS, **EVENTS))
@@ -129,6 +131,8 @@ def _prepare(body: ChatRequest, loaded: Loaded, encode: Encode, at_most: int | N
     thinking = loaded.chat.starts_in_reasoning(prompt)
     grammar = loaded.grammars.grammar(body.answer_format, offer, thinking)
     top = (body.top_logprobs or 0) if body.logprobs else None
+    if loaded.engine.prefixes is not None and (said := loaded.chat.changed(chat.messages, chat.tools)):
+        log.warning("%s", said)
     params = sampling(body, loaded, body.most_tokens, top, grammar)
     shared = chat.boundaries(prompt, loaded, encode)
     requests = [loaded.engine.prepare(prompt, each, shared) for each in params]

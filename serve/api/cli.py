@@ -15,6 +15,7 @@ from typing import NoReturn
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.target_options import add_target_arguments, options_of
 
+from ..chat import Volatile
 from ..memory import add_kv_gb, add_prefill_chunk, bytes_of, prefill_chunk_of
 from ..speculation import add_arguments, from_arguments
 from .app import create_app
@@ -95,7 +96,10 @@ def _load_config(args: argparse.Namespace) -> LoadConfig:
     prefixes, kv = bytes_of("--prefix-cache-gb", args.prefix_cache_gb, least=0), bytes_of("--kv-gb", args.kv_gb)
     options = options_of(args)
     chunk = prefill_chunk_of(args)
-    return LoadConfig(target, speculation, args.max_batch, args.max_context, prefixes, args.kv_bits, options, kv, chunk)
+    volatile = Volatile.of(args.volatile, not args.keep_volatile)
+    return LoadConfig(
+        target, speculation, args.max_batch, args.max_context, prefixes, args.kv_bits, options, kv, chunk, volatile
+    )
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -178,6 +182,18 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         metavar="GB",
         help="of that, what past prompts may hold (default: a quarter of what is free behind the weights)",
+    )
+    much.add_argument(
+        "--volatile",
+        action="append",
+        default=[],
+        metavar="REGEX",
+        help="what else to leave out of system prompts because it changes with every request; repeatable",
+    )
+    much.add_argument(
+        "--keep-volatile",
+        action="store_true",
+        help="leave in what is known to change with every request, as agents' billing headers do",
     )
     much.add_argument(
         "--drain-seconds", type=float, default=drain, metavar="S", help=f"to finish at the end (default {drain:g})"

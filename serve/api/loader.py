@@ -22,6 +22,7 @@ from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
 
 from ..bench import compare, tolerance_for
+from ..chat import Volatile
 from ..head_choice import load_proposer
 from ..speculation import Speculation
 from .model import Loaded, sampling_defaults
@@ -49,6 +50,8 @@ class LoadConfig:
     """For keys and values, those pasts included; None for a share of what is free behind the weights."""
     prefill_chunk: int = PREFILL_CHUNK
     """Tokens of prompts that one forward reads, all requests together."""
+    volatile: Volatile = field(default_factory=Volatile)
+    """What is left out of system prompts."""
 
     def __post_init__(self) -> None:
         if self.max_batch < 1:
@@ -90,7 +93,7 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     )
     drafts = speculation.max_depth if proposer is not None else 0
     name = proposer.name if proposer is not None else "none"
-    loaded = Loaded(engine, name, drafts, sampling_defaults(config.target), speculation.prior(engine))
+    loaded = Loaded(engine, name, drafts, sampling_defaults(config.target), speculation.prior(engine), config.volatile)
     with suppress(ConfigError):  # requests that want a grammar are told why there is none
         loaded.grammars.start()
     for line in _description(config, loaded):

@@ -18,7 +18,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
-from ..chat import ChatFormat, Grammars
+from ..chat import ChatFormat, Grammars, Volatile
 from .encoder import Encoder
 from .text_size import TokenSize, token_size
 from .tokens import TokenTexts
@@ -35,6 +35,8 @@ class Loaded:
     """Sampling parameters for requests that do not give them."""
     prior: Prior | None = None
     """Where what the policy learns is kept."""
+    volatile: Volatile = field(default_factory=Volatile)
+    """What is left out of system prompts."""
 
     @property
     def target(self) -> Target:
@@ -49,7 +51,7 @@ class Loaded:
 
     @cached_property
     def chat(self) -> ChatFormat:
-        return ChatFormat.of(self.target)
+        return ChatFormat.of(self.target, self.volatile)
 
     @cached_property
     def grammars(self) -> Grammars:

@@ -8,5 +8,6 @@ from .structured import Grammars
 from .template import ChatFormat
 from .tool_calls import ToolCall
 from .tools import ToolOffer
+from .volatile import Volatile
 
-__all__ = ["AnswerParser", "ChatFormat", "Delta", "Grammars", "ToolCall", "ToolOffer"]
+__all__ = ["AnswerParser", "ChatFormat", "Delta", "Grammars", "ToolCall", "ToolOffer", "Volatile"]

@@ -14,10 +14,12 @@ from eagle_mlx.errors import PromptError
 from eagle_mlx.target import Target
 
 from .boundaries import Boundaries
+from .changes import Changes
 from .messages import Message, read_messages, with_argument_texts, with_late_instructions_said
 from .reasoning import ReasoningTags
 from .tool_calls import ToolCallTags
 from .tools import Tool, ToolOffer
+from .volatile import Volatile
 
 _FROM_REQUESTS = {"add_generation_prompt"}
 _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - _FROM_REQUESTS
@@ -32,15 +34,19 @@ class ChatFormat:
     thoughts: ReasoningTags
     calls: ToolCallTags | None
     """None where mlx-lm has no parser for the model's calls."""
+    volatile: Volatile = field(default_factory=Volatile)
+    """What is left out of system prompts."""
     _boundaries: Boundaries = field(default_factory=Boundaries, compare=False, repr=False)
+    _changes: Changes = field(default_factory=Changes, compare=False, repr=False)
 
     @classmethod
-    def of(cls, target: Target) -> ChatFormat:
+    def of(cls, target: Target, volatile: Volatile | None = None) -> ChatFormat:
         """Read a target's tokenizer; one without a tokenizer has no chat format either, as `has_chat_template` says."""
+        volatile = volatile or Volatile()
         tokenizer = target.tokenizer
         if tokenizer is None:
-            return cls(None, ReasoningTags(), None)
-        return cls(tokenizer, _reasoning_tags(tokenizer), _tool_call_tags(tokenizer))
+            return cls(None, ReasoningTags(), None, volatile)
+        return cls(tokenizer, _reasoning_tags(tokenizer), _tool_call_tags(tokenizer), volatile)
 
     @property
     def has_chat_template(self) -> bool:
@@ -72,7 +78,7 @@ class ChatFormat:
         no more special tokens than the template wrote), but where the tokenizer has ways of its own with chats. Raises
         PromptError, with the place, for what cannot be used, and where the template would leave tools or calls out.
         """
-        read, offer = read_messages(messages), ToolOffer.of(tools, tool_choice)
+        read, offer = self._read(messages), ToolOffer.of(tools, tool_choice)
         arguments = {"add_generation_prompt": True, **_check_kwargs(template_kwargs or {})}
         if not self.has_chat_template:
             raise PromptError("messages: this model has no chat template; give it text through /v1/completions")
@@ -111,12 +117,19 @@ class ChatFormat:
             return ()
         arguments = {"add_generation_prompt": True, **_check_kwargs(template_kwargs or {})}
         arguments["tools"] = [dict(tool) for tool in ToolOffer.of(tools, tool_choice).tools] or None
-        read, _ = self._rendered(read_messages(messages), arguments)
+        read, _ = self._rendered(self._read(messages), arguments)
 
         def encoded(text: str) -> list[int]:
             return list(tokenizer.encode(text, add_special_tokens=False)) if encode is None else encode(text, False)
 
         return self._boundaries.find(self._render, read, arguments, prompt, encoded)
+
+    def changed(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> str | None:
+        """What is to be said of a chat that goes on as an earlier one but for one part (`changes.py`)."""
+        return self._changes.note(self._read(messages), tools)
+
+    def _read(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        return self.volatile.left_out(read_messages(messages))
 
     def _rendered(
         self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]

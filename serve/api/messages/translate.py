@@ -29,9 +29,6 @@ FIELDS = {
     r"messages(\[\d+\][\w.\[\]]*)": "messages",
 }
 """Fields of Chat Completions, and what they are here. Messages are not the client's own, so none of them is named."""
-_BILLING = "x-anthropic-billing-header:"
-"""Begins a system block of Claude Code that differs in every request, so that no prompt would begin like another
-(github.com/ggml-org/llama.cpp/pull/20623)."""
 _ROLES = {"user": (TextBlock, ToolResultBlock), "system": (TextBlock,)}
 
 
@@ -64,7 +61,7 @@ def tool_places(body: CountTokensRequest) -> list[int]:
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     conversation = Conversation()
     system = [TextBlock(type="text", text=body.system)] if isinstance(body.system, str) else body.system or []
-    if text := PARAGRAPH.join(block.text for block in system if not block.text.startswith(_BILLING)):
+    if text := PARAGRAPH.join(block.text for block in system):
         conversation.say("system", text)
     for index, turn in enumerate(body.messages):
         _add(conversation, turn, f"messages[{index}].content")

@@ -1,0 +1,78 @@
+"""What agents change in every request: the known parts are left out, and any other is named once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.serve.chat import ChatFormat, Volatile
+from eagle_mlx.serve.chat.changes import Changes
+from tests.serve.chat.formats import HELLO, format_of, target_of
+
+HEADER = "x-anthropic-billing-header: cc_version=2.1.37.fbe; cc_entrypoint=cli; cch={};"
+RULES = "You are a coding agent. Follow the rules: be brief; be kind."
+
+
+def system(*parts: str) -> dict[str, Any]:
+    return {"role": "system", "content": [{"type": "text", "text": part} for part in parts]}
+
+
+@pytest.mark.parametrize("between", ["", "\n", "\n\n"])
+def test_prompts_with_other_headers_are_the_same(between: str) -> None:
+    format = format_of("plain")
+    plain = format.prompt([system(RULES), *HELLO])
+    for checksum in ("a1b2c", "00000"):
+        assert format.prompt([system(HEADER.format(checksum), between + RULES), *HELLO]) == plain
+
+
+def test_only_what_changes_is_left_out_and_only_of_system_prompts() -> None:
+    format = format_of("plain")
+    header = HEADER.format("a1b2c")
+    asked = [system(RULES), {"role": "user", "content": f"What is this? {header}"}]
+    assert header in str(format.tokenizer.decode(format.prompt(asked)))  # type: ignore[union-attr]
+    for text in ("x-anthropic-billing-header: none", "cch=1; x=2;", RULES):
+        assert Volatile().left_out([{"role": "system", "content": text}]) == [{"role": "system", "content": text}]
+
+
+def test_the_list_can_be_longer_or_empty() -> None:
+    chat = [{"role": "system", "content": HEADER.format("1") + "Tokens used: 51\n" + RULES}]
+    assert Volatile.of([r"Tokens used: \d+\n"]).left_out(chat)[0]["content"] == RULES
+    assert Volatile.of(known=False).left_out(chat) == chat
+    kept = ChatFormat.of(target_of("plain"), Volatile.of(known=False))
+    assert kept.prompt([*chat, *HELLO]) != format_of("plain").prompt([*chat, *HELLO])
+
+
+def test_what_is_no_regular_expression_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--volatile '\(' is no regular expression"):
+        Volatile.of(["("])
+
+
+def turns(count: int, *first: dict[str, Any]) -> list[dict[str, Any]]:
+    chat = [*first, *HELLO]
+    for number in range(count):
+        chat += [{"role": "assistant", "content": f"step {number}"}, {"role": "user", "content": "go on"}]
+    return chat
+
+
+def test_a_part_that_changes_is_named_once() -> None:
+    changes = Changes()
+    said = [changes.note(turns(count, {"role": "system", "content": f"at {count}"}), []) for count in range(5)]
+    named = [text for text in said if text]
+    assert len(named) == 1
+    assert named[0].startswith("messages[0] (system) has changed between two requests")
+    assert "3 messages behind it" in named[0]
+    tools = [changes.note(turns(count, {"role": "system", "content": "at 4"}), [{"n": count}]) for count in (4, 5, 6)]
+    assert [text.split()[0] for text in tools if text] == ["tools"]
+
+
+def test_chats_that_go_on_and_chats_of_others_are_not_named() -> None:
+    changes = Changes()
+    rules = {"role": "system", "content": RULES}
+    for count in range(4):
+        assert changes.note(turns(count, rules), None) is None
+    another = {"role": "system", "content": "Another agent's rules."}
+    assert [changes.note(turns(count, another), None) for count in range(2)] == [None, None]
+    assert changes.note([rules, {"role": "user", "content": "something else"}], None) is None
+    assert changes.note([{"role": "system", "content": "other"}, {"role": "user", "content": "bye"}], None) is None
