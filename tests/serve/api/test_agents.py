@@ -145,6 +145,12 @@ def test_what_claude_code_sends_is_one_prompt_however_it_is_billed(caller: Live)
     asked = {"messages": told, "tools": tools, "max_tokens": 1, "chat_template_kwargs": thinks}
     chat = caller.http.post(CHAT, json=asked).json()
     assert counted == [{"input_tokens": chat["usage"]["prompt_tokens"]}] * 2
+    system = "You help with code."
+    counts = [
+        caller.http.post(COUNT, json={"messages": USER, "system": each}).json()
+        for each in (system, f"x-anthropic-billing-header: cch=1;\n{system}")
+    ]
+    assert counts[0] == counts[1]
 
 
 COUNTED = ("model", "system", "messages", "tools", "thinking", "context_management", "output_config")
