@@ -503,6 +503,13 @@ def test_the_command_of_a_run_makes_the_same_settings(made: Made) -> None:
     assert {name for name in config if found[name] != shown[name]} <= {"states"}, "where states were kept is no setting"
 
 
+def test_the_command_of_a_run_from_shards_names_no_other_data() -> None:
+    config = json.loads(json.dumps({**TrainConfig().flat(), "shards": ["/home/me/a", "b"]}))
+    assert train_command(config, "owner/tiny") == "eagle-train --target owner/tiny --shards a --shards b"
+    again = load_config(None, vars(train_parser().parse_args(["--shards", "a", "--shards", "b"])))
+    assert again.data.shards == ("a", "b")
+
+
 def test_data_sets_of_the_hub_are_named(made: Made) -> None:
     source = read_source(made.run)
     data = ["builtin:python", "HuggingFaceH4/ultrachat_200k:train_sft", "/home/me/chats.jsonl"]

@@ -17,7 +17,7 @@ _LEFT_OUT = (
 )
 """Settings that change nothing of a head, and the one that is given by its public name."""
 _NEEDED = "data"
-"""Its default depends on the target."""
+"""Its default depends on the target, where there are no shards."""
 _DATA_SET = re.compile(r"([\w.-]+/[\w.-]+)(:[\w.-]+){0,2}")
 
 Rows = list[tuple[str, str]]
@@ -30,6 +30,8 @@ def train_command(config: Mapping[str, Any], target: str) -> str:
     for name, value in config.items():
         default = defaults.get(name)
         plain = list(default) if isinstance(default, tuple) else default
+        if name == _NEEDED and config.get("shards"):
+            continue
         if name in _LEFT_OUT or (value == plain and name != _NEEDED) or value in ("", None, []):
             continue
         own = flag(name)
