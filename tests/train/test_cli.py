@@ -90,7 +90,7 @@ def test_training_from_shards(target: Path, chats: Path, tmp_path: Path, capsys:
     assert run(target, chats, tmp_path / "out", *more) == 0
     assert load_head(tmp_path / "out" / "last", model).config.aux_layers == (0, 2)
     assert run(target, chats, tmp_path / "other", *more, "--aux-layers", "1", "2") == 2
-    assert "holds the aux layers (0, 2)" in capsys.readouterr().err
+    assert "holds the layers 0, 2, 3, and the head is to read 1, 2" in capsys.readouterr().err
     smaller = tiny_target_folder(tmp_path / "smaller", hidden=16)
     assert run(smaller, chats, tmp_path / "other", *more) == 2
     assert "hidden size 32" in capsys.readouterr().err
