@@ -51,7 +51,7 @@ TREES = (8, 16)
 """Draft tokens of trees, for the same reason; on a CPU larger ones cost more than they give (docs/measurements.md)."""
 LIMIT = 13
 """One question of each of Spec-Bench's categories: 21 turns, whose prompts are 3,600 tokens."""
-MAX_TOKENS = 48
+MAX_TOKENS = 40
 """Of each answer, so that two cores need less than 20 minutes for eight modes.
 
 Plain in float32, SmolLM2-135M has 16.7 tokens/s: 8 minutes. Each prompt is read twice, once for the first token's time.
@@ -148,7 +148,9 @@ def run(args: argparse.Namespace) -> bool:
     folder = args.target or make_real_model.make(args.output)[0]
     print(folder)
     target = em.load_target(folder)
-    head = em.load_head(head_folder, target) if head_folder is not None else None
+    head = None
+    if head_folder is not None:  # that the own one fits is known
+        head = em.load_head(head_folder, target, check=head_folder != HEAD)
     config = BenchConfig(max_tokens=args.max_tokens, repeats=1, turn=TURN)
     modes, prompts = modes_of(target, head), dialogues(questions, target, config.max_tokens)
     report_file, picture = prepare(args.output)
