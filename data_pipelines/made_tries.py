@@ -56,9 +56,8 @@ class _Running(Generic[A]):
     looks: int = 0
     """How often the part has been looked at while it was written."""
 
-    @property
-    def is_due(self) -> bool:
-        """Whether enough has been written for another look."""
+    def look(self) -> bool:
+        """Whether enough has been written since the last look; then this is one."""
         before, self.looks = self.looks, len(self.request.tokens) // LOOK
         return self.looks > before
 
@@ -105,7 +104,7 @@ def _run(
                     if writer.take(attempt, request):
                         running[number] = _Running(attempt, writer.submit(attempt))
                         continue
-                elif one.is_due and writer.give_up(attempt, request):
+                elif one.look() and writer.give_up(attempt, request):
                     speed.finished += len(request.tokens)
                     engine.cancel(request)
                 else:

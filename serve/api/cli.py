@@ -158,6 +158,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_arguments(parser)
     add_target_arguments(parser)
+    _add_limits(parser)
+    return parser
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """What bounds requests, batches and memory."""
     much = parser.add_argument_group("how much")
     batch, queue, drain = LoadConfig.max_batch, Limits.queue, Settings.drain_seconds
     body = Limits.body_bytes / (1 << 20)
@@ -199,7 +205,6 @@ def _parser() -> argparse.ArgumentParser:
         "--drain-seconds", type=float, default=drain, metavar="S", help=f"to finish at the end (default {drain:g})"
     )
     much.add_argument("--kv-bits", type=int, choices=(4, 8), help="keep keys and values in so few bits: less memory")
-    return parser
 
 
 if __name__ == "__main__":

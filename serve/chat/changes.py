@@ -10,9 +10,9 @@ from threading import Lock
 from typing import Any
 
 _CHATS = 32
-"""Chats that a new one is compared with, the latest."""
+"""Chats that a new one is compared with, the latest: more than the clients of one machine have under way."""
 _LEAST = 2
-"""Messages that two chats must have in common to be one chat."""
+"""Messages behind a change that two chats must have in common to be one chat: one alone may be alike by chance."""
 
 Part = tuple[str, bytes]
 """The name of a part, and a digest of what it says."""

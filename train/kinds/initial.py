@@ -72,13 +72,13 @@ def check_shape(target: Target, config: TrainConfig) -> None:
 def new_head(target: Target, config: Eagle3Config, kept: NDArray[np.int64] | None, seed: int) -> Eagle3Head:
     """An untrained head; `kept` [Vd] are the target's ids of the draft vocabulary, None for all.
 
-    The final norm and the rows of the output projection are the target's; all else as `randomize` and `see_oneself`
-    have it, so that the head starts as its feature's projection.
+    The final norm and the rows of the output projection are the target's; all else is as `randomize` and
+    `tie_queries_to_keys` have it, so that the head starts as its feature's projection.
     """
     d2t = None if kept is None else mx.array(kept - np.arange(len(kept)), mx.int32)
     head = Eagle3Head(config, d2t)
     randomize(head, seed)
-    see_oneself(head.midlayer.self_attn)
+    tie_queries_to_keys(head.midlayer.self_attn)
     head.norm.weight = final_norm(target)
     rows = _projection(target)
     head.lm_head.weight = rows if kept is None else rows[mx.array(kept)]
@@ -103,7 +103,7 @@ def randomize(module: nn.Module, seed: int) -> None:
     module.update(tree_map_with_path(start, module.parameters()))
 
 
-def see_oneself(attention: Attention) -> None:
+def tie_queries_to_keys(attention: Attention) -> None:
     """Let queries begin as the keys of their group, so that each position sees itself and what is like it.
 
     The newest token reaches an EAGLE-3 head by its attention alone. Queries and keys that have nothing to do with each

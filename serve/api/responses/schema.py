@@ -43,28 +43,27 @@ class MessageItem(Body):
     phase: str | None = None
 
 
-class FunctionCallItem(Body):
-    type: Literal["function_call"]
+class CallItem(Body):
+    """What both kinds of calls have."""
+
     call_id: str
     name: str
-    arguments: str
     id: str | None = None
     status: Status | None = None
     namespace: str | None = None
     caller: Ignored = None
 
 
-class CustomCallItem(Body):
+class FunctionCallItem(CallItem):
+    type: Literal["function_call"]
+    arguments: str
+
+
+class CustomCallItem(CallItem):
     """A call whose input is a text of any form."""
 
     type: Literal["custom_tool_call"]
-    call_id: str
-    name: str
     input: str
-    id: str | None = None
-    status: Status | None = None
-    namespace: str | None = None
-    caller: Ignored = None
 
 
 class CallOutputItem(Body):

@@ -8,14 +8,13 @@ github.com/webai-at-home/webai-at-home/issues/214 (Codex's fields), github.com/R
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from eagle_mlx.serve.api.model import Loaded
-from tests.serve.api.live import DEPTH, NAME, Live, engine, live, loaded_format
+from tests.serve.api.live import DEPTH, NAME, Live, engine, live
 
 MESSAGES, COUNT, RESPONSES, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/chat/completions"
 USER: Any = [{"role": "user", "content": "hi"}]
@@ -112,19 +111,13 @@ def codex() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def caller() -> Iterator[Live]:
-    with live(lambda: loaded_format("thinking")) as running:
-        yield running
-
-
-def test_what_claude_code_sends_is_one_prompt_however_it_is_billed(caller: Live) -> None:
+def test_what_claude_code_sends_is_one_prompt_however_it_is_billed(thinker: Live) -> None:
     body = claude_code("a1")
-    answer = caller.http.post(f"{MESSAGES}?beta=true", json=body, headers={"anthropic-beta": "claude-code-20250219"})
+    answer = thinker.http.post(f"{MESSAGES}?beta=true", json=body, headers={"anthropic-beta": "claude-code-20250219"})
     assert answer.status_code == 200, answer.text
     assert '"type":"message_stop"' in answer.text
     counted = [
-        caller.http.post(COUNT, json={key: value for key, value in claude_code(turn).items() if key in COUNTED}).json()
+        thinker.http.post(COUNT, json={key: value for key, value in claude_code(turn).items() if key in COUNTED}).json()
         for turn in ("a1", "a much longer header")
     ]
     told = [
@@ -143,11 +136,11 @@ def test_what_claude_code_sends_is_one_prompt_however_it_is_billed(caller: Live)
     tools = [function("Bash", "Runs a command.", COMMAND)]
     thinks = {"enable_thinking": True}
     asked = {"messages": told, "tools": tools, "max_tokens": 1, "chat_template_kwargs": thinks}
-    chat = caller.http.post(CHAT, json=asked).json()
+    chat = thinker.http.post(CHAT, json=asked).json()
     assert counted == [{"input_tokens": chat["usage"]["prompt_tokens"]}] * 2
     system = "You help with code."
     counts = [
-        caller.http.post(COUNT, json={"messages": USER, "system": each}).json()
+        thinker.http.post(COUNT, json={"messages": USER, "system": each}).json()
         for each in (system, f"x-anthropic-billing-header: cch=1;\n{system}")
     ]
     assert counts[0] == counts[1]
@@ -156,8 +149,8 @@ def test_what_claude_code_sends_is_one_prompt_however_it_is_billed(caller: Live)
 COUNTED = ("model", "system", "messages", "tools", "thinking", "context_management", "output_config")
 
 
-def test_what_codex_sends_is_answered(caller: Live) -> None:
-    answer = caller.http.post(RESPONSES, json=codex())
+def test_what_codex_sends_is_answered(thinker: Live) -> None:
+    answer = thinker.http.post(RESPONSES, json=codex())
     assert answer.status_code == 200, answer.text
     last = json.loads(answer.text.split("\n\n")[-2].split("data: ", 1)[1])
     assert last["type"] in ("response.completed", "response.incomplete")
@@ -178,7 +171,7 @@ def test_what_codex_sends_is_answered(caller: Live) -> None:
         function("apply_patch", "The input follows this grammar (lark):\nx", text | {"additionalProperties": False}),
         function("mcp__docs__read", None, None),
     ]
-    chat = caller.http.post(CHAT, json={"messages": told, "tools": tools, "max_tokens": 1}).json()
+    chat = thinker.http.post(CHAT, json={"messages": told, "tools": tools, "max_tokens": 1}).json()
     assert last["response"]["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
 
 

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from eagle_mlx.serve.api import flow
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
-from tests.serve.api.live import DEPTH, NAME, Live, engine, live, loaded_format, wide
+from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
 from tests.serve.chat.formats import WEATHER
 
 URL, COUNT, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"
@@ -29,18 +29,6 @@ GREEDY: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0}
 def client(server: Live) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=server.base, api_key="none", max_retries=0) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def caller() -> Iterator[Live]:
-    with live(lambda: loaded_format("qwen")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def thinker() -> Iterator[Live]:
-    with live(lambda: loaded_format("thinking")) as running:
-        yield running
 
 
 def ask(server: Live, **body: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -12,7 +11,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from eagle_mlx.serve.api.limits import Limits
-from tests.serve.api.live import NAME, Live, live, loaded_format, wide
+from tests.serve.api.live import NAME, Live, live, wide
 from tests.serve.chat.formats import CLOCK, WEATHER
 
 URL, CHAT = "/v1/responses", "/v1/chat/completions"
@@ -20,18 +19,6 @@ USER: Any = [{"role": "user", "content": "def f(x):"}]
 TURNS: Any = [*USER, {"role": "assistant", "content": "return x"}, {"role": "user", "content": "def g(x):"}]
 TOOL: Any = {"type": "function", **WEATHER["function"], "strict": True}
 GREEDY: dict[str, Any] = {"max_output_tokens": 24, "temperature": 0.0}
-
-
-@pytest.fixture(scope="module")
-def caller() -> Iterator[Live]:
-    with live(lambda: loaded_format("qwen")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def thinker() -> Iterator[Live]:
-    with live(lambda: loaded_format("thinking")) as running:
-        yield running
 
 
 def ask(server: Live, **body: Any) -> dict[str, Any]:

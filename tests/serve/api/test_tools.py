@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.serve.api.live import NAME, Live, live, loaded_format
+from tests.serve.api.live import NAME, Live
 from tests.serve.chat.formats import WEATHER
 
 USER: Any = [{"role": "user", "content": "How is the weather in Oslo?"}]
-
-
-@pytest.fixture(scope="module")
-def thinker() -> Iterator[Live]:
-    with live(lambda: loaded_format("thinking")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def caller() -> Iterator[Live]:
-    with live(lambda: loaded_format("qwen")) as running:
-        yield running
 
 
 def streamed(server: Live, asked: dict[str, Any]) -> tuple[dict[str, Any], str]:
