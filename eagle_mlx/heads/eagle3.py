@@ -184,11 +184,15 @@ class Eagle3Head(HeadBase[Eagle3Config], nn.Module):
         """The target's aux hidden states, each [B, L, target_hidden_size] -> features g [B, L, H]."""
         if not self._config.use_aux_hidden_state:
             return self.target.norm(aux[0])
+        out: mx.array = self.fc(self.read(aux))
+        return out
+
+    def read(self, aux: Sequence[mx.array]) -> mx.array:
+        """The same states, normed as this head has it and side by side: what `fc` reads."""
         if self._config.fc_norm:
             aux = [norm(x) for norm, x in zip(self.fc_norm, aux, strict=True)]
         read = mx.concatenate(list(aux), axis=-1)
-        out: mx.array = self.fc(self.input_norm(read) if self._config.norm_before_fc else read)
-        return out
+        return self.input_norm(read) if self._config.norm_before_fc else read
 
     def inputs(self, embeddings: mx.array, g: mx.array) -> tuple[mx.array, mx.array]:
         return self.midlayer.inputs(embeddings, g)

@@ -17,7 +17,7 @@ from eagle_mlx.target import Target, fingerprint
 from ..command import Stop, Stopped
 from ..config import TrainConfig
 from ..evaluation import Acceptance
-from ..kinds import KINDS, Head, resolved
+from ..kinds import Head, resolved
 from ..plan.division import (
     EVALUATION,
     FIRST,
@@ -31,7 +31,19 @@ from ..plan.division import (
     seconds_to_end,
     seconds_to_learn,
 )
-from ..run import BEST, Checkpoint, Identity, Run, Stopwatch, Tracker, check_incomplete, identity, run_folder, state
+from ..run import (
+    BEST,
+    Checkpoint,
+    Identity,
+    Run,
+    Stopwatch,
+    Tracker,
+    check_incomplete,
+    identity,
+    new_head,
+    run_folder,
+    state,
+)
 from ..step import Phase
 from . import journal as journals
 from .bar import HoursBar
@@ -133,7 +145,7 @@ class Hours:
 
     def _open(self) -> Run:
         data = self._portions.data(1)
-        head = self._head or KINDS[self._config.head.kind].new(self._target, self._config, data.kept, data.aux_layers)
+        head = self._head or new_head(self._target, data, self._config, begin=self._saved is None)
         first = self._journal.portions[0]
         rate = (first.tokens or 0) / max(first.made_seconds, 1e-9)
         if not self._journal.prompts:

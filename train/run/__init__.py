@@ -6,7 +6,7 @@ from .loop import BEST, LAST, REPORT, Run, check_incomplete, train
 from .output import run_folder
 from .processes import run_worker
 from .progress import Progress, mean
-from .start import existing_head
+from .start import existing_head, new_head
 from .state import Checkpoint
 from .stopwatch import Stopwatch
 from .tracker import Tracker
@@ -27,6 +27,7 @@ __all__ = [
     "existing_head",
     "identity",
     "mean",
+    "new_head",
     "resumed_config",
     "run_folder",
     "run_worker",

@@ -22,7 +22,7 @@ from ..config import TrainConfig, file_type
 from ..data import Batches, Rows, TrainData
 from ..distributed import SINGLE_PROCESS, World
 from ..evaluation import Acceptance, Evaluator
-from ..kinds import KINDS, Head, kind_of, resolved
+from ..kinds import Head, kind_of, resolved
 from ..report import write_plots
 from ..step import NotFiniteError, Schedule, Stepper, StepResult, span_of
 from . import identity, state
@@ -30,6 +30,7 @@ from .outcome import outcome
 from .output import run_folder
 from .processes import Workers
 from .progress import Bar, Progress, Shows, mean, means
+from .start import new_head
 from .state import Checkpoint, RunState
 from .stopwatch import Stopwatch
 from .tracker import Tracker
@@ -60,7 +61,6 @@ def train(
     finite. Of the processes of a `world` rank 0 calls this, and the others `run_worker`.
     """
     config, stop = resolved(config), stop or Stop()
-    head = head or KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
     check_incomplete(resume)
     with stop.listening(), run_folder(config.run.output, config.run.overwrite, state.exists, resume) as folder:
         who = identity.Identity(config, fingerprint(target), identity.fingerprint_of(data.samples), world.size)
@@ -68,6 +68,7 @@ def train(
             identity.check_same(folder, who)
         identity.write(folder, who)
         saved = state.newest(folder, tqdm.write) if resume else None
+        head = head or new_head(target, data, config, begin=saved is None)
         with Tracker(folder, config, saved.state.progress.step if saved else None) as tracker:
             return Run(target, data, prompts, config, head, folder, tracker, stop, world).run(saved)
 

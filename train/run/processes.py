@@ -12,8 +12,9 @@ from ..command import Stop, Stopped
 from ..config import TrainConfig
 from ..data import Batches, Rows, TrainData
 from ..distributed import World
-from ..kinds import KINDS, Head, resolved
+from ..kinds import Head, resolved
 from ..step import Stepper
+from .start import new_head
 
 _SYNC = "sync"
 
@@ -56,7 +57,7 @@ def run_worker(
 ) -> None:
     """Train along with rank 0 until it ends the run. Rank 0 alone measures, saves and writes."""
     config = resolved(config)
-    head = head or KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
+    head = head or new_head(target, data, config, begin=False)  # rank 0's weights come before the first step
     with stop.deferred():
         batches = Batches(data.samples, config.optimization.rows, config.optimization.length, config.run.seed, world)
         stepper = Stepper(head, target, config, world)

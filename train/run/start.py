@@ -1,4 +1,4 @@
-"""Training that starts from an existing head."""
+"""The head that training starts from: an existing one, or a new one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from eagle_mlx.formats import load_head
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig, flag
-from ..kinds import OPEN, Head, kind_of
+from ..data import TrainData
+from ..kinds import KINDS, OPEN, Head, kind_of
+from .linear_start import start_linear
 
 
 def existing_head(target: Target, config: TrainConfig) -> Head | None:
@@ -41,6 +43,14 @@ def existing_head(target: Target, config: TrainConfig) -> Head | None:
     freeze_embedding(head)
     head.attach(target)
     mx.eval(head.parameters())
+    return head
+
+
+def new_head(target: Target, data: TrainData, config: TrainConfig, begin: bool = True) -> Head:
+    """A new head for the data, which begins as the settings say; unless it is to `begin` at all, at random."""
+    head: Head = KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
+    if begin and config.head.start == "linear":
+        start_linear(head, target, data.samples, config.run.seed)
     return head
 
 

@@ -1,0 +1,117 @@
+"""A new EAGLE-3 head begins as the best linear guess of the target's next state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle_mlx.data_pipelines import capture
+from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.shards import Sample
+from eagle_mlx.target import Target
+from eagle_mlx.train.config import TrainConfig, from_mapping
+from eagle_mlx.train.data import TrainData
+from eagle_mlx.train.data.samples import InMemory, Tokens
+from eagle_mlx.train.kinds import resolved
+from eagle_mlx.train.run import new_head
+from eagle_mlx.train.run.least_squares import best_map, factors, moments
+from tests.fakes import tiny_target
+from tests.full import some
+from tests.train.test_step import conversations
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target()
+
+
+def config_of(**more: Any) -> TrainConfig:
+    return resolved(from_mapping({"target": "tiny", "rows": 4, "length": 32, "lanes": 1, **more}))
+
+
+@pytest.fixture(scope="module")
+def samples(target: Target) -> list[Sample]:
+    return list(capture(target, (0, 2, 3), conversations(target, 60)))
+
+
+def started(target: Target, samples: list[Any], **more: Any) -> Eagle3Head:
+    head: Any = new_head(target, TrainData(InMemory(samples), (0, 2, 3), None, {}), config_of(**more))
+    head.attach(target)
+    return head
+
+
+def right(head: Eagle3Head, target: Target, samples: list[Sample]) -> float:
+    """How often the head's first draft is the target's most likely token."""
+    hits = count = 0
+    for sample in samples:
+        tokens, last = mx.array(sample.tokens)[None], mx.array(sample.last)[None].astype(mx.float32)
+        g = head.features(list(mx.split(mx.array(sample.aux)[None].astype(mx.float32), 3, axis=-1)))
+        drafts = mx.argmax(head.logits(head(head.embed(tokens[:, 1:]), g[:, :-1])), axis=-1)
+        best = mx.argmax(target.lm_head(target.norm(last)), axis=-1)[:, 1:]
+        hits += int(mx.sum(drafts == best))
+        count += best.size
+    return hits / count
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"norm_before_residual": True}, {"feature_norm": "all"}, {"feature_norm": "none", "recycle": "output"}],
+)
+def test_the_first_drafts_are_often_right_before_any_step(
+    target: Target, samples: list[Sample], more: dict[str, Any]
+) -> None:
+    learnt, fresh = samples[:50], samples[50:]
+    at_random = right(started(target, learnt, start="random", **more), target, fresh)
+    assert right(started(target, learnt, **more), target, fresh) > at_random + 0.2
+
+
+def test_states_that_are_not_kept_are_read_again(target: Target, samples: list[Sample]) -> None:
+    bare = [Tokens(sample.tokens, sample.loss_mask) for sample in samples[:20]]
+    kept, read = started(target, samples[:20]), started(target, bare)
+    assert mx.allclose(kept.fc.weight, read.fc.weight, atol=0.02)  # kept ones are float16
+
+
+def test_without_samples_a_head_stays_as_it_is(target: Target, samples: list[Sample]) -> None:
+    short = [Sample(s.tokens[:2], s.loss_mask[:2], s.aux[:2], s.last[:2]) for s in samples[:3]]
+    begun, untouched = started(target, short), started(target, short, start="random")
+    assert mx.array_equal(begun.fc.weight, untouched.fc.weight)
+
+
+@settings(max_examples=some(30))
+@given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 5), st.sampled_from([0.0, 0.1]))
+def test_a_planted_map_is_found(seed: int, inputs: int, outputs: int, noise: float) -> None:
+    rng = np.random.default_rng(seed)
+    planted = rng.normal(size=(inputs, outputs))
+
+    def piece() -> tuple[mx.array, mx.array]:
+        x = rng.normal(size=(150, inputs))
+        y = x @ planted + noise * rng.normal(size=(150, outputs))
+        return mx.array(x.astype(np.float32)), mx.array(y.astype(np.float32))
+
+    found = best_map(piece() for _ in range(20))
+    assert found is not None
+    assert np.abs(found[0] - planted).max() < 0.05
+    x, y = piece()
+    assert moments(x, y).error(found[0]) == pytest.approx(
+        float(mx.mean(mx.sum(mx.square(y - x @ mx.array(found[0])), axis=1))), rel=1e-3, abs=1e-4
+    )
+
+
+def test_no_map_without_pieces() -> None:
+    assert best_map([]) is None
+
+
+@settings(max_examples=some(30))
+@given(st.integers(0, 10_000), st.integers(1, 8), st.integers(1, 8), st.integers(1, 10))
+def test_factors_are_the_nearest_of_their_rank(seed: int, rows: int, columns: int, rank: int) -> None:
+    matrix = np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
+    left, right_side = factors(matrix, rank)
+    assert left.shape == (rows, rank)
+    assert right_side.shape == (rank, columns)
+    lost = np.linalg.svd(matrix, compute_uv=False)[rank:]
+    assert np.linalg.norm(matrix - left @ right_side) == pytest.approx(np.linalg.norm(lost), abs=1e-4)
