@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 import numpy as np
-from tqdm import tqdm
 
 from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.progress import progress_bar
 from eagle_mlx.shards import Sample
 from eagle_mlx.target import Target
 
@@ -53,7 +53,7 @@ def _pieces(head: Eagle3Head, target: Target, samples: Samples, seed: int) -> It
     Activations in Large Language Models).
     """
     most = _TOKENS_PER_INPUT * (head.fc.weight.shape[1] + target.hidden_size)
-    with tqdm(total=most, desc="start", unit="token", leave=False, delay=_SLOW) as bar:
+    with progress_bar(total=most, desc="linear start", unit="token", leave=False, delay=_SLOW) as bar:
         for number in np.random.default_rng(seed).permutation(len(samples.lengths)):
             sample = samples[int(number)]
             tokens = mx.array(sample.tokens)[None]
