@@ -157,14 +157,18 @@ class MTPHead(HeadBase[MTPConfig], nn.Module):
 
     def __call__(self, embeddings: mx.array, g: mx.array, cache: Any | None = None, mask: Mask = None) -> mx.array:
         """Embeddings [B, L, H] of tokens t+1, hidden states g [B, L, H] of positions t -> h [B, L, H]."""
-        normed = [self.enorm(embeddings), self.hnorm(g)]
-        if self._config.hidden_first:
-            normed.reverse()
-        x = self.eh_proj(mx.concatenate(normed, axis=-1))
+        x = self.eh_proj(self.normed(embeddings, g))
         [kept] = caches_of(cache, 1)
         mask = layer_mask(kept, x.shape[1], mask, as_array=_KINDS[self._config.model_type].mask_arrays)
         h: mx.array = self.block(x, mask, kept)
         return self.norm(h) if self._config.norm_output else h
+
+    def normed(self, embeddings: mx.array, g: mx.array) -> mx.array:
+        """Both [B, L, H], each behind its norm, side by side: what `eh_proj` reads."""
+        parts = [self.enorm(embeddings), self.hnorm(g)]
+        if self._config.hidden_first:
+            parts.reverse()
+        return mx.concatenate(parts, axis=-1)
 
     def logits(self, h: mx.array) -> mx.array:
         """h [..., H] -> logits [..., V]."""

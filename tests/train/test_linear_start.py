@@ -1,4 +1,4 @@
-"""A new EAGLE-3 head begins as the best linear guess of the target's next state."""
+"""A new head begins as the best linear guess of the target's next state."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from tests.fakes import tiny_target
 from tests.full import some
 from tests.train.test_step import conversations
 
+LAYERS = (0, 2, 3)
+
 
 @pytest.fixture(scope="module")
 def target() -> Target:
@@ -36,21 +38,23 @@ def config_of(**more: Any) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def samples(target: Target) -> list[Sample]:
-    return list(capture(target, (0, 2, 3), conversations(target, 60)))
+    return list(capture(target, LAYERS, conversations(target, 60)))
 
 
-def started(target: Target, samples: list[Any], **more: Any) -> Eagle3Head:
-    head: Any = new_head(target, TrainData(InMemory(samples), (0, 2, 3), None, {}), config_of(**more))
+def started(target: Target, samples: list[Any], **more: Any) -> Any:
+    layers = () if "head" in more else LAYERS
+    head = new_head(target, TrainData(InMemory(samples), layers, None, {}), config_of(**more))
     head.attach(target)
     return head
 
 
-def right(head: Eagle3Head, target: Target, samples: list[Sample]) -> float:
+def right(head: Any, target: Target, samples: list[Sample]) -> float:
     """How often the head's first draft is the target's most likely token."""
     hits = count = 0
     for sample in samples:
         tokens, last = mx.array(sample.tokens)[None], mx.array(sample.last)[None].astype(mx.float32)
-        g = head.features(list(mx.split(mx.array(sample.aux)[None].astype(mx.float32), 3, axis=-1)))
+        aux = list(mx.split(mx.array(sample.aux)[None].astype(mx.float32), 3, axis=-1))
+        g = head.features(aux if isinstance(head, Eagle3Head) else [last])
         drafts = mx.argmax(head.logits(head(head.embed(tokens[:, 1:]), g[:, :-1])), axis=-1)
         best = mx.argmax(target.lm_head(target.norm(last)), axis=-1)[:, 1:]
         hits += int(mx.sum(drafts == best))
@@ -60,7 +64,14 @@ def right(head: Eagle3Head, target: Target, samples: list[Sample]) -> float:
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"norm_before_residual": True}, {"feature_norm": "all"}, {"feature_norm": "none", "recycle": "output"}],
+    [
+        {},
+        {"norm_before_residual": True},
+        {"feature_norm": "all"},
+        {"feature_norm": "none", "recycle": "output"},
+        {"head": "eagle"},
+        {"head": "mtp"},
+    ],
 )
 def test_the_first_drafts_are_often_right_before_any_step(
     target: Target, samples: list[Sample], more: dict[str, Any]

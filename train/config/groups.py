@@ -58,10 +58,10 @@ class HeadConfig(Group):
         name="recycle",
     )
     norm_before_residual: bool = setting(False, "start the residual stream from the normed feature")
-    start: Literal["auto", "linear", "random"] = setting(
-        "auto",
-        "how a new EAGLE-3 head begins: as the best linear guess of the target's next state, found by least squares in "
-        "one pass over some of the data (auto), or at random",
+    start: Literal["linear", "random"] = setting(
+        "linear",
+        "how a new head begins: as the best linear guess of the target's next state, found by least squares in one "
+        "pass over some of the data, or at random",
     )
 
 

@@ -38,7 +38,6 @@ class EagleKind(Kind[EagleHead]):
         "feature_norm": "it has no such norm",
         "recycle": "its layout says which",
         "norm_before_residual": "it has no such norm",
-        "start": "it begins at random",
     }
 
     def check(self, target: Target, config: TrainConfig) -> None:

@@ -33,7 +33,6 @@ class Eagle3Kind(Kind[Eagle3Head]):
         "feature_noise": 0.0,
         "feature_norm": "each",
         "recycle": "normed",
-        "start": "linear",
     }
     foreign: ClassVar[Mapping[str, str]] = {"loss_weights": "its loss is the cross entropy alone"}
 

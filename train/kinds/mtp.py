@@ -42,7 +42,6 @@ class MTPKind(Kind[MTPHead]):
         "feature_norm": "it has no such norm",
         "recycle": "its layout says which",
         "norm_before_residual": "it has no such norm",
-        "start": "it begins at random",
         "loss_weights": "its loss is the cross entropy alone",
     }
 
