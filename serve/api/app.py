@@ -9,16 +9,15 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from . import chat, completions, embeddings, metrics, page, status, tokenize
+from . import admin, chat, completions, embeddings, metrics, page, status, tokenize
 from .errors import add_handlers
 from .guard import FramingGuard, HostGuard, KeyGuard
 from .messages.route import router as messages
+from .models import Models
 from .openapi import add_schema
 from .pools import Threads
 from .responses.memory import ResponseMemory
 from .responses.route import router as responses
-from .service import Service, Settings
-from .worker import Worker
 
 ROUTERS = (
     chat.router,
@@ -29,32 +28,25 @@ ROUTERS = (
     status.router,
     tokenize.router,
     page.router,
+    admin.router,
 )
 
 
-def create_app(settings: Settings, worker: Worker) -> FastAPI:
-    """An application whose start also starts the worker; it takes requests once that has loaded the model."""
-    service = Service(settings, worker)
+def create_app(models: Models) -> FastAPI:
+    """An application that serves these models; its start also starts their threads."""
+    settings = models.settings
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        loop = asyncio.get_running_loop()
-        loop.set_default_executor(Threads(thread_name_prefix="request"))
-        worker.observer = service.totals.observe
-        worker.start(loop)
+        asyncio.get_running_loop().set_default_executor(Threads(thread_name_prefix="request"))
+        models.start()
         yield
-        service.pools.close()
-        worker.stop()  # not in a thread of the pool: work that hangs may hold all of them
-        if worker.loaded is not None:
-            if worker.loaded.prior is not None:
-                worker.loaded.prior.save()
-            worker.loaded.grammars.end()
-            worker.loaded.encoder.end()
+        models.stop()
 
     app = FastAPI(title="eagle-serve", version="1", docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.state.service = service
+    app.state.models = models
     app.state.responses = ResponseMemory(settings.limits.responses, settings.limits.response_bytes)
-    app.state.registry = metrics.registry(service)
+    app.state.registry = metrics.registry(models)
     add_handlers(app)
     for router in ROUTERS:
         app.include_router(router)
@@ -67,5 +59,5 @@ def create_app(settings: Settings, worker: Worker) -> FastAPI:
     if settings.hosts is not None:
         app.add_middleware(HostGuard, allowed=settings.hosts)
     app.add_middleware(FramingGuard)
-    add_schema(app, settings.name)
+    add_schema(app, list(models.services))
     return app

@@ -35,13 +35,16 @@ log = logging.getLogger("eagle_mlx.serve")
 @router.post("/v1/chat/completions", responses=documented(ChatCompletion, *ERRORS, **EVENTS))
 async def chat_completions(request: Request) -> Response:
     """The next message of a conversation, or several to choose from."""
-    body, loaded = await read_request(request, ChatRequest)
+    body, service = await read_request(request, ChatRequest)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ; give one", "max_completion_tokens")
 
-    return await respond(request, body.answers, lambda _: prepare_chat(request, loaded, body), bool(body.stream))
+    async def prepare(_: Call, loaded: Loaded) -> ChatAnswer:
+        return await prepare_chat(request, loaded, body)
+
+    return await respond(request, service, body.answers, prepare, bool(body.stream))
 
 
 async def prepare_chat(request: Request, loaded: Loaded, body: ChatRequest, at_most: int | None = None) -> ChatAnswer:
@@ -74,7 +77,7 @@ class ChatAnswer:
             "id": f"chatcmpl-{call.id}",
             "object": "chat.completion",
             "created": call.created,
-            "model": call.service.settings.name,
+            "model": call.service.name,
             "system_fingerprint": call.service.fingerprint,
             "choices": [self._choice(index, output) for index, output in enumerate(outputs)],
             "usage": usage(outputs, len(outputs)),

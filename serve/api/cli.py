@@ -1,4 +1,4 @@
-"""The command `eagle-serve`: a model behind an OpenAI endpoint."""
+"""The command `eagle-serve`: a model, or several, behind an OpenAI endpoint."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import NoReturn
 
 from eagle_mlx.errors import ConfigError, EagleError
-from eagle_mlx.target_options import add_target_arguments, options_of
+from eagle_mlx.memory import gb
 
-from ..chat import Volatile
-from ..memory import add_kv_gb, add_prefill_chunk, bytes_of, prefill_chunk_of
-from ..speculation import add_arguments, from_arguments
+from ..memory import bytes_of
 from .app import create_app
 from .guard import is_loopback
 from .limits import Limits
 from .loader import LoadConfig, check, load
+from .models import Models
+from .models_file import read_models
+from .options import add_model_arguments, load_config_of
 from .server import Server, listen, run
 from .service import Settings
-from .worker import Worker
+from .sources import budget, several, single
 
 EPILOG = """\
 examples:
@@ -33,12 +34,20 @@ examples:
   eagle-serve --target Qwen3-4B-4bit --head user/head         a model and its EAGLE head
   eagle-serve --target Qwen3-4B-4bit --spec-decode ngram      no second model: drafts come from the text so far
   eagle-serve --target Qwen3-4B-4bit --head user/head --check does speculation leave the text alone? 0 says yes
+  eagle-serve --models models.yaml                            several models, each loaded when it is asked for
   EAGLE_API_KEY=secret eagle-serve --host 0.0.0.0             for others too, who must know the key
 
 then, with any OpenAI client:
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Write a haiku."}], "stream": true}'
   OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+
+models.yaml has a name for each model, and under it what its flags would say, without their dashes:
+  default: {max-batch: 4}                                     # what all models share
+  small: {target: Qwen3-0.6B-4bit, spec-decode: ngram}
+  large: {target: Qwen3-4B-4bit, head: user/head, kv-gb: 4}
+A request names its model in "model". Where memory is short, the one that was idle for longest is unloaded. POST
+/admin/load and /admin/unload, with {"model": "small"}, do so at once.
 
 A request can switch speculation off with "spec_decode": "none", or bound it with "num_speculative_tokens". /health
 says starting, ready or draining; /metrics is for Prometheus. SIGTERM lets requests under way finish, then ends."""
@@ -48,10 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run eagle-serve; returns the exit status: 0, 1 where --check fails, 2 for an error."""
     args = _parser().parse_args(argv)
     try:
-        config, settings = _load_config(args), _settings(args)
+        configs, settings = _configs(args), _settings(args)
         if args.check:
-            return 0 if check(load(config, say), say) else 1
-        _serve(config, settings, args)
+            passed = [_checked(name, config) for name, config in configs.items()]
+            return 0 if all(passed) else 1
+        _serve(configs, settings, args)
     except EagleError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
@@ -76,14 +86,32 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _serve(config: LoadConfig, settings: Settings, args: argparse.Namespace) -> None:
+def _checked(name: str, config: LoadConfig) -> bool:
+    say(f"model: {name}")
+    return check(load(config, say), say)
+
+
+def _serve(configs: dict[str, LoadConfig], settings: Settings, args: argparse.Namespace) -> None:
     sock = listen(args.host, args.port)
-    settings = replace(settings, hosts=_hosts(sock, args.allowed_host))
-    say(f"model: {settings.name}")
-    if settings.api_key is None and not is_loopback(sock.getsockname()[0]):
-        say(f"note: whoever reaches {args.host} can use this server; an --api-key would keep others out")
     with sock:
-        run(Server(create_app(settings, Worker(lambda: load(config, say))), say), sock)
+        is_local = is_loopback(sock.getsockname()[0])
+        settings = replace(settings, hosts=_hosts(sock, args.allowed_host), is_local=is_local)
+        models = _models(configs, settings, args)
+        if settings.api_key is None and not is_local:
+            say(f"note: whoever reaches {args.host} can use this server; an --api-key would keep others out")
+        run(Server(create_app(models), say), sock)
+
+
+def _models(configs: dict[str, LoadConfig], settings: Settings, args: argparse.Namespace) -> Models:
+    """The one model, loaded at the start, or those of a file, loaded when they are asked for."""
+    if args.models is None:
+        ((name, config),) = configs.items()
+        say(f"model: {name}")
+        return Models(settings, [single(name, config, say)], at_start=True)
+    nbytes = budget(bytes_of("--memory-gb", args.memory_gb))
+    sources = several(configs, nbytes, say)
+    say(f"models: {', '.join(configs)}; loaded when they are asked for, within {gb(nbytes)}")
+    return Models(settings, sources, nbytes)
 
 
 def _hosts(sock: socket.socket, named: Sequence[str]) -> tuple[str, ...] | None:
@@ -91,15 +119,20 @@ def _hosts(sock: socket.socket, named: Sequence[str]) -> tuple[str, ...] | None:
     return tuple(named) if named or is_loopback(sock.getsockname()[0]) else None
 
 
-def _load_config(args: argparse.Namespace) -> LoadConfig:
-    target, speculation = from_arguments(args)
-    prefixes, kv = bytes_of("--prefix-cache-gb", args.prefix_cache_gb, least=0), bytes_of("--kv-gb", args.kv_gb)
-    options = options_of(args)
-    chunk = prefill_chunk_of(args)
-    volatile = Volatile.of(args.volatile, not args.keep_volatile)
-    return LoadConfig(
-        target, speculation, args.max_batch, args.max_context, prefixes, args.kv_bits, options, kv, chunk, volatile
-    )
+def _configs(args: argparse.Namespace) -> dict[str, LoadConfig]:
+    """What is served, by name. Raises ConfigError for flags that have no meaning beside --models, or without it."""
+    if args.models is None:
+        if args.memory_gb is not None:
+            raise ConfigError("--memory-gb is for several models, with --models; a single one is bounded by --kv-gb")
+        return {args.served_model_name or served_name(args.target): load_config_of(args)}
+    of_a_model = argparse.ArgumentParser(add_help=False)
+    add_model_arguments(of_a_model)
+    of_a_model.add_argument("--served-model-name")
+    defaults = vars(of_a_model.parse_args([]))
+    for field in (field for field, default in defaults.items() if getattr(args, field) != default):
+        flag = f"--{field.replace('_', '-')}"
+        raise ConfigError(f"{flag} belongs to a model: write it in {args.models}, under its name or `default`")
+    return read_models(Path(args.models))
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -111,8 +144,6 @@ def _settings(args: argparse.Namespace) -> Settings:
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
         raise ConfigError("--api-key (or EAGLE_API_KEY) must be printable ASCII without spaces, and not empty")
     return Settings(
-        name=args.served_model_name or served_name(args.target),
-        max_batch=args.max_batch,
         limits=Limits(body_bytes=int(args.max_body_mb * (1 << 20)), queue=args.max_queue),
         api_key=key,
         origins=tuple(args.allow_origin),
@@ -136,6 +167,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--check", action="store_true", help="decode 16 tokens with and without drafts, compare, end")
+    parser.add_argument(
+        "--models", metavar="FILE", help="serve several models, which this YAML file names; see below for an example"
+    )
     where = parser.add_argument_group("where, and for whom")
     where.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1, this machine)")
     where.add_argument("--port", type=int, default=8000, help="default 8000; 0 takes a free one")
@@ -156,55 +190,35 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="drop fields that are not known, as vLLM and llama.cpp do, where they are refused otherwise",
     )
-    add_arguments(parser)
-    add_target_arguments(parser)
+    add_model_arguments(parser)
     _add_limits(parser)
     return parser
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    """What bounds requests, batches and memory."""
-    much = parser.add_argument_group("how much")
-    batch, queue, drain = LoadConfig.max_batch, Limits.queue, Settings.drain_seconds
+    """What bounds requests, and all models together."""
+    much = parser.add_argument_group("how much of the server")
+    queue, drain = Limits.queue, Settings.drain_seconds
     body = Limits.body_bytes / (1 << 20)
-    much.add_argument(
-        "--max-batch", type=int, default=batch, metavar="N", help=f"requests that decode at once (default {batch})"
-    )
     much.add_argument(
         "--max-queue",
         type=int,
         default=queue,
         metavar="N",
-        help=f"requests that wait; beyond them 429 (default {queue})",
+        help=f"requests that wait for a model; beyond them 429 (default {queue})",
     )
-    much.add_argument("--max-context", type=int, metavar="N", help="tokens of prompt and answer (default: the model's)")
     much.add_argument(
         "--max-body-mb", type=float, default=body, metavar="MB", help=f"of a request; beyond it 413 (default {body:g})"
     )
-    add_prefill_chunk(much)
-    add_kv_gb(much)
     much.add_argument(
-        "--prefix-cache-gb",
+        "--memory-gb",
         type=float,
         metavar="GB",
-        help="of that, what past prompts may hold (default: a quarter of what is free behind the weights)",
-    )
-    much.add_argument(
-        "--volatile",
-        action="append",
-        default=[],
-        metavar="REGEX",
-        help="what else to leave out of system prompts because it changes with every request; repeatable",
-    )
-    much.add_argument(
-        "--keep-volatile",
-        action="store_true",
-        help="leave in what is known to change with every request, as agents' billing headers do",
+        help="with --models: weights, keys and values of all that are loaded (default: four fifths of what is free)",
     )
     much.add_argument(
         "--drain-seconds", type=float, default=drain, metavar="S", help=f"to finish at the end (default {drain:g})"
     )
-    much.add_argument("--kv-bits", type=int, choices=(4, 8), help="keep keys and values in so few bits: less memory")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from eagle_mlx.text import TextStream
 from .answer import stats, usage
 from .encoder import Encode
 from .errors import ApiError
-from .flow import in_thread, read_request, respond, service_of
+from .flow import in_thread, read_request, respond
 from .logprobs import CompletionLogprobs, joined, score_prompt
 from .model import Loaded
 from .sampling import check_context, check_text, sampling
@@ -34,14 +34,14 @@ router = APIRouter()
 @router.post("/v1/completions", responses=documented(Completion, *ERRORS, **EVENTS))
 async def completions(request: Request) -> Response:
     """Text that continues from a prompt, or from each of several."""
-    body, loaded = await read_request(request, CompletionRequest)
-    service_of(request).settings.limits.check_prompts(len(body.prompts))
+    body, service = await read_request(request, CompletionRequest)
+    service.settings.limits.check_prompts(len(body.prompts))
     if body.best_of not in (None, body.answers):
         raise ApiError(400, "best_of must equal n: answers are not chosen among", "best_of")
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens is 0, which asks for nothing without echo", "max_tokens")
 
-    async def prepare(call: Call) -> CompletionAnswer:
+    async def prepare(call: Call, loaded: Loaded) -> CompletionAnswer:
         has_schema = body.response_format is not None
         answer = await in_thread(request, loaded, lambda encode: _prepare(body, loaded, encode), has_schema)
         if body.echo and body.logprobs is not None:
@@ -51,7 +51,7 @@ async def completions(request: Request) -> Response:
                 )
         return answer
 
-    return await respond(request, len(body.prompts) * body.answers, prepare, bool(body.stream))
+    return await respond(request, service, len(body.prompts) * body.answers, prepare, bool(body.stream))
 
 
 @dataclass
@@ -103,7 +103,7 @@ class CompletionAnswer:
             "id": f"cmpl-{call.id}",
             "object": "text_completion",
             "created": call.created,
-            "model": call.service.settings.name,
+            "model": call.service.name,
             "system_fingerprint": call.service.fingerprint,
             "choices": [self._choice(index, output) for index, output in enumerate(outputs)],
             "usage": usage(outputs, self.body.answers),

@@ -23,9 +23,11 @@ from .encoder import Encode
 from .errors import ApiError, bad_request
 from .limits import read_body
 from .model import Loaded
+from .models import Models
 from .sampling import check
 from .schema import B, read
 from .service import Call, Service
+from .stream import DONE, dumps
 
 T = TypeVar("T")
 R = TypeVar("R", bound=schema.Request)
@@ -33,6 +35,8 @@ KEEP_ALIVE_SECONDS = 15
 """Between signs of life in a stream: the HTML standard advises one about every 15 seconds (9.2.7)."""
 COMMENT = ServerSentEvent(comment="waiting", sep="\n")
 """A sign of life that every reader of events drops."""
+Prepare = Callable[[Call, Loaded], Awaitable["Answer"]]
+"""Makes a request ready to be decoded, when its model is loaded."""
 
 
 class Answer(Protocol):
@@ -64,9 +68,9 @@ class EventStream(EventSourceResponse):
             self._call.close()
 
 
-def service_of(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
+def models_of(request: Request) -> Models:
+    models: Models = request.app.state.models
+    return models
 
 
 def client_of(request: Request) -> str:
@@ -81,21 +85,20 @@ def json_response(body: Any, status: int = 200) -> Response:
 
 async def body_of(request: Request, kind: type[B]) -> B:
     """The body of a request, read and checked. Raises ApiError."""
-    service = service_of(request)
-    body = await read_body(request, service.settings.limits)
+    models = models_of(request)
+    models.check_open()  # a server that takes no requests does not read their bodies
+    body = await read_body(request, models.settings.limits)
     request.state.size = len(body)
-    unknown: Literal["forbid", "ignore"] = "ignore" if service.settings.ignore_unknown_fields else "forbid"
-    return await service.pools.read(lambda: read(kind, body, unknown), len(body))
+    unknown: Literal["forbid", "ignore"] = "ignore" if models.settings.ignore_unknown_fields else "forbid"
+    return await models.pools.read(lambda: read(kind, body, unknown), len(body))
 
 
-async def read_request(request: Request, kind: type[R]) -> tuple[R, Loaded]:
+async def read_request(request: Request, kind: type[R]) -> tuple[R, Service]:
     """The body, within the limits, and the model that it is for. Raises ApiError."""
-    service = service_of(request)
-    service.loaded()  # a server that takes no requests does not read their bodies
     body = await body_of(request, kind)
-    loaded = service.loaded(body.model)
+    service = models_of(request).named(body.model)
     check(body, service.settings.limits)
-    return body, loaded
+    return body, service
 
 
 async def in_thread(request: Request, loaded: Loaded, work: Callable[[Encode], T], has_schema: bool = False) -> T:
@@ -104,8 +107,8 @@ async def in_thread(request: Request, loaded: Loaded, work: Callable[[Encode], T
     When this is cancelled, the encoding of a long text is, too. The body must have been read. What the library refuses
     comes back as ApiError 400.
     """
-    pools, client = service_of(request).pools, client_of(request)
-    long, cancelled = service_of(request).settings.limits.long_bytes, Event()
+    pools, client = models_of(request).pools, client_of(request)
+    long, cancelled = models_of(request).settings.limits.long_bytes, Event()
 
     def encode(text: str, add_special_tokens: bool) -> list[int]:
         return loaded.encoder.encode(text, add_special_tokens, len(text) >= long, cancelled)
@@ -118,33 +121,65 @@ async def in_thread(request: Request, loaded: Loaded, work: Callable[[Encode], T
         cancelled.set()
 
 
+def told(error: ApiError) -> bytes:
+    """An error in a stream that has begun, for clients of Chat Completions and Completions."""
+    return f"data: {dumps(error.body)}\n\n".encode() + DONE
+
+
 async def respond(
     request: Request,
+    service: Service,
     slots: int,
-    prepare: Callable[[Call], Awaitable[Answer]],
+    prepare: Prepare,
     stream: bool,
     ping: ServerSentEvent = COMMENT,
+    tell: Callable[[ApiError], bytes] = told,
 ) -> Response:
-    """Serve a request that needs so many slots, whole or as a stream.
+    """Serve a request that needs so many slots of a model, whole or as a stream.
 
-    ping: what a stream sends while nothing is to be said, so that nobody takes a long prompt for a dead connection.
+    A stream begins when its answer does; where that takes longer than a sign of life may, as while the model is being
+    loaded, it begins without. ping: what it sends while nothing is to be said, so that nobody takes it for a dead
+    connection. tell: what it ends with where an error comes then.
     """
-    call = service_of(request).admit(slots, client_of(request))
+    call = service.admit(slots, client_of(request))
+    call.beginning = beginning = asyncio.ensure_future(_begin(request, call, prepare))
     streaming = False
     try:
-        answer = await unless_disconnected(request, prepare(call))
-        call.submit(answer.requests)
         if stream:
+            await unless_disconnected(request, asyncio.wait({beginning}, timeout=KEEP_ALIVE_SECONDS))
+            in_time = beginning.done()
+            events = beginning.result().stream(call) if in_time else _later(call, beginning, tell)
             streaming = True
-            return EventStream(call, answer.stream(call), ping)
+            return EventStream(call, events, ping)
+        whole = await unless_disconnected(request, beginning)
         outputs = await unless_disconnected(request, finished(call))
         if error := failure(outputs):
             call.failed = True
             raise error
-        return json_response(answer.response(call, outputs))
+        return json_response(whole.response(call, outputs))
     finally:
         if not streaming:
             call.close()
+
+
+async def _begin(request: Request, call: Call, prepare: Prepare) -> Answer:
+    """Have the model loaded, and the request decoded."""
+    answer = await prepare(call, await models_of(request).loaded(call.service))
+    call.submit(answer.requests)
+    return answer
+
+
+async def _later(
+    call: Call, beginning: asyncio.Future[Answer], tell: Callable[[ApiError], bytes]
+) -> AsyncIterator[bytes]:
+    """The events of an answer that has not begun when its stream does."""
+    try:
+        answer = await beginning
+    except ApiError as e:
+        yield tell(e)
+        return
+    async for event in answer.stream(call):
+        yield event
 
 
 async def finished(call: Call) -> list[Output]:

@@ -48,6 +48,8 @@ class Limits:
     """For its body to come, all of it."""
     send_seconds: float = 60.0
     """That a client may let pass without reading anything of its answer; as nginx's send_timeout."""
+    room_seconds: float = 60.0
+    """For other models to become idle, so that one can be loaded; as nginx's proxy_read_timeout."""
 
     def __post_init__(self) -> None:
         if self.body_bytes < 1024:

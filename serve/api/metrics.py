@@ -1,97 +1,103 @@
 """The totals as Prometheus and as JSON.
 
-`vllm:spec_decode_*` are the names that dashboards know; the server's own begin with `eagle:`.
+`vllm:spec_decode_*` are the names that dashboards know; the server's own begin with `eagle:`. Each number is a model's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from .models import Models
+from .service import Service
 from .totals import SECONDS, Histogram, Totals
 
-
-class Gauges(Protocol):
-    """The server's present state, beside its totals."""
-
-    totals: Totals
-
-    @property
-    def running(self) -> int:
-        """Requests that decode."""
-        ...
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait for their turn."""
-        ...
-
-    @property
-    def max_running(self) -> int: ...
-
-    @property
-    def kv_bytes(self) -> tuple[int, int, int]:
-        """Of keys and values: of rows, of past prompts, and what both may take together."""
-        ...
-
-    @property
-    def ready(self) -> bool: ...
+_MODEL = "model_name"
+"""The label that tells models apart, as vLLM calls it."""
+_COUNTERS: tuple[tuple[str, str, Callable[[Totals], float]], ...] = (
+    ("vllm:spec_decode_num_drafts", "Rounds of a request in which tokens were drafted", lambda t: t.drafts),
+    ("vllm:spec_decode_num_draft_tokens", "Tokens drafted", lambda t: t.drafted),
+    ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted and emitted", lambda t: t.accepted),
+    ("eagle:rounds", "Target forwards", lambda t: t.rounds),
+    ("eagle:plain_rounds", "Target forwards in which nothing was drafted", lambda t: t.plain_rounds),
+    ("eagle:row_rounds", "Target forwards, each counted for every request in it", lambda t: t.row_rounds),
+    ("eagle:generation_tokens", "Tokens emitted", lambda t: t.emitted),
+    ("eagle:verify_seconds", "Time in rounds, drafting left out", lambda t: t.verify_seconds),
+    ("eagle:draft_seconds", "Time in drafting", lambda t: t.draft_seconds),
+    ("eagle:prompt_tokens", "Prompt tokens of requests that have ended", lambda t: t.prompt_tokens),
+    ("eagle:cached_prompt_tokens", "Those of them from the prefix cache", lambda t: t.cached_tokens),
+)
+_BY_LABEL: tuple[tuple[str, str, str, Callable[[Totals], dict[Any, int]]], ...] = (
+    (
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Those by their place in the draft",
+        "position",
+        lambda t: dict(enumerate(list(t.accepted_by_position))),
+    ),
+    (
+        "eagle:rounds_by_depth",
+        "Rounds by the depth that the policy chose",
+        "depth",
+        lambda t: dict(sorted(t.rounds_by_depth.copy().items())),
+    ),
+    ("eagle:requests", "Requests by how they ended", "outcome", lambda t: dict(t.requests)),
+)
+_GAUGES: tuple[tuple[str, str, Callable[[Service], float]], ...] = (
+    ("eagle:depth", "Draft tokens that the policy asked for in the last round", lambda s: s.totals.depth),
+    ("eagle:rows", "Requests that decode", lambda s: s.running),
+    ("eagle:rows_max", "Requests that can decode at once", lambda s: s.max_running),
+    ("eagle:queue", "Requests that wait for their turn", lambda s: s.waiting),
+    ("eagle:kv_bytes", "Keys and values of requests, at most", lambda s: s.kv_bytes[0]),
+    ("eagle:prefix_cache_bytes", "Keys and values of past prompts", lambda s: s.kv_bytes[1]),
+    ("eagle:kv_bytes_max", "What both may take together", lambda s: s.kv_bytes[2]),
+    ("eagle:loaded", "1 while the model is in memory", lambda s: s.ready),
+)
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[Totals], Histogram]], ...] = (
+    ("eagle:time_to_first_token_seconds", "From a request's arrival", lambda t: t.first_token),
+    ("eagle:request_seconds", "From a request's arrival to its end", lambda t: t.whole),
+)
 
 
 class ServerCollector(Collector):
     """Reads the totals whenever somebody asks for the metrics."""
 
-    def __init__(self, server: Gauges):
-        self.server = server
+    def __init__(self, models: Models):
+        self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        totals = self.server.totals
-        yield from _speculation(totals)
-        yield from _rounds(totals)
-        yield _counter("eagle:prompt_tokens", "Prompt tokens of requests that have ended", totals.prompt_tokens)
-        yield _counter("eagle:cached_prompt_tokens", "Those of them from the prefix cache", totals.cached_tokens)
-        yield _labelled("eagle:requests", "Requests by how they ended", "outcome", dict(totals.requests))
-        yield GaugeMetricFamily("eagle:rows", "Requests that decode", self.server.running)
-        yield GaugeMetricFamily("eagle:rows_max", "Requests that can decode at once", self.server.max_running)
-        yield GaugeMetricFamily("eagle:queue", "Requests that wait for their turn", self.server.waiting)
-        requests, past, most = self.server.kv_bytes
-        yield GaugeMetricFamily("eagle:kv_bytes", "Keys and values of requests, at most", requests)
-        yield GaugeMetricFamily("eagle:prefix_cache_bytes", "Keys and values of past prompts", past)
-        yield GaugeMetricFamily("eagle:kv_bytes_max", "What both may take together", most)
-        yield GaugeMetricFamily("eagle:ready", "1 while requests are taken", int(self.server.ready))
-        yield _histogram("eagle:time_to_first_token_seconds", "From a request's arrival", totals.first_token)
-        yield _histogram("eagle:request_seconds", "From a request's arrival to its end", totals.whole)
+        services = self._models.services.values()
+        for name, text, count in _COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=[_MODEL])
+            for each in services:
+                counter.add_metric([each.name], count(each.totals))
+            yield counter
+        for name, text, label, counts in _BY_LABEL:
+            counter = CounterMetricFamily(name, text, labels=[_MODEL, label])
+            for each in services:
+                for key, value in counts(each.totals).items():
+                    counter.add_metric([each.name, str(key)], value)
+            yield counter
+        for name, text, read in _GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=[_MODEL])
+            for each in services:
+                gauge.add_metric([each.name], float(read(each)))
+            yield gauge
+        for name, text, histogram in _HISTOGRAMS:
+            family = HistogramMetricFamily(name, text, labels=[_MODEL])
+            for each in services:
+                family.add_metric([each.name], _buckets(histogram(each.totals)), histogram(each.totals).sum)
+            yield family
+        yield GaugeMetricFamily("eagle:ready", "1 while requests are taken", int(self._models.state == "ready"))
 
 
-def _speculation(totals: Totals) -> Iterator[Metric]:
-    name = "vllm:spec_decode_num_"
-    yield _counter(f"{name}drafts", "Rounds of a request in which tokens were drafted", totals.drafts)
-    yield _counter(f"{name}draft_tokens", "Tokens drafted", totals.drafted)
-    yield _counter(f"{name}accepted_tokens", "Drafted tokens that were accepted and emitted", totals.accepted)
-    by_position = {str(position): count for position, count in enumerate(list(totals.accepted_by_position))}
-    yield _labelled(f"{name}accepted_tokens_per_pos", "Those by their place in the draft", "position", by_position)
-
-
-def _rounds(totals: Totals) -> Iterator[Metric]:
-    yield _counter("eagle:rounds", "Target forwards", totals.rounds)
-    yield _counter("eagle:plain_rounds", "Target forwards in which nothing was drafted", totals.plain_rounds)
-    yield _counter("eagle:row_rounds", "Target forwards, each counted for every request in it", totals.row_rounds)
-    yield _counter("eagle:generation_tokens", "Tokens emitted", totals.emitted)
-    yield _counter("eagle:verify_seconds", "Time in rounds, drafting left out", totals.verify_seconds)
-    yield _counter("eagle:draft_seconds", "Time in drafting", totals.draft_seconds)
-    yield GaugeMetricFamily("eagle:depth", "Draft tokens that the policy asked for in the last round", totals.depth)
-    by_depth = {str(depth): count for depth, count in sorted(totals.rounds_by_depth.copy().items())}
-    yield _labelled("eagle:rounds_by_depth", "Rounds by the depth that the policy chose", "depth", by_depth)
-
-
-def registry(server: Gauges) -> CollectorRegistry:
+def registry(models: Models) -> CollectorRegistry:
     """A registry of this server's own."""
     own = CollectorRegistry(auto_describe=False)
-    own.register(ServerCollector(server))
+    own.register(ServerCollector(models))
     return own
 
 
@@ -114,20 +120,7 @@ def speculation_json(totals: Totals, mode: str, most: int) -> dict[str, Any]:
     }
 
 
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(name, text, value)
-
-
-def _labelled(name: str, text: str, label: str, values: dict[str, int]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
-    return family
-
-
-def _histogram(name: str, text: str, histogram: Histogram) -> Metric:
-    counts, total = [], 0
-    for bound, count in zip((*map(str, SECONDS), "+Inf"), list(histogram.buckets), strict=True):
-        total += count
-        counts.append((bound, total))
-    return HistogramMetricFamily(name, text, buckets=counts, sum_value=histogram.sum)
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """How many were within each bound, those of the bounds below it with them."""
+    counts = list(histogram.buckets)
+    return [(bound, sum(counts[: at + 1])) for at, bound in enumerate((*map(str, SECONDS), "+Inf"))]

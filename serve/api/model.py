@@ -70,6 +70,13 @@ class Loaded:
     def texts(self) -> TokenTexts:
         return TokenTexts(self.tokenizer)
 
+    def close(self) -> None:
+        """Keep what was learnt, and end the processes beside the engine."""
+        if self.prior is not None:
+            self.prior.save()
+        self.grammars.end()
+        self.encoder.end()
+
 
 def sampling_defaults(name: str | Path) -> dict[str, float]:
     """What the model's authors advise in `generation_config.json`, as far as it can be read and used."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -9,7 +10,7 @@ from pydantic.json_schema import models_json_schema
 
 from .messages.schema import CountTokensRequest, MessagesRequest
 from .responses.schema import ResponsesRequest
-from .schema import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .schema import AdminRequest, Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 _BODIES: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatRequest,
@@ -19,11 +20,13 @@ _BODIES: dict[str, type[Body]] = {
     "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/admin/load": AdminRequest,
+    "/admin/unload": AdminRequest,
 }
 
 
-def add_schema(app: FastAPI, model: str) -> None:
-    """Let the app's schema tell what its POST routes take, for the model of this name."""
+def add_schema(app: FastAPI, models: Sequence[str]) -> None:
+    """Let the app's schema tell what its POST routes take, for models of these names; the only one may be left out."""
     without_bodies = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -36,7 +39,12 @@ def add_schema(app: FastAPI, model: str) -> None:
         )
         components |= shared["$defs"]
         for kind in _BODIES.values():
-            components[kind.__name__]["properties"]["model"] = {"enum": [model, None], "default": None}
+            body = components[kind.__name__]
+            if len(models) == 1 and not kind.model_fields["model"].is_required():
+                body["properties"]["model"] = {"enum": [*models, None], "default": None}
+            else:
+                body["properties"]["model"] = {"enum": list(models)}
+                body["required"] = sorted({*body.get("required", ()), "model"})
         for path, kind in _BODIES.items():
             content = {"application/json": {"schema": named[(kind, "validation")]}}
             schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}

@@ -53,6 +53,12 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
+class AdminRequest(Body):
+    """Which model to load or unload."""
+
+    model: str
+
+
 class Request(Body):
     """What both routes take."""
 

@@ -1,4 +1,4 @@
-"""The running server: it tells when it is ready, drains when it is told to end, and ends when its worker does."""
+"""The running server: it tells when it is ready, drains when it is told to end, and ends when the one model is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from eagle_mlx.errors import ConfigError
 
 from .connection import Connection, close_overdue
-from .service import Service
+from .models import Models
 
 _LAST_WORDS = 2.0
 """Seconds that answers which were cut off have for being sent."""
@@ -22,7 +22,7 @@ _LAST_WORDS = 2.0
 class Server(uvicorn.Server):
     """Uvicorn with an end in order: at the first signal new requests are refused while those under way finish.
 
-    After the service's `drain_seconds`, or at a second signal, those that are left end with an error.
+    After `drain_seconds`, or at a second signal, those that are left end with an error.
     """
 
     def __init__(self, app: FastAPI, say: Callable[[str], None] = lambda _: None):
@@ -37,7 +37,7 @@ class Server(uvicorn.Server):
             ws="none",
         )
         super().__init__(config)
-        self.service: Service = app.state.service
+        self.models: Models = app.state.models
         self._say = say
         self._announced = False
         self._end: float | None = None
@@ -45,31 +45,31 @@ class Server(uvicorn.Server):
         self._abandoned = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        seconds = self.service.settings.drain_seconds if self._end is None else 0.0
+        seconds = self.models.settings.drain_seconds if self._end is None else 0.0
         self._end = monotonic() + seconds
-        self.service.draining = True
+        self.models.draining = True
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn every tenth of a second."""
-        if self.service.ready and not self._announced:
+        if self.models.state == "ready" and not self._announced:
             self._announced = True
             self._say(f"ready: {' '.join(self._addresses())}")
-        if self.service.worker.failure is not None:
+        if self.models.failure is not None:
             self.should_exit = True
         elif self._end is not None:
             self._drain(monotonic())
         open_now = [each for each in self.server_state.connections if isinstance(each, Connection)]
-        close_overdue(open_now, self.service.settings.limits, monotonic())
+        close_overdue(open_now, self.models.settings.limits, monotonic())
         return await super().on_tick(counter)
 
     def _drain(self, now: float) -> None:
         assert self._end is not None
-        if self.service.idle or now > self._end + _LAST_WORDS:
+        if self.models.idle or now > self._end + _LAST_WORDS:
             self.should_exit = True
         elif now > self._end and not self._abandoned:
             self._abandoned = True
             self._say("the time to drain is over; requests under way end with an error")
-            self.service.worker.abort_all("the server is shutting down")
+            self.models.abort_all("the server is shutting down")
 
     def _addresses(self) -> list[str]:
         sockets = [sock for server in self.servers for sock in server.sockets]
@@ -104,8 +104,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(server: Server, sock: socket.socket) -> None:
-    """Serve until the end. Raises what kept the worker from working."""
+    """Serve until the end. Raises what has become of a model without which it ends."""
     server.run(sockets=[sock])
-    failure = server.service.worker.failure
+    failure = server.models.failure
     if failure is not None:
         raise failure

@@ -1,37 +1,34 @@
-"""What the routes share: the worker, admission, and the requests under way."""
+"""One model behind the routes: its worker, admission, and its requests under way."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal
 
 from eagle_mlx.request import Request
 
 from .errors import ApiError
 from .limits import Limits
 from .model import Loaded
-from .pools import Pools
 from .totals import Totals
 from .worker import Job, RequestEvent, Worker
 
 _RESERVED_SHARE = 8
 """One of so many slots is reserved for clients that have none, so that no client can take them all."""
-State = Literal["starting", "ready", "draining"]
+State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the operator has chosen."""
+    """What the operator has chosen, for all models."""
 
-    name: str
-    """Under which the model is served."""
-    max_batch: int = 8
     limits: Limits = field(default_factory=Limits)
     api_key: str | None = None
     origins: tuple[str, ...] = ()
@@ -41,31 +38,52 @@ class Settings:
     ignore_unknown_fields: bool = False
     """Whether fields of requests that nobody would heed are dropped, and not refused."""
     drain_seconds: float = 30.0
+    is_local: bool = True
+    """Whether nobody but this machine reaches the address that it listens at."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that can be loaded."""
+
+    name: str
+    """Under which it is served."""
+    load: Callable[[], Loaded]
+    """Raises an EagleError where it cannot be had."""
+    max_batch: int = 8
+    nbytes: Callable[[], int] = lambda: 0
+    """The memory that it takes when it is loaded, keys and values with it. Raises what `load` may raise."""
 
 
 class Service:
-    """One model behind the routes. Belongs to the event loop."""
+    """One model behind the routes, whether or not it is in memory. Belongs to the event loop."""
 
-    def __init__(self, settings: Settings, worker: Worker):
-        self.settings, self.worker = settings, worker
+    def __init__(self, settings: Settings, source: Source):
+        self.settings, self.source = settings, source
+        self.worker = Worker(source.load)
         self.totals = Totals()
         self.started = int(time.time())
+        self.last_used = perf_counter()
         self.fingerprint = f"fp_{secrets.token_hex(5)}"
-        self.draining = False
-        self.pools = Pools(settings.limits)
+        self.state: State = "unloaded"
+        self.on_idle: Callable[[], None] = lambda: None
+        """Called when the last of its requests has ended."""
         self._calls: set[Call] = set()
         self._encoding: Counter[str] = Counter()
         """Requests that take a slot and decode nothing, by client."""
 
     @property
-    def state(self) -> State:
-        if self.draining:
-            return "draining"
-        return "ready" if self.worker.loaded is not None else "starting"
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def loaded(self) -> Loaded | None:
+        """The model, where requests may use it."""
+        return self.worker.loaded if self.state == "loaded" else None
 
     @property
     def ready(self) -> bool:
-        return self.state == "ready"
+        return self.loaded is not None
 
     @property
     def idle(self) -> bool:
@@ -90,7 +108,7 @@ class Service:
 
     @property
     def max_running(self) -> int:
-        return self.settings.max_batch
+        return self.source.max_batch
 
     @property
     def kv_bytes(self) -> tuple[int, int, int]:
@@ -101,29 +119,19 @@ class Service:
         prefixes = loaded.engine.prefixes
         return loaded.engine.kv_used, prefixes.nbytes if prefixes is not None else 0, loaded.engine.kv_budget.nbytes
 
-    def loaded(self, model: str | None = None) -> Loaded:
-        """The model, for a request that names it. Raises ApiError 503 where requests are not taken, 404 for another."""
-        loaded = self.worker.loaded
-        if self.draining:
-            raise ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "30"})
-        if loaded is None:
-            raise ApiError(503, "the model is being loaded", code="starting", headers={"Retry-After": "5"})
-        if model is not None and model != self.settings.name:
-            said = f"model {model[:100]!r} is not served here; the one that is: {self.settings.name!r}"
-            raise ApiError(404, said, "model", "model_not_found")
-        return loaded
-
     def admit(self, count: int, client: str = "") -> Call:
-        """Take an HTTP request that needs `count` slots.
+        """Take an HTTP request that needs `count` slots. While it is under way, the model stays, or is loaded for it.
 
         Raises ApiError 429 where the queue is full, 400 where there are never so many."""
         self._check_capacity(count, client)
         call = Call(self, count, client)
         self._calls.add(call)
+        self.last_used = perf_counter()
         return call
 
     def release(self, call: Call) -> None:
         self._calls.discard(call)
+        self._used()
 
     @contextmanager
     def encoding(self, client: str) -> Iterator[None]:
@@ -135,9 +143,15 @@ class Service:
         finally:
             self._encoding[client] -= 1
             self._encoding += Counter()  # forgets clients that have none
+            self._used()
+
+    def _used(self) -> None:
+        self.last_used = perf_counter()
+        if self.idle:
+            self.on_idle()
 
     def _check_capacity(self, count: int, client: str) -> None:
-        slots = self.settings.max_batch + self.settings.limits.queue
+        slots = self.source.max_batch + self.settings.limits.queue
         if count > slots:
             raise ApiError(400, f"the request asks for {count} answers; at most {slots} fit at once", "n")
         has_some = self._encoding[client] or any(call.client == client and call.unfinished for call in self._calls)
@@ -164,6 +178,8 @@ class Call:
         self.arrived = perf_counter()
         self.first_token: float | None = None
         self.failed = False
+        self.beginning: asyncio.Future[Any] | None = None
+        """What makes its requests, until there is a job."""
         self.job: Job | None = None
         self._closed = False
 
@@ -194,10 +210,12 @@ class Call:
         if self._closed:
             return
         self._closed = True
-        self.service.release(self)
+        if self.beginning is not None:
+            self.beginning.cancel()
         if self.job is None:
             how = "refused"
         else:
             how = "cancelled" if self.job.unfinished else "failed" if self.failed else "finished"
             self.service.worker.cancel(self.job)
         self.service.totals.ended(how, perf_counter() - self.arrived)
+        self.service.release(self)

@@ -143,6 +143,7 @@ class Model(Shape):
     created: int
     owned_by: str
     max_model_len: int | None
+    state: Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
 
 class ModelList(Shape):

@@ -10,7 +10,7 @@ from prometheus_client import generate_latest
 from starlette.responses import PlainTextResponse, Response
 
 from .errors import ApiError
-from .flow import json_response, service_of
+from .flow import json_response, models_of
 from .metrics import speculation_json
 from .service import Service
 from .shapes import Health, Model, ModelList, SpeculationSummary, Version, documented
@@ -21,8 +21,11 @@ router = APIRouter()
 @router.head("/health", include_in_schema=False)
 @router.get("/health", responses={**documented(Health), 503: {"model": Health}})
 async def health(request: Request) -> Response:
-    """Whether requests are taken: 200 when ready, 503 while starting or draining."""
-    state = service_of(request).state
+    """Whether requests are taken: 200 when ready, 503 while starting or draining.
+
+    A model that is loaded when it is asked for keeps nobody waiting here.
+    """
+    state = models_of(request).state
     return json_response({"status": state}, 200 if state == "ready" else 503)
 
 
@@ -34,27 +37,26 @@ async def version() -> Response:
 
 @router.get("/v1/models", responses=documented(ModelList, 401))
 async def models(request: Request) -> Response:
-    """The one model that is served."""
-    return json_response({"object": "list", "data": [_model(service_of(request))]})
+    """The models that are served, loaded or not."""
+    return json_response({"object": "list", "data": [described(each) for each in models_of(request).services.values()]})
 
 
 @router.get("/v1/models/{model:path}", responses=documented(Model, 401, 404))
 async def model(request: Request, model: str) -> Response:
-    """The model, by its name."""
-    service = service_of(request)
-    if model != service.settings.name:
-        raise ApiError(404, f"model {model[:100]!r} is not served here", "model", "model_not_found")
-    return json_response(_model(service))
+    """A model, by its name."""
+    return json_response(described(models_of(request).known(model)))
 
 
-def _model(service: Service) -> dict[str, Any]:
-    loaded = service.worker.loaded
+def described(service: Service) -> dict[str, Any]:
+    """A model as clients see it. What is known of it only when it is loaded is None until then."""
+    loaded = service.loaded
     return {
-        "id": service.settings.name,
+        "id": service.name,
         "object": "model",
         "created": service.started,
         "owned_by": "eagle-mlx",
         "max_model_len": loaded.target.context_length if loaded else None,
+        "state": service.state,
     }
 
 
@@ -64,9 +66,11 @@ async def metrics(request: Request) -> Response:
     return Response(generate_latest(request.app.state.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-@router.get("/v1/spec_decode/metrics", responses=documented(SpeculationSummary, 401, 503))
-async def spec_decode_metrics(request: Request) -> Response:
-    """What speculation has done so far."""
-    service = service_of(request)
-    loaded = service.loaded()
+@router.get("/v1/spec_decode/metrics", responses=documented(SpeculationSummary, 400, 401, 404, 503))
+async def spec_decode_metrics(request: Request, model: str | None = None) -> Response:
+    """What speculation has done so far, for the model of this name."""
+    service = models_of(request).named(model)
+    loaded = service.loaded
+    if loaded is None:
+        raise ApiError(503, f"model {service.name!r} is not loaded", "model", "model_not_loaded")
     return json_response(speculation_json(service.totals, loaded.mode, loaded.most_drafts))

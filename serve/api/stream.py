@@ -27,7 +27,7 @@ class Frame:
             "id": f"{prefix}-{call.id}",
             "object": kind,
             "created": call.created,
-            "model": call.service.settings.name,
+            "model": call.service.name,
             "system_fingerprint": call.service.fingerprint,
         }
         self._open = f"data: {dumps(fields)[:-1]},"

@@ -10,9 +10,10 @@ from starlette.responses import Response
 
 from .encoder import Encode
 from .errors import ApiError
-from .flow import body_of, client_of, in_thread, json_response, service_of, unless_disconnected
+from .flow import body_of, client_of, in_thread, json_response, models_of, unless_disconnected
 from .model import Loaded
 from .schema import DetokenizeRequest, TokenizeRequest
+from .service import Service
 from .shapes import ERRORS, Text, Tokens, documented
 
 router = APIRouter()
@@ -21,12 +22,11 @@ router = APIRouter()
 @router.post("/tokenize", responses=documented(Tokens, *ERRORS))
 async def tokenize(request: Request) -> Response:
     """The tokens of a text, or of a conversation as the model would read it."""
-    service_of(request).loaded()
     body = await body_of(request, TokenizeRequest)
-    loaded = service_of(request).loaded(body.model)
+    service = models_of(request).named(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give prompt, a text, or messages", "prompt")
-    return await _respond(request, loaded, lambda encode: _tokens(body, loaded, encode))
+    return await _respond(request, service, lambda loaded, encode: _tokens(body, loaded, encode))
 
 
 def _tokens(body: TokenizeRequest, loaded: Loaded, encode: Encode) -> dict[str, Any]:
@@ -49,10 +49,9 @@ def _encode(body: TokenizeRequest, loaded: Loaded, encode: Encode) -> list[int]:
 @router.post("/detokenize", responses=documented(Text, *ERRORS))
 async def detokenize(request: Request) -> Response:
     """The text of tokens."""
-    service_of(request).loaded()
     body = await body_of(request, DetokenizeRequest)
-    loaded = service_of(request).loaded(body.model)
-    return await _respond(request, loaded, lambda _: _text(body, loaded))
+    service = models_of(request).named(body.model)
+    return await _respond(request, service, lambda loaded, _: _text(body, loaded))
 
 
 def _text(body: DetokenizeRequest, loaded: Loaded) -> dict[str, Any]:
@@ -61,8 +60,12 @@ def _text(body: DetokenizeRequest, loaded: Loaded) -> dict[str, Any]:
     return {"prompt": loaded.tokenizer.decode(body.tokens)}
 
 
-async def _respond(request: Request, loaded: Loaded, work: Callable[[Encode], dict[str, Any]]) -> Response:
+async def _respond(request: Request, service: Service, work: Callable[[Loaded, Encode], dict[str, Any]]) -> Response:
     """Do the work in a slot of the queue, and encode its result in the same thread; both may be long."""
-    with service_of(request).encoding(client_of(request)):
-        answer = in_thread(request, loaded, lambda encode: json_response(work(encode)))
-        return await unless_disconnected(request, answer)
+
+    async def answer() -> Response:
+        loaded = await models_of(request).loaded(service)
+        return await in_thread(request, loaded, lambda encode: json_response(work(loaded, encode)))
+
+    with service.encoding(client_of(request)):
+        return await unless_disconnected(request, answer())

@@ -1,14 +1,18 @@
-"""The one thread that loads and owns the engine: requests go in by a queue, events come back by the event loop."""
+"""The thread that loads and owns a model's engine: requests go in by a queue, events come back by the event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Thread
+from typing import Any, TypeVar
+
+import mlx.core as mx
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.output import Output
@@ -19,6 +23,8 @@ from .errors import ApiError
 from .model import Loaded
 
 log = logging.getLogger("eagle_mlx.serve")
+T = TypeVar("T")
+_DIED = "the engine's thread died"
 
 Score = Iterator[list[TokenLogprob]]
 """Log probabilities of a prompt, piece by piece, each computed when it is asked for."""
@@ -80,6 +86,9 @@ class _Scoring:
 class Worker:
     """Runs an engine in a thread of its own, because MLX arrays belong to the thread that made them.
 
+    The thread stays when the model is unloaded, and loads it again: MLX 0.32 keeps a thread of its own for every one
+    that has computed on a CPU, also when that has ended.
+
     All methods are for the event loop's thread. `load` is called in the worker's; what it raises is kept in `failure`.
     """
 
@@ -89,17 +98,27 @@ class Worker:
         self._slots: list[_Slot] = []
         self._scorings: deque[_Scoring] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopped = False
+        self._unloading = self._stopped = False
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self.loaded: Loaded | None = None
-        """None until everything is in memory."""
+        """None unless everything is in memory."""
         self.observer: Callable[[RoundResult], None] | None = None
         """Called after every round, in the worker's thread."""
         self.failure: BaseException | None = None
+        """What the last load raised, or the engine that it gave."""
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._thread.start()
+
+    async def load(self) -> Loaded:
+        """Load the model, which must not be loaded. Raises what loading it raises."""
+        return await self._ask(lambda result: lambda: self._serve(result))
+
+    async def unload(self) -> None:
+        """Let go of the model, which must have no requests, and give its memory back."""
+        self._commands.put(self._begin_unloading)
+        await self._ask(lambda result: lambda: self._give_back(result))
 
     def submit(self, requests: Sequence[Request]) -> Job:
         """Queue requests; the job reports their events. Those that have ended already are reported at once."""
@@ -117,43 +136,83 @@ class Worker:
 
     async def score(self, score: Score) -> list[TokenLogprob]:
         """Log probabilities of a prompt, computed between the steps of others."""
-        assert self._loop is not None
-        result: asyncio.Future[list[TokenLogprob]] = self._loop.create_future()
-        self._commands.put(lambda: self._scorings.append(_Scoring(score, result)))
-        return await result
+        return await self._ask(lambda result: lambda: self._scorings.append(_Scoring(score, result)))
 
     def abort_all(self, reason: str) -> None:
         """End every request with an error."""
         self._commands.put(lambda: self._abort_all(reason))
 
     def stop(self) -> None:
-        """End the thread after the step that it is in."""
+        """End the thread after the step that it is in; `join` waits for that."""
         self._commands.put(self._stop)
+
+    def join(self) -> None:
+        """Wait for the thread, but not long, and end what hangs beside it."""
         self._thread.join(timeout=5)
+        if self.loaded is not None:
+            self.loaded.close()
+
+    async def _ask(self, command: Callable[[asyncio.Future[T]], Callable[[], None]]) -> T:
+        """Queue a command that resolves a future, and wait for that."""
+        assert self._loop is not None
+        result: asyncio.Future[T] = self._loop.create_future()
+        self._commands.put(command(result))
+        return await result
 
     # In the worker's thread.
 
     def _run(self) -> None:
+        while not self._stopped:
+            self._commands.get()()
+
+    def _serve(self, result: asyncio.Future[Loaded]) -> None:
+        """Load the model, and decode until it is unloaded."""
+        self._unloading, self.failure = False, None
         try:
             loaded = self._load()
-            engine = loaded.engine
-            engine.observer = self.observer
-            self.loaded = loaded
-            while not self._stopped:
-                self._run_commands(engine, wait=engine.idle and not self._scorings)
-                if not engine.idle:
-                    self._step(engine)
-                self._score_next()
+            loaded.engine.observer = self.observer
         except BaseException as e:
             self.failure = e
+            self._resolve(result, error=e)
+            return
+        self.loaded = loaded
+        self._resolve(result, loaded)
+        try:
+            self._decode(loaded.engine)
+        except BaseException as e:
+            self.failure = e
+            self._fail_what_is_left()
+        finally:
             self.loaded = None
-            reason = "the engine's thread died"
-            self._report([(s.job, RequestEvent(s.index, [], [], _failed(s.request, reason))) for s in self._slots])
-            if self._slots:
-                log.exception(reason)
+            loaded.close()
+
+    def _decode(self, engine: Engine) -> None:
+        while not (self._unloading or self._stopped):
+            self._run_commands(engine, wait=engine.idle and not self._scorings)
+            if not engine.idle:
+                self._step(engine)
+            self._score_next()
+
+    def _fail_what_is_left(self) -> None:
+        """The engine has died, and nobody else would end its requests."""
+        if self._slots:
+            log.exception(_DIED)
+        self._report([(s.job, RequestEvent(s.index, [], [], _failed(s.request))) for s in self._slots])
+        self._slots = []
+        while self._scorings:
+            self._resolve(self._scorings.popleft().result, error=ApiError(500, _DIED))
+
+    def _begin_unloading(self) -> None:
+        self._unloading = True
+
+    def _give_back(self, result: asyncio.Future[None]) -> None:
+        """What a model that is gone has taken goes back to the system."""
+        gc.collect()  # models and engines refer to each other in circles
+        mx.clear_cache()
+        self._resolve(result, None)
 
     def _run_commands(self, engine: Engine, wait: bool) -> None:
-        while wait or not self._commands.empty():
+        while (wait or not self._commands.empty()) and not self._unloading:
             try:
                 self._commands.get()()
             except Exception as e:
@@ -195,21 +254,24 @@ class Worker:
             self._loop.call_soon_threadsafe(_deliver, events)
 
     def _submit(self, job: Job) -> None:
-        assert self.loaded is not None
-        for index, request in enumerate(job.requests):
-            if request.finish_reason is not None:
-                continue
+        unended = [(index, each) for index, each in enumerate(job.requests) if each.finish_reason is None]
+        if self.loaded is None:
+            self._report([(job, RequestEvent(index, [], [], _failed(request))) for index, request in unended])
+            return
+        for index, request in unended:
             self.loaded.engine.submit(request)
             self._slots.append(_Slot(request, job, index))
 
     def _cancel(self, job: Job) -> None:
-        assert self.loaded is not None
+        if self.loaded is None:
+            return
         for request in job.requests:
             self.loaded.engine.cancel(request)
         self._publish(self.loaded.engine)
 
     def _abort_all(self, reason: str) -> None:
-        assert self.loaded is not None
+        if self.loaded is None:
+            return
         self.loaded.engine.abandon(reason)
         self._publish(self.loaded.engine)
 
@@ -224,15 +286,16 @@ class Worker:
             scoring.found += next(scoring.score)
             self._scorings.append(scoring)
         except StopIteration:
-            self._finish_scoring(scoring, None)
+            self._resolve(scoring.result, scoring.found)
         except Exception as e:
             log.exception("a prompt could not be scored")
-            self._finish_scoring(scoring, ApiError(500, f"the prompt could not be scored: {type(e).__name__}"))
+            error = ApiError(500, f"the prompt could not be scored: {type(e).__name__}")
+            self._resolve(scoring.result, error=error)
 
-    def _finish_scoring(self, scoring: _Scoring, error: Exception | None) -> None:
+    def _resolve(self, result: asyncio.Future[Any], value: object = None, error: BaseException | None = None) -> None:
         assert self._loop is not None
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_resolve, scoring, error)
+            self._loop.call_soon_threadsafe(_settle, result, value, error)
 
     def _stop(self) -> None:
         self._stopped = True
@@ -243,15 +306,15 @@ def _deliver(events: Sequence[tuple[Job, RequestEvent]]) -> None:
         job.report(event)
 
 
-def _resolve(scoring: _Scoring, error: Exception | None) -> None:
-    if scoring.result.done():
+def _settle(result: asyncio.Future[Any], value: object, error: BaseException | None) -> None:
+    if result.done():
         return
     if error is not None:
-        scoring.result.set_exception(error)
+        result.set_exception(error)
     else:
-        scoring.result.set_result(scoring.found)
+        result.set_result(value)
 
 
-def _failed(request: Request, reason: str) -> Output:
-    request.fail(reason)
+def _failed(request: Request) -> Output:
+    request.fail(_DIED)
     return Output.of(request, None)

@@ -19,9 +19,8 @@ from eagle_mlx.extras import EXTRAS
 from eagle_mlx.serve.api import cli
 from eagle_mlx.serve.api.loader import LoadConfig, load
 from eagle_mlx.serve.api.model import Loaded
-from eagle_mlx.serve.api.service import Settings
 from eagle_mlx.serve.speculation import Speculation
-from tests.serve.api.live import DEPTH, Live, live
+from tests.serve.api.live import DEPTH, Live, live, one_model
 from tests.serve.chat.formats import target_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -47,7 +46,7 @@ FOR_AGENTS = re.findall(
 def serving() -> Iterator[Live]:
     """What `eagle-serve` serves."""
     plan = LoadConfig(embedded("target"), Speculation(head=str(embedded("head"))))
-    with live(lambda: load(plan, lambda _: None), Settings("embedded")) as running:
+    with live(models=one_model(lambda: load(plan, lambda _: None), name="embedded")) as running:
         yield running
 
 
@@ -59,7 +58,7 @@ def calling() -> Iterator[Live]:
         engine = em.Engine(target_of("qwen", special=True), em.NgramProposer(), em.FixedPolicy(DEPTH))
         return Loaded(engine, "ngram", DEPTH)
 
-    with live(made, Settings("tools")) as running:
+    with live(models=one_model(made, name="tools")) as running:
         yield running
 
 

@@ -79,7 +79,10 @@ class Numbers:
 
     def __init__(self, text: str):
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-        self._values = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+        self._values = {
+            (sample.name, *(value for label, value in sample.labels.items() if label != "model_name")): sample.value
+            for sample in samples
+        }
 
     def __getitem__(self, name: str | tuple[str, ...]) -> float:
         return self._values[name if isinstance(name, tuple) else (name,)]
@@ -293,6 +296,18 @@ def test_what_the_server_says_is_text(page: Page) -> None:
         assert page.js("document.title") == f"{evil} · eagle-serve"
         labels = page.js("[...document.querySelectorAll('#requests li > :first-child')].map(each => each.textContent)")
         assert f'a"b\\c\n{evil}' in labels
+
+
+@browsing
+def test_several_models_are_counted_together(page: Page) -> None:
+    with canned() as it:
+        it.metrics('eagle:rows{model_name="a"} 2\neagle:rows{model_name="b"} 3\n')
+        models = '{"id": "a", "state": "loaded"}, {"id": "b", "state": "unloaded"}'
+        it.answers["/v1/models"] = (200, f'{{"data": [{models}]}}')
+        page.open(it.base + "/")
+        page.until("document.querySelector('#model').innerText === '2 models'")
+        assert page.text("#about") == "a (loaded) · b (unloaded)"
+        assert page.text("#rows") == "5"
 
 
 @browsing

@@ -57,7 +57,7 @@ class MessageAnswer:
             "id": f"msg_{call.id}",
             "type": "message",
             "role": "assistant",
-            "model": call.service.settings.name,
+            "model": call.service.name,
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,

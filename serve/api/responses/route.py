@@ -8,10 +8,12 @@ from starlette.responses import Response
 from ..chat import prepare_chat
 from ..conversation import named_as
 from ..errors import ApiError
-from ..flow import body_of, json_response, respond, service_of
+from ..flow import body_of, json_response, models_of, respond
+from ..model import Loaded
 from ..sampling import check
 from ..service import Call
 from ..shapes import ERRORS, EVENTS, documented
+from ..stream import named_event
 from .answer import ResponseAnswer
 from .memory import ResponseMemory
 from .schema import ResponsesRequest
@@ -30,24 +32,29 @@ def memory_of(request: Request) -> ResponseMemory:
 @router.post("/v1/responses", responses=documented(ResponseObject, *ERRORS, **EVENTS))
 async def responses(request: Request) -> Response:
     """The next turn of a conversation, for clients of OpenAI's newer API."""
-    service, memory = service_of(request), memory_of(request)
-    service.loaded()
+    memory = memory_of(request)
     body = await body_of(request, ResponsesRequest)
-    loaded = service.loaded(body.model)
+    service = models_of(request).named(body.model)
     before = memory.get(body.previous_response_id, "previous_response_id") if body.previous_response_id else None
     items = [*(before.items if before is not None else ()), *input_items(body)]
     nbytes = request.state.size + (before.nbytes if before is not None else 0)
     functions = Functions.of(body)
-    chat = await service.pools.read(lambda: chat_request(body, items, functions), nbytes)
+    chat = await models_of(request).pools.read(lambda: chat_request(body, items, functions), nbytes)
     with named_as(FIELDS, functions.places):
         check(chat, service.settings.limits)
 
-    async def prepare(_: Call) -> ResponseAnswer:
+    async def prepare(_: Call, loaded: Loaded) -> ResponseAnswer:
         with named_as(FIELDS, functions.places):
             answer = await prepare_chat(request, loaded, chat, body.max_output_tokens)
         return ResponseAnswer(body, answer, functions, items, nbytes, memory)
 
-    return await respond(request, 1, prepare, bool(body.stream))
+    return await respond(request, service, 1, prepare, bool(body.stream), tell=_told)
+
+
+def _told(error: ApiError) -> bytes:
+    """As OpenAI's event `error` has it."""
+    fields = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+    return named_event({**fields, "sequence_number": 0}).encode()
 
 
 @router.get("/v1/responses/{id}", responses=documented(ResponseObject, 400, 401, 404))

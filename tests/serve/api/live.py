@@ -17,9 +17,9 @@ from eagle_mlx.request import Request
 from eagle_mlx.serve.api.app import create_app
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
+from eagle_mlx.serve.api.models import Models
 from eagle_mlx.serve.api.server import Server, address, listen
-from eagle_mlx.serve.api.service import Service, Settings
-from eagle_mlx.serve.api.worker import Worker
+from eagle_mlx.serve.api.service import Service, Settings, Source
 from tests.fakes import tiny_head, tiny_target
 from tests.serve.chat.formats import target_of
 
@@ -50,8 +50,10 @@ class Live:
 
     def __init__(self, server: Server, base: str):
         self.server, self.base = server, base
-        self.service: Service = server.service
-        key = self.service.settings.api_key
+        self.models = server.models
+        self.service: Service = next(iter(server.models.services.values()))
+        """Of the one model, or the first of several."""
+        key = self.models.settings.api_key
         self.http = httpx.Client(base_url=base, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=60)
         self.openai = openai.OpenAI(base_url=f"{base}/v1", api_key=key or "none", max_retries=0)
 
@@ -88,11 +90,16 @@ class Live:
 
     @property
     def idle(self) -> bool:
-        return self.service.idle and self.service.running == 0
+        return self.models.idle and all(each.running == 0 for each in self.models.services.values())
 
 
 def wide(limits: Limits | None = None, **settings: object) -> Settings:
-    return Settings(NAME, max_batch=4, limits=limits or Limits(), **settings)  # type: ignore[arg-type]
+    return Settings(limits=limits or Limits(), **settings)  # type: ignore[arg-type]
+
+
+def one_model(load: Callable[[], Loaded], settings: Settings | None = None, name: str = NAME) -> Models:
+    """As `--target` serves it."""
+    return Models(settings or wide(), [Source(name, load, max_batch=4)], at_start=True)
 
 
 @contextmanager
@@ -101,13 +108,15 @@ def live(
     settings: Settings | None = None,
     wait: bool = True,
     unread_bytes: int | None = None,
+    models: Models | None = None,
 ) -> Iterator[Live]:
     """Start a server, wait until it is ready, and end it.
 
     unread_bytes: what the system keeps of an answer that is not read, where it is to be less than usual.
+    models: in place of the one that `load` gives.
     """
     load = load or (lambda: Loaded(engine(), "ngram", DEPTH, {"temperature": 0.0}))
-    server = Server(create_app(settings or wide(), Worker(load)))
+    server = Server(create_app(models or one_model(load, settings)))
     sock = listen("127.0.0.1", 0)
     if unread_bytes is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, unread_bytes)
@@ -116,7 +125,7 @@ def live(
     thread.start()
     try:
         if wait:
-            running.until(lambda: running.service.ready or server.service.worker.failure is not None)
+            running.until(lambda: server.models.state == "ready" or server.models.failure is not None)
         yield running
     finally:
         running.http.close()

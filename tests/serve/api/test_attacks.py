@@ -83,7 +83,7 @@ def test_rows_that_have_ended_hold_no_place_though_nobody_reads_their_text(
         server.until(lambda: server.service.running == 0)
         server.until(lambda: is_served(server))
         assert not server.service.idle  # the stream is still there
-        assert "eagle:queue 0.0" in server.http.get("/metrics").text
+        assert 'eagle:queue{model_name="tiny"} 0.0' in server.http.get("/metrics").text
         raw.close()
         server.until(lambda: server.idle)
 

@@ -19,8 +19,8 @@ from eagle_mlx.serve.api.responses.memory import ResponseMemory
 from eagle_mlx.serve.api.responses.schema import ResponsesRequest
 from eagle_mlx.serve.api.responses.tools import Functions
 from eagle_mlx.serve.api.schema import ChatRequest
-from eagle_mlx.serve.api.service import Call, Service
-from eagle_mlx.serve.api.worker import RequestEvent, Worker
+from eagle_mlx.serve.api.service import Call, Service, Source
+from eagle_mlx.serve.api.worker import RequestEvent
 from eagle_mlx.serve.chat import ToolOffer
 from tests.full import some
 from tests.serve.api.live import loaded_format, wide
@@ -34,7 +34,7 @@ WRITTEN = f"<think>\nhm, é漢\n</think>\n\nso\n{CALL}\n{CALL}\n over"
 def written() -> tuple[Call, ChatAnswer, Output]:
     """An answer with a part of every kind, as a model would write it."""
     loaded = loaded_format("thinking")
-    service = Service(wide(), Worker(lambda: loaded))
+    service = Service(wide(), Source("tiny", lambda: loaded))
     request = loaded.engine.prepare([5], SamplingParams(max_tokens=500))
     request.tokens = loaded.tokenizer.encode(WRITTEN, add_special_tokens=False)
     request.finish_reason = "stop"

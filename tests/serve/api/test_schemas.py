@@ -13,10 +13,9 @@ from eagle_mlx.serve.api import chat
 from eagle_mlx.serve.api.app import create_app
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.server import Server, address, listen
-from eagle_mlx.serve.api.worker import Worker
 from eagle_mlx.serve.chat import matcher, structured
 from eagle_mlx.serve.processes import Process
-from tests.serve.api.live import DEPTH, Live, engine, live, wide
+from tests.serve.api.live import DEPTH, Live, engine, live, one_model, wide
 from tests.serve.chat.formats import by_schema
 
 CHAT = "/v1/chat/completions"
@@ -83,7 +82,7 @@ def test_a_server_whose_threads_all_hang_ends_in_time(monkeypatch: pytest.Monkey
     over = Event()
     monkeypatch.setattr(chat, "_prepare", lambda *asked: over.wait(60))
     made = Server(
-        create_app(wide(drain_seconds=0.1), Worker(lambda: Loaded(engine(), "ngram", DEPTH, {"temperature": 0.0})))
+        create_app(one_model(lambda: Loaded(engine(), "ngram", DEPTH, {"temperature": 0.0}), wide(drain_seconds=0.1)))
     )
     sock = listen("127.0.0.1", 0)
     thread = Thread(target=made.run, kwargs={"sockets": [sock]}, daemon=True)

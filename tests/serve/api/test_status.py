@@ -15,11 +15,12 @@ PROMPT = "def f(x):\n    return x\n" * 6
 
 
 def samples(server: Live) -> dict[str, float]:
-    """All numbers of /metrics, by name and labels."""
+    """All numbers of /metrics, by name and labels; of one model, whose label is left out."""
     answer = server.http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     return {
-        sample.name + "".join(f"{{{key}={value}}}" for key, value in sample.labels.items()): sample.value
+        sample.name
+        + "".join(f"{{{key}={value}}}" for key, value in sample.labels.items() if key != "model_name"): sample.value
         for family in text_string_to_metric_families(answer.text)
         for sample in family.samples
     }

@@ -1,0 +1,195 @@
+"""The models of a server by name: loaded when they are asked for, unloaded by least use when another needs the room."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from time import monotonic
+from typing import Literal
+
+from eagle_mlx.errors import EagleError
+from eagle_mlx.memory import gb
+
+from .errors import ApiError
+from .model import Loaded
+from .pools import Pools
+from .service import Service, Settings, Source
+
+log = logging.getLogger("eagle_mlx.serve")
+ServerState = Literal["starting", "ready", "draining"]
+_NAMED = 200
+"""Characters of an unknown model's name that its refusal repeats."""
+
+
+class Models:
+    """What the routes share: a service for each model, what is loaded of them, and the threads for encoding.
+
+    Each model has an engine and a thread of its own. One is loaded at a time, so that room is counted once. Belongs to
+    the event loop.
+    """
+
+    def __init__(
+        self, settings: Settings, sources: Sequence[Source], nbytes: int | None = None, at_start: bool = False
+    ):
+        """nbytes: memory for all loaded models; None for no bound. at_start: load them all then, and end without."""
+        self.settings = settings
+        self.services = {source.name: Service(settings, source) for source in sources}
+        self.pools = Pools(settings.limits)
+        self.draining = False
+        self._nbytes, self._at_start = nbytes, at_start
+        self._starting = set(self.services) if at_start else set()
+        """Names of those that the server waits for."""
+        self._loading: dict[str, asyncio.Task[None]] = {}
+        self._taken: dict[str, int] = {}
+        """Bytes of those that are loaded, or being loaded."""
+        self._turn = asyncio.Lock()
+        self._room = asyncio.Event()
+        """Set whenever a model may have become idle."""
+        for service in self.services.values():
+            service.on_idle = self._room.set
+
+    @property
+    def state(self) -> ServerState:
+        return "draining" if self.draining else "starting" if self._starting else "ready"
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way."""
+        return all(service.idle for service in self.services.values())
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What has become of a model without which the server is to end."""
+        if not self._at_start:
+            return None
+        return next((each.worker.failure for each in self.services.values() if each.worker.failure is not None), None)
+
+    def start(self) -> None:
+        """Start the models' threads, in the event loop."""
+        for service in self.services.values():
+            service.worker.observer = service.totals.observe
+            service.worker.start(asyncio.get_running_loop())
+        for name in self._starting:
+            self._begin(self.services[name])
+
+    def stop(self) -> None:
+        """End the threads, whatever they are doing."""
+        self.pools.close()
+        for service in self.services.values():
+            service.worker.stop()
+        for service in self.services.values():
+            service.worker.join()  # not in a thread of the pool: work that hangs may hold all of them
+
+    def abort_all(self, reason: str) -> None:
+        """End every request with an error."""
+        for service in self.services.values():
+            service.worker.abort_all(reason)
+
+    def check_open(self) -> None:
+        """Raise ApiError 503 where requests are not taken."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "30"})
+        if self._starting:
+            raise ApiError(503, "the model is being loaded", code="starting", headers={"Retry-After": "5"})
+
+    def named(self, model: str | None) -> Service:
+        """The model that a request names; where there is one alone, it need not.
+
+        Raises ApiError 404 for a name that is not known, 400 for none, 503 where requests are not taken.
+        """
+        self.check_open()
+        return self.known(model)
+
+    def known(self, model: str | None) -> Service:
+        """As `named`, whether or not requests are taken."""
+        names = ", ".join(map(repr, self.services))
+        if model is None and len(self.services) > 1:
+            raise ApiError(400, f"model is not given, and several are served: {names}", "model")
+        if model is not None and model not in self.services:
+            here = f"the one that is: {names}" if len(self.services) == 1 else f"those that are: {names}"
+            said = f"model {model[:_NAMED]!r} is not served here; {here}"
+            raise ApiError(404, said, "model", "model_not_found")
+        return self.services[model] if model is not None else next(iter(self.services.values()))
+
+    async def loaded(self, service: Service) -> Loaded:
+        """The model for a request of its, which waits until it is loaded.
+
+        Raises ApiError 500 where it cannot be, 503 where there is no room for it in time.
+        """
+        while (loaded := service.loaded) is None:
+            await asyncio.shield(self._begin(service))
+        return loaded
+
+    async def unload(self, service: Service) -> None:
+        """Give a model's memory back, where it is loaded. Raises ApiError 409 while it has requests."""
+        async with self._turn:
+            if not service.idle:
+                said = f"model {service.name!r} has requests under way; unload it when they have ended"
+                raise ApiError(409, said, "model", "model_busy")
+            await self._end(service)
+
+    def _begin(self, service: Service) -> asyncio.Task[None]:
+        """The load that is under way, or a new one. Who waits for it may leave."""
+        if service.name not in self._loading:
+            loading = self._loading[service.name] = asyncio.create_task(self._load(service))
+            loading.add_done_callback(lambda done: self._ended(service, done))
+        return self._loading[service.name]
+
+    def _ended(self, service: Service, loading: asyncio.Task[None]) -> None:
+        del self._loading[service.name]
+        if not loading.cancelled():
+            loading.exception()  # which those have who waited, where there are any
+
+    async def _load(self, service: Service) -> None:
+        async with self._turn:
+            await self._end(service)  # where its engine has died
+            service.state = "loading"
+            try:
+                needed = await asyncio.to_thread(service.source.nbytes)
+                await self._make_room(service, needed)
+                self._taken[service.name] = needed
+                await service.worker.load()
+            except ApiError:
+                service.state = "unloaded"
+                raise
+            except Exception as e:
+                service.state = "failed"
+                self._taken.pop(service.name, None)
+                if service.name not in self._starting:
+                    service.worker.failure = None  # the next request may have more luck
+                if not isinstance(e, EagleError):
+                    log.error("model %s could not be loaded", service.name, exc_info=e)
+                reason = str(e) if isinstance(e, EagleError) else f"{type(e).__name__}: {e}"
+                said = f"model {service.name!r} could not be loaded: {reason}"
+                raise ApiError(500, said, code="model_not_loaded") from e
+            service.state = "loaded"
+            self._starting.discard(service.name)
+
+    async def _make_room(self, service: Service, needed: int) -> None:
+        """Unload who has been idle for longest until so many bytes are free. Raises ApiError 503 if that is too late."""
+        if self._nbytes is None:
+            return
+        if needed > self._nbytes:
+            raise EagleError(f"it takes {gb(needed)}, and there are {gb(self._nbytes)} for all models (--memory-gb)")
+        until = monotonic() + self.settings.limits.room_seconds
+        while sum(self._taken.values()) + needed > self._nbytes:
+            idle = [each for each in self.services.values() if each.loaded is not None and each.idle]
+            if idle:
+                await self._end(min(idle, key=lambda each: each.last_used))
+                continue
+            self._room.clear()
+            try:
+                await asyncio.wait_for(self._room.wait(), until - monotonic())
+            except TimeoutError as e:
+                said = f"there is no room for model {service.name!r}: all that are loaded have requests under way"
+                raise ApiError(503, said, code="no_room", headers={"Retry-After": "5"}) from e
+
+    async def _end(self, service: Service) -> None:
+        """Unload a model that has no requests; nothing happens where it is not loaded."""
+        if service.state != "loaded":
+            return
+        service.state = "unloading"
+        await service.worker.unload()
+        service.state = "unloaded"
+        self._taken.pop(service.name, None)
