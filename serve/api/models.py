@@ -167,7 +167,7 @@ class Models:
             self._starting.discard(service.name)
 
     async def _make_room(self, service: Service, needed: int) -> None:
-        """Unload who has been idle for longest until so many bytes are free. Raises ApiError 503 if that is too late."""
+        """Unload who has been idle for longest until so many bytes are free. Raises ApiError 503 if it is too late."""
         if self._nbytes is None:
             return
         if needed > self._nbytes:

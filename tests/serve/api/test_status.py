@@ -14,13 +14,15 @@ COMPLETIONS = "/v1/completions"
 PROMPT = "def f(x):\n    return x\n" * 6
 
 
-def samples(server: Live) -> dict[str, float]:
-    """All numbers of /metrics, by name and labels; of one model, whose label is left out."""
+def samples(server: Live, labelled: bool = False) -> dict[str, float]:
+    """All numbers of /metrics, by name and labels; `labelled` where the model's is to be among them."""
     answer = server.http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     return {
         sample.name
-        + "".join(f"{{{key}={value}}}" for key, value in sample.labels.items() if key != "model_name"): sample.value
+        + "".join(
+            f"{{{key}={value}}}" for key, value in sample.labels.items() if labelled or key != "model_name"
+        ): sample.value
         for family in text_string_to_metric_families(answer.text)
         for sample in family.samples
     }

@@ -1,0 +1,320 @@
+"""Several models in one server: who asks for one gets it, whoever else is there, as far as memory allows."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from threading import Event
+
+import httpx
+import mlx.core as mx
+import pytest
+
+import eagle_mlx as em
+from eagle_mlx.errors import TargetError
+from eagle_mlx.serve.api import flow
+from eagle_mlx.serve.api.limits import Limits
+from eagle_mlx.serve.api.model import Loaded
+from eagle_mlx.serve.api.models import Models
+from eagle_mlx.serve.api.service import Settings, Source
+from tests.fakes import tiny_target
+from tests.serve.api.live import DEPTH, Live, live, wide
+from tests.serve.api.test_status import samples
+
+CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
+PROMPT = "def f(x):\n    return x\n"
+SAID = [{"role": "user", "content": "x"}]
+SEEDS = {"a": 1, "b": 2, "c": 3}
+
+
+class Loads:
+    """Loads models by name, and counts how often. What `before` does may take its time, or raise."""
+
+    def __init__(self) -> None:
+        self.count: Counter[str] = Counter()
+        self.before: Callable[[str], object] = lambda name: None
+
+    def __call__(self, name: str) -> Loaded:
+        self.count[name] += 1
+        self.before(name)
+        return Loaded(made(SEEDS[name], em.NgramProposer()), "ngram", DEPTH, {"temperature": 0.0})
+
+
+def made(seed: int, proposer: em.NgramProposer | None = None) -> em.Engine:
+    target = tiny_target(seed, layers=2, tokenizer=True)
+    target.context_length = 512
+    return em.Engine(target, proposer, em.FixedPolicy(DEPTH), 4, prefix_cache_bytes=1 << 22)
+
+
+@contextmanager
+def serving(loads: Loads, room: int | None = None, settings: Settings | None = None) -> Iterator[Live]:
+    """The models of SEEDS, of which `room` have room."""
+    sources = [Source(name, partial(loads, name), 4, lambda: 100) for name in SEEDS]
+    with live(models=Models(settings or wide(), sources, None if room is None else 100 * room)) as server:
+        yield server
+
+
+def complete(server: Live, model: str, **more: object) -> httpx.Response:
+    return server.http.post(COMPLETIONS, json={"model": model, "prompt": PROMPT, "max_tokens": 24, **more})
+
+
+def states(server: Live) -> dict[str, str]:
+    return {each["id"]: each["state"] for each in server.http.get("/v1/models").json()["data"]}
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, str]:
+    """What each model says by itself, without drafts."""
+    params = em.SamplingParams(max_tokens=24)
+    return {name: made(seed).generate([PROMPT], params)[0].text for name, seed in SEEDS.items()}
+
+
+@pytest.fixture(scope="module")
+def several() -> Iterator[Live]:
+    with serving(Loads()) as server:
+        yield server
+
+
+def test_each_model_says_what_it_says_alone(wanted: dict[str, str]) -> None:
+    """Loaded by the first requests, four at once for each, while the others load and decode."""
+    loads = Loads()
+    assert len(set(wanted.values())) == len(SEEDS)
+    with serving(loads) as server, ThreadPoolExecutor(12) as pool:
+        assert states(server) == dict.fromkeys(SEEDS, "unloaded")
+        assert server.http.get("/health").json() == {"status": "ready"}
+        answers = [(name, pool.submit(complete, server, name)) for _ in range(4) for name in SEEDS]
+        for name, answer in answers:
+            body = answer.result().json()
+            assert (body["model"], body["choices"][0]["text"]) == (name, wanted[name])
+        assert loads.count == dict.fromkeys(SEEDS, 1)
+        assert states(server) == dict.fromkeys(SEEDS, "loaded")
+        numbers = samples(server, labelled=True)
+        assert [numbers[f"eagle:requests_total{{model_name={name}}}{{outcome=finished}}"] for name in SEEDS] == [4] * 3
+
+
+def test_every_api_takes_the_model_that_is_named(several: Live) -> None:
+    for path, body in [
+        (CHAT, {"messages": SAID, "max_tokens": 4}),
+        (MESSAGES, {"messages": SAID, "max_tokens": 4}),
+        (RESPONSES, {"input": "x", "max_output_tokens": 4}),
+    ]:
+        for name in ("a", "b"):
+            answer = several.http.post(path, json={"model": name, **body})
+            assert (answer.status_code, answer.json()["model"]) == (200, name)
+    for path in ("/tokenize", "/v1/messages/count_tokens"):
+        body = {"model": "b", "messages": SAID}
+        assert several.http.post(path, json=body).status_code == 200
+    assert several.http.get("/v1/spec_decode/metrics", params={"model": "a"}).json()["spec_decode_mode"] == "ngram"
+
+
+def test_a_name_that_is_not_known_is_refused_and_those_that_are_are_named(several: Live) -> None:
+    known = "those that are: 'a', 'b', 'c'"
+    for path, body in [
+        (CHAT, {"messages": SAID}),
+        (COMPLETIONS, {"prompt": "x"}),
+        (RESPONSES, {"input": "x"}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/admin/load", {}),
+        ("/admin/unload", {}),
+    ]:
+        answer = several.http.post(path, json={"model": "d", **body})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+        assert known in error["message"]
+    for path, more in ((MESSAGES, {"max_tokens": 4}), ("/v1/messages/count_tokens", {})):
+        answer = several.http.post(path, json={"model": "d", "messages": SAID, **more})
+        assert (answer.status_code, answer.json()["type"]) == (404, "error")
+        assert answer.json()["error"]["type"] == "not_found_error"
+        assert known in answer.json()["error"]["message"]
+    assert several.http.get("/v1/models/d").json()["error"]["code"] == "model_not_found"
+    answer = several.http.post(COMPLETIONS, json={"prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+    assert "several are served: 'a', 'b', 'c'" in answer.json()["error"]["message"]
+
+
+def test_who_was_idle_for_longest_makes_room(wanted: dict[str, str]) -> None:
+    loads = Loads()
+    with serving(loads, room=2) as server:
+        for name in ("a", "b", "a", "c", "a"):
+            assert complete(server, name).json()["choices"][0]["text"] == wanted[name]
+        assert states(server) == {"a": "loaded", "b": "unloaded", "c": "loaded"}
+        assert complete(server, "b").json()["choices"][0]["text"] == wanted["b"]
+        assert states(server) == {"a": "loaded", "b": "loaded", "c": "unloaded"}
+        assert loads.count == {"a": 1, "b": 2, "c": 1}
+        numbers = samples(server, labelled=True)
+        assert [numbers[f"eagle:loaded{{model_name={name}}}"] for name in SEEDS] == [1, 1, 0]
+        assert numbers["eagle:requests_total{model_name=c}{outcome=finished}"] == 1  # kept when it is unloaded
+
+
+def test_memory_comes_back() -> None:
+    taken: dict[str, int] = {}
+    with serving(Loads(), room=1) as server:
+        for name in ("a", "b", "a", "b"):  # the first time each thread takes a few bytes that it keeps
+            before = taken.get(name)
+            assert complete(server, name).status_code == 200
+            gc.collect()
+            taken[name] = mx.get_active_memory()
+        assert before == taken["b"]
+        assert server.http.post("/admin/unload", json={"model": "b"}).json()["state"] == "unloaded"
+        gc.collect()
+        without = mx.get_active_memory()
+        assert without <= taken["b"] - made(1).target.weight_bytes
+
+
+def test_a_model_with_requests_is_not_unloaded() -> None:
+    settings = wide(Limits(room_seconds=0.2))
+    with serving(Loads(), room=1, settings=settings) as server:
+        assert complete(server, "a").status_code == 200
+        with (
+            server.slowed(),
+            server.openai.completions.with_streaming_response.create(
+                model="a", prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+            ),
+        ):
+            busy = server.http.post("/admin/unload", json={"model": "a"})
+            assert (busy.status_code, busy.json()["error"]["code"]) == (409, "model_busy")
+            late = complete(server, "b")
+            assert (late.status_code, late.json()["error"]["code"]) == (503, "no_room")
+            assert int(late.headers["retry-after"]) > 0
+            assert states(server) == {"a": "loaded", "b": "unloaded", "c": "unloaded"}
+        server.until(lambda: server.idle)
+        assert complete(server, "b").status_code == 200  # who left has made room
+
+
+def test_who_has_no_room_waits_until_another_has_ended() -> None:
+    with serving(Loads(), room=1) as server, ThreadPoolExecutor(2) as pool:
+        assert complete(server, "a").status_code == 200
+        with server.slowed():
+            first = pool.submit(complete, server, "a")
+            server.until(lambda: not server.idle)
+            second = pool.submit(complete, server, "b")
+            server.until(lambda: server.models.services["b"].state == "loading")
+            assert states(server) == {"a": "loaded", "b": "loading", "c": "unloaded"}
+        assert [first.result().status_code, second.result().status_code] == [200, 200]
+        assert states(server) == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
+
+
+def test_a_load_that_fails_is_told_and_may_be_tried_again(wanted: dict[str, str]) -> None:
+    loads = Loads()
+
+    def missing(name: str) -> None:
+        raise TargetError(f"there is no folder {name}")
+
+    with serving(loads) as server, ThreadPoolExecutor(3) as pool:
+        loads.before = missing
+        for answer in pool.map(partial(complete, server), "aaa"):
+            assert answer.status_code == 500
+            error = answer.json()["error"]
+            assert error["code"] == "model_not_loaded"
+            assert error["message"] == "model 'a' could not be loaded: there is no folder a"
+        answer = server.http.post(MESSAGES, json={"model": "a", "messages": SAID, "max_tokens": 4})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "api_error")
+        assert states(server)["a"] == "failed"
+        loads.before = lambda name: None
+        assert complete(server, "a").json()["choices"][0]["text"] == wanted["a"]
+        assert states(server)["a"] == "loaded"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stream_whose_model_is_being_loaded_gives_signs_of_life(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "KEEP_ALIVE_SECONDS", 0.02)
+    loads, seen = Loads(), Event()
+
+    def slow(name: str) -> None:
+        assert seen.wait(20)
+        if fails:
+            raise TargetError("it is broken")
+
+    loads.before = slow
+    told = "model 'a' could not be loaded: it is broken"
+    for path, body, alive, ends in [
+        (CHAT, {"messages": SAID, "max_tokens": 4}, ": waiting", "data: [DONE]"),
+        (MESSAGES, {"messages": SAID, "max_tokens": 4}, "event: ping", "event: message_stop"),
+        (RESPONSES, {"input": "x", "max_output_tokens": 4}, ": waiting", "event: response.incomplete"),
+    ]:
+        seen.clear()
+        with serving(loads) as server:
+            body = {"model": "a", "stream": True, **body}
+            with server.http.stream("POST", path, json=body) as answer:
+                assert answer.status_code == 200
+                lines = answer.iter_lines()
+                assert next(lines) == alive
+                assert complete_other(server)
+                seen.set()
+                rest = list(lines)
+            if fails:
+                (error,) = [line for line in rest if told in line]
+                fields = json.loads(error.removeprefix("data: "))
+                assert "error" in fields or fields["type"] == "error"
+            else:
+                assert any(line.startswith(ends) for line in rest)
+            server.until(lambda: server.idle)
+
+
+def complete_other(server: Live) -> bool:
+    """Others are answered meanwhile."""
+    return server.http.get("/v1/models").status_code == 200
+
+
+def test_whose_client_leaves_before_the_model_is_there_decodes_nothing() -> None:
+    loads, ready = Loads(), Event()
+    loads.before = lambda name: ready.wait(20)
+    with serving(loads) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            server.http.post(COMPLETIONS, json={"model": "a", "prompt": "x"}, timeout=0.2)
+        server.until(lambda: server.idle)
+        ready.set()
+        server.until(lambda: server.service.ready)
+        assert server.service.totals.rounds == 0
+        assert complete(server, "a").status_code == 200
+
+
+def test_models_are_loaded_and_unloaded_when_asked() -> None:
+    loads = Loads()
+    with serving(loads, settings=wide(api_key="secret", is_local=False)) as server:
+        for path in ("/admin/load", "/admin/unload"):
+            assert server.http.post(path, json={"model": "a"}, headers={"Authorization": ""}).status_code == 401
+        loaded = server.http.post("/admin/load", json={"model": "b"}).json()
+        assert (loaded["id"], loaded["state"], loaded["max_model_len"]) == ("b", "loaded", 512)
+        assert server.http.get("/v1/models/b").json() == loaded
+        assert server.http.post("/admin/load", json={"model": "b"}).json() == loaded
+        for _ in range(2):
+            unloaded = server.http.post("/admin/unload", json={"model": "b"}).json()
+            assert (unloaded["state"], unloaded["max_model_len"]) == ("unloaded", None)
+        assert loads.count == {"b": 1}
+        assert server.http.get("/v1/spec_decode/metrics", params={"model": "b"}).status_code == 503
+
+
+def test_without_a_key_only_this_machine_loads_and_unloads() -> None:
+    with serving(Loads(), settings=wide(is_local=False)) as server:
+        for path in ("/admin/load", "/admin/unload"):
+            answer = server.http.post(path, json={"model": "a"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "api_key_needed")
+        assert states(server)["a"] == "unloaded"
+
+
+def test_a_single_model_can_be_unloaded_too_and_comes_back() -> None:
+    with live() as server:
+        before = complete(server, "tiny").json()["choices"]
+        assert server.http.post("/admin/unload", json={"model": "tiny"}).json()["state"] == "unloaded"
+        assert server.http.get("/health").json() == {"status": "ready"}
+        assert complete(server, "tiny").json()["choices"] == before
+
+
+def test_the_end_drains_all_models() -> None:
+    with serving(Loads()) as server, ThreadPoolExecutor(2) as pool:
+        for name in "ab":
+            assert complete(server, name).status_code == 200
+        with server.slowed():
+            answers = [pool.submit(complete, server, name, max_tokens=100, ignore_eos=True) for name in "ab"]
+            server.until(lambda: all(not server.models.services[name].idle for name in "ab"))
+            server.terminate()
+            refused = complete(server, "b")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert [answer.result().json()["usage"]["completion_tokens"] for answer in answers] == [100, 100]
+        server.until(lambda: server.server.should_exit)
