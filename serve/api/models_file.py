@@ -44,7 +44,7 @@ def _read(file: Path) -> dict[str, Any]:
     except FileNotFoundError as e:
         raise ConfigError(f"there is no file {file}; --models wants a YAML file of models") from e
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as e:
-        raise ConfigError(f"{file} cannot be read as YAML: {e}") from e
+        raise ConfigError(f"{file} cannot be read as YAML: {' '.join(str(e).split())}") from e
     if not isinstance(entries, dict):
         raise ConfigError(f"{file} must hold models as `name: {{target: folder or hub id}}`")
     for name in entries:

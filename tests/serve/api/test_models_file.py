@@ -1,0 +1,146 @@
+"""A file of models: what it says is what flags would say; what is wrong is named before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.serve.api.cli import main
+from eagle_mlx.serve.api.models import Models
+from eagle_mlx.serve.api.models_file import read_models
+from eagle_mlx.serve.api.sources import several, weights_bytes
+from eagle_mlx.serve.speculation import AUTO, Speculation
+from tests.fakes import tiny_target_folder
+from tests.serve.api.live import live, wide
+
+GUIDE = Path(__file__).parents[3] / "docs" / "serving.md"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target_folder(tmp_path_factory.mktemp("models") / "target", layers=2)
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "models.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_an_entry_says_what_its_flags_would_say(tmp_path: Path, target: Path) -> None:
+    text = f"""
+default: {{max-batch: 2, spec-decode: ngram, volatile: ["a+", "b+"], target: {target}}}
+plain:
+"org/long":
+  spec-decode: null
+  target: org/long
+  max-batch: 3
+  kv-gb: 0.5
+  no-prior: true
+  trust-remote-code: false
+  chat-template-args: {{enable_thinking: false}}
+  extra-eos-token: ["-x", "y"]
+"""
+    plain, long = (found := read_models(written(tmp_path, text))).values()
+    assert list(found) == ["plain", "org/long"]
+    assert (plain.target, plain.max_batch, plain.speculation) == (str(target), 2, Speculation(mode="ngram"))
+    assert (long.target, long.max_batch, long.kv_bytes) == ("org/long", 3, 500_000_000)
+    assert long.speculation == Speculation(head=AUTO, keep=False)
+    assert long.options.extra_eos_tokens == ("-x", "y")
+    assert long.options.chat_template_args == '{"enable_thinking": false}'
+    assert long.volatile == plain.volatile != type(plain.volatile)()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: {target: org/x}\na: {target: org/y}", "'a' is there twice; give each name once"),
+        ("a: {target: org/x, target: org/y}", "'target' is there twice"),
+        ("a: {target: org/x, heads: org/y}", "a: 'heads' is not a setting of a model; did you mean head?"),
+        ("a: {target: org/x, kv_gb: 1}", "a: 'kv_gb' is not a setting of a model; did you mean kv-gb?"),
+        ("default: {port: 3}\na: {target: org/x}", "default: 'port' is not a setting of a model"),
+        ("a: {head: org/y}", "a: has no target; add `target: folder or hub id`"),
+        ("a:", "a: has no target"),
+        ("a: {target: ./nowhere}", "a: target ./nowhere is no folder here; correct the path, or give a hub id"),
+        ("a: {target: org/x, head: /nowhere}", "a: head /nowhere is no folder here"),
+        ("a: {target: org/x, draft-model: ./no}", "a: draft-model ./no is no folder here"),
+        ("a: {target: org/x, max-batch: many}", "a: --max-batch: invalid int value: 'many'"),
+        ("a: {target: org/x, max-batch: 0}", "a: --max-batch must be at least 1"),
+        ("a: {target: org/x, max-batch: [1]}", "a: max-batch cannot be [1]; give one text or number"),
+        ("a: {target: org/x, no-prior: 1}", "a: no-prior must be true or false, not 1"),
+        ("a: {target: org/x, head: org/h, eagle-head-path: org/g}", "a: head and eagle-head-path are the same; give"),
+        ("a: {target: org/x, spec-decode: draft}", "a: --spec-decode draft needs a model that drafts"),
+        ("a: org/x", "a: must hold settings such as"),
+        ("7: {target: org/x}", "7 is no name for a model; write it in quotes"),
+        ("default: {target: org/x}", "names no model"),
+        ("- a", "must hold models as"),
+        ("a: {", "cannot be read as YAML"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path, text)
+    assert main(["--models", str(file), "--port", "0"]) == 2
+    (error,) = capsys.readouterr().err.splitlines()[:1]
+    assert error.startswith(f"error: {file}")
+    assert said in capsys.readouterr().err + error
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--models", "nowhere.yaml"], "there is no file nowhere.yaml"),
+        (["--memory-gb", "1"], "--memory-gb is for several models"),
+        (["--models", "FILE", "--head", "org/h"], "--head belongs to a model: write it in "),
+        (["--models", "FILE", "--served-model-name", "x"], "--served-model-name belongs to a model"),
+        (["--models", "FILE", "--memory-gb", "0"], "--memory-gb must be above 0"),
+        (["--models", "FILE", "--memory-gb", "0.0001"], "model 'a' takes "),
+    ],
+)
+def test_flags_that_cannot_be(
+    tmp_path: Path, target: Path, args: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(written(tmp_path, f"a: {{target: {target}}}"))
+    assert main([*(file if each == "FILE" else each for each in args), "--port", "0"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_check_tries_all_models(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path, f"default: {{target: {target}}}\na: {{spec-decode: none}}\nb: {{spec-decode: ngram}}")
+    assert main(["--models", str(file), "--check"]) == 0
+    said = capsys.readouterr().err
+    assert said.count("check: ok: 16 tokens") == 2
+    assert said.index("model: a") < said.index("model: b")
+
+
+def test_models_share_the_memory(tmp_path: Path, target: Path) -> None:
+    """Two that fit together stay; where there is room for one, they take turns."""
+    text = f"default: {{target: {target}, spec-decode: none, prefix-cache-gb: 0}}\na:\nb: {{kv-gb: 0.002}}"
+    configs = read_models(written(tmp_path, text))
+    weights = weights_bytes(configs["a"])
+    assert weights == (target / "model.safetensors").stat().st_size
+    said: list[str] = []
+    for nbytes, states in (
+        (2 * weights + 8_000_000, ["loaded", "loaded"]),
+        (weights + 2_100_000, ["unloaded", "loaded"]),
+    ):
+        sources = several(configs, nbytes, said.append)
+        assert [each.nbytes() for each in sources] == [
+            weights + min(nbytes // 4, nbytes - weights),
+            weights + 2_000_000,
+        ]
+        with live(models=Models(wide(), sources, nbytes)) as server:
+            for name in configs:
+                answer = server.http.post("/v1/completions", json={"model": name, "prompt": "x", "max_tokens": 2})
+                assert answer.status_code == 200
+            services = server.models.services
+            assert [service.state for service in services.values()] == states
+            assert services["b"].kv_bytes[2] == 2_000_000
+    assert any(line.startswith("b: target: ") for line in said)
+
+
+def test_a_model_that_never_fits_is_refused(tmp_path: Path, target: Path) -> None:
+    configs = read_models(written(tmp_path, f"a: {{target: {target}, kv-gb: 1}}"))
+    with pytest.raises(ConfigError, match="model 'a' takes 1.0. GB .* --memory-gb"):
+        several(configs, 900_000_000, lambda _: None)
