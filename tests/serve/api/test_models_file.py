@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.serve.api.cli import main
+from eagle_mlx.serve.api.cli import EPILOG, main
 from eagle_mlx.serve.api.models import Models
 from eagle_mlx.serve.api.models_file import read_models
 from eagle_mlx.serve.api.sources import several, weights_bytes
@@ -51,6 +52,18 @@ plain:
     assert long.options.extra_eos_tokens == ("-x", "y")
     assert long.options.chat_template_args == '{"enable_thinking": false}'
     assert long.volatile == plain.volatile != type(plain.volatile)()
+
+
+def test_the_example_of_the_guide_is_read(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", GUIDE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    found = read_models(written(tmp_path, example))
+    assert [(name, config.target, config.max_batch) for name, config in found.items()] == [
+        ("small", "Qwen3-0.6B-4bit", 4),
+        ("large", "Qwen3-4B-4bit", 4),
+        ("thoughtless", "Qwen3-4B-4bit", 4),
+    ]
+    shown = EPILOG.split("without their dashes:\n")[1].split("A request names")[0]
+    assert list(read_models(written(tmp_path, shown))) == ["small", "large"]
 
 
 @pytest.mark.parametrize(
