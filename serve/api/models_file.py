@@ -143,7 +143,7 @@ class _Loader(yaml.SafeLoader):
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Hashable] = set()
     for key, _ in node.value:
-        name = loader.construct_object(key, deep=True)  # type: ignore[no-untyped-call]  # types-PyYAML has no types here
+        name = loader.construct_object(key, deep=True)
         if isinstance(name, Hashable) and name in seen:
             raise yaml.constructor.ConstructorError(
                 None, None, f"{name!r} is there twice; give each name once", key.start_mark
