@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 import socket
@@ -87,8 +88,13 @@ def say(text: str) -> None:
 
 
 def _checked(name: str, config: LoadConfig) -> bool:
+    gc.collect()  # the model before this one
     say(f"model: {name}")
-    return check(load(config, say), say)
+    loaded = load(config, say)
+    try:
+        return check(loaded, say)
+    finally:
+        loaded.grammars.end()
 
 
 def _serve(configs: dict[str, LoadConfig], settings: Settings, args: argparse.Namespace) -> None:

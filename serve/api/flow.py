@@ -148,7 +148,7 @@ async def respond(
         if stream:
             await unless_disconnected(request, asyncio.wait({beginning}, timeout=KEEP_ALIVE_SECONDS))
             in_time = beginning.done()
-            events = beginning.result().stream(call) if in_time else _later(call, beginning, tell)
+            events = beginning.result().stream(call) if in_time else _later(call, beginning, ping, tell)
             streaming = True
             return EventStream(call, events, ping)
         whole = await unless_disconnected(request, beginning)
@@ -170,9 +170,10 @@ async def _begin(request: Request, call: Call, prepare: Prepare) -> Answer:
 
 
 async def _later(
-    call: Call, beginning: asyncio.Future[Answer], tell: Callable[[ApiError], bytes]
+    call: Call, beginning: asyncio.Future[Answer], ping: ServerSentEvent, tell: Callable[[ApiError], bytes]
 ) -> AsyncIterator[bytes]:
     """The events of an answer that has not begun when its stream does."""
+    yield ping.encode()
     try:
         answer = await beginning
     except ApiError as e:

@@ -174,7 +174,7 @@ class Models:
             raise EagleError(f"it takes {gb(needed)}, and there are {gb(self._nbytes)} for all models (--memory-gb)")
         until = monotonic() + self.settings.limits.room_seconds
         while sum(self._taken.values()) + needed > self._nbytes:
-            idle = [each for each in self.services.values() if each.loaded is not None and each.idle]
+            idle = [each for each in self.services.values() if each.state == "loaded" and each.idle]
             if idle:
                 await self._end(min(idle, key=lambda each: each.last_used))
                 continue

@@ -56,7 +56,7 @@ def described(service: Service) -> dict[str, Any]:
         "created": service.started,
         "owned_by": "eagle-mlx",
         "max_model_len": loaded.target.context_length if loaded else None,
-        "state": service.state,
+        "state": "failed" if service.state == "loaded" and loaded is None else service.state,
     }
 
 

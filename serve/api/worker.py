@@ -150,7 +150,7 @@ class Worker:
         """Wait for the thread, but not long, and end what hangs beside it."""
         self._thread.join(timeout=5)
         if self.loaded is not None:
-            self.loaded.close()
+            _close(self.loaded)
 
     async def _ask(self, command: Callable[[asyncio.Future[T]], Callable[[], None]]) -> T:
         """Queue a command that resolves a future, and wait for that."""
@@ -184,7 +184,7 @@ class Worker:
             self._fail_what_is_left()
         finally:
             self.loaded = None
-            loaded.close()
+            _close(loaded)
 
     def _decode(self, engine: Engine) -> None:
         while not (self._unloading or self._stopped):
@@ -204,6 +204,7 @@ class Worker:
 
     def _begin_unloading(self) -> None:
         self._unloading = True
+        self.failure = None  # whose traceback may hold what is to go
 
     def _give_back(self, result: asyncio.Future[None]) -> None:
         """What a model that is gone has taken goes back to the system."""
@@ -313,6 +314,13 @@ def _settle(result: asyncio.Future[Any], value: object, error: BaseException | N
         result.set_exception(error)
     else:
         result.set_result(value)
+
+
+def _close(loaded: Loaded) -> None:
+    try:
+        loaded.close()
+    except Exception:
+        log.exception("what belongs to a model could not be ended")
 
 
 def _failed(request: Request) -> Output:

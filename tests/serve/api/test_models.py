@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from threading import Event
+from typing import NoReturn
 
 import httpx
 import mlx.core as mx
@@ -218,6 +219,25 @@ def test_a_load_that_fails_is_told_and_may_be_tried_again(wanted: dict[str, str]
         loads.before = lambda name: None
         assert complete(server, "a").json()["choices"][0]["text"] == wanted["a"]
         assert states(server)["a"] == "loaded"
+
+
+def test_a_model_whose_engine_dies_is_loaded_anew(wanted: dict[str, str]) -> None:
+    loads = Loads()
+    with serving(loads, room=1) as server:
+        assert complete(server, "a").status_code == 200
+        loaded = server.service.loaded
+        assert loaded is not None
+
+        def die() -> NoReturn:
+            raise SystemExit
+
+        loaded.engine.step = die  # type: ignore[method-assign]
+        answer = complete(server, "a")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (500, "the engine's thread died")
+        server.until(lambda: states(server)["a"] == "failed")
+        for name in ("b", "a"):
+            assert complete(server, name).json()["choices"][0]["text"] == wanted[name]
+        assert loads.count == {"a": 2, "b": 1}
 
 
 @pytest.mark.parametrize("fails", [False, True])
