@@ -92,6 +92,10 @@ class Request:
     """Whether the error is about what the request asked for, and not about the engine."""
     cached_tokens: int = 0
     """Prompt tokens that an earlier request has left in the prefix cache."""
+    read_tokens: int = 0
+    """Prompt tokens that are in the caches, those among them; counted a chunk at a time. Any thread may ask."""
+    cut_off: str | None = None
+    """What ended it though there was more to say, such as `time`."""
     overran: bool = False
     """Whether the caches hold more of the last round than was taken of it."""
     history: list[int] = field(default_factory=list)
@@ -130,6 +134,12 @@ class Request:
         """End with an error, which is this row's alone. refused: whether what the request asked for cannot be had."""
         if self.finish_reason is None:
             self.finish_reason, self.error, self.refused = "error", reason, refused
+
+    def cut(self, by: str, reason: str | None = None) -> None:
+        """End with what it has, or with an error where there is a reason for one. by: as `cut_off`."""
+        if self.finish_reason is None:
+            self.cut_off = by
+            self.finish_reason, self.error = ("length", None) if reason is None else ("error", reason)
 
     def fail_by_grammar(self, error: Exception) -> None:
         """End because the grammar raised; a ConfigError says that it has become too complex to follow."""

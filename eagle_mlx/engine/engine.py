@@ -13,7 +13,7 @@ from eagle_mlx.cache.tree_support import why_no_trees
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.grouping import GROUPS, RoundReads
 from eagle_mlx.engine.groups import Groups
-from eagle_mlx.engine.kv_budget import KVBudget, size_of
+from eagle_mlx.engine.kv_budget import KVBudget, check_memory, check_sizes, size_of
 from eagle_mlx.engine.output import Chunk, Output
 from eagle_mlx.engine.pipeline import Pipeline
 from eagle_mlx.engine.prefill import PREFILL_CHUNK
@@ -73,12 +73,8 @@ class Engine:
         `kv_bits`: 4 or 8 to quantise the keys and values of full attention. That is another model, a little: the text
         is then what this engine says without a proposer.
         """
-        if max_batch < 1 or prefill_chunk < 1 or prefix_cache_bytes < 0:
-            raise ConfigError(
-                f"max_batch ({max_batch}) and prefill_chunk ({prefill_chunk}) must be at least 1, prefix_cache_bytes "
-                f"({prefix_cache_bytes}) at least 0"
-            )
-        _check_memory(kv_bits, kv_bytes, groups)
+        check_sizes(max_batch, prefill_chunk, prefix_cache_bytes)
+        check_memory(kv_bits, kv_bytes, groups)
         check_cacheable(target.model, max_batch, kv_bits)
         if proposer is not None:
             proposer.bind(target)
@@ -131,7 +127,7 @@ class Engine:
     @property
     def kv_used(self) -> int:
         """Bytes of keys and values of those that decode, or whose prompts are being read, at most."""
-        return self.kv_budget.used([*(batch.requests for batch in self._groups.batches), self._scheduler.prefilling])
+        return self.kv_budget.used([*(batch.requests for batch in self._groups.batches), *self._scheduler.side_by_side])
 
     @property
     def idle(self) -> bool:
@@ -213,9 +209,22 @@ class Engine:
         An observer or a logits processor may call it too: the row gets no more tokens, and leaves at the end of the
         step that is under way.
         """
-        if request.finish_reason:
-            return
-        request.finish_reason = "cancelled"
+        if request.finish_reason is None:
+            request.finish_reason = "cancelled"
+            self._withdraw(request)
+
+    def cut_off(self, request: Request, by: str, reason: str | None = None) -> None:
+        """The same, but the row ends with what it has, or with an error where there is a `reason` (`Request.cut`)."""
+        if request.finish_reason is None:
+            request.cut(by, reason)
+            self._withdraw(request)
+
+    def before(self, request: Request) -> int | None:
+        """How many waiting requests go before one, about; None where it does not wait. Any thread may ask."""
+        return self._scheduler.waiting.before(request)
+
+    def _withdraw(self, request: Request) -> None:
+        """Let a row go that has ended."""
         self._scheduler.withdraw(request)
         batch = self._groups.holding(request)
         if not self._work.under_way and batch is not None:
@@ -389,12 +398,3 @@ class Engine:
         if self.prefixes is not None:
             for tokens, past in batch.ended_pasts():
                 self.prefixes.keep(tokens, past)
-
-
-def _check_memory(kv_bits: int | None, kv_bytes: int | None, groups: int) -> None:
-    if not 1 <= groups <= GROUPS:
-        raise ConfigError(f"groups must be 1 or {GROUPS}; got {groups!r}")
-    if kv_bits not in (None, 4, 8):
-        raise ConfigError(f"kv_bits must be 4, 8 or None; got {kv_bits!r}")
-    if kv_bytes is not None and kv_bytes < 1:
-        raise ConfigError(f"kv_bytes must be at least 1, or None for a share of the free memory; got {kv_bytes}")

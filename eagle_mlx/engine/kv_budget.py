@@ -9,7 +9,7 @@ import mlx.core as mx
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.size import CacheSize
 from eagle_mlx.engine.grouping import GROUPS, by_reach
-from eagle_mlx.errors import PromptError
+from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.memory import gb
 from eagle_mlx.proposers.base import HasCacheSize, Proposer
 from eagle_mlx.request import Request
@@ -95,6 +95,25 @@ class KVBudget:
         places = by_reach([self.reach(request) for request in requests], self.size, self.nbytes)
         split = [[each for each, place in zip(requests, places, strict=True) if place == at] for at in range(GROUPS)]
         return [group for group in split if group]
+
+
+def check_sizes(max_batch: int, prefill_chunk: int, prefix_cache_bytes: int) -> None:
+    """Raise ConfigError for sizes that leave no room for anything."""
+    if max_batch < 1 or prefill_chunk < 1 or prefix_cache_bytes < 0:
+        raise ConfigError(
+            f"max_batch ({max_batch}) and prefill_chunk ({prefill_chunk}) must be at least 1, prefix_cache_bytes "
+            f"({prefix_cache_bytes}) at least 0"
+        )
+
+
+def check_memory(kv_bits: int | None, kv_bytes: int | None, groups: int) -> None:
+    """Raise ConfigError for what an engine cannot be told of its memory."""
+    if not 1 <= groups <= GROUPS:
+        raise ConfigError(f"groups must be 1 or {GROUPS}; got {groups!r}")
+    if kv_bits not in (None, 4, 8):
+        raise ConfigError(f"kv_bits must be 4, 8 or None; got {kv_bits!r}")
+    if kv_bytes is not None and kv_bytes < 1:
+        raise ConfigError(f"kv_bytes must be at least 1, or None for a share of the free memory; got {kv_bytes}")
 
 
 def _is_open(request: Request) -> bool:

@@ -38,6 +38,8 @@ class Output:
     """What went wrong with this request alone, where the finish reason is `error`."""
     refused: bool = False
     """Whether that is about what the request asked for, such as a grammar too complex to follow."""
+    cut_off: str | None = None
+    """What ended it though there was more to say, such as `time`."""
     stop: str | None = None
     """The stop string that ended the text, which does not hold it."""
 
@@ -68,6 +70,7 @@ class Output:
             cached_tokens=request.cached_tokens,
             error=request.error,
             refused=request.refused,
+            cut_off=request.cut_off,
             stop=stop,
         )
 

@@ -33,6 +33,13 @@ class Prefill:
         self._read = known
         self._prefixes = None if batch.cache.is_positional else prefixes
         self._stops = [stops(each.boundaries, len(each.prompt), known) for each in batch.requests]
+        self._count()
+
+    @property
+    def left(self) -> int:
+        """Positions that are to be read, over all rows."""
+        longest = max(len(request.prompt) for request in self.batch.requests) - 1
+        return len(self.batch.requests) * max(0, longest - self._read)
 
     def step(self, chunk: int) -> bool:
         """Read the next positions of each prompt; whether the requests can decode now.
@@ -55,10 +62,15 @@ class Prefill:
             self._keep(self._read, self._read + width)
             self._read += width
             room -= len(prompts) * width
+        self._count()
         if self._read < longest:
             return False
         self.batch.cache.compact()
         return True
+
+    def _count(self) -> None:
+        for request in self.batch.requests:
+            request.read_tokens = min(self._read, len(request.prompt))
 
     def _next_stop(self) -> int | None:
         """Where the next forward must end, because a state cannot be cut."""

@@ -11,6 +11,8 @@ from eagle_mlx.request import Request
 
 MOST_SKIPS = 8
 """Shorter prompts that may pass a client's oldest request: as many as the default batch has requests."""
+_REMEMBERED = 1024
+"""Clients whose last turns are remembered: as many as may be connected to a server (`Limits.connections`)."""
 
 
 @dataclass
@@ -21,6 +23,8 @@ class _Client:
     """With the number of each request, which counts up."""
     skips: int = 0
     """How often the oldest has been passed."""
+    passed: int = 0
+    """Clients that came later and went before it, since its last turn."""
 
     @property
     def oldest(self) -> int:
@@ -30,12 +34,31 @@ class _Client:
     def following(self) -> int:
         return self.oldest if self.skips >= MOST_SKIPS else min(self.by_chunks)
 
+    def __len__(self) -> int:
+        return sum(map(len, list(self.by_chunks.values())))
+
+    def before(self, request: Request) -> int | None:
+        """How many of the same client go before one; None where it does not wait. Any thread may ask."""
+        waiting = {chunks: deque(line) for chunks, line in sorted(self.by_chunks.items()) if line}
+        skips, place = self.skips, 0
+        while waiting:
+            oldest = min(waiting, key=lambda chunks: waiting[chunks][0][0])
+            chunks = oldest if skips >= MOST_SKIPS else min(waiting)
+            if waiting[chunks].popleft()[1] is request:
+                return place
+            skips = 0 if chunks == oldest else skips + 1
+            place += 1
+            waiting = {chunks: line for chunks, line in waiting.items() if line}
+        return None
+
 
 class RequestQueue:
     """Lets clients take turns, so that one with many requests does not keep the others waiting.
 
     Of one client, prompts that are read in fewer chunks go first, and those of as many in the order in which they came.
     Its oldest request is passed at most `MOST_SKIPS` times, so that long prompts have their turn too.
+
+    Who comes goes before clients that have had a turn since its own last one: at most `MOST_SKIPS` do so before each.
     """
 
     def __init__(self, chunk: int):
@@ -44,17 +67,21 @@ class RequestQueue:
         self._clients: dict[str, _Client] = {}
         """The one whose turn it is comes first."""
         self._numbers = count()
+        self._last_turns: dict[str, int] = {}
+        """The numbers of the last turns of clients, the longest ago first."""
 
     def __len__(self) -> int:
-        return sum(len(waiting) for client in self._clients.values() for waiting in client.by_chunks.values())
+        return sum(map(len, self._clients.values()))
 
     def __iter__(self) -> Iterator[Request]:
         lists = (waiting for client in self._clients.values() for waiting in client.by_chunks.values())
         return (request for waiting in lists for _, request in waiting)
 
     def append(self, request: Request) -> None:
-        client = self._clients.setdefault(request.client, _Client())
-        client.by_chunks.setdefault(self._chunks(request), deque()).append((next(self._numbers), request))
+        if request.client not in self._clients:
+            self._enter(request.client)
+        client = self._clients[request.client]
+        client.by_chunks.setdefault(self.chunks(request), deque()).append((next(self._numbers), request))
 
     def peek(self) -> Request:
         """The next one. The queue must not be empty."""
@@ -81,15 +108,20 @@ class RequestQueue:
 
     def take(self, request: Request) -> None:
         """The same with one that `peek` or `first` gave."""
-        client, chunks = self._clients.pop(request.client), self._chunks(request)
+        client, chunks = self._clients.pop(request.client), self.chunks(request)
         client.skips = 0 if chunks == client.oldest else client.skips + 1
+        client.passed = 0
         self._clients[request.client] = client
         client.by_chunks[chunks].popleft()
         self._forget_empty(request.client, chunks)
+        self._last_turns.pop(request.client, None)
+        self._last_turns[request.client] = next(self._numbers)
+        if len(self._last_turns) > _REMEMBERED:
+            del self._last_turns[next(iter(self._last_turns))]
 
     def remove(self, request: Request) -> None:
         """Let a request go that waits. Raises KeyError or StopIteration where it does not."""
-        chunks, client = self._chunks(request), self._clients[request.client]
+        chunks, client = self.chunks(request), self._clients[request.client]
         waiting = client.by_chunks[chunks]
         index = next(index for index, (_, each) in enumerate(waiting) if each is request)
         if index == 0 and chunks == client.oldest:
@@ -97,8 +129,31 @@ class RequestQueue:
         del waiting[index]
         self._forget_empty(request.client, chunks)
 
+    def before(self, request: Request) -> int | None:
+        """How many go before a request if nobody comes and all fit; None where it does not wait.
+
+        Any thread may ask: what it is told then is about right.
+        """
+        clients = list(self._clients.items())  # copied in one piece, as is all that is looked at here
+        at = next((at for at, (name, _) in enumerate(clients) if name == request.client), None)
+        own = clients[at][1].before(request) if at is not None else None
+        if at is None or own is None:
+            return None
+        lengths = [len(client) for _, client in clients]
+        return own + sum(min(length, own + (other < at)) for other, length in enumerate(lengths) if other != at)
+
     def clear(self) -> None:
         self._clients.clear()
+
+    def _enter(self, name: str) -> None:
+        """Give a client its place, of which nobody waits."""
+        clients = list(self._clients.items())
+        last = self._last_turns.get(name, -1)
+        at = len(clients)
+        while at and clients[at - 1][1].passed < MOST_SKIPS and self._last_turns.get(clients[at - 1][0], -1) > last:
+            at -= 1
+            clients[at][1].passed += 1
+        self._clients = dict([*clients[:at], (name, _Client()), *clients[at:]])
 
     def _forget_empty(self, name: str, chunks: int) -> None:
         client = self._clients[name]
@@ -107,6 +162,6 @@ class RequestQueue:
         if not client.by_chunks:
             del self._clients[name]
 
-    def _chunks(self, request: Request) -> int:
+    def chunks(self, request: Request) -> int:
         """Steps that its prompt is read in, without the last token, which the first round reads."""
         return max(1, -(-(len(request.prompt) - 1) // self._chunk))

@@ -37,8 +37,7 @@ ALONE = [
 
 def taken(engine: em.Engine) -> int:
     """Bytes that the caches of all rows, of the proposer and of those whose prompts are being read really have."""
-    prefill = engine._scheduler._prefill
-    batches = [*engine._groups.batches, *([prefill.batch] if prefill is not None else [])]
+    batches = [*engine._groups.batches, *(prefill.batch for prefill in engine._scheduler._prefills)]
     states = [batch.state for batch in batches]
     caches = [batch.cache for batch in batches] + [state.cache for state in states if hasattr(state, "cache")]
     return sum(x.nbytes for cache in caches for x in cache.state)

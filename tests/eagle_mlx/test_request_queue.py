@@ -121,6 +121,40 @@ def test_between_two_turns_of_a_client_every_other_has_one(clients: list[str]) -
         assert {each.client for each in order[j:]} <= between | {first.client}
 
 
+def test_who_comes_goes_before_those_who_have_had_a_turn_since_its_own() -> None:
+    first, second, *more = [row("a") for _ in range(6)]
+    waiting = queue(first, second, *more)
+    assert waiting.pop() is first
+    new = row("b")
+    waiting.append(new)
+    assert waiting.pop() is new
+    again = row("b")
+    waiting.append(again)
+    assert [waiting.pop() for _ in range(3)] == [second, again, more[0]]
+
+
+def test_a_client_is_not_passed_for_ever_by_those_who_come() -> None:
+    waiting = queue(row("a"), row("a"))
+    waiting.pop()
+    order = []
+    for number in range(40):
+        waiting.append(row(f"new {number}"))
+        order.append(waiting.pop().client)
+    assert order.index("a") == MOST_SKIPS
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 40), st.booleans()), max_size=40))
+def test_a_request_is_told_how_many_go_before_it(events: list[tuple[str, int, bool]]) -> None:
+    waiting, told = RequestQueue(CHUNK), row("a")
+    assert waiting.before(told) is None
+    for client, length, pops in events:
+        waiting.append(row(client, length))
+        if pops:
+            waiting.pop()
+    places = {id(each): waiting.before(each) for each in waiting}
+    assert [places[id(each)] for each in drained(waiting)] == list(range(len(places)))
+
+
 def test_a_short_request_does_not_wait_for_all_of_another_clients() -> None:
     engine = em.Engine(tiny_target(), max_batch=2)
     rng = np.random.default_rng(0)
