@@ -11,6 +11,7 @@ from eagle_mlx.engine.output import Output
 
 from .errors import ApiError
 from .service import Call
+from .worker import TIME
 
 
 def failure(outputs: Sequence[Output]) -> ApiError | None:
@@ -18,6 +19,8 @@ def failure(outputs: Sequence[Output]) -> ApiError | None:
     failed = next((output for output in outputs if output.error is not None), None)
     if failed is None:
         return None
+    if failed.cut_off == TIME:  # to ask again would only add to what keeps the server busy
+        return ApiError(504, str(failed.error), code="timeout", headers={"x-should-retry": "false"})
     return ApiError(400 if failed.refused else 500, str(failed.error), code="generation_failed")
 
 
@@ -47,6 +50,7 @@ def _timings(call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
     cached = sum(o.cached_tokens for o in outputs)
     read, tokens = sum(o.prompt_tokens for o in outputs) - cached, sum(len(o.tokens) for o in outputs)
     prompt_s, predicted_s = first - call.arrived, now - first
+    cut_off = next((o.cut_off for o in outputs if o.cut_off is not None), None)
     return {
         "cache_n": cached,
         "prompt_n": read,
@@ -57,6 +61,7 @@ def _timings(call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
         "predicted_per_second": round(tokens / predicted_s, 3) if predicted_s > 0 else 0.0,
         "draft_n": sum(o.drafted for o in outputs),
         "draft_n_accepted": sum(o.accepted for o in outputs),
+        **({"cut_off": cut_off} if cut_off is not None else {}),
     }
 
 

@@ -150,7 +150,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
         raise ConfigError("--api-key (or EAGLE_API_KEY) must be printable ASCII without spaces, and not empty")
     return Settings(
-        limits=Limits(body_bytes=int(args.max_body_mb * (1 << 20)), queue=args.max_queue),
+        limits=Limits(int(args.max_body_mb * (1 << 20)), args.max_queue, request_seconds=args.request_seconds),
         api_key=key,
         origins=tuple(args.allow_origin),
         ignore_unknown_fields=args.ignore_unknown_fields,
@@ -215,6 +215,13 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
     much.add_argument(
         "--max-body-mb", type=float, default=body, metavar="MB", help=f"of a request; beyond it 413 (default {body:g})"
+    )
+    much.add_argument(
+        "--request-seconds",
+        type=float,
+        default=Limits.request_seconds,
+        metavar="S",
+        help="for a request, waiting included; then it ends with what it has (default: as long as it takes)",
     )
     much.add_argument(
         "--memory-gb",

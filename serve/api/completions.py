@@ -51,7 +51,8 @@ async def completions(request: Request) -> Response:
                 )
         return answer
 
-    return await respond(request, service, len(body.prompts) * body.answers, prepare, bool(body.stream))
+    slots = len(body.prompts) * body.answers
+    return await respond(request, service, slots, prepare, bool(body.stream), answer_seconds=body.answer_seconds)
 
 
 @dataclass

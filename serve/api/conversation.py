@@ -27,6 +27,7 @@ class Extensions(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     spec_decode: Literal["none", "ngram", "draft", "eagle", "mtp"] | None = None
     num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
+    t_max_predict_ms: float | None = Field(None, ge=0)
 
     def extensions(self) -> dict[str, Any]:
         """Those that were given, under the names that they have there too."""

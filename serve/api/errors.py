@@ -22,6 +22,7 @@ _TYPES = {
     500: "server_error",
     501: "not_implemented_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 _MESSAGES_TYPES = {
     401: "authentication_error",
@@ -31,6 +32,7 @@ _MESSAGES_TYPES = {
     429: "rate_limit_error",
     500: "api_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 """As Anthropic's documentation of errors has them; it says 529 for its own overload."""
 MESSAGES = "/v1/messages"

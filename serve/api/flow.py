@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from math import inf
 from threading import Event
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -134,15 +135,17 @@ async def respond(
     stream: bool,
     ping: ServerSentEvent = COMMENT,
     tell: Callable[[ApiError], bytes] = told,
+    answer_seconds: float = inf,
 ) -> Response:
     """Serve a request that needs so many slots of a model, whole or as a stream.
 
     A stream begins when its answer does; where that takes longer than a sign of life may, as while the model is being
     loaded, it begins without. ping: what it sends while nothing is to be said, so that nobody takes it for a dead
-    connection. tell: what it ends with where an error comes then.
+    connection. tell: what it ends with where an error comes then. answer_seconds: for each of its answers, from the
+    first token.
     """
     call = service.admit(slots, client_of(request))
-    call.beginning = beginning = asyncio.ensure_future(_begin(request, call, prepare))
+    call.beginning = beginning = asyncio.ensure_future(_begin(request, call, prepare, answer_seconds))
     streaming = False
     try:
         if stream:
@@ -162,10 +165,10 @@ async def respond(
             call.close()
 
 
-async def _begin(request: Request, call: Call, prepare: Prepare) -> Answer:
+async def _begin(request: Request, call: Call, prepare: Prepare, answer_seconds: float) -> Answer:
     """Have the model loaded, and the request decoded."""
     answer = await prepare(call, await models_of(request).loaded(call.service))
-    call.submit(answer.requests)
+    call.submit(answer.requests, answer_seconds)
     return answer
 
 

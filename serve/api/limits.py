@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -46,6 +47,8 @@ class Limits:
     """For the head of a request to come; as nginx's client_header_timeout."""
     body_seconds: float = 60.0
     """For its body to come, all of it."""
+    request_seconds: float = inf
+    """For a request, from its arrival to its last token."""
     send_seconds: float = 60.0
     """That a client may let pass without reading anything of its answer; as nginx's send_timeout."""
     room_seconds: float = 60.0
@@ -56,6 +59,8 @@ class Limits:
             raise ConfigError(f"--max-body-mb leaves {self.body_bytes} bytes for a body; give at least 0.001")
         if self.queue < 0:
             raise ConfigError(f"--max-queue must be at least 0; got {self.queue}")
+        if not self.request_seconds > 0:
+            raise ConfigError(f"--request-seconds must be above 0; got {self.request_seconds}")
 
     def check_stops(self, stops: Sequence[str]) -> None:
         if len(stops) > self.stops:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -83,6 +84,8 @@ class Request(Body):
     spec_decode: Literal["none", "ngram", "draft", "eagle", "mtp"] | None = None
     """The mode that is loaded, or `none`."""
     num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
+    t_max_predict_ms: float | None = Field(None, ge=0)
+    """From the first token to the end of an answer; 0 is no limit. As in llama.cpp, but at any place in a line."""
     # Of no consequence here: who asks, what for, and what OpenAI's own servers do about it.
     user: str | None = None
     safety_identifier: str | None = None
@@ -104,6 +107,11 @@ class Request(Body):
         """`response_format` as it was sent."""
         given = self.response_format
         return given.model_dump(by_alias=True, exclude_none=True) if given is not None else None
+
+    @property
+    def answer_seconds(self) -> float:
+        """That an answer may take from its first token."""
+        return self.t_max_predict_ms / 1000 if self.t_max_predict_ms else inf
 
     @property
     def usage_wanted(self) -> bool:

@@ -7,8 +7,9 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from math import inf
 from time import perf_counter
 from typing import Any, Literal
 
@@ -18,7 +19,8 @@ from .errors import ApiError
 from .limits import Limits
 from .model import Loaded
 from .totals import Totals
-from .worker import Job, RequestEvent, Worker
+from .waits import waits_for
+from .worker import Job, RequestEvent, TimeLimits, Worker
 
 _RESERVED_SHARE = 8
 """One of so many slots is reserved for clients that have none, so that no client can take them all."""
@@ -176,6 +178,7 @@ class Call:
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
         self.arrived = perf_counter()
+        self.deadline = service.worker.clock() + service.settings.limits.request_seconds
         self.first_token: float | None = None
         self.failed = False
         self.beginning: asyncio.Future[Any] | None = None
@@ -188,10 +191,25 @@ class Call:
         """Requests that have not ended, and those that are still to be made."""
         return self.slots if self.job is None else self.job.unfinished
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[Request], answer_seconds: float = inf) -> None:
+        """answer_seconds: for each of them, from its first token."""
         for request in requests:
             request.client = self.client
-        self.job = self.service.worker.submit(requests)
+        self.job = self.service.worker.submit(requests, TimeLimits(self.deadline, answer_seconds))
+
+    async def has_begun(self, seconds: float) -> bool:
+        """Whether there is anything to read of its answers, now or within so many seconds."""
+        assert self.job is not None
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.job.begun.wait(), seconds)
+        return self.job.begun.is_set()
+
+    def waits_for(self) -> str | None:
+        """What an answer waits for that has not begun; None where that is nothing worth telling."""
+        loaded = self.service.worker.loaded
+        if loaded is None or self.job is None:
+            return None
+        return waits_for(loaded.engine, self.job.requests)
 
     async def events(self) -> list[RequestEvent]:
         """The events of its requests that wait, at least one."""

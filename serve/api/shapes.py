@@ -47,6 +47,8 @@ class Timings(Shape):
     predicted_per_second: float
     draft_n: int
     draft_n_accepted: int
+    cut_off: Literal["time"] = "time"
+    """Only where an answer was cut off by what its request's time is bounded to."""
 
 
 class Speculation(Shape):
@@ -181,7 +183,7 @@ class Text(Shape):
     prompt: str
 
 
-ERRORS = (400, 401, 404, 413, 429, 500, 503)
+ERRORS = (400, 401, 404, 413, 429, 500, 503, 504)
 """How a POST may end."""
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 EVENTS: dict[str, Any] = {"content": {"text/event-stream": {"schema": _EVENT}}}

@@ -15,6 +15,8 @@ from .service import Call
 from .worker import RequestEvent
 
 DONE = b"data: [DONE]\n\n"
+PROGRESS_SECONDS = 1.0
+"""Between two looks at what an answer waits for."""
 Kind = Literal["chat.completion.chunk", "text_completion"]
 
 
@@ -80,9 +82,23 @@ def named_event(fields: dict[str, Any]) -> str:
     return f"event: {fields['type']}\ndata: {dumps(fields)}\n\n"
 
 
+async def waiting_comments(call: Call) -> AsyncIterator[bytes]:
+    """What the answer waits for, whenever that has changed, until there is something of it.
+
+    Comments, which every reader of events drops (HTML standard, 9.2.6).
+    """
+    told: str | None = None
+    while not await call.has_begun(PROGRESS_SECONDS):
+        before, told = told, call.waits_for()
+        if told is not None and told != before:
+            yield f": {told}\n\n".encode()
+
+
 async def stream_answer(call: Call, writer: EventWriter) -> AsyncIterator[bytes]:
     """The events of a single answer as they come; all that waits at one time goes out at once."""
     yield writer.open().encode()
+    async for comment in waiting_comments(call):
+        yield comment
     ended = False
     while not ended:
         pieces: list[str] = []
@@ -104,6 +120,8 @@ async def stream_events(call: Call, frame: Frame, writers: Sequence[Writer], ans
     """The choices' chunks as they come; all that waits at one time goes out at once."""
     if opening := "".join(writer.open() for writer in writers):
         yield opening.encode()
+    async for comment in waiting_comments(call):
+        yield comment
     outputs: dict[int, Output] = {}
     while len(outputs) < len(writers):
         pieces: list[str] = []

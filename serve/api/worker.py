@@ -8,8 +8,10 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from queue import SimpleQueue
 from threading import Thread
+from time import perf_counter
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -26,6 +28,9 @@ log = logging.getLogger("eagle_mlx.serve")
 T = TypeVar("T")
 _DIED = "the engine's thread died"
 
+TIME = "time"
+"""What cuts off a request that has taken too long (`Output.cut_off`)."""
+_NO_TOKEN = "the time for the request was over before its first token; ask for less, or at another time"
 Score = Iterator[list[TokenLogprob]]
 """Log probabilities of a prompt, piece by piece, each computed when it is asked for."""
 
@@ -43,18 +48,32 @@ class RequestEvent:
     """The whole, when the request has ended."""
 
 
+@dataclass(frozen=True)
+class TimeLimits:
+    """Bounds of a request's time, by the worker's clock."""
+
+    deadline: float = inf
+    """When it must have ended."""
+    answer_seconds: float = inf
+    """From its first token to its end."""
+
+
 @dataclass(eq=False)
 class Job:
     """The engine's requests of one HTTP request, and their events. Belongs to the event loop."""
 
     requests: Sequence[Request]
+    limits: TimeLimits = field(default_factory=TimeLimits)
     unfinished: int = 0
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set with the first event."""
     _events: asyncio.Queue[RequestEvent] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
         self.unfinished = len(self.requests)
 
     def report(self, event: RequestEvent) -> None:
+        self.begun.set()
         self.unfinished -= event.output is not None
         self._events.put_nowait(event)
 
@@ -73,6 +92,8 @@ class _Slot:
     request: Request
     job: Job
     index: int
+    deadline: float
+    """When the request ends with what it has."""
     reported: int = 0
 
 
@@ -106,6 +127,8 @@ class Worker:
         """Called after every round, in the worker's thread."""
         self.failure: BaseException | None = None
         """What the last load raised, or the engine that it gave."""
+        self.clock: Callable[[], float] = perf_counter
+        """Seconds by which the time of requests is limited."""
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -120,9 +143,9 @@ class Worker:
         self._commands.put(self._begin_unloading)
         await self._ask(lambda result: lambda: self._give_back(result))
 
-    def submit(self, requests: Sequence[Request]) -> Job:
+    def submit(self, requests: Sequence[Request], limits: TimeLimits | None = None) -> Job:
         """Queue requests; the job reports their events. Those that have ended already are reported at once."""
-        job = Job(requests)
+        job = Job(requests, limits or TimeLimits())
         for index, request in enumerate(requests):
             if request.finish_reason is not None:
                 job.report(RequestEvent(index, [], [], Output.of(request, None)))
@@ -189,6 +212,7 @@ class Worker:
     def _decode(self, engine: Engine) -> None:
         while not (self._unloading or self._stopped):
             self._run_commands(engine, wait=engine.idle and not self._scorings)
+            self._end_overdue(engine)
             if not engine.idle:
                 self._step(engine)
             self._score_next()
@@ -227,6 +251,20 @@ class Worker:
             log.exception("a step of the engine failed; the requests in it end")
         self._publish(engine)
 
+    def _end_overdue(self, engine: Engine) -> None:
+        """End requests whose time is over: with what they have, or with an error where their job has nothing."""
+        now = self.clock()
+        overdue = [slot for slot in self._slots if slot.deadline <= now]
+        if not overdue:
+            return
+        try:
+            for slot in overdue:
+                begun = any(request.tokens for request in slot.job.requests)
+                engine.cut_off(slot.request, TIME, None if begun else _NO_TOKEN)
+        except Exception as e:
+            self._fail_all(engine, e)
+        self._publish(engine)
+
     def _fail_all(self, engine: Engine, error: Exception) -> None:
         """All requests end, and the engine continues with those to come."""
         log.exception("the engine failed; the requests in it end")
@@ -242,6 +280,8 @@ class Worker:
             slot.reported = len(request.tokens)
             done = request.finish_reason is not None
             ended |= done
+            if slot.reported and not before and slot.job.limits.answer_seconds < inf:
+                slot.deadline = min(slot.deadline, self.clock() + slot.job.limits.answer_seconds)
             if done or slot.reported > before:
                 output = engine.output(request) if done else None
                 new = RequestEvent(slot.index, request.tokens[before:], request.logprobs[before:], output)
@@ -261,7 +301,7 @@ class Worker:
             return
         for index, request in unended:
             self.loaded.engine.submit(request)
-            self._slots.append(_Slot(request, job, index))
+            self._slots.append(_Slot(request, job, index, job.limits.deadline))
 
     def _cancel(self, job: Job) -> None:
         if self.loaded is None:

@@ -70,8 +70,8 @@ class MessageAnswer:
         if reason == "tool_calls":
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if reason == "length":
-            cut_off = len(output.tokens) < self.body.max_tokens
-            why = "model_context_window_exceeded" if cut_off else "max_tokens"
+            by_context = len(output.tokens) < self.body.max_tokens and output.cut_off is None
+            why = "model_context_window_exceeded" if by_context else "max_tokens"
             return {"stop_reason": why, "stop_sequence": None}
         return {"stop_reason": "stop_sequence" if output.stop else "end_turn", "stop_sequence": output.stop}
 

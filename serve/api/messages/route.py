@@ -42,7 +42,7 @@ async def messages(request: Request) -> Response:
             raise ApiError(400, said, "messages", e.code) from e
 
     ping = ServerSentEvent('{"type":"ping"}', event="ping", sep="\n")
-    return await respond(request, service, 1, prepare, bool(body.stream), ping, _told)
+    return await respond(request, service, 1, prepare, bool(body.stream), ping, _told, chat.answer_seconds)
 
 
 @router.post("/v1/messages/count_tokens", responses=documented(TokenCount, *ERRORS, error=MessagesError))

@@ -48,7 +48,9 @@ async def responses(request: Request) -> Response:
             answer = await prepare_chat(request, loaded, chat, body.max_output_tokens)
         return ResponseAnswer(body, answer, functions, items, nbytes, memory)
 
-    return await respond(request, service, 1, prepare, bool(body.stream), tell=_told)
+    return await respond(
+        request, service, 1, prepare, bool(body.stream), tell=_told, answer_seconds=chat.answer_seconds
+    )
 
 
 def _told(error: ApiError) -> bytes:

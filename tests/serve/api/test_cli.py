@@ -56,6 +56,7 @@ def test_a_target_alone_is_served_with_what_is_found_for_it(
         (["--kv-gb", "inf"], "--kv-gb"),
         (["--prefill-chunk", "0"], "--prefill-chunk must be at least 1; got 0"),
         (["--drain-seconds", "-1"], "--drain-seconds"),
+        (["--request-seconds", "0"], "--request-seconds"),
         (["--max-body-mb", "0"], "--max-body-mb"),
         (["--max-body-mb", "inf"], "--max-body-mb"),
         (["--port", "65536"], "--port"),
@@ -161,6 +162,7 @@ def test_the_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         "--max-queue",
         "--kv-gb",
         "--drain-seconds",
+        "--request-seconds",
         "--allow-origin",
         "--check",
     ):

@@ -1,0 +1,316 @@
+"""What streams say while nothing of the answer is there, and what becomes of answers that take too long."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Event, Semaphore
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.serve.api import stream
+from eagle_mlx.serve.api.limits import Limits
+from eagle_mlx.serve.api.model import Loaded
+from eagle_mlx.serve.api.service import Call
+from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
+
+CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
+CHUNK = 16
+LONG = [3 + n % 400 for n in range(100)]
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "PROGRESS_SECONDS", 0.005)
+
+
+class Gate:
+    """Lets an engine make so many steps and no more."""
+
+    def __init__(self, server: Live):
+        loaded = server.service.worker.loaded
+        assert loaded is not None
+        self.engine, self._real, self._allowed = loaded.engine, loaded.engine.step, Semaphore(0)
+
+        self.ended: list[str] = []
+        """The clients of requests that have ended, in that order."""
+
+        def step() -> Any:
+            self._allowed.acquire()
+            ended = self._real()
+            self.ended += [request.client for request in ended]
+            return ended
+
+        self.engine.step = step  # type: ignore[method-assign]
+
+    def let(self, steps: int) -> None:
+        self._allowed.release(steps)
+
+    def open(self) -> None:
+        self.engine.step = self._real  # type: ignore[method-assign]
+        self.let(1)
+
+
+@contextmanager
+def gated(max_batch: int = 4, limits: Limits | None = None) -> Iterator[tuple[Live, Gate]]:
+    made = engine(max_batch=max_batch, prefill_chunk=CHUNK)
+    with live(lambda: Loaded(made, "ngram", DEPTH, {"temperature": 0.0}), wide(limits)) as server:
+        gate = Gate(server)
+        try:
+            yield server, gate
+        finally:
+            gate.open()
+            gate.let(10_000)
+
+
+class Stream:
+    """A stream that is read as far as is asked."""
+
+    def __init__(self, server: Live, path: str, body: dict[str, Any]):
+        self._context = server.http.stream("POST", path, json={**body, "stream": True})
+        answer = self._context.__enter__()
+        assert answer.status_code == 200, answer.read()
+        self._lines = answer.iter_lines()
+        self.comments: list[str] = []
+        self.rest: list[str] = []
+
+    def comment(self) -> str:
+        """The next one."""
+        self.comments.append(next(line for line in self._lines if line.startswith(":")).removeprefix(": "))
+        return self.comments[-1]
+
+    def end(self) -> str:
+        """Everything else but comments."""
+        lines = list(self._lines)
+        self.comments += [line.removeprefix(": ") for line in lines if line.startswith(":")]
+        self._context.__exit__(None, None, None)
+        return "\n".join(line for line in lines if not line.startswith(":"))
+
+
+def long_bodies() -> dict[str, dict[str, Any]]:
+    text = "def f(x): return x + 1; " * 12
+    chat = [{"role": "user", "content": text}]
+    return {
+        COMPLETIONS: {"prompt": LONG, "max_tokens": 3},
+        CHAT: {"messages": chat, "max_tokens": 3},
+        MESSAGES: {"messages": chat, "max_tokens": 3},
+        RESPONSES: {"input": text, "max_output_tokens": 3},
+    }
+
+
+def test_a_stream_says_how_far_its_prompt_has_been_read_and_who_goes_before_it() -> None:
+    with gated(max_batch=1) as (server, gate):
+        first = Stream(server, COMPLETIONS, {"prompt": LONG, "max_tokens": 2})
+        assert first.comment() == "waiting, 0 requests before this one"
+        gate.let(1)
+        assert first.comment() == f"reading the prompt, {CHUNK} of 100 tokens"
+        others = [Stream(server, path, body) for path, body in long_bodies().items()]
+        gate.let(1)
+        assert first.comment() == f"reading the prompt, {2 * CHUNK} of 100 tokens"
+        places = {each.comment() for each in others}
+        assert places == {f"waiting, {place} request{'s' * (place != 1)} before this one" for place in range(4)}
+        gate.open()
+        assert "[DONE]" in first.end()
+        for each in others:
+            each.end()
+
+
+def test_a_short_prompt_says_nothing_while_it_is_read() -> None:
+    with gated() as (server, gate):
+        body = {"prompt": [5, 6, 7], "max_tokens": 8, "stream": True}
+        request = server.http.build_request("POST", COMPLETIONS, json=body)
+        gate.let(1)
+        answer = server.http.send(request, stream=True)
+        gate.open()
+        text = answer.read().decode()
+        assert not [line for line in text.split("\n") if line.startswith(": reading")]
+        assert text.endswith("data: [DONE]\n\n")
+
+
+def test_official_clients_do_not_mind_the_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a prompt is read, the engine waits with each step until the stream had something to say."""
+    told: list[str] = []
+    looked, waits_for = Event(), Call.waits_for
+
+    def noted(call: Call) -> str | None:
+        told.append(waits_for(call) or "")
+        looked.set()
+        return told[-1] or None
+
+    monkeypatch.setattr(Call, "waits_for", noted)
+    with live(lambda: Loaded(engine(prefill_chunk=CHUNK), "ngram", DEPTH, {"temperature": 0.0})) as server:
+        made = Gate(server).engine
+        real = type(made).step
+
+        def step() -> Any:
+            if not made.active:
+                looked.clear()
+                assert looked.wait(20)
+            return real(made)
+
+        made.step = step  # type: ignore[method-assign]
+        claude = anthropic.Anthropic(base_url=server.base, api_key="none", max_retries=0)
+        bodies = long_bodies()
+
+        def message() -> str:
+            body: Any = bodies[MESSAGES]
+            with claude.messages.stream(model=NAME, **body) as events:
+                return "".join(events.text_stream)
+
+        def chat() -> str:
+            body: Any = bodies[CHAT]
+            chunks = server.openai.chat.completions.create(model=NAME, stream=True, **body)
+            return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+        def response() -> str:
+            body: Any = bodies[RESPONSES]
+            with server.openai.responses.stream(model=NAME, **body) as events:
+                return "".join(event.delta for event in events if event.type == "response.output_text.delta")
+
+        said = set()
+        for ask in (message, chat, response):
+            told.clear()
+            said.add(ask())
+            assert len({text for text in told if text.startswith("reading the prompt, ")}) > 2
+        assert len(said) == 1
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self, server: Live):
+        self.now = 1000.0
+        server.service.worker.clock = lambda: self.now
+
+
+TEXT: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True}
+
+
+def test_an_answer_whose_time_is_over_ends_with_what_it_has() -> None:
+    with gated(limits=Limits(request_seconds=30)) as (server, gate), ThreadPoolExecutor(2) as pool:
+        clock = Clock(server)
+        whole = pool.submit(server.http.post, COMPLETIONS, json=TEXT)
+        server.until(lambda: server.service.slots_taken == 1)
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "ignore_eos": True}
+        streamed = Stream(server, CHAT, chat)
+        gate.let(12)
+        server.until(lambda: gate.engine.active == 2 and all(r.tokens for r in gate.engine._groups.requests))
+        clock.now += 31
+        gate.let(1)
+        answer = whole.result(30).json()
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["timings"]["cut_off"] == "time"
+        assert 0 < answer["usage"]["completion_tokens"] < 400
+        text = streamed.end()
+        assert '"finish_reason":"length"' in text
+        assert '"cut_off":"time"' in text
+        assert text.rstrip().endswith("data: [DONE]")
+        server.until(lambda: server.idle)
+        gate.open()
+        count = answer["usage"]["completion_tokens"]
+        after = server.http.post(COMPLETIONS, json={**TEXT, "max_tokens": count}).json()
+        assert "cut_off" not in after["timings"]
+        assert after["choices"][0]["text"] == answer["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_request_without_a_token_when_its_time_is_over_gets_an_error(streamed: bool) -> None:
+    with gated(max_batch=1, limits=Limits(request_seconds=30)) as (server, gate), ThreadPoolExecutor(3) as pool:
+        clock = Clock(server)
+        held = pool.submit(server.http.post, COMPLETIONS, json={**TEXT, "prompt": LONG})
+        server.until(lambda: gate.engine.waiting == 1)
+        gate.let(1)
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "stream": streamed}
+        path = MESSAGES if streamed else CHAT
+        waits = pool.submit(server.http.post, path, json=body)
+        server.until(lambda: server.service.slots_taken == 2 and waits.running())
+        gate.let(1)
+        server.until(lambda: gate.engine.waiting == 2)
+        clock.now += 31
+        gate.let(1)
+        for answer in (held.result(30), *(() if streamed else (waits.result(30),))):
+            assert answer.status_code == 504
+            assert answer.headers["x-should-retry"] == "false"
+            assert (answer.json()["error"]["type"], answer.json()["error"]["code"]) == ("timeout_error", "timeout")
+        if streamed:
+            told = waits.result(30).text.split("\n\n")[-2]
+            assert told.startswith("event: error\n")
+            assert json.loads(told.split("data: ")[1])["error"]["type"] == "timeout_error"
+        server.until(lambda: server.idle and gate.engine.waiting == 0)
+
+
+def test_official_clients_do_not_ask_again_when_the_time_was_over() -> None:
+    with gated(limits=Limits(request_seconds=30)) as (server, gate), ThreadPoolExecutor(1) as pool:
+        clock = Clock(server)
+        client = openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=3)
+        asked = pool.submit(client.completions.create, model=NAME, prompt=LONG, max_tokens=4)
+        server.until(lambda: gate.engine.waiting == 1)
+        clock.now += 31
+        gate.let(2)
+        with pytest.raises(openai.InternalServerError, match="before its first token"):
+            asked.result(30)
+        server.until(lambda: server.idle)
+        assert server.service.totals.requests["failed"] == 1
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES, RESPONSES])
+def test_a_request_may_bound_its_own_answers_time(path: str) -> None:
+    """From its first token: what comes before does not count."""
+    most = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    asked: Any = {"input": "x"} if path == RESPONSES else {"messages": [{"role": "user", "content": "x"}]}
+    body = {**(TEXT if path == COMPLETIONS else asked), most: 400, "t_max_predict_ms": 2000}
+    with gated() as (server, gate), ThreadPoolExecutor(1) as pool:
+        clock = Clock(server)
+        answer = pool.submit(server.http.post, path, json=body)
+        server.until(lambda: gate.engine.waiting == 1)
+        clock.now += 1000
+        gate.let(6)
+        server.until(lambda: any(request.tokens for request in gate.engine._groups.requests))
+        server.until(lambda: any(slot.deadline < 1e9 for slot in server.service.worker._slots))
+        assert not answer.done()
+        clock.now += 3
+        gate.let(6)
+        told = answer.result(30).json()
+        assert told["timings"]["cut_off"] == "time"
+        if path == MESSAGES:
+            assert told["stop_reason"] == "max_tokens"
+        elif path == RESPONSES:
+            assert (told["status"], told["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        else:
+            assert told["choices"][0]["finish_reason"] == "length"
+        server.until(lambda: server.idle)
+
+
+def test_a_time_that_is_none_is_refused(server: Live) -> None:
+    with pytest.raises(ConfigError, match="--request-seconds must be above 0"):
+        Limits(request_seconds=0)
+    with pytest.raises(ConfigError, match="--request-seconds must be above 0"):
+        Limits(request_seconds=float("nan"))
+    answer = server.http.post(COMPLETIONS, json={"prompt": "x", "t_max_predict_ms": -1})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "t_max_predict_ms")
+    answer = server.http.post(COMPLETIONS, json={"prompt": "x", "t_max_predict_ms": 0, "max_tokens": 2})
+    assert answer.status_code == 200
+
+
+def test_clients_are_told_apart_by_their_address() -> None:
+    """Behind a proxy on this machine, by the one that it names."""
+    with gated(max_batch=1) as (server, gate), ThreadPoolExecutor(6) as pool:
+        body = {"prompt": [5, 6, 7], "max_tokens": 3}
+
+        def ask(address: str) -> httpx.Response:
+            return server.http.post(COMPLETIONS, json=body, headers={"X-Forwarded-For": address})
+
+        first = [pool.submit(ask, "10.0.0.1") for _ in range(4)]
+        server.until(lambda: server.service.slots_taken == 4)
+        other = pool.submit(ask, "10.0.0.2")
+        server.until(lambda: server.service.slots_taken == 5)
+        gate.let(1000)
+        assert {each.result(30).status_code for each in (*first, other)} == {200}
+        assert gate.ended.index("10.0.0.2") <= 1
