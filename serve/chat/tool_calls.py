@@ -118,13 +118,17 @@ class ToolCallParser:
 
     def _parse(self, body: str) -> list[ToolCall]:
         try:
-            found = self._tags.parse(body, self._tools)
+            found = {"name": body.strip()} if self._is_bare(body) else self._tags.parse(body, self._tools)
             each = found if isinstance(found, list) else [found]
             calls = [self._call(call, self._count + index) for index, call in enumerate(each)]
         except Exception:  # mlx-lm's parsers raise whatever the text makes them raise
             return []
         self._count += len(calls)
         return calls
+
+    def _is_bare(self, body: str) -> bool:
+        """Whether a call is a name and no more, which mlx-lm's parser of this format does not read."""
+        return self._tags.parser == "longcat" and body.strip() in self._names
 
     def _call(self, call: Any, index: int) -> ToolCall:
         """One of the parser's calls. Raises where it is not one of a function that was offered."""

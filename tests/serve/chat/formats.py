@@ -6,6 +6,7 @@ import json
 import shutil
 import string
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -118,22 +119,28 @@ def tokenizer_of(
     name: str, special: bool = False, parser: str | None = None, normalizer: str | None = None
 ) -> TokenizerWrapper:
     """special: whether the added tags are special tokens, as they are in some models and in others not."""
+    added, parser = ADDED.get(name, ()), parser or PARSERS.get(name)
     with tempfile.TemporaryDirectory() as folder:
-        return _load(Path(folder), name, special, parser or PARSERS.get(name), normalizer)
+        return _load(Path(folder), TEMPLATES[name], added, special, parser, normalizer)
 
 
-def _load(folder: Path, name: str, special: bool, parser: str | None, normalizer: str | None) -> TokenizerWrapper:
+def _load(
+    folder: Path,
+    template: str,
+    added: Sequence[str],
+    special: bool = False,
+    parser: str | None = None,
+    normalizer: str | None = None,
+) -> TokenizerWrapper:
     for file in TOKENIZER_FILES:
         shutil.copy(EMBEDDED_TARGET / file, folder / file)
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text())
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
-    content["added_tokens"] += [
-        {"id": 4096 + index, "content": tag, **flags} for index, tag in enumerate(ADDED.get(name, ()))
-    ]
+    content["added_tokens"] += [{"id": 4096 + index, "content": tag, **flags} for index, tag in enumerate(added)]
     content["normalizer"] = {"type": normalizer} if normalizer else content["normalizer"]
     path.write_text(json.dumps(content))
-    (folder / "chat_template.jinja").write_text(TEMPLATES[name])
+    (folder / "chat_template.jinja").write_text(template)
     config: dict[str, Any] = {"tool_parser_type": parser} if parser else {}
     return load_tokenizer(folder, config)
 
@@ -154,6 +161,14 @@ def format_with_parser(parser: str) -> ChatFormat:
     """The format of a model whose calls one of mlx-lm's parsers reads."""
     target = tiny_target(layers=2)
     return ChatFormat.of(em.Target(target.model, tokenizer_of("qwen", parser=parser), name=parser))
+
+
+@cache
+def format_with_template(template: str, added: tuple[str, ...] = ()) -> ChatFormat:
+    """The format of a model with this template, and these tokens in its vocabulary, as mlx-lm tells it by itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = _load(Path(folder), template, added)
+    return ChatFormat.of(em.Target(tiny_target(layers=2).model, tokenizer, name="told"))
 
 
 @cache

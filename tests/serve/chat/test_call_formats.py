@@ -1,0 +1,339 @@
+"""The formats in which families of models call tools: told by their templates, and read however they are cut.
+
+Each line of the table in docs/agents.md is a test here, and each parser of mlx-lm is in a line of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pkgutil
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx_lm.tool_parsers
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle_mlx.errors import PromptError
+from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta
+from tests.full import some
+from tests.serve.chat.formats import HELLO, format_with_parser, format_with_template
+
+GUIDE = Path(__file__).parents[3] / "docs" / "agents.md"
+Arguments = dict[str, Any]
+Calls = Sequence[tuple[str, Arguments]]
+
+
+def tool(name: str, **types: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {key: {"type": kind} for key, kind in types.items()}}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [
+    tool("get_weather", city="string", days="integer", metric="boolean"),
+    tool("edit-file", path="string", options="object", lines="array"),
+    tool("clock"),
+]
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def plain(value: Any) -> str:
+    """Texts as they are, all else as JSON, as most templates write arguments."""
+    return value if isinstance(value, str) else dumps(value)
+
+
+def json_tools(calls: Calls) -> str:
+    each = [dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in each)
+
+
+def qwen3_coder(calls: Calls) -> str:
+    """Numbers and truth values as Python writes them."""
+    out = []
+    for name, arguments in calls:
+        values = {
+            key: plain(value) if isinstance(value, dict | list) else str(value) for key, value in arguments.items()
+        }
+        given = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+        out.append(f"<tool_call>\n<function={name}>\n{given}</function>\n</tool_call>")
+    return "\n".join(out)
+
+
+def glm(calls: Calls, line: str = "\n") -> str:
+    out = []
+    for name, arguments in calls:
+        given = (
+            f"<arg_key>{key}</arg_key>{line}<arg_value>{plain(value)}</arg_value>{line}"
+            for key, value in arguments.items()
+        )
+        out.append(f"<tool_call>{name}{line}{''.join(given)}</tool_call>")
+    return "\n".join(out)
+
+
+def glm47(calls: Calls) -> str:
+    return glm(calls, "")
+
+
+def longcat(calls: Calls) -> str:
+    return re.sub(r"(</?)(tool_call|arg_key|arg_value)>", r"\1longcat_\2>", glm(calls))
+
+
+def longcat_json(calls: Calls) -> str:
+    return json_tools(calls).replace("tool_call>", "longcat_tool_call>")
+
+
+def mistral(calls: Calls) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{dumps(arguments)}" for name, arguments in calls)
+
+
+def old_mistral(calls: Calls) -> str:
+    return "[TOOL_CALLS] " + dumps([{"name": name, "arguments": arguments} for name, arguments in calls])
+
+
+def gemma4(calls: Calls) -> str:
+    def written(value: Any) -> str:
+        if isinstance(value, str):
+            return f'<|"|>{value}<|"|>'
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{written(each)}" for key, each in value.items()) + "}"
+        return "[" + ",".join(map(written, value)) + "]" if isinstance(value, list) else dumps(value)
+
+    return "".join(f"<|tool_call>call:{name}{written(arguments)}<tool_call|>" for name, arguments in calls)
+
+
+def function_gemma(calls: Calls) -> str:
+    out = []
+    for name, arguments in calls:
+        values = {k: f"<escape>{v}<escape>" if isinstance(v, str) else dumps(v) for k, v in arguments.items()}
+        given = ",".join(f"{key}:{value}" for key, value in values.items())
+        out.append(f"<start_function_call>call:{name}{{{given}}}<end_function_call>")
+    return "".join(out)
+
+
+def kimi_k2(calls: Calls) -> str:
+    each = (
+        f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{dumps(arguments)}<|tool_call_end|>"
+        for index, (name, arguments) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{''.join(each)}<|tool_calls_section_end|>"
+
+
+def kimi_k3(calls: Calls) -> str:
+    def argument(key: str, value: Any) -> str:
+        kind = "string" if isinstance(value, str) else "json"
+        return f'<|open|>argument key="{key}" type="{kind}"<|sep|>{plain(value)}<|close|>argument<|sep|>'
+
+    each = (
+        f'<|open|>call tool="{name}" index="{index}"<|sep|>'
+        f"{''.join(itertools.starmap(argument, arguments.items()))}<|close|>call<|sep|>"
+        for index, (name, arguments) in enumerate(calls, 1)
+    )
+    return f"<|open|>tools<|sep|>{''.join(each)}<|close|>tools<|sep|>"
+
+
+def pythonic(calls: Calls) -> str:
+    each = (
+        f"{name}({', '.join(f'{key}={_python(value)}' for key, value in arguments.items())})"
+        for name, arguments in calls
+    )
+    return f"<|tool_call_start|>[{', '.join(each)}]<|tool_call_end|>"
+
+
+def _python(value: Any) -> str:
+    return repr(value) if isinstance(value, bool) else dumps(value)
+
+
+def minimax_m2(calls: Calls) -> str:
+    each = (
+        f'<invoke name="{name}">\n'
+        + "".join(f'<parameter name="{key}">{plain(value)}</parameter>\n' for key, value in arguments.items())
+        + "</invoke>\n"
+        for name, arguments in calls
+    )
+    return f"<minimax:tool_call>\n{''.join(each)}</minimax:tool_call>"
+
+
+def minicpm5(calls: Calls) -> str:
+    def written(value: Any) -> str:
+        text = plain(value)
+        return f"<![CDATA[{text}]]>" if any(letter in text for letter in "<&\n") else text
+
+    return "\n".join(
+        f'<function name="{name}">'
+        + "".join(f'<param name="{key}">{written(value)}</param>' for key, value in arguments.items())
+        + "</function>"
+        for name, arguments in calls
+    )
+
+
+def muse_spark(calls: Calls) -> str:
+    each = (
+        f'<atem:invoke name="{name}">\n'
+        + "".join(f'<atem:parameter name="{key}">{dumps(value)}</atem:parameter>\n' for key, value in arguments.items())
+        + "</atem:invoke>\n"
+        for name, arguments in calls
+    )
+    return f"<atem:function_calls>\n{''.join(each)}</atem:function_calls>"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models whose templates say alike how to call."""
+
+    parser: str | None
+    template: str
+    """What is characteristic of it, in short."""
+    writers: tuple[Callable[[Calls], str], ...] = ()
+    """The forms in which such models write."""
+    vocabulary: tuple[str, ...] = ()
+    nested: bool = True
+    """Whether an argument may be an object or a list, and a text hold a brace."""
+    dashes: bool = True
+    """Whether a function's name may hold one."""
+
+
+def loop(text: str) -> str:
+    return "{% for tool_call in tool_calls %}" + text + "{% endfor %}"
+
+
+FAMILIES = {
+    "Qwen2.5, Qwen3": Family(
+        "json_tools", loop('<tool_call>\n{"name": "{{ tool_call.name }}"}\n</tool_call>'), (json_tools,)
+    ),
+    "Qwen3-Coder, Qwen3.5": Family(
+        "qwen3_coder", loop("{{ '<tool_call>\\n<function=' + tool_call.name + '>' }}"), (qwen3_coder,)
+    ),
+    "GLM-4.5 to GLM-4.7": Family("glm47", loop("<tool_call>{{ tool_call.name }}<arg_key>"), (glm, glm47)),
+    "Gemma 4": Family("gemma4", loop("<|tool_call>call:{{ tool_call.name }}<tool_call|>"), (gemma4,)),
+    "FunctionGemma": Family(
+        "function_gemma",
+        loop("<start_function_call>call:{{ tool_call.name }}<end_function_call>"),
+        (function_gemma,),
+        nested=False,
+        dashes=False,
+    ),
+    "Mistral, Ministral, Devstral, Magistral": Family(
+        "mistral", loop("[TOOL_CALLS]{{ tool_call.name }}[ARGS]"), (mistral, old_mistral)
+    ),
+    "Kimi K2": Family("kimi_k2", loop("<|tool_calls_section_begin|>{{ tool_call.name }}"), (kimi_k2,)),
+    "Kimi K3": Family("kimi_k3", "", (kimi_k3,), ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")),
+    "LongCat": Family("longcat", loop("<longcat_tool_call>{{ tool_call.name }}"), (longcat, longcat_json)),
+    "LFM2": Family(
+        "pythonic", "<|tool_list_start|>", (pythonic,), ("<|tool_call_start|>", "<|tool_call_end|>"), dashes=False
+    ),
+    "MiniCPM5": Family("minicpm5", '<function name="f"><param name="p">', (minicpm5,)),
+    "MiniMax M2": Family("minimax_m2", "<minimax:tool_call>", (minimax_m2,)),
+    "Muse Spark": Family("muse_spark", "<atem:function_calls>", (muse_spark,)),
+    "Laguna": Family("laguna", "", (glm47,)),
+    "gpt-oss": Family(None, "<|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>"),
+    "Llama 3, Llama 4": Family(None, '{"name": function name, "parameters": dictionary}'),
+    "Gemma 2, Gemma 3": Family(None, "<start_of_turn>model"),
+    "DeepSeek": Family(None, "<\uff5ctool▁calls▁begin\uff5c>"),
+}
+CALLING = [
+    pytest.param(name, writer, id=f"{name}: {writer.__name__}")
+    for name, each in FAMILIES.items()
+    for writer in each.writers
+]
+
+
+def format_of(name: str) -> ChatFormat:
+    family = FAMILIES[name]
+    if name == "Laguna":  # its checkpoints name the parser; by its template it would be taken for GLM, which is alike
+        return format_with_parser("laguna")
+    return format_with_template(family.template or "{{ messages }}", family.vocabulary)
+
+
+def texts(more: str) -> st.SearchStrategy[str]:
+    """What does not begin or end with a blank, which some formats drop."""
+    return st.text(f"aé漢😀 '\"[],:\\\n<&(={more}", max_size=12).map(lambda text: f"x{text}x")
+
+
+def arguments_of(family: Family) -> st.SearchStrategy[tuple[str, Arguments]]:
+    said = texts("{}" if family.nested else "")
+    weather = st.fixed_dictionaries({"city": said, "days": st.integers(-9, 99)}, optional={"metric": st.booleans()})
+    kinds = [st.tuples(st.just("get_weather"), weather), st.just(("clock", Arguments()))]
+    inner = texts("") | st.integers(0, 9) | st.booleans()
+    edit = {
+        "path": said,
+        "options": st.dictionaries(st.sampled_from(["a", "bc"]), inner | st.lists(inner, max_size=2), max_size=2),
+        "lines": st.lists(inner, min_size=1, max_size=2),
+    }
+    if family.nested and family.dashes:
+        kinds.append(st.tuples(st.just("edit-file"), st.fixed_dictionaries(edit)))
+    return st.one_of(kinds)
+
+
+def read(format: ChatFormat, parts: Sequence[str]) -> tuple[str, list[tuple[int, str, Arguments]]]:
+    """The text of an answer that comes in parts, and its calls as OpenAI's clients get them."""
+    reader = AnswerParser(format, TOOLS)
+    deltas: list[Delta] = [delta for part in parts for delta in reader.push(part)] + reader.finish()
+    calls = [delta.tool_call for delta in deltas if delta.tool_call is not None]
+    assert len({call.id for call in calls}) == len(calls)
+    assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
+    content = "".join(delta.content for delta in deltas)
+    return content, [(call.index, call.name, json.loads(call.arguments)) for call in calls]
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.parser])
+def test_a_family_is_known_by_its_template_or_its_vocabulary(name: str) -> None:
+    calls = format_of(name).calls
+    assert calls is not None
+    assert calls.parser == ("glm47" if name == "Laguna" else FAMILIES[name].parser)
+
+
+@pytest.mark.parametrize(("name", "writer"), CALLING)
+def test_the_calls_of_a_family_are_read_whole_and_in_pieces(name: str, writer: Callable[[Calls], str]) -> None:
+    family, format = FAMILIES[name], format_of(name)
+
+    @settings(max_examples=some(12), deadline=None)
+    @given(
+        st.lists(arguments_of(family), min_size=1, max_size=3),
+        st.sampled_from(["", "I look.\n"]),
+        st.lists(st.integers(0, 300), max_size=8),
+    )
+    def check(calls: list[tuple[str, Arguments]], before: str, cuts: list[int]) -> None:
+        text = before + writer(calls)
+        expected = (before.rstrip("\n"), [(index, *call) for index, call in enumerate(calls)])
+        places = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
+        assert read(format, [text]) == expected
+        assert read(format, [text[a:b] for a, b in itertools.pairwise(places)]) == expected
+        assert read(format, list(text)) == expected
+
+    check()
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.parser])
+def test_of_other_families_tools_are_refused_and_calls_stay_text(name: str) -> None:
+    format = format_of(name)
+    assert format.calls is None
+    with pytest.raises(PromptError, match="no parser for this model's tool calls"):
+        format.prompt(HELLO, TOOLS)
+    text = FAMILIES[name].template + ' {"name": "clock", "parameters": {}}'
+    assert read(format, list(text)) == (text, [])
+
+
+def test_the_table_of_the_guide_is_this_one() -> None:
+    section = GUIDE.read_text().split("## Tool calls")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.replace("\\|", "¦").split("\n")]
+    told = {row[0]: row[1:] for row in rows if len(row) == 4 and row[0] in FAMILIES}
+    assert set(told) == set(FAMILIES)
+    for name, (parser, marks, _) in told.items():
+        family = FAMILIES[name]
+        assert parser == (f"`{family.parser}`" if family.parser else "none")
+        known = (family.template + " ".join(family.vocabulary)).replace("|", "¦").replace("\n", "\\n")
+        for mark in re.findall("`([^`]+)`", marks):
+            assert mark in known or mark == "tool_parser_type"
+
+
+def test_every_parser_of_mlx_lm_is_in_the_table() -> None:
+    parsers = {module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__)}
+    assert parsers == {family.parser for family in FAMILIES.values()} - {None}
