@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import mlx.core as mx
-import numpy as np
 
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.cache.pieces import KVPiece
+from eagle_mlx.engine.disk import DiskTier, PassedOverError
+from eagle_mlx.engine.prefix_piece import Past, PrefixPiece, keys_of
 from eagle_mlx.engine.prefix_tree import Keys, PrefixTree
-from eagle_mlx.proposers.base import CanJoin, Proposer, ProposerState, Separable, StatePiece
+from eagle_mlx.proposers.base import CanJoin, Proposer, ProposerState
 
 LEAST = 16
 """Tokens below which a common beginning is not worth reading a prompt apart from others, or keeping a snapshot."""
@@ -27,43 +27,6 @@ class Prefix:
     """Of one row, with so many positions."""
     state: ProposerState | None = None
     """The proposer's, where it reads the target's hidden states."""
-
-
-@dataclass(frozen=True)
-class Past:
-    """The first positions of a row of a batch, of which copies may be kept."""
-
-    length: int
-    cache: RaggedCache
-    row: int = 0
-    state: Separable | None = None
-
-    def piece(self, start: int, end: int) -> _Piece:
-        state = self.state.piece(self.row, start, end) if self.state is not None else None
-        return _Piece(self.cache.piece(self.row, start, end), state)
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Of some positions, what target and proposer have."""
-
-    target: KVPiece
-    state: StatePiece | None
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [*self.target.arrays, *(self.state.arrays if self.state is not None else ())]
-
-    @cached_property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.arrays)
-
-    def split(self, at: int) -> tuple[_Piece, _Piece]:
-        first, second = self.target.split(at)
-        if self.state is None:
-            return _Piece(first, None), _Piece(second, None)
-        states = self.state.split(at)
-        return _Piece(first, states[0]), _Piece(second, states[1])
 
 
 @dataclass(frozen=True)
@@ -92,7 +55,9 @@ class PrefixCache:
         self.capacity, self.proposer = capacity, proposer
         self.spare: Callable[[], int] | None = None
         """Bytes that rows which decode leave to it, where somebody counts."""
-        self._tree: PrefixTree[_Piece, _Snapshot] = PrefixTree()
+        self.disk: DiskTier | None = None
+        """Where it is kept beyond the process, and looked for what is not in memory."""
+        self._tree: PrefixTree[PrefixPiece, _Snapshot] = PrefixTree()
 
     def __len__(self) -> int:
         """Places that a prompt can go on from: where all keys and values are kept, each text counts once."""
@@ -108,7 +73,10 @@ class PrefixCache:
         One is left because a row's newest token is never in its caches, the other because a head needs the target's
         hidden state at the position before it.
         """
-        found = self._tree.find(_keys(prompt)[: max(0, len(prompt) - 2)], LEAST)
+        keys = keys_of(prompt)[: max(0, len(prompt) - 2)]
+        if self.disk is not None:
+            self._fetch(keys, self.disk)
+        found = self._tree.find(keys, LEAST)
         if found is None:
             return None
         cache = found.snapshot.outline.joined([piece.target for piece in found.pieces], found.length)
@@ -118,23 +86,44 @@ class PrefixCache:
         assert isinstance(self.proposer, CanJoin)
         return Prefix(found.length, cache, self.proposer.join(states, found.length))
 
+    def _fetch(self, keys: Keys, disk: DiskTier) -> None:
+        """Have in memory what the disk has of a text, where that is more than what is here, and fits."""
+        known = self._tree.find(keys)
+        length = known.length if known is not None else 0
+        while (match := disk.find(keys)) is not None and match.length >= length + LEAST and match.nbytes <= self._limit:
+            try:
+                snapshot = _Snapshot(disk.outline(match))
+                if self._tree.insert(keys[: match.length], snapshot, partial(disk.piece, match), self._limit):
+                    disk.took(match, match.length - length)
+                return
+            except PassedOverError:
+                continue  # with what other files have
+
     def keep(self, tokens: Sequence[int], past: Past) -> None:
         """Remember the past of a text, of which one token more is given; what is copied is computed where it fits."""
         if past.length < LEAST or past.length < past.cache.shortest(past.row):
             return
-        snapshot, copies = _Snapshot(past.cache.outline(past.row, past.length)), list[_Piece]()
+        snapshot, copies = _Snapshot(past.cache.outline(past.row, past.length)), list[tuple[int, PrefixPiece]]()
+        keys = keys_of(tokens[: past.length + 1])
 
-        def piece(start: int, end: int) -> _Piece:
-            copies.append(past.piece(start, end))
-            return copies[-1]
+        def piece(start: int, end: int) -> PrefixPiece:
+            copies.append((start, past.piece(start, end)))
+            return copies[-1][1]
 
         try:
-            if self._tree.insert(_keys(tokens[: past.length + 1]), snapshot, piece, self._limit):
+            if kept := self._tree.insert(keys, snapshot, piece, self._limit):
                 # While they wait to be computed they hold on to the batch's own buffers.
-                mx.eval(snapshot.outline.state, [copy.arrays for copy in copies])
+                mx.eval(snapshot.outline.state, [copy.arrays for _, copy in copies])
         except BaseException:
             self._tree = PrefixTree()  # it may be half changed
             raise
+        if self.disk is not None and (kept or self._holds(keys)):
+            self.disk.offer(keys, past, snapshot.outline, copies[0] if copies else None)
+
+    def _holds(self, keys: Keys) -> bool:
+        """Whether all of a text is here."""
+        found = self._tree.find(keys)
+        return found is not None and found.length == len(keys)
 
     def trim(self) -> None:
         """Let the least recently used go until all is within the limit."""
@@ -143,9 +132,3 @@ class PrefixCache:
     @property
     def _limit(self) -> int:
         return self.capacity if self.spare is None else min(self.capacity, self.spare())
-
-
-def _keys(tokens: Sequence[int]) -> Keys:
-    """[T - 1], for each position its token and the next one: a head's entry at a position is made with both."""
-    text = np.asarray(tokens, np.int64)
-    return (text[:-1] << 32) | text[1:]

@@ -169,7 +169,7 @@ class PrefixTree(Generic[P, S]):
         """The last node that a text passes, if only in part, and how many positions it has in common with that."""
         node, at = self._root, 0
         while at == node.end and at < len(keys) and (child := node.children.get(int(keys[at]))) is not None:
-            node, at = child, at + _common(child.keys, keys[at:])
+            node, at = child, at + common(child.keys, keys[at:])
         return node, at
 
     @staticmethod
@@ -200,7 +200,7 @@ class PrefixTree(Generic[P, S]):
         return upper
 
 
-def _common(a: Keys, b: Keys) -> int:
+def common(a: Keys, b: Keys) -> int:
     """Positions that two texts begin with in common."""
     both = min(len(a), len(b))
     same = a[:both] == b[:both]

@@ -1,0 +1,174 @@
+"""The folder of one model: its files, and the index of what is in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+
+from eagle_mlx.engine.disk import file
+from eagle_mlx.engine.disk.file import DamagedError, Header, Tensor
+from eagle_mlx.engine.disk.index import Entry, Index, Match, blocks_of, start_of
+from eagle_mlx.engine.prefix_piece import keys_of, tokens_of
+from eagle_mlx.engine.prefix_tree import Keys
+
+_NAMED = 3
+"""Damaged files that one line names; the others are counted."""
+
+
+class PassedOverError(Exception):
+    """A file was of no use; it is no longer in the index, and what is left may do."""
+
+
+class Store:
+    """Files by what they hold. Any thread may call it."""
+
+    def __init__(self, folder: Path, positional: bool, say: Callable[[str], None]):
+        """Read what every file says of itself; no tensor is read."""
+        self.folder, self.positional, self._say = folder, positional, say
+        self.passed_over = 0
+        self.nbytes = 0
+        """Of the files in the index."""
+        self._index, self._lock = Index(positional), Lock()
+        self._scan()
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def _scan(self) -> None:
+        damaged = list[str]()
+        for name in self._names():
+            try:
+                self._add(_entry_of(name, file.read_header(self.folder / name)))
+            except DamagedError as e:
+                damaged.append(f"{name}: {e}")
+                self._delete(name)
+            except OSError:
+                continue  # another server has deleted it, or it cannot be read now
+        self.passed_over += len(damaged)
+        if damaged:
+            more = f", and {len(damaged) - _NAMED} more" if len(damaged) > _NAMED else ""
+            self._say(
+                f"{len(damaged)} damaged files of the prefix cache in {self.folder} are passed over and deleted "
+                f"({'; '.join(damaged[:_NAMED])}{more}); their texts are read anew. "
+                "If this happens often, check the disk"
+            )
+
+    def _names(self) -> list[str]:
+        try:
+            return sorted(path.name for path in self.folder.iterdir() if start_of(path.name) is not None)
+        except OSError:
+            return []
+
+    def find(self, keys: Keys) -> Match | None:
+        with self._lock:
+            return self._index.find(keys)
+
+    def lacks(self, text: Iterable[Entry]) -> tuple[list[Entry], list[str]]:
+        """Of the files of a text those that are not here, and the names of those that are."""
+        missing, here = list[Entry](), list[str]()
+        with self._lock:
+            for entry in text:
+                name = entry.name if entry.name in self._index else None
+                if name is None and entry.kind == "block":
+                    name = self._index.covers(entry.parent, entry.keys)
+                if name is None:
+                    missing.append(entry)
+                else:
+                    here.append(name)
+        return missing, here
+
+    def read(self, entry: Entry) -> tuple[dict[str, str], dict[str, Tensor]]:
+        """What a file holds. Raises PassedOverError where that is of no use."""
+        path = self.folder / entry.name
+        try:
+            about, tensors = file.read(path)
+            if not np.array_equal(_entry_of(entry.name, about=about).keys, entry.keys):
+                raise DamagedError("it is of another text")
+            return about, tensors
+        except FileNotFoundError as e:
+            self.forget([entry.name])
+            raise PassedOverError(str(e)) from e
+        except (DamagedError, OSError) as e:
+            self.pass_over(entry, str(e))
+            raise PassedOverError(str(e)) from e
+
+    def pass_over(self, entry: Entry, why: str) -> None:
+        """Name a file that is of no use, and delete it."""
+        self.passed_over += 1
+        self.forget([entry.name])
+        self._delete(entry.name)
+        self._say(
+            f"{self.folder / entry.name} of the prefix cache is passed over and deleted: {why}; its text is read anew. "
+            "If this happens often, check the disk"
+        )
+
+    def write(self, entry: Entry, about: str, tensors: Mapping[str, Tensor]) -> int:
+        """Write a file; its bytes. Raises OSError."""
+        words = {
+            "kind": entry.kind,
+            "parent": entry.parent,
+            "start": str(entry.start),
+            "shortest": str(entry.shortest),
+            "tokens": " ".join(map(str, tokens_of(entry.keys))),
+            "about": about,
+        }
+        nbytes = file.write(self.folder / entry.name, words, tensors)
+        for shorter in self._add(replace(entry, nbytes=nbytes)):
+            self._delete(shorter.name)
+        return nbytes
+
+    def forget(self, names: Iterable[str]) -> None:
+        """These files are gone."""
+        with self._lock:
+            for name in names:
+                entry = self._index.remove(name)
+                self.nbytes -= entry.nbytes if entry is not None else 0
+
+    def touch(self, names: Iterable[str], now: int) -> None:
+        """These files have been of use, now in nanoseconds; together, so that of a text the end goes first."""
+        for name in names:
+            with suppress(OSError):
+                os.utime(self.folder / name, ns=(now, now))
+
+    def _add(self, entry: Entry) -> list[Entry]:
+        with self._lock:
+            before = self._index.remove(entry.name)
+            shorter = self._index.add(entry)
+            self.nbytes += entry.nbytes - sum(x.nbytes for x in [*shorter, *([before] if before else [])])
+            return shorter
+
+    def _delete(self, name: str) -> None:
+        with suppress(OSError):
+            (self.folder / name).unlink(missing_ok=True)
+
+
+def files_of(keys: Keys, positional: bool, shortest: int) -> list[Entry]:
+    """The files that a text is made of: its blocks, and its end where blocks are not all."""
+    entries, end = list[Entry](), None
+    for parent, start, own in blocks_of(keys):
+        entries.append(Entry("block", parent, start, own))
+        end = entries[-1]
+    if not positional and end is not None:
+        entries.append(end.place(shortest))
+    return entries
+
+
+def _entry_of(name: str, header: Header | None = None, about: Mapping[str, str] | None = None) -> Entry:
+    """What a file says that it holds. Raises DamagedError where that does not go with its name."""
+    words = header.about if header is not None else about or {}
+    try:
+        tokens = [int(token) for token in words["tokens"].split()]
+        keys = keys_of(tokens) if tokens else np.empty(0, np.int64)
+        nbytes = header.nbytes if header is not None else 0
+        entry = Entry(words["kind"], words["parent"], int(words["start"]), keys, nbytes, int(words["shortest"]))
+        if entry.name == name:
+            return entry
+    except (KeyError, ValueError, OverflowError):
+        pass
+    raise DamagedError("what it says of itself does not go with its name")

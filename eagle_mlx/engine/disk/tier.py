@@ -1,0 +1,179 @@
+"""The disk tier: where a text is looked for that is not in memory, and where it is written behind its answer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import mlx.core as mx
+
+from eagle_mlx.cache import RaggedCache
+from eagle_mlx.cache.outline import arrays_of, numbers_of, outline_from
+from eagle_mlx.engine.disk.file import Tensor
+from eagle_mlx.engine.disk.identity import digest_of, identity
+from eagle_mlx.engine.disk.index import Match
+from eagle_mlx.engine.disk.pieces import HostPiece
+from eagle_mlx.engine.disk.room import Room, folder_name
+from eagle_mlx.engine.disk.store import Store, files_of
+from eagle_mlx.engine.disk.writer import Job, Place, Writer
+from eagle_mlx.engine.prefix_piece import Past, PrefixPiece
+from eagle_mlx.engine.prefix_tree import Keys
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.files import write_whole
+from eagle_mlx.proposers.base import Proposer
+from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.target import Target
+
+log = logging.getLogger("eagle_mlx.prefixes")
+_WAITING_BYTES = 1 << 30
+"""What may be kept in memory for files that are still to be written, but for one text.
+
+A disk that takes 1 GB/s is through with it in a second; a text that finds no place is offered again when it goes on.
+"""
+
+
+class DiskTier:
+    """Keeps what an engine's prefix cache keeps in files too, for engines to come.
+
+    Keys and values are in blocks of `BLOCK` positions, windows and states in files of their own. A file's name is made
+    of the text that it belongs to, so that two servers which read the same write the same. Its folder's name is made of
+    all that the numbers depend on (`identity`): nothing else is ever read from there.
+
+    The engine's thread finds and reads; another one writes. It belongs to the engine's thread.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        limit: int,
+        target: Target,
+        proposer: Proposer | None = None,
+        kv_bits: int | None = None,
+        say: Callable[[str], None] = log.warning,
+    ):
+        """`root`: the folder for all models. `limit`: bytes of all files there. `say`: told once what goes wrong.
+
+        Raises ConfigError where `root` is a file, or the proposer keeps what cannot be written.
+        """
+        if root.exists() and not root.is_dir():
+            raise ConfigError(f"--prefix-cache-dir {root} is a file; name a folder")
+        if proposer is not None and proposer.aux_layers and not isinstance(proposer, HeadProposer):
+            raise ConfigError(
+                f"what {proposer.name} keeps of a text cannot be written; leave --prefix-cache-dir out, or draft with "
+                "a head, a draft model or n-grams"
+            )
+        self._target, self._kv_bits = target, kv_bits
+        facts = identity(target, proposer, kv_bits)
+        self.folder = root / folder_name(target.name, digest_of(facts))
+        positional = RaggedCache.of(target.model, 1, kv_bits).is_positional
+        self.store = Store(self.folder, positional, say)
+        self.room = Room(root, limit)
+        self.hits = self.tokens = self.bytes_read = self.left_out = 0
+        """Prompts that went on from files, their positions that came from there, bytes, and texts that were not written
+        because too much was waiting."""
+        self._prepare(facts, say)
+        self.writer = Writer(self.store, self.room, say)
+
+    def _prepare(self, facts: dict[str, object], say: Callable[[str], None]) -> None:
+        """Make the folder, and let go what is too much from the start."""
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_whole(self.folder / "about.json", json.dumps(facts, indent=1).encode())
+            gone = self.room.make(0)
+            self.store.forget(path.name for path in gone if path.parent == self.folder)
+        except OSError as e:
+            say(
+                f"the prefix cache cannot write to {self.folder} ({e.strerror or e}); the server goes on without: "
+                "see to its permissions and to the space on its disk, or name another --prefix-cache-dir"
+            )
+
+    def find(self, keys: Keys) -> Match | None:
+        """The longest beginning of a text that files have."""
+        return self.store.find(keys)
+
+    def outline(self, match: Match) -> RaggedCache:
+        """What cannot be put together from pieces. Raises PassedOverError."""
+        if match.place is None:
+            return outline_from(self._target.model, self._kv_bits, {}, {"length": match.length, "displaced": []})
+        words, tensors = self.store.read(match.place)
+        self.bytes_read += match.place.nbytes
+        arrays = {name: tensor.on_device() for name, tensor in tensors.items()}
+        return outline_from(self._target.model, self._kv_bits, arrays, json.loads(words["about"]))
+
+    def piece(self, match: Match, start: int, end: int) -> PrefixPiece:
+        """The positions `start` to `end`. Raises PassedOverError."""
+        pieces = list[HostPiece]()
+        for entry in match.blocks:
+            if entry.start < end and entry.end > start:
+                words, tensors = self.store.read(entry)
+                pieces.append(HostPiece.read(words["about"], tensors))
+                self.bytes_read += entry.nbytes
+        piece = HostPiece.cut(pieces, start, end).on_device()
+        mx.eval(piece.arrays)
+        return piece
+
+    def took(self, match: Match, positions: int) -> None:
+        """A prompt goes on from what was found, so many positions of which were not in memory."""
+        self.hits += 1
+        self.tokens += positions
+        names = [entry.name for entry in [*match.blocks, *([match.place] if match.place else [])]]
+        self.writer.submit(Job((), names))
+
+    def offer(self, keys: Keys, past: Past, outline: RaggedCache, new: tuple[int, PrefixPiece] | None) -> None:
+        """Have a text written that the memory keeps, as far as it is not there.
+
+        `outline`: at its end. `new`: of its last positions, from the first number on, a piece that has been computed.
+        What else is missing is copied from `past`.
+        """
+        text = files_of(keys, self.store.positional, outline.shortest(0))
+        missing, here = self.store.lacks(text)
+        missing = [entry for entry in missing if not self.writer.is_waiting(entry)]
+        if not missing:
+            self.writer.submit(Job((), here))
+            return
+        blocks = [entry for entry in missing if entry.kind == "block"]
+        start, end = blocks[0].start if blocks else len(keys), len(keys)
+        first = new[0] if new is not None else end
+        if self.writer.waiting_bytes > _WAITING_BYTES:
+            self.left_out += 1
+            return
+        pieces = [HostPiece.of(start, first, _computed(past.piece(start, first)))] if start < first else []
+        if new is not None and blocks:
+            pieces.append(HostPiece.of(first, end, new[1]))
+        place, nbytes = None, sum(tensor.data.nbytes for piece in pieces for tensor in piece.tensors.values())
+        if len(blocks) < len(missing):
+            arrays = arrays_of(outline)
+            mx.eval(list(arrays.values()))
+            place = Place(json.dumps(numbers_of(outline)), {name: Tensor.of(x) for name, x in arrays.items()})
+            nbytes += sum(x.nbytes for x in arrays.values())
+        self.writer.submit(Job(missing, here, pieces, place, nbytes))
+
+    def close(self, seconds: float) -> bool:
+        """Finish writing, for so long at most; whether all is written."""
+        return self.writer.close(seconds)
+
+
+def _computed(piece: PrefixPiece) -> PrefixPiece:
+    mx.eval(piece.arrays)
+    return piece
+
+
+def default_bytes(root: Path) -> int:
+    """What the files may take by default: a tenth of the disk, but no more than half of what is free on it.
+
+    A share goes with the machine, where a number of gigabytes would be too much for one and too little for another.
+    Raises ConfigError where the disk cannot be asked.
+    """
+    there = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
+    own = 0
+    with suppress(OSError):
+        own = sum(path.stat().st_size for path in root.glob("*/*.safetensors"))
+    try:
+        usage = shutil.disk_usage(there)
+    except OSError as e:
+        raise ConfigError(f"--prefix-cache-dir {root} cannot be used: {e.strerror or e}; name another") from e
+    return min(usage.total // 10, (usage.free + own) // 2)
