@@ -44,9 +44,7 @@ async def chat_completions(request: Request) -> Response:
     async def prepare(_: Call, loaded: Loaded) -> ChatAnswer:
         return await prepare_chat(request, loaded, body)
 
-    return await respond(
-        request, service, body.answers, prepare, bool(body.stream), answer_seconds=body.answer_seconds
-    )
+    return await respond(request, service, body.answers, prepare, bool(body.stream), answer_seconds=body.answer_seconds)
 
 
 async def prepare_chat(request: Request, loaded: Loaded, body: ChatRequest, at_most: int | None = None) -> ChatAnswer:

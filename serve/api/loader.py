@@ -12,6 +12,7 @@ import mlx.core as mx
 from eagle_mlx import memory
 from eagle_mlx.cpu import blas
 from eagle_mlx.engine import Engine
+from eagle_mlx.engine.disk import DiskTier, default_bytes
 from eagle_mlx.engine.prefill import PREFILL_CHUNK
 from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.memory import gb
@@ -52,6 +53,10 @@ class LoadConfig:
     """Tokens of prompts that one forward reads, all requests together."""
     volatile: Volatile = field(default_factory=Volatile)
     """What is left out of system prompts."""
+    prefix_cache_dir: Path | None = None
+    """Where past prompts are kept in files too; None for nowhere."""
+    prefix_disk_bytes: int | None = None
+    """For these files; None for a share of the disk."""
 
     def __post_init__(self) -> None:
         if self.max_batch < 1:
@@ -60,6 +65,15 @@ class LoadConfig:
             raise ConfigError(f"--max-context must hold a prompt and an answer, at least 2; got {self.max_context}")
         if self.prefix_cache_bytes is not None and self.prefix_cache_bytes < 0:
             raise ConfigError("--prefix-cache-gb must be at least 0")
+        if self.prefix_cache_dir is not None and self.prefix_cache_bytes == 0:
+            raise ConfigError(
+                "--prefix-cache-dir keeps what the prefix cache has, and --prefix-cache-gb 0 leaves it nothing; "
+                "leave one of them out"
+            )
+        if self.prefix_disk_bytes is not None and self.prefix_cache_dir is None:
+            raise ConfigError(
+                "--prefix-disk-gb bounds the files in --prefix-cache-dir, which is missing; name a folder"
+            )
 
 
 def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
@@ -91,6 +105,9 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
         kv_bits=config.kv_bits,
         kv_bytes=config.kv_bytes,
     )
+    if config.prefix_cache_dir is not None and engine.prefixes is not None:
+        limit = config.prefix_disk_bytes or default_bytes(config.prefix_cache_dir)
+        engine.prefixes.disk = DiskTier(config.prefix_cache_dir, limit, target, proposer, config.kv_bits)
     drafts = speculation.max_depth if proposer is not None else 0
     name = proposer.name if proposer is not None else "none"
     loaded = Loaded(engine, name, drafts, sampling_defaults(config.target), speculation.prior(engine), config.volatile)
@@ -150,6 +167,14 @@ def _description(config: LoadConfig, loaded: Loaded) -> list[str]:
         f"chat: {', '.join(chats)}",
         f"sampling: temperature {loaded.defaults.get('temperature', 1.0):g} unless a request says otherwise",
         f"context: {target.context_length} tokens, {config.max_batch} requests at once",
+        *_about_disk(loaded.disk),
         f"memory: {gb(mx.get_active_memory())} in use, {keys} ({budget.longest} tokens of one request), {cache}",
         f"blas: {blas.activate()}, mlx on {'the CPU' if mx.default_device() == mx.Device(mx.cpu) else 'the GPU'}",
     ]
+
+
+def _about_disk(disk: DiskTier | None) -> list[str]:
+    """Where past prompts are kept in files, and how much is there already."""
+    if disk is None:
+        return []
+    return [f"prefix files: {disk.folder}, {gb(disk.store.nbytes)} there, up to {gb(disk.room.limit)} of all models"]

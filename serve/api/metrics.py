@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from eagle_mlx.engine.disk import DiskTier
+
 from .models import Models
 from .service import Service
 from .totals import SECONDS, Histogram, Totals
@@ -60,6 +62,19 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[Totals], Histogram]], ...] = (
     ("eagle:time_to_first_token_seconds", "From a request's arrival", lambda t: t.first_token),
     ("eagle:request_seconds", "From a request's arrival to its end", lambda t: t.whole),
 )
+_DISK = "eagle:prefix_disk"
+_DISK_COUNTERS: tuple[tuple[str, str, Callable[[DiskTier], float]], ...] = (
+    (f"{_DISK}_hits", "Prompts that went on from files", lambda d: d.hits),
+    (f"{_DISK}_tokens", "Their tokens that came from files", lambda d: d.tokens),
+    (f"{_DISK}_read_bytes", "Bytes read of files of past prompts", lambda d: d.bytes_read),
+    (f"{_DISK}_written_bytes", "Bytes written to files of past prompts", lambda d: d.writer.bytes_written),
+    (f"{_DISK}_passed_over", "Damaged files of past prompts", lambda d: d.store.passed_over),
+    (f"{_DISK}_left_out", "Texts not written because too much was waiting", lambda d: d.left_out),
+)
+_DISK_GAUGES: tuple[tuple[str, str, Callable[[DiskTier], float]], ...] = (
+    (f"{_DISK}_bytes", "Files of past prompts of this model", lambda d: d.store.nbytes),
+    (f"{_DISK}_bytes_max", "What files of all models may take together", lambda d: d.room.limit),
+)
 
 
 class ServerCollector(Collector):
@@ -86,12 +101,30 @@ class ServerCollector(Collector):
             for each in services:
                 gauge.add_metric([each.name], float(read(each)))
             yield gauge
+        yield from self._of_disks()
         for name, text, histogram in _HISTOGRAMS:
             family = HistogramMetricFamily(name, text, labels=[_MODEL])
             for each in services:
                 family.add_metric([each.name], _buckets(histogram(each.totals)), histogram(each.totals).sum)
             yield family
         yield GaugeMetricFamily("eagle:ready", "1 while requests are taken", int(self._models.state == "ready"))
+
+    def _of_disks(self) -> Iterator[Metric]:
+        """Of the models that keep past prompts in files, where they are loaded."""
+        found = [(each.name, each.prefix_files) for each in self._models.services.values()]
+        disks = [(name, disk) for name, disk in found if disk is not None]
+        if not disks:
+            return
+        for name, text, read in _DISK_COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=[_MODEL])
+            for model, disk in disks:
+                counter.add_metric([model], read(disk))
+            yield counter
+        for name, text, read in _DISK_GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=[_MODEL])
+            for model, disk in disks:
+                gauge.add_metric([model], float(read(disk)))
+            yield gauge
 
 
 def registry(models: Models) -> CollectorRegistry:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx import hub
 from eagle_mlx.engine import Engine
+from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.engine.prior import Prior
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import SamplingParams
@@ -22,6 +24,10 @@ from ..chat import ChatFormat, Grammars, Volatile
 from .encoder import Encoder
 from .text_size import TokenSize, token_size
 from .tokens import TokenTexts
+
+log = logging.getLogger("eagle_mlx.serve")
+_LAST_WRITES = 5.0
+"""Seconds that files of past prompts have at the end: with the drain less than the 45 that a container is given."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,11 @@ class Loaded:
     @property
     def target(self) -> Target:
         return self.engine.target
+
+    @property
+    def disk(self) -> DiskTier | None:
+        """Where past prompts are kept in files."""
+        return self.engine.prefixes.disk if self.engine.prefixes is not None else None
 
     @property
     def tokenizer(self) -> TokenizerWrapper:
@@ -71,11 +82,13 @@ class Loaded:
         return TokenTexts(self.tokenizer)
 
     def close(self) -> None:
-        """Keep what was learnt, and end the processes beside the engine."""
+        """Keep what was learnt, end the processes beside the engine, and write the past prompts that wait for it."""
         if self.prior is not None:
             self.prior.save()
         self.grammars.end()
         self.encoder.end()
+        if self.disk is not None and not self.disk.close(_LAST_WRITES):
+            log.warning("the newest past prompts were not written in time; their texts will be read anew")
 
 
 def sampling_defaults(name: str | Path) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from eagle_mlx.target_options import add_target_arguments, options_of
 
@@ -29,6 +30,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GB",
         help="of that, what past prompts may hold (default: a quarter of what is free behind the weights)",
     )
+    much.add_argument(
+        "--prefix-cache-dir", metavar="DIR", help="keep past prompts there too, for a server that is started again"
+    )
+    much.add_argument(
+        "--prefix-disk-gb",
+        type=float,
+        metavar="GB",
+        help="of all files there (default: a tenth of the disk, at most half of what is free on it)",
+    )
     much.add_argument("--kv-bits", type=int, choices=(4, 8), help="keep keys and values in so few bits: less memory")
     much.add_argument(
         "--volatile",
@@ -48,6 +58,7 @@ def load_config_of(args: argparse.Namespace) -> LoadConfig:
     """What the flags say. Raises ConfigError for what cannot be."""
     target, speculation = from_arguments(args)
     prefixes, kv = bytes_of("--prefix-cache-gb", args.prefix_cache_gb, least=0), bytes_of("--kv-gb", args.kv_gb)
+    folder, files = args.prefix_cache_dir, bytes_of("--prefix-disk-gb", args.prefix_disk_gb)
     volatile = Volatile.of(args.volatile, not args.keep_volatile)
     return LoadConfig(
         target,
@@ -60,4 +71,6 @@ def load_config_of(args: argparse.Namespace) -> LoadConfig:
         kv,
         prefill_chunk_of(args),
         volatile,
+        prefix_cache_dir=None if folder is None else Path(folder).expanduser(),
+        prefix_disk_bytes=files,
     )

@@ -13,6 +13,7 @@ from math import inf
 from time import perf_counter
 from typing import Any, Literal
 
+from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.request import Request
 
 from .errors import ApiError
@@ -120,6 +121,12 @@ class Service:
             return 0, 0, 0
         prefixes = loaded.engine.prefixes
         return loaded.engine.kv_used, prefixes.nbytes if prefixes is not None else 0, loaded.engine.kv_budget.nbytes
+
+    @property
+    def prefix_files(self) -> DiskTier | None:
+        """Past prompts in files."""
+        loaded = self.worker.loaded
+        return loaded.disk if loaded else None
 
     def admit(self, count: int, client: str = "") -> Call:
         """Take an HTTP request that needs `count` slots. While it is under way, the model stays, or is loaded for it.

@@ -147,7 +147,11 @@ def _read_header(prefix: bytes, read: Any, nbytes: int) -> Header:
         content = json.loads(raw)
         about = content.pop("__metadata__")
         bodies = sum(_extent(entry) for entry in content.values())
-        if about["format"] != FORMAT or not all(isinstance(value, str) for value in about.values()):
+        if (
+            about["format"] != FORMAT
+            or len(about["checksum"]) != len(_UNKNOWN)
+            or not all(isinstance(value, str) for value in about.values())
+        ):
             raise DamagedError("it is of another format")
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise DamagedError("its header cannot be read") from e
