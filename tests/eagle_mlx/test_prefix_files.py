@@ -1,0 +1,93 @@
+"""Files of the disk tier, and pieces cut into blocks: what is read is what was written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle_mlx.cache.pieces import KVPiece
+from eagle_mlx.engine.disk.file import DamagedError, Tensor, read, read_header, write
+from eagle_mlx.engine.disk.pieces import HostPiece
+from eagle_mlx.engine.prefix_piece import PrefixPiece, keys_of, tokens_of
+from eagle_mlx.proposers.head_piece import Gap, HeadPiece
+
+TYPES = [mx.float32, mx.float16, mx.bfloat16, mx.uint32, mx.int32]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_file_holds_what_was_written_and_mlx_reads_it_too(tmp_path: Path, dtype: mx.Dtype) -> None:
+    x = (mx.random.normal((1, 2, 5, 3)) * 100).astype(dtype)
+    mx.eval(x)
+    path = tmp_path / "file.safetensors"
+    nbytes = write(path, {"said": "ä"}, {"x": Tensor.of(x), "none": Tensor.of(x).cut(2, 2)})
+    assert nbytes == path.stat().st_size == read_header(path).nbytes
+    about, tensors = read(path)
+    assert about["said"] == "ä"
+    assert mx.array_equal(tensors["x"].on_device(), x)
+    assert tensors["none"].data.shape == (1, 2, 0, 3)
+    arrays, metadata = mx.load(str(path), return_metadata=True)
+    assert metadata["said"] == "ä"
+    assert mx.array_equal(arrays["x"], x)
+    assert [each.name for each in tmp_path.iterdir()] == ["file.safetensors"]
+
+
+def test_any_changed_byte_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    write(path, {"said": "so"}, {"x": Tensor("F32", np.arange(3, dtype=np.float32))})
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(DamagedError):
+            read(path)
+        path.write_bytes(whole[:at])
+        with pytest.raises(DamagedError):
+            read_header(path)
+
+
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 6)), max_size=4),
+    st.tuples(st.integers(0, 48), st.integers(0, 48)),
+)
+def test_blocks_are_what_pieces_would_be(
+    lengths: list[int], left_out: list[tuple[int, int]], span: tuple[int, int]
+) -> None:
+    """Entries tell their positions; a head's leave some out."""
+    total = sum(lengths)
+    gone = {position for start, count in left_out for position in range(start, start + count)}
+
+    def entries(positions: list[int]) -> KVPiece:
+        x = mx.array(positions, mx.float32).reshape(1, 1, -1, 1)
+        return KVPiece([[x, x + 0.5], []])
+
+    pieces, start = list[HostPiece](), 0
+    for length in lengths:
+        own = range(start, start + length)
+        there = [position for position in own if position not in gone]
+        gaps = [Gap(sum(p < position for p in there), 1) for position in own if position in gone]
+        state = HeadPiece(entries(there), gaps, length)
+        pieces.append(HostPiece.of(start, start + length, PrefixPiece(entries(list(own)), state)))
+        start += length
+    first, last = sorted(min(each, total) for each in span)
+    if first == last:
+        return
+    cut = HostPiece.cut(pieces, first, last)
+    back = HostPiece.read(json.loads(json.dumps(cut.about)), cut.tensors).on_device()
+    assert isinstance(back.state, HeadPiece)
+    wanted = list(range(first, last))
+    assert back.target.layers[0][0].reshape(-1).tolist() == wanted
+    assert back.state.entries.layers[0][0].reshape(-1).tolist() == [p for p in wanted if p not in gone]
+    assert back.state.slots == sum(p not in gone for p in wanted)
+    assert back.state.length == last - first
+    assert back.target.layers[1] == []
+
+
+@given(st.lists(st.integers(0, (1 << 31) - 1), min_size=2, max_size=20))
+def test_tokens_and_keys_are_the_same_thing(tokens: list[int]) -> None:
+    assert tokens_of(keys_of(tokens)) == tokens
