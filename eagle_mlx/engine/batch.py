@@ -17,7 +17,8 @@ from eagle_mlx.decoding.processors import Processors
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.tree import Tree, along
 from eagle_mlx.decoding.verify import Verdict, verify, verify_tree
-from eagle_mlx.engine.prefix import Past, Prefix
+from eagle_mlx.engine.prefix import Prefix
+from eagle_mlx.engine.prefix_piece import Past
 from eagle_mlx.engine.round import Answer, Checkpoint, NaN, Round
 from eagle_mlx.plan import Abilities, Plan, RoundResult
 from eagle_mlx.proposers.base import CanJoin, Movable, Observation, Proposer, ProposerState, Separable

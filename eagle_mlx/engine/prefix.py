@@ -73,10 +73,7 @@ class PrefixCache:
         One is left because a row's newest token is never in its caches, the other because a head needs the target's
         hidden state at the position before it.
         """
-        keys = keys_of(prompt)[: max(0, len(prompt) - 2)]
-        if self.disk is not None:
-            self._fetch(keys, self.disk)
-        found = self._tree.find(keys, LEAST)
+        found = self._tree.find(_findable(prompt), LEAST)
         if found is None:
             return None
         cache = found.snapshot.outline.joined([piece.target for piece in found.pieces], found.length)
@@ -86,18 +83,38 @@ class PrefixCache:
         assert isinstance(self.proposer, CanJoin)
         return Prefix(found.length, cache, self.proposer.join(states, found.length))
 
-    def _fetch(self, keys: Keys, disk: DiskTier) -> None:
-        """Have in memory what the disk has of a text, where that is more than what is here, and fits."""
+    def fetch(self, prompt: Sequence[int]) -> bool:
+        """Have in memory what the disk has of a prompt, where that is more than what is here, and fits.
+
+        It reads a bounded amount, for others decode meanwhile; whether there is no more to come.
+        """
+        if self.disk is None:
+            return True
+        keys = _findable(prompt)
         known = self._tree.find(keys)
         length = known.length if known is not None else 0
-        while (match := disk.find(keys)) is not None and match.length >= length + LEAST and match.nbytes <= self._limit:
+        while (match := self.disk.find(keys)) is not None and match.length >= length + LEAST:
+            if match.nbytes > self._limit:
+                return True
             try:
-                snapshot = _Snapshot(disk.outline(match))
-                if self._tree.insert(keys[: match.length], snapshot, partial(disk.piece, match), self._limit):
-                    disk.took(match, match.length - length)
-                return
+                now = self.disk.advance(match, length)
+                if now is None:
+                    return False
+                snapshot = _Snapshot(self.disk.outline(now))
+                kept = self._tree.insert(keys[: now.length], snapshot, partial(self.disk.piece, now), self._limit)
             except PassedOverError:
+                self.disk.stop()
                 continue  # with what other files have
+            complete = now.length == match.length
+            if kept:
+                self.disk.took(now, now.length - length, complete)
+            return complete or not kept
+        return True
+
+    def stop_fetching(self) -> None:
+        """Forget what has been read of prompts that nobody may wait for any longer, and is not here yet."""
+        if self.disk is not None:
+            self.disk.stop()
 
     def keep(self, tokens: Sequence[int], past: Past) -> None:
         """Remember the past of a text, of which one token more is given; what is copied is computed where it fits."""
@@ -132,3 +149,8 @@ class PrefixCache:
     @property
     def _limit(self) -> int:
         return self.capacity if self.spare is None else min(self.capacity, self.spare())
+
+
+def _findable(prompt: Sequence[int]) -> Keys:
+    """The keys of a prompt but for what must be read in any case."""
+    return keys_of(prompt)[: max(0, len(prompt) - 2)]

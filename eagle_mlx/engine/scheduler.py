@@ -109,6 +109,8 @@ class Scheduler:
     def stop_prefill(self) -> None:
         """Forget those whose prompts are being read, and what has been read of them."""
         self._prefills, self._entering = [], []
+        if self.prefixes is not None:
+            self.prefixes.stop_fetching()
 
     def _due(self, room: int) -> Prefill | None:
         """Whose chunk is to be read: in turn the prompts that were begun first, and those that have least left."""
@@ -128,6 +130,8 @@ class Scheduler:
             following = self._following(room - len(requests), chunks)
             if following is None or (requests and not self._side_by_side([*requests, following])):
                 break
+            if self.prefixes is not None and not self.prefixes.fetch(following.prompt):
+                break  # the rest comes from the disk in the next steps
             known = self._known(following)
             if requests and known is not None:
                 known = None

@@ -15,7 +15,7 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.prefill import PREFILL_CHUNK, Prefill
-from eagle_mlx.engine.prefix import Past
+from eagle_mlx.engine.prefix_piece import Past
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.plan import Plan
 from eagle_mlx.policy import FixedPolicy

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.engine.prefix import LEAST, Past, PrefixCache
+from eagle_mlx.engine.prefix import LEAST, PrefixCache
+from eagle_mlx.engine.prefix_piece import Past
 from tests.architectures import tiny_model
 from tests.fakes import Oracle, tiny_head, tiny_target
 from tests.full import diagonal, in_full

@@ -67,8 +67,12 @@ class Match:
     """None where every layer keeps every position."""
 
     @property
+    def entries(self) -> list[Entry]:
+        return [*self.blocks, *([self.place] if self.place is not None else [])]
+
+    @property
     def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.blocks) + (self.place.nbytes if self.place is not None else 0)
+        return sum(entry.nbytes for entry in self.entries)
 
 
 def digest(parent: str, keys: Keys) -> str:

@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.outline import arrays_of, numbers_of, outline_from
 from eagle_mlx.engine.disk.file import Tensor
 from eagle_mlx.engine.disk.identity import digest_of, identity
-from eagle_mlx.engine.disk.index import Match
+from eagle_mlx.engine.disk.index import Entry, Match
 from eagle_mlx.engine.disk.pieces import HostPiece
 from eagle_mlx.engine.disk.room import Room, folder_name
 from eagle_mlx.engine.disk.store import Store, files_of
@@ -29,6 +30,10 @@ from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.target import Target
 
 log = logging.getLogger("eagle_mlx.prefixes")
+STEP_BYTES = 128 << 20
+"""What one step of the engine reads, while others decode: with its checksum about a tenth of a second."""
+_MATCHES_AHEAD = 4
+"""Texts of which blocks have been read and not all; the oldest is read anew."""
 _WAITING_BYTES = 1 << 30
 """What may be kept in memory for files that are still to be written, but for one text.
 
@@ -75,6 +80,8 @@ class DiskTier:
         self.hits = self.tokens = self.bytes_read = self.left_out = 0
         """Prompts that went on from files, their positions that came from there, bytes, and texts that were not written
         because too much was waiting."""
+        self._ahead: dict[str, dict[str, HostPiece]] = {}
+        """Blocks that have been read for a place, until all of its are there."""
         self._prepare(facts, say)
         self.writer = Writer(self.store, self.room, say)
 
@@ -95,6 +102,34 @@ class DiskTier:
         """The longest beginning of a text that files have."""
         return self.store.find(keys)
 
+    def advance(self, match: Match, known: int) -> Match | None:
+        """Read some more of what was found; what can be taken over now, None where it is nothing yet.
+
+        `known`: positions that are not needed. Where every layer keeps every position any number of blocks can be taken
+        over, else all at once. Raises PassedOverError.
+        """
+        needed = [entry for entry in match.blocks if entry.end > known]
+        if match.place is None:
+            sizes = accumulate(entry.nbytes for entry in needed)
+            count = max(1, sum(size <= STEP_BYTES for size in sizes))
+            blocks = match.blocks[: len(match.blocks) - len(needed) + count]
+            return Match(min(match.length, blocks[-1].end), blocks, None)
+        read, ahead = 0, self._ahead.setdefault(match.place.name, {})
+        for entry in needed:
+            if entry.name not in ahead:
+                if read and read + entry.nbytes > STEP_BYTES:
+                    while len(self._ahead) > _MATCHES_AHEAD:
+                        del self._ahead[next(iter(self._ahead))]
+                    return None
+                ahead[entry.name] = self._read(entry)
+                read += entry.nbytes
+        return match
+
+    def _read(self, entry: Entry) -> HostPiece:
+        words, tensors = self.store.read(entry)
+        self.bytes_read += entry.nbytes
+        return HostPiece.read(words["about"], tensors)
+
     def outline(self, match: Match) -> RaggedCache:
         """What cannot be put together from pieces. Raises PassedOverError."""
         if match.place is None:
@@ -106,22 +141,22 @@ class DiskTier:
 
     def piece(self, match: Match, start: int, end: int) -> PrefixPiece:
         """The positions `start` to `end`. Raises PassedOverError."""
-        pieces = list[HostPiece]()
-        for entry in match.blocks:
-            if entry.start < end and entry.end > start:
-                words, tensors = self.store.read(entry)
-                pieces.append(HostPiece.read(words["about"], tensors))
-                self.bytes_read += entry.nbytes
+        ahead = self._ahead.pop(match.place.name, {}) if match.place is not None else {}
+        ours = [entry for entry in match.blocks if entry.start < end and entry.end > start]
+        pieces = [ahead[entry.name] if entry.name in ahead else self._read(entry) for entry in ours]
         piece = HostPiece.cut(pieces, start, end).on_device()
         mx.eval(piece.arrays)
         return piece
 
-    def took(self, match: Match, positions: int) -> None:
-        """A prompt goes on from what was found, so many positions of which were not in memory."""
-        self.hits += 1
+    def stop(self) -> None:
+        """Forget the blocks that have been read for places of which not all are there."""
+        self._ahead.clear()
+
+    def took(self, match: Match, positions: int, complete: bool) -> None:
+        """So many positions of what was found are in memory now that were not; `complete`: a prompt can go on."""
+        self.hits += complete
         self.tokens += positions
-        names = [entry.name for entry in [*match.blocks, *([match.place] if match.place else [])]]
-        self.writer.submit(Job((), names))
+        self.writer.submit(Job((), [entry.name for entry in match.entries]))
 
     def offer(self, keys: Keys, past: Past, outline: RaggedCache, new: tuple[int, PrefixPiece] | None) -> None:
         """Have a text written that the memory keeps, as far as it is not there.

@@ -1,0 +1,101 @@
+"""A server that is started again goes on where it was, with what it has in files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle_mlx.engine.disk import DiskTier
+from eagle_mlx.serve.api.cli import main
+from eagle_mlx.serve.api.loader import LoadConfig, load
+from eagle_mlx.serve.api.model import Loaded
+from eagle_mlx.serve.speculation import Speculation
+from tests.fakes import tiny_target_folder
+from tests.serve.api.live import NAME, Live, live
+from tests.serve.api.test_life import hold
+from tests.serve.api.test_prefixes import SYSTEM, user
+from tests.serve.api.test_prefixes import load as hybrid
+from tests.serve.api.test_status import samples
+
+QUESTIONS = ["How do I open a file?", "What is a list, and what is a tuple?", "Sort these words for me."]
+
+
+def with_files(folder: Path) -> Callable[[], Loaded]:
+    def load() -> Loaded:
+        loaded = hybrid()
+        assert loaded.engine.prefixes is not None
+        loaded.engine.prefixes.disk = DiskTier(folder, 1 << 30, loaded.target)
+        return loaded
+
+    return load
+
+
+def asked(running: Live, chat: list[dict[str, Any]]) -> tuple[str, int, int]:
+    """What is said, the prompt's tokens, and those of them that were taken over."""
+    body = {"model": NAME, "messages": chat, "max_tokens": 5}
+    answer = running.http.post("/v1/chat/completions", json=body).json()
+    usage = answer["usage"]
+    said: str = answer["choices"][0]["message"]["content"]
+    return said, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_a_server_that_is_restarted_under_load_goes_on_where_it_was(tmp_path: Path) -> None:
+    chats = [[SYSTEM, user(question)] for question in QUESTIONS]
+
+    def turn(running: Live) -> list[tuple[str, int, int]]:
+        with ThreadPoolExecutor(len(chats)) as pool:
+            return list(pool.map(lambda chat: asked(running, chat), chats))
+
+    with live(with_files(tmp_path)) as running, live(hybrid) as never_restarted:
+        turn(never_restarted)
+        for chat, (said, _, _) in zip(chats, turn(running), strict=True):
+            chat += [{"role": "assistant", "content": said}, user("And then?")]
+        before = turn(never_restarted)
+        held = hold(running, 2)
+        running.terminate()
+        assert all(stream.rest().endswith("data: [DONE]\n\n") for stream in held)
+    with live(with_files(tmp_path)) as restarted:
+        after = turn(restarted)
+        numbers = samples(restarted)
+        restarted.until(lambda: samples(restarted)["eagle:prefix_disk_written_bytes_total"] > 0)
+    with live(hybrid) as cold:
+        for chat, (said, _, _) in zip(chats, after, strict=True):
+            assert asked(cold, chat)[0] == said
+    assert sum(cached for _, _, cached in after) >= 0.9 * sum(cached for _, _, cached in before) > 0
+    assert numbers["eagle:prefix_disk_hits_total"] >= 1
+    assert numbers["eagle:prefix_disk_read_bytes_total"] > 0
+    assert numbers["eagle:prefix_disk_passed_over_total"] == numbers["eagle:prefix_disk_left_out_total"] == 0
+    assert 0 < numbers["eagle:prefix_disk_bytes"] <= numbers["eagle:prefix_disk_bytes_max"] == 1 << 30
+
+
+def test_the_flags_open_the_folder_and_say_so(tmp_path: Path) -> None:
+    model = tiny_target_folder(tmp_path / "model")
+    said = list[str]()
+    config = LoadConfig(model, Speculation(), prefix_cache_dir=tmp_path / "cache", prefix_disk_bytes=10**9)
+    loaded = load(config, said.append)
+    assert loaded.disk is not None
+    assert loaded.disk.folder.parent == tmp_path / "cache"
+    [line] = [line for line in said if line.startswith("prefix files: ")]
+    assert line.endswith("0.0 MB there, up to 1.00 GB of all models")
+    loaded.disk.close(10)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--prefix-cache-dir", "x", "--prefix-cache-gb", "0"], "leave one of them out"),
+        (["--prefix-disk-gb", "1"], "which is missing; name a folder"),
+        (["--prefix-cache-dir", "x", "--prefix-disk-gb", "0"], "--prefix-disk-gb must be above 0"),
+        (["--prefix-cache-dir", __file__], "is a file; name a folder"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_at_the_start(
+    args: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_target_folder(tmp_path / "model")
+    assert main(["--target", str(model), "--spec-decode", "none", "--port", "0", *args]) == 2
+    assert said in capsys.readouterr().err
