@@ -2,10 +2,12 @@
 
     python benchmarks/prefix_reuse.py
     python benchmarks/prefix_reuse.py --tokens 1000 --repeats 1
+    python benchmarks/prefix_reuse.py --restart
 
 Tiny random models of four kinds. Each case has a prompt that is read cold, then another engine that has answered an
 earlier prompt reads it. The earlier request names its boundaries as the server does: behind the system prompt, and
-behind the last message. The exit status says whether both bars are met.
+behind the last message. With `--restart` the other engine has answered nothing, and has the files of one that has. The
+exit status says whether both bars are met.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import eagle_mlx as em
 
@@ -25,6 +29,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import gemma3_text, qwen3, qwen3_next
+
+from eagle_mlx.engine.disk import DiskTier
 
 READ_AGAIN, FIRST_TOKEN = 0.10, 0.15
 """The bars: shares of what a cold engine reads, and of its time to the first token."""
@@ -121,17 +127,23 @@ def first_token(engine: em.Engine, prompt: list[int]) -> Figures:
     return Figures(len(prompt) - row.cached_tokens, seconds, cpu, row.tokens)
 
 
-def measure(kind: Kind, target: em.Target, case: Case) -> tuple[Figures, Figures]:
-    """Cold and with the earlier prompt, in this order."""
+def measure(kind: Kind, target: em.Target, case: Case, folder: Path | None) -> tuple[Figures, Figures]:
+    """Cold and with the earlier prompt, in this order; from files where a folder is given."""
 
     def engine(prefixes: int) -> em.Engine:
-        return em.Engine(target, max_batch=1, prefix_cache_bytes=prefixes, kv_bits=kind.kv_bits)
+        made = em.Engine(target, max_batch=1, prefix_cache_bytes=prefixes, kv_bits=kind.kv_bits)
+        if made.prefixes is not None and folder is not None:
+            made.prefixes.disk = DiskTier(folder, 1 << 30, target, None, kind.kv_bits)
+        return made
 
     warm = engine(1 << 30)
     earlier = warm.prepare(case.earlier, em.SamplingParams(max_tokens=32, ignore_eos=True), case.boundaries)
     warm.submit(earlier)
     while earlier.finish_reason is None:
         warm.step()
+    if warm.prefixes is not None and warm.prefixes.disk is not None:
+        warm.prefixes.disk.close(600)
+        warm = engine(1 << 30)
     return first_token(engine(0), case.prompt), first_token(warm, case.prompt)
 
 
@@ -139,6 +151,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=4000, help="of each prompt (default 4000)")
     parser.add_argument("--repeats", type=int, default=3, help="of which the median time is taken (default 3)")
+    parser.add_argument("--restart", action="store_true", help="go on from another engine's files")
     names = [kind.name for kind in KINDS]
     parser.add_argument("--kind", choices=names, nargs="+", default=names, help="which (default: all)")
     args = parser.parse_args()
@@ -149,7 +162,10 @@ def main() -> int:
         target = em.Target(kind.model(), name=kind.name)
         mx.eval(target.model.parameters())
         for case in cases(args.tokens, np.random.default_rng(0)):
-            pairs = [measure(kind, target, case) for _ in range(args.repeats)]
+            pairs = list[tuple[Figures, Figures]]()
+            for _ in range(args.repeats):
+                with tempfile.TemporaryDirectory() as folder:
+                    pairs.append(measure(kind, target, case, Path(folder) if args.restart else None))
             if any(cold.tokens != warm.tokens for cold, warm in pairs):
                 print(f"{kind.name}, {case.name}: the text is not the cold engine's")
                 met = False

@@ -13,16 +13,19 @@ from hypothesis import strategies as st
 
 from eagle_mlx.cache.pieces import KVPiece
 from eagle_mlx.engine.disk.file import DamagedError, Tensor, read, read_header, write
+from eagle_mlx.engine.disk.index import Index
 from eagle_mlx.engine.disk.pieces import HostPiece
+from eagle_mlx.engine.disk.store import files_of
 from eagle_mlx.engine.prefix_piece import PrefixPiece, keys_of, tokens_of
+from eagle_mlx.engine.prefix_tree import common
 from eagle_mlx.proposers.head_piece import Gap, HeadPiece
 
-TYPES = [mx.float32, mx.float16, mx.bfloat16, mx.uint32, mx.int32]
+TYPES = [mx.float32, mx.float16, mx.bfloat16, mx.uint32, mx.int8, mx.bool_]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_file_holds_what_was_written_and_mlx_reads_it_too(tmp_path: Path, dtype: mx.Dtype) -> None:
-    x = (mx.random.normal((1, 2, 5, 3)) * 100).astype(dtype)
+    x = (mx.random.normal((1, 2, 5, 3)) * 10).astype(dtype)
     mx.eval(x)
     path = tmp_path / "file.safetensors"
     nbytes = write(path, {"said": "ä"}, {"x": Tensor.of(x), "none": Tensor.of(x).cut(2, 2)})
@@ -86,6 +89,33 @@ def test_blocks_are_what_pieces_would_be(
     assert back.state.slots == sum(p not in gone for p in wanted)
     assert back.state.length == last - first
     assert back.target.layers[1] == []
+
+
+TEXTS = st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=16), max_size=6)
+
+
+@given(TEXTS, st.lists(st.integers(0, 1), min_size=2, max_size=18), st.sampled_from(["positions", "windows", "states"]))
+def test_the_longest_beginning_is_found(texts: list[list[int]], prompt: list[int], kind: str) -> None:
+    """Of what can be cut anywhere, at its end alone, or up to a token before it within the last block."""
+    keys, found = keys_of(prompt), Index(kind == "positions")
+    wanted = 0
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("eagle_mlx.engine.disk.index.BLOCK", 4)
+        for text in texts:
+            own = keys_of(text)
+            shortest = {"positions": 0, "windows": max(len(own) - 1, (len(own) - 1) // 4 * 4), "states": len(own)}[kind]
+            for entry in files_of(own, kind == "positions", shortest):
+                if entry.name not in found and (entry.kind == "place" or not found.covers(entry.parent, entry.keys)):
+                    found.add(entry)
+            shared = common(own, keys)
+            wanted = max(wanted, shared if shared >= shortest else 0)
+        match = found.find(keys)
+        length = match.length if match is not None else 0
+        assert length >= wanted if kind == "windows" else length == wanted
+        if match is not None:
+            held = [key for block in match.blocks for key in block.keys.tolist()]
+            assert held[:length] == keys.tolist()[:length]
+            assert match.place is None or match.place.shortest <= length <= match.place.end
 
 
 @given(st.lists(st.integers(0, (1 << 31) - 1), min_size=2, max_size=20))

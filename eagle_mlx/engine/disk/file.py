@@ -27,9 +27,10 @@ _DTYPES: dict[str, tuple[mx.Dtype, Any]] = {
     "F32": (mx.float32, np.float32),
     "F16": (mx.float16, np.float16),
     "BF16": (mx.bfloat16, np.uint16),  # numpy has no such type
-    "U32": (mx.uint32, np.uint32),
-    "I32": (mx.int32, np.int32),
-    "U8": (mx.uint8, np.uint8),
+    **{f"U{8 * n}": (getattr(mx, f"uint{8 * n}"), getattr(np, f"uint{8 * n}")) for n in (1, 2, 4, 8)},
+    **{f"I{8 * n}": (getattr(mx, f"int{8 * n}"), getattr(np, f"int{8 * n}")) for n in (1, 2, 4, 8)},
+    "BOOL": (mx.bool_, np.bool_),
+    "C64": (mx.complex64, np.complex64),
 }
 """safetensors' names of types, with MLX's and what numpy holds them as."""
 _NAMES = {of_mlx: name for name, (of_mlx, _) in _DTYPES.items()}
@@ -49,7 +50,7 @@ class Tensor:
 
     @classmethod
     def of(cls, x: mx.array) -> Tensor:
-        """Without a copy, of an array that has been computed. Raises KeyError for a type that is never kept."""
+        """Without a copy, of an array that has been computed."""
         name = _NAMES[x.dtype]
         return cls(name, np.array(x.view(mx.uint16) if name == "BF16" else x, copy=False))
 

@@ -30,10 +30,10 @@ class _File:
     nbytes: int
 
 
-def folder_name(model: str, digest: str) -> str:
-    """A folder of the disk tier, for what has this digest of 32 hexadecimal digits."""
+def folder_of(root: Path, model: str, digest: str) -> Path:
+    """The folder for what has this digest of 32 hexadecimal digits, by whatever name the model went before."""
     readable = re.sub(r"[^A-Za-z0-9._]+", "-", model).strip("-.")[-40:].strip("-.") or "model"
-    return f"{readable}-{digest}"
+    return next(iter(sorted(root.glob(f"*-{digest}"))), root / f"{readable}-{digest}")
 
 
 class Room:

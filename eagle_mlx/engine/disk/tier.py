@@ -18,7 +18,7 @@ from eagle_mlx.engine.disk.file import Tensor
 from eagle_mlx.engine.disk.identity import digest_of, identity
 from eagle_mlx.engine.disk.index import Entry, Match
 from eagle_mlx.engine.disk.pieces import HostPiece
-from eagle_mlx.engine.disk.room import Room, folder_name
+from eagle_mlx.engine.disk.room import Room, folder_of
 from eagle_mlx.engine.disk.store import Store, files_of
 from eagle_mlx.engine.disk.writer import Job, Place, Writer
 from eagle_mlx.engine.prefix_piece import Past, PrefixPiece
@@ -73,7 +73,7 @@ class DiskTier:
             )
         self._target, self._kv_bits = target, kv_bits
         facts = identity(target, proposer, kv_bits)
-        self.folder = root / folder_name(target.name, digest_of(facts))
+        self.folder = folder_of(root, target.name, digest_of(facts))
         positional = RaggedCache.of(target.model, 1, kv_bits).is_positional
         self.store = Store(self.folder, positional, say)
         self.room = Room(root, limit)
