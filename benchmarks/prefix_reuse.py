@@ -141,10 +141,17 @@ def measure(kind: Kind, target: em.Target, case: Case, folder: Path | None) -> t
     warm.submit(earlier)
     while earlier.finish_reason is None:
         warm.step()
-    if warm.prefixes is not None and warm.prefixes.disk is not None:
-        warm.prefixes.disk.close(600)
+    if folder is not None:
+        finish_writing(warm)
         warm = engine(1 << 30)
-    return first_token(engine(0), case.prompt), first_token(warm, case.prompt)
+    figures = first_token(engine(0), case.prompt), first_token(warm, case.prompt)
+    finish_writing(warm)
+    return figures
+
+
+def finish_writing(engine: em.Engine) -> None:
+    if engine.prefixes is not None and engine.prefixes.disk is not None:
+        engine.prefixes.disk.close(600)
 
 
 def main() -> int:

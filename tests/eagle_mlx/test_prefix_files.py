@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle_mlx.cache.pieces import KVPiece
-from eagle_mlx.engine.disk.file import DamagedError, Tensor, read, read_header, write
+from eagle_mlx.engine.disk.file import DamagedError, Tensor, on_host, read, read_header, write
 from eagle_mlx.engine.disk.index import Index
 from eagle_mlx.engine.disk.pieces import HostPiece
 from eagle_mlx.engine.disk.store import files_of
@@ -28,7 +28,8 @@ def test_a_file_holds_what_was_written_and_mlx_reads_it_too(tmp_path: Path, dtyp
     x = (mx.random.normal((1, 2, 5, 3)) * 10).astype(dtype)
     mx.eval(x)
     path = tmp_path / "file.safetensors"
-    nbytes = write(path, {"said": "ä"}, {"x": Tensor.of(x), "none": Tensor.of(x).cut(2, 2)})
+    [tensor] = on_host([x])
+    nbytes = write(path, {"said": "ä"}, {"x": tensor, "none": tensor.cut(2, 2)})
     assert nbytes == path.stat().st_size == read_header(path).nbytes
     about, tensors = read(path)
     assert about["said"] == "ä"

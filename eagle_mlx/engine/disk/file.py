@@ -6,7 +6,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,6 @@ class Tensor:
     """safetensors' name of its type."""
     data: NDArray[Any]
 
-    @classmethod
-    def of(cls, x: mx.array) -> Tensor:
-        """Without a copy, of an array that has been computed."""
-        name = _NAMES[x.dtype]
-        return cls(name, np.array(x.view(mx.uint16) if name == "BF16" else x, copy=False))
-
     def on_device(self) -> mx.array:
         x = mx.array(self.data)
         return x.view(mx.bfloat16) if self.dtype == "BF16" else x
@@ -61,6 +55,13 @@ class Tensor:
     def cut(self, start: int, end: int) -> Tensor:
         """[1, heads, L, D] -> [1, heads, end - start, D], without a copy."""
         return Tensor(self.dtype, self.data[:, :, start:end])
+
+
+def on_host(arrays: Sequence[mx.array]) -> list[Tensor]:
+    """Arrays without a copy, where they have been computed."""
+    views = [x.view(mx.uint16) if x.dtype == mx.bfloat16 else x for x in arrays]
+    mx.eval(views)  # together: each call waits for the device
+    return [Tensor(_NAMES[x.dtype], np.array(view, copy=False)) for x, view in zip(arrays, views, strict=True)]
 
 
 def joined(tensors: list[Tensor]) -> Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from eagle_mlx.cache.pieces import KVPiece
-from eagle_mlx.engine.disk.file import Tensor, joined
+from eagle_mlx.engine.disk.file import Tensor, joined, on_host
 from eagle_mlx.engine.prefix_piece import PrefixPiece
 from eagle_mlx.proposers.head_piece import Gap, HeadPiece, gaps_between, slots_before
 
@@ -30,11 +31,12 @@ class HostPiece:
     @classmethod
     def of(cls, start: int, end: int, piece: PrefixPiece) -> HostPiece:
         """Without a copy where the arrays have been computed."""
-        target = [[Tensor.of(x) for x in layer] for layer in piece.target.layers]
+        tensors = iter(on_host(piece.arrays))
+        target = [list(islice(tensors, len(layer))) for layer in piece.target.layers]
         if piece.state is None:
             return cls(start, end, target)
         assert isinstance(piece.state, HeadPiece)
-        head = [[Tensor.of(x) for x in layer] for layer in piece.state.entries.layers]
+        head = [list(islice(tensors, len(layer))) for layer in piece.state.entries.layers]
         return cls(start, end, target, head, tuple(piece.state.gaps))
 
     @classmethod

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.outline import arrays_of, numbers_of, outline_from
-from eagle_mlx.engine.disk.file import Tensor
+from eagle_mlx.engine.disk.file import on_host
 from eagle_mlx.engine.disk.identity import digest_of, identity
 from eagle_mlx.engine.disk.index import Entry, Match
 from eagle_mlx.engine.disk.pieces import HostPiece
@@ -176,25 +176,20 @@ class DiskTier:
         if self.writer.waiting_bytes > _WAITING_BYTES:
             self.left_out += 1
             return
-        pieces = [HostPiece.of(start, first, _computed(past.piece(start, first)))] if start < first else []
+        pieces = [HostPiece.of(start, first, past.piece(start, first))] if start < first else []
         if new is not None and blocks:
             pieces.append(HostPiece.of(first, end, new[1]))
         place, nbytes = None, sum(tensor.data.nbytes for piece in pieces for tensor in piece.tensors.values())
         if len(blocks) < len(missing):
             arrays = arrays_of(outline)
-            mx.eval(list(arrays.values()))
-            place = Place(json.dumps(numbers_of(outline)), {name: Tensor.of(x) for name, x in arrays.items()})
+            tensors = on_host(list(arrays.values()))
+            place = Place(json.dumps(numbers_of(outline)), dict(zip(arrays, tensors, strict=True)))
             nbytes += sum(x.nbytes for x in arrays.values())
         self.writer.submit(Job(missing, here, pieces, place, nbytes))
 
     def close(self, seconds: float) -> bool:
         """Finish writing, for so long at most; whether all is written."""
         return self.writer.close(seconds)
-
-
-def _computed(piece: PrefixPiece) -> PrefixPiece:
-    mx.eval(piece.arrays)
-    return piece
 
 
 def default_bytes(root: Path) -> int:
