@@ -285,6 +285,23 @@ def test_a_full_disk_is_told_once_and_nobody_is_kept_from_an_answer(
     assert not list(disk(busy).folder.glob("*block*"))
 
 
+def test_a_file_that_cannot_be_opened_now_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = engine(tmp_path)
+    answered(first, TEXT)
+    written(first)
+    heard = list[str]()
+    again = engine(tmp_path, say=said_of(["Too many open files"], heard))
+    with monkeypatch.context() as patched:
+
+        def exhausted(*_: object) -> None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        patched.setattr("eagle_mlx.engine.disk.file.read", exhausted)
+        assert answered(again, TEXT).tokens == answered(engine(None), TEXT).tokens
+    assert len(heard) == disk(again).store.passed_over > 0
+    assert answered(engine(tmp_path), TEXT).cached_tokens == len(TEXT) - 2
+
+
 def test_a_folder_that_cannot_be_made_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     heard = list[str]()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,6 +17,7 @@ from eagle_mlx.cache.pieces import KVPiece
 from eagle_mlx.engine.disk.file import DamagedError, Tensor, on_host, read, read_header, write
 from eagle_mlx.engine.disk.index import Index
 from eagle_mlx.engine.disk.pieces import HostPiece
+from eagle_mlx.engine.disk.room import Room, folder_of
 from eagle_mlx.engine.disk.store import files_of
 from eagle_mlx.engine.prefix_piece import PrefixPiece, keys_of, tokens_of
 from eagle_mlx.engine.prefix_tree import common
@@ -52,6 +55,17 @@ def test_any_changed_byte_is_noticed(tmp_path: Path) -> None:
         path.write_bytes(whole[:at])
         with pytest.raises(DamagedError):
             read_header(path)
+
+
+def test_what_a_dead_writer_has_left_is_cleared_away_and_what_is_being_written_is_not(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "some/model", "0" * 32)
+    folder.mkdir()
+    for name, age in ((".old.part", 7200), (".new.part", 0), ("notes.txt", 7200)):
+        (folder / name).touch()
+        os.utime(folder / name, (time.time() - age,) * 2)
+    assert Room(tmp_path, 1000).make(1) == []
+    assert sorted(path.name for path in folder.iterdir()) == [".new.part", "notes.txt"]
+    assert folder_of(tmp_path, "other name", "0" * 32) == folder
 
 
 @given(

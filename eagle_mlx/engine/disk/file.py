@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ def write(path: Path, about: Mapping[str, str], tensors: Mapping[str, Tensor]) -
     for body in bodies.values():
         checksum = zlib.crc32(body, checksum)
     header = _header(about, tensors, bodies, f"{checksum:08x}")
-    part = path.with_name(f".{path.name}.{os.getpid()}{PART}")
+    part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}{PART}")
     try:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it tells what somebody wrote
         try:

@@ -94,18 +94,21 @@ class Store:
         except FileNotFoundError as e:
             self.forget([entry.name])
             raise PassedOverError(str(e)) from e
-        except (DamagedError, OSError) as e:
-            self.pass_over(entry, str(e))
+        except DamagedError as e:
+            self._delete(entry.name)
+            self._pass_over(entry, "passed over and deleted", e)
+            raise PassedOverError(str(e)) from e
+        except OSError as e:
+            self._pass_over(entry, "passed over", e)
             raise PassedOverError(str(e)) from e
 
-    def pass_over(self, entry: Entry, why: str) -> None:
-        """Name a file that is of no use, and delete it."""
+    def _pass_over(self, entry: Entry, what: str, why: Exception) -> None:
+        """Forget a file that is of no use, and name it."""
         self.passed_over += 1
         self.forget([entry.name])
-        self._delete(entry.name)
         self._say(
-            f"{self.folder / entry.name} of the prefix cache is passed over and deleted: {why}; its text is read anew. "
-            "If this happens often, check the disk"
+            f"{self.folder / entry.name} of the prefix cache is {what}: {why}; its text is read anew. If this happens "
+            "often, check the disk"
         )
 
     def write(self, entry: Entry, about: str, tensors: Mapping[str, Tensor]) -> int:
