@@ -59,6 +59,7 @@ def test_any_changed_byte_is_noticed(tmp_path: Path) -> None:
 
 def test_what_a_dead_writer_has_left_is_cleared_away_and_what_is_being_written_is_not(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "some/model", "0" * 32)
+    assert folder.name == f"model-{'0' * 32}"
     folder.mkdir()
     for name, age in ((".old.part", 7200), (".new.part", 0), ("notes.txt", 7200)):
         (folder / name).touch()

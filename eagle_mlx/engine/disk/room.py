@@ -32,7 +32,7 @@ class _File:
 
 def folder_of(root: Path, model: str, digest: str) -> Path:
     """The folder for what has this digest of 32 hexadecimal digits, by whatever name the model went before."""
-    readable = re.sub(r"[^A-Za-z0-9._]+", "-", model).strip("-.")[-40:].strip("-.") or "model"
+    readable = re.sub(r"[^A-Za-z0-9._]+", "-", Path(model).name).strip("-.")[:40].strip("-.") or "model"
     return next(iter(sorted(root.glob(f"*-{digest}"))), root / f"{readable}-{digest}")
 
 
