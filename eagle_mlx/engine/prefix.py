@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,6 +15,7 @@ from eagle_mlx.engine.prefix_piece import Past, PrefixPiece, keys_of
 from eagle_mlx.engine.prefix_tree import Keys, PrefixTree
 from eagle_mlx.proposers.base import CanJoin, Proposer, ProposerState
 
+log = logging.getLogger("eagle_mlx.prefixes")
 LEAST = 16
 """Tokens below which a common beginning is not worth reading a prompt apart from others, or keeping a snapshot."""
 
@@ -105,6 +107,12 @@ class PrefixCache:
             except PassedOverError:
                 self.disk.stop()
                 continue  # with what other files have
+            except BaseException as e:
+                self._tree = PrefixTree()  # it may be half changed
+                if not isinstance(e, Exception):
+                    raise
+                log.exception("what files hold of a prompt could not be taken over; it is read anew")
+                return True
             complete = now.length == match.length
             if kept:
                 self.disk.took(now, now.length - length, complete)

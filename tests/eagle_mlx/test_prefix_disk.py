@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mlx_lm.models import qwen3
 
 import eagle_mlx as em
 from eagle_mlx.engine.disk import DiskTier, default_bytes
+from eagle_mlx.engine.prefix_tree import PrefixTree
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.request import Request
 from tests.architectures import tiny_model
@@ -340,6 +342,30 @@ def test_a_text_too_large_for_memory_is_left_on_the_disk(tmp_path: Path) -> None
     again.prefixes.capacity = 1000
     got = answered(again, TEXT)
     assert (got.cached_tokens, disk(again).bytes_read) == (0, 0)
+
+
+def test_what_fails_while_files_are_read_costs_the_reading_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = engine(tmp_path)
+    answered(first, TEXT)
+    written(first)
+    again, real, calls = engine(tmp_path), PrefixTree.insert, count()
+
+    def short_of_memory(self: PrefixTree[Any, Any], *args: Any) -> bool:
+        done = real(self, *args)
+        if next(calls) == 0:
+            raise MemoryError("no room left")
+        return done
+
+    monkeypatch.setattr(PrefixTree, "insert", short_of_memory)
+    wanted = answered(engine(None), TEXT).tokens
+    for cached in (0, len(TEXT) - 2):
+        got = answered(again, TEXT)
+        assert (got.cached_tokens, got.tokens) == (cached, wanted)
+    assert [record.message for record in caplog.records] == [
+        "what files hold of a prompt could not be taken over; it is read anew"
+    ]
 
 
 def test_what_a_third_partys_proposer_keeps_is_refused_at_the_start(tmp_path: Path) -> None:

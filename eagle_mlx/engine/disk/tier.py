@@ -89,7 +89,9 @@ class DiskTier:
         """Make the folder, and let go what is too much from the start."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_whole(self.folder / "about.json", json.dumps(facts, indent=1).encode())
+            about = self.folder / "about.json"
+            if not about.exists():
+                write_whole(about, json.dumps(facts, indent=1).encode())
             gone = self.room.make(0)
             self.store.forget(path.name for path in gone if path.parent == self.folder)
         except OSError as e:
