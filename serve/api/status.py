@@ -66,11 +66,12 @@ async def metrics(request: Request) -> Response:
     return Response(generate_latest(request.app.state.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-@router.get("/v1/spec_decode/metrics", responses=documented(SpeculationSummary, 400, 401, 404, 503))
+@router.get("/v1/spec_decode/metrics", responses=documented(SpeculationSummary, 400, 401, 404, 409, 503))
 async def spec_decode_metrics(request: Request, model: str | None = None) -> Response:
     """What speculation has done so far, for the model of this name."""
     service = models_of(request).named(model)
     loaded = service.loaded
     if loaded is None:
-        raise ApiError(503, f"model {service.name!r} is not loaded", "model", "model_not_loaded")
+        said = f"model {service.name!r} is not loaded; ask when it is, or /metrics"
+        raise ApiError(409, said, "model", "model_not_loaded")
     return json_response(speculation_json(service.totals, loaded.mode, loaded.most_drafts))

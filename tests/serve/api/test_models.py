@@ -307,7 +307,7 @@ def test_models_are_loaded_and_unloaded_when_asked() -> None:
             unloaded = server.http.post("/admin/unload", json={"model": "b"}).json()
             assert (unloaded["state"], unloaded["max_model_len"]) == ("unloaded", None)
         assert loads.count == {"b": 1}
-        assert server.http.get("/v1/spec_decode/metrics", params={"model": "b"}).status_code == 503
+        assert server.http.get("/v1/spec_decode/metrics", params={"model": "b"}).status_code == 409
 
 
 def test_without_a_key_only_this_machine_loads_and_unloads() -> None:
