@@ -43,9 +43,10 @@ FOR_AGENTS = re.findall(
 
 
 @pytest.fixture(scope="module")
-def serving() -> Iterator[Live]:
-    """What `eagle-serve` serves."""
-    plan = LoadConfig(embedded("target"), Speculation(head=str(embedded("head"))))
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """What `eagle-serve` serves, with all that has metrics."""
+    files = tmp_path_factory.mktemp("prefixes")
+    plan = LoadConfig(embedded("target"), Speculation(head=str(embedded("head"))), prefix_cache_dir=files)
     with live(models=one_model(lambda: load(plan, lambda _: None), name="embedded")) as running:
         yield running
 
@@ -116,7 +117,7 @@ def test_the_limits_are_those_that_there_are(serving: Live) -> None:
 
 def test_the_flags_are_those_that_there_are() -> None:
     known = {flag for action in cli._parser()._actions for flag in action.option_strings}
-    others = {"--stop-timeout", "--rm"}  # docker's
+    others = {"--stop-timeout", "--rm", "--restart"}  # docker's, and one of benchmarks/prefix_reuse.py
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", GUIDE)) - others
     assert named <= known
 
