@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -85,6 +86,13 @@ def test_states_that_are_not_kept_are_read_again(target: Target, samples: list[S
     bare = [Tokens(sample.tokens, sample.loss_mask) for sample in samples[:20]]
     kept, read = started(target, samples[:20]), started(target, bare)
     assert mx.allclose(kept.fc.weight, read.fc.weight, atol=0.02)  # kept ones are float16
+
+
+def test_states_that_are_no_numbers_are_left_out(target: Target, samples: list[Sample]) -> None:
+    spoilt = replace(samples[3], last=samples[3].last * np.float16("nan"))
+    head = started(target, [*samples[:3], spoilt, *samples[4:20]])
+    assert mx.all(mx.isfinite(head.fc.weight))
+    assert not mx.array_equal(head.fc.weight, started(target, [], start="random").fc.weight)
 
 
 def test_without_samples_a_head_stays_as_it_is(target: Target, samples: list[Sample]) -> None:

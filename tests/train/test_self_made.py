@@ -104,7 +104,7 @@ def test_the_states_are_those_of_the_forwards_that_made_the_data(
         assert np.allclose(one.last[:-1], other.last[:-1], rtol=2e-3, atol=2e-3)
     losses = []
     for name, data in (("made", made), ("again", replace(made, samples=InMemory(again)))):
-        config = config_of(talker, tmp_path / name)
+        config = config_of(talker, tmp_path / name).changed(start="random")  # least squares magnify rounding
         losses.append(train(target, data, heldout_prompts(target, config_of(talker, out)), config)["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 

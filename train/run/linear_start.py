@@ -66,6 +66,8 @@ def _pieces(head: Head, target: Target, samples: Samples, seed: int) -> Iterator
                 continue
             aux, last = _states(head, target, sample)
             x, y = _read(head, target, head.embed(tokens).astype(mx.float32), aux, last)
+            if not bool(mx.all(mx.isfinite(x)) & mx.all(mx.isfinite(y))):
+                continue  # which the first step that reads it will name
             yield x[0, 1:], y[0, 2:]
             bar.update(tokens.size)
             if bar.n >= most:
