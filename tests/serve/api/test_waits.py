@@ -39,6 +39,8 @@ class Gate:
         assert loaded is not None
         self.engine, self._real, self._allowed = loaded.engine, loaded.engine.step, Semaphore(0)
 
+        self.submitted = 0
+        """HTTP requests that the engine's thread has been told of, and knows of after the step that it is in."""
         self.ended: list[str] = []
         """The clients of requests that have ended, in that order."""
 
@@ -48,6 +50,12 @@ class Gate:
             self.ended += [request.client for request in ended]
             return ended
 
+        def submit(*job: Any) -> Any:
+            made = really_submit(*job)
+            self.submitted += 1
+            return made
+
+        really_submit, server.service.worker.submit = server.service.worker.submit, submit  # type: ignore[method-assign]
         self.engine.step = step  # type: ignore[method-assign]
 
     def let(self, steps: int) -> None:
@@ -194,10 +202,10 @@ TEXT: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": Tr
 
 
 def test_an_answer_whose_time_is_over_ends_with_what_it_has() -> None:
-    with gated(limits=Limits(request_seconds=30)) as (server, gate), ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, gated(limits=Limits(request_seconds=30)) as (server, gate):
         clock = Clock(server)
         whole = pool.submit(server.http.post, COMPLETIONS, json=TEXT)
-        server.until(lambda: server.service.slots_taken == 1)
+        server.until(lambda: gate.submitted == 1)
         chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "ignore_eos": True}
         streamed = Stream(server, CHAT, chat)
         gate.let(12)
@@ -222,7 +230,7 @@ def test_an_answer_whose_time_is_over_ends_with_what_it_has() -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_request_without_a_token_when_its_time_is_over_gets_an_error(streamed: bool) -> None:
-    with gated(max_batch=1, limits=Limits(request_seconds=30)) as (server, gate), ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(3) as pool, gated(max_batch=1, limits=Limits(request_seconds=30)) as (server, gate):
         clock = Clock(server)
         held = pool.submit(server.http.post, COMPLETIONS, json={**TEXT, "prompt": LONG})
         server.until(lambda: gate.engine.waiting == 1)
@@ -230,7 +238,7 @@ def test_a_request_without_a_token_when_its_time_is_over_gets_an_error(streamed:
         body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "stream": streamed}
         path = MESSAGES if streamed else CHAT
         waits = pool.submit(server.http.post, path, json=body)
-        server.until(lambda: server.service.slots_taken == 2 and waits.running())
+        server.until(lambda: gate.submitted == 2)
         gate.let(1)
         server.until(lambda: gate.engine.waiting == 2)
         clock.now += 31
@@ -247,7 +255,7 @@ def test_a_request_without_a_token_when_its_time_is_over_gets_an_error(streamed:
 
 
 def test_official_clients_do_not_ask_again_when_the_time_was_over() -> None:
-    with gated(limits=Limits(request_seconds=30)) as (server, gate), ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, gated(limits=Limits(request_seconds=30)) as (server, gate):
         clock = Clock(server)
         client = openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=3)
         asked = pool.submit(client.completions.create, model=NAME, prompt=LONG, max_tokens=4)
@@ -266,7 +274,7 @@ def test_a_request_may_bound_its_own_answers_time(path: str) -> None:
     most = "max_output_tokens" if path == RESPONSES else "max_tokens"
     asked: Any = {"input": "x"} if path == RESPONSES else {"messages": [{"role": "user", "content": "x"}]}
     body = {**(TEXT if path == COMPLETIONS else asked), most: 400, "t_max_predict_ms": 2000}
-    with gated() as (server, gate), ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, gated() as (server, gate):
         clock = Clock(server)
         answer = pool.submit(server.http.post, path, json=body)
         server.until(lambda: gate.engine.waiting == 1)
@@ -301,16 +309,16 @@ def test_a_time_that_is_none_is_refused(server: Live) -> None:
 
 def test_clients_are_told_apart_by_their_address() -> None:
     """Behind a proxy on this machine, by the one that it names."""
-    with gated(max_batch=1) as (server, gate), ThreadPoolExecutor(6) as pool:
+    with ThreadPoolExecutor(6) as pool, gated(max_batch=1) as (server, gate):
         body = {"prompt": [5, 6, 7], "max_tokens": 3}
 
         def ask(address: str) -> httpx.Response:
             return server.http.post(COMPLETIONS, json=body, headers={"X-Forwarded-For": address})
 
         first = [pool.submit(ask, "10.0.0.1") for _ in range(4)]
-        server.until(lambda: server.service.slots_taken == 4)
+        server.until(lambda: gate.submitted == 4)
         other = pool.submit(ask, "10.0.0.2")
-        server.until(lambda: server.service.slots_taken == 5)
+        server.until(lambda: gate.submitted == 5)
         gate.let(1000)
         assert {each.result(30).status_code for each in (*first, other)} == {200}
         assert gate.ended.index("10.0.0.2") <= 1
