@@ -105,6 +105,8 @@ class Scheduler:
         if request in self.waiting:
             self.waiting.remove(request)
         self._prefills = [each for each in self._prefills if not all(row.finish_reason for row in each.batch.requests)]
+        if self.prefixes is not None and not self._prefills:
+            self.prefixes.stop_fetching()
 
     def stop_prefill(self) -> None:
         """Forget those whose prompts are being read, and what has been read of them."""

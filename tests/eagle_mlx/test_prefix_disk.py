@@ -143,6 +143,23 @@ def test_others_decode_while_a_text_is_read_from_files(
     assert not disk(again)._ahead
 
 
+def test_what_was_read_for_a_request_that_is_cancelled_is_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = "qwen3_next"  # whose blocks wait until all are there
+    first = engine(tmp_path, kind)
+    answered(first, TEXT)
+    written(first)
+    monkeypatch.setattr("eagle_mlx.engine.disk.tier.STEP_BYTES", 1)
+    again = engine(tmp_path, kind)
+    row = again.prepare(TEXT, GREEDY)
+    again.submit(row)
+    while not disk(again)._ahead:
+        again.step()
+    again.cancel(row)
+    assert not disk(again)._ahead
+
+
 def test_what_memory_has_is_not_read(tmp_path: Path) -> None:
     busy = engine(tmp_path)
     said = answered(busy, TEXT).tokens
