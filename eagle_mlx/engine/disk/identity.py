@@ -6,20 +6,14 @@ import hashlib
 import json
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-import numpy as np
-from mlx.utils import tree_flatten
 
 from eagle_mlx.engine.disk.file import FORMAT
 from eagle_mlx.engine.disk.index import BLOCK
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.target import Target, fingerprint
-
-_SAMPLES = 1024
-"""Values of every tensor that are looked at, spread over all of it: an edit of some of its rows is seen too."""
 
 
 def identity(target: Target, proposer: Proposer | None, kv_bits: int | None) -> dict[str, Any]:
@@ -35,7 +29,6 @@ def identity(target: Target, proposer: Proposer | None, kv_bits: int | None) -> 
         "model": type(target.model).__module__,
         "config": _config(target.model),
         "weights": fingerprint(target),
-        "samples": _digest(target.model),
         "adapter": target.adapter.digest if target.adapter is not None else None,
         "dtype": str(target.dtype),
         "kv_bits": kv_bits,
@@ -52,25 +45,12 @@ def digest_of(facts: dict[str, Any]) -> str:
 
 def _proposer(proposer: Proposer) -> Sequence[Any]:
     head = getattr(proposer, "head", None)
-    weights = _digest(head) if isinstance(head, nn.Module) else ""
-    return [proposer.name, getattr(proposer, "identity", ""), weights, _config(head), list(proposer.aux_layers)]
+    return [proposer.name, getattr(proposer, "identity", ""), _config(head), list(proposer.aux_layers)]
 
 
 def _config(model: Any) -> str:
     """What a model was built with: its positions' angles, for instance, are in no tensor."""
     return repr(getattr(model, "args", getattr(model, "config", None)))
-
-
-def _digest(module: nn.Module) -> str:
-    digest = hashlib.blake2s()
-    leaves = cast(list[tuple[str, mx.array]], tree_flatten(module.parameters()))
-    leaves.sort(key=lambda leaf: leaf[0])
-    samples = [leaf.reshape(-1)[:: max(1, leaf.size // _SAMPLES)].astype(mx.float32) for _, leaf in leaves]
-    mx.eval(samples)
-    for (name, leaf), some in zip(leaves, samples, strict=True):
-        digest.update(f"{name}{leaf.shape}{leaf.dtype}".encode())
-        digest.update(np.array(some).tobytes())
-    return digest.hexdigest()
 
 
 def _version(name: str) -> str:
