@@ -135,8 +135,8 @@ def _configs(args: argparse.Namespace) -> dict[str, LoadConfig]:
     add_model_arguments(of_a_model)
     of_a_model.add_argument("--served-model-name")
     defaults = vars(of_a_model.parse_args([]))
-    for field in (field for field, default in defaults.items() if getattr(args, field) != default):
-        flag = f"--{field.replace('_', '-')}"
+    if given := [field for field, default in defaults.items() if getattr(args, field) != default]:
+        flag = f"--{given[0].replace('_', '-')}"
         raise ConfigError(f"{flag} belongs to a model: write it in {args.models}, under its name or `default`")
     return read_models(Path(args.models))
 

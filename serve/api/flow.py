@@ -122,7 +122,7 @@ async def in_thread(request: Request, loaded: Loaded, work: Callable[[Encode], T
         cancelled.set()
 
 
-def told(error: ApiError) -> bytes:
+def error_event(error: ApiError) -> bytes:
     """An error in a stream that has begun, for clients of Chat Completions and Completions."""
     return f"data: {dumps(error.body)}\n\n".encode() + DONE
 
@@ -134,15 +134,15 @@ async def respond(
     prepare: Prepare,
     stream: bool,
     ping: ServerSentEvent = COMMENT,
-    tell: Callable[[ApiError], bytes] = told,
+    error_event: Callable[[ApiError], bytes] = error_event,
     answer_seconds: float = inf,
 ) -> Response:
     """Serve a request that needs so many slots of a model, whole or as a stream.
 
     A stream begins when its answer does; where that takes longer than a sign of life may, as while the model is being
     loaded, it begins without. ping: what it sends while nothing is to be said, so that nobody takes it for a dead
-    connection. tell: what it ends with where an error comes then. answer_seconds: for each of its answers, from the
-    first token.
+    connection. error_event: what it ends with where an error comes then. answer_seconds: for each of its answers, from
+    the first token.
     """
     call = service.admit(slots, client_of(request))
     call.beginning = beginning = asyncio.ensure_future(_begin(request, call, prepare, answer_seconds))
@@ -151,7 +151,7 @@ async def respond(
         if stream:
             await unless_disconnected(request, asyncio.wait({beginning}, timeout=KEEP_ALIVE_SECONDS))
             in_time = beginning.done()
-            events = beginning.result().stream(call) if in_time else _later(call, beginning, ping, tell)
+            events = beginning.result().stream(call) if in_time else _later(call, beginning, ping, error_event)
             streaming = True
             return EventStream(call, events, ping)
         whole = await unless_disconnected(request, beginning)
@@ -173,14 +173,14 @@ async def _begin(request: Request, call: Call, prepare: Prepare, answer_seconds:
 
 
 async def _later(
-    call: Call, beginning: asyncio.Future[Answer], ping: ServerSentEvent, tell: Callable[[ApiError], bytes]
+    call: Call, beginning: asyncio.Future[Answer], ping: ServerSentEvent, error_event: Callable[[ApiError], bytes]
 ) -> AsyncIterator[bytes]:
     """The events of an answer that has not begun when its stream does."""
     yield ping.encode()
     try:
         answer = await beginning
     except ApiError as e:
-        yield tell(e)
+        yield error_event(e)
         return
     async for event in answer.stream(call):
         yield event

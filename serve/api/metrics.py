@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -18,6 +18,7 @@ from .models import Models
 from .service import Service
 from .totals import SECONDS, Histogram, Totals
 
+T = TypeVar("T")
 _MODEL = "model_name"
 """The label that tells models apart, as vLLM calls it."""
 _COUNTERS: tuple[tuple[str, str, Callable[[Totals], float]], ...] = (
@@ -84,47 +85,40 @@ class ServerCollector(Collector):
         self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        services = self._models.services.values()
-        for name, text, count in _COUNTERS:
-            counter = CounterMetricFamily(name, text, labels=[_MODEL])
-            for each in services:
-                counter.add_metric([each.name], count(each.totals))
-            yield counter
+        services = [(each.name, each) for each in self._models.services.values()]
+        totals = [(name, each.totals) for name, each in services]
+        disks = [(name, each.prefix_files) for name, each in services]
+        kept_in_files = [(name, disk) for name, disk in disks if disk is not None]
+        yield from _families(CounterMetricFamily, _COUNTERS, totals)
         for name, text, label, counts in _BY_LABEL:
             counter = CounterMetricFamily(name, text, labels=[_MODEL, label])
-            for each in services:
-                for key, value in counts(each.totals).items():
-                    counter.add_metric([each.name, str(key)], value)
+            for model, each in totals:
+                for key, value in counts(each).items():
+                    counter.add_metric([model, str(key)], value)
             yield counter
-        for name, text, read in _GAUGES:
-            gauge = GaugeMetricFamily(name, text, labels=[_MODEL])
-            for each in services:
-                gauge.add_metric([each.name], float(read(each)))
-            yield gauge
-        yield from self._of_disks()
+        yield from _families(GaugeMetricFamily, _GAUGES, services)
+        if kept_in_files:
+            yield from _families(CounterMetricFamily, _DISK_COUNTERS, kept_in_files)
+            yield from _families(GaugeMetricFamily, _DISK_GAUGES, kept_in_files)
         for name, text, histogram in _HISTOGRAMS:
             family = HistogramMetricFamily(name, text, labels=[_MODEL])
-            for each in services:
-                family.add_metric([each.name], _buckets(histogram(each.totals)), histogram(each.totals).sum)
+            for model, each in totals:
+                family.add_metric([model], _buckets(histogram(each)), histogram(each).sum)
             yield family
         yield GaugeMetricFamily("eagle:ready", "1 while requests are taken", int(self._models.state == "ready"))
 
-    def _of_disks(self) -> Iterator[Metric]:
-        """Of the models that keep past prompts in files, where they are loaded."""
-        found = [(each.name, each.prefix_files) for each in self._models.services.values()]
-        disks = [(name, disk) for name, disk in found if disk is not None]
-        if not disks:
-            return
-        for name, text, read in _DISK_COUNTERS:
-            counter = CounterMetricFamily(name, text, labels=[_MODEL])
-            for model, disk in disks:
-                counter.add_metric([model], read(disk))
-            yield counter
-        for name, text, read in _DISK_GAUGES:
-            gauge = GaugeMetricFamily(name, text, labels=[_MODEL])
-            for model, disk in disks:
-                gauge.add_metric([model], float(read(disk)))
-            yield gauge
+
+def _families(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    numbers: Sequence[tuple[str, str, Callable[[T], float]]],
+    of: Sequence[tuple[str, T]],
+) -> Iterator[Metric]:
+    """Each number, for the models of these names."""
+    for name, text, read in numbers:
+        family = kind(name, text, labels=[_MODEL])
+        for model, each in of:
+            family.add_metric([model], float(read(each)))
+        yield family
 
 
 def registry(models: Models) -> CollectorRegistry:

@@ -19,8 +19,8 @@ from eagle_mlx.train.config import TrainConfig, from_mapping
 from eagle_mlx.train.data import TrainData
 from eagle_mlx.train.data.samples import InMemory, Tokens
 from eagle_mlx.train.kinds import resolved
+from eagle_mlx.train.kinds.least_squares import best_map, factors, moments
 from eagle_mlx.train.run import new_head
-from eagle_mlx.train.run.least_squares import best_map, factors, moments
 from tests.fakes import tiny_target
 from tests.full import some
 from tests.train.test_step import conversations

@@ -20,6 +20,7 @@ from eagle_mlx.target import Target
 
 from ..config import TrainConfig
 from ..unroll import unroll_feedback
+from .least_squares import Matrix, Moments
 
 Head = Eagle3Head | EagleHead | MTPHead
 H = TypeVar("H", Eagle3Head, EagleHead, MTPHead)
@@ -59,6 +60,22 @@ class Kind(ABC, Generic[H]):
         self, target: Target, config: TrainConfig, kept: NDArray[np.int64] | None, aux_layers: tuple[int, ...]
     ) -> H:
         """A head before training; `kept` [Vd] are the target's ids of the draft vocabulary, None for all."""
+
+    @abstractmethod
+    def guess(
+        self, head: H, target: Target, following: mx.array, aux: list[mx.array], last: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """What the first draft step makes of a new head's linear guess, and what that guess is to be.
+
+        following [1, L - 1, E] float32: the embeddings of tokens 1 to L - 1. aux, last [1, L, H] float32: the outputs
+        of the layers that the head reads and of the last one. Returns inputs [1, L - 1, D], those of positions 0 to
+        L - 2, and the target's states [1, L - 1, H] at the tokens behind them; where the head norms what it makes, with
+        a mean square of 1.
+        """
+
+    @abstractmethod
+    def begin_as(self, head: H, guess: Matrix, by: Moments) -> None:
+        """Let a new head make this guess: [D, H], of the inputs in their order; `by`: what it was found by."""
 
     def adopt(self, head: H) -> H:
         """A loaded head made ready for training: a quantised one becomes what its weights stand for."""

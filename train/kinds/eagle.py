@@ -17,6 +17,7 @@ from eagle_mlx.target import Target
 from ..config import TrainConfig
 from .base import Kind
 from .initial import layer_shape, randomize
+from .least_squares import Matrix, Moments
 
 
 class EagleKind(Kind[EagleHead]):
@@ -56,6 +57,15 @@ class EagleKind(Kind[EagleHead]):
         head.attach(target)
         mx.eval(head.parameters())
         return head
+
+    def guess(
+        self, head: EagleHead, target: Target, following: mx.array, aux: list[mx.array], last: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        states = target.norm(last.astype(target.dtype)).astype(mx.float32)
+        return mx.concatenate([following, states[:, :-1]], axis=-1), states[:, 1:]
+
+    def begin_as(self, head: EagleHead, guess: Matrix, by: Moments) -> None:
+        head.fc.weight = mx.array(guess.T)
 
     def mismatches(self, head: EagleHead, config: TrainConfig) -> Mapping[str, Any]:
         shape = head.config

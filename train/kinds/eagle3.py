@@ -18,7 +18,8 @@ from eagle_mlx.target import Target
 from ..config import TrainConfig
 from ..unroll import unroll
 from .base import Jitter, Kind
-from .initial import check_shape, head_config, new_head
+from .initial import attend_to_itself, check_shape, head_config, new_head
+from .least_squares import Matrix, Moments
 
 
 class Eagle3Kind(Kind[Eagle3Head]):
@@ -51,6 +52,21 @@ class Eagle3Kind(Kind[Eagle3Head]):
         size = target.vocab_size if kept is None else len(kept)
         shape = dataclasses.replace(head_config(target, config, size), aux_layers=aux_layers)
         return new_head(target, shape, kept, config.run.seed)
+
+    def guess(
+        self, head: Eagle3Head, target: Target, following: mx.array, aux: list[mx.array], last: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        inputs = [head.read(aux)[:, :-1], head.midlayer.input_layernorm(following)]
+        return mx.concatenate(inputs, axis=-1), mx.fast.rms_norm(last, None, head.config.rms_norm_eps)[:, 1:]
+
+    def begin_as(self, head: Eagle3Head, guess: Matrix, by: Moments) -> None:
+        """`fc` sees the states alone, so the next token's embedding goes through the attention, which sees itself."""
+        read = head.fc.weight.shape[1]
+        of_states, of_embedding = guess[:read], guess[read:].T
+        head.fc.weight = mx.array(of_states.T)
+        if head.midlayer.norm_before_residual:  # the residual's mean square is 1, whatever `fc` makes
+            of_embedding = of_embedding / by.root_mean_square(of_states)
+        attend_to_itself(head.midlayer.self_attn, of_embedding)
 
     def mismatches(self, head: Eagle3Head, config: TrainConfig) -> Mapping[str, Any]:
         shape = head.config

@@ -16,6 +16,7 @@ from eagle_mlx.heads.layers import Attention
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
+from .least_squares import Matrix, factors
 
 _SPREAD = 0.02
 _OWN_SCORE = 8.0
@@ -117,6 +118,23 @@ def tie_queries_to_keys(attention: Attention) -> None:
     shared = keys.reshape(attention.kv_heads, 1, dim, width)
     each = mx.broadcast_to(shared, (attention.kv_heads, attention.heads // attention.kv_heads, dim, width))
     attention.q_proj.weight = each.reshape(attention.heads * dim, width)
+
+
+def attend_to_itself(attention: Attention, matrix: Matrix) -> None:
+    """Let values and output make matrix [H, E] of a position's own embedding, as nearly as their rank allows.
+
+    That is the first part of what the attention reads. The query heads of a group share their values, and each brings
+    its part.
+    """
+    size = attention.o_proj.weight.shape[1] // attention.heads
+    left, right = factors(matrix, attention.kv_heads * size)
+    values = np.zeros(attention.v_proj.weight.shape, np.float32)
+    values[:, : matrix.shape[1]] = right
+    group = attention.heads // attention.kv_heads
+    each = left.reshape(len(left), attention.kv_heads, 1, size) / group
+    output = np.broadcast_to(each, (len(left), attention.kv_heads, group, size))
+    attention.v_proj.weight = mx.array(values)
+    attention.o_proj.weight = mx.array(np.ascontiguousarray(output).reshape(attention.o_proj.weight.shape))
 
 
 def final_norm(target: Target) -> mx.array:

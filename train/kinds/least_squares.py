@@ -40,9 +40,15 @@ class Moments:
 
     def solution(self, ridge: float) -> Matrix:
         """B [D, E] with the least sum of |y - x B|² + ridge * mean(x²) * N * |B|²."""
-        size = len(self.xx)
-        damped = self.xx + ridge * np.trace(self.xx) / size * np.eye(size, dtype=np.float32)
+        damped = self.xx.copy()
+        damped[np.diag_indices_from(damped)] += ridge * np.trace(self.xx) / len(self.xx)
         return np.linalg.solve(damped, self.xy)
+
+    def root_mean_square(self, b: Matrix) -> float:
+        """That of the numbers x B, where B [d, E] knows the first d inputs alone."""
+        size = len(b)
+        squares = float((b * (self.xx[:size, :size] @ b)).sum(dtype=np.float64))
+        return float(np.sqrt(squares / (self.count * b.shape[1])))
 
     def error(self, b: Matrix) -> float:
         """The mean of |y - x B|²."""

@@ -19,6 +19,7 @@ from eagle_mlx.target import Target
 from ..config import TrainConfig
 from .base import Kind
 from .initial import final_norm, randomize
+from .least_squares import Matrix, Moments
 
 _OWN_LAYER = "its layer is shaped as the target's own"
 
@@ -62,6 +63,16 @@ class MTPKind(Kind[MTPHead]):
         head.attach(target)
         mx.eval(head.parameters())
         return head
+
+    def guess(
+        self, head: MTPHead, target: Target, following: mx.array, aux: list[mx.array], last: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        states = head.features([last.astype(target.dtype)]).astype(mx.float32)
+        wanted = mx.fast.rms_norm(last, None, float(head.config.layer["rms_norm_eps"]))
+        return head.normed(following, states[:, :-1]), wanted[:, 1:]
+
+    def begin_as(self, head: MTPHead, guess: Matrix, by: Moments) -> None:
+        head.eh_proj.weight = mx.array(guess.T)
 
     def save(
         self, head: MTPHead, folder: Path, target_name: str, extra: Mapping[str, Any], dtype: mx.Dtype = mx.bfloat16

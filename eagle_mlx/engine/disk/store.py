@@ -19,6 +19,7 @@ from eagle_mlx.engine.prefix_tree import Keys
 
 _NAMED = 3
 """Damaged files that one line names; the others are counted."""
+_ANOTHER = "what it says of itself does not go with its name"
 
 
 class PassedOverError(Exception):
@@ -170,8 +171,9 @@ def _entry_of(name: str, header: Header | None = None, about: Mapping[str, str] 
         keys = keys_of(tokens) if tokens else np.empty(0, np.int64)
         nbytes = header.nbytes if header is not None else 0
         entry = Entry(words["kind"], words["parent"], int(words["start"]), keys, nbytes, int(words["shortest"]))
-        if entry.name == name:
-            return entry
-    except (KeyError, ValueError, OverflowError):
-        pass
-    raise DamagedError("what it says of itself does not go with its name")
+        is_its_own = entry.name == name
+    except (KeyError, ValueError, OverflowError) as e:
+        raise DamagedError(_ANOTHER) from e
+    if not is_its_own:
+        raise DamagedError(_ANOTHER)
+    return entry

@@ -31,9 +31,12 @@ from eagle_mlx.target import Target
 
 log = logging.getLogger("eagle_mlx.prefixes")
 STEP_BYTES = 128 << 20
-"""What one step of the engine reads, while others decode: with its checksum about a tenth of a second."""
+"""What one step of the engine reads, while others decode: a tenth of a second where disk and checksum take 1.3 GB/s.
+
+On a loaded machine with two cores such a step took 0.65 s of the processor's time, most of it for new memory.
+"""
 _MATCHES_AHEAD = 4
-"""Texts of which blocks have been read and not all; the oldest is read anew."""
+"""Texts of which blocks have been read and not all: a few, for turns change meanwhile. The oldest is read anew."""
 _WAITING_BYTES = 1 << 30
 """What may be kept in memory for files that are still to be written, but for one text.
 

@@ -42,7 +42,7 @@ async def messages(request: Request) -> Response:
             raise ApiError(400, said, "messages", e.code) from e
 
     ping = ServerSentEvent('{"type":"ping"}', event="ping", sep="\n")
-    return await respond(request, service, 1, prepare, bool(body.stream), ping, _told, chat.answer_seconds)
+    return await respond(request, service, 1, prepare, bool(body.stream), ping, _error_event, chat.answer_seconds)
 
 
 @router.post("/v1/messages/count_tokens", responses=documented(TokenCount, *ERRORS, error=MessagesError))
@@ -61,5 +61,5 @@ async def count_tokens(request: Request) -> Response:
         return json_response({"input_tokens": await unless_disconnected(request, count())})
 
 
-def _told(error: ApiError) -> bytes:
+def _error_event(error: ApiError) -> bytes:
     return named_event(error.messages_body).encode()

@@ -49,11 +49,11 @@ async def responses(request: Request) -> Response:
         return ResponseAnswer(body, answer, functions, items, nbytes, memory)
 
     return await respond(
-        request, service, 1, prepare, bool(body.stream), tell=_told, answer_seconds=chat.answer_seconds
+        request, service, 1, prepare, bool(body.stream), error_event=_error_event, answer_seconds=chat.answer_seconds
     )
 
 
-def _told(error: ApiError) -> bytes:
+def _error_event(error: ApiError) -> bytes:
     """As OpenAI's event `error` has it."""
     fields = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
     return named_event({**fields, "sequence_number": 0}).encode()
