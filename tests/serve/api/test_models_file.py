@@ -60,7 +60,7 @@ def test_the_example_of_the_guide_is_read(tmp_path: Path) -> None:
     assert [(name, config.target, config.max_batch) for name, config in found.items()] == [
         ("small", "Qwen3-0.6B-4bit", 4),
         ("large", "Qwen3-4B-4bit", 4),
-        ("thoughtless", "Qwen3-4B-4bit", 4),
+        ("no-thinking", "Qwen3-4B-4bit", 4),
     ]
     shown = EPILOG.split("without their dashes:\n")[1].split("A request names")[0]
     assert list(read_models(written(tmp_path, shown))) == ["small", "large"]
