@@ -45,13 +45,20 @@ DOMAINS = (
         "You are an assistant that explains. The user asks about science, history, geography, health or technology.",
     ),
     Domain(
+        "texts",
+        2.0,
+        "You are an assistant that works with texts. The user gives a passage of several sentences in full, and asks "
+        "for a summary, for a translation, for what it says about something, or for facts to be extracted from it.",
+    ),
+    Domain(
         "everyday",
         1.0,
         "You are a helpful assistant. The user asks for advice on work, study, travel, cooking or the household.",
     ),
 )
 """Half is what the target writes unsteered or as code. The other half goes by the kinds of MT-bench (Zheng et al. 2023,
-arXiv 2306.05685), so that no kind of question that heads are measured on is left to chance."""
+arXiv 2306.05685) and Spec-Bench (Xia et al. 2024, arXiv 2401.07851). So no kind of question that heads are measured on
+is left to chance."""
 
 
 def choose_domains(wishes: Sequence[str]) -> tuple[Domain, ...]:

@@ -18,7 +18,7 @@ from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Rows
 from eagle_mlx.train.kinds import KINDS, resolved
 from eagle_mlx.train.plan import preflight as forecasts
-from eagle_mlx.train.plan.estimate import check_memory, disk_of, memory_of, work_of
+from eagle_mlx.train.plan.estimate import Memory, check_memory, describe_memory, disk_of, memory_of, work_of
 from eagle_mlx.train.plan.machine import Machine
 from eagle_mlx.train.plan.preflight import Tokens, check, forecast
 from eagle_mlx.train.plan.shapes import blank_head, shape_of_head, shape_of_target
@@ -110,6 +110,23 @@ def test_more_of_anything_takes_more(tmp_path: Path) -> None:
         == (config.optimization.epochs - 1) * 1000 * 2 * shape.used
     )
     assert disk_of(head, config, 10).states == 10
+
+
+def test_a_linear_start_counts_where_it_takes_more_than_learning(tmp_path: Path) -> None:
+    """A small batch and a small draft vocabulary beside layers as wide as these."""
+    target = shape_of_target(tiny_target(hidden=256, vocab=64), 4)
+    small = TrainConfig.of(target="tiny", rows=1, length=8, unroll=1, lanes=1)
+
+    def memory(**changes: Any) -> Memory:
+        config = resolved(small.changed(**changes))
+        head = shape_of_head(blank_head(tiny_target(hidden=256, vocab=64), config), tiny_target(hidden=256, vocab=64))
+        return memory_of(target, head, config, online=False)
+
+    linear, at_random = memory(), memory(start="random")
+    assert linear.total - at_random.total == linear.start - at_random.optimizer - at_random.step > 0
+    assert "--start linear" in describe_memory(linear)
+    assert "optimizer" in describe_memory(at_random)
+    assert memory(init_from="head").start == 0
 
 
 def test_what_cannot_fit_is_refused_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

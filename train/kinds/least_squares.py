@@ -6,8 +6,8 @@ last state at that next token. Its solution costs one pass over some thousand to
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -18,9 +18,11 @@ Matrix = NDArray[np.float32]
 _RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
 """What is added to the inputs' mean square, as a share of it: from next to nothing to a strong pull towards zero."""
 _HELD_OUT = 10
-"""One piece in so many judges these."""
+"""One piece in so many judges these, from the second on."""
 _POSITIONS = 2048
 """Positions that are added at once: a product of matrices this long has the full speed of a BLAS."""
+_JUDGES = 4096
+"""Positions that judge, at most: enough to tell ridges apart that differ tenfold."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +33,22 @@ class Moments:
     """[D, D]"""
     xy: Matrix
     """[D, E]"""
-    yy: float
-    """The outputs' squares."""
     count: int
 
-    def __add__(self, other: Moments) -> Moments:
-        return Moments(self.xx + other.xx, self.xy + other.xy, self.yy + other.yy, self.count + other.count)
+    def add(self, x: mx.array, y: mx.array) -> Moments:
+        """These and those of x [N, D] and y [N, E]; the matrices are changed in place, for they may fill a machine."""
+        for total, product in ((self.xx, x.T @ x), (self.xy, x.T @ y)):
+            total += np.asarray(product)
+        return replace(self, count=self.count + len(x))
 
     def solution(self, ridge: float) -> Matrix:
         """B [D, E] with the least sum of |y - x B|² + ridge * mean(x²) * N * |B|²."""
-        damped = self.xx.copy()
-        damped[np.diag_indices_from(damped)] += ridge * np.trace(self.xx) / len(self.xx)
-        return np.linalg.solve(damped, self.xy)
+        diagonal = self.xx.diagonal().copy()
+        np.fill_diagonal(self.xx, diagonal + ridge * diagonal.mean())
+        try:
+            return np.linalg.solve(self.xx, self.xy)
+        finally:
+            np.fill_diagonal(self.xx, diagonal)
 
     def root_mean_square(self, b: Matrix) -> float:
         """That of the numbers x B, where B [d, E] knows the first d inputs alone."""
@@ -50,55 +56,63 @@ class Moments:
         squares = float((b * (self.xx[:size, :size] @ b)).sum(dtype=np.float64))
         return float(np.sqrt(squares / (self.count * b.shape[1])))
 
-    def error(self, b: Matrix) -> float:
-        """The mean of |y - x B|²."""
-        fitted = float((b * (self.xx @ b)).sum(dtype=np.float64))
-        return (self.yy - 2 * float((b * self.xy).sum(dtype=np.float64)) + fitted) / max(1, self.count)
+
+def bytes_of(inputs: int, outputs: int) -> int:
+    """What finding a map takes at its peak: the moments, and as much again to add to them or to solve by them."""
+    return 4 * (2 * inputs * (inputs + outputs) + (_JUDGES + 2 * _POSITIONS) * (inputs + outputs))
 
 
-def moments(x: mx.array, y: mx.array) -> Moments:
-    """Those of x [N, D] and y [N, E], summed in float32 where MLX computes."""
-    x, y = x.astype(mx.float32), y.astype(mx.float32)
-    xx, xy, yy = x.T @ x, x.T @ y, mx.sum(mx.square(y))
-    mx.eval(xx, xy, yy)
-    return Moments(np.array(xx), np.array(xy), float(yy), len(x))
+def error(b: Matrix, x: mx.array, y: mx.array) -> float:
+    """The mean of |y - x B|² over x [N, D] and y [N, E]."""
+    return float(mx.mean(mx.sum(mx.square(y - x @ mx.array(b)), axis=-1)))
 
 
-class _Sum:
-    """Moments of pieces, many positions added at once."""
-
-    def __init__(self) -> None:
-        self._total: Moments | None = None
-        self._waiting: list[tuple[mx.array, mx.array]] = []
-
-    def add(self, x: mx.array, y: mx.array) -> None:
-        mx.eval(x, y)
-        self._waiting.append((x, y))
-        if sum(len(each) for each, _ in self._waiting) >= _POSITIONS:
-            self.total()
-
-    def total(self) -> Moments | None:
-        if self._waiting:
-            xs, ys = zip(*self._waiting, strict=True)
-            found = moments(mx.concatenate(list(xs)), mx.concatenate(list(ys)))
-            self._total = found if self._total is None else self._total + found
-            self._waiting.clear()
-        return self._total
+Piece = tuple[mx.array, mx.array]
+"""Inputs [n, D] and outputs [n, E] that belong together."""
 
 
-def best_map(pieces: Iterable[tuple[mx.array, mx.array]]) -> tuple[Matrix, Moments] | None:
+def best_map(pieces: Iterable[Piece]) -> tuple[Matrix, Moments] | None:
     """The linear map B [D, E] that foretells best, and the moments that it was found by; None without pieces.
 
-    pieces: inputs [n, D] and outputs [n, E] that belong together. The ridge is the one with the least error on the
-    pieces that are left out for this.
+    The ridge is the one with the least error on pieces that are left out for this. Of a single piece none is, and it
+    is the strongest.
     """
-    learnt, judged = _Sum(), _Sum()
+    found: Moments | None = None
+    waiting: list[Piece] = []
+    judges: list[Piece] = []
     for number, (x, y) in enumerate(pieces):
-        (judged if number % _HELD_OUT == _HELD_OUT - 1 else learnt).add(x, y)
-    found = learnt.total()
+        piece = x.astype(mx.float32), y.astype(mx.float32)
+        mx.eval(piece)
+        judging = number % _HELD_OUT == 1 and _length(judges) < _JUDGES
+        (judges if judging else waiting).append(piece)
+        if _length(waiting) >= _POSITIONS:
+            found = _added(found, waiting)
+            waiting = []
+    if waiting:
+        found = _added(found, waiting)
     if found is None:
         return None
-    return min((found.solution(ridge) for ridge in _RIDGES), key=(judged.total() or found).error), found
+    if not judges:
+        return found.solution(_RIDGES[-1]), found
+    judged = _joined(judges)
+    return min((found.solution(ridge) for ridge in _RIDGES), key=lambda b: error(b, *judged)), found
+
+
+def _length(pieces: Sequence[Piece]) -> int:
+    return sum(len(x) for x, _ in pieces)
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    xs, ys = zip(*pieces, strict=True)
+    return mx.concatenate(list(xs)), mx.concatenate(list(ys))
+
+
+def _added(found: Moments | None, pieces: Sequence[Piece]) -> Moments:
+    x, y = _joined(pieces)
+    if found is None:
+        inputs, outputs = x.shape[1], y.shape[1]
+        found = Moments(np.zeros((inputs, inputs), np.float32), np.zeros((inputs, outputs), np.float32), 0)
+    return found.add(x, y)
 
 
 def factors(matrix: Matrix, rank: int) -> tuple[Matrix, Matrix]:

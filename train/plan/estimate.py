@@ -9,6 +9,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.shards.budget import gb
 
 from ..config import OptimizationConfig, TrainConfig
+from ..kinds.least_squares import bytes_of
 from .shapes import HeadShape, TargetShape
 
 FLOAT = 4
@@ -61,6 +62,8 @@ class Memory:
     """Gradients, and what the forward and backward pass keep."""
     states: int = 0
     """Hidden states that are kept in memory."""
+    start: int = 0
+    """What the linear start of a new head takes, before there are gradients."""
 
     @property
     def arrays(self) -> int:
@@ -70,7 +73,7 @@ class Memory:
     @property
     def total(self) -> int:
         """Of the whole process."""
-        return self.arrays + self.states + PROGRAM
+        return self.target + self.head + max(self.optimizer + self.step, self.start) + self.states + PROGRAM
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,15 @@ def memory_of(
     """
     weights = FLOAT * head.parameters
     optimizer = 2 * weights if config.optimization.optimizer == "adamw" else weights + FLOAT * 2 * head.projections // 2
-    return Memory(target.weights, weights, optimizer, step_memory(target, head, config, online, value), states)
+    step = step_memory(target, head, config, online, value)
+    linear = config.head.start == "linear" and not config.head.init_from
+    return Memory(target.weights, weights, optimizer, step, states, start_memory(target, head) if linear else 0)
+
+
+def start_memory(target: TargetShape, head: HeadShape) -> int:
+    """Bytes of finding a head's linear guess: from the layers that it reads and an embedding to a state."""
+    states = max(1, len(head.aux_layers)) * target.hidden_size
+    return bytes_of(states + head.hidden_size, head.hidden_size)
 
 
 def step_memory(target: TargetShape, head: HeadShape, config: TrainConfig, online: bool, value: int = FLOAT) -> int:
@@ -202,11 +213,11 @@ def check_memory(memory: Memory, free: float, config: TrainConfig) -> None:
 
 def describe_memory(memory: Memory) -> str:
     """The parts in one line."""
+    learning = [("optimizer", memory.optimizer), ("gradients and activations", memory.step)]
     parts = [
         ("target", memory.target),
         ("head", memory.head),
-        ("optimizer", memory.optimizer),
-        ("gradients and activations", memory.step),
+        *(learning if memory.optimizer + memory.step > memory.start else [("--start linear", memory.start)]),
         ("hidden states", memory.states),
         ("program", PROGRAM),
     ]
