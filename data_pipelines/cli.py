@@ -154,7 +154,10 @@ def _with_recorded(argv: list[str]) -> list[str]:
         return argv
     recorded = ShardReader(found.repair).manifest.command
     if not recorded:
-        raise ShardError(f"{found.repair} does not say which command made it; give that command again with --resume")
+        raise ShardError(
+            f"{found.repair} names no `eagle-data collect` that made it: give that command again with --resume, or "
+            "capture its conversations anew"
+        )
     return [*recorded, "--output", str(found.repair), "--resume", *rest[1:]]
 
 

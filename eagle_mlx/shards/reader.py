@@ -88,9 +88,9 @@ class ShardReader:
 
     @property
     def _remedy(self) -> str:
-        if self.manifest.made_from:
+        if self.manifest.command:
             return f"`eagle-data collect --repair {self.folder}` captures it again and leaves the rest as it is"
-        return "copy the folder again, or remove it and capture again with `eagle-data collect`"
+        return "copy the folder again, or remove it and capture its conversations again with `eagle-data collect`"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -104,7 +104,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ShardError(f"{folder} is not a folder of shards: it has no {MANIFEST}") from e
         raise ShardError(
             f"{folder} is not finished: its capture was interrupted, or is still under way, in {part}; "
-            "give the same `eagle-data collect` command again, which continues where it stopped"
+            "give the same `eagle-data` command again, which continues where it stopped"
         ) from e
     except OSError as e:
         raise ShardError(f"{path} cannot be read: {e.strerror}") from e

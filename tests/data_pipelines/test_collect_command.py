@@ -115,7 +115,7 @@ def test_what_cannot_be_repaired(
     assert cli.main(["collect", "--repair", str(tmp_path / "s")]) == 2
     said = capsys.readouterr().err
     expected = {
-        "no command": "does not say which command made it; give that command again with --resume",
+        "no command": "names no `eagle-data collect` that made it: give that command again with --resume, or capture",
         "other data": "was made from something else (conversations: 40 of",
         "no folder": "is not a folder of shards",
     }

@@ -30,7 +30,7 @@ from eagle_mlx.data_pipelines.shard_capture import capture_to_shards, shard_meta
 from eagle_mlx.data_pipelines.usable import LOOK, loops, loops_so_far, why_no_answer, why_no_question
 from eagle_mlx.data_pipelines.user_place import find_user_place
 from eagle_mlx.engine import Engine
-from eagle_mlx.errors import ConfigError, DataError, OutputError, TargetError
+from eagle_mlx.errors import ConfigError, DataError, OutputError, ShardError, TargetError
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.capturing import CapturingProposer
 from eagle_mlx.proposers.head import HeadProposer
@@ -203,6 +203,17 @@ def test_other_settings_do_not_continue_a_file(target: Target, tmp_path: Path, m
 
 def samples_of(folder: Path) -> list[Sample]:
     return list(ShardReader(folder))
+
+
+def test_damage_to_what_was_made_is_named_with_a_remedy_that_works(target: Target, tmp_path: Path) -> None:
+    """No `eagle-data collect` made these shards, so none can repair them."""
+    folder = tmp_path / "shards"
+    path = tmp_path / "a.jsonl"
+    make_to_file(capturing(target, 0), CONFIG, Wanted(rows=ROWS), path, place=place_at(folder, target))
+    next(folder.glob("*.safetensors")).write_bytes(b"damage")
+    with pytest.raises(ShardError, match=r"remove it and capture its conversations again with `eagle-data collect`"):
+        ShardReader(folder).verify()
+    assert cli.main(["collect", "--repair", str(folder)]) == 2
 
 
 def test_captured_states_are_those_of_a_capture_afterwards(target: Target, whole: bytes, tmp_path: Path) -> None:

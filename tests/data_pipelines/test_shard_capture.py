@@ -186,7 +186,7 @@ def test_a_damaged_shard_is_captured_again(tmp_path: Path, whole: dict[str, byte
         plan().run(shards)
     name = f"shard-{index:05d}.safetensors"
     (folder / name).write_bytes(whole[name][:-9])
-    with pytest.raises(ShardError, match=f"{name} is cut short.*eagle-data collect --repair"):
+    with pytest.raises(ShardError, match=f"{name} is cut short.*again with `eagle-data collect`"):
         ShardReader(folder).verify()
     with pytest.raises(OutputError, match="exists already"):
         plan().open(folder).__enter__()

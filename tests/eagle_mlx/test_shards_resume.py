@@ -86,7 +86,7 @@ def test_nothing_is_left_where_nothing_was_written(tmp_path: Path) -> None:
 def test_an_unfinished_capture_is_not_read(tmp_path: Path, place: str) -> None:
     interrupt(tmp_path / "s", COUNT)
     with pytest.raises(
-        ShardError, match=rf"{place} is not finished.*s\.unfinished; give the same `eagle-data collect`"
+        ShardError, match=rf"{place} is not finished.*s\.unfinished; give the same `eagle-data` command"
     ):
         ShardReader(tmp_path / place)
 
