@@ -23,6 +23,8 @@ os.environ.update(
 )
 if not FULL:
     os.environ["MLX_DISABLE_COMPILE"] = "1"  # on a CPU g++ takes a second for each kernel, of which there are some 170
+if FULL or {"EAGLE_FUZZ_ROUNDS", "KILLS", "SCHEMA_CASES", "SOAK_SECONDS"} & os.environ.keys():
+    os.environ.setdefault("PYTEST_TIMEOUT", "3600")  # tests that are asked for more may take longer (pyproject.toml)
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # A worker's threads take turns, so that a second core is of no use to them; moving between cores cost an eighth.
