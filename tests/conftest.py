@@ -68,6 +68,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_left_behind() -> Iterator[None]:
+    """What a module's tests have dropped ends with them: engines, and the processes that grammars have begun."""
+    yield
+    gc.collect()
+
+
 @pytest.fixture(autouse=True)
 def _short_head_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands try a head on fewer tokens, unless in full or where the trial is what is tested.
