@@ -85,7 +85,8 @@ class Writer:
 
     def _run(self) -> None:
         with suppress(OSError, AttributeError):  # on Linux a thread has a priority of its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            own = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + _NICE)
         while (job := self._jobs.get()) is not None:
             try:
                 if time.monotonic() >= self._paused_until:
