@@ -24,6 +24,19 @@ _BODIES: dict[str, type[Body]] = {
     "/admin/unload": AdminRequest,
 }
 
+_LINKS: dict[str, dict[str, tuple[str, str, dict[str, Any]]]] = {
+    "/v1/responses": {
+        "read": ("/v1/responses/{id}", "get", {"parameters": {"id": "$response.body#/id"}}),
+        "forget": ("/v1/responses/{id}", "delete", {"parameters": {"id": "$response.body#/id"}}),
+        "go on": (
+            "/v1/responses",
+            "post",
+            {"requestBody": {"input": "Go on.", "previous_response_id": "$response.body#/id"}},
+        ),
+    },
+}
+"""What can be done with an answer of a POST route: path, method, and what to send there."""
+
 
 def add_schema(app: FastAPI, models: Sequence[str]) -> None:
     """Let the app's schema tell what its POST routes take, for models of these names; the only one may be left out."""
@@ -48,6 +61,11 @@ def add_schema(app: FastAPI, models: Sequence[str]) -> None:
         for path, kind in _BODIES.items():
             content = {"application/json": {"schema": named[(kind, "validation")]}}
             schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
+        for path, links in _LINKS.items():
+            schema["paths"][path]["post"]["responses"]["200"]["links"] = {
+                name: {"operationId": schema["paths"][to][method]["operationId"], **sent}
+                for name, (to, method, sent) in links.items()
+            }
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's documentation has it

@@ -20,8 +20,7 @@ from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.models import Models
 from eagle_mlx.serve.api.server import Server, address, listen
 from eagle_mlx.serve.api.service import Service, Settings, Source
-from tests.fakes import tiny_head, tiny_target
-from tests.serve.chat.formats import target_of
+from tests.serve.api.given import PATIENCE, given_head, given_target, given_target_of
 
 NAME = "tiny"
 DEPTH = 3
@@ -29,19 +28,16 @@ DEPTH = 3
 
 def engine(mode: str = "ngram", max_batch: int = 4, context: int = 512, **settings: int | None) -> em.Engine:
     """Greedy text of the tiny model repeats itself soon, so that n-grams are accepted, and refused, often."""
-    target = tiny_target(tokenizer=True)
+    target = given_target()
     target.context_length = context
-    proposer = {
-        "none": lambda: None,
-        "ngram": em.NgramProposer,
-        "eagle": lambda: em.HeadProposer(tiny_head(target, draft_vocab=512)),
-    }[mode]()
+    proposer = {"none": lambda: None, "ngram": em.NgramProposer, "eagle": lambda: given_head(target)}[mode]()
     return em.Engine(target, proposer, em.FixedPolicy(DEPTH), max_batch, **settings)  # type: ignore[arg-type]
 
 
-def loaded_format(name: str) -> Loaded:
+def loaded_format(name: str, **settings: int | None) -> Loaded:
     """A model with the chat format of this name, which drafts n-grams."""
-    made = em.Engine(target_of(name, special=True), em.NgramProposer(), em.FixedPolicy(DEPTH), 4)
+    target = given_target_of(name)
+    made = em.Engine(target, em.NgramProposer(), em.FixedPolicy(DEPTH), 4, **settings)  # type: ignore[arg-type]
     return Loaded(made, "ngram", DEPTH)
 
 
@@ -54,7 +50,9 @@ class Live:
         self.service: Service = next(iter(server.models.services.values()))
         """Of the one model, or the first of several."""
         key = self.models.settings.api_key
-        self.http = httpx.Client(base_url=base, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=60)
+        self.http = httpx.Client(
+            base_url=base, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=PATIENCE
+        )
         self.openai = openai.OpenAI(base_url=f"{base}/v1", api_key=key or "none", max_retries=0)
 
     def until(self, true: Callable[[], bool], seconds: float = 20.0) -> float:
@@ -125,7 +123,7 @@ def live(
     thread.start()
     try:
         if wait:
-            running.until(lambda: server.models.state == "ready" or server.models.failure is not None)
+            running.until(lambda: server.models.state == "ready" or server.models.failure is not None, PATIENCE)
         yield running
     finally:
         running.http.close()

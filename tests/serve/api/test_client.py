@@ -15,9 +15,12 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 import eagle_mlx as em
 from eagle_mlx.engine.output import Output
 from eagle_mlx.serve.api.model import Loaded
+from tests.serve.api.given import TARGET
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live
 
 PROMPT = "def f(x):\n    return x"
+ENDLESS = {"ignore_eos": True}
+"""For what is said of a given number of tokens: a trained model would end before."""
 MESSAGES: Any = [{"role": "user", "content": "def f(x):"}]
 
 
@@ -38,8 +41,10 @@ def expected(reference: em.Engine, prompt: Any = PROMPT, **params: Any) -> Outpu
 
 
 def test_a_completion_is_the_engines(server: Live, reference: em.Engine) -> None:
-    answer = server.openai.completions.create(model=NAME, prompt=PROMPT, max_tokens=40, temperature=0)
-    plain = expected(reference, max_tokens=40)
+    answer = server.openai.completions.create(
+        model=NAME, prompt=PROMPT, max_tokens=40, temperature=0, extra_body=ENDLESS
+    )
+    plain = expected(reference, max_tokens=40, **ENDLESS)
     assert answer.choices[0].text == plain.text
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
@@ -48,7 +53,8 @@ def test_a_completion_is_the_engines(server: Live, reference: em.Engine) -> None
     timings = answer.timings  # type: ignore[attr-defined]
     speculation = answer.metrics["speculative_decoding"]  # type: ignore[attr-defined]
     assert timings["draft_n"] == speculation["num_draft_tokens"] > 0
-    assert 0 < timings["draft_n_accepted"] == speculation["num_accepted_draft_tokens"] <= timings["draft_n"]
+    assert timings["draft_n_accepted"] == speculation["num_accepted_draft_tokens"] <= timings["draft_n"]
+    assert TARGET is not None or timings["draft_n_accepted"] > 0  # only a random model's text must repeat itself
     histogram = {int(length): count for length, count in speculation["acceptance_histogram"].items()}
     assert sum(histogram.values()) == speculation["num_spec_steps"]
     assert sum(length * count for length, count in histogram.items()) == speculation["num_accepted_draft_tokens"]
@@ -162,9 +168,10 @@ def test_prompts_as_tokens(server: Live, reference: em.Engine) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings_end_the_text(server: Live, reference: em.Engine, stream: bool) -> None:
-    whole = expected(reference, max_tokens=40).text
+    whole = expected(reference, max_tokens=40, **ENDLESS).text
     stop = whole[len(whole) // 2 :][:5]
     asked: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stop": [stop, "nay"]}
+    asked["extra_body"] = ENDLESS
     if stream:
         chunks = list(server.openai.completions.create(**asked, stream=True))
         text, reason = "".join(c.choices[0].text for c in chunks), chunks[-1].choices[0].finish_reason
@@ -176,7 +183,7 @@ def test_stop_strings_end_the_text(server: Live, reference: em.Engine, stream: b
 
 
 def test_chat_logprobs_are_the_targets(server: Live, reference: em.Engine) -> None:
-    plain = expected(reference, MESSAGES, max_tokens=10, logprobs=True, top_logprobs=2)
+    plain = expected(reference, MESSAGES, max_tokens=10, logprobs=True, top_logprobs=2, **ENDLESS)
     asked: dict[str, Any] = {
         "model": NAME,
         "messages": MESSAGES,
@@ -184,6 +191,7 @@ def test_chat_logprobs_are_the_targets(server: Live, reference: em.Engine) -> No
         "temperature": 0,
         "logprobs": True,
         "top_logprobs": 2,
+        "extra_body": ENDLESS,
     }
     whole = server.openai.chat.completions.create(**asked).choices[0].logprobs
     assert whole is not None
@@ -214,6 +222,7 @@ def test_completions_logprobs_with_the_prompt(server: Live, reference: em.Engine
         "temperature": 0,
         "logprobs": 1,
         "echo": True,
+        "extra_body": ENDLESS,
     }
     if stream:
         choices = [c.choices[0] for c in server.openai.completions.create(**asked, stream=True)]
@@ -227,7 +236,7 @@ def test_completions_logprobs_with_the_prompt(server: Live, reference: em.Engine
         assert choice.logprobs is not None
         text, tokens = choice.text, choice.logprobs.tokens or []
         logprobs, offsets = choice.logprobs.token_logprobs or [], choice.logprobs.text_offset or []
-    plain = expected(reference, max_tokens=6, logprobs=True)
+    plain = expected(reference, max_tokens=6, logprobs=True, **ENDLESS)
     assert text == PROMPT + plain.text == "".join(tokens)
     assert [text[a:b] for a, b in zip(offsets, [*offsets[1:], len(text)], strict=True)] == tokens
     assert logprobs[0] is None

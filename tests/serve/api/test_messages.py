@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from eagle_mlx.serve.api import flow
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
+from tests.serve.api.given import TARGET
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
 from tests.serve.chat.formats import WEATHER
 
@@ -94,7 +95,8 @@ def test_the_official_client_reads_it_whole_and_streamed(client: anthropic.Anthr
     assert len(pieces) > 1
     assert "".join(pieces) == whole.content[0].text  # type: ignore[union-attr]
     assert final.content[0].text == "".join(pieces)  # type: ignore[union-attr]
-    assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 24)
+    assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+    assert final.stop_reason == ("max_tokens" if final.usage.output_tokens == 24 else "end_turn")
     counted = client.messages.count_tokens(model=NAME, messages=USER)
     for each in (whole.usage, final.usage):
         assert each.input_tokens + (each.cache_read_input_tokens or 0) == counted.input_tokens
@@ -124,8 +126,10 @@ def test_max_tokens_is_a_bound_that_the_context_may_undercut(server: Live) -> No
     """Agents ask for tens of thousands of tokens, whatever the model."""
     message = ask(server, messages=USER, max_tokens=64_000, temperature=0)
     usage = message["usage"]
-    assert message["stop_reason"] == "model_context_window_exceeded"
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["output_tokens"] == 512
+    used = usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["output_tokens"]
+    assert used <= 512
+    assert message["stop_reason"] == ("model_context_window_exceeded" if used == 512 else "end_turn")
+    assert TARGET is not None or used == 512  # a random model never ends its turn
     assert ask(server, messages=USER, max_tokens=1)["stop_reason"] == "max_tokens"
 
 

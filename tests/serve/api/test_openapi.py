@@ -1,12 +1,14 @@
 """The published schema holds: nothing that it allows or forbids breaks the server, and answers are as it says.
 
-The long run, over 5,000 cases: `SCHEMA_CASES=700 pytest tests/serve/api/test_openapi.py`.
+The long run, over 5,000 cases: `SCHEMA_CASES=330 pytest -s tests/serve/api/test_openapi.py`. It tells how many of each
+route were answered with what.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,8 +28,12 @@ from eagle_mlx.serve.api.model import Loaded
 from tests.full import in_full
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
 
+LONG = "SCHEMA_CASES" in os.environ
 CASES = int(os.environ.get("SCHEMA_CASES", in_full("30", "12")))
-"""For each route and each kind of case."""
+"""For each route and each kind of case, and conversations."""
+ENOUGH = 5000
+STEPS = 6
+"""Of a conversation: a response, what comes of it, and what is done after it has been forgotten."""
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 BODIES = (
     "/v1/chat/completions",
@@ -50,6 +56,8 @@ READS = (
     "/v1/spec_decode/metrics",
 )
 Mode = schemathesis.GenerationMode
+sent: Counter[tuple[str, str, int]] = Counter()
+"""Cases by route, kind and status."""
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +65,12 @@ def short() -> Iterator[Live]:
     """A server whose answers are short, whatever is asked."""
     with live(lambda: Loaded(engine(context=40), "ngram", DEPTH), wide()) as running:
         yield running
+
+
+def tell(route: str, kind: str) -> None:
+    """How cases were answered, for the long run."""
+    statuses = {status: count for (*key, status), count in sorted(sent.items()) if key == [route, kind]}
+    print(f"\n{route}, {kind}: {sum(statuses.values())} {statuses}; {sent.total()} so far")
 
 
 @pytest.mark.parametrize("mode", [Mode.POSITIVE, Mode.NEGATIVE])
@@ -75,13 +89,46 @@ def test_all_that_can_be_sent(short: Live, path: str, mode: Mode) -> None:
     )
     @given(operation.as_strategy(generation_mode=mode))
     def send(case: Any) -> None:
-        case.call_and_validate(checks=checks)
+        answer = case.call_and_validate(checks=checks)
+        sent[path, mode.value, answer.status_code] += 1
 
     answered = short.service.totals.requests["finished"]
     send()
+    tell(path, mode.value)
     assert short.http.get("/health").status_code == 200
     if mode is Mode.POSITIVE and path == "/v1/completions":
         assert short.service.totals.requests["finished"] > answered
+
+
+def test_all_that_can_be_done_with_responses(short: Live) -> None:
+    """They are read, gone on from and forgotten, in any order and several times."""
+    schema = schemathesis.openapi.from_url(f"{short.base}/openapi.json").include(path_regex="^/v1/responses")
+
+    class Conversation(schema.as_state_machine()):  # type: ignore[misc]
+        def validate_response(self, response: Any, case: Any, **_: Any) -> None:
+            case.validate_response(response, checks=CHECKS)
+            sent[f"{case.method} {case.path}", "conversations", response.status_code] += 1
+
+    Conversation.run(
+        settings=settings(
+            max_examples=max(8, CASES // 3),
+            stateful_step_count=STEPS,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+            deadline=None,
+            database=None,
+        )
+    )
+    for route in sorted({route for route, kind, _ in sent if kind == "conversations"}):
+        tell(route, "conversations")
+    made = {(route, status) for route, kind, status in sent if kind == "conversations"}
+    assert made >= {(f"{method} /v1/responses/{{id}}", 200) for method in ("GET", "DELETE")}
+
+
+@pytest.mark.skipif(not LONG, reason="SCHEMA_CASES says how many")
+def test_so_many_were_sent_and_none_was_an_error_of_the_server() -> None:
+    assert not [key for key in sent if key[-1] >= 500]
+    assert sent.total() >= ENOUGH
 
 
 @pytest.mark.parametrize("path", READS)

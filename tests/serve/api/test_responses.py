@@ -11,6 +11,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from eagle_mlx.serve.api.limits import Limits
+from tests.serve.api.given import TARGET
 from tests.serve.api.live import NAME, Live, live, wide
 from tests.serve.chat.formats import CLOCK, WEATHER
 
@@ -99,7 +100,8 @@ def test_the_official_client_reads_it_whole_and_streamed(server: Live) -> None:
     pieces = [event.delta for event in found if event.type == "response.output_text.delta"]
     assert len(pieces) > 1
     assert "".join(pieces) == whole.output_text
-    assert found[-1].type == "response.incomplete"
+    assert found[-1].type == f"response.{whole.status}"
+    assert TARGET is not None or whole.status == "incomplete"  # a random model never ends its turn
     assert found[-1].response.output_text == whole.output_text
 
 
@@ -181,11 +183,12 @@ def test_tools_of_other_kinds_are_functions_to_the_model(caller: Live) -> None:
 def test_thoughts_are_items_that_go_back(thinker: Live) -> None:
     thinks = {"chat_template_kwargs": {"enable_thinking": True}, "seed": 3}
     asked = {"input": USER, "max_output_tokens": 40, "include": ["reasoning.encrypted_content"], **thinks}
-    chat = thinker.http.post(CHAT, json={"messages": USER, "max_tokens": 40, **thinks}).json()["choices"][0]["message"]
+    answer = thinker.http.post(CHAT, json={"messages": USER, "max_tokens": 40, **thinks}).json()
+    chat, used = answer["choices"][0]["message"], answer["usage"]["completion_tokens"]
     response = ask(thinker, **asked)
     (thought,) = response["output"]
     assert (thought["type"], thought["content"][0]["text"]) == ("reasoning", chat["reasoning_content"])
-    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 40}
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": used}
     assert alike(streamed(events(thinker, **asked))) == alike([thought])
     assert (
         ask(thinker, **asked | {"reasoning": {"effort": "none"}, "chat_template_kwargs": None})["output"][0]["type"]

@@ -1,85 +1,122 @@
-"""Sixty-four clients at once, of which many leave: everybody gets an end, and nothing stays behind.
+"""Sixty-four clients of three APIs at once, of whom a third leave: everybody gets an end, and nothing stays behind.
 
-For two seconds in the suite, three in full; `SOAK_SECONDS=120 pytest tests/serve/api/test_soak.py` is the long run,
-which watches the memory too.
+For two seconds in the suite, three in full. `SOAK_SECONDS=120 pytest tests/serve/api/test_soak.py` is the long run: of
+`eagle-serve` as a process of its own, whose memory is watched. tests/clients/README.md says what it looks at.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
-import random
+import signal
+import subprocess
+import sys
 import time
-from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from eagle_mlx.serve.api.limits import Limits
-from eagle_mlx.serve.api.model import Loaded
+from tests.fakes import EMBEDDED_TARGET
 from tests.full import in_full
-from tests.serve.api.live import DEPTH, Live, engine, live, wide
+from tests.serve.api.crowd import Account, crowd, questions, resident, texts_alone
+from tests.serve.api.dialects import Question
+from tests.serve.api.given import HEAD, TARGET
+from tests.serve.api.live import live, loaded_format, wide
+from tests.serve.chat.formats import with_format
 
-SECONDS = float(os.environ.get("SOAK_SECONDS", in_full("3", "2")))
-LONG = 60.0
-"""Seconds from which the memory says something."""
-CLIENTS = 64
+LONG = float(os.environ.get("SOAK_SECONDS", 0))
+CLIENTS = int(os.environ.get("SOAK_CLIENTS", 64))
+QUEUE = 24
+"""Fewer than there are clients, so that some are refused."""
+GROWTH = 0.05
+"""Of the memory, second half of the time against the first."""
 
 
-def resident() -> int:
-    """Bytes of this process in memory, the server's and the clients'."""
-    gc.collect()
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def numbers(base: str) -> dict[str, float]:
+    """The server's metrics, summed over labels."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(httpx.get(f"{base}/metrics", timeout=20).text):
+        for sample in family.samples:
+            name = sample.name + (f" {sample.labels['outcome']}" if "outcome" in sample.labels else "")
+            found[name] = found.get(name, 0) + sample.value
+    return found
 
 
-async def client(http: httpx.AsyncClient, rng: random.Random, until: float, ends: Counter[str]) -> None:
-    while time.monotonic() < until:
-        stream = rng.random() < 0.6
-        body = {
-            "prompt": [rng.randint(3, 4000) for _ in range(rng.randint(1, 60))],
-            "max_tokens": rng.randint(1, 40),
-            "temperature": rng.choice((0.0, 1.0)),
-            "num_speculative_tokens": rng.choice((0, 1, 3)),
-            "stream": stream,
-        }
-        leaves = rng.random() < 0.3
+def seconds_until_idle(base: str, most: float = 20.0) -> float:
+    begun = time.monotonic()
+    while (now := numbers(base))["eagle:rows"] + now["eagle:queue"] and time.monotonic() - begun < most:
+        time.sleep(0.01)
+    return time.monotonic() - begun
+
+
+@contextmanager
+def process(folder: Path) -> Iterator[tuple[str, subprocess.Popen[str], list[str]]]:
+    """eagle-serve with the given target and head, or the included ones: its address, itself, the lines that it says.
+
+    Its prefix cache is small, in memory and on disk, so that it is full before the memory is looked at.
+    """
+    target = with_format(Path(TARGET or EMBEDDED_TARGET), "qwen", folder / "target")
+    head = HEAD or EMBEDDED_TARGET.parent / "head"
+    flags = ["--target", target, "--head", head, "--port", 0, "--max-queue", QUEUE, "--prefix-cache-gb", 0.03]
+    flags += ["--prefix-cache-dir", folder / "prefixes", "--prefix-disk-gb", 0.1]
+    start = "from eagle_mlx.serve.api.cli import command; command()"
+    command, lines = [sys.executable, "-c", start, *map(str, flags)], list[str]()
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        for line in running.stderr:
+            lines.append(line.rstrip())
+            if line.startswith("ready:"):
+                break
+        assert running.poll() is None, lines
+        reading = Thread(target=lambda: lines.extend(map(str.rstrip, running.stderr or ())), daemon=True)
+        reading.start()
         try:
-            async with asyncio.timeout(rng.random() if leaves else 60):
-                answer = await http.post("/v1/completions", json=body)
-        except TimeoutError:
-            ends["left" if leaves else "never answered"] += 1
-            continue
-        whole = answer.text.endswith("data: [DONE]\n\n") if stream else answer.text.endswith("}")
-        ends[str(answer.status_code) if whole or answer.status_code != 200 else "cut short"] += 1
-        if answer.status_code == 429:
-            await asyncio.sleep(0.1 * rng.random())
+            yield next(line for line in lines if line.startswith("ready:")).removeprefix("ready: "), running, lines
+        finally:
+            running.terminate()
+            running.wait(60)
+            reading.join(10)
 
 
-async def crowd(server: Live, seconds: float, ends: Counter[str]) -> list[int]:
-    """The memory after each quarter of the time."""
-    until = time.monotonic() + seconds
-    limits = httpx.Limits(max_connections=CLIENTS)
-    memory = []
-    async with httpx.AsyncClient(base_url=server.base, timeout=60, limits=limits) as http:
-        clients = [asyncio.create_task(client(http, random.Random(i), until, ends)) for i in range(CLIENTS)]
-        for _ in range(4):
-            await asyncio.sleep(seconds / 4)
-            memory.append(resident())
-        await asyncio.gather(*clients)
-    return memory
+def soak(base: str, pid: int, seconds: float, asked: Sequence[Question]) -> Account:
+    """Let the crowd in, and look at what is left behind it."""
+    account = asyncio.run(crowd(base, CLIENTS, seconds, texts_alone(base, asked), partial(resident, pid)))
+    if (idle := seconds_until_idle(base)) > 1.0:
+        account.faults.append(f"the last row was free {idle:.1f} s behind the last client")
+    if failed := numbers(base).get("eagle:requests_total failed"):
+        account.faults.append(f"{failed:.0f} requests failed")
+    return account
 
 
 def test_everybody_gets_an_end_and_nothing_stays_behind(caplog: pytest.LogCaptureFixture) -> None:
-    ends: Counter[str] = Counter()
-    made = lambda: Loaded(engine(prefix_cache_bytes=1 << 20), "ngram", DEPTH)  # noqa: E731
-    with live(made, settings=wide(Limits(queue=24))) as server:
-        memory = asyncio.run(crowd(server, SECONDS, ends))
-        assert set(ends) <= {"200", "429", "left"}
-        assert min(ends.values()) > 0
+    with live(lambda: loaded_format("qwen", prefix_cache_bytes=1 << 20), wide(Limits(queue=QUEUE))) as server:
+        account = soak(server.base, os.getpid(), in_full(3.0, 2.0), in_full(questions(), questions()[::4]))
         assert server.until(lambda: server.idle) < 1.0
-        assert server.service.totals.requests["failed"] == 0
-        print(f"{dict(ends)}; memory by quarter, MB: {[round(x / 1e6) for x in memory]}")
-        assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
-        assert SECONDS < LONG or memory[3] < 1.05 * memory[0], memory
+    assert not account.faults, account.table()
+    ends = {end for _, _, end in account.ends}
+    assert ends >= {"answered", "left"}
+    assert account.compared > 0
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
+
+
+@pytest.mark.skipif(not LONG, reason="SOAK_SECONDS says for how long")
+def test_the_memory_is_steady(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with process(tmp_path) as (base, running, lines):
+        account = soak(base, running.pid, LONG, questions())
+        running.send_signal(signal.SIGTERM)
+        if status := running.wait(60):
+            account.faults.append(f"the server ended with {status}")
+    account.faults += [line for line in lines if "Traceback" in line or "ERROR" in line or "Exception" in line]
+    if account.growth > GROWTH:
+        account.faults.append(f"the memory grew by {account.growth:.1%}, which is more than {GROWTH:.0%}")
+    with capsys.disabled():
+        print(f"\n{CLIENTS} clients, {LONG:g} s, {TARGET or 'the included model'}\n\n{account.table()}")
+        print("\n".join(["", *account.faults]) if account.faults else "no fault")
+    assert not account.faults

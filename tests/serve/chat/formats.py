@@ -171,6 +171,26 @@ def format_with_template(template: str, added: tuple[str, ...] = ()) -> ChatForm
     return ChatFormat.of(em.Target(tiny_target(layers=2).model, tokenizer, name="told"))
 
 
+def with_format(source: Path, name: str, folder: Path) -> Path:
+    """A folder with the target of another folder and this chat format.
+
+    The tags take the places of the tokens that were merged last, so that the vocabulary keeps its size and a head fits.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in (*source.glob("*config.json"), *source.glob("*.safetensors*")):
+        (folder / file.name).symlink_to(file.resolve())
+    content = json.loads((source / "tokenizer.json").read_text())
+    vocab, merges = content["model"]["vocab"], content["model"]["merges"]
+    for tag in ADDED.get(name, ()):
+        last = "".join(merges.pop())
+        vocab[tag] = vocab.pop(last)
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        content["added_tokens"].append({"id": vocab[tag], "content": tag, **flags})
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "chat_template.jinja").write_text(TEMPLATES[name])
+    return folder
+
+
 @cache
 def wide_tokenizer() -> TokenizerWrapper:
     """49,152 tokens, as many models have: bytes, pairs and triples of letters, with a blank before them or without."""

@@ -1,0 +1,157 @@
+"""What decoding loses while the disk tier writes: tokens per second with the writer busy, of those without it.
+
+    python benchmarks/prefix_writer.py
+    python benchmarks/prefix_writer.py --target out/real/smollm2-135m-instruct --pairs 10
+
+One row decodes plainly. Turns of some tokens with a writer that has always something to write, and turns in which it
+has nothing, follow one another in one run, and the order changes from pair to pair. What is written are the target's
+own keys and values, in the tier's own files: blocks, checksums, and the removal of the oldest. A writer that is always
+busy is the worst case. The last line says how long a text keeps it so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import eagle_mlx as em
+
+# isort: split
+# Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
+import numpy as np
+
+from eagle_mlx.catalog.embedded import embedded
+from eagle_mlx.engine.disk import DiskTier
+from eagle_mlx.engine.disk.index import BLOCK
+from eagle_mlx.engine.disk.pieces import HostPiece
+from eagle_mlx.engine.disk.store import files_of
+from eagle_mlx.engine.disk.writer import Job
+from eagle_mlx.engine.prefix_piece import keys_of
+from eagle_mlx.request import Request
+
+ROOM_TEXTS = 8
+"""Texts that the files may hold: then each one that is written drives out the oldest."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    seconds: float
+    written: int
+    """Bytes."""
+
+
+class Decoding:
+    """One row that goes on for ever: where the context is full it begins anew."""
+
+    def __init__(self, target: em.Target):
+        self.engine = em.Engine(target, max_batch=1)
+        self.row = self._begin()
+
+    def _begin(self) -> Request:
+        most = self.engine.target.context_length - 9
+        row = self.engine.prepare([1] * 8, em.SamplingParams(max_tokens=most, ignore_eos=True))
+        self.engine.submit(row)
+        while not row.tokens:
+            self.engine.step()
+        return row
+
+    def tokens(self, count: int) -> float:
+        """Decode so many; the seconds that took."""
+        if self.row.params.max_tokens - len(self.row.tokens) < 2 * count:
+            self.engine.cancel(self.row)
+            self.row = self._begin()
+        begin, last = time.perf_counter(), len(self.row.tokens) + count
+        while len(self.row.tokens) < last:
+            self.engine.step()
+        return time.perf_counter() - begin
+
+
+class Writing:
+    """A disk tier in a folder, and a text of so many blocks that it can be given under ever new names."""
+
+    def __init__(self, folder: Path, target: em.Target, blocks: int):
+        engine = em.Engine(target, max_batch=1, prefix_cache_bytes=1 << 30)
+        assert engine.prefixes is not None
+        tier = engine.prefixes.disk = DiskTier(folder, 1 << 40, target)
+        if not tier.store.positional:
+            raise SystemExit("error: a target whose layers keep every position is needed; name another --target")
+        prompt = [1 + i % 64 for i in range(BLOCK)]
+        engine.generate([prompt], em.SamplingParams(max_tokens=2, ignore_eos=True))
+        tier.close(600)
+        match = tier.find(keys_of(prompt))
+        assert match is not None
+        words, tensors = tier.store.read(match.blocks[0])
+        block = HostPiece.read(words["about"], tensors).target
+        self.pieces = [HostPiece(i * BLOCK, (i + 1) * BLOCK, block) for i in range(blocks)]
+        self.nbytes = blocks * sum(x.data.nbytes for layer in block for x in layer)
+        self.tier = DiskTier(folder, ROOM_TEXTS * self.nbytes, target)
+        self.rng, self.vocab = np.random.default_rng(0), target.vocab_size
+
+    def offer(self) -> None:
+        """One more text."""
+        tokens = [int(token) for token in self.rng.integers(0, self.vocab, len(self.pieces) * BLOCK)]
+        self.tier.writer.submit(Job(files_of(keys_of(tokens), True, 0), (), self.pieces, nbytes=self.nbytes))
+
+    @property
+    def is_busy(self) -> bool:
+        return self.tier.writer.waiting_bytes > 0
+
+    def wait(self) -> None:
+        while self.is_busy:
+            time.sleep(0.001)
+
+
+def turn(decoding: Decoding, writing: Writing, tokens: int, busy: bool) -> Turn:
+    """So many tokens, of which the writer is given texts as long as it has fewer than two."""
+    writing.wait()
+    before, seconds = writing.tier.writer.bytes_written, 0.0
+    for _ in range(tokens):
+        while busy and writing.tier.writer.waiting_bytes < 2 * writing.nbytes:
+            writing.offer()
+        seconds += decoding.tokens(1)
+    return Turn(seconds, writing.tier.writer.bytes_written - before)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", default=str(embedded("target")), help="folder or hub id (default: included)")
+    parser.add_argument("--tokens", type=int, default=64, help="of a turn (default 64)")
+    parser.add_argument("--pairs", type=int, default=20, help="of turns, of which the median is taken (default 20)")
+    parser.add_argument("--text", type=int, default=2048, help="tokens of each text that is written (default 2048)")
+    args = parser.parse_args()
+    target = em.load_target(args.target)
+    decoding = Decoding(target)
+    ratios, turns = list[float](), dict[bool, list[Turn]]({True: [], False: []})
+    with tempfile.TemporaryDirectory() as folder:
+        writing = Writing(Path(folder), target, max(1, args.text // BLOCK))
+        for busy in (True, False):
+            turn(decoding, writing, args.tokens, busy)
+        for pair in range(args.pairs):
+            for busy in (pair % 2 == 0, pair % 2 == 1):
+                turns[busy].append(turn(decoding, writing, args.tokens, busy))
+            ratios.append(turns[False][-1].seconds / turns[True][-1].seconds)
+        writing.wait()
+        begin = time.perf_counter()
+        writing.offer()
+        writing.wait()
+        alone = time.perf_counter() - begin
+        writing.tier.close(60)
+    speed = {busy: args.tokens / statistics.median(each.seconds for each in turns[busy]) for busy in turns}
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    written = sum(each.written for each in turns[True]) / sum(each.seconds for each in turns[True])
+    print("| tokens/s alone | with the writer busy | of alone, median | quartiles | written, MB/s |")
+    print("|---|---|---|---|---|")
+    print(f"| {speed[False]:.1f} | {speed[True]:.1f} | {middle:.3f} | {low:.3f} to {high:.3f} | {written / 1e6:.0f} |")
+    print(
+        f"\na text of {len(writing.pieces) * BLOCK} tokens, {writing.nbytes / 1e6:.0f} MB, is written in {alone:.2f} s"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

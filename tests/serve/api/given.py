@@ -1,0 +1,52 @@
+"""The model that clients talk to: a tiny random one, or the one that the environment names.
+
+    EAGLE_TEST_TARGET=checkpoints/target EAGLE_TEST_HEAD=checkpoints/head pytest tests/serve/api/test_client.py
+
+tests/clients/README.md says which tests take it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import eagle_mlx as em
+
+# isort: split
+# Behind eagle_mlx, which brings the fast BLAS before MLX.
+import mlx.core as mx
+
+from tests.fakes import tiny_head, tiny_target
+from tests.serve.chat.formats import target_of, with_format
+
+TARGET = os.environ.get("EAGLE_TEST_TARGET") or None
+"""A target's folder."""
+HEAD = os.environ.get("EAGLE_TEST_HEAD") or None
+"""The folder of a head for it."""
+
+PATIENCE = 60.0 if TARGET is None else 900.0
+"""Seconds for an answer, or for the model to be loaded."""
+
+
+def given_target() -> em.Target:
+    """One of its own for each engine, in float32: there texts are the same in any batch."""
+    if TARGET is None:
+        return tiny_target(tokenizer=True)
+    return em.load_target(TARGET, mx.float32)
+
+
+def given_target_of(name: str) -> em.Target:
+    """With the chat format of this name."""
+    if TARGET is None:
+        return target_of(name, special=True)
+    with tempfile.TemporaryDirectory() as folder:
+        return em.load_target(with_format(Path(TARGET), name, Path(folder)), mx.float32)
+
+
+def given_head(target: em.Target) -> em.HeadProposer:
+    """A proposer with the head for it; for a tiny target a random one."""
+    if TARGET is None:
+        return em.HeadProposer(tiny_head(target, draft_vocab=512))
+    assert HEAD is not None, "EAGLE_TEST_TARGET is set, and EAGLE_TEST_HEAD names no head for it"
+    return em.HeadProposer(em.load_head(HEAD, target))
