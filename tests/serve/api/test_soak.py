@@ -60,11 +60,11 @@ def seconds_until_idle(base: str, most: float = 20.0) -> float:
 def process(folder: Path) -> Iterator[tuple[str, subprocess.Popen[str], list[str]]]:
     """eagle-serve with the given target and head, or the included ones: its address, itself, the lines that it says.
 
-    Its prefix cache is small, in memory and on disk, so that it is full before the memory is looked at.
+    Its prefix cache holds some five texts, so that it is full before the memory is looked at; on disk some hundred.
     """
     target = with_format(Path(TARGET or EMBEDDED_TARGET), "qwen", folder / "target")
     head = HEAD or EMBEDDED_TARGET.parent / "head"
-    flags = ["--target", target, "--head", head, "--port", 0, "--max-queue", QUEUE, "--prefix-cache-gb", 0.03]
+    flags = ["--target", target, "--head", head, "--port", 0, "--max-queue", QUEUE, "--prefix-cache-gb", 0.004]
     flags += ["--prefix-cache-dir", folder / "prefixes", "--prefix-disk-gb", 0.1]
     start = "from eagle_mlx.serve.api.cli import command; command()"
     command, lines = [sys.executable, "-c", start, *map(str, flags)], list[str]()
