@@ -165,12 +165,13 @@ class _Templated:
     @classmethod
     def of(cls, body: ChatRequest) -> _Templated:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-        given = body.tool_choice
-        choice = given if given is None or isinstance(given, str) else given.model_dump()
+        chosen = body.tool_choice
+        choice = chosen if chosen is None or isinstance(chosen, str) else chosen.model_dump()
         offer = ToolOffer.of(tools, choice, body.parallel_tool_calls is not False)
         arguments = dict(body.chat_template_kwargs or {})
-        if body.reasoning_effort is not None:
-            arguments.setdefault("reasoning_effort", body.reasoning_effort)
+        for wish in ("reasoning_effort", "verbosity"):
+            if (given := getattr(body, wish)) is not None:
+                arguments.setdefault(wish, given)
         return cls([message.plain() for message in body.messages], tools, choice, arguments, offer)
 
     def prompt(self, body: ChatRequest, loaded: Loaded, encode: Encode, must_fit: bool = True) -> list[int]:

@@ -87,5 +87,6 @@ def check_context(prompt: int, max_tokens: int | None, loaded: Loaded, param: st
     context = loaded.target.context_length
     if prompt + (max_tokens or 1) > context:
         wanted = f" and {max_tokens} to generate" if max_tokens else ""
-        message = f"the context is {context} tokens, but the prompt has {about}{prompt}{wanted}; shorten one of them"
-        raise ContextExceeded(message, param, prompt, context)
+        # The first words are OpenAI's: by them agents know that they must shorten the conversation.
+        here = f"this model's maximum context length is {context} tokens"
+        raise ContextExceeded(f"{here}, but the prompt has {about}{prompt}{wanted}; shorten it", param, prompt, context)

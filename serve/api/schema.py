@@ -223,7 +223,8 @@ class ChatRequest(Request):
     modalities: Many[Literal["text"]] | None = None
     reasoning_effort: str | None = None
     """For templates that know it."""
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """As the effort."""
     audio: None = None
     prediction: None = None
     functions: None = None

@@ -44,6 +44,7 @@ def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Funct
         "tool_choice": functions.choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body),
+        "verbosity": body.text.verbosity if body.text is not None else None,
         **body.model_dump(include={"temperature", "top_p", "top_k"}),
         **body.extensions(),
     }
