@@ -178,6 +178,7 @@ PROGRAMS = (
             *("--map-tokens", "0", "--edit-format", "ask", "--message", ASKED),
         ],
         variables={"OPENAI_API_BASE": "@URL@/v1", "OPENAI_API_KEY": "none"},
+        too_long="To reduce input tokens",
     ),
 )
 
