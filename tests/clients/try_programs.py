@@ -28,7 +28,9 @@ LONG = ASKED + " Look again." * SMALL
 CONTEXT = 32_768
 """What programs are told of the context: so much that they send what they have."""
 START_SECONDS = 600
-RUN_SECONDS = 120
+RUN_SECONDS = 240
+ANSWER_SECONDS = 45
+"""For an answer: agents ask for tens of thousands of tokens, and a small model may talk as long."""
 SHOWN = 12
 """Lines of what a program says, and requests of it, that are printed."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -47,6 +49,7 @@ class Run:
 def serving(name: str, target: str, head: str | None, context: int | None, log: Path) -> Iterator[str]:
     """The address of an eagle-serve."""
     ask = [sys.executable, "-m", "eagle_mlx.serve.api.cli", "--port", "0", "--served-model-name", name]
+    ask += ["--request-seconds", str(ANSWER_SECONDS)]
     ask += ["--target", target] if target != "embedded" else []
     ask += ["--head", head] if head else []
     ask += ["--max-context", str(context)] if context else []
