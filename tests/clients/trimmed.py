@@ -76,7 +76,8 @@ def _kept(value: Any, known: set[str], whole: bool) -> Any:
                 if whole or own in needed or set(_words(schema)) - known
             }
         else:
-            kept[name] = each.split()[0] if name == "description" and each else _kept(each, known, whole)
+            prose = name in PROSE and isinstance(each, str)
+            kept[name] = each[:SHORT_TEXT].split(" ")[0] if prose else _kept(each, known, whole)
     return kept
 
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+import eagle_mlx as em
 from eagle_mlx.serve.api.model import Loaded
+from tests.fakes import tiny_target
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live
 
 MESSAGES, COUNT, RESPONSES, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/chat/completions"
@@ -175,6 +177,21 @@ def test_what_codex_sends_is_answered(thinker: Live) -> None:
     ]
     chat = thinker.http.post(CHAT, json={"messages": told, "tools": tools, "max_tokens": 1}).json()
     assert last["response"]["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+
+
+def test_a_wish_for_few_words_reaches_templates_that_know_it() -> None:
+    target = tiny_target(layers=2, tokenizer=True)
+    assert target.tokenizer is not None
+    template = target.tokenizer.chat_template
+    target.tokenizer._tokenizer.chat_template = template + "{% if verbosity == 'low' %}Be brief.{% endif %}"
+    with live(lambda: Loaded(em.Engine(target), "none", 0)) as running:
+        for path, body in (
+            (CHAT, lambda wish: {"messages": USER, "max_tokens": 1, "verbosity": wish}),
+            (RESPONSES, lambda wish: {"input": USER, "max_output_tokens": 1, "text": {"verbosity": wish}}),
+        ):
+            usages = [running.http.post(path, json=body(wish)).json()["usage"] for wish in ("low", "high")]
+            low, high = (usage.get("prompt_tokens") or usage.get("input_tokens") for usage in usages)
+            assert low > high
 
 
 def called(id: str, name: str, command: str) -> dict[str, Any]:
