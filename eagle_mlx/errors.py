@@ -9,6 +9,7 @@ EagleError
 ├── ShardError       a hidden-state shard that is damaged or missing
 ├── PromptError      a prompt that the target cannot take
 ├── ProposerError    a draft that no verify can read
+├── RanksError       another process of a run that has ended, or does not answer
 └── OutputError      a place that cannot be written to
 
 HeadWarning, a UserWarning: a head that loads and fits, but hardly drafts anything that its target says, or may not,
@@ -42,6 +43,9 @@ class PromptError(EagleError): ...
 
 
 class ProposerError(EagleError): ...
+
+
+class RanksError(EagleError): ...
 
 
 class OutputError(EagleError): ...

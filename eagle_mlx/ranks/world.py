@@ -1,0 +1,96 @@
+"""The processes that `mlx.launch` has started, and what they can say to one another in step."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any, Self
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_mlx.errors import ConfigError, RanksError
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run. What is summed is the same in all of them, bit by bit.
+
+    Every process must call the same methods in the same order: each waits for the others.
+    """
+
+    rank: int
+    size: int
+    group: mx.distributed.Group | None = None
+
+    @classmethod
+    def single(cls) -> Self:
+        """One process, which sends nothing."""
+        return cls(0, 1)
+
+    @classmethod
+    def init(cls) -> Self:
+        """The processes that `mlx.launch` has started; one where it has not.
+
+        Raises ConfigError where they cannot reach one another.
+        """
+        rank = int(os.environ.get("MLX_RANK", "0"))
+        wanted = int(os.environ.get("MLX_WORLD_SIZE", rank + 1))
+        try:
+            group = mx.distributed.init()
+        except RuntimeError as e:
+            raise ConfigError(f"the other processes cannot be reached: {e}; look at the hosts and their ports") from e
+        if group.size() < wanted:
+            raise ConfigError(
+                f"process {rank} of at least {wanted} sees {group.size()} of them; does the installed MLX have the "
+                "backend that mlx.launch was told? (`--backend ring` works everywhere)"
+            )
+        return cls(group.rank(), group.size(), group if group.size() > 1 else None)
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this process writes the files and reports progress."""
+        return self.rank == 0
+
+    @property
+    def others(self) -> str:
+        """The other ranks in words."""
+        ranks = [str(rank) for rank in range(self.size) if rank != self.rank]
+        return f"rank {' or '.join(ranks)}"
+
+    def all_sum(self, numbers: NDArray[Any]) -> NDArray[Any]:
+        """Whole numbers below 2**31, added over all processes."""
+        if self.group is None:
+            return numbers
+        return np.array(self._sum(mx.array(numbers, mx.int32))).astype(numbers.dtype)
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so in one process at least, such as that it has been asked to stop."""
+        return bool(self.all_sum(np.array([flag], np.int32))[0])
+
+    def all_values(self, value: int) -> list[int]:
+        """What each process gives, by their ranks; whole numbers of at least 0 and below 2**31."""
+        values = np.zeros(self.size, np.int64)
+        values[self.rank] = value
+        return [int(each) for each in self.all_sum(values)]
+
+    def broadcast(self, value: Any = None) -> Any:
+        """Rank 0's value in all processes; plain values as JSON has them."""
+        if self.group is None:
+            return value
+        text = np.frombuffer(json.dumps(value).encode() if self.is_rank_zero else b"", np.uint8)
+        size = int(self.all_sum(np.array([len(text)], np.int32))[0])
+        sent = text if self.is_rank_zero else np.zeros(size, np.uint8)
+        return json.loads(np.array(self._sum(mx.array(sent))).tobytes())
+
+    def _sum(self, numbers: mx.array) -> mx.array:
+        """[n] -> [n], evaluated, so that messages are sent in the order of the calls."""
+        try:
+            # On the CPU: numbers that have not been on a GPU need not go there, and any thread may wait for them.
+            summed = mx.distributed.all_sum(numbers, group=self.group, stream=mx.cpu)
+            mx.eval(summed)
+        except RuntimeError as e:
+            raise RanksError(f"another process of this run has ended ({e}); what it has said tells why") from e
+        return summed
