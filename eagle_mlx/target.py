@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +16,7 @@ import mlx_lm
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_adapters
+from mlx_lm.utils import load_adapters, load_model
 
 from eagle_mlx import hub
 from eagle_mlx.chat_tokenizer import ChatTokenizer, template_args
@@ -84,6 +84,8 @@ class Target:
         self.name = name
         self.adapter: Adapter | None = None
         """What it was loaded with."""
+        self.whole_digest: str | None = None
+        """Its fingerprint, where this process holds a part of it alone."""
         backbone = _backbone(model)
         self._embed = _first(backbone, _EMBEDDINGS, "token embedding", model)
         self._norm = _first(backbone, _NORMS, "final norm", model)
@@ -203,6 +205,7 @@ def load_target(
     chat_template: str | None = None,
     chat_template_args: Mapping[str, Any] | None = None,
     lazy: bool = False,
+    shard: Callable[[nn.Module], None] | None = None,
 ) -> Target:
     """Load a target from a folder or a hub id through mlx-lm.
 
@@ -210,14 +213,15 @@ def load_target(
     where only float32 goes through BLAS. The others are mlx-lm's: a folder of LoRA adapters; leave to run the code
     that comes with the model; tokens, or their ids, that end a text as well; a template in place of the tokenizer's
     own, and what a template takes beside messages. With `lazy` weights stay in their files until they are used, and in
-    the files' own type. On a GPU this bounds what MLX keeps of freed buffers, and on Metal
+    the files' own type. `shard` leaves of the model what is this process's part, before
+    weights are read (`ranks`). On a GPU this bounds what MLX keeps of freed buffers, and on Metal
     it wires the weights (`memory.limit_mlx`). Raises TargetError for what mlx-lm cannot load.
     """
     folder = hub.resolve(name, code=trust_remote_code)
     adapter = None if adapter_path is None else _adapter_folder(adapter_path)
     settings = {"trust_remote_code": trust_remote_code, **({"chat_template": chat_template} if chat_template else {})}
     try:
-        loaded = mlx_lm.load(str(folder), settings, lazy=lazy, trust_remote_code=trust_remote_code)
+        loaded = mlx_lm.load(str(folder), settings, lazy=lazy or bool(shard), trust_remote_code=trust_remote_code)
         model, tokenizer = loaded[0], loaded[1]
     except (FileNotFoundError, ValueError, KeyError, RuntimeError) as e:
         raise TargetError(f"{folder} cannot be loaded as a target: {e}{_on_trust(e, trust_remote_code)}") from e
@@ -227,9 +231,15 @@ def load_target(
         _add_eos(tokenizer, token)
     if chat_template_args:
         tokenizer = ChatTokenizer(tokenizer, chat_template_args)
+    dtype = dtype or compute_dtype()
+    digest = None
+    if shard is not None:
+        digest = _digest_of_files(folder, dtype, tokenizer, trust_remote_code)
+        shard(model)
     if not lazy:
-        _settle(model, dtype or compute_dtype())
+        _settle(model, dtype)
     target = Target(model, tokenizer, name=str(name))
+    target.whole_digest = digest
     target.adapter = None if adapter is None else Adapter(hub.public_name(adapter), _digest_of_adapters(adapter))
     return target
 
@@ -238,7 +248,7 @@ def _settle(model: nn.Module, dtype: mx.Dtype | None) -> None:
     """Have the weights in memory, in the type in which they compute."""
     if dtype is not None:
         model.set_dtype(dtype)
-        mx.eval(model.parameters())
+    mx.eval(model.parameters())
     limit_mlx()
 
 
@@ -322,8 +332,11 @@ def _argument(args: Any, names: Sequence[str], default: int) -> int:
 
 def fingerprint(target: Target) -> str:
     """Hexadecimal digits made from the target's tensors (`digest_of`), adapters included, and chat template."""
-    template = getattr(target.tokenizer, "chat_template", None)
-    return digest_of(target.model, str(template))
+    return target.whole_digest or digest_of(target.model, _template_of(target.tokenizer))
+
+
+def _template_of(tokenizer: TokenizerWrapper | None) -> str:
+    return str(getattr(tokenizer, "chat_template", None))
 
 
 def text_settings(target: Target) -> dict[str, Any]:
@@ -341,14 +354,28 @@ def nbytes_of(module: nn.Module) -> int:
     return sum(leaf.nbytes for _, leaf in leaves)
 
 
+def _digest_of_files(folder: Path, dtype: mx.Dtype | None, tokenizer: TokenizerWrapper, trusted: bool) -> str:
+    """The fingerprint of a target in a folder, of which this process is to have a part."""
+    model, _ = load_model(folder, lazy=True, trust_remote_code=trusted)
+    if dtype is not None:
+        model.set_dtype(dtype)
+    leaves = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    del model
+    return _digest(leaves, _template_of(tokenizer))
+
+
 def digest_of(module: nn.Module, more: str = "") -> str:
     """Hexadecimal digits made from tensors (names, shapes, types, some of the values) and a text."""
+    return _digest(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())), more)
+
+
+def _digest(leaves: list[tuple[str, mx.array]], more: str) -> str:
+    """The list is emptied on the way: of tensors that nobody else holds, one is in memory at a time."""
     digest = hashlib.blake2s(more.encode(errors="replace"))
-    leaves = cast(list[tuple[str, mx.array]], tree_flatten(module.parameters()))
-    leaves.sort(key=lambda leaf: leaf[0])
-    samples = [leaf.reshape(-1)[:: max(1, leaf.size // _FINGERPRINT_VALUES)].astype(mx.float32) for _, leaf in leaves]
-    mx.eval(samples)
-    for (name, leaf), some in zip(leaves, samples, strict=True):
+    leaves.sort(key=lambda leaf: leaf[0], reverse=True)
+    while leaves:
+        name, leaf = leaves.pop()
+        some = leaf.reshape(-1)[:: max(1, leaf.size // _FINGERPRINT_VALUES)].astype(mx.float32)
         digest.update(f"{name}{leaf.shape}{leaf.dtype}".encode())
         digest.update(np.array(some).tobytes())
     return digest.hexdigest()[:16]

@@ -6,10 +6,11 @@ import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.setting import Group, argument, flag, setting, settings_of
+from eagle_mlx.ranks import PATIENCE, load_over_ranks
+from eagle_mlx.setting import ABOVE_0, Group, argument, flag, setting, settings_of
 from eagle_mlx.target import Target, load_target
 
 _OF_THE_RENDERING = {
@@ -36,6 +37,12 @@ class TargetOptions(Group):
     chat_template_args: str = setting(
         "", "what the chat template takes, such as '{\"enable_thinking\": false}'", metavar="JSON"
     )
+    shard: Literal["none", "tensor"] = setting(
+        "none", "divide the target over the processes that mlx.launch has started"
+    )
+    rank_seconds: float = setting(
+        PATIENCE, "with --shard: end where another process has not answered for so long", ABOVE_0, metavar="S"
+    )
 
     def _check(self) -> None:
         _template_args(self.chat_template_args)
@@ -43,17 +50,22 @@ class TargetOptions(Group):
     def load(self, name: str | Path, lazy: bool = False) -> Target:
         """Load a target so; with `lazy` only the headers of its files are read.
 
+        With `shard` this returns in rank 0 alone; the other ranks follow it until it ends, and then raise SystemExit.
         Raises an EagleError where the target, its adapters or the file of a template cannot be had.
         """
-        return load_target(
-            name,
-            adapter_path=self.adapter_path or None,
-            trust_remote_code=self.trust_remote_code,
-            extra_eos_tokens=self.extra_eos_tokens,
-            chat_template=_template(self.chat_template),
-            chat_template_args=_template_args(self.chat_template_args),
-            lazy=lazy,
-        )
+        if self.shard != "none" and not lazy:
+            return load_over_ranks(name, self.rank_seconds, **self.arguments())
+        return load_target(name, lazy=lazy, **self.arguments())
+
+    def arguments(self) -> dict[str, Any]:
+        """What `load_target` is told. Raises ConfigError where the file of a template cannot be had."""
+        return {
+            "adapter_path": self.adapter_path or None,
+            "trust_remote_code": self.trust_remote_code,
+            "extra_eos_tokens": self.extra_eos_tokens,
+            "chat_template": _template(self.chat_template),
+            "chat_template_args": _template_args(self.chat_template_args),
+        }
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:

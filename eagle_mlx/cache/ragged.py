@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,8 +22,14 @@ from eagle_mlx.cache.window import RaggedWindow
 from eagle_mlx.decoding.tree import Branches
 from eagle_mlx.hooks import NotesCalls, hook
 
-Saved = tuple[SavedLengths, list[list[mx.array | None]]]
-"""The lengths, and the arrays of every recurrent state."""
+
+@dataclass(frozen=True)
+class Saved:
+    """What a cache is restored to."""
+
+    lengths: SavedLengths
+    states: list[list[mx.array | None]]
+    """The arrays of every recurrent state."""
 
 
 class RaggedCache(Sequence[Any]):
@@ -35,7 +42,16 @@ class RaggedCache(Sequence[Any]):
 
     @classmethod
     def of(cls, model: nn.Module, rows: int, kv_bits: int | None = None) -> RaggedCache:
-        """What mlx-lm would make for this model, row by row. Raises TargetError where that is not supported."""
+        """What mlx-lm would make for this model, row by row. Raises TargetError where that is not supported.
+
+        A model may make its own, as mlx-lm's do with `make_cache`: one that is spread over several machines does.
+        """
+        make: Callable[[int, int | None], RaggedCache] | None = getattr(model, "make_ragged_cache", None)
+        return cls.local(model, rows, kv_bits) if make is None else make(rows, kv_bits)
+
+    @classmethod
+    def local(cls, model: nn.Module, rows: int, kv_bits: int | None = None) -> Self:
+        """The same of this process alone."""
         self = cls.__new__(cls)
         lengths = RowLengths(rows)
         self._hold(lengths, [ragged(cache, lengths, model, kv_bits) for cache in make_prompt_cache(model)])
@@ -79,7 +95,7 @@ class RaggedCache(Sequence[Any]):
 
     def advance_some(self, count: mx.array, at_most: int, saved: Saved) -> None:
         """The same where count [B] int32 may be 0: these rows stay as they were in `saved`, before the forward."""
-        for state, before in zip(self.recurrent, saved[1], strict=True):
+        for state, before in zip(self.recurrent, saved.states, strict=True):
             state.commit(1 if at_most == 1 else mx.maximum(count, 1))
             state.restore_rows(count == 0, before)
         self.lengths.advance(count, at_most)
@@ -115,13 +131,12 @@ class RaggedCache(Sequence[Any]):
         self.lengths.sync(lengths)
 
     def save(self) -> Saved:
-        return self.lengths.save(), [list(state.cache) for state in self.recurrent]
+        return Saved(self.lengths.save(), [list(state.cache) for state in self.recurrent])
 
     def restore(self, saved: Saved) -> None:
         """Back to what `save` gave."""
-        lengths, states = saved
-        self.lengths.restore(lengths)
-        for state, arrays in zip(self.recurrent, states, strict=True):
+        self.lengths.restore(saved.lengths)
+        for state, arrays in zip(self.recurrent, saved.states, strict=True):
             state.cache = list(arrays)
 
     def compact(self) -> None:

@@ -1,5 +1,19 @@
-"""Several processes of one run, and what they say to one another."""
+"""One target over several processes: rank 0 decides, and the others do what it tells them."""
 
+from eagle_mlx.ranks.channel import PATIENCE, Channel, RankStatus
+from eagle_mlx.ranks.follower import follow
+from eagle_mlx.ranks.leader import LeadingTarget
+from eagle_mlx.ranks.load import load_over_ranks
+from eagle_mlx.ranks.shard import shard_tensors
 from eagle_mlx.ranks.world import World
 
-__all__ = ["World"]
+__all__ = [
+    "PATIENCE",
+    "Channel",
+    "LeadingTarget",
+    "RankStatus",
+    "World",
+    "follow",
+    "load_over_ranks",
+    "shard_tensors",
+]

@@ -1,0 +1,191 @@
+"""What rank 0 says to the others, one small message at a time, and what they say back in it.
+
+A message is one sum over all ranks, to which rank 0 gives its text and each of the others a few numbers. A long one has
+its rest in a second. Nothing else is sent but what the target's own layers exchange.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from time import monotonic
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_mlx.errors import RanksError
+from eagle_mlx.ranks.world import World
+
+PATIENCE = 60.0
+"""Seconds in which the others must answer: more than any forward takes, the longest chunk of a prompt included."""
+_TEXT = 2048
+"""Bytes of a text that go with the first sum: a round of 8 rows takes a few hundred, a chunk of a prompt ten thousand.
+"""
+_BEAT = 1.0
+"""Seconds between two messages at most: without them a rank could not tell one that waits from one that is gone."""
+
+
+class State(IntEnum):
+    """What a rank says of itself."""
+
+    RUNS = 0
+    WANTS_TO_STOP = 1
+    """It has been sent SIGTERM."""
+    DIFFERS = 2
+    """Its numbers are not rank 0's."""
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """What a rank has said with the last message."""
+
+    state: State
+    waited: float
+    """Seconds that it has waited for messages so far; of rank 0, for the others to take one."""
+
+
+class Channel:
+    """One message after the other, the same in all ranks; `send` is rank 0's, `receive` the others'.
+
+    Once begun it watches: rank 0 says at least every second that it is there. Where no message has gone through for
+    `patience` seconds, or the connection is lost, `on_lost` is called from a thread. By default that ends the process,
+    since whoever waits within a forward would wait for ever.
+    """
+
+    def __init__(self, world: World, patience: float = PATIENCE):
+        self.world, self.patience = world, patience
+        self.state = State.RUNS
+        self.on_lost: Callable[[str], None] = end_process
+        self.on_stop: Callable[[], None] = _stop_process
+        """Called in rank 0, from a thread, when another rank wants to stop."""
+        self.lost: str | None = None
+        """Why there is no other rank any more."""
+        self.statuses = [RankStatus(State.RUNS, 0.0)] * world.size
+        self.messages = 0
+        self._waited = 0.0
+        self._lock = threading.RLock()
+        self._last = monotonic()
+        """When a message went through."""
+        self._ended = threading.Event()
+
+    @property
+    def speaking(self) -> threading.RLock:
+        """Held while collective operations are dispatched, so that no message comes between them."""
+        return self._lock
+
+    def watch(self) -> None:
+        """Begin to watch, and in rank 0 to say now and then that it is there. All ranks are there by now."""
+        self._last = monotonic()
+        threading.Thread(target=self._watch, name="ranks-watch", daemon=True).start()
+        if self.world.is_rank_zero:
+            threading.Thread(target=self._beat, name="ranks-beat", daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        """Tell the others something, plain values as JSON has them. Raises RanksError where they are gone."""
+        with self._lock:
+            self._exchange(json.dumps(message, separators=(",", ":")).encode())
+
+    def receive(self) -> Any:
+        """What rank 0 says next; None where it only says that it is there."""
+        text = self._exchange(b"")
+        return json.loads(text) if text else None
+
+    def close(self) -> None:
+        """There will be no more messages, and nobody is waited for."""
+        self._ended.set()
+
+    def _exchange(self, text: bytes) -> bytes:
+        """One message; rank 0 gives its text, and every rank gets it."""
+        if self.lost is not None:
+            raise RanksError(self.lost)
+        began = monotonic()
+        try:
+            numbers = self._sum(self._packed(text))
+            size = int(numbers[0])
+            head = numbers[1 : 1 + _TEXT // 4].tobytes()[:size]
+            rest = b""
+            if size > _TEXT:
+                own = text[_TEXT:] if self.world.is_rank_zero else bytes(size - _TEXT)
+                rest = self._sum(np.frombuffer(own, np.uint8)).tobytes()
+        except RuntimeError as e:
+            self.lost = self.lost or f"rank {self.world.rank} has lost the connection to {self.world.others} ({e})"
+            raise RanksError(self.lost) from e
+        self._last = monotonic()
+        self._waited += self._last - began
+        self.messages += 1
+        self._read_statuses(numbers[1 + _TEXT // 4 :])
+        return head + rest
+
+    def _packed(self, text: bytes) -> NDArray[np.int32]:
+        """The text's size, its beginning, and for each rank its state and the milliseconds that it has waited."""
+        numbers = np.zeros(1 + _TEXT // 4 + 2 * self.world.size, np.int32)
+        numbers[0] = len(text)
+        begin = text[:_TEXT]
+        numbers[1 : 1 + _TEXT // 4] = np.frombuffer(begin + bytes(_TEXT - len(begin)), np.int32)
+        own = 1 + _TEXT // 4 + 2 * self.world.rank
+        numbers[own : own + 2] = self.state, int(1000 * self._waited) & 0x7FFFFFFF
+        return numbers
+
+    def _sum(self, numbers: NDArray[Any]) -> NDArray[Any]:
+        summed = mx.distributed.all_sum(mx.array(numbers), group=self.world.group, stream=mx.cpu)
+        mx.eval(summed)
+        return np.array(summed)
+
+    def _read_statuses(self, numbers: NDArray[np.int32]) -> None:
+        before = self.statuses
+        self.statuses = [RankStatus(State(int(state)), int(ms) / 1000) for state, ms in numbers.reshape(-1, 2)]
+        for rank, (old, new) in enumerate(zip(before, self.statuses, strict=True)):
+            if rank and self.world.is_rank_zero and new.state != old.state:
+                self._hear(rank, new.state)
+
+    def _hear(self, rank: int, state: State) -> None:
+        if state == State.WANTS_TO_STOP:
+            self.on_stop()
+        elif state == State.DIFFERS:
+            self._lose(f"rank {rank} has come to other numbers than rank 0; it has said which")
+
+    def _beat(self) -> None:
+        while not self._ended.wait(min(_BEAT, self.patience / 4)):
+            with self._lock:
+                if self._ended.is_set():
+                    return
+                if monotonic() - self._last < min(_BEAT, self.patience / 4):
+                    continue
+                try:
+                    self._exchange(b"")
+                except RanksError as e:
+                    self._lose(str(e))
+                    return
+
+    def _watch(self) -> None:
+        while not self._ended.wait(min(_BEAT, self.patience / 4)):
+            if monotonic() - self._last > self.patience:
+                self._lose(
+                    f"rank {self.world.rank} has had no answer of {self.world.others} for {self.patience:g} seconds "
+                    "(--rank-seconds)"
+                )
+                return
+
+    def _lose(self, reason: str) -> None:
+        if not self._ended.is_set():
+            self._ended.set()
+            self.lost = self.lost or reason
+            self.on_lost(self.lost)
+
+
+def end_process(reason: str) -> None:
+    """Say why and end, whatever other threads wait for."""
+    print(f"error: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _stop_process() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,106 @@
+"""The ranks behind the first: they read what they are told to, with their part of the target."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import suppress
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from eagle_mlx.cache import RaggedCache
+from eagle_mlx.errors import RanksError
+from eagle_mlx.memory import FreedBuffers
+from eagle_mlx.ranks.calls import CACHE_CALLS, PIECE_CALLS, meant
+from eagle_mlx.ranks.channel import Channel, State
+from eagle_mlx.ranks.leader import lengths_of, size_of
+from eagle_mlx.target import Target
+
+_ROUNDING = 0.05
+"""What hidden states may differ by in their mean square: machines round otherwise, wrong states are far off."""
+
+
+class Follower:
+    """Has the caches that rank 0 has, by the same numbers."""
+
+    def __init__(self, target: Target):
+        self.target = target
+        self._objects: dict[int, Any] = {}
+        self._hidden: mx.array | None = None
+        """Of the last forward, behind all layers."""
+        self._freed = FreedBuffers()
+
+    def do(self, message: dict[str, Any]) -> bool:
+        """What a message asks for; whether another is to come. Raises RanksError where rank 0 has other numbers."""
+        for number, name, args, kwargs, made in message["calls"]:
+            known = self._objects.__getitem__
+            args, kwargs = meant(args, known), {key: meant(value, known) for key, value in kwargs.items()}
+            self._call(number, name, args, kwargs, made)
+        for number in message["gone"]:
+            del self._objects[number]
+        what, *more = message["then"]
+        if what == "forward":
+            self._forward(*more)
+        return bool(what != "end")
+
+    def _call(self, number: int | None, name: str, args: list[Any], kwargs: dict[str, Any], made: list[int]) -> None:
+        if name == "compare":
+            self._compare(self._objects.get(number) if number is not None else None, *args)
+            return
+        if name == "new":
+            result: Any = RaggedCache.of(self.target.model, *args)
+        elif name in CACHE_CALLS or name in PIECE_CALLS:
+            result = getattr(self._objects[number], name)(*args, **kwargs)  # type: ignore[index]
+        else:
+            raise RanksError(f"rank 0 asks for {name!r}; does it run another version?")
+        results = result if isinstance(result, tuple) else (result,)
+        self._objects.update(zip(made, results, strict=False))
+        for each in results if made and name != "save" else ():
+            mx.eval(each.state if isinstance(each, RaggedCache) else each.arrays)
+
+    def _forward(self, number: int | None, tokens: list[list[int]]) -> None:
+        cache = None if number is None else self._objects[number]
+        out = self.target.forward(mx.array(tokens, mx.int32), cache, (self.target.num_layers - 1,))
+        self._hidden = out.aux[0]
+        mx.async_eval(self._hidden, [] if cache is None else cache.state)
+        self._freed.after_step()
+
+    def _compare(self, cache: RaggedCache | None, lengths: mx.array, size: mx.array) -> None:
+        assert self._hidden is not None
+        own, wanted = np.array(lengths_of(cache)).tolist(), np.array(lengths).tolist()
+        if own != wanted:
+            raise RanksError(f"this rank's texts have {own} tokens, rank 0's {wanted}")
+        mine, its = (float(np.array(x)) for x in (size_of(self._hidden), size))
+        if not abs(mine - its) <= _ROUNDING * abs(its):
+            raise RanksError(
+                f"this rank's hidden states are of mean square {mine:.6g}, rank 0's of {its:.6g}; do all ranks have "
+                "the same files, and the same versions of MLX and mlx-lm?"
+            )
+
+
+def follow(target: Target, channel: Channel) -> None:
+    """Read what rank 0 has read, until it ends. SIGTERM asks rank 0 to stop; what is under way is finished.
+
+    Raises RanksError where the connection is lost, or the ranks have come to different numbers.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: _say(channel, State.WANTS_TO_STOP))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells all ranks, and rank 0 decides
+    follower = Follower(target)
+    try:
+        goes_on = True
+        while goes_on:
+            message = channel.receive()
+            goes_on = message is None or follower.do(message)
+    except RanksError:
+        _say(channel, State.DIFFERS)
+        with suppress(RanksError):
+            channel.receive()
+        raise
+    finally:
+        channel.close()
+
+
+def _say(channel: Channel, state: State) -> None:
+    """Tell rank 0 with the next message."""
+    channel.state = state

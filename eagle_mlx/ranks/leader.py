@@ -1,0 +1,162 @@
+"""Rank 0's target: what is read with it, and what its caches do, is told to the others."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from itertools import count
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from eagle_mlx.cache import RaggedCache, Saved
+from eagle_mlx.cache.pieces import KVPiece
+from eagle_mlx.errors import TargetError
+from eagle_mlx.ranks.calls import CACHE_CALLS, PIECE_CALLS, plain
+from eagle_mlx.ranks.channel import Channel
+from eagle_mlx.target import Forward, Target
+
+_CHECKED = 64
+"""Of so many forwards the others compare one with rank 0's."""
+
+
+class Calls:
+    """What has been called since the last message, which goes with the next forward."""
+
+    def __init__(self, channel: Channel):
+        self.channel = channel
+        self._noted: list[tuple[Any, ...]] = []
+        self._gone: deque[int] = deque()
+        """Numbers of objects that nobody has any more; a thread may add one at any time."""
+        self._numbers = count()
+        self._inside = False
+        """Whether a call is under way that has been noted, so that those within it are part of it."""
+
+    def call(self, called: Any, name: str, do: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Do what is called, and have the others do it."""
+        if self._inside:
+            return do(*args, **kwargs)
+        self._inside = True
+        try:
+            made = do(*args, **kwargs)
+        finally:
+            self._inside = False
+        result = tuple(map(self._numbered, made)) if isinstance(made, tuple) else self._numbered(made)
+        numbers = [each.number for each in (result if isinstance(result, tuple) else (result,)) if each is not None]
+        self._noted.append((called.number, name, args, kwargs, numbers))
+        return result
+
+    def new_cache(self, target: Target, rows: int, kv_bits: int | None) -> RaggedCache:
+        """A cache that the others have too."""
+        cache: RaggedCache = self._numbered(RaggedCache.local(target.model, rows, kv_bits))
+        self._noted.append((None, "new", (rows, kv_bits), {}, [cache.number]))  # type: ignore[attr-defined]
+        return cache
+
+    def compare(self, cache: int | None, lengths: mx.array, size: mx.array) -> None:
+        """Have the others look, behind their next message, whether they have come to the same."""
+        self._noted.append((cache, "compare", (lengths, size), {}, []))
+
+    def send(self, *more: Any) -> None:
+        """Tell the others all that was called, and something to do behind it."""
+        noted, self._noted = self._noted, []
+        gone = [self._gone.popleft() for _ in range(len(self._gone))]
+        calls = [
+            [number, name, plain(args), {key: plain(value) for key, value in kwargs.items()}, made]
+            for number, name, args, kwargs, made in noted
+        ]
+        self.channel.send({"calls": calls, "gone": gone, "then": more})
+
+    def _numbered(self, made: Any) -> Any:
+        """What a call made, with a number of its own by which it is named."""
+        led = _LED.get(type(made))
+        if led is None:
+            return made
+        other: Any = object.__new__(led)
+        other.__dict__.update(made.__dict__, calls=self, number=next(self._numbers))
+        weakref.finalize(other, self._gone.append, other.number)
+        return other
+
+
+def _told(kind: type, name: str) -> Callable[..., Any]:
+    """A method that the others are told of."""
+    own = getattr(kind, name)
+
+    @wraps(own)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.calls.call(self, name, partial(own, self), args, kwargs)
+
+    return method
+
+
+_LED: dict[type, type] = {
+    kind: type(f"Led{kind.__name__}", (kind,), {name: _told(kind, name) for name in names})
+    for kind, names in ((RaggedCache, CACHE_CALLS), (KVPiece, PIECE_CALLS), (Saved, ()))
+}
+"""Caches, and what is made of them, whose calls are told to the others."""
+
+
+class LeadingTarget(Target):
+    """A target of which every rank has a part. Whoever uses it need not know: a forward is a forward.
+
+    All that is decided is decided here: what is read, drafted and kept. The others are told what a forward reads, and
+    what has become of the caches since the one before, in one message. They read it with their part of each layer.
+    Behind the last layer nothing is shared, so that logits are computed here alone, and only where they are used.
+    """
+
+    calls: Calls
+    _forwards = 0
+
+    @classmethod
+    def of(cls, target: Target, channel: Channel) -> LeadingTarget:
+        """The same target, which leads from now on. The others `follow`."""
+        self = cls.__new__(cls)
+        self.__dict__.update(target.__dict__)
+        self.calls = Calls(channel)
+        self.model.make_ragged_cache = partial(self.calls.new_cache, self)
+        return self
+
+    @property
+    def channel(self) -> Channel:
+        return self.calls.channel
+
+    def forward(
+        self,
+        tokens: mx.array,
+        cache: Sequence[Any] | None = None,
+        aux_layers: Sequence[int] = (),
+        ends: Sequence[int] | None = None,
+    ) -> Forward:
+        """As of any target. Raises TargetError for caches of another kind, RanksError where another rank is gone."""
+        if cache is not None and not isinstance(cache, tuple(_LED.values())):
+            raise TargetError("a target over several ranks keeps caches of its own: RaggedCache.of(target.model, …)")
+        number = None if cache is None else cache.number  # type: ignore[attr-defined]
+        # The tokens are on the host before others are kept from speaking: a draft may have to be computed for them.
+        read = np.array(tokens).tolist()
+        with self.channel.speaking:
+            self.calls.send("forward", number, read)
+            out = super().forward(tokens, cache, (*aux_layers, self.num_layers - 1), ends)
+            mx.async_eval(out.aux[-1])
+        self._forwards += 1
+        if self._forwards % _CHECKED == 0:
+            self.calls.compare(number, lengths_of(cache), size_of(out.aux[-1]))
+        return Forward(out.logits, out.aux[:-1])
+
+    def end(self) -> None:
+        """Let the others go."""
+        with self.channel.speaking:
+            self.channel.close()
+            if self.channel.lost is None:
+                self.calls.send("end")
+
+
+def lengths_of(cache: Any) -> mx.array:
+    """[B] int32, the lengths of a cache's rows; none for no cache."""
+    return mx.zeros((0,), mx.int32) if cache is None else cache.lengths.offset
+
+
+def size_of(hidden: mx.array) -> mx.array:
+    """The mean square of hidden states, float32."""
+    return mx.mean(mx.square(hidden.astype(mx.float32)))

@@ -1,0 +1,71 @@
+"""Loading a target over all ranks that `mlx.launch` has started."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.metadata
+import zlib
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from eagle_mlx.errors import ConfigError, RanksError, TargetError
+from eagle_mlx.ranks.channel import PATIENCE, Channel
+from eagle_mlx.ranks.follower import follow
+from eagle_mlx.ranks.leader import LeadingTarget
+from eagle_mlx.ranks.shard import shard_tensors
+from eagle_mlx.ranks.world import World
+from eagle_mlx.target import Target, fingerprint, load_target
+
+_PACKAGES = ("mlx", "mlx-lm", "eagle-mlx")
+"""What all ranks must have the same version of."""
+
+
+def load_over_ranks(name: str | Path, patience: float = PATIENCE, **how: Any) -> LeadingTarget:
+    """Load this rank's part of a target; in rank 0, the target to work with.
+
+    The others follow it until it ends, and then raise SystemExit. how: as `load_target` takes it. Raises ConfigError
+    where there is one process alone, TargetError for what cannot be sharded, RanksError where ranks differ.
+    """
+    target, channel = join(name, patience, **how)
+    if not channel.world.is_rank_zero:
+        follow_to_end(target, channel)
+    leading = LeadingTarget.of(target, channel)
+    atexit.register(leading.end)
+    return leading
+
+
+def join(name: str | Path, patience: float = PATIENCE, **how: Any) -> tuple[Target, Channel]:
+    """This rank's part of a target, and the channel over which it leads or follows. Raises as `load_over_ranks`."""
+    if how.get("adapter_path") is not None:
+        raise TargetError("--adapter-path does not go with --shard; put the adapters into the model with mlx_lm.fuse")
+    world = World.init()
+    if world.group is None:
+        raise ConfigError("--shard needs several processes; start them with mlx.launch (docs/several-machines.md)")
+    channel = Channel(world, patience)
+    target = load_target(name, shard=partial(shard_tensors, group=world.group), **how)
+    _check_same("the versions of " + ", ".join(_PACKAGES), str([_version(each) for each in _PACKAGES]), world)
+    _check_same("the files of the target", fingerprint(target), world)
+    channel.watch()
+    return target, channel
+
+
+def follow_to_end(target: Target, channel: Channel) -> NoReturn:
+    """Follow rank 0 until it ends; then end."""
+    follow(target, channel)
+    raise SystemExit(0)
+
+
+def _check_same(what: str, value: str, world: World) -> None:
+    """Raise RanksError where a rank has another value than rank 0."""
+    values = world.all_values(zlib.crc32(value.encode()) >> 1)
+    if others := [rank for rank, each in enumerate(values) if each != values[0]]:
+        ranks = ", ".join(map(str, others))
+        raise RanksError(f"{what} are not the same everywhere: rank {ranks} differs from rank 0 ({value} here)")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
