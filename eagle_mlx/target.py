@@ -23,7 +23,7 @@ from eagle_mlx.chat_tokenizer import ChatTokenizer, template_args
 from eagle_mlx.cpu import use_shortcuts
 from eagle_mlx.errors import TargetError
 from eagle_mlx.hooks import CutNorm, Recording, RecordsOutput, bound_positions, hook, place_one_by_one, slice_attention
-from eagle_mlx.memory import limit_mlx
+from eagle_mlx.memory import free_memory, limit_mlx
 
 # Where mlx-lm's architectures keep their parts, in the order in which they are looked for.
 _BACKBONES = ("model", "language_model.model", "model.language_model", "transformer", "backbone", "model.model")
@@ -86,6 +86,9 @@ class Target:
         """What it was loaded with."""
         self.whole_digest: str | None = None
         """Its fingerprint, where this process holds a part of it alone."""
+        self.on_lost: Callable[[str], None] | None = None
+        """Told, from another thread, why nobody can read with it any more. One that is on this machine is never lost.
+        """
         backbone = _backbone(model)
         self._embed = _first(backbone, _EMBEDDINGS, "token embedding", model)
         self._norm = _first(backbone, _NORMS, "final norm", model)
@@ -130,6 +133,19 @@ class Target:
         """Bytes of weights that a forward reads at most: of an embedding that is no output projection, next to none."""
         tied = getattr(self._lm_head, "__self__", None) is self._embed
         return nbytes_of(self.model) - (0 if tied else nbytes_of(self._embed))
+
+    @property
+    def free_memory(self) -> int:
+        """Bytes that are free, now that it is in memory."""
+        return free_memory()
+
+    @property
+    def rank_waits(self) -> tuple[float, ...]:
+        """Seconds that each rank has waited for messages, where there are several."""
+        return ()
+
+    def close(self) -> None:
+        """Nobody reads with it any more. It may be called twice."""
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Token ids [...] -> embeddings [..., H]."""

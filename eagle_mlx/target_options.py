@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.ranks import PATIENCE, load_over_ranks
+from eagle_mlx.ranks import PATIENCE, World, load_over_ranks
 from eagle_mlx.setting import ABOVE_0, Group, argument, flag, setting, settings_of
 from eagle_mlx.target import Target, load_target
 
@@ -56,6 +56,14 @@ class TargetOptions(Group):
         if self.shard != "none" and not lazy:
             return load_over_ranks(name, self.rank_seconds, **self.arguments())
         return load_target(name, lazy=lazy, **self.arguments())
+
+    def follow(self, name: str | Path) -> None:
+        """In a rank behind the first, load the target and follow rank 0 until it ends; this then raises SystemExit.
+
+        For commands whose target is loaded elsewhere than in the main thread. Nothing happens in rank 0.
+        """
+        if self.shard != "none" and not World.init().is_rank_zero:
+            self.load(name)
 
     def arguments(self) -> dict[str, Any]:
         """What `load_target` is told. Raises ConfigError where the file of a template cannot be had."""

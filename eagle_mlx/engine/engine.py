@@ -96,7 +96,7 @@ class Engine:
         """Whether the boundaries of prompts serve for anything."""
         self.chains_only = why_no_trees(target, kv_bits) if self.policy.wants_trees else None
         """Why no trees are drafted though the policy asks for them; None where they are, or nobody asks."""
-        share = memory.kv_bytes(memory.free_memory()) if kv_bytes is None else kv_bytes
+        share = memory.kv_bytes(target.free_memory) if kv_bytes is None else kv_bytes
         size = size_of(target, proposer, kv_bits)
         self.kv_budget = KVBudget(share, size, target.context_length, groups)
         self._scheduler = Scheduler(target, proposer, prefill_chunk, self.prefixes, kv_bits, self.kv_budget)

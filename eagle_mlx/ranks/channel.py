@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from time import monotonic
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import numpy as np
@@ -29,6 +29,10 @@ PATIENCE = 60.0
 _TEXT = 2048
 """Bytes of a text that go with the first sum: a round of 8 rows takes a few hundred, a chunk of a prompt ten thousand.
 """
+_SIGN = 0x4EAD
+"""What every message begins with: a sum of anything else does not."""
+_HEADER = 2 + _TEXT // 4
+"""Numbers of the sign, the text's size and its beginning."""
 _BEAT = 1.0
 """Seconds between two messages at most: without them a rank could not tell one that waits from one that is gone."""
 
@@ -49,7 +53,8 @@ class RankStatus:
 
     state: State
     waited: float
-    """Seconds that it has waited for messages so far; of rank 0, for the others to take one."""
+    """Seconds that it has waited for messages so far; of rank 0, for the others to take one. Those that only say that
+    rank 0 is there are not counted."""
 
 
 class Channel:
@@ -98,9 +103,16 @@ class Channel:
         text = self._exchange(b"")
         return json.loads(text) if text else None
 
-    def close(self) -> None:
-        """There will be no more messages, and nobody is waited for."""
+    def check(self) -> None:
+        """Raise RanksError where the others are gone."""
+        with self._lock:
+            self._exchange(b"")
+
+    def close(self) -> bool:
+        """Nobody is waited for any more; False where that was so already. One more message may be sent."""
+        was_open = not self._ended.is_set()
         self._ended.set()
+        return was_open
 
     def _exchange(self, text: bytes) -> bytes:
         """One message; rank 0 gives its text, and every rank gets it."""
@@ -109,28 +121,35 @@ class Channel:
         began = monotonic()
         try:
             numbers = self._sum(self._packed(text))
-            size = int(numbers[0])
-            head = numbers[1 : 1 + _TEXT // 4].tobytes()[:size]
+            sign, size = int(numbers[0]), int(numbers[1])
+            if sign != _SIGN:
+                raise RuntimeError("what came is no message: the ranks are not in step")
+            head = numbers[2:_HEADER].tobytes()[:size]
             rest = b""
             if size > _TEXT:
                 own = text[_TEXT:] if self.world.is_rank_zero else bytes(size - _TEXT)
                 rest = self._sum(np.frombuffer(own, np.uint8)).tobytes()
         except RuntimeError as e:
-            self.lost = self.lost or f"rank {self.world.rank} has lost the connection to {self.world.others} ({e})"
-            raise RanksError(self.lost) from e
+            self.part(e)
         self._last = monotonic()
-        self._waited += self._last - began
+        self._waited += self._last - began if size else 0.0
         self.messages += 1
-        self._read_statuses(numbers[1 + _TEXT // 4 :])
+        self._read_statuses(numbers[_HEADER:])
         return head + rest
 
+    def part(self, error: RuntimeError) -> NoReturn:
+        """There will be no more messages: MLX has raised this while ranks exchanged something. Raises RanksError."""
+        self.lost = self.lost or f"rank {self.world.rank}: the connection to {self.world.others} is lost ({error})"
+        raise RanksError(self.lost) from error
+
     def _packed(self, text: bytes) -> NDArray[np.int32]:
-        """The text's size, its beginning, and for each rank its state and the milliseconds that it has waited."""
-        numbers = np.zeros(1 + _TEXT // 4 + 2 * self.world.size, np.int32)
-        numbers[0] = len(text)
-        begin = text[:_TEXT]
-        numbers[1 : 1 + _TEXT // 4] = np.frombuffer(begin + bytes(_TEXT - len(begin)), np.int32)
-        own = 1 + _TEXT // 4 + 2 * self.world.rank
+        """The sign, the text's size and beginning, and for each rank its state and the milliseconds it has waited."""
+        numbers = np.zeros(_HEADER + 2 * self.world.size, np.int32)
+        if self.world.is_rank_zero:
+            numbers[:2] = _SIGN, len(text)
+            begin = text[:_TEXT]
+            numbers[2:_HEADER] = np.frombuffer(begin + bytes(_TEXT - len(begin)), np.int32)
+        own = _HEADER + 2 * self.world.rank
         numbers[own : own + 2] = self.state, int(1000 * self._waited) & 0x7FFFFFFF
         return numbers
 
@@ -169,7 +188,7 @@ class Channel:
         while not self._ended.wait(min(_BEAT, self.patience / 4)):
             if monotonic() - self._last > self.patience:
                 self._lose(
-                    f"rank {self.world.rank} has had no answer of {self.world.others} for {self.patience:g} seconds "
+                    f"rank {self.world.rank}: no answer of {self.world.others} for {self.patience:g} seconds "
                     "(--rank-seconds)"
                 )
                 return

@@ -16,7 +16,7 @@ from eagle_mlx.cache import RaggedCache, Saved
 from eagle_mlx.cache.pieces import KVPiece
 from eagle_mlx.errors import TargetError
 from eagle_mlx.ranks.calls import CACHE_CALLS, PIECE_CALLS, plain
-from eagle_mlx.ranks.channel import Channel
+from eagle_mlx.ranks.channel import Channel, end_process
 from eagle_mlx.target import Forward, Target
 
 _CHECKED = 64
@@ -108,19 +108,35 @@ class LeadingTarget(Target):
 
     calls: Calls
     _forwards = 0
+    _least_free: int | None = None
 
     @classmethod
-    def of(cls, target: Target, channel: Channel) -> LeadingTarget:
-        """The same target, which leads from now on. The others `follow`."""
+    def of(cls, target: Target, channel: Channel, free_memory: int | None = None) -> LeadingTarget:
+        """The same target, which leads from now on. The others `follow`.
+
+        free_memory: bytes that the rank with the least has free; by default as many as this one.
+        """
         self = cls.__new__(cls)
         self.__dict__.update(target.__dict__)
         self.calls = Calls(channel)
+        channel.on_lost = self._lose
+        self._least_free = free_memory
         self.model.make_ragged_cache = partial(self.calls.new_cache, self)
         return self
 
     @property
     def channel(self) -> Channel:
         return self.calls.channel
+
+    @property
+    def free_memory(self) -> int:
+        """Bytes that are free on every rank: all keep as many keys and values."""
+        own = super().free_memory
+        return own if self._least_free is None else min(own, self._least_free)
+
+    @property
+    def rank_waits(self) -> tuple[float, ...]:
+        return tuple(status.waited for status in self.channel.statuses)
 
     def forward(
         self,
@@ -133,23 +149,28 @@ class LeadingTarget(Target):
         if cache is not None and not isinstance(cache, tuple(_LED.values())):
             raise TargetError("a target over several ranks keeps caches of its own: RaggedCache.of(target.model, …)")
         number = None if cache is None else cache.number  # type: ignore[attr-defined]
-        # The tokens are on the host before others are kept from speaking: a draft may have to be computed for them.
+        # Nothing of it is computed yet, so that what cannot be read raises before others begin to.
+        out = super().forward(tokens, cache, (*aux_layers, self.num_layers - 1), ends)
         read = np.array(tokens).tolist()
         with self.channel.speaking:
             self.calls.send("forward", number, read)
-            out = super().forward(tokens, cache, (*aux_layers, self.num_layers - 1), ends)
-            mx.async_eval(out.aux[-1])
+            try:
+                mx.async_eval(out.aux[-1])
+            except RuntimeError as e:
+                self.channel.part(e)
         self._forwards += 1
         if self._forwards % _CHECKED == 0:
             self.calls.compare(number, lengths_of(cache), size_of(out.aux[-1]))
         return Forward(out.logits, out.aux[:-1])
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Let the others go."""
         with self.channel.speaking:
-            self.channel.close()
-            if self.channel.lost is None:
+            if self.channel.close() and self.channel.lost is None:
                 self.calls.send("end")
+
+    def _lose(self, reason: str) -> None:
+        (self.on_lost or end_process)(reason)
 
 
 def lengths_of(cache: Any) -> mx.array:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import importlib.metadata
+import sys
 import zlib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,33 +29,40 @@ def load_over_ranks(name: str | Path, patience: float = PATIENCE, **how: Any) ->
     The others follow it until it ends, and then raise SystemExit. how: as `load_target` takes it. Raises ConfigError
     where there is one process alone, TargetError for what cannot be sharded, RanksError where ranks differ.
     """
-    target, channel = join(name, patience, **how)
-    if not channel.world.is_rank_zero:
-        follow_to_end(target, channel)
-    leading = LeadingTarget.of(target, channel)
-    atexit.register(leading.end)
-    return leading
-
-
-def join(name: str | Path, patience: float = PATIENCE, **how: Any) -> tuple[Target, Channel]:
-    """This rank's part of a target, and the channel over which it leads or follows. Raises as `load_over_ranks`."""
     if how.get("adapter_path") is not None:
         raise TargetError("--adapter-path does not go with --shard; put the adapters into the model with mlx_lm.fuse")
     world = World.init()
     if world.group is None:
         raise ConfigError("--shard needs several processes; start them with mlx.launch (docs/several-machines.md)")
-    channel = Channel(world, patience)
     target = load_target(name, shard=partial(shard_tensors, group=world.group), **how)
     _check_same("the versions of " + ", ".join(_PACKAGES), str([_version(each) for each in _PACKAGES]), world)
     _check_same("the files of the target", fingerprint(target), world)
+    free = min(world.all_values(target.free_memory >> 20)) << 20
+    channel = Channel(world, patience)
     channel.watch()
-    return target, channel
+    if not world.is_rank_zero:
+        follow_to_end(target, channel)
+    leading = LeadingTarget.of(target, channel, free)
+    atexit.register(leading.close)
+    sys.excepthook = partial(_explain, channel, sys.excepthook)
+    return leading
 
 
 def follow_to_end(target: Target, channel: Channel) -> NoReturn:
     """Follow rank 0 until it ends; then end."""
     follow(target, channel)
     raise SystemExit(0)
+
+
+def _explain(channel: Channel, before: Callable[..., Any], kind: Any, error: BaseException, trace: Any) -> None:
+    """What to say of an error that ends the process: where another rank is gone, that alone."""
+    try:
+        if isinstance(error, RuntimeError):
+            channel.check()
+    except RanksError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return
+    before(kind, error, trace)
 
 
 def _check_same(what: str, value: str, world: World) -> None:

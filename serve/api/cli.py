@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         configs, settings = _configs(args), _settings(args)
+        for config in configs.values():
+            config.options.follow(config.target)
         if args.check:
             passed = [_checked(name, config) for name, config in configs.items()]
             return 0 if all(passed) else 1
@@ -95,6 +97,7 @@ def _checked(name: str, config: LoadConfig) -> bool:
         return check(loaded, say)
     finally:
         loaded.grammars.end()
+        loaded.target.close()
 
 
 def _serve(configs: dict[str, LoadConfig], settings: Settings, args: argparse.Namespace) -> None:
@@ -138,7 +141,10 @@ def _configs(args: argparse.Namespace) -> dict[str, LoadConfig]:
     if given := [field for field, default in defaults.items() if getattr(args, field) != default]:
         flag = f"--{given[0].replace('_', '-')}"
         raise ConfigError(f"{flag} belongs to a model: write it in {args.models}, under its name or `default`")
-    return read_models(Path(args.models))
+    configs = read_models(Path(args.models))
+    if sharded := [name for name, config in configs.items() if config.options.shard != "none"]:
+        raise ConfigError(f"{args.models}: {sharded[0]} has a shard, which is for a model that is served alone")
+    return configs
 
 
 def _settings(args: argparse.Namespace) -> Settings:

@@ -70,6 +70,8 @@ class LoadConfig:
                 "--prefix-cache-dir keeps what the prefix cache has, and --prefix-cache-gb 0 leaves it nothing; "
                 "leave one of them out"
             )
+        if self.prefix_cache_dir is not None and self.options.shard != "none":
+            raise ConfigError("--prefix-cache-dir does not go with --shard: a rank's files would hold its part alone")
         if self.prefix_disk_bytes is not None and self.prefix_cache_dir is None:
             raise ConfigError(
                 "--prefix-disk-gb bounds the files in --prefix-cache-dir, which is missing; name a folder"
@@ -101,7 +103,7 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
         policy,
         config.max_batch,
         config.prefill_chunk,
-        prefix_cache_bytes=memory.prefix_cache_bytes(memory.free_memory()) if prefixes is None else prefixes,
+        prefix_cache_bytes=memory.prefix_cache_bytes(target.free_memory) if prefixes is None else prefixes,
         kv_bits=config.kv_bits,
         kv_bytes=config.kv_bytes,
     )

@@ -100,6 +100,7 @@ class ServerCollector(Collector):
         if kept_in_files:
             yield from _families(CounterMetricFamily, _DISK_COUNTERS, kept_in_files)
             yield from _families(GaugeMetricFamily, _DISK_GAUGES, kept_in_files)
+        yield from _about_ranks(services)
         for name, text, histogram in _HISTOGRAMS:
             family = HistogramMetricFamily(name, text, labels=[_MODEL])
             for model, each in totals:
@@ -119,6 +120,23 @@ def _families(
         for model, each in of:
             family.add_metric([model], float(read(each)))
         yield family
+
+
+def _about_ranks(services: Sequence[tuple[str, Service]]) -> Iterator[Metric]:
+    """How long the ranks have waited for each other, of models that several machines share."""
+    shared = [(name, each.rank_waits) for name, each in services if each.rank_waits]
+    if not shared:
+        return
+    ranks = GaugeMetricFamily("eagle:ranks", "Processes that share the model", labels=[_MODEL])
+    waits = CounterMetricFamily(
+        "eagle:rank_wait_seconds", "Time in which a rank has waited for messages", labels=[_MODEL, "rank"]
+    )
+    for name, each in shared:
+        ranks.add_metric([name], len(each))
+        for rank, seconds in enumerate(each):
+            waits.add_metric([name, str(rank)], seconds)
+    yield ranks
+    yield waits
 
 
 def registry(models: Models) -> CollectorRegistry:

@@ -85,6 +85,7 @@ class Loaded:
         """Keep what was learnt, end the processes beside the engine, and write the past prompts that wait for it."""
         if self.prior is not None:
             self.prior.save()
+        self.target.close()
         self.grammars.end()
         self.encoder.end()
         if self.disk is not None and not self.disk.close(_LAST_WRITES):

@@ -128,6 +128,12 @@ class Service:
         loaded = self.worker.loaded
         return loaded.disk if loaded else None
 
+    @property
+    def rank_waits(self) -> tuple[float, ...]:
+        """Seconds that each rank has waited, of a model that several machines share."""
+        loaded = self.worker.loaded
+        return loaded.target.rank_waits if loaded else ()
+
     def admit(self, count: int, client: str = "") -> Call:
         """Take an HTTP request that needs `count` slots. While it is under way, the model stays, or is loaded for it.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, Timer
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ import mlx.core as mx
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.output import Output
+from eagle_mlx.errors import EagleError, RanksError
 from eagle_mlx.plan import RoundResult
 from eagle_mlx.request import Request, TokenLogprob
 
@@ -30,6 +32,8 @@ _DIED = "the engine's thread died"
 
 TIME = "time"
 """What cuts off a request that has taken too long (`Output.cut_off`)."""
+_LAST_WORDS = 4.0
+"""Seconds for errors to be sent where another machine is gone; then the process ends, whoever still reads."""
 _NO_TOKEN = "the time for the request was over before its first token; ask for less, or at another time"
 Score = Iterator[list[TokenLogprob]]
 """Log probabilities of a prompt, piece by piece, each computed when it is asked for."""
@@ -119,7 +123,7 @@ class Worker:
         self._slots: list[_Slot] = []
         self._scorings: deque[_Scoring] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._unloading = self._stopped = False
+        self._unloading = self._stopped = self._lost = False
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self.loaded: Loaded | None = None
         """None unless everything is in memory."""
@@ -171,9 +175,24 @@ class Worker:
 
     def join(self) -> None:
         """Wait for the thread, but not long, and end what hangs beside it."""
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=0 if self._lost else 5)
         if self.loaded is not None:
             _close(self.loaded)
+
+    def _give_up(self, error: EagleError) -> None:
+        """Nobody can read with the target any more, and the thread may hang: its requests end with an error."""
+        self._lost, self.failure = True, error
+        loaded, self.loaded = self.loaded, None
+        slots, self._slots = self._slots, []
+        for slot in slots:
+            slot.request.fail(str(error))
+            slot.job.report(RequestEvent(slot.index, [], [], Output.of(slot.request, None)))
+        while not self._commands.empty():
+            self._commands.get()()  # requests that it has not seen end at once, since nothing is loaded
+        while self._scorings:
+            _settle(self._scorings.popleft().result, None, ApiError(500, str(error)))
+        if loaded is not None:
+            loaded.grammars.end()
 
     async def _ask(self, command: Callable[[asyncio.Future[T]], Callable[[], None]]) -> T:
         """Queue a command that resolves a future, and wait for that."""
@@ -194,6 +213,7 @@ class Worker:
         try:
             loaded = self._load()
             loaded.engine.observer = self.observer
+            loaded.target.on_lost = self._lose
         except BaseException as e:
             self.failure = e
             self._resolve(result, error=e)
@@ -225,6 +245,15 @@ class Worker:
         self._slots = []
         while self._scorings:
             self._resolve(self._scorings.popleft().result, error=ApiError(500, _DIED))
+
+    def _lose(self, reason: str) -> None:
+        """Called in a thread of the target's."""
+        log.error("%s", reason)
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._give_up, RanksError(reason))
+        last = Timer(_LAST_WORDS, os._exit, [1])  # whatever the event loop or a client makes of it
+        last.daemon = True
+        last.start()
 
     def _begin_unloading(self) -> None:
         self._unloading = True

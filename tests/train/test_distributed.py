@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,65 +17,13 @@ from eagle_mlx.train.data.samples import InMemory
 from eagle_mlx.train.distributed import World
 from tests.fakes import talking_target_folder, tiny_adapters
 from tests.full import in_full
+from tests.processes import needs_ring, printed
 from tests.train.worker import CONFIG, conversations, learnt, whole_run
-
-needs_ring = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="this MLX has no ring backend")
-ROOT = Path(__file__).parents[2]
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
-@contextmanager
-def on_all_cores() -> Iterator[None]:
-    """Processes that are started here are not held to the one core of a worker: while they wait they do not rest."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    own = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, own)
 
 
 def together(count: int, folder: Path, *arguments: str) -> list[Any]:
     """What each of `count` processes of worker.py prints."""
     return [json.loads(out.splitlines()[-1]) for out in printed(count, folder, "tests.train.worker", *arguments)]
-
-
-def printed(count: int, folder: Path, module: str, *arguments: str, places: Sequence[Path] = ()) -> list[str]:
-    """What each process prints; `places` are the folders in which they run, as if on machines of their own.
-
-    There the first process alone is given the arguments.
-    """
-    hosts = folder / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(count)]))
-    with on_all_cores():
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", module, *(() if places and rank else arguments)],
-                cwd=places[rank] if places else ROOT,
-                env={**os.environ, "MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank), "PYTHONPATH": str(ROOT)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(count)
-        ]
-    try:
-        ended = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * count, [errors[-2000:] for _, errors in ended]
-    return [out for out, _ in ended]
 
 
 @needs_ring

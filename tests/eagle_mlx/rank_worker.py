@@ -1,0 +1,200 @@
+"""One rank of a target that is divided, started by test_ranks.py: decodes, and compares with the whole."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import eagle_mlx as em
+
+import mlx.core as mx  # isort: skip
+import mlx.nn as nn
+
+from eagle_mlx.cache.tree_support import why_no_trees
+from eagle_mlx.engine import Engine
+from eagle_mlx.errors import TargetError
+from eagle_mlx.plan import Abilities, Plan, RoundResult
+from eagle_mlx.ranks import Channel, LeadingTarget, World, follow, shard_tensors
+from eagle_mlx.request import Request
+from eagle_mlx.serve.bench.identity import compare, tolerance_for
+from eagle_mlx.target import Target
+from tests.architectures import tiny_model
+from tests.fakes import Oracle, tiny_head
+
+PROMPTS = [[1, 2, 3, 4, 5], [9], [7, 8, 7, 8, 7, 8, 7], [*range(40)], [90, 3]]
+LENGTH = 12
+
+
+@dataclass
+class Always:
+    """A policy of one plan."""
+
+    next: Plan
+
+    @property
+    def wants_trees(self) -> bool:
+        return self.next.is_tree
+
+    def plan(self, rows: int, can: Abilities) -> Plan:
+        return self.next if can.trees or not self.next.is_tree else Plan(self.next.depth)
+
+    def observe(self, result: RoundResult) -> None:
+        """Nothing to learn."""
+
+
+def whole_model(name: str) -> nn.Module:
+    """The same in every process."""
+    mx.random.seed(7)
+    model = tiny_model(name)
+    mx.eval(model.parameters())
+    return model
+
+
+def led(world: World, model: nn.Module, work: Callable[[LeadingTarget], Any], patience: float = 60.0) -> Any:
+    """What rank 0 makes of a target of which each rank has a part; None in the others."""
+    shard_tensors(model, world.group)
+    channel, target = Channel(world, patience), Target(model, None, "tiny")
+    channel.watch()
+    if not world.is_rank_zero:
+        follow(target, channel)
+        return None
+    leading = LeadingTarget.of(target, channel)
+    try:
+        return work(leading)
+    finally:
+        leading.close()
+
+
+def sampling(seeded: bool) -> list[em.SamplingParams]:
+    one = em.SamplingParams(max_tokens=LENGTH, temperature=1.0 if seeded else 0.0, seed=5 if seeded else None)
+    penalized = replace(one, repetition_penalty=1.2, logit_bias={3: 1.0}, logprobs=True)
+    return [penalized if index == 2 else one for index in range(len(PROMPTS))]
+
+
+def differences(whole: Target, params: Sequence[em.SamplingParams], texts: Any, found: Any) -> list[int]:
+    """How many texts are equal, equal but for rounding, and different."""
+    same = compare(whole, PROMPTS, texts, found, params, tolerance_for(whole))
+    return [same.identical, same.excused, same.different]
+
+
+def plain_texts(whole: Target, params: list[em.SamplingParams]) -> list[list[int]]:
+    return [output.tokens for output in Engine(whole, max_batch=1, kv_bytes=1 << 28).generate(PROMPTS, params)]
+
+
+def decodings(whole: Target, target: Target, plans: Sequence[Plan]) -> dict[str, list[int]]:
+    """Greedy and seeded texts in several ways, compared with what the whole target says plainly."""
+    found = {}
+    for seeded in (False, True):
+        params = sampling(seeded)
+        texts = plain_texts(whole, params)
+        known = {tuple(prompt): text for prompt, text in zip(PROMPTS, texts, strict=True)}
+        for plan in plans:
+            for rows in (1, 4):
+                proposer: Any = Oracle(known, wrong=0.3, aux_layers=(0, 1)) if plan.depth else None
+                if plan.stop_below is not None:
+                    proposer = em.HeadProposer(tiny_head(whole))
+                engine = Engine(target, proposer, Always(plan), rows, prefill_chunk=16, kv_bytes=1 << 28)
+                outputs = engine.generate(PROMPTS, params)
+                tokens = [output.tokens for output in outputs]
+                found[f"{'seeded' if seeded else 'greedy'} {plan} rows={rows}"] = [
+                    *differences(whole, params, texts, tokens),
+                    sum(output.accepted for output in outputs),
+                ]
+    return found
+
+
+def architectures(world: World, *names: str) -> dict[str, Any]:
+    """Of each: what its texts are compared with one process, or why it is not divided."""
+    found: dict[str, Any] = {}
+    for name in names:
+        whole = Target(whole_model(name), None, "whole")
+        plans = [Plan(3)] if why_no_trees(whole) else [Plan(3, nodes=7)]
+        try:
+            found[name] = led(world, whole_model(name), partial(decodings, whole, plans=plans))
+        except TargetError as e:
+            found[name] = str(e)
+    return found
+
+
+def every_way(world: World) -> dict[str, Any]:
+    """Of one architecture: plain rounds, chains, trees, early exits."""
+    whole = Target(whole_model("qwen3"), None, "whole")
+    plans = [Plan(0), Plan(4), Plan(3, nodes=9), Plan(6, stop_below=0.02)]
+    return led(world, whole_model("qwen3"), lambda target: decodings(whole, target, plans))
+
+
+def life(world: World, name: str) -> dict[str, Any]:
+    """Requests that come and go at any time, with a prefix cache, the policy by throughput, and quantised keys."""
+    whole = Target(whole_model(name), None, "whole")
+
+    def work(target: LeadingTarget) -> dict[str, Any]:
+        params = sampling(True)
+        texts = plain_texts(whole, params)
+        known = {tuple(prompt): text for prompt, text in zip(PROMPTS, texts, strict=True)}
+        longer = [*PROMPTS[3], *texts[3], 1]
+        known[tuple(longer)] = []
+        engine = Engine(
+            target, Oracle(known, 0.3), None, 3, prefill_chunk=8, prefix_cache_bytes=1 << 24, kv_bytes=1 << 28
+        )
+        ended = [joined_and_cancelled(engine, params, turn) for turn in range(3)]
+        again = engine.generate([longer], params[0])[0]
+        before = target.channel.messages
+        engine.generate(PROMPTS[:2], params[:2])
+        return {
+            "equal": [differences(whole, params, texts, tokens) for tokens in ended],
+            "cached": again.cached_tokens,
+            "messages": target.channel.messages - before,
+            "waited": [status.waited for status in target.channel.statuses],
+        }
+
+    return led(world, whole_model(name), work)
+
+
+def joined_and_cancelled(engine: Engine, params: list[em.SamplingParams], turn: int) -> list[list[int]]:
+    """Texts of requests that join while others decode; beside them some are cancelled in between."""
+    requests: list[Request] = []
+    cancelled: list[Request] = []
+    step = 0
+    while len(requests) < len(PROMPTS) or not engine.idle:
+        if step % 2 == 0 and len(requests) < len(PROMPTS):
+            requests.append(engine.prepare(PROMPTS[len(requests)], params[len(requests)]))
+            engine.submit(requests[-1])
+        if step % 3 == turn:
+            cancelled.append(engine.prepare(PROMPTS[step % len(PROMPTS)], params[0]))
+            engine.submit(cancelled[-1])
+        engine.step()
+        if step % 3 == 2 and cancelled:
+            engine.cancel(cancelled.pop())
+        step += 1
+        if step > 40:
+            for request in cancelled:
+                engine.cancel(request)
+    return [request.tokens for request in requests]
+
+
+def parted(world: World) -> dict[str, Any]:
+    """A rank that reads other embeddings than the others."""
+    model = whole_model("qwen3")
+    if world.rank == world.size - 1:
+        model.model.embed_tokens.weight = 3 * model.model.embed_tokens.weight
+
+    def work(target: LeadingTarget) -> None:
+        target.channel.on_lost = lambda reason: print(json.dumps({"lost": reason}), flush=True)
+        Engine(target, kv_bytes=1 << 28).generate([PROMPTS[0]], em.SamplingParams(max_tokens=100, ignore_eos=True))
+
+    led(world, model, work)
+    return {}
+
+
+def main() -> None:
+    world, (what, *arguments) = World.init(), sys.argv[1:]
+    cases = {"architectures": architectures, "every_way": every_way, "life": life, "parted": parted}
+    print(json.dumps(cases[what](world, *arguments)))  # type: ignore[operator]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""A target that is divided says what the whole one says, whatever drafts and whoever comes and goes."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from eagle_mlx.cache import RaggedCache
+from eagle_mlx.decoding.tree import Tree
+from eagle_mlx.errors import ConfigError, TargetError
+from eagle_mlx.ranks.calls import meant, plain
+from eagle_mlx.ranks.leader import LeadingTarget
+from eagle_mlx.target_options import TargetOptions
+from tests.fakes import tiny_adapters, tiny_target, tiny_target_folder
+from tests.full import in_full, in_turn
+from tests.processes import ended, needs_ring, printed, start
+
+WORKER = "tests.eagle_mlx.rank_worker"
+DIVIDED = (
+    *("llama", "qwen3_5", "gpt_oss", "deepseek_v3", "qwen3_moe", "step3p5", "qwen2", "qwen3_5_moe", "minimax"),
+    *("glm4_moe", "exaone_moe", "deepseek_v2", "mistral4", "ministral3", "glm4_moe_lite", "longcat_flash"),
+)
+"""Of mlx-lm's files those that are compared: full attention, states, windows, latents and experts come first."""
+
+
+def rank_zero(count: int, folder: Path, *arguments: str, seconds: float = 300) -> Any:
+    """What rank 0 has found."""
+    return json.loads(printed(count, folder, WORKER, *arguments, seconds=seconds)[0].splitlines()[-1])
+
+
+def check(compared: list[int], drafted: bool = True) -> None:
+    identical, _, different, accepted = compared
+    assert different == 0
+    assert identical > 2
+    assert bool(accepted) == drafted
+
+
+@needs_ring
+def test_every_way_to_decode_gives_the_text_of_one_process(tmp_path: Path) -> None:
+    """Greedy and seeded, one row and four: plain, chains, trees and early exits."""
+    found = rank_zero(2, tmp_path, "every_way")
+    assert len(found) == 16
+    for name, compared in found.items():
+        check(compared, drafted="depth=0" not in name)
+
+
+@needs_ring
+def test_architectures_give_the_text_of_one_process(tmp_path: Path) -> None:
+    names = in_full(DIVIDED, DIVIDED[:3])
+    found = rank_zero(2, tmp_path, "architectures", *names, seconds=60 * len(names))
+    for name in names:
+        assert isinstance(found[name], dict), found[name]
+        for compared in found[name].values():
+            check(compared)
+
+
+@needs_ring
+@pytest.mark.parametrize(("name", "count"), in_turn([("llama", 2), ("qwen3_5", 2), ("minimax", 2)]))
+def test_requests_come_and_go_with_a_prefix_cache(name: str, count: int, tmp_path: Path) -> None:
+    found = rank_zero(count, tmp_path, "life", name)
+    for identical, _, different in found["equal"]:
+        assert different == 0
+        assert identical > 2
+    assert found["cached"] > 16
+    assert found["messages"] > 2
+    assert all(waited > 0 for waited in found["waited"])
+
+
+@needs_ring
+def test_a_rank_that_has_come_to_other_numbers_ends_the_run(tmp_path: Path) -> None:
+    processes = start(2, tmp_path, WORKER, "parted")
+    (out, _), (_, errors) = ended(processes)
+    assert json.loads(out.splitlines()[0])["lost"] == "rank 1 has come to other numbers than rank 0; it has said which"
+    assert "this rank's hidden states are of mean square" in errors
+    assert processes[1].returncode == 1
+
+
+def test_arguments_of_calls_survive_their_way() -> None:
+    tree = Tree(mx.array([[0, 0, 1, 3]], mx.int32), 3).branches()
+    sent: Any = {0: "the object"}
+    for value in (3, None, [1, [2, 3]], mx.array([1, 2], mx.int32), mx.array([[True, False, True]]), tree):
+        back = meant(json.loads(json.dumps(plain(value))), sent.__getitem__)
+        if isinstance(value, mx.array):
+            assert np.array_equal(np.array(back), np.array(value))
+            assert back.dtype == value.dtype
+        elif value is tree:
+            assert np.array_equal(np.array(back.seen), np.array(tree.seen))
+            assert np.array_equal(np.array(back.depths), np.array(tree.depths))
+        else:
+            assert back == value
+    assert meant({"number": 0}, sent.__getitem__) == "the object"
+
+
+class Silent:
+    """A channel to nobody, which keeps what was said."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    @property
+    def speaking(self) -> Any:
+        return nullcontext()
+
+    def send(self, message: Any) -> None:
+        self.said.append(json.loads(json.dumps(message)))
+
+
+def test_one_message_goes_before_each_forward_and_none_otherwise() -> None:
+    channel: Any = Silent()
+    target = LeadingTarget.of(tiny_target(), channel)
+    cache = RaggedCache.of(target.model, 2)
+    assert channel.said == []
+    target.forward(mx.array([[1, 2], [3, 4]]), cache)
+    cache.advance(mx.array([2, 1], mx.int32), at_most=2)
+    fork = cache.fork(1, 1)
+    cache.remove(0)
+    assert len(channel.said) == 1
+    target.forward(mx.array([[5]]), cache)
+    names = [[call[1] for call in said["calls"]] for said in channel.said]
+    assert names == [["new"], ["advance", "fork", "remove"]]
+    assert [said["then"] for said in channel.said] == [["forward", 0, [[1, 2], [3, 4]]], ["forward", 0, [[5]]]]
+    assert channel.said[1]["gone"] == []
+    number = fork.number  # type: ignore[attr-defined]
+    del fork
+    target.forward(mx.array([[6]]), cache)
+    assert channel.said[2]["gone"] == [number]
+
+
+def test_caches_of_others_are_refused() -> None:
+    target, foreign = tiny_target(), RaggedCache.of(tiny_target().model, 1)
+    leading = LeadingTarget.of(target, Silent())  # type: ignore[arg-type]
+    with pytest.raises(TargetError, match="keeps caches of its own"):
+        leading.forward(mx.array([[1]]), foreign)
+
+
+def test_one_process_alone_is_told_how_to_start_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLX_HOSTFILE", raising=False)
+    folder = tiny_target_folder(tmp_path / "target")
+    with pytest.raises(ConfigError, match="start them with mlx.launch"):
+        TargetOptions(shard="tensor").load(folder)
+    with pytest.raises(TargetError, match="mlx_lm.fuse"):
+        TargetOptions(shard="tensor", adapter_path=str(tiny_adapters(tmp_path / "adapters"))).load(folder)
+    with pytest.raises(ConfigError, match="--rank-seconds must be above 0"):
+        TargetOptions(rank_seconds=0.0)

@@ -1,0 +1,83 @@
+"""Processes on this machine that form a ring, as `mlx.launch` would start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+needs_ring = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="this MLX has no ring backend")
+ROOT = Path(__file__).parents[1]
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@contextmanager
+def on_all_cores() -> Iterator[None]:
+    """Processes that are started here are not held to the one core of a worker: while they wait they do not rest."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
+
+
+def start(
+    count: int, folder: Path, module: str, *arguments: str, places: Sequence[Path] = ()
+) -> list[subprocess.Popen[str]]:
+    """Processes of a module; `places` are the folders in which they run, as if on machines of their own.
+
+    There the first process alone is given the arguments.
+    """
+    hosts = folder / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(count)]))
+    with on_all_cores():
+        return [
+            subprocess.Popen(
+                [sys.executable, "-m", module, *(() if places and rank else arguments)],
+                cwd=places[rank] if places else ROOT,
+                env={**os.environ, "MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank), "PYTHONPATH": str(ROOT)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(count)
+        ]
+
+
+def ended(processes: Sequence[subprocess.Popen[str]], seconds: float = 120) -> list[tuple[str, str]]:
+    """What each has written, text and errors, once all have ended; none is left behind."""
+    try:
+        return [process.communicate(timeout=seconds) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def printed(
+    count: int, folder: Path, module: str, *arguments: str, places: Sequence[Path] = (), seconds: float = 120
+) -> list[str]:
+    """What each process prints; all of them must end well."""
+    processes = start(count, folder, module, *arguments, places=places)
+    found = ended(processes, seconds)
+    assert [process.returncode for process in processes] == [0] * count, [errors[-2000:] for _, errors in found]
+    return [out for out, _ in found]
