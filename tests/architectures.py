@@ -393,13 +393,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 WINDOWS = frozenset({"attention_chunk_size", "attention_window_size", "loop_window_size", "sliding_window"})
 
 
-def tiny_model(name: str, window: int | None = None) -> nn.Module:
+def tiny_model(name: str, window: int | None = None, **changes: Any) -> nn.Module:
     """A model of mlx-lm's file `name`, or of its variant `name:variant`, with the weights that mlx-lm gives it.
 
-    window: how long its windows and chunks are instead.
+    window: how long its windows and chunks are instead. changes: of its configuration.
     """
     arch = importlib.import_module(f"mlx_lm.models.{name.split(':')[0]}")
-    config = {"model_type": name, **COMMON, **CONFIGS[name]}
+    config = {"model_type": name, **COMMON, **CONFIGS[name], **changes}
     return arch.Model(arch.ModelArgs.from_dict(config if window is None else _seeing(config, window)))
 
 

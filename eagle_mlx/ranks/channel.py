@@ -135,6 +135,8 @@ class Channel:
         self._waited += self._last - began if size else 0.0
         self.messages += 1
         self._read_statuses(numbers[_HEADER:])
+        if self.lost is not None:
+            raise RanksError(self.lost)
         return head + rest
 
     def part(self, error: RuntimeError) -> NoReturn:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -30,9 +29,11 @@ class Follower:
         self._hidden: mx.array | None = None
         """Of the last forward, behind all layers."""
         self._freed = FreedBuffers()
+        self.differs: str | None = None
+        """What is not as in rank 0."""
 
     def do(self, message: dict[str, Any]) -> bool:
-        """What a message asks for; whether another is to come. Raises RanksError where rank 0 has other numbers."""
+        """What a message asks for; whether another is to come."""
         for number, name, args, kwargs, made in message["calls"]:
             known = self._objects.__getitem__
             args, kwargs = meant(args, known), {key: meant(value, known) for key, value in kwargs.items()}
@@ -70,13 +71,10 @@ class Follower:
         assert self._hidden is not None
         own, wanted = np.array(lengths_of(cache)).tolist(), np.array(lengths).tolist()
         if own != wanted:
-            raise RanksError(f"this rank's texts have {own} tokens, rank 0's {wanted}")
+            self.differs = f"this rank's texts have {own} tokens, rank 0's {wanted}"
         mine, its = (float(np.array(x)) for x in (size_of(self._hidden), size))
         if not abs(mine - its) <= _ROUNDING * abs(its):
-            raise RanksError(
-                f"this rank's hidden states are of mean square {mine:.6g}, rank 0's of {its:.6g}; do all ranks have "
-                "the same files, and the same versions of MLX and mlx-lm?"
-            )
+            self.differs = f"this rank's hidden states are of mean square {mine:.6g}, rank 0's of {its:.6g}"
 
 
 def follow(target: Target, channel: Channel) -> None:
@@ -92,11 +90,10 @@ def follow(target: Target, channel: Channel) -> None:
         while goes_on:
             message = channel.receive()
             goes_on = message is None or follower.do(message)
-    except RanksError:
-        _say(channel, State.DIFFERS)
-        with suppress(RanksError):
-            channel.receive()
-        raise
+            if follower.differs is not None:
+                _say(channel, State.DIFFERS)
+                channel.receive()
+                raise RanksError(f"rank {channel.world.rank}: {follower.differs}")
     finally:
         channel.close()
 

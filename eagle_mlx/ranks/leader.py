@@ -19,9 +19,6 @@ from eagle_mlx.ranks.calls import CACHE_CALLS, PIECE_CALLS, plain
 from eagle_mlx.ranks.channel import Channel, end_process
 from eagle_mlx.target import Forward, Target
 
-_CHECKED = 64
-"""Of so many forwards the others compare one with rank 0's."""
-
 
 class Calls:
     """What has been called since the last message, which goes with the next forward."""
@@ -107,6 +104,8 @@ class LeadingTarget(Target):
     """
 
     calls: Calls
+    compared = 64
+    """Of so many forwards the others compare one with this rank's."""
     _forwards = 0
     _least_free: int | None = None
 
@@ -159,7 +158,7 @@ class LeadingTarget(Target):
             except RuntimeError as e:
                 self.channel.part(e)
         self._forwards += 1
-        if self._forwards % _CHECKED == 0:
+        if self._forwards % self.compared == 0:
             self.calls.compare(number, lengths_of(cache), size_of(out.aux[-1]))
         return Forward(out.logits, out.aux[:-1])
 

@@ -57,8 +57,7 @@ class World:
     @property
     def others(self) -> str:
         """The other ranks in words."""
-        ranks = [str(rank) for rank in range(self.size) if rank != self.rank]
-        return f"rank {' or '.join(ranks)}"
+        return " or ".join(f"rank {rank}" for rank in range(self.size) if rank != self.rank)
 
     def all_sum(self, numbers: NDArray[Any]) -> NDArray[Any]:
         """Whole numbers below 2**31, added over all processes."""

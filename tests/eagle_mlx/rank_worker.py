@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import eagle_mlx as em
 
@@ -24,6 +28,7 @@ from eagle_mlx.serve.bench.identity import compare, tolerance_for
 from eagle_mlx.target import Target
 from tests.architectures import tiny_model
 from tests.fakes import Oracle, tiny_head
+from tests.full import in_full
 
 PROMPTS = [[1, 2, 3, 4, 5], [9], [7, 8, 7, 8, 7, 8, 7], [*range(40)], [90, 3]]
 LENGTH = 12
@@ -46,18 +51,22 @@ class Always:
         """Nothing to learn."""
 
 
-def whole_model(name: str) -> nn.Module:
-    """The same in every process."""
+BY_THREE = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 96}
+
+
+def whole_model(name: str, ranks: int = 2) -> nn.Module:
+    """The same in every process, with as many heads as can be divided by that many of them."""
     mx.random.seed(7)
-    model = tiny_model(name)
+    model = tiny_model(name, **(BY_THREE if ranks == 3 else {}))
     mx.eval(model.parameters())
     return model
 
 
-def led(world: World, model: nn.Module, work: Callable[[LeadingTarget], Any], patience: float = 60.0) -> Any:
+def led(world: World, model: nn.Module, work: Callable[[LeadingTarget], Any], channel: Channel | None = None) -> Any:
     """What rank 0 makes of a target of which each rank has a part; None in the others."""
+    assert world.group is not None
     shard_tensors(model, world.group)
-    channel, target = Channel(world, patience), Target(model, None, "tiny")
+    channel, target = channel or Channel(world), Target(model, None, "tiny")
     channel.watch()
     if not world.is_rank_zero:
         follow(target, channel)
@@ -93,7 +102,7 @@ def decodings(whole: Target, target: Target, plans: Sequence[Plan]) -> dict[str,
         texts = plain_texts(whole, params)
         known = {tuple(prompt): text for prompt, text in zip(PROMPTS, texts, strict=True)}
         for plan in plans:
-            for rows in (1, 4):
+            for rows in in_full((1, 4), (1,) if seeded else (4,)):
                 proposer: Any = Oracle(known, wrong=0.3, aux_layers=(0, 1)) if plan.depth else None
                 if plan.stop_below is not None:
                     proposer = em.HeadProposer(tiny_head(whole))
@@ -122,14 +131,14 @@ def architectures(world: World, *names: str) -> dict[str, Any]:
 
 def every_way(world: World) -> dict[str, Any]:
     """Of one architecture: plain rounds, chains, trees, early exits."""
-    whole = Target(whole_model("qwen3"), None, "whole")
+    whole = Target(whole_model("qwen3", world.size), None, "whole")
     plans = [Plan(0), Plan(4), Plan(3, nodes=9), Plan(6, stop_below=0.02)]
-    return led(world, whole_model("qwen3"), lambda target: decodings(whole, target, plans))
+    return led(world, whole_model("qwen3", world.size), lambda target: decodings(whole, target, plans))
 
 
 def life(world: World, name: str) -> dict[str, Any]:
     """Requests that come and go at any time, with a prefix cache, the policy by throughput, and quantised keys."""
-    whole = Target(whole_model(name), None, "whole")
+    whole = Target(whole_model(name, world.size), None, "whole")
 
     def work(target: LeadingTarget) -> dict[str, Any]:
         params = sampling(True)
@@ -151,7 +160,7 @@ def life(world: World, name: str) -> dict[str, Any]:
             "waited": [status.waited for status in target.channel.statuses],
         }
 
-    return led(world, whole_model(name), work)
+    return led(world, whole_model(name, world.size), work)
 
 
 def joined_and_cancelled(engine: Engine, params: list[em.SamplingParams], turn: int) -> list[list[int]]:
@@ -178,21 +187,80 @@ def joined_and_cancelled(engine: Engine, params: list[em.SamplingParams], turn: 
 
 def parted(world: World) -> dict[str, Any]:
     """A rank that reads other embeddings than the others."""
-    model = whole_model("qwen3")
+    model = whole_model("qwen3", world.size)
     if world.rank == world.size - 1:
         model.model.embed_tokens.weight = 3 * model.model.embed_tokens.weight
 
     def work(target: LeadingTarget) -> None:
-        target.channel.on_lost = lambda reason: print(json.dumps({"lost": reason}), flush=True)
-        Engine(target, kv_bytes=1 << 28).generate([PROMPTS[0]], em.SamplingParams(max_tokens=100, ignore_eos=True))
+        target.on_lost, target.compared = (lambda reason: print(json.dumps({"lost": reason}), flush=True)), 4
+        Engine(target, kv_bytes=1 << 28).generate([PROMPTS[0]], em.SamplingParams(max_tokens=40, ignore_eos=True))
 
     led(world, model, work)
     return {}
 
 
+@dataclass(frozen=True)
+class Fault:
+    """What befalls one rank, before one of its messages."""
+
+    rank: int
+    message: int
+    how: str
+    """`kill`, `stop`, `exit`, or `delay`, which is none for the others."""
+
+    @classmethod
+    def drawn(cls, seed: int, ranks: int) -> Fault:
+        rng = random.Random(seed)
+        return cls(rng.randrange(ranks), rng.randrange(1, 16), rng.choice(["kill", "stop", "exit", "delay"]))
+
+    def happen(self, patience: float) -> None:
+        print(json.dumps({"fault": time.time()}), flush=True)
+        if self.how == "exit":
+            os._exit(3)
+        elif self.how == "delay":
+            time.sleep(patience / 3)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
+
+
+class FaultyChannel(Channel):
+    def __init__(self, world: World, patience: float, fault: Fault):
+        super().__init__(world, patience)
+        self.fault = fault
+
+    def _exchange(self, text: bytes) -> bytes:
+        if self.world.rank == self.fault.rank and self.messages == self.fault.message:
+            self.fault.happen(self.patience)
+        return super()._exchange(text)
+
+
+def faulty(world: World, seed: str, patience: str) -> dict[str, Any]:
+    """Texts until a rank is gone, or all of them where none goes."""
+    whole, params = Target(whole_model("qwen3", world.size), None, "whole"), sampling(True)
+    texts = plain_texts(whole, params)
+
+    def work(target: LeadingTarget) -> dict[str, Any]:
+        requests: list[Request] = []
+        engine = Engine(target, em.NgramProposer(), Always(Plan(2)), 3, kv_bytes=1 << 28)
+        for prompt, each in zip(PROMPTS, params, strict=True):
+            requests.append(engine.prepare(prompt, each))
+            engine.submit(requests[-1])
+        while not engine.idle:
+            for request in engine.step():
+                index = requests.index(request)
+                right = request.error is not None or request.tokens == texts[index]
+                print(json.dumps({"request": index, "right": right}), flush=True)
+        return {"messages": target.channel.messages}
+
+    fault = Fault.drawn(int(seed), world.size)
+    return cast(
+        dict[str, Any], led(world, whole_model("qwen3", world.size), work, FaultyChannel(world, float(patience), fault))
+    )
+
+
 def main() -> None:
     world, (what, *arguments) = World.init(), sys.argv[1:]
-    cases = {"architectures": architectures, "every_way": every_way, "life": life, "parted": parted}
+    cases = {"architectures": architectures, "every_way": every_way, "life": life, "parted": parted, "faulty": faulty}
     print(json.dumps(cases[what](world, *arguments)))  # type: ignore[operator]
 
 
