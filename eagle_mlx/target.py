@@ -140,6 +140,11 @@ class Target:
         return free_memory()
 
     @property
+    def is_shared(self) -> bool:
+        """Whether other processes have a part of it, so that its model is of no use without `forward`."""
+        return bool(self.rank_waits)
+
+    @property
     def rank_waits(self) -> tuple[float, ...]:
         """Seconds that each rank has waited for messages, where there are several."""
         return ()

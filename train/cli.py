@@ -99,6 +99,9 @@ def _main(flags: dict[str, Any]) -> None:
             config = resumed_config(resume, flags)
         if world.is_rank_zero:
             world.broadcast(config.flat())
+        if config.loading.shard != "none":
+            config.loading.follow(config.head.target)
+            world = SINGLE_PROCESS  # the others read with the target; the head is learnt here
         run(config, stop, resume, world)
 
 

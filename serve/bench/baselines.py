@@ -16,6 +16,9 @@ from eagle_mlx.target import Target
 from ..speculation import PolicyName
 from .continuation import Continuation, Decoding
 
+MLX_LM = "mlx-lm"
+"""What the names of these modes begin with."""
+
 
 class MlxLmMode:
     """`mlx_lm.stream_generate`, one prompt after the other, over the target's own model object."""

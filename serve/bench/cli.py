@@ -35,6 +35,7 @@ from ..speculation import (
     warn_of_head,
 )
 from . import plots, report
+from .baselines import MLX_LM
 from .breakdown import measure_breakdown
 from .costs import measure_costs
 from .dialogue import dialogues
@@ -189,13 +190,15 @@ def _positive(text: str) -> int:
 def _bench(args: argparse.Namespace, command: str) -> int:
     if args.plot is not None:
         require("eagle-bench --plot", "train", "matplotlib")
+    options, name = options_of(args), args.target or embedded("target")
+    options.follow(name)
     print(f"blas: {blas.activate()}")
     for path in (args.json, args.plot):
         if path is not None:
             report.check_writable(path)
     chunk, kv_bytes = prefill_chunk_of(args), bytes_of("--kv-gb", args.kv_gb)
     modes, head_name = _modes(args)
-    target = options_of(args).load(args.target or embedded("target"))
+    target = options.load(name)
     head = _head(head_name, target, args.head_bits)
     draft = load_target(args.draft_model) if args.draft_model is not None else None
     configs = [_config(args, temperature) for temperature in args.temperature]
@@ -279,11 +282,14 @@ def _modes(args: argparse.Namespace) -> tuple[list[ModeName], str | Path | None]
         if head is None:
             print("no head for this target: leaving out mode eagle")
         modes = [name for name in MODE_NAMES if name not in NEEDS or given[NEEDS[name]]]
+        modes = [name for name in modes if args.shard == "none" or not name.startswith(MLX_LM)]
     else:
         modes = cast("list[ModeName]", list(args.modes))
     for name in modes:
         if name in NEEDS and not given[NEEDS[name]]:
             raise ConfigError(f"mode {name} needs {NEEDS[name]}; give it, or leave {name} out of --modes")
+        if args.shard != "none" and name.startswith(MLX_LM):
+            raise ConfigError(f"mode {name} does not go with --shard: mlx-lm would run a part of the target alone")
     return modes, head if "eagle" in modes else None
 
 

@@ -14,7 +14,7 @@ import pytest
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.decoding.tree import Tree
 from eagle_mlx.errors import ConfigError, TargetError
-from eagle_mlx.ranks.calls import meant, plain
+from eagle_mlx.ranks.calls import CACHE_CALLS, meant, plain
 from eagle_mlx.ranks.leader import LeadingTarget
 from eagle_mlx.target_options import TargetOptions
 from tests.eagle_mlx.rank_worker import Fault
@@ -126,6 +126,13 @@ def test_arguments_of_calls_survive_their_way() -> None:
         else:
             assert back == value
     assert meant({"number": 0}, sent.__getitem__) == "the object"
+
+
+def test_all_that_changes_a_cache_is_told() -> None:
+    """A method that the others are not told of must leave the cache as it is."""
+    read_only = {"of", "local", "shortest", "count", "index"}
+    methods = {name for name in dir(RaggedCache) if not name.startswith("_") and callable(getattr(RaggedCache, name))}
+    assert methods - read_only == set(CACHE_CALLS)
 
 
 class Silent:

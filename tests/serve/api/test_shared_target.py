@@ -1,0 +1,122 @@
+"""A server whose target two processes share: the same answers, one end for all, and no request without an answer."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from time import monotonic, sleep
+from typing import Any
+
+import httpx
+import pytest
+
+import eagle_mlx as em
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.serve.api.cli import main
+from eagle_mlx.serve.api.loader import LoadConfig
+from eagle_mlx.serve.speculation import Speculation
+from eagle_mlx.target_options import TargetOptions
+from tests.fakes import tiny_target_folder
+from tests.processes import free_ports, needs_ring, start
+
+PROMPT = "def median(values):"
+
+
+@dataclass
+class Shared:
+    """Two processes, the first of which listens."""
+
+    processes: list[subprocess.Popen[str]]
+    http: httpx.Client
+
+    def until_ready(self) -> None:
+        until = monotonic() + 90
+        while monotonic() < until:
+            assert all(process.poll() is None for process in self.processes), self.processes[0].stderr
+            try:
+                if self.http.get("/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            sleep(0.1)
+        raise AssertionError("the server is not ready")
+
+    def complete(self, tokens: int, **more: Any) -> httpx.Response:
+        body = {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
+        return self.http.post("/v1/completions", json=body)
+
+
+@contextmanager
+def shared(target: Path, folder: Path) -> Iterator[Shared]:
+    [port] = free_ports(1)
+    flags = f"--target {target} --shard tensor --spec-decode ngram --rank-seconds 10 --port {port} --no-prior"
+    processes = start(2, folder, "eagle_mlx.serve.api.cli", *flags.split())
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+            yield Shared(processes, http)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@needs_ring
+def test_answers_are_those_of_one_process_and_sigterm_at_any_rank_drains(tmp_path: Path) -> None:
+    target = tiny_target_folder(tmp_path / "target")
+    whole = em.load_target(target)
+    plain = em.Engine(whole, max_batch=1).generate([PROMPT], em.SamplingParams(max_tokens=24, ignore_eos=True))[0]
+    with shared(target, tmp_path) as server:
+        server.until_ready()
+        assert server.complete(24).json()["choices"][0]["text"] == plain.text
+        choices = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}}
+        answer = server.http.post(
+            "/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": "?"}], "seed": 3, "response_format": choices},
+        ).json()
+        assert json.loads(answer["choices"][0]["message"]["content"]) in ("yes", "no")
+        assert server.complete(1, echo=True, logprobs=1).json()["choices"][0]["logprobs"]["tokens"]
+        metrics = server.http.get("/metrics").text
+        assert 'eagle:ranks{model_name="target"} 2.0' in metrics
+        assert 'eagle:rank_wait_seconds_total{model_name="target",rank="1"}' in metrics
+        answers: list[httpx.Response] = []
+        asking = Thread(target=lambda: answers.append(server.complete(200)))
+        asking.start()
+        while 'eagle:rows{model_name="target"} 1.0' not in server.http.get("/metrics").text:
+            sleep(0.01)
+        server.processes[1].send_signal(signal.SIGTERM)
+        asking.join()
+        assert answers[0].json()["usage"]["completion_tokens"] == 200
+        assert [process.wait(60) for process in server.processes] == [0, 0]
+
+
+@needs_ring
+def test_requests_end_with_an_error_where_the_other_rank_is_killed(tmp_path: Path) -> None:
+    with shared(tiny_target_folder(tmp_path / "target"), tmp_path) as server:
+        server.until_ready()
+        answers: list[httpx.Response] = []
+        asking = [Thread(target=lambda: answers.append(server.complete(400))) for _ in range(3)]
+        for each in asking:
+            each.start()
+        while 'eagle:rows{model_name="target"} 3.0' not in server.http.get("/metrics").text:
+            sleep(0.01)
+        server.processes[1].kill()
+        for each in asking:
+            each.join()
+        assert [answer.status_code for answer in answers] == [500] * 3
+        assert all("rank 1" in answer.json()["error"]["message"] for answer in answers)
+        assert server.processes[0].wait(60) == 2
+
+
+def test_what_does_not_go_with_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="--prefix-cache-dir does not go with --shard"):
+        LoadConfig("a", Speculation(), options=TargetOptions(shard="tensor"), prefix_cache_dir=tmp_path)
+    models = tmp_path / "models.yaml"
+    models.write_text("one: {target: a, shard: tensor}")
+    assert main(["--models", str(models)]) == 2
+    assert "one has a shard, which is for a model that is served alone" in capsys.readouterr().err
