@@ -83,7 +83,7 @@ class Channel:
 
     @property
     def speaking(self) -> threading.RLock:
-        """Held while collective operations are dispatched, so that no message comes between them."""
+        """Held while layers exchange something, so that no message comes between."""
         return self._lock
 
     def watch(self) -> None:
@@ -141,7 +141,7 @@ class Channel:
 
     def part(self, error: RuntimeError) -> NoReturn:
         """There will be no more messages: MLX has raised this while ranks exchanged something. Raises RanksError."""
-        self.lost = self.lost or f"rank {self.world.rank}: the connection to {self.world.others} is lost ({error})"
+        self.lost = self.lost or f"rank {self.world.rank}: the exchange with {self.world.others} has failed ({error})"
         raise RanksError(self.lost) from error
 
     def _packed(self, text: bytes) -> NDArray[np.int32]:

@@ -34,22 +34,24 @@ class Calls:
 
     def call(self, called: Any, name: str, do: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Do what is called, and have the others do it."""
-        if self._inside:
-            return do(*args, **kwargs)
-        self._inside = True
-        try:
-            made = do(*args, **kwargs)
-        finally:
-            self._inside = False
-        result = tuple(map(self._numbered, made)) if isinstance(made, tuple) else self._numbered(made)
-        numbers = [each.number for each in (result if isinstance(result, tuple) else (result,)) if each is not None]
-        self._noted.append((called.number, name, args, kwargs, numbers))
-        return result
+        with self.channel.speaking:  # of several threads one calls at a time
+            if self._inside:
+                return do(*args, **kwargs)
+            self._inside = True
+            try:
+                made = do(*args, **kwargs)
+            finally:
+                self._inside = False
+            result = tuple(map(self._numbered, made)) if isinstance(made, tuple) else self._numbered(made)
+            numbers = [each.number for each in (result if isinstance(result, tuple) else (result,)) if each is not None]
+            self._noted.append((called.number, name, args, kwargs, numbers))
+            return result
 
     def new_cache(self, target: Target, rows: int, kv_bits: int | None) -> RaggedCache:
         """A cache that the others have too."""
-        cache: RaggedCache = self._numbered(RaggedCache.local(target.model, rows, kv_bits))
-        self._noted.append((None, "new", (rows, kv_bits), {}, [cache.number]))  # type: ignore[attr-defined]
+        with self.channel.speaking:
+            cache: RaggedCache = self._numbered(RaggedCache.local(target.model, rows, kv_bits))
+            self._noted.append((None, "new", (rows, kv_bits), {}, [cache.number]))  # type: ignore[attr-defined]
         return cache
 
     def compare(self, cache: int | None, lengths: mx.array, size: mx.array) -> None:
@@ -154,18 +156,21 @@ class LeadingTarget(Target):
         with self.channel.speaking:
             self.calls.send("forward", number, read)
             try:
-                mx.async_eval(out.aux[-1])
+                # Waited for: a message from another thread could overtake what the layers exchange.
+                mx.eval(out.aux[-1])
             except RuntimeError as e:
                 self.channel.part(e)
-        self._forwards += 1
-        if self._forwards % self.compared == 0:
-            self.calls.compare(number, lengths_of(cache), size_of(out.aux[-1]))
+            self._forwards += 1
+            if self._forwards % self.compared == 0:
+                self.calls.compare(number, lengths_of(cache), size_of(out.aux[-1]))
         return Forward(out.logits, out.aux[:-1])
 
     def close(self) -> None:
         """Let the others go."""
+        if self.channel.lost is not None:  # whoever waits for them still holds on to what is spoken with
+            return
         with self.channel.speaking:
-            if self.channel.close() and self.channel.lost is None:
+            if self.channel.close():
                 self.calls.send("end")
 
     def _lose(self, reason: str) -> None:

@@ -11,6 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import mlx.core as mx
+
+from eagle_mlx.cache.kinds import model_file
 from eagle_mlx.errors import ConfigError, RanksError, TargetError
 from eagle_mlx.ranks.channel import PATIENCE, Channel
 from eagle_mlx.ranks.follower import follow
@@ -37,6 +40,7 @@ def load_over_ranks(name: str | Path, patience: float = PATIENCE, **how: Any) ->
     target = load_target(name, shard=partial(shard_tensors, group=world.group), **how)
     _check_same("the versions of " + ", ".join(_PACKAGES), str([_version(each) for each in _PACKAGES]), world)
     _check_same("the files of the target", fingerprint(target), world)
+    _check_readable(target)
     free = min(world.all_values(target.free_memory >> 20)) << 20
     channel = Channel(world, patience)
     channel.watch()
@@ -71,6 +75,15 @@ def _check_same(what: str, value: str, world: World) -> None:
     if others := [rank for rank, each in enumerate(values) if each != values[0]]:
         ranks = ", ".join(map(str, others))
         raise RanksError(f"{what} are not the same everywhere: rank {ranks} differs from rank 0 ({value} here)")
+
+
+def _check_readable(target: Target) -> None:
+    """Raise TargetError where it cannot be seen when all layers are read. Nothing is computed."""
+    try:
+        target.forward(mx.zeros((1, 2), mx.int32), aux_layers=(target.num_layers - 1,))
+    except TargetError as e:
+        file = model_file(target.model)
+        raise TargetError(f"models of type {file} cannot be sharded: the outputs of their layers cannot be read") from e
 
 
 def _version(package: str) -> str:

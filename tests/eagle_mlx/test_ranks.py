@@ -16,7 +16,11 @@ from eagle_mlx.decoding.tree import Tree
 from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.ranks.calls import CACHE_CALLS, meant, plain
 from eagle_mlx.ranks.leader import LeadingTarget
+from eagle_mlx.ranks.load import _check_readable
+from eagle_mlx.ranks.shard import shard_tensors
+from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
+from tests.architectures import tiny_model
 from tests.eagle_mlx.rank_worker import Fault
 from tests.fakes import tiny_adapters, tiny_target, tiny_target_folder
 from tests.full import in_full, in_turn
@@ -26,6 +30,7 @@ WORKER = "tests.eagle_mlx.rank_worker"
 DIVIDED = (
     *("llama", "qwen3_5", "gpt_oss", "deepseek_v3", "qwen3_moe", "step3p5", "qwen2", "qwen3_5_moe", "minimax"),
     *("glm4_moe", "exaone_moe", "deepseek_v2", "mistral4", "ministral3", "glm4_moe_lite", "longcat_flash"),
+    *("deepseek_v32", "kimi_k25", "qwen3"),
 )
 """Of mlx-lm's files those that are compared: full attention, states, windows, latents and experts come first."""
 
@@ -175,6 +180,40 @@ def test_caches_of_others_are_refused() -> None:
     leading = LeadingTarget.of(target, Silent())  # type: ignore[arg-type]
     with pytest.raises(TargetError, match="keeps caches of its own"):
         leading.forward(mx.array([[1]]), foreign)
+
+
+def test_outputs_of_layers_must_be_readable() -> None:
+    _check_readable(Target(tiny_model("llama")))
+    with pytest.raises(TargetError, match="models of type iquestloopcoder cannot be sharded"):
+        _check_readable(Target(tiny_model("iquestloopcoder")))
+
+
+class Group:
+    """As MLX's, of processes that are not there: to divide a model takes no messages."""
+
+    def __init__(self, size: int):
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "ranks", "said"),
+    [
+        ("gemma2", {}, 2, "models of type gemma2 cannot be sharded: mlx-lm has no tensor parallelism for them"),
+        ("llama", {}, 3, "3 ranks cannot share this target: its num_attention_heads is 4"),
+        ("llama", {"num_key_value_heads": 1}, 2, "2 ranks cannot share this target of 1 key heads"),
+        ("llama", {"intermediate_size": 66}, 4, "4 ranks cannot share this target of 2 key heads"),
+        ("qwen3_5", {"linear_num_key_heads": 1}, 2, "its linear_num_key_heads is 1"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(name: str, changes: dict[str, int], ranks: int, said: str) -> None:
+    with pytest.raises(TargetError, match=said):
+        shard_tensors(tiny_model(name, **changes), Group(ranks))  # type: ignore[arg-type]
 
 
 def test_one_process_alone_is_told_how_to_start_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.train.data.batches import Batches
 from eagle_mlx.train.data.samples import InMemory
 from eagle_mlx.train.distributed import World
-from tests.fakes import talking_target_folder, tiny_adapters
+from tests.fakes import talking_target_folder, tiny_adapters, tiny_target_folder
 from tests.full import in_full
 from tests.processes import needs_ring, printed
 from tests.train.worker import CONFIG, conversations, learnt, whole_run
@@ -82,6 +82,22 @@ def test_the_command_takes_settings_and_made_up_data_from_rank_zero(tmp_path: Pa
     made = [(place / "out/head.self.jsonl").read_bytes() for place in places]
     assert made[0] == made[1]
     assert not (places[1] / "out/head").exists()
+
+
+@needs_ring
+def test_a_head_is_learnt_of_a_target_that_two_processes_share(tmp_path: Path) -> None:
+    target, data = tiny_target_folder(tmp_path / "target"), tmp_path / "data.jsonl"
+    said = [f"number {index} and what comes behind it" for index in range(50)]
+    rows = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": a[::-1]}]} for a in said]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out"
+    settings = "--shard tensor --length 64 --rows 2 --max-steps 3 --eval-prompts 2 --eval-tokens 4 --unroll 2"
+    flags = ["--target", str(target), "--data", str(data), "--output", str(out), *settings.split()]
+    first, second = printed(2, tmp_path, "eagle_mlx.train.cli", *flags)
+    assert "the head is in" in first
+    assert second == ""
+    report = json.loads((out / "report.json").read_text())
+    assert (report["steps"], report["config"]["shard"]) == (3, "tensor")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
