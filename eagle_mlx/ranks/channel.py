@@ -108,11 +108,14 @@ class Channel:
         with self._lock:
             self._exchange(b"")
 
-    def close(self) -> bool:
-        """Nobody is waited for any more; False where that was so already. One more message may be sent."""
-        was_open = not self._ended.is_set()
+    @property
+    def closed(self) -> bool:
+        """Whether nobody is waited for any more."""
+        return self._ended.is_set()
+
+    def close(self) -> None:
+        """There will be no more messages."""
         self._ended.set()
-        return was_open
 
     def _exchange(self, text: bytes) -> bytes:
         """One message; rank 0 gives its text, and every rank gets it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial, wraps
 from itertools import count
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 
 from eagle_mlx.cache import RaggedCache, Saved
 from eagle_mlx.cache.pieces import KVPiece
-from eagle_mlx.errors import TargetError
+from eagle_mlx.errors import RanksError, TargetError
 from eagle_mlx.ranks.calls import CACHE_CALLS, PIECE_CALLS, plain
 from eagle_mlx.ranks.channel import Channel, end_process
 from eagle_mlx.target import Forward, Target
@@ -166,12 +167,13 @@ class LeadingTarget(Target):
         return Forward(out.logits, out.aux[:-1])
 
     def close(self) -> None:
-        """Let the others go."""
+        """Let the others go, if they are there."""
         if self.channel.lost is not None:  # whoever waits for them still holds on to what is spoken with
             return
-        with self.channel.speaking:
-            if self.channel.close():
-                self.calls.send("end")
+        with self.channel.speaking, suppress(RanksError):
+            if not self.channel.closed:
+                self.calls.send("end")  # still watched: they may be gone, which nobody has noticed
+                self.channel.close()
 
     def _lose(self, reason: str) -> None:
         (self.on_lost or end_process)(reason)

@@ -143,6 +143,9 @@ def test_all_that_changes_a_cache_is_told() -> None:
 class Silent:
     """A channel to nobody, which keeps what was said."""
 
+    lost: str | None = None
+    closed = False
+
     def __init__(self) -> None:
         self.said: list[Any] = []
 
@@ -151,7 +154,11 @@ class Silent:
         return nullcontext()
 
     def send(self, message: Any) -> None:
+        assert not self.closed, "nobody watches any more, and there may be nobody who hears it"
         self.said.append(json.loads(json.dumps(message)))
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def test_one_message_goes_before_each_forward_and_none_otherwise() -> None:
@@ -173,6 +180,19 @@ def test_one_message_goes_before_each_forward_and_none_otherwise() -> None:
     del fork
     target.forward(mx.array([[6]]), cache)
     assert channel.said[2]["gone"] == [number]
+
+
+def test_the_end_is_said_once_while_somebody_watches_and_not_to_those_who_are_gone() -> None:
+    channel: Any = Silent()
+    target = LeadingTarget.of(tiny_target(), channel)
+    target.close()
+    target.close()
+    assert [said["then"] for said in channel.said] == [["end"]]
+    assert channel.closed
+    gone: Any = Silent()
+    gone.lost = "rank 1 is gone"
+    LeadingTarget.of(tiny_target(), gone).close()
+    assert gone.said == []
 
 
 def test_caches_of_others_are_refused() -> None:
