@@ -92,13 +92,13 @@ def check_cacheable(model: nn.Module, rows: int = 1, kv_bits: int | None = None)
 
 
 def _check_quantizable(model: nn.Module, kv_bits: int) -> None:
-    """Read one token to see whether this model's attention takes quantised keys."""
+    """See whether this model's attention takes quantised keys. Nothing is computed: shapes and types are enough."""
     lengths = RowLengths(1)
     caches = [ragged(cache, lengths, model, kv_bits) for cache in make_prompt_cache(model)]
     if not any(isinstance(cache, RaggedQuantized) for cache in caches):
         raise TargetError(f"models of type {model_file(model)} keep nothing that kv_bits could quantise; leave it out")
     try:
-        mx.eval(model(mx.zeros((1, 1), mx.int32), cache=caches))
+        model(mx.zeros((1, 1), mx.int32), cache=caches)
     except Exception as e:  # whatever a model that knows of no such cache stumbles over
         raise TargetError(f"this model cannot decode with quantised keys and values ({e}); leave kv_bits out") from e
 

@@ -54,10 +54,10 @@ class Always:
 BY_THREE = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 96}
 
 
-def whole_model(name: str, ranks: int = 2) -> nn.Module:
+def whole_model(name: str, ranks: int = 2, **changes: int) -> nn.Module:
     """The same in every process, with as many heads as can be divided by that many of them."""
     mx.random.seed(7)
-    model = tiny_model(name, **(BY_THREE if ranks == 3 else {}))
+    model = tiny_model(name, **(BY_THREE if ranks == 3 else {}), **changes)
     mx.eval(model.parameters())
     return model
 
@@ -90,8 +90,9 @@ def differences(whole: Target, params: Sequence[em.SamplingParams], texts: Any, 
     return [same.identical, same.excused, same.different]
 
 
-def plain_texts(whole: Target, params: list[em.SamplingParams]) -> list[list[int]]:
-    return [output.tokens for output in Engine(whole, max_batch=1, kv_bytes=1 << 28).generate(PROMPTS, params)]
+def plain_texts(whole: Target, params: list[em.SamplingParams], kv_bits: int | None = None) -> list[list[int]]:
+    engine = Engine(whole, max_batch=1, kv_bits=kv_bits, kv_bytes=1 << 28)
+    return [output.tokens for output in engine.generate(PROMPTS, params)]
 
 
 def decodings(whole: Target, target: Target, plans: Sequence[Plan]) -> dict[str, list[int]]:
@@ -136,18 +137,27 @@ def every_way(world: World) -> dict[str, Any]:
     return led(world, whole_model("qwen3", world.size), lambda target: decodings(whole, target, plans))
 
 
-def life(world: World, name: str) -> dict[str, Any]:
-    """Requests that come and go at any time, with a prefix cache, the policy by throughput, and quantised keys."""
-    whole = Target(whole_model(name, world.size), None, "whole")
+def life(world: World, name: str, kv_bits: str = "") -> dict[str, Any]:
+    """Requests that come and go at any time, with a prefix cache and the policy by throughput; keys in so many bits."""
+    wide = {"head_dim": 64} if kv_bits else {}
+    whole = Target(whole_model(name, world.size, **wide), None, "whole")
+    bits = int(kv_bits) if kv_bits else None
 
     def work(target: LeadingTarget) -> dict[str, Any]:
         params = sampling(True)
-        texts = plain_texts(whole, params)
+        texts = plain_texts(whole, params, bits)
         known = {tuple(prompt): text for prompt, text in zip(PROMPTS, texts, strict=True)}
         longer = [*PROMPTS[3], *texts[3], 1]
         known[tuple(longer)] = []
         engine = Engine(
-            target, Oracle(known, 0.3), None, 3, prefill_chunk=8, prefix_cache_bytes=1 << 24, kv_bytes=1 << 28
+            target,
+            Oracle(known, 0.3),
+            None,
+            3,
+            prefill_chunk=8,
+            prefix_cache_bytes=1 << 24,
+            kv_bits=bits,
+            kv_bytes=1 << 28,
         )
         ended = [joined_and_cancelled(engine, params, turn) for turn in range(3)]
         again = engine.generate([longer], params[0])[0]
@@ -160,7 +170,7 @@ def life(world: World, name: str) -> dict[str, Any]:
             "waited": [status.waited for status in target.channel.statuses],
         }
 
-    return led(world, whole_model(name, world.size), work)
+    return cast(dict[str, Any], led(world, whole_model(name, world.size, **wide), work))
 
 
 def joined_and_cancelled(engine: Engine, params: list[em.SamplingParams], turn: int) -> list[list[int]]:
