@@ -87,8 +87,7 @@ class Target:
         self.whole_digest: str | None = None
         """Its fingerprint, where this process holds a part of it alone."""
         self.on_lost: Callable[[str], None] | None = None
-        """Told, from another thread, why nobody can read with it any more. One that is on this machine is never lost.
-        """
+        """Told, from another thread, why nobody can read with it any more; never where all of it is here."""
         backbone = _backbone(model)
         self._embed = _first(backbone, _EMBEDDINGS, "token embedding", model)
         self._norm = _first(backbone, _NORMS, "final norm", model)
@@ -252,8 +251,7 @@ def load_target(
         _add_eos(tokenizer, token)
     if chat_template_args:
         tokenizer = ChatTokenizer(tokenizer, chat_template_args)
-    dtype = dtype or compute_dtype()
-    digest = None
+    dtype, digest = dtype or compute_dtype(), None
     if shard is not None:
         digest = _digest_of_files(folder, dtype, tokenizer, trust_remote_code)
         shard(model)
@@ -377,7 +375,7 @@ def nbytes_of(module: nn.Module) -> int:
 
 def _digest_of_files(folder: Path, dtype: mx.Dtype | None, tokenizer: TokenizerWrapper, trusted: bool) -> str:
     """The fingerprint of a target in a folder, of which this process is to have a part."""
-    model, _ = load_model(folder, lazy=True, trust_remote_code=trusted)
+    model = load_model(folder, lazy=True, trust_remote_code=trusted)[0]
     if dtype is not None:
         model.set_dtype(dtype)
     leaves = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
