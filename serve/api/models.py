@@ -122,8 +122,14 @@ class Models:
         return loaded
 
     async def unload(self, service: Service) -> None:
-        """Give a model's memory back, where it is loaded. Raises ApiError 409 while it has requests."""
+        """Give a model's memory back, where it is loaded.
+
+        Raises ApiError 409 while it has requests, and for one that several machines share: all of them would end.
+        """
         async with self._turn:
+            if service.rank_waits:
+                said = f"model {service.name!r} is shared by several machines and stays loaded; end the server instead"
+                raise ApiError(409, said, "model", "model_shared")
             if not service.idle:
                 said = f"model {service.name!r} has requests under way; unload it when they have ended"
                 raise ApiError(409, said, "model", "model_busy")

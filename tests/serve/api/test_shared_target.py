@@ -84,6 +84,9 @@ def test_answers_are_those_of_one_process_and_sigterm_at_any_rank_drains(tmp_pat
         metrics = server.http.get("/metrics").text
         assert 'eagle:ranks{model_name="target"} 2.0' in metrics
         assert 'eagle:rank_wait_seconds_total{model_name="target",rank="1"}' in metrics
+        kept = server.http.post("/admin/unload", json={"model": "target"})
+        assert kept.status_code == 409
+        assert "is shared by several machines" in kept.json()["error"]["message"]
         answers: list[httpx.Response] = []
         asking = Thread(target=lambda: answers.append(server.complete(200)))
         asking.start()
