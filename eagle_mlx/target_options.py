@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.ranks import PATIENCE, World, load_over_ranks
+from eagle_mlx.ranks import TIMEOUT, World, load_over_ranks
 from eagle_mlx.setting import ABOVE_0, Group, argument, flag, setting, settings_of
 from eagle_mlx.target import Target, load_target
 
@@ -41,7 +41,7 @@ class TargetOptions(Group):
         "none", "divide the target over the processes that mlx.launch has started"
     )
     rank_seconds: float = setting(
-        PATIENCE, "with --shard: end where another process has not answered for so long", ABOVE_0, metavar="S"
+        TIMEOUT, "with --shard: end where another process has not answered for so long", ABOVE_0, metavar="S"
     )
 
     def _check(self) -> None:

@@ -1,6 +1,6 @@
 """One target over several processes: rank 0 decides, and the others do what it tells them."""
 
-from eagle_mlx.ranks.channel import PATIENCE, Channel, RankStatus
+from eagle_mlx.ranks.channel import TIMEOUT, Channel, RankStatus
 from eagle_mlx.ranks.follower import follow
 from eagle_mlx.ranks.leader import LeadingTarget
 from eagle_mlx.ranks.load import load_over_ranks
@@ -8,7 +8,7 @@ from eagle_mlx.ranks.shard import shard_tensors
 from eagle_mlx.ranks.world import World
 
 __all__ = [
-    "PATIENCE",
+    "TIMEOUT",
     "Channel",
     "LeadingTarget",
     "RankStatus",

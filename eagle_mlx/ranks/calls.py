@@ -22,40 +22,40 @@ _KINDS = {"int32": mx.int32, "bool": mx.bool_, "float32": mx.float32}
 """Types of the arrays that go with calls."""
 
 
-def plain(value: Any) -> Any:
+def encode(value: Any) -> Any:
     """An argument as JSON has it: numbers, lists of them, arrays, what a tree is read by, and objects by their numbers.
 
     An array that has not been computed is waited for.
     """
     if isinstance(value, mx.array):
-        return _plain_array(value)
+        return _encode_array(value)
     if isinstance(value, Branches):
-        return {"seen": plain(value.seen), "depths": plain(value.depths)}
+        return {"seen": encode(value.seen), "depths": encode(value.depths)}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [encode(each) for each in value]
     return {"number": value.number} if hasattr(value, "number") else value
 
 
-def meant(value: Any, named: Callable[[int], Any]) -> Any:
-    """The argument that `plain` made this of; `named` gives an object by its number."""
+def decode(value: Any, named: Callable[[int], Any]) -> Any:
+    """The argument that `encode` made this of; `named` gives an object by its number."""
     if isinstance(value, list):
-        return [meant(each, named) for each in value]
+        return [decode(each, named) for each in value]
     if not isinstance(value, dict):
         return value
     if "number" in value:
         return named(value["number"])
     if "seen" in value:
-        return Branches(meant(value["seen"], named), meant(value["depths"], named))
-    return _meant_array(value)
+        return Branches(decode(value["seen"], named), decode(value["depths"], named))
+    return _decode_array(value)
 
 
-def _plain_array(array: mx.array) -> dict[str, Any]:
+def _encode_array(array: mx.array) -> dict[str, Any]:
     values = np.array(array)
     packed = np.packbits(values) if values.dtype == np.bool_ else values
     return {"array": b64encode(packed.tobytes()).decode(), "shape": list(values.shape), "type": str(values.dtype)}
 
 
-def _meant_array(value: dict[str, Any]) -> mx.array:
+def _decode_array(value: dict[str, Any]) -> mx.array:
     data, shape, kind = b64decode(value["array"]), value["shape"], value["type"]
     if kind == "bool":
         values = np.unpackbits(np.frombuffer(data, np.uint8), count=int(np.prod(shape))).astype(np.bool_)

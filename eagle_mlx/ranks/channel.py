@@ -24,16 +24,16 @@ from numpy.typing import NDArray
 from eagle_mlx.errors import RanksError
 from eagle_mlx.ranks.world import World
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 """Seconds in which the others must answer: more than any forward takes, the longest chunk of a prompt included."""
 _TEXT = 2048
 """Bytes of a text that go with the first sum: a round of 8 rows takes a few hundred, a chunk of a prompt ten thousand.
 """
-_SIGN = 0x4EAD
+_MAGIC = 0x4EAD
 """What every message begins with: a sum of anything else does not."""
 _HEADER = 2 + _TEXT // 4
 """Numbers of the sign, the text's size and its beginning."""
-_BEAT = 1.0
+_HEARTBEAT = 1.0
 """Seconds between two messages at most: without them a rank could not tell one that waits from one that is gone."""
 
 
@@ -61,12 +61,12 @@ class Channel:
     """One message after the other, the same in all ranks; `send` is rank 0's, `receive` the others'.
 
     Once begun it watches: rank 0 says at least every second that it is there. Where no message has gone through for
-    `patience` seconds, or the connection is lost, `on_lost` is called from a thread. By default that ends the process,
+    `timeout` seconds, or the connection is lost, `on_lost` is called from a thread. By default that ends the process,
     since whoever waits within a forward would wait for ever.
     """
 
-    def __init__(self, world: World, patience: float = PATIENCE):
-        self.world, self.patience = world, patience
+    def __init__(self, world: World, timeout: float = TIMEOUT):
+        self.world, self.timeout = world, timeout
         self.state = State.RUNS
         self.on_lost: Callable[[str], None] = end_process
         self.on_stop: Callable[[], None] = _stop_process
@@ -82,7 +82,7 @@ class Channel:
         self._ended = threading.Event()
 
     @property
-    def speaking(self) -> threading.RLock:
+    def lock(self) -> threading.RLock:
         """Held while layers exchange something, so that no message comes between."""
         return self._lock
 
@@ -91,7 +91,7 @@ class Channel:
         self._last = monotonic()
         threading.Thread(target=self._watch, name="ranks-watch", daemon=True).start()
         if self.world.is_rank_zero:
-            threading.Thread(target=self._beat, name="ranks-beat", daemon=True).start()
+            threading.Thread(target=self._heartbeat, name="ranks-heartbeat", daemon=True).start()
 
     def send(self, message: Any) -> None:
         """Tell the others something, plain values as JSON has them. Raises RanksError where they are gone."""
@@ -125,7 +125,7 @@ class Channel:
         try:
             numbers = self._sum(self._packed(text))
             sign, size = int(numbers[0]), int(numbers[1])
-            if sign != _SIGN:
+            if sign != _MAGIC:
                 raise RuntimeError("what came is no message: the ranks are not in step")
             head = numbers[2:_HEADER].tobytes()[:size]
             rest = b""
@@ -133,7 +133,7 @@ class Channel:
                 own = text[_TEXT:] if self.world.is_rank_zero else bytes(size - _TEXT)
                 rest = self._sum(np.frombuffer(own, np.uint8)).tobytes()
         except RuntimeError as e:
-            self.part(e)
+            self.fail(e)
         self._last = monotonic()
         self._waited += self._last - began if size else 0.0
         self.messages += 1
@@ -142,7 +142,7 @@ class Channel:
             raise RanksError(self.lost)
         return head + rest
 
-    def part(self, error: RuntimeError) -> NoReturn:
+    def fail(self, error: RuntimeError) -> NoReturn:
         """There will be no more messages: MLX has raised this while ranks exchanged something. Raises RanksError."""
         self.lost = self.lost or f"rank {self.world.rank}: the exchange with {self.world.others} has failed ({error})"
         raise RanksError(self.lost) from error
@@ -151,7 +151,7 @@ class Channel:
         """The sign, the text's size and beginning, and for each rank its state and the milliseconds it has waited."""
         numbers = np.zeros(_HEADER + 2 * self.world.size, np.int32)
         if self.world.is_rank_zero:
-            numbers[:2] = _SIGN, len(text)
+            numbers[:2] = _MAGIC, len(text)
             begin = text[:_TEXT]
             numbers[2:_HEADER] = np.frombuffer(begin + bytes(_TEXT - len(begin)), np.int32)
         own = _HEADER + 2 * self.world.rank
@@ -176,12 +176,12 @@ class Channel:
         elif state == State.DIFFERS:
             self._lose(f"rank {rank} has come to other numbers than rank 0; it has said which")
 
-    def _beat(self) -> None:
-        while not self._ended.wait(min(_BEAT, self.patience / 4)):
+    def _heartbeat(self) -> None:
+        while not self._ended.wait(min(_HEARTBEAT, self.timeout / 4)):
             with self._lock:
                 if self._ended.is_set():
                     return
-                if monotonic() - self._last < min(_BEAT, self.patience / 4):
+                if monotonic() - self._last < min(_HEARTBEAT, self.timeout / 4):
                     continue
                 try:
                     self._exchange(b"")
@@ -190,10 +190,10 @@ class Channel:
                     return
 
     def _watch(self) -> None:
-        while not self._ended.wait(min(_BEAT, self.patience / 4)):
-            if monotonic() - self._last > self.patience:
+        while not self._ended.wait(min(_HEARTBEAT, self.timeout / 4)):
+            if monotonic() - self._last > self.timeout:
                 self._lose(
-                    f"rank {self.world.rank}: no answer of {self.world.others} for {self.patience:g} seconds "
+                    f"rank {self.world.rank}: no answer of {self.world.others} for {self.timeout:g} seconds "
                     "(--rank-seconds)"
                 )
                 return

@@ -16,7 +16,7 @@ import numpy as np
 from eagle_mlx.cache import RaggedCache, Saved
 from eagle_mlx.cache.pieces import KVPiece
 from eagle_mlx.errors import RanksError, TargetError
-from eagle_mlx.ranks.calls import CACHE_CALLS, PIECE_CALLS, plain
+from eagle_mlx.ranks.calls import CACHE_CALLS, PIECE_CALLS, encode
 from eagle_mlx.ranks.channel import Channel, end_process
 from eagle_mlx.target import Forward, Target
 
@@ -35,7 +35,7 @@ class Calls:
 
     def call(self, called: Any, name: str, do: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Do what is called, and have the others do it."""
-        with self.channel.speaking:  # of several threads one calls at a time
+        with self.channel.lock:  # of several threads one calls at a time
             if self._inside:
                 return do(*args, **kwargs)
             self._inside = True
@@ -50,7 +50,7 @@ class Calls:
 
     def new_cache(self, target: Target, rows: int, kv_bits: int | None) -> RaggedCache:
         """A cache that the others have too."""
-        with self.channel.speaking:
+        with self.channel.lock:
             cache: RaggedCache = self._numbered(RaggedCache.local(target.model, rows, kv_bits))
             self._noted.append((None, "new", (rows, kv_bits), {}, [cache.number]))  # type: ignore[attr-defined]
         return cache
@@ -64,14 +64,14 @@ class Calls:
         noted, self._noted = self._noted, []
         gone = [self._gone.popleft() for _ in range(len(self._gone))]
         calls = [
-            [number, name, plain(args), {key: plain(value) for key, value in kwargs.items()}, made]
+            [number, name, encode(args), {key: encode(value) for key, value in kwargs.items()}, made]
             for number, name, args, kwargs, made in noted
         ]
         self.channel.send({"calls": calls, "gone": gone, "then": more})
 
     def _numbered(self, made: Any) -> Any:
         """What a call made, with a number of its own by which it is named."""
-        led = _LED.get(type(made))
+        led = _MIRRORED.get(type(made))
         if led is None:
             return made
         other: Any = object.__new__(led)
@@ -80,7 +80,7 @@ class Calls:
         return other
 
 
-def _told(kind: type, name: str) -> Callable[..., Any]:
+def _mirrored(kind: type, name: str) -> Callable[..., Any]:
     """A method that the others are told of."""
     own = getattr(kind, name)
 
@@ -91,8 +91,8 @@ def _told(kind: type, name: str) -> Callable[..., Any]:
     return method
 
 
-_LED: dict[type, type] = {
-    kind: type(f"Led{kind.__name__}", (kind,), {name: _told(kind, name) for name in names})
+_MIRRORED: dict[type, type] = {
+    kind: type(f"Mirrored{kind.__name__}", (kind,), {name: _mirrored(kind, name) for name in names})
     for kind, names in ((RaggedCache, CACHE_CALLS), (KVPiece, PIECE_CALLS), (Saved, ()))
 }
 """Caches, and what is made of them, whose calls are told to the others."""
@@ -148,19 +148,19 @@ class LeadingTarget(Target):
         ends: Sequence[int] | None = None,
     ) -> Forward:
         """As of any target. Raises TargetError for caches of another kind, RanksError where another rank is gone."""
-        if cache is not None and not isinstance(cache, tuple(_LED.values())):
+        if cache is not None and not isinstance(cache, tuple(_MIRRORED.values())):
             raise TargetError("a target over several ranks keeps caches of its own: RaggedCache.of(target.model, …)")
         number = None if cache is None else cache.number  # type: ignore[attr-defined]
         # Nothing of it is computed yet, so that what cannot be read raises before others begin to.
         out = super().forward(tokens, cache, (*aux_layers, self.num_layers - 1), ends)
         read = np.array(tokens).tolist()
-        with self.channel.speaking:
+        with self.channel.lock:
             self.calls.send("forward", number, read)
             try:
                 # Waited for: a message from another thread could overtake what the layers exchange.
                 mx.eval(out.aux[-1])
             except RuntimeError as e:
-                self.channel.part(e)
+                self.channel.fail(e)
             self._forwards += 1
             if self._forwards % self.compared == 0:
                 self.calls.compare(number, lengths_of(cache), size_of(out.aux[-1]))
@@ -170,7 +170,7 @@ class LeadingTarget(Target):
         """Let the others go, if they are there."""
         if self.channel.lost is not None:  # whoever waits for them still holds on to what is spoken with
             return
-        with self.channel.speaking, suppress(RanksError):
+        with self.channel.lock, suppress(RanksError):
             if not self.channel.closed:
                 self.calls.send("end")  # still watched: they may be gone, which nobody has noticed
                 self.channel.close()

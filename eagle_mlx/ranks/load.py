@@ -9,13 +9,13 @@ import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import mlx.core as mx
 
 from eagle_mlx.cache.kinds import model_file
 from eagle_mlx.errors import ConfigError, RanksError, TargetError
-from eagle_mlx.ranks.channel import PATIENCE, Channel
+from eagle_mlx.ranks.channel import TIMEOUT, Channel
 from eagle_mlx.ranks.follower import follow
 from eagle_mlx.ranks.leader import LeadingTarget
 from eagle_mlx.ranks.shard import shard_tensors
@@ -26,7 +26,7 @@ _PACKAGES = ("mlx", "mlx-lm", "eagle-mlx")
 """What all ranks must have the same version of."""
 
 
-def load_over_ranks(name: str | Path, patience: float = PATIENCE, **how: Any) -> LeadingTarget:
+def load_over_ranks(name: str | Path, timeout: float = TIMEOUT, **how: Any) -> LeadingTarget:
     """Load this rank's part of a target; in rank 0, the target to work with.
 
     The others follow it until it ends, and then raise SystemExit. how: as `load_target` takes it. Raises ConfigError
@@ -42,20 +42,15 @@ def load_over_ranks(name: str | Path, patience: float = PATIENCE, **how: Any) ->
     _check_same("the files of the target", fingerprint(target), world)
     _check_readable(target)
     free = min(world.all_values(target.free_memory >> 20)) << 20
-    channel = Channel(world, patience)
+    channel = Channel(world, timeout)
     channel.watch()
     if not world.is_rank_zero:
-        follow_to_end(target, channel)
+        follow(target, channel)
+        raise SystemExit(0)
     leading = LeadingTarget.of(target, channel, free)
     atexit.register(leading.close)
     sys.excepthook = partial(_explain, channel, sys.excepthook)
     return leading
-
-
-def follow_to_end(target: Target, channel: Channel) -> NoReturn:
-    """Follow rank 0 until it ends; then end."""
-    follow(target, channel)
-    raise SystemExit(0)
 
 
 def _explain(channel: Channel, before: Callable[..., Any], kind: Any, error: BaseException, trace: Any) -> None:

@@ -235,7 +235,7 @@ def _reference(target: Target, results: Sequence[_Results], config: BenchConfig)
     With one prompt at a time the first repeat can decode them all and the loops be set aside after it; in a batch
     the prompts that loop must be known before, so that they do not share rounds with the others.
     """
-    name = "plain" if config.temperature or config.ignore_eos or target.is_shared else "mlx-lm"
+    name = "plain" if config.temperature or config.ignore_eos or target.is_sharded else "mlx-lm"
     found = next((result for result in results if result.mode.name == name and result.mode.batch == 1), None)
     if found is not None and all(result.mode.batch == 1 for result in results):
         return found

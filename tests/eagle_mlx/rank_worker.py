@@ -223,28 +223,28 @@ class Fault:
         rng = random.Random(seed)
         return cls(rng.randrange(ranks), rng.randrange(1, 16), rng.choice(["kill", "stop", "exit", "delay"]))
 
-    def happen(self, patience: float) -> None:
+    def happen(self, timeout: float) -> None:
         print(json.dumps({"fault": time.time()}), flush=True)
         if self.how == "exit":
             os._exit(3)
         elif self.how == "delay":
-            time.sleep(patience / 3)
+            time.sleep(timeout / 3)
         else:
             os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
 
 
 class FaultyChannel(Channel):
-    def __init__(self, world: World, patience: float, fault: Fault):
-        super().__init__(world, patience)
+    def __init__(self, world: World, timeout: float, fault: Fault):
+        super().__init__(world, timeout)
         self.fault = fault
 
     def _exchange(self, text: bytes) -> bytes:
         if self.world.rank == self.fault.rank and self.messages == self.fault.message:
-            self.fault.happen(self.patience)
+            self.fault.happen(self.timeout)
         return super()._exchange(text)
 
 
-def faulty(world: World, seed: str, patience: str) -> dict[str, Any]:
+def faulty(world: World, seed: str, timeout: str) -> dict[str, Any]:
     """Texts until a rank is gone, or all of them where none goes."""
     whole, params = Target(whole_model("qwen3", world.size), None, "whole"), sampling(True)
     texts = plain_texts(whole, params)
@@ -264,7 +264,7 @@ def faulty(world: World, seed: str, patience: str) -> dict[str, Any]:
 
     fault = Fault.drawn(int(seed), world.size)
     return cast(
-        dict[str, Any], led(world, whole_model("qwen3", world.size), work, FaultyChannel(world, float(patience), fault))
+        dict[str, Any], led(world, whole_model("qwen3", world.size), work, FaultyChannel(world, float(timeout), fault))
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.decoding.tree import Tree
 from eagle_mlx.errors import ConfigError, TargetError
-from eagle_mlx.ranks.calls import CACHE_CALLS, meant, plain
+from eagle_mlx.ranks.calls import CACHE_CALLS, decode, encode
 from eagle_mlx.ranks.leader import LeadingTarget
 from eagle_mlx.ranks.load import _check_readable
 from eagle_mlx.ranks.shard import shard_tensors
@@ -89,7 +89,7 @@ def test_a_rank_that_has_come_to_other_numbers_ends_the_run(tmp_path: Path) -> N
     assert processes[1].returncode == 1
 
 
-PATIENCE = 8.0
+TIMEOUT = 8.0
 FAULTS = in_full(range(200), (2, 13))
 """Seeds. Of those of `make test`, one kills rank 0 of two, and one stops rank 1 of three."""
 
@@ -100,7 +100,7 @@ def test_all_ranks_end_where_one_is_gone(seed: int, tmp_path: Path) -> None:
     """Killed, stopped, ended, or only late: no text is wrong, and nobody waits for ever."""
     count = 2 + seed % 2
     fault = Fault.drawn(seed, count)
-    processes = start(count, tmp_path, WORKER, "faulty", str(seed), str(PATIENCE))
+    processes = start(count, tmp_path, WORKER, "faulty", str(seed), str(TIMEOUT))
     left = [process for rank, process in enumerate(processes) if rank != fault.rank or fault.how != "stop"]
     try:
         found = [process.communicate(timeout=90) for process in left]
@@ -123,7 +123,7 @@ def test_arguments_of_calls_survive_their_way() -> None:
     tree = Tree(mx.array([[0, 0, 1, 3]], mx.int32), 3).branches()
     sent: Any = {0: "the object"}
     for value in (3, None, [1, [2, 3]], mx.array([1, 2], mx.int32), mx.array([[True, False, True]]), tree):
-        back = meant(json.loads(json.dumps(plain(value))), sent.__getitem__)
+        back = decode(json.loads(json.dumps(encode(value))), sent.__getitem__)
         if isinstance(value, mx.array):
             assert np.array_equal(np.array(back), np.array(value))
             assert back.dtype == value.dtype
@@ -132,7 +132,7 @@ def test_arguments_of_calls_survive_their_way() -> None:
             assert np.array_equal(np.array(back.depths), np.array(tree.depths))
         else:
             assert back == value
-    assert meant({"number": 0}, sent.__getitem__) == "the object"
+    assert decode({"number": 0}, sent.__getitem__) == "the object"
 
 
 def test_all_that_changes_a_cache_is_told() -> None:
@@ -152,7 +152,7 @@ class Silent:
         self.said: list[Any] = []
 
     @property
-    def speaking(self) -> Any:
+    def lock(self) -> Any:
         return nullcontext()
 
     def send(self, message: Any) -> None:

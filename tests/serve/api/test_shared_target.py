@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -39,11 +39,9 @@ class Shared:
         until = monotonic() + 90
         while monotonic() < until:
             assert all(process.poll() is None for process in self.processes), self.processes[0].stderr
-            try:
+            with suppress(httpx.TransportError):  # nobody listens yet
                 if self.http.get("/health").status_code == 200:
                     return
-            except httpx.TransportError:
-                pass
             sleep(0.1)
         raise AssertionError("the server is not ready")
 
