@@ -48,6 +48,8 @@ class Recording:
     """The final norm."""
     cut: bool = False
     """Whether the final norm goes on with `ends` alone."""
+    hidden: mx.array | None = None
+    """What the final norm was given when it was last called."""
     outputs: dict[int, mx.array] = field(default_factory=dict)
     """What layers have returned, by the id of the layer."""
     normed: list[bool] = field(default_factory=list)
@@ -78,13 +80,17 @@ class RecordsOutput(Hook):
 
 
 class CutNorm(Hook):
-    """A final norm that goes on with the wanted positions alone, in models that call it once, behind all layers."""
+    """A final norm that tells what it was given, and goes on with the wanted positions alone in models that call it
+    once, behind all layers.
+    """
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
         recording = _RUNNING.get()
-        if recording is not None and recording.ends is not None and recording.norm is self:
-            recording.normed.append(id(recording.last) in recording.outputs)
-            x = mx.take_along_axis(x, recording.ends, axis=1) if recording.cut else x
+        if recording is not None and recording.norm is self:
+            recording.hidden = x
+            if recording.ends is not None:
+                recording.normed.append(id(recording.last) in recording.outputs)
+                x = mx.take_along_axis(x, recording.ends, axis=1) if recording.cut else x
         return super().__call__(x, *args, **kwargs)  # type: ignore[misc]
 
 

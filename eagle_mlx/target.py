@@ -70,6 +70,8 @@ class Forward:
     """[B, L, V]; costs nothing unless it is used."""
     aux: tuple[mx.array, ...]
     """One [B, L, H] for each layer asked for, in that order: the layers' outputs."""
+    hidden: mx.array | None = None
+    """[B, L, H], what the final norm was given."""
 
 
 class Target:
@@ -96,9 +98,9 @@ class Target:
         self._rope_cache = place_one_by_one(model)
         if mx.metal.is_available() and mx.default_device() == mx.gpu:
             slice_attention(model)
-        self._norm_is_last: bool | None = None
+        self.norm_is_last: bool | None = None
         """Whether the final norm is called once, behind all layers, so that it can be cut short; None before the first
-        forward that would have a use for it."""
+        forward with `ends`."""
         args = getattr(model, "args", None)
         args = getattr(args, "text_config", None) or args
         self.context_length = min(
@@ -181,18 +183,19 @@ class Target:
         """
         for layer in aux_layers:
             self._record(layer)
-        recording = Recording()
+        hook(self._norm, CutNorm)
+        recording = Recording(norm=self._norm)
         if ends is not None:
-            self._record(self.num_layers - 1)
-            hook(self._norm, CutNorm)
+            hook(self._layers[-1], RecordsOutput)
             wanted = mx.array(list(ends), mx.int32)[:, None, None]
-            recording = Recording(wanted, self._layers[-1], self._norm, cut=bool(self._norm_is_last))
+            recording = Recording(wanted, self._layers[-1], self._norm, cut=bool(self.norm_is_last))
         with self._rope_cache.sharing(), recording.running():
             logits = self.model(tokens, cache=None if cache is None else list(cache))
         if recording.ends is not None:
-            self._norm_is_last = recording.normed == [True]
+            self.norm_is_last = recording.normed == [True]
             logits = logits if logits.shape[1] == 1 else mx.take_along_axis(logits, recording.ends, axis=1)
-        return Forward(logits, tuple(self._recorded(recording, layer, tokens) for layer in aux_layers))
+        aux = tuple(self._recorded(recording, layer, tokens) for layer in aux_layers)
+        return Forward(logits, aux, recording.hidden)
 
     def _record(self, index: int) -> None:
         if not 0 <= index < self.num_layers:

@@ -37,8 +37,10 @@ class TargetOptions(Group):
     chat_template_args: str = setting(
         "", "what the chat template takes, such as '{\"enable_thinking\": false}'", metavar="JSON"
     )
-    shard: Literal["none", "tensor"] = setting(
-        "none", "divide the target over the processes that mlx.launch has started"
+    shard: Literal["none", "tensor", "pipeline"] = setting(
+        "none",
+        "divide the target over the processes that mlx.launch has started: a part of every layer each (tensor), or "
+        "some of the layers (pipeline, without a head)",
     )
     rank_seconds: float = setting(
         TIMEOUT, "with --shard: end where another process has not answered for so long", ABOVE_0, metavar="S"
@@ -54,7 +56,7 @@ class TargetOptions(Group):
         Raises an EagleError where the target, its adapters or the file of a template cannot be had.
         """
         if self.shard != "none" and not lazy:
-            return load_over_ranks(name, self.rank_seconds, **self.arguments())
+            return load_over_ranks(name, self.shard, self.rank_seconds, **self.arguments())
         return load_target(name, lazy=lazy, **self.arguments())
 
     def follow(self, name: str | Path) -> None:

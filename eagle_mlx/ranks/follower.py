@@ -63,8 +63,7 @@ class Follower:
 
     def _forward(self, number: int | None, tokens: list[list[int]]) -> None:
         cache = None if number is None else self._objects[number]
-        out = self.target.forward(mx.array(tokens, mx.int32), cache, (self.target.num_layers - 1,))
-        self._hidden = out.aux[0]
+        self._hidden = self.target.forward(mx.array(tokens, mx.int32), cache).hidden
         mx.async_eval(self._hidden, [] if cache is None else cache.state)
         self._freed.after_step()
 

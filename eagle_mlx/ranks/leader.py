@@ -102,27 +102,35 @@ class LeadingTarget(Target):
     """A target of which every rank has a part. Whoever uses it need not know: a forward is a forward.
 
     All that is decided is decided here: what is read, drafted and kept. The others are told what a forward reads, and
-    what has become of the caches since the one before, in one message. They read it with their part of each layer.
-    Behind the last layer nothing is shared, so that logits are computed here alone, and only where they are used.
+    what has become of the caches since the one before, in one message. They read it with their part of each layer, or
+    with their layers. Behind the last layer nothing is shared, so that logits are computed here alone, and only where
+    they are used.
     """
 
     calls: Calls
+    has_all_layers = True
+    """Whether this rank sees what every layer returns."""
     compared = 64
     """Of so many forwards the others compare one with this rank's."""
     _forwards = 0
     _least_free: int | None = None
 
     @classmethod
-    def of(cls, target: Target, channel: Channel, free_memory: int | None = None) -> LeadingTarget:
+    def of(
+        cls, target: Target, channel: Channel, free_memory: int | None = None, layers: int | None = None
+    ) -> LeadingTarget:
         """The same target, which leads from now on. The others `follow`.
 
         free_memory: bytes that the rank with the least has free; by default as many as this one.
+        layers: how many all ranks have together, where each has some of them.
         """
         self = cls.__new__(cls)
         self.__dict__.update(target.__dict__)
         self.calls = Calls(channel)
         channel.on_lost = self._lose
         self._least_free = free_memory
+        if layers is not None:
+            self.num_layers, self.has_all_layers = layers, False
         self.model.make_ragged_cache = partial(self.calls.new_cache, self)
         return self
 
@@ -147,24 +155,34 @@ class LeadingTarget(Target):
         aux_layers: Sequence[int] = (),
         ends: Sequence[int] | None = None,
     ) -> Forward:
-        """As of any target. Raises TargetError for caches of another kind, RanksError where another rank is gone."""
+        """As of any target.
+
+        Raises TargetError for caches of another kind and for layers of other ranks, RanksError where another rank is
+        gone.
+        """
+        if aux_layers and not self.has_all_layers:
+            raise TargetError(
+                "with --shard pipeline the layers are on several machines, where no head can read them; draft with "
+                "n-grams or a draft model, or use --shard tensor"
+            )
         if cache is not None and not isinstance(cache, tuple(_MIRRORED.values())):
             raise TargetError("a target over several ranks keeps caches of its own: RaggedCache.of(target.model, …)")
         number = None if cache is None else cache.number  # type: ignore[attr-defined]
         # Nothing of it is computed yet, so that what cannot be read raises before others begin to.
-        out = super().forward(tokens, cache, (*aux_layers, self.num_layers - 1), ends)
+        out = super().forward(tokens, cache, aux_layers, ends)
+        assert out.hidden is not None  # `load_over_ranks` has looked
         read = np.array(tokens).tolist()
         with self.channel.lock:
             self.calls.send("forward", number, read)
             try:
                 # Waited for: a message from another thread could overtake what the layers exchange.
-                mx.eval(out.aux[-1])
+                mx.eval(out.hidden)
             except RuntimeError as e:
                 self.channel.fail(e)
             self._forwards += 1
             if self._forwards % self.compared == 0:
-                self.calls.compare(number, lengths_of(cache), size_of(out.aux[-1]))
-        return Forward(out.logits, out.aux[:-1])
+                self.calls.compare(number, lengths_of(cache), size_of(out.hidden))
+        return out
 
     def close(self) -> None:
         """Let the others go, if they are there."""

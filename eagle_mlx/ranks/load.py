@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 
@@ -18,7 +18,7 @@ from eagle_mlx.errors import ConfigError, RanksError, TargetError
 from eagle_mlx.ranks.channel import TIMEOUT, Channel
 from eagle_mlx.ranks.follower import follow
 from eagle_mlx.ranks.leader import LeadingTarget
-from eagle_mlx.ranks.shard import shard_tensors
+from eagle_mlx.ranks.shard import shard_layers, shard_tensors
 from eagle_mlx.ranks.world import World
 from eagle_mlx.target import Target, fingerprint, load_target
 
@@ -26,28 +26,33 @@ _PACKAGES = ("mlx", "mlx-lm", "eagle-mlx")
 """What all ranks must have the same version of."""
 
 
-def load_over_ranks(name: str | Path, timeout: float = TIMEOUT, **how: Any) -> LeadingTarget:
+def load_over_ranks(
+    name: str | Path, shard: Literal["tensor", "pipeline"] = "tensor", timeout: float = TIMEOUT, **how: Any
+) -> LeadingTarget:
     """Load this rank's part of a target; in rank 0, the target to work with.
 
-    The others follow it until it ends, and then raise SystemExit. how: as `load_target` takes it. Raises ConfigError
-    where there is one process alone, TargetError for what cannot be sharded, RanksError where ranks differ.
+    The others follow it until it ends, and then raise SystemExit. shard: whether each rank has a part of every layer or
+    some of the layers. how: as `load_target` takes it. Raises ConfigError where there is one process alone, TargetError
+    for what cannot be sharded, RanksError where ranks differ.
     """
     if how.get("adapter_path") is not None:
         raise TargetError("--adapter-path does not go with --shard; put the adapters into the model with mlx_lm.fuse")
     world = World.init()
     if world.group is None:
         raise ConfigError("--shard needs several processes; start them with mlx.launch (docs/several-machines.md)")
-    target = load_target(name, shard=partial(shard_tensors, group=world.group), **how)
+    divide = shard_tensors if shard == "tensor" else shard_layers
+    target = load_target(name, shard=partial(divide, group=world.group), **how)
     _check_same("the versions of " + ", ".join(_PACKAGES), str([_version(each) for each in _PACKAGES]), world)
     _check_same("the files of the target", fingerprint(target), world)
     _check_readable(target)
+    layers = sum(world.all_values(target.num_layers)) if shard == "pipeline" else None
     free = min(world.all_values(target.free_memory >> 20)) << 20
     channel = Channel(world, timeout)
     channel.watch()
     if not world.is_rank_zero:
         follow(target, channel)
         raise SystemExit(0)
-    leading = LeadingTarget.of(target, channel, free)
+    leading = LeadingTarget.of(target, channel, free, layers)
     atexit.register(leading.close)
     sys.excepthook = partial(_explain, channel, sys.excepthook)
     return leading
@@ -74,11 +79,13 @@ def _check_same(what: str, value: str, world: World) -> None:
 
 def _check_readable(target: Target) -> None:
     """Raise TargetError where it cannot be seen when all layers are read. Nothing is computed."""
-    try:
-        target.forward(mx.zeros((1, 2), mx.int32), aux_layers=(target.num_layers - 1,))
-    except TargetError as e:
+    target.forward(mx.zeros((1, 2), mx.int32), ends=(1,))
+    if not target.norm_is_last:
         file = model_file(target.model)
-        raise TargetError(f"models of type {file} cannot be sharded: the outputs of their layers cannot be read") from e
+        raise TargetError(
+            f"models of type {file} cannot be sharded: their layers are not called one behind the other, and the final "
+            "norm last"
+        )
 
 
 def _version(package: str) -> str:

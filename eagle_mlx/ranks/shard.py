@@ -1,4 +1,4 @@
-"""Each rank's part of a target: mlx-lm's own tensor parallelism, checked."""
+"""Each rank's part of a target: mlx-lm's own tensor parallelism and pipelines, checked."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.pipeline import PipelineMixin
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.kinds import model_file
@@ -38,6 +39,19 @@ def shard_tensors(model: nn.Module, group: mx.distributed.Group) -> None:
         raise TargetError(f"{size} ranks cannot share this target{_key_heads(args)}: {e}") from e
     if before != after:
         raise TargetError(f"{size} ranks cannot share this target{_key_heads(args)}: keys would be cut within a head")
+
+
+def shard_layers(model: nn.Module, group: mx.distributed.Group) -> None:
+    """Leave this rank's layers, as mlx-lm divides them: rank 0 has the last ones; embedding and norm are everywhere.
+
+    Raises TargetError where mlx-lm cannot, or there are fewer layers than ranks.
+    """
+    backbone = next((each for each in model.modules() if isinstance(each, PipelineMixin)), None)
+    if backbone is None:
+        raise TargetError(f"models of type {model_file(model)} cannot be sharded: mlx-lm has no pipeline for them")
+    if len(model.layers) < group.size():
+        raise TargetError(f"{group.size()} ranks cannot share the {len(model.layers)} layers of this target")
+    backbone.pipeline(group)
 
 
 def _widths(model: nn.Module) -> list[int]:

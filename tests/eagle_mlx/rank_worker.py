@@ -22,15 +22,18 @@ from eagle_mlx.cache.tree_support import why_no_trees
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import TargetError
 from eagle_mlx.plan import Abilities, Plan, RoundResult
-from eagle_mlx.ranks import Channel, LeadingTarget, World, follow, shard_tensors
+from eagle_mlx.ranks import Channel, LeadingTarget, World, follow, shard_layers, shard_tensors
 from eagle_mlx.request import Request
 from eagle_mlx.serve.bench.identity import compare, tolerance_for
 from eagle_mlx.target import Target
-from tests.architectures import tiny_model
+from tests.architectures import VOCAB, tiny_model
 from tests.fakes import Oracle, tiny_head
 from tests.full import in_full
 
-PROMPTS = [[1, 2, 3, 4, 5], [9], [7, 8, 7, 8, 7, 8, 7], [*range(40)], [90, 3]]
+FEW = [[1, 2, 3, 4, 5], [9], [7, 8, 7, 8, 7, 8, 7], [*range(40)], [90, 3]]
+_RNG = random.Random(0)
+MORE = [[_RNG.randrange(1, VOCAB) for _ in range(_RNG.randrange(1, 33))] for _ in range(35)]
+PROMPTS = in_full([*FEW, *MORE], FEW)
 LENGTH = 12
 
 
@@ -62,16 +65,23 @@ def whole_model(name: str, ranks: int = 2, **changes: int) -> nn.Module:
     return model
 
 
-def led(world: World, model: nn.Module, work: Callable[[LeadingTarget], Any], channel: Channel | None = None) -> Any:
+def led(
+    world: World,
+    model: nn.Module,
+    work: Callable[[LeadingTarget], Any],
+    channel: Channel | None = None,
+    shard: str = "tensor",
+) -> Any:
     """What rank 0 makes of a target of which each rank has a part; None in the others."""
     assert world.group is not None
-    shard_tensors(model, world.group)
+    (shard_tensors if shard == "tensor" else shard_layers)(model, world.group)
     channel, target = channel or Channel(world), Target(model, None, "tiny")
+    layers = None if shard == "tensor" else sum(world.all_values(target.num_layers))
     channel.watch()
     if not world.is_rank_zero:
         follow(target, channel)
         return None
-    leading = LeadingTarget.of(target, channel)
+    leading = LeadingTarget.of(target, channel, layers=layers)
     try:
         return work(leading)
     finally:
@@ -90,12 +100,14 @@ def differences(whole: Target, params: Sequence[em.SamplingParams], texts: Any, 
     return [same.identical, same.excused, same.different]
 
 
-def plain_texts(whole: Target, params: list[em.SamplingParams], kv_bits: int | None = None) -> list[list[int]]:
+def plain_texts(
+    whole: Target, params: list[em.SamplingParams], prompts: Sequence[list[int]] = PROMPTS, kv_bits: int | None = None
+) -> list[list[int]]:
     engine = Engine(whole, max_batch=1, kv_bits=kv_bits, kv_bytes=1 << 28)
-    return [output.tokens for output in engine.generate(PROMPTS, params)]
+    return [output.tokens for output in engine.generate(prompts, params)]
 
 
-def decodings(whole: Target, target: Target, plans: Sequence[Plan]) -> dict[str, list[int]]:
+def decodings(whole: Target, target: LeadingTarget, plans: Sequence[Plan]) -> dict[str, list[int]]:
     """Greedy and seeded texts in several ways, compared with what the whole target says plainly."""
     found = {}
     for seeded in (False, True):
@@ -104,7 +116,8 @@ def decodings(whole: Target, target: Target, plans: Sequence[Plan]) -> dict[str,
         known = {tuple(prompt): text for prompt, text in zip(PROMPTS, texts, strict=True)}
         for plan in plans:
             for rows in in_full((1, 4), (1,) if seeded else (4,)):
-                proposer: Any = Oracle(known, wrong=0.3, aux_layers=(0, 1)) if plan.depth else None
+                read = (0, 1) if target.has_all_layers else ()
+                proposer: Any = Oracle(known, wrong=0.3, aux_layers=read) if plan.depth else None
                 if plan.stop_below is not None:
                     proposer = em.HeadProposer(tiny_head(whole))
                 engine = Engine(target, proposer, Always(plan), rows, prefill_chunk=16, kv_bytes=1 << 28)
@@ -117,27 +130,28 @@ def decodings(whole: Target, target: Target, plans: Sequence[Plan]) -> dict[str,
     return found
 
 
-def architectures(world: World, *names: str) -> dict[str, Any]:
+def architectures(world: World, shard: str, *names: str) -> dict[str, Any]:
     """Of each: what its texts are compared with one process, or why it is not divided."""
     found: dict[str, Any] = {}
     for name in names:
-        whole = Target(whole_model(name), None, "whole")
+        whole = Target(whole_model(name, world.size), None, "whole")
         plans = [Plan(3)] if why_no_trees(whole) else [Plan(3, nodes=7)]
         try:
-            found[name] = led(world, whole_model(name), partial(decodings, whole, plans=plans))
+            found[name] = led(world, whole_model(name, world.size), partial(decodings, whole, plans=plans), shard=shard)
         except TargetError as e:
             found[name] = str(e)
     return found
 
 
-def every_way(world: World) -> dict[str, Any]:
-    """Of one architecture: plain rounds, chains, trees, early exits."""
-    whole = Target(whole_model("qwen3", world.size), None, "whole")
-    plans = [Plan(0), Plan(4), Plan(3, nodes=9), Plan(6, stop_below=0.02)]
-    return led(world, whole_model("qwen3", world.size), lambda target: decodings(whole, target, plans))
+def every_way(world: World, shard: str, name: str) -> dict[str, Any]:
+    """Of one architecture: plain rounds, chains, trees, early exits where a head can read the layers."""
+    whole = Target(whole_model(name, world.size), None, "whole")
+    plans = [Plan(0), Plan(4), Plan(3, nodes=9), *([Plan(6, stop_below=0.02)] if shard == "tensor" else [])]
+    model = whole_model(name, world.size)
+    return cast(dict[str, Any], led(world, model, partial(decodings, whole, plans=plans), shard=shard))
 
 
-def life(world: World, name: str, kv_bits: str = "") -> dict[str, Any]:
+def life(world: World, shard: str, name: str, kv_bits: str = "") -> dict[str, Any]:
     """Requests that come and go at any time, with a prefix cache and the policy by throughput; keys in so many bits."""
     wide = {"head_dim": 64} if kv_bits else {}
     whole = Target(whole_model(name, world.size, **wide), None, "whole")
@@ -145,7 +159,7 @@ def life(world: World, name: str, kv_bits: str = "") -> dict[str, Any]:
 
     def work(target: LeadingTarget) -> dict[str, Any]:
         params = sampling(True)
-        texts = plain_texts(whole, params, bits)
+        texts = plain_texts(whole, params, kv_bits=bits)
         known = {tuple(prompt): text for prompt, text in zip(PROMPTS, texts, strict=True)}
         longer = [*PROMPTS[3], *texts[3], 1]
         known[tuple(longer)] = []
@@ -170,7 +184,7 @@ def life(world: World, name: str, kv_bits: str = "") -> dict[str, Any]:
             "waited": [status.waited for status in target.channel.statuses],
         }
 
-    return cast(dict[str, Any], led(world, whole_model(name, world.size, **wide), work))
+    return cast(dict[str, Any], led(world, whole_model(name, world.size, **wide), work, shard=shard))
 
 
 def joined_and_cancelled(engine: Engine, params: list[em.SamplingParams], turn: int) -> list[list[int]]:
@@ -189,7 +203,7 @@ def joined_and_cancelled(engine: Engine, params: list[em.SamplingParams], turn: 
         if step % 3 == 2 and cancelled:
             engine.cancel(cancelled.pop())
         step += 1
-        if step > 40:
+        if step > 8 * len(PROMPTS):
             for request in cancelled:
                 engine.cancel(request)
     return [request.tokens for request in requests]
@@ -246,13 +260,13 @@ class FaultyChannel(Channel):
 
 def faulty(world: World, seed: str, timeout: str) -> dict[str, Any]:
     """Texts until a rank is gone, or all of them where none goes."""
-    whole, params = Target(whole_model("qwen3", world.size), None, "whole"), sampling(True)
-    texts = plain_texts(whole, params)
+    whole, params = Target(whole_model("qwen3", world.size), None, "whole"), sampling(True)[: len(FEW)]
+    texts = plain_texts(whole, params, FEW)
 
     def work(target: LeadingTarget) -> dict[str, Any]:
         requests: list[Request] = []
         engine = Engine(target, em.NgramProposer(), Always(Plan(2)), 3, kv_bytes=1 << 28)
-        for prompt, each in zip(PROMPTS, params, strict=True):
+        for prompt, each in zip(FEW, params, strict=True):
             requests.append(engine.prepare(prompt, each))
             engine.submit(requests[-1])
         while not engine.idle:

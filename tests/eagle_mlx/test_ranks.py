@@ -11,18 +11,20 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.decoding.tree import Tree
 from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.ranks.calls import CACHE_CALLS, decode, encode
 from eagle_mlx.ranks.leader import LeadingTarget
 from eagle_mlx.ranks.load import _check_readable
-from eagle_mlx.ranks.shard import shard_tensors
+from eagle_mlx.ranks.shard import shard_layers, shard_tensors
 from eagle_mlx.target import Target, digest_of, fingerprint, load_target, nbytes_of
 from eagle_mlx.target_options import TargetOptions
+from eagle_mlx.train.config import TrainConfig
 from tests.architectures import tiny_model
 from tests.eagle_mlx.rank_worker import Fault
-from tests.fakes import tiny_adapters, tiny_target, tiny_target_folder
+from tests.fakes import tiny_adapters, tiny_head, tiny_target, tiny_target_folder
 from tests.full import in_full, in_turn
 from tests.processes import ended, needs_ring, printed, start
 
@@ -33,6 +35,11 @@ DIVIDED = (
     *("deepseek_v32", "kimi_k25", "qwen3"),
 )
 """Of mlx-lm's files those that are compared: full attention, states, windows, latents and experts come first."""
+PIPELINES = (
+    *("qwen2", "qwen3_5", "ministral3", "deepseek_v3", "qwen3_moe", "deepseek_v2", "deepseek_v32", "glm4_moe"),
+    *("glm4_moe_lite", "mistral4", "qwen3_next", "bailing_hybrid"),
+)
+"""Those whose layers are compared on several ranks."""
 
 
 def rank_zero(count: int, folder: Path, *arguments: str, seconds: float = 300) -> Any:
@@ -48,18 +55,29 @@ def check(compared: list[int], drafted: bool = True) -> None:
 
 
 @needs_ring
-def test_every_way_to_decode_gives_the_text_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("count", "shard", "name"),
+    [
+        (2, "tensor", "qwen3"),
+        (2, "pipeline", "qwen2"),
+        *in_full([(3, "tensor", "qwen3"), (3, "pipeline", "qwen2"), (3, "pipeline", "ministral3")], []),
+    ],
+)
+def test_every_way_to_decode_gives_the_text_of_one_process(count: int, shard: str, name: str, tmp_path: Path) -> None:
     """Greedy and seeded, one row and four: plain, chains, trees and early exits."""
-    found = rank_zero(2, tmp_path, "every_way")
-    assert len(found) == in_full(16, 8)
+    found = rank_zero(count, tmp_path, "every_way", shard, name, seconds=900)
+    assert len(found) == in_full(16, 8) * (4 if shard == "tensor" else 3) // 4
     for name, compared in found.items():
         check(compared, drafted="depth=0" not in name)
 
 
 @needs_ring
-def test_architectures_give_the_text_of_one_process(tmp_path: Path) -> None:
-    names = in_full(DIVIDED, DIVIDED[:3])
-    found = rank_zero(2, tmp_path, "architectures", *names, seconds=60 * len(names))
+@pytest.mark.parametrize(("shard", "known", "fewer"), [("tensor", DIVIDED, 3), ("pipeline", PIPELINES, 4)])
+def test_architectures_give_the_text_of_one_process(
+    shard: str, known: tuple[str, ...], fewer: int, tmp_path: Path
+) -> None:
+    names = in_full(known, known[:fewer])
+    found = rank_zero(2, tmp_path, "architectures", shard, *names, seconds=in_full(300, 60) * len(names))
     for name in names:
         assert isinstance(found[name], dict), found[name]
         for compared in found[name].values():
@@ -68,7 +86,18 @@ def test_architectures_give_the_text_of_one_process(tmp_path: Path) -> None:
 
 @needs_ring
 @pytest.mark.parametrize(
-    ("count", "arguments"), in_turn([(3, ["llama"]), (2, ["qwen3_5"]), (2, ["qwen3", "8"]), (2, ["gpt_oss"])])
+    ("count", "arguments"),
+    in_turn(
+        [
+            (3, ["tensor", "llama"]),
+            (2, ["tensor", "qwen3_5"]),
+            (2, ["tensor", "qwen3", "8"]),
+            (2, ["tensor", "gpt_oss"]),
+            (2, ["pipeline", "qwen3_5"]),
+            (2, ["pipeline", "qwen2", "8"]),
+            (3, ["pipeline", "ministral3"]),
+        ]
+    ),
 )
 def test_requests_come_and_go_with_a_prefix_cache(count: int, arguments: list[str], tmp_path: Path) -> None:
     found = rank_zero(count, tmp_path, "life", *arguments)
@@ -249,6 +278,29 @@ class Group:
 def test_what_cannot_be_divided_is_refused(name: str, changes: dict[str, int], ranks: int, said: str) -> None:
     with pytest.raises(TargetError, match=said):
         shard_tensors(tiny_model(name, **changes), Group(ranks))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "said"),
+    [
+        ("llama", 2, "models of type llama cannot be sharded: mlx-lm has no pipeline for them"),
+        ("qwen2", 5, "5 ranks cannot share the 4 layers of this target"),
+    ],
+)
+def test_layers_that_cannot_be_divided_are_refused(name: str, ranks: int, said: str) -> None:
+    with pytest.raises(TargetError, match=said):
+        shard_layers(tiny_model(name), Group(ranks))  # type: ignore[arg-type]
+
+
+def test_heads_are_refused_where_layers_are_on_other_machines() -> None:
+    whole = tiny_target()
+    leading = LeadingTarget.of(tiny_target(), Silent(), layers=8)  # type: ignore[arg-type]
+    assert leading.num_layers == 8
+    em.Engine(leading, em.NgramProposer())
+    with pytest.raises(TargetError, match="where no head can read them; draft with n-grams or a draft model"):
+        em.Engine(leading, em.HeadProposer(tiny_head(whole)))
+    with pytest.raises(ConfigError, match="a head learns from what they return; use --shard tensor"):
+        TrainConfig.of(target="a", shard="pipeline")
 
 
 def test_one_process_alone_is_told_how_to_start_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

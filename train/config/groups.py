@@ -291,6 +291,11 @@ class TrainConfig:
     run: RunConfig = RunConfig()
 
     def __post_init__(self) -> None:
+        if self.loading.shard == "pipeline":
+            raise ConfigError(
+                "--shard pipeline has the layers on several machines, and a head learns from what they return; use "
+                "--shard tensor"
+            )
         if self.optimization.hours:
             check_beside_hours(self)
 

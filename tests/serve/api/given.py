@@ -18,6 +18,7 @@ import eagle_mlx as em
 import mlx.core as mx
 
 from tests.fakes import tiny_head, tiny_target
+from tests.serve.api.over_ranks import RANKS, led
 from tests.serve.chat.formats import target_of, with_format
 
 TARGET = os.environ.get("EAGLE_TEST_TARGET") or None
@@ -31,6 +32,11 @@ PATIENCE = 60.0 if TARGET is None else 900.0
 
 def given_target() -> em.Target:
     """One of its own for each engine, in float32: there texts are the same in any batch."""
+    return whole_target() if RANKS == 1 else led(whole_target)
+
+
+def whole_target() -> em.Target:
+    """The same in one process."""
     if TARGET is None:
         return tiny_target(tokenizer=True)
     return em.load_target(TARGET, mx.float32)
@@ -38,8 +44,13 @@ def given_target() -> em.Target:
 
 def given_target_of(name: str) -> em.Target:
     """With the chat format of this name."""
+    return whole_target_of(name) if RANKS == 1 else led(whole_target_of, name)
+
+
+def whole_target_of(name: str) -> em.Target:
+    """The same in one process."""
     if TARGET is None:
-        return target_of(name, special=True)
+        return target_of(name, True) if RANKS == 1 else target_of.__wrapped__(name, True)  # each divides its own
     with tempfile.TemporaryDirectory() as folder:
         return em.load_target(with_format(Path(TARGET), name, Path(folder)), mx.float32)
 

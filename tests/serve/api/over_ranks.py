@@ -1,0 +1,116 @@
+"""The clients' tests with targets that several processes share (EAGLE_TEST_RANKS=2, tests/clients/README.md).
+
+The tests' own process is rank 0, as a server is. The others are started with the first target, and have a part of each
+that the tests ask for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import eagle_mlx as em
+
+# isort: split
+# Behind eagle_mlx, which brings the fast BLAS before MLX.
+from eagle_mlx.ranks import Channel, LeadingTarget, World, shard_tensors
+from eagle_mlx.ranks.follower import Follower
+from tests.processes import ROOT, free_ports, on_all_cores
+
+RANKS = int(os.environ.get("EAGLE_TEST_RANKS", "1"))
+"""How many processes share a target."""
+_NUMBERS = count()
+
+
+class Line:
+    """What is said of one of several targets, through the one channel that there is."""
+
+    def __init__(self, channel: Channel, number: int):
+        self.channel, self.number, self.closed = channel, number, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.channel, name)
+
+    @property
+    def lock(self) -> threading.RLock:
+        return self.channel.lock
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.channel.send({"of": self.number, **message})
+
+    def close(self) -> None:
+        """The other targets are still talked about."""
+        self.closed = True
+
+
+def led(whole: Callable[..., em.Target], *arguments: str) -> em.Target:
+    """A target that `whole` gives, of which each rank has a part."""
+    channel, number = _channel(), next(_NUMBERS)
+    line: Any = Line(channel, number)
+    channel.send({"open": number, "whole": whole.__name__, "arguments": arguments})
+    return LeadingTarget.of(_part(whole(*arguments), channel.world), line)
+
+
+def _part(target: em.Target, world: World) -> em.Target:
+    assert world.group is not None
+    shard_tensors(target.model, world.group)
+    return em.Target(target.model, target.tokenizer, target.name)
+
+
+@cache
+def _channel() -> Channel:
+    """To the other ranks, which this starts."""
+    hosts = Path(tempfile.mkdtemp()) / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(RANKS)]))
+    places = {"MLX_HOSTFILE": str(hosts), "PYTHONPATH": str(ROOT)}
+    with on_all_cores():
+        others = [
+            subprocess.Popen([sys.executable, "-m", __name__], env={**os.environ, **places, "MLX_RANK": str(rank)})
+            for rank in range(1, RANKS)
+        ]
+    os.environ.update(places, MLX_RANK="0")
+    channel = Channel(World.init())
+    channel.watch()
+    atexit.register(_end, channel, others)
+    return channel
+
+
+def _end(channel: Channel, others: list[subprocess.Popen[bytes]]) -> None:
+    channel.send({"end": True})
+    channel.close()
+    for process in others:
+        process.wait(20)
+
+
+def _follow() -> None:
+    """The other ranks: read with their parts of whatever targets there are."""
+    from tests.serve.api import given
+
+    world = World.init()
+    channel = Channel(world)
+    channel.watch()
+    followers: dict[int, Follower] = {}
+    while (message := channel.receive()) is None or "end" not in message:
+        if message is None:
+            continue
+        if "open" in message:
+            whole = getattr(given, message["whole"])
+            followers[message["open"]] = Follower(_part(whole(*message["arguments"]), world))
+        elif not followers[message["of"]].do(message):
+            del followers[message["of"]]
+        assert all(each.differs is None for each in followers.values())
+    channel.close()
+
+
+if __name__ == "__main__":
+    _follow()
