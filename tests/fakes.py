@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,6 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map_with_path
-from mlx_lm.models import qwen3
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -77,10 +77,18 @@ def embedded_tokenizer() -> TokenizerWrapper:
     return deepcopy(_embedded_tokenizer())
 
 
-def tiny_target(seed: int = 0, layers: int = 4, hidden: int = 32, vocab: int = 128, tokenizer: bool = False) -> Target:
-    """A random Qwen3 in memory; with the embedded tokenizer where asked for (then `vocab` is its 4,096)."""
+def tiny_target(
+    seed: int = 0,
+    layers: int = 4,
+    hidden: int = 32,
+    vocab: int = 128,
+    tokenizer: bool = False,
+    architecture: str = "qwen3",
+) -> Target:
+    """A random model in memory; with the embedded tokenizer where asked for (then `vocab` is its 4,096)."""
     vocab = 4096 if tokenizer else vocab
-    model = qwen3.Model(qwen3.ModelArgs(**tiny_config(layers, hidden, vocab)))  # type: ignore[arg-type]
+    file = importlib.import_module(f"mlx_lm.models.{architecture}")
+    model = file.Model(file.ModelArgs.from_dict({**tiny_config(layers, hidden, vocab), "model_type": architecture}))
     randomize(model, seed, 0.2)
     return Target(model, embedded_tokenizer() if tokenizer else None, name="tiny")
 
@@ -108,21 +116,24 @@ def tiny_head(target: Target, seed: int = 0, draft_vocab: int | None = None) -> 
     return head
 
 
-def tiny_target_folder(folder: Path, seed: int = 0, layers: int = 4, hidden: int = 32) -> Path:
-    """A random Qwen3 with the embedded tokenizer, on disk as mlx-lm loads it."""
-    target = tiny_target(seed, layers, hidden, tokenizer=True)
+def tiny_target_folder(
+    folder: Path, seed: int = 0, layers: int = 4, hidden: int = 32, architecture: str = "qwen3"
+) -> Path:
+    """A random model with the embedded tokenizer, on disk as mlx-lm loads it."""
+    target = tiny_target(seed, layers, hidden, tokenizer=True, architecture=architecture)
     folder.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
         shutil.copy(EMBEDDED_TARGET / name, folder / name)
     weights = {k: v.astype(mx.float16) for k, v in tree_flatten(target.model.parameters())}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps({**tiny_config(layers, hidden, 4096), "eos_token_id": [2, 0]}))
+    config = {**tiny_config(layers, hidden, 4096), "eos_token_id": [2, 0]}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": architecture}))
     return folder
 
 
-def talking_target_folder(folder: Path, seed: int = 0) -> Path:
+def talking_target_folder(folder: Path, seed: int = 0, architecture: str = "qwen3") -> Path:
     """`tiny_target_folder` that ends its turns: every seventh token does, so that a random model soon says one."""
-    tiny_target_folder(folder, seed)
+    tiny_target_folder(folder, seed, architecture=architecture)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [2, *range(5, 4096, 7)]}))
     return folder

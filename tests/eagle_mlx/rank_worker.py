@@ -258,9 +258,10 @@ class FaultyChannel(Channel):
         return super()._exchange(text)
 
 
-def faulty(world: World, seed: str, timeout: str) -> dict[str, Any]:
+def faulty(world: World, seed: str, timeout: str, shard: str = "tensor") -> dict[str, Any]:
     """Texts until a rank is gone, or all of them where none goes."""
-    whole, params = Target(whole_model("qwen3", world.size), None, "whole"), sampling(True)[: len(FEW)]
+    name = "qwen3" if shard == "tensor" else "qwen2"
+    whole, params = Target(whole_model(name, world.size), None, "whole"), sampling(True)[: len(FEW)]
     texts = plain_texts(whole, params, FEW)
 
     def work(target: LeadingTarget) -> dict[str, Any]:
@@ -276,10 +277,8 @@ def faulty(world: World, seed: str, timeout: str) -> dict[str, Any]:
                 print(json.dumps({"request": index, "right": right}), flush=True)
         return {"messages": target.channel.messages}
 
-    fault = Fault.drawn(int(seed), world.size)
-    return cast(
-        dict[str, Any], led(world, whole_model("qwen3", world.size), work, FaultyChannel(world, float(timeout), fault))
-    )
+    channel = FaultyChannel(world, float(timeout), Fault.drawn(int(seed), world.size))
+    return cast(dict[str, Any], led(world, whole_model(name, world.size), work, channel, shard))
 
 
 def main() -> None:

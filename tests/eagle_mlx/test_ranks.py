@@ -119,17 +119,18 @@ def test_a_rank_that_has_come_to_other_numbers_ends_the_run(tmp_path: Path) -> N
 
 
 TIMEOUT = 8.0
-FAULTS = in_full(range(200), (2, 13))
+FAULTS = in_full([(seed, "tensor") for seed in range(200)], [(2, "tensor"), (13, "tensor")])
 """Seeds. Of those of `make test`, one kills rank 0 of two, and one stops rank 1 of three."""
+PIPELINE_FAULTS = in_full([(seed, "pipeline") for seed in range(40)], [(2, "pipeline")])
 
 
 @needs_ring
-@pytest.mark.parametrize("seed", FAULTS)
-def test_all_ranks_end_where_one_is_gone(seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("seed", "shard"), [*FAULTS, *PIPELINE_FAULTS])
+def test_all_ranks_end_where_one_is_gone(seed: int, shard: str, tmp_path: Path) -> None:
     """Killed, stopped, ended, or only late: no text is wrong, and nobody waits for ever."""
     count = 2 + seed % 2
     fault = Fault.drawn(seed, count)
-    processes = start(count, tmp_path, WORKER, "faulty", str(seed), str(TIMEOUT))
+    processes = start(count, tmp_path, WORKER, "faulty", str(seed), str(TIMEOUT), shard)
     left = [process for rank, process in enumerate(processes) if rank != fault.rank or fault.how != "stop"]
     try:
         found = [process.communicate(timeout=90) for process in left]

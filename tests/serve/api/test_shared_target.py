@@ -18,12 +18,13 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.formats import save_eagle3
 from eagle_mlx.serve.api.cli import main
 from eagle_mlx.serve.api.loader import LoadConfig
 from eagle_mlx.serve.speculation import Speculation
 from eagle_mlx.target_options import TargetOptions
-from tests.fakes import tiny_target_folder
-from tests.processes import free_ports, needs_ring, start
+from tests.fakes import tiny_head, tiny_target_folder
+from tests.processes import ended, free_ports, needs_ring, start
 
 PROMPT = "def median(values):"
 
@@ -51,9 +52,9 @@ class Shared:
 
 
 @contextmanager
-def shared(target: Path, folder: Path) -> Iterator[Shared]:
+def shared(target: Path, folder: Path, shard: str = "tensor", drafts: str = "--spec-decode ngram") -> Iterator[Shared]:
     [port] = free_ports(1)
-    flags = f"--target {target} --shard tensor --spec-decode ngram --rank-seconds 10 --port {port} --no-prior"
+    flags = f"--target {target} --shard {shard} {drafts} --rank-seconds 10 --port {port} --no-prior"
     processes = start(2, folder, "eagle_mlx.serve.api.cli", *flags.split())
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
@@ -94,6 +95,23 @@ def test_answers_are_those_of_one_process_and_sigterm_at_any_rank_drains(tmp_pat
         asking.join()
         assert answers[0].json()["usage"]["completion_tokens"] == 200
         assert [process.wait(60) for process in server.processes] == [0, 0]
+
+
+@needs_ring
+def test_layers_on_two_machines_answer_as_one_process_and_refuse_a_head(tmp_path: Path) -> None:
+    target = tiny_target_folder(tmp_path / "target", architecture="qwen2")
+    whole = em.load_target(target)
+    plain = em.Engine(whole, max_batch=1).generate([PROMPT], em.SamplingParams(max_tokens=24, ignore_eos=True))[0]
+    with shared(target, tmp_path, "pipeline") as server:
+        server.until_ready()
+        assert server.complete(24).json()["choices"][0]["text"] == plain.text
+        server.processes[0].send_signal(signal.SIGTERM)
+        assert [process.wait(60) for process in server.processes] == [0, 0]
+    save_eagle3(tiny_head(whole), tmp_path / "head", target_name="tiny")
+    with shared(target, tmp_path, "pipeline", f"--head {tmp_path / 'head'}") as server:
+        [(_, errors), _] = ended(server.processes)
+        assert "where no head can read them; draft with n-grams or a draft model, or use --shard tensor" in errors
+        assert server.processes[0].returncode == 2
 
 
 @needs_ring

@@ -1,0 +1,184 @@
+"""What it costs that one rank decides for all: rounds of a shared target with and without messages.
+
+    mlx.launch -n 2 --backend ring -- python benchmarks/ranks.py
+    mlx.launch -n 3 --backend ring -- python benchmarks/ranks.py --target out/real/smollm2-135m-instruct --rows 1
+
+Without messages every rank runs an engine of its own over its part. Their sums are the same, bit by bit, so that with a
+fixed depth they decide the same and stay in step. That is the least that sharing a target can cost. With messages
+rank 0 alone decides and drafts, and the others follow it as in `eagle-serve`. The two take turns in one run, and the
+order changes from pair to pair. A head of random weights drafts four tokens a round.
+
+Of random weights it also checks what docs/several-machines.md reckons: the round of one process, its layers divided by
+the ranks, and a sum twice in each layer. What the layers take is the difference to a model of one layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import eagle_mlx as em
+
+# isort: split
+# Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
+import mlx.core as mx
+import mlx.nn as nn
+from random_model import MIDDLING, QWEN3_06B, TINY, Shape, random_model
+
+from eagle_mlx.ranks import Channel, LeadingTarget, World, follow, shard_tensors
+from eagle_mlx.serve.bench.modes import random_head
+
+DEPTH = 4
+PROMPT = 32
+SHAPES = {"tiny": TINY, "middling": MIDDLING, "0.6b": QWEN3_06B}
+
+
+@dataclass
+class Timed:
+    """Milliseconds of a round, one value a turn."""
+
+    rounds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rounds)
+
+
+class CountingChannel(Channel):
+    """Counts the time that rank 0 spends on messages."""
+
+    seconds = 0.0
+
+    def send(self, message: Any) -> None:
+        began = time.perf_counter()
+        super().send(message)
+        self.seconds += time.perf_counter() - began
+
+
+def decode(target: em.Target, head: Any, rows: int, tokens: int) -> tuple[float, int]:
+    """Seconds and rounds in which so many tokens of each row are decoded, behind the prompts."""
+    engine = em.Engine(target, em.HeadProposer(head), em.FixedPolicy(DEPTH), rows, kv_bytes=1 << 28)
+    params = em.SamplingParams(max_tokens=tokens, ignore_eos=True)
+    requests = [engine.prepare([1 + row] * PROMPT, params) for row in range(rows)]
+    for request in requests:
+        engine.submit(request)
+    while not all(request.tokens for request in requests):
+        engine.step()
+    began, rounds = time.perf_counter(), 0
+    while not engine.idle:
+        engine.step()
+        rounds += 1
+    return time.perf_counter() - began, rounds
+
+
+def measured(world: World, target: em.Target, rows: int, tokens: int, pairs: int) -> float:
+    """Turns of both ways; rank 0 prints what they took. Milliseconds of a round without messages."""
+    mx.random.seed(1)
+    head = random_head(target)
+    mx.eval(head.parameters())
+    messages: list[tuple[float, int]] = []
+
+    def alike() -> float:
+        world.any(False)  # all begin together
+        seconds, rounds = decode(target, head, rows, tokens)
+        return 1000 * seconds / rounds
+
+    def led() -> float:
+        channel = CountingChannel(world)
+        if not world.is_rank_zero:
+            follow(target, channel)
+            return 0.0
+        leading = LeadingTarget.of(target, channel)
+        seconds, rounds = decode(leading, head, rows, tokens)
+        messages.append((1000 * channel.seconds / rounds, rounds))
+        leading.close()
+        del target.model.make_ragged_cache
+        return 1000 * seconds / rounds
+
+    ways: dict[str, Callable[[], float]] = {"alike": alike, "led": led}
+    times = {name: Timed() for name in ways}
+    for pair in range(-1, pairs):
+        for name in list(ways)[:: 1 if pair % 2 else -1]:
+            took = ways[name]()
+            if pair >= 0:
+                times[name].rounds.append(took)
+    if world.is_rank_zero:
+        ratio = statistics.median(a / b for a, b in zip(times["alike"].rounds, times["led"].rounds, strict=True))
+        sent = statistics.median(ms for ms, _ in messages)
+        print(
+            f"{world.size} ranks, {rows} rows: a round takes {times['alike'].median:.1f} ms without messages, "
+            f"{times['led'].median:.1f} with them; speed {ratio:.3f}; sending takes {sent:.2f} ms, "
+            f"{sent / times['led'].median:.1%} of a round"
+        )
+    return times["alike"].median
+
+
+def alone(target: em.Target, rows: int, tokens: int, turns: int = 5) -> float:
+    """Milliseconds of a round where one process has all of a target."""
+    mx.random.seed(1)
+    head = random_head(target)
+    times = [seconds / rounds for seconds, rounds in (decode(target, head, rows, tokens) for _ in range(turns))]
+    return 1000 * statistics.median(times)
+
+
+def summed(world: World, rows: int, hidden: int, times: int = 400) -> float:
+    """Milliseconds of one sum of a round's hidden states over all ranks."""
+    states = mx.ones((rows, DEPTH + 1, hidden))
+    mx.eval(mx.distributed.all_sum(states, group=world.group))
+    began = time.perf_counter()
+    for _ in range(times):
+        states = mx.distributed.all_sum(states, group=world.group) / world.size
+    mx.eval(states)
+    return 1000 * (time.perf_counter() - began) / times
+
+
+def reckoned(world: World, shape: Shape, rows: int, tokens: int, took: float) -> None:
+    """Rank 0 prints what a round should take, beside what it took."""
+    whole, least = 0.0, 0.0
+    if world.is_rank_zero:
+        whole = alone(em.Target(random_model(shape), None, "whole"), rows, tokens)
+        least = alone(em.Target(random_model(replace(shape, layers=1)), None, "one layer"), rows, tokens)
+    world.any(False)  # the others have waited
+    one = summed(world, rows, shape.hidden)
+    if world.is_rank_zero:
+        layers = (whole - least) * shape.layers / (shape.layers - 1)
+        sums = 2 * shape.layers * one
+        told = whole - layers + layers / world.size + sums
+        print(
+            f"{world.size} ranks, {rows} rows: one process takes {whole:.1f} ms a round, {layers:.1f} of it in its "
+            f"layers; a sum takes {one:.3f}, {sums:.1f} a round; reckoned {told:.1f} ms, measured {took:.1f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="a target's folder (default: random weights)")
+    parser.add_argument("--shape", choices=SHAPES, default="middling", help="of the random weights (default: middling)")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4], metavar="N", help="(default: 1 4)")
+    parser.add_argument("--tokens", type=int, default=48, metavar="N", help="of each row in a turn (default: 48)")
+    parser.add_argument("--pairs", type=int, default=10, metavar="N", help="turns of each way (default: 10)")
+    args = parser.parse_args()
+    world = World.init()
+    if world.group is None:
+        parser.error("this needs several processes; start them with mlx.launch")
+    model: nn.Module
+    if args.target:
+        model = em.load_target(args.target, mx.float32).model
+    else:
+        mx.random.seed(0)
+        model = random_model(SHAPES[args.shape])
+    shard_tensors(model, world.group)
+    mx.eval(model.parameters())
+    target = em.Target(model, None, args.target or args.shape)
+    for rows in args.rows:
+        took = measured(world, target, rows, args.tokens, args.pairs)
+        if not args.target:
+            reckoned(world, SHAPES[args.shape], rows, args.tokens, took)
+
+
+if __name__ == "__main__":
+    main()
