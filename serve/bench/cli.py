@@ -40,6 +40,7 @@ from .breakdown import measure_breakdown
 from .costs import measure_costs
 from .dialogue import dialogues
 from .figures import Run
+from .filler import behind_filler
 from .identity import tolerance_for
 from .measure import BenchConfig, measure
 from .modes import MODE_NAMES, NEEDS, EngineMode, Models, ModeName, build_modes, random_head
@@ -141,6 +142,12 @@ def _add_how(how: argparse._ArgumentGroup, default: BenchConfig) -> None:
         "--limit", type=_positive, default=100, help="prompts to take, evenly of all categories (default 100)"
     )
     how.add_argument(
+        "--filler",
+        type=_positive,
+        metavar="N",
+        help="put N tokens of text before each prompt, another text each: what a long context does to drafting",
+    )
+    how.add_argument(
         "--max-tokens",
         type=_positive,
         default=default.max_tokens,
@@ -203,6 +210,8 @@ def _bench(args: argparse.Namespace, command: str) -> int:
     draft = load_target(args.draft_model) if args.draft_model is not None else None
     configs = [_config(args, temperature) for temperature in args.temperature]
     questions = read_questions(args.prompts or embedded("prompts.jsonl"), args.limit)
+    if args.filler is not None:
+        questions = behind_filler(questions, target, args.filler)
     prompts = dialogues(questions, target, args.max_tokens)
     machine = describe()
     which = "none" if head is None else f"{head_name}, {described(head)}"
@@ -226,6 +235,7 @@ def _bench(args: argparse.Namespace, command: str) -> int:
         "prompts": str(args.prompts or embedded("prompts.jsonl")),
         "head_sha256": _digest(head_name),
         "head_quantization": quantization_of(head) if head is not None else None,
+        "filler": args.filler or 0,
         "max_tokens": args.max_tokens,
         "acceptance": args.acceptance,
         "repeats": args.repeats,

@@ -9,14 +9,16 @@ import pytest
 
 from eagle_mlx.decoding.loops import is_loop
 from eagle_mlx.engine import Engine
-from eagle_mlx.errors import PromptError
+from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.formats import save_eagle3
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.bench.cli import main
 from eagle_mlx.serve.bench.dialogue import Dialogue
+from eagle_mlx.serve.bench.filler import behind_filler
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import MODE_NAMES, Models, build_modes
-from eagle_mlx.serve.questions import read_questions
+from eagle_mlx.serve.prompts import Prompt
+from eagle_mlx.serve.questions import Question, read_questions
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 from tests.full import in_full
 
@@ -175,3 +177,30 @@ def test_the_command_tells_by_category(
         ]
         assert run["identical"] in (True, None)
         assert all(each["tokens_per_second"] > 0 and each["acceptance_length"] >= 1 for each in run["by_category"])
+
+
+def test_filler_stands_before_each_question_and_no_two_have_the_same(file: Path) -> None:
+    target = tiny_target(tokenizer=True)
+    target.context_length = 4096
+    asked = read_questions(file)
+    filled = behind_filler(asked, target, 300)
+    assert [each.later for each in filled] == [each.later for each in asked]
+    texts = []
+    for before, after in zip(asked, filled, strict=True):
+        wanted, got = (each.prompt.content[0]["content"] for each in (before, after))  # type: ignore[index]
+        assert got.endswith(f"\n\n{wanted}")
+        texts.append(got.removesuffix(wanted))
+        added = len(after.encode(target, (), 8)) - len(before.encode(target, (), 8))
+        assert 295 <= added <= 310
+    assert len(set(texts)) == len(texts)
+    behind = behind_filler([Question(Prompt("x = ", "here:1"))], target, 20)
+    assert str(behind[0].prompt.content).endswith("\n\nx = ")
+    with pytest.raises(ConfigError, match="too little text for so many prompts"):
+        behind_filler(asked, target, 10_000_000)
+
+
+def test_the_command_puts_filler_before_prompts(file: Path, tmp_path: Path) -> None:
+    folder, out = tiny_target_folder(tmp_path / "target"), tmp_path / "bench.json"
+    flags = f"--target {folder} --prompts {file} --modes plain ngram --limit 1 --max-tokens 8 --repeats 1 --depth 2"
+    assert main([*flags.split(), "--filler", "100", "--least-distinct", "0", "--quiet", "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["filler"] == 100
