@@ -15,6 +15,7 @@ the ranks, and a sum twice in each layer. What the layers take is the difference
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -161,7 +162,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4], metavar="N", help="(default: 1 4)")
     parser.add_argument("--tokens", type=int, default=48, metavar="N", help="of each row in a turn (default: 48)")
     parser.add_argument("--pairs", type=int, default=10, metavar="N", help="turns of each way (default: 10)")
+    parser.add_argument(
+        "--pin",
+        action="store_true",
+        help="one core for each rank, under Linux: threads of MLX that wait do not rest, and take another rank's core",
+    )
     args = parser.parse_args()
+    if args.pin:  # before MLX has threads, which would stay where they are
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(os.environ["MLX_RANK"]) % len(cores)]})
     world = World.init()
     if world.group is None:
         parser.error("this needs several processes; start them with mlx.launch")

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, NoReturn
 
 import mlx.core as mx
@@ -35,6 +35,10 @@ _HEADER = 2 + _TEXT // 4
 """Numbers of the sign, the text's size and its beginning."""
 _HEARTBEAT = 1.0
 """Seconds between two messages at most: without them a rank could not tell one that waits from one that is gone."""
+REST = 0.02
+"""Seconds that all ranks sleep between two messages while there is nothing to do: MLX waits without resting.
+
+The first token behind a pause comes so much later at most."""
 
 
 class State(IntEnum):
@@ -76,6 +80,8 @@ class Channel:
         self.statuses = [RankStatus(State.RUNS, 0.0)] * world.size
         self.messages = 0
         self._waited = 0.0
+        self._said = monotonic()
+        """When rank 0 last had something to say."""
         self._lock = threading.RLock()
         self._last = monotonic()
         """When a message went through."""
@@ -96,12 +102,16 @@ class Channel:
     def send(self, message: Any) -> None:
         """Tell the others something, plain values as JSON has them. Raises RanksError where they are gone."""
         with self._lock:
+            self._said = monotonic()
             self._exchange(json.dumps(message, separators=(",", ":")).encode())
 
     def receive(self) -> Any:
-        """What rank 0 says next; None where it only says that it is there."""
+        """What rank 0 says next; None where it only says that it is there, behind which nothing comes for `REST`."""
         text = self._exchange(b"")
-        return json.loads(text) if text else None
+        if text:
+            return json.loads(text)
+        sleep(REST)
+        return None
 
     def check(self) -> None:
         """Raise RanksError where the others are gone."""
@@ -177,11 +187,13 @@ class Channel:
             self._lose(f"rank {rank} has come to other numbers than rank 0; it has said which")
 
     def _heartbeat(self) -> None:
-        while not self._ended.wait(min(_HEARTBEAT, self.timeout / 4)):
+        interval, idle = min(_HEARTBEAT, self.timeout / 4), False
+        while not self._ended.wait(REST if idle else interval):
             with self._lock:
                 if self._ended.is_set():
                     return
-                if monotonic() - self._last < min(_HEARTBEAT, self.timeout / 4):
+                idle = monotonic() - self._said >= interval
+                if not idle:
                     continue
                 try:
                     self._exchange(b"")

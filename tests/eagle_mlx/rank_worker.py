@@ -19,12 +19,14 @@ import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 
 from eagle_mlx.cache.tree_support import why_no_trees
+from eagle_mlx.catalog.embedded import embedded
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import TargetError
 from eagle_mlx.plan import Abilities, Plan, RoundResult
 from eagle_mlx.ranks import Channel, LeadingTarget, World, follow, shard_layers, shard_tensors
 from eagle_mlx.request import Request
 from eagle_mlx.serve.bench.identity import compare, tolerance_for
+from eagle_mlx.serve.prompts import encode, read_prompts
 from eagle_mlx.target import Target
 from tests.architectures import VOCAB, tiny_model
 from tests.fakes import Oracle, tiny_head
@@ -94,9 +96,15 @@ def sampling(seeded: bool) -> list[em.SamplingParams]:
     return [penalized if index == 2 else one for index in range(len(PROMPTS))]
 
 
-def differences(whole: Target, params: Sequence[em.SamplingParams], texts: Any, found: Any) -> list[int]:
+def differences(
+    whole: Target,
+    params: Sequence[em.SamplingParams],
+    texts: Any,
+    found: Any,
+    prompts: Sequence[list[int]] = PROMPTS,
+) -> list[int]:
     """How many texts are equal, equal but for rounding, and different."""
-    same = compare(whole, PROMPTS, texts, found, params, tolerance_for(whole))
+    same = compare(whole, prompts, texts, found, params, tolerance_for(whole))
     return [same.identical, same.excused, same.different]
 
 
@@ -149,6 +157,29 @@ def every_way(world: World, shard: str, name: str) -> dict[str, Any]:
     plans = [Plan(0), Plan(4), Plan(3, nodes=9), *([Plan(6, stop_below=0.02)] if shard == "tensor" else [])]
     model = whole_model(name, world.size)
     return cast(dict[str, Any], led(world, model, partial(decodings, whole, plans=plans), shard=shard))
+
+
+def given(world: World, folder: str, head: str) -> dict[str, Any]:
+    """Of a target in a folder, with its head: forty prompts, of four rows at once and one by one."""
+    whole = em.load_target(folder, mx.float32)
+    questions = read_prompts(embedded("prompts.jsonl"), 40)
+    prompts = [encode(question, whole, LENGTH)[-64:] for question in questions]
+    greedy = [em.SamplingParams(max_tokens=LENGTH, temperature=0.0)] * len(prompts)
+    seeded = [em.SamplingParams(max_tokens=LENGTH, temperature=1.0, seed=seed) for seed in range(len(prompts))]
+    ways = [(greedy, Plan(0), 4), (greedy, Plan(4), 4), (greedy, Plan(3, nodes=9), 4), (greedy, Plan(4), 1)]
+    ways += [(greedy, Plan(6, stop_below=0.3), 4), (seeded, Plan(4), 4), (seeded, Plan(4), 1)]
+
+    def work(target: LeadingTarget) -> dict[str, list[int]]:
+        found, texts = {}, [plain_texts(whole, params, prompts) for params in (greedy, seeded)]
+        for params, plan, rows in ways:
+            engine = Engine(target, em.HeadProposer(em.load_head(head, target)), Always(plan), rows, kv_bytes=1 << 28)
+            outputs = engine.generate(prompts, params)
+            same = differences(whole, params, texts[params is seeded], [each.tokens for each in outputs], prompts)
+            name = f"{'seeded' if params is seeded else 'greedy'} {plan} rows={rows}"
+            found[name] = [*same, sum(each.accepted for each in outputs)]
+        return found
+
+    return cast(dict[str, Any], led(world, em.load_target(folder, mx.float32).model, work))
 
 
 def life(world: World, shard: str, name: str, kv_bits: str = "") -> dict[str, Any]:
@@ -223,6 +254,27 @@ def parted(world: World) -> dict[str, Any]:
     return {}
 
 
+def idle(world: World) -> dict[str, Any]:
+    """Nothing to do for three seconds: the share of them in which the last rank's processor worked."""
+    begin = []
+
+    class Watched(Channel):
+        def receive(self) -> Any:
+            message = super().receive()
+            begin.append((time.monotonic(), time.process_time()))
+            return message
+
+    def work(target: LeadingTarget) -> None:
+        Engine(target, kv_bytes=1 << 28).generate([PROMPTS[0]], em.SamplingParams(max_tokens=4, ignore_eos=True))
+        time.sleep(5)
+
+    led(world, whole_model("qwen3", world.size), work, Watched(world))
+    if world.is_rank_zero:
+        return {}
+    (began, worked), (ended, done) = next(at for at in begin if at[0] > begin[-1][0] - 3), begin[-1]
+    return {"worked": (done - worked) / (ended - began)}
+
+
 @dataclass(frozen=True)
 class Fault:
     """What befalls one rank, before one of its messages."""
@@ -283,8 +335,9 @@ def faulty(world: World, seed: str, timeout: str, shard: str = "tensor") -> dict
 
 def main() -> None:
     world, (what, *arguments) = World.init(), sys.argv[1:]
-    cases = {"architectures": architectures, "every_way": every_way, "life": life, "parted": parted, "faulty": faulty}
-    print(json.dumps(cases[what](world, *arguments)))  # type: ignore[operator]
+    known = (architectures, every_way, given, life, idle, parted, faulty)
+    cases: dict[str, Callable[..., Any]] = {case.__name__: case for case in known}
+    print(json.dumps(cases[what](world, *arguments)))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from tests.eagle_mlx.rank_worker import Fault
 from tests.fakes import tiny_adapters, tiny_head, tiny_target, tiny_target_folder
 from tests.full import in_full, in_turn
 from tests.processes import ended, needs_ring, printed, start
+from tests.serve.api.given import HEAD, TARGET
+from tests.serve.api.over_ranks import RANKS
 
 WORKER = "tests.eagle_mlx.rank_worker"
 DIVIDED = (
@@ -85,6 +87,17 @@ def test_architectures_give_the_text_of_one_process(
 
 
 @needs_ring
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(TARGET is None, reason="for a target that is named: tests/clients/README.md")
+def test_a_target_that_is_named_gives_the_text_of_one_process(tmp_path: Path) -> None:
+    """EAGLE_TEST_TARGET and EAGLE_TEST_HEAD over EAGLE_TEST_RANKS processes."""
+    found = rank_zero(RANKS, tmp_path, "given", str(TARGET), str(HEAD), seconds=3600)
+    print(json.dumps(found, indent=1))
+    assert all(different == 0 for _, _, different, _ in found.values())
+    assert all(identical >= 36 for identical, *_ in found.values())
+
+
+@needs_ring
 @pytest.mark.parametrize(
     ("count", "arguments"),
     in_turn(
@@ -116,6 +129,13 @@ def test_a_rank_that_has_come_to_other_numbers_ends_the_run(tmp_path: Path) -> N
     assert json.loads(out.splitlines()[0])["lost"] == "rank 1 has come to other numbers than rank 0; it has said which"
     assert "this rank's hidden states are of mean square" in errors
     assert processes[1].returncode == 1
+
+
+@needs_ring
+def test_ranks_rest_while_there_is_nothing_to_do(tmp_path: Path) -> None:
+    """MLX waits for a message without resting, which took a core of each machine."""
+    followed = json.loads(printed(2, tmp_path, WORKER, "idle")[1].splitlines()[-1])
+    assert followed["worked"] < 0.3
 
 
 TIMEOUT = 8.0
