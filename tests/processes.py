@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -26,18 +26,10 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-@contextmanager
-def on_all_cores() -> Iterator[None]:
-    """Processes that are started here are not held to the one core of a worker: while they wait they do not rest."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    own = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, own)
+def on_core(rank: int) -> list[str]:
+    """What starts a rank on a core of its own: threads of MLX that wait do not rest, and would take it from others."""
+    taskset = shutil.which("taskset")
+    return [taskset, "-c", str(rank % (os.cpu_count() or 1))] if taskset else []
 
 
 def start(
@@ -49,19 +41,18 @@ def start(
     """
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(count)]))
-    with on_all_cores():
-        return [
-            subprocess.Popen(
-                [sys.executable, "-m", module, *(() if places and rank else arguments)],
-                cwd=places[rank] if places else ROOT,
-                env={**os.environ, "MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank), "PYTHONPATH": str(ROOT)},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(count)
-        ]
+    return [
+        subprocess.Popen(
+            [*on_core(rank), sys.executable, "-m", module, *(() if places and rank else arguments)],
+            cwd=places[rank] if places else ROOT,
+            env={**os.environ, "MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank), "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
 
 
 def ended(processes: Sequence[subprocess.Popen[str]], seconds: float = 120) -> list[tuple[str, str]]:

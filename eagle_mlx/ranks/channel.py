@@ -218,9 +218,11 @@ class Channel:
 
 
 def end_process(reason: str) -> None:
-    """Say why and end, whatever other threads wait for."""
-    print(f"error: {reason}", file=sys.stderr, flush=True)
-    os._exit(1)
+    """Say why and end, whatever other threads wait for, and where nobody is left to read it."""
+    try:
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(1)
 
 
 def _stop_process() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -167,6 +169,21 @@ def test_all_ranks_end_where_one_is_gone(seed: int, shard: str, tmp_path: Path) 
     assert len(texts) < 5
     assert 0 not in survived, (fault, survived, found)
     assert any(f"rank {fault.rank}" in errors for _, errors in found), (fault, found)
+
+
+def test_a_rank_ends_where_nobody_reads_what_it_says() -> None:
+    """As when mlx.launch has been killed, to whose pipes all ranks write."""
+    code = (
+        "import threading, time; from eagle_mlx.ranks.channel import end_process; input();"
+        "threading.Thread(target=end_process, args=['rank 0 is gone']).start(); time.sleep(20)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stderr is not None
+    process.stderr.close()
+    process.stdin.write("now\n")
+    process.stdin.flush()
+    assert process.wait(60) == 1
 
 
 def test_arguments_of_calls_survive_their_way() -> None:

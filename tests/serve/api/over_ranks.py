@@ -25,7 +25,7 @@ import eagle_mlx as em
 # Behind eagle_mlx, which brings the fast BLAS before MLX.
 from eagle_mlx.ranks import Channel, LeadingTarget, World, shard_tensors
 from eagle_mlx.ranks.follower import Follower
-from tests.processes import ROOT, free_ports, on_all_cores
+from tests.processes import ROOT, free_ports, on_core
 
 RANKS = int(os.environ.get("EAGLE_TEST_RANKS", "1"))
 """How many processes share a target."""
@@ -73,11 +73,12 @@ def _channel() -> Channel:
     hosts = Path(tempfile.mkdtemp()) / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(RANKS)]))
     places = {"MLX_HOSTFILE": str(hosts), "PYTHONPATH": str(ROOT)}
-    with on_all_cores():
-        others = [
-            subprocess.Popen([sys.executable, "-m", __name__], env={**os.environ, **places, "MLX_RANK": str(rank)})
-            for rank in range(1, RANKS)
-        ]
+    others = [
+        subprocess.Popen(
+            [*on_core(rank), sys.executable, "-m", __name__], env={**os.environ, **places, "MLX_RANK": str(rank)}
+        )
+        for rank in range(1, RANKS)
+    ]
     os.environ.update(places, MLX_RANK="0")
     channel = Channel(World.init())
     channel.watch()
