@@ -30,6 +30,15 @@ class RaggedQuantized:
     def offset(self) -> int | mx.array:
         return self.parts[0].offset
 
+    @property
+    def keys(self) -> mx.array | None:
+        """The packed keys, to which mlx-lm's pipelines tie what a rank sends: what computes them sends it, too."""
+        return self.parts[0].keys
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        self.parts[0].keys = keys
+
     def make_mask(
         self, count: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:

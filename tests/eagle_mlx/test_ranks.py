@@ -108,8 +108,8 @@ def test_a_target_that_is_named_gives_the_text_of_one_process(tmp_path: Path) ->
             (2, ["tensor", "qwen3_5"]),
             (2, ["tensor", "qwen3", "8"]),
             (2, ["tensor", "gpt_oss"]),
-            (2, ["pipeline", "qwen3_5"]),
             (2, ["pipeline", "qwen3_moe", "8"]),
+            (2, ["pipeline", "qwen3_5"]),
             (3, ["pipeline", "ministral3"]),
         ]
     ),
