@@ -6,7 +6,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.pipeline import PipelineMixin
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.kinds import model_file
@@ -46,7 +45,7 @@ def shard_layers(model: nn.Module, group: mx.distributed.Group) -> None:
 
     Raises TargetError where mlx-lm cannot, or there are fewer layers than ranks.
     """
-    backbone = next((each for each in model.modules() if isinstance(each, PipelineMixin)), None)
+    backbone = next((each for each in model.modules() if hasattr(each, "pipeline_layers")), None)
     if backbone is None:
         raise TargetError(f"models of type {model_file(model)} cannot be sharded: mlx-lm has no pipeline for them")
     if len(model.layers) < group.size():

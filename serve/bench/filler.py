@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
+import sysconfig
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from pathlib import Path
 
-from eagle_mlx.data_pipelines.stdlib_source import iter_files
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.target import Target
 
@@ -53,12 +53,13 @@ def _pieces(target: Target, tokens: int) -> Iterator[str]:
 
 def _texts() -> Iterator[str]:
     """The longer docstrings of all files, in the order of their paths."""
-    for file in chain(iter_files("train"), iter_files("heldout")):
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for file in sorted(path for path in library.rglob("*.py") if "site-packages" not in path.parts):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                tree = ast.parse(file.text)
-        except (SyntaxError, ValueError, RecursionError):
+                tree = ast.parse(file.read_text(encoding="utf-8"))
+        except (SyntaxError, ValueError, RecursionError, OSError):
             continue
         kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         said = (ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -156,9 +157,12 @@ def test_all_ranks_end_where_one_is_gone(seed: int, shard: str, tmp_path: Path) 
     left = [process for rank, process in enumerate(processes) if rank != fault.rank or fault.how != "stop"]
     try:
         found = [process.communicate(timeout=90) for process in left]
+        last = time.time()
     finally:
         for process in processes:
             process.kill()
+    said = [out for out, _ in found] + [processes[fault.rank].communicate()[0] for _ in range(fault.how == "stop")]
+    [began] = [json.loads(line)["fault"] for out in said for line in out.splitlines() if line.startswith('{"fault"')]
     texts = [json.loads(line) for out, _ in found for line in out.splitlines() if line.startswith('{"request"')]
     assert all(each["right"] for each in texts)
     survived = [process.returncode for rank, process in enumerate(processes) if rank != fault.rank]
@@ -167,6 +171,7 @@ def test_all_ranks_end_where_one_is_gone(seed: int, shard: str, tmp_path: Path) 
         assert survived == [0] * (count - 1)
         return
     assert len(texts) < 5
+    assert last - began < TIMEOUT + 5
     assert 0 not in survived, (fault, survived, found)
     assert any(f"rank {fault.rank}" in errors for _, errors in found), (fault, found)
 
