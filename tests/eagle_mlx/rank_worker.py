@@ -161,11 +161,11 @@ def every_way(world: World, shard: str, name: str) -> dict[str, Any]:
 
 def given(world: World, folder: str, head: str) -> dict[str, Any]:
     """Of a target in a folder, with its head: forty prompts, of four rows at once and one by one."""
-    whole = em.load_target(folder, mx.float32)
+    whole, count = em.load_target(folder, mx.float32), 8
     questions = read_prompts(embedded("prompts.jsonl"), 40)
-    prompts = [encode(question, whole, LENGTH)[-64:] for question in questions]
-    greedy = [em.SamplingParams(max_tokens=LENGTH, temperature=0.0)] * len(prompts)
-    seeded = [em.SamplingParams(max_tokens=LENGTH, temperature=1.0, seed=seed) for seed in range(len(prompts))]
+    prompts = [encode(question, whole, count)[-64:] for question in questions]
+    greedy = [em.SamplingParams(max_tokens=count, temperature=0.0)] * len(prompts)
+    seeded = [em.SamplingParams(max_tokens=count, temperature=1.0, seed=seed) for seed in range(len(prompts))]
     ways = [(greedy, Plan(0), 4), (greedy, Plan(4), 4), (greedy, Plan(3, nodes=9), 4), (greedy, Plan(4), 1)]
     ways += [(greedy, Plan(6, stop_below=0.3), 4), (seeded, Plan(4), 4), (seeded, Plan(4), 1)]
 
