@@ -19,7 +19,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import eagle_mlx as em
@@ -36,17 +36,6 @@ from eagle_mlx.serve.bench.modes import random_head
 DEPTH = 4
 PROMPT = 32
 SHAPES = {"tiny": TINY, "middling": MIDDLING, "0.6b": QWEN3_06B}
-
-
-@dataclass
-class Timed:
-    """Milliseconds of a round, one value a turn."""
-
-    rounds: list[float] = field(default_factory=list)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.rounds)
 
 
 class CountingChannel(Channel):
@@ -81,7 +70,7 @@ def measured(world: World, target: em.Target, rows: int, tokens: int, pairs: int
     mx.random.seed(1)
     head = random_head(target)
     mx.eval(head.parameters())
-    messages: list[tuple[float, int]] = []
+    messages: list[float] = []
 
     def alike() -> float:
         world.any(False)  # all begin together
@@ -95,27 +84,28 @@ def measured(world: World, target: em.Target, rows: int, tokens: int, pairs: int
             return 0.0
         leading = LeadingTarget.of(target, channel)
         seconds, rounds = decode(leading, head, rows, tokens)
-        messages.append((1000 * channel.seconds / rounds, rounds))
+        messages.append(1000 * channel.seconds / rounds)
         leading.close()
         del target.model.make_ragged_cache
         return 1000 * seconds / rounds
 
     ways: dict[str, Callable[[], float]] = {"alike": alike, "led": led}
-    times = {name: Timed() for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for pair in range(-1, pairs):
         for name in list(ways)[:: 1 if pair % 2 else -1]:
             took = ways[name]()
             if pair >= 0:
-                times[name].rounds.append(took)
+                times[name].append(took)
+    alike_ms, led_ms = statistics.median(times["alike"]), statistics.median(times["led"])
     if world.is_rank_zero:
-        ratio = statistics.median(a / b for a, b in zip(times["alike"].rounds, times["led"].rounds, strict=True))
-        sent = statistics.median(ms for ms, _ in messages)
+        ratio = statistics.median(a / b for a, b in zip(times["alike"], times["led"], strict=True))
+        sent = statistics.median(messages)
         print(
-            f"{world.size} ranks, {rows} rows: a round takes {times['alike'].median:.1f} ms without messages, "
-            f"{times['led'].median:.1f} with them; speed {ratio:.3f}; sending takes {sent:.2f} ms, "
-            f"{sent / times['led'].median:.1%} of a round"
+            f"{world.size} ranks, {rows} rows: a round takes {alike_ms:.1f} ms without messages, "
+            f"{led_ms:.1f} with them; speed {ratio:.3f}; sending takes {sent:.2f} ms, "
+            f"{sent / led_ms:.1%} of a round"
         )
-    return times["alike"].median
+    return alike_ms
 
 
 def alone(target: em.Target, rows: int, tokens: int, turns: int = 5) -> float:

@@ -99,8 +99,7 @@ class Target:
         if mx.metal.is_available() and mx.default_device() == mx.gpu:
             slice_attention(model)
         self.norm_is_last: bool | None = None
-        """Whether the final norm is called once, behind all layers, so that it can be cut short; None before the first
-        forward with `ends`."""
+        """Whether the final norm is called once, behind all layers; None before the first forward with `ends`."""
         args = getattr(model, "args", None)
         args = getattr(args, "text_config", None) or args
         self.context_length = min(
@@ -177,9 +176,9 @@ class Target:
     ) -> Forward:
         """Run the model over tokens [B, L] and keep the outputs of `aux_layers` (counted from 0).
 
-        Whatever the caller does not use is never computed: MLX evaluates lazily. `ends`: row by row, the one position
-        whose logits are wanted; they come as [B, 1, V], and the others are not computed either. Raises TargetError for
-        layers that the model lacks, or whose outputs are not one hidden state for each token.
+        What the caller does not use is never computed: MLX evaluates lazily. `ends`: row by row, the one position whose
+        logits are wanted; they come as [B, 1, V], and no others are computed. Raises TargetError for layers that the
+        model lacks, or whose outputs are not one hidden state for each token.
         """
         for layer in aux_layers:
             self._record(layer)
@@ -194,8 +193,7 @@ class Target:
         if recording.ends is not None:
             self.norm_is_last = recording.normed == [True]
             logits = logits if logits.shape[1] == 1 else mx.take_along_axis(logits, recording.ends, axis=1)
-        aux = tuple(self._recorded(recording, layer, tokens) for layer in aux_layers)
-        return Forward(logits, aux, recording.hidden)
+        return Forward(logits, tuple(self._recorded(recording, x, tokens) for x in aux_layers), recording.hidden)
 
     def _record(self, index: int) -> None:
         if not 0 <= index < self.num_layers:
@@ -212,10 +210,8 @@ class Target:
         else:
             return out
         kind = type(self.model).__module__.rsplit(".", 1)[-1]
-        raise TargetError(
-            f"the hidden states of models of type {kind} cannot be read: {reason}; draft without a head, with n-grams "
-            "or a draft model"
-        )
+        instead = "draft without a head, with n-grams or a draft model"
+        raise TargetError(f"the hidden states of models of type {kind} cannot be read: {reason}; {instead}")
 
 
 def load_target(

@@ -255,13 +255,13 @@ def parted(world: World) -> dict[str, Any]:
 
 
 def idle(world: World) -> dict[str, Any]:
-    """Nothing to do for three seconds: the share of them in which the last rank's processor worked."""
-    begin = []
+    """Nothing to do: the share of three seconds in which the last rank's processor worked."""
+    heard = []
 
     class Watched(Channel):
         def receive(self) -> Any:
             message = super().receive()
-            begin.append((time.monotonic(), time.process_time()))
+            heard.append((time.monotonic(), time.process_time()))
             return message
 
     def work(target: LeadingTarget) -> None:
@@ -271,7 +271,7 @@ def idle(world: World) -> dict[str, Any]:
     led(world, whole_model("qwen3", world.size), work, Watched(world))
     if world.is_rank_zero:
         return {}
-    (began, worked), (ended, done) = next(at for at in begin if at[0] > begin[-1][0] - 3), begin[-1]
+    (began, worked), (ended, done) = next(at for at in heard if at[0] > heard[-1][0] - 3), heard[-1]
     return {"worked": (done - worked) / (ended - began)}
 
 
