@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import json
 import os
 import shutil
@@ -15,6 +16,8 @@ import mlx.core as mx
 import pytest
 
 needs_ring = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="this MLX has no ring backend")
+MPI = ctypes.util.find_library("mpi")
+needs_mpi = pytest.mark.skipif(not (MPI and shutil.which("mpirun")), reason="this machine has no MPI")
 ROOT = Path(__file__).parents[1]
 
 
@@ -72,3 +75,25 @@ def printed(
     found = ended(processes, seconds)
     assert [process.returncode for process in processes] == [0] * count, [errors[-2000:] for _, errors in found]
     return [out for out, _ in found]
+
+
+def printed_over_mpi(count: int, module: str, *arguments: str, seconds: float = 120) -> str:
+    """What rank 0 prints where MPI carries the messages; the others print null.
+
+    OpenMPI's processes give way while they wait, so that more of them than cores are no slower.
+    """
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    crowded = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+    ended = subprocess.run(
+        ["mpirun", "--bind-to", "none", "-n", str(count), sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **as_root, **crowded, "MLX_MPI_LIBNAME": str(MPI), "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    [found] = [line for line in ended.stdout.splitlines() if line != "null"]
+    return found

@@ -73,11 +73,15 @@ def led(
     work: Callable[[LeadingTarget], Any],
     channel: Channel | None = None,
     shard: str = "tensor",
+    tokenizer: Any = None,
 ) -> Any:
-    """What rank 0 makes of a target of which each rank has a part; None in the others."""
+    """What rank 0 makes of a target of which each rank has a part; None in the others.
+
+    A tokenizer knows with which tokens texts end.
+    """
     assert world.group is not None
     (shard_tensors if shard == "tensor" else shard_layers)(model, world.group)
-    channel, target = channel or Channel(world), Target(model, None, "tiny")
+    channel, target = channel or Channel(world), Target(model, tokenizer, "tiny")
     layers = None if shard == "tensor" else sum(world.all_values(target.num_layers))
     channel.watch()
     if not world.is_rank_zero:
@@ -179,7 +183,7 @@ def given(world: World, folder: str, head: str) -> dict[str, Any]:
             found[name] = [*same, sum(each.accepted for each in outputs)]
         return found
 
-    return cast(dict[str, Any], led(world, em.load_target(folder, mx.float32).model, work))
+    return cast(dict[str, Any], led(world, em.load_target(folder, mx.float32).model, work, tokenizer=whole.tokenizer))
 
 
 def life(world: World, shard: str, name: str, kv_bits: str = "") -> dict[str, Any]:

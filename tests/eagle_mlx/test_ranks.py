@@ -29,7 +29,7 @@ from tests.architectures import tiny_model
 from tests.eagle_mlx.rank_worker import Fault
 from tests.fakes import tiny_adapters, tiny_head, tiny_target, tiny_target_folder
 from tests.full import in_full, in_turn
-from tests.processes import ended, needs_ring, printed, start
+from tests.processes import MPI, ended, needs_mpi, needs_ring, printed, printed_over_mpi, start
 from tests.serve.api.given import HEAD, TARGET
 from tests.serve.api.over_ranks import RANKS
 
@@ -76,6 +76,16 @@ def test_every_way_to_decode_gives_the_text_of_one_process(count: int, shard: st
         check(compared, drafted="depth=0" not in name)
 
 
+@needs_mpi
+@pytest.mark.parametrize(("count", "shard"), in_full([(2, "pipeline"), (3, "tensor")], [(2, "tensor")]))
+def test_messages_over_mpi_give_the_same_text(count: int, shard: str) -> None:
+    """What carries the messages is MLX's affair: nothing here knows of rings."""
+    name = "qwen3" if shard == "tensor" else "qwen2"
+    found = json.loads(printed_over_mpi(count, WORKER, "every_way", shard, name, seconds=900))
+    for name, compared in found.items():
+        check(compared, drafted="depth=0" not in name)
+
+
 @needs_ring
 @pytest.mark.parametrize(("shard", "known", "fewer"), [("tensor", DIVIDED, 3), ("pipeline", PIPELINES, 4)])
 def test_architectures_give_the_text_of_one_process(
@@ -94,7 +104,11 @@ def test_architectures_give_the_text_of_one_process(
 @pytest.mark.skipif(TARGET is None, reason="for a target that is named: tests/clients/README.md")
 def test_a_target_that_is_named_gives_the_text_of_one_process(tmp_path: Path) -> None:
     """EAGLE_TEST_TARGET and EAGLE_TEST_HEAD over EAGLE_TEST_RANKS processes."""
-    found = rank_zero(RANKS, tmp_path, "given", str(TARGET), str(HEAD), seconds=3600)
+    case = ("given", str(TARGET), str(HEAD))
+    if MPI:
+        found = json.loads(printed_over_mpi(RANKS, WORKER, *case, seconds=3600))
+    else:
+        found = rank_zero(RANKS, tmp_path, *case, seconds=3600)
     print(json.dumps(found, indent=1))
     assert all(different == 0 for _, _, different, _ in found.values())
     assert all(identical >= 36 for identical, *_ in found.values())
