@@ -16,8 +16,9 @@ import mlx.core as mx
 import pytest
 
 needs_ring = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="this MLX has no ring backend")
-MPI = ctypes.util.find_library("mpi")
-needs_mpi = pytest.mark.skipif(not (MPI and shutil.which("mpirun")), reason="this machine has no MPI")
+MPI = ctypes.util.find_library("mpi") if shutil.which("mpirun") else None
+"""The file of its library; None where MPI cannot be used."""
+needs_mpi = pytest.mark.skipif(MPI is None, reason="this machine has no MPI")
 ROOT = Path(__file__).parents[1]
 
 
@@ -80,11 +81,11 @@ def printed(
 def printed_over_mpi(count: int, module: str, *arguments: str, seconds: float = 120) -> str:
     """What rank 0 prints where MPI carries the messages; the others print null.
 
-    OpenMPI's processes give way while they wait, so that more of them than cores are no slower.
+    OpenMPI's processes give way while they wait. So there may be more of them than cores.
     """
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     crowded = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-    ended = subprocess.run(
+    run = subprocess.run(
         ["mpirun", "--bind-to", "none", "-n", str(count), sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env={**os.environ, **as_root, **crowded, "MLX_MPI_LIBNAME": str(MPI), "PYTHONPATH": str(ROOT)},
@@ -94,6 +95,6 @@ def printed_over_mpi(count: int, module: str, *arguments: str, seconds: float = 
         timeout=seconds,
         check=False,
     )
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    [found] = [line for line in ended.stdout.splitlines() if line != "null"]
+    assert run.returncode == 0, run.stderr[-2000:]
+    [found] = [line for line in run.stdout.splitlines() if line != "null"]
     return found

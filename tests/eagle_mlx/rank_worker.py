@@ -77,7 +77,7 @@ def led(
 ) -> Any:
     """What rank 0 makes of a target of which each rank has a part; None in the others.
 
-    A tokenizer knows with which tokens texts end.
+    Without a tokenizer no token ends a text.
     """
     assert world.group is not None
     (shard_tensors if shard == "tensor" else shard_layers)(model, world.group)

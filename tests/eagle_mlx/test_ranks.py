@@ -80,8 +80,8 @@ def test_every_way_to_decode_gives_the_text_of_one_process(count: int, shard: st
 @pytest.mark.parametrize(("count", "shard"), in_full([(2, "pipeline"), (3, "tensor")], [(2, "tensor")]))
 def test_messages_over_mpi_give_the_same_text(count: int, shard: str) -> None:
     """What carries the messages is MLX's affair: nothing here knows of rings."""
-    name = "qwen3" if shard == "tensor" else "qwen2"
-    found = json.loads(printed_over_mpi(count, WORKER, "every_way", shard, name, seconds=900))
+    model = "qwen3" if shard == "tensor" else "qwen2"
+    found = json.loads(printed_over_mpi(count, WORKER, "every_way", shard, model, seconds=900))
     for name, compared in found.items():
         check(compared, drafted="depth=0" not in name)
 
