@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from eagle_mlx.engine.output import Chunk, Output
     from eagle_mlx.errors import EagleError, HeadWarning
     from eagle_mlx.head_check import load_head
-    from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, ThroughputPolicy
+    from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, HybridPolicy, ThroughputPolicy
     from eagle_mlx.proposers.draft_model import DraftModelProposer
     from eagle_mlx.proposers.head import HeadProposer
+    from eagle_mlx.proposers.hybrid import HybridProposer
     from eagle_mlx.proposers.ngram import NgramProposer
     from eagle_mlx.sampling_params import SamplingParams
     from eagle_mlx.target import Target, load_target
@@ -36,6 +37,8 @@ __all__ = [
     "FixedPolicy",
     "HeadProposer",
     "HeadWarning",
+    "HybridPolicy",
+    "HybridProposer",
     "NgramProposer",
     "Output",
     "SamplingParams",
@@ -54,6 +57,8 @@ _HOMES = {
     "FixedPolicy": "policy",
     "HeadProposer": "proposers.head",
     "HeadWarning": "errors",
+    "HybridPolicy": "policy",
+    "HybridProposer": "proposers.hybrid",
     "NgramProposer": "proposers.ngram",
     "Output": "engine.output",
     "SamplingParams": "sampling_params",

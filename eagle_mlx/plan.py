@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 CONFIDENCE_LAG = 2
 """An early exit looks at the confidence of the token so many before the newest: the device drafts those meanwhile, so
@@ -20,6 +20,8 @@ class Plan:
     """Tokens of a tree; a chain where they are not more than `depth`."""
     stop_below: float | None = None
     """A chain ends early where its confidence falls below this; None drafts all of it."""
+    lookup: bool | None = None
+    """Where n-grams know how the text goes on beside a model: whether they draft. None where there is no choice."""
 
     @property
     def is_tree(self) -> bool:
@@ -34,7 +36,7 @@ class Plan:
         """The same where no row has a use for more than `most` tokens below one another."""
         if most >= self.depth:
             return self
-        return Plan(most, self.nodes if self.is_tree else 0, self.stop_below if most else None) if most > 0 else PLAIN
+        return replace(self, depth=most, nodes=self.nodes if self.is_tree else 0) if most > 0 else PLAIN
 
 
 PLAIN = Plan(0)
@@ -47,6 +49,8 @@ class Abilities:
 
     trees: bool = False
     early_exit: bool = False
+    lookup: bool = False
+    """N-grams know how most of the rows' texts go on, and could draft in place of a model."""
 
 
 @dataclass(frozen=True)

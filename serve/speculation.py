@@ -20,11 +20,12 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.head_check import head_warning
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import described, quantize_for
-from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
+from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, HybridPolicy, Policy, ThroughputPolicy
 from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.proposers.hybrid import MAX_NGRAM, MIN_NGRAM, HybridProposer, model_of
 from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.target import Target, load_target
 
@@ -62,8 +63,11 @@ class Speculation:
     """Draft tokens a round; the most where the policy adapts. None: `DEFAULT_TOKENS` of the policy."""
     draft_model: str | None = None
     draft_bits: Bits | None = None
-    ngram_max: int = 3
-    ngram_min: int = 1
+    ngrams: bool = True
+    """Whether n-grams draft beside a head or a draft model too, under the policy throughput."""
+    ngram_max: int | None = None
+    ngram_min: int | None = None
+    """None: 3 and 1 where n-grams draft alone, 4 and 2 beside a model."""
     prompt_lookup: bool = True
     tree_nodes: int = 0
     """Tokens of a draft tree, the most where the policy adapts; 0 for chains."""
@@ -124,7 +128,20 @@ class Speculation:
         """
         mode = self.resolved_mode()
         if mode == "ngram":
-            return NgramProposer(self.ngram_max, self.ngram_min, self.prompt_lookup)
+            return self._ngrams(3, 1)
+        model = self._model(target, mode)
+        if model is None or not self.ngrams or self.policy != "throughput":
+            return model
+        return HybridProposer(model, self._ngrams(MAX_NGRAM, MIN_NGRAM))
+
+    def _ngrams(self, longest: int, shortest: int) -> NgramProposer:
+        """N-grams of these lengths, but for what the flags say."""
+        longest = longest if self.ngram_max is None else self.ngram_max
+        shortest = shortest if self.ngram_min is None else self.ngram_min
+        return NgramProposer(longest, shortest, self.prompt_lookup)
+
+    def _model(self, target: Target, mode: Mode) -> HeadProposer | DraftModelProposer | None:
+        """What drafts beside n-grams."""
         if mode in _HEADS:
             if self.head is None:
                 raise ConfigError(f"--spec-decode {mode} needs a head for {target.name}: give --head")
@@ -146,7 +163,7 @@ class Speculation:
         if self.policy == "fixed":
             return FixedPolicy(self.depth, self.tree_nodes)
         if self.policy == "throughput":
-            return ThroughputPolicy(self.depth, max_nodes=self.tree_nodes)
+            return HybridPolicy(self.depth, max_nodes=self.tree_nodes)
         return AcceptancePolicy(self.depth, self.alpha, self.threshold, self.disable_at_rows, self.adaptive)
 
     def prior(self, engine: Engine) -> Prior | None:
@@ -161,7 +178,7 @@ class Speculation:
 
     def about_head(self, engine: Engine) -> list[str]:
         """A line on the numbers that a head's weights are, where one drafts."""
-        proposer = engine.proposer
+        proposer = model_of(engine.proposer)
         return [f"head numbers: {described(proposer.head)}"] if isinstance(proposer, HeadProposer) else []
 
     def why_chains(self, engine: Engine) -> list[str]:
@@ -174,7 +191,8 @@ class Speculation:
         if mode == "none":
             return "none, plain decoding"
         trees = f", or trees of up to {self.tree_nodes}" if self.tree_nodes else ""
-        return f"{mode}{source}, up to {self.depth} tokens a round{trees}, policy {self.policy}"
+        also = " and n-grams" if self.ngrams and mode != "ngram" and self.policy == "throughput" else ""
+        return f"{mode}{source}{also}, up to {self.depth} tokens a round{trees}, policy {self.policy}"
 
 
 def load_quantized(name: str | Path, target: Target, bits: int | None) -> DraftHead:
@@ -219,8 +237,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--draft-model", metavar="MODEL", help="folder or hub id of a small model of the same tokenizer")
     what.add_argument("--draft-model-quantize", choices=get_args(Bits), help="quantise the draft model on load")
-    what.add_argument("--ngram-max", type=int, metavar="N", help=f"longest n-gram (default {default.ngram_max})")
-    what.add_argument("--ngram-min", type=int, metavar="N", help=f"shortest n-gram (default {default.ngram_min})")
+    what.add_argument(
+        "--no-ngram",
+        action="store_true",
+        help="a head or draft model alone drafts (default: n-grams do where the text repeats itself and they pay more)",
+    )
+    what.add_argument("--ngram-max", type=int, metavar="N", help="longest n-gram (default 3; 4 beside a model)")
+    what.add_argument("--ngram-min", type=int, metavar="N", help="shortest n-gram (default 1; 2 beside a model)")
     what.add_argument("--no-ngram-prompt-lookup", action="store_true", help="look in the answer alone")
     what.add_argument(
         "--speculative-config",
@@ -266,6 +289,7 @@ def from_arguments(args: argparse.Namespace) -> tuple[str | Path, Speculation]:
         "tree_nodes": args.draft_tree_nodes,
         "draft_model": args.draft_model,
         "draft_bits": args.draft_model_quantize,
+        "ngrams": False if args.no_ngram else None,
         "ngram_max": args.ngram_max,
         "ngram_min": args.ngram_min,
         "prompt_lookup": False if args.no_ngram_prompt_lookup else None,

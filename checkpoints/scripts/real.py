@@ -56,6 +56,7 @@ MAX_TOKENS = 40
 
 Plain in float32, SmolLM2-135M has 16.7 tokens/s: 8 minutes. Each prompt is read twice, once for the first token's time.
 """
+_HEAD_COLOURS = {"eagle": "#009e73", "hybrid": "#0072b2"}
 TURN = 8
 """Tokens after which the modes change over, as in the other figures of this project: a machine's speed varies."""
 
@@ -89,12 +90,13 @@ def questions_of(given: Path | None) -> Path:
 
 
 def modes_of(target: em.Target, head: DraftHead | None) -> list[Mode]:
-    """The ways to decode: mlx-lm's, plain, n-grams; with a head by `throughput`, in chains and in trees."""
+    """The ways to decode: mlx-lm's, plain, n-grams; with a head by `throughput`, beside n-grams and alone, in chains and
+    in trees."""
     models = Models(target, head)
     modes = build_modes(models, ["mlx-lm", "plain"], [1], [])
     modes += build_modes(models, ["ngram"], [1], [MOST_TOKENS], ["throughput"])
     if head is not None:
-        modes += build_modes(models, ["eagle"], [1], [MOST_TOKENS], ["throughput"])
+        modes += build_modes(models, ["eagle", "hybrid"], [1], [MOST_TOKENS], ["throughput"])
         modes += build_modes(models, ["eagle"], [1], CHAINS)
         for nodes in TREES:
             modes += build_modes(models, ["eagle"], [1], [levels_for(nodes)], nodes=[nodes])
@@ -102,7 +104,8 @@ def modes_of(target: em.Target, head: DraftHead | None) -> list[Mode]:
 
 
 def figures(runs: Sequence[Run]) -> dict[str, object]:
-    """What is reported first. Speedups are ratios of tokens/s to mlx-lm's.
+    """What is reported first. Speedups are ratios of tokens/s to mlx-lm's; the first is that of a head with n-grams
+    beside it, which is how eagle-serve drafts with a head.
 
     A head's figures are there only where one drafted, and τ only of categories with an answer that does not loop.
     """
@@ -122,7 +125,8 @@ def figures(runs: Sequence[Run]) -> dict[str, object]:
     return {
         **found,
         "tau": {"overall": chain.acceptance_length, **by_category},
-        "speedup": max(_speedups([run for run in eagle if run.policy == "throughput"], "eagle")),
+        "speedup": max(_speedups(runs, "hybrid")),
+        "speedup_head": max(_speedups([run for run in eagle if run.policy == "throughput"], "eagle")),
         "speedup_chain": max(_speedups([run for run in fixed if not run.nodes], "eagle")),
         "speedup_tree": max(_speedups([run for run in fixed if run.nodes], "eagle")),
     }
@@ -203,7 +207,7 @@ def name_of(run: Run) -> str:
     """A mode as the picture names it."""
     if run.mode == "eagle" and run.policy == "fixed":
         return f"tree of {run.nodes}" if run.nodes else f"chain of {run.depth}"
-    return {"ngram": "n-grams", "eagle": "head"}.get(run.mode, run.mode)
+    return {"ngram": "n-grams", "eagle": "head", "hybrid": "head, n-grams"}.get(run.mode, run.mode)
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
@@ -215,7 +219,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2 if chain else 1, figsize=(13 if chain else 6, 4.5), layout="constrained")
     left, *right = list(axes) if chain else [axes]
     names, speeds = [name_of(run) for run in runs], [run.tokens_per_second for run in runs]
-    colours = ["#009e73" if run.mode == "eagle" else "#e69f00" if run.depth else "#999999" for run in runs]
+    colours = [_HEAD_COLOURS[run.mode] if run.mode in _HEAD_COLOURS else "#e69f00" if run.depth else "#999999" for run in runs]
     bars = left.bar(names, speeds, color=colours)
     left.bar_label(bars, [f"{run.tokens_per_second:.1f}\nx {run.ratio_to_mlx_lm or 1:.2f}" for run in runs], padding=2)
     left.set_title("speed, the same text; x: of mlx-lm")

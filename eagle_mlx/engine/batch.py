@@ -21,7 +21,7 @@ from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.engine.prefix_piece import Past
 from eagle_mlx.engine.round import Answer, Checkpoint, NaN, Round
 from eagle_mlx.plan import Abilities, Plan, RoundResult
-from eagle_mlx.proposers.base import CanJoin, Movable, Observation, Proposer, ProposerState, Separable
+from eagle_mlx.proposers.base import CanJoin, CanLookUp, Movable, Observation, Proposer, ProposerState, Separable
 from eagle_mlx.proposers.check import Asked, check_draft
 from eagle_mlx.request import Request
 from eagle_mlx.target import Forward, Target
@@ -67,7 +67,8 @@ class Batch:
         if self.proposer is None:
             return Abilities()
         drawn = self.processors is None and not (self.sampling.any_rejection or self.sampling.any_threshold)
-        return replace(self.proposer.abilities, trees=self.proposer.abilities.trees and drawn)
+        lookup = isinstance(self.state, CanLookUp) and self.state.knows_more
+        return replace(self.proposer.abilities, trees=self.proposer.abilities.trees and drawn, lookup=lookup)
 
     @property
     def most_drafts(self) -> int:

@@ -22,7 +22,7 @@ from eagle_mlx.engine.scheduler import Scheduler
 from eagle_mlx.engine.work import Work
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.plan import PLAIN, Plan, RoundResult
-from eagle_mlx.policy import HasTwin, Policy, ThroughputPolicy
+from eagle_mlx.policy import HasTwin, HybridPolicy, Policy
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.request import Prompt, Request, make_request
@@ -81,7 +81,7 @@ class Engine:
             # Nothing of this is computed: hidden states that are not to be had are refused before the first prompt.
             target.forward(mx.zeros((1, 2), mx.int32), RaggedCache.of(target.model, 1), proposer.aux_layers)
         self.target, self.proposer = target, proposer
-        self.policy: Policy = policy or ThroughputPolicy()
+        self.policy: Policy = policy or HybridPolicy()
         self._policies = [self.policy]
         """By the numbers of the groups; the second shares what the first has learnt."""
         self.max_batch, self.prefill_chunk, self.kv_bits = max_batch, prefill_chunk, kv_bits

@@ -83,7 +83,7 @@ class PrefixCache:
         if not states:
             return Prefix(found.length, cache)
         assert isinstance(self.proposer, CanJoin)
-        return Prefix(found.length, cache, self.proposer.join(states, found.length))
+        return Prefix(found.length, cache, self.proposer.join(states, found.length, prompt))
 
     def fetch(self, prompt: Sequence[int]) -> bool:
         """Have in memory what the disk has of a prompt, where that is more than what is here, and fits.

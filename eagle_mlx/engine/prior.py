@@ -72,7 +72,7 @@ class Prior:
 
 def start(policy: ThroughputPolicy, knowledge: Any) -> bool:
     """Have a new policy begin with this; where it is no knowledge, nothing happens and the answer is False."""
-    trial = ThroughputPolicy(policy.max_depth, policy.explore, policy.max_nodes)
+    trial = type(policy)(policy.max_depth, policy.explore, policy.max_nodes)
     with suppress(AttributeError, ConfigError, IndexError, KeyError, OverflowError, TypeError, ValueError):
         for each in (trial, policy):  # one that fails half-way is of no use
             each.start_from(knowledge)

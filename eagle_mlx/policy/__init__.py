@@ -2,6 +2,7 @@
 
 from eagle_mlx.policy.acceptance import AcceptancePolicy
 from eagle_mlx.policy.base import FixedPolicy, HasTwin, Policy
+from eagle_mlx.policy.hybrid import HybridPolicy
 from eagle_mlx.policy.throughput import ThroughputPolicy
 
-__all__ = ["AcceptancePolicy", "FixedPolicy", "HasTwin", "Policy", "ThroughputPolicy"]
+__all__ = ["AcceptancePolicy", "FixedPolicy", "HasTwin", "HybridPolicy", "Policy", "ThroughputPolicy"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from eagle_mlx.errors import ConfigError
@@ -42,7 +42,10 @@ class HasTwin(Protocol):
 
 @dataclass(frozen=True)
 class FixedPolicy:
-    """Always the same plan. Raises ConfigError where a number is not a whole one of at least 0."""
+    """Always the same plan, by n-grams where they know how the text goes on.
+
+    Raises ConfigError where a number is not a whole one of at least 0.
+    """
 
     k: int
     """Draft tokens of each row."""
@@ -58,7 +61,8 @@ class FixedPolicy:
         return self.nodes > self.k > 0
 
     def plan(self, rows: int, can: Abilities) -> Plan:
-        return Plan(self.k, self.nodes) if can.trees and self.wants_trees else Plan(self.k)
+        plan = Plan(self.k, self.nodes) if can.trees and self.wants_trees else Plan(self.k)
+        return replace(plan, lookup=True) if can.lookup and self.k else plan
 
     def observe(self, result: RoundResult) -> None:
         """Nothing to learn."""

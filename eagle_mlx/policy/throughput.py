@@ -10,6 +10,7 @@ from typing import Any
 
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Plan, RoundResult
 from eagle_mlx.policy.base import check_depth, check_share
+from eagle_mlx.policy.budget import RegretBudget
 from eagle_mlx.policy.costs import Costs, Drift
 from eagle_mlx.policy.trials import AcceptanceByPosition, AcceptanceByRank, Calibration
 
@@ -94,24 +95,6 @@ class _Decision:
         return self.plan != self.best
 
 
-class _RegretBudget:
-    """The regret that is allowed against something better: a share of all time. Gains pay it back."""
-
-    def __init__(self, share: float):
-        self._share = share
-        self._spent = self._lost = 0.0
-
-    def allows(self, loss: float = 0.0, free: float = 0.0) -> bool:
-        """Whether so many seconds more may be lost, where `free` of all are not counted."""
-        return self._lost + max(0.0, loss) <= self._share * self._spent + free
-
-    def record(self, seconds: float, better: float | None = None) -> None:
-        """A round took so long; where it is known to be worse, what would have taken `better` for as many tokens."""
-        self._spent += seconds
-        if better is not None:
-            self._lost = max(0.0, self._lost + seconds - better)
-
-
 class ThroughputPolicy:
     """Plans what is expected to give the most tokens per second, plain decoding included.
 
@@ -151,7 +134,7 @@ class ThroughputPolicy:
         """Rounds before a plan is explored again."""
         self._leader_since = self._last_exploration = 0
         self._baseline_check = _CHECK
-        self._draft_budget, self._exploration_budget = _RegretBudget(explore), _RegretBudget(explore)
+        self._draft_budget, self._exploration_budget = RegretBudget(explore), RegretBudget(explore)
         """Of drafting against plain decoding, and of exploration against the best plan."""
         self._speeds: dict[tuple[int, Plan], float] = {}
         """Found since the newest round."""
@@ -165,6 +148,13 @@ class ThroughputPolicy:
         other._seen, other._decisions = Counter(self._seen), {}
         return other
 
+    def apart(self) -> ThroughputPolicy:
+        """One for rounds of another kind, that take as long: it shares costs and budgets, and learns what is kept."""
+        other = ThroughputPolicy(self.max_depth, self.explore, self.max_nodes)
+        other.costs, other._drift, other._count = self.costs, self._drift, self._count
+        other._draft_budget, other._exploration_budget = self._draft_budget, self._exploration_budget
+        return other
+
     @property
     def wants_trees(self) -> bool:
         return bool(self._trees)
@@ -173,6 +163,11 @@ class ThroughputPolicy:
     def rounds(self) -> int:
         """Those that it has seen."""
         return self._round
+
+    @property
+    def drafts(self) -> bool:
+        """Whether drafting was the best there is when it was last asked."""
+        return self._decision.best != PLAIN
 
     @property
     def _estimates(self) -> dict[str, Costs | AcceptanceByPosition | AcceptanceByRank | Calibration]:
@@ -191,7 +186,7 @@ class ThroughputPolicy:
             "estimates": {name: estimate.saved() for name, estimate in self._estimates.items()},
             "gains": [[rows, gain.tokens, gain.baseline, gain.rounds] for rows, gain in self._gains.items()],
             "tried": [[plan.depth, plan.nodes, _is_early(plan), self._pause.get(plan, _EVERY)] for plan in tried],
-            "drafting": self._decision.best != PLAIN,
+            "drafting": self.drafts,
         }
 
     def start_from(self, knowledge: dict[str, Any]) -> None:
@@ -344,6 +339,15 @@ class ThroughputPolicy:
         self._time(plan, rows, size, result.seconds)
         self._learn(plan, result)
         self._record_losses(plan, rows, size, 1 + sum(result.accepted) / rows)
+        self._decisions.clear()
+        self._speeds.clear()
+
+    def time_plain(self, result: RoundResult) -> None:
+        """Learn what a plain round takes that another policy has planned."""
+        costs = self.costs[_kind(PLAIN)]
+        seconds = self._drift.normalized(result.seconds, costs.known(result.rows, 0))
+        costs.add(result.rows, 0, seconds, restart=False)
+        self._count[PLAIN] += 1
         self._decisions.clear()
         self._speeds.clear()
 

@@ -85,8 +85,8 @@ class Separable(Protocol):
 class CanJoin(Protocol):
     """What the proposer of such states must have."""
 
-    def join(self, pieces: Sequence[StatePiece], length: int) -> ProposerState:
-        """A state of one row that has read the first `length` positions of a text.
+    def join(self, pieces: Sequence[StatePiece], length: int, prompt: Sequence[int] = ()) -> ProposerState:
+        """A state of one row that has read the first `length` positions of a text, which is to be this prompt's.
 
         The pieces begin with it, and hold at least these positions. Who takes the row over reads at least one more.
         """
@@ -99,6 +99,16 @@ class Movable(Protocol):
 
     def take(self, row: int) -> ProposerState:
         """A row leaves, as with `remove`, which is not the only one; a state that knows what this one knew of it."""
+        ...
+
+
+@runtime_checkable
+class CanLookUp(Protocol):
+    """What a state has whose rows may be drafted by n-grams or by a model, as the plan says."""
+
+    @property
+    def knows_more(self) -> bool:
+        """Whether n-grams know how most of the rows' texts go on."""
         ...
 
 

@@ -66,7 +66,7 @@ class HeadProposer:
     def open(self, prompts: Sequence[Sequence[int]]) -> HeadState:
         return HeadState(self, len(prompts))
 
-    def join(self, pieces: Sequence[StatePiece], length: int) -> HeadState:
+    def join(self, pieces: Sequence[StatePiece], length: int, prompt: Sequence[int] = ()) -> HeadState:
         ours = [piece for piece in pieces if isinstance(piece, HeadPiece)]
         state, gaps = HeadState(self, 1), joined_gaps(ours, length)
         slots = length - sum(gap.count for gap in gaps)

@@ -43,7 +43,7 @@ from .figures import Run
 from .filler import behind_filler
 from .identity import tolerance_for
 from .measure import BenchConfig, measure
-from .modes import MODE_NAMES, NEEDS, EngineMode, Models, ModeName, build_modes, random_head
+from .modes import MODE_NAMES, NEEDS, USE_HEAD, EngineMode, Models, ModeName, build_modes, random_head
 from .rollback import measure_rollback
 
 EPILOG = """\
@@ -288,6 +288,7 @@ def _modes(args: argparse.Namespace) -> tuple[list[ModeName], str | Path | None]
     """The modes to run and the head that they need, None where they need none."""
     head = _head_name(args)
     given = {"--head": head is not None, "--draft-model": args.draft_model is not None}
+    given["--head or --draft-model"] = any(given.values())
     if args.modes is None:
         if head is None:
             print("no head for this target: leaving out mode eagle")
@@ -300,12 +301,12 @@ def _modes(args: argparse.Namespace) -> tuple[list[ModeName], str | Path | None]
             raise ConfigError(f"mode {name} needs {NEEDS[name]}; give it, or leave {name} out of --modes")
         if args.shard != "none" and name.startswith(MLX_LM):
             raise ConfigError(f"mode {name} does not go with --shard: mlx-lm would run a part of the target alone")
-    return modes, head if "eagle" in modes else None
+    return modes, head if not set(modes).isdisjoint(USE_HEAD) else None
 
 
 def _head_name(args: argparse.Namespace) -> str | Path | None:
     """The head that is named, the embedded one, or the first that is found; None where no mode needs one."""
-    if args.head not in (None, AUTO) or "eagle" not in (args.modes or MODE_NAMES):
+    if args.head not in (None, AUTO) or set(args.modes or MODE_NAMES).isdisjoint(USE_HEAD):
         return None if args.head in (AUTO, NO_HEAD) else args.head
     if args.target is None:
         return embedded("head")

@@ -18,6 +18,7 @@ from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.proposers.hybrid import HybridProposer
 from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
@@ -26,12 +27,19 @@ from ..speculation import PolicyName, Speculation
 from .baselines import MlxLmBatchMode, MlxLmDraftMode, MlxLmMode
 from .continuation import Continuation, Decoding
 
-ModeName = Literal["mlx-lm", "mlx-lm-batch", "mlx-lm-draft", "plain", "ngram", "draft", "eagle"]
+ModeName = Literal["mlx-lm", "mlx-lm-batch", "mlx-lm-draft", "plain", "ngram", "draft", "eagle", "hybrid"]
 MODE_NAMES: tuple[ModeName, ...] = get_args(ModeName)
 BASELINES: tuple[ModeName, ...] = ("mlx-lm", "mlx-lm-batch", "mlx-lm-draft")
-DRAFTING: tuple[ModeName, ...] = ("ngram", "draft", "eagle")
-NEEDS: dict[ModeName, str] = {"eagle": "--head", "draft": "--draft-model", "mlx-lm-draft": "--draft-model"}
+DRAFTING: tuple[ModeName, ...] = ("ngram", "draft", "eagle", "hybrid")
+NEEDS: dict[ModeName, str] = {
+    "eagle": "--head",
+    "hybrid": "--head or --draft-model",
+    "draft": "--draft-model",
+    "mlx-lm-draft": "--draft-model",
+}
 """Modes that need a second model, and the flag that names it."""
+USE_HEAD: tuple[ModeName, ...] = ("eagle", "hybrid")
+"""Modes in which a head drafts, where there is one."""
 
 
 class Mode(Protocol):
@@ -142,10 +150,11 @@ class Models:
         """A new proposer of the mode of this name. Raises ConfigError where its model is missing."""
         if name == "ngram":
             return NgramProposer()
-        if name == "eagle" and self.head is not None:
-            return HeadProposer(self.head)
-        if name == "draft" and self.draft is not None:
-            return DraftModelProposer(self.draft)
+        if name in USE_HEAD and self.head is not None:
+            return HeadProposer(self.head) if name == "eagle" else HybridProposer(HeadProposer(self.head))
+        if name != "eagle" and self.draft is not None:
+            model = DraftModelProposer(self.draft)
+            return model if name == "draft" else HybridProposer(model)
         raise ConfigError(f"mode {name} needs {NEEDS[name]}; give it, or leave {name} out of --modes")
 
 

@@ -20,6 +20,7 @@ _COLOURS = {
     "ngram": "#e69f00",
     "draft": "#cc79a7",
     "eagle": "#009e73",
+    "hybrid": "#0072b2",
 }
 _CURVES = 3
 """Sizes of trees from which on they are drawn as curves."""

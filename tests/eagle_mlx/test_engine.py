@@ -54,6 +54,7 @@ def proposers() -> list[object]:
         em.NgramProposer(),
         em.HeadProposer(tiny_head(TARGET)),
         em.HeadProposer(tiny_head(TARGET, draft_vocab=40)),
+        em.HybridProposer(em.HeadProposer(tiny_head(TARGET)), em.NgramProposer()),
         *(Oracle(texts, wrong, aux_layers=(0, 2)) for wrong in (0.0, 0.3, 1.0)),
     ]
 

@@ -59,7 +59,9 @@ def requests(engine: em.Engine, params: em.SamplingParams = GREEDY) -> list[Requ
 def proposer(kind: str, target: em.Target) -> Any:
     if kind == "draft model":
         return em.DraftModelProposer(em.Target(target.model))
-    return {"none": None, "n-grams": em.NgramProposer(), "head": em.HeadProposer(tiny_head(target))}[kind]
+    head = em.HeadProposer(tiny_head(target))
+    hybrid = em.HybridProposer(head, em.NgramProposer())
+    return {"none": None, "n-grams": em.NgramProposer(), "head": head, "hybrid": hybrid}[kind]
 
 
 class Wandering:
@@ -87,7 +89,7 @@ HOW = {
 }
 CASES = [
     case
-    for case in mixed(CACHES, ["none", "n-grams", "head", "draft model"], HOW)
+    for case in mixed(CACHES, ["none", "n-grams", "head", "hybrid", "draft model"], HOW)
     if case[:2] != ("recurrent", "draft model")
 ]
 
@@ -127,7 +129,7 @@ def test_text_does_not_depend_on_groups(cache: str, drafts: str, how: str) -> No
 @given(
     st.lists(st.sampled_from(["submit", "submit", "cancel", "step", "step", "other costs"]), max_size=40),
     st.randoms(use_true_random=False),
-    st.sampled_from(["none", "n-grams", "head", "draft model"]),
+    st.sampled_from(["none", "n-grams", "head", "hybrid", "draft model"]),
     st.integers(0, 3),
 )
 def test_rows_that_come_go_and_move_keep_their_text(events: list[str], random: Any, drafts: str, depth: int) -> None:

@@ -21,6 +21,7 @@ TARGET = tiny_target(vocab=16)
 HEAD = tiny_head(TARGET)
 LONG = [(7 * i * i + 3 * i) % 16 for i in range(120)]
 MANY = 1 << 30
+HYBRID = em.HybridProposer(em.HeadProposer(HEAD), em.NgramProposer())
 
 
 def engine(nbytes: int = MANY, proposer: object = "head", **settings: object) -> em.Engine:
@@ -33,7 +34,8 @@ def turns(first: list[int], answer: list[int], more: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("proposer", "chunk"), diagonal(["head", None, em.NgramProposer(), em.DraftModelProposer(TARGET)], [16, 512])
+    ("proposer", "chunk"),
+    diagonal(["head", None, em.NgramProposer(), em.DraftModelProposer(TARGET), HYBRID], [16, 512]),
 )
 def test_the_next_turn_takes_over_the_past(proposer: object, chunk: int) -> None:
     params = em.SamplingParams(max_tokens=20)

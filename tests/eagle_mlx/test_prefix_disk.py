@@ -56,6 +56,7 @@ def engine(folder: Path | None, kind: str = "full", drafts: str = "none", seed: 
     makers: dict[str, Callable[[], Any]] = {
         "none": lambda: None,
         "head": lambda: em.HeadProposer(tiny_head(which)),
+        "hybrid": lambda: em.HybridProposer(em.HeadProposer(tiny_head(which)), em.NgramProposer()),
         "draft": lambda: em.DraftModelProposer(which),
     }
     proposer = makers[drafts]()
@@ -99,11 +100,13 @@ def written(by: em.Engine) -> None:
     assert disk(by).close(60)
 
 
-@pytest.mark.parametrize(("kind", "drafts", "params"), diagonal(KINDS, ["none", "head", "draft"], [GREEDY, SEEDED]))
+@pytest.mark.parametrize(
+    ("kind", "drafts", "params"), diagonal(KINDS, ["none", "head", "draft", "hybrid"], [GREEDY, SEEDED])
+)
 def test_a_new_engine_goes_on_where_the_old_one_was(
     tmp_path: Path, kind: str, drafts: str, params: em.SamplingParams
 ) -> None:
-    drafts = drafts if kind == "full" or drafts == "head" else "none"
+    drafts = drafts if kind == "full" or drafts in ("head", "hybrid") else "none"
     first = engine(tmp_path, kind, drafts)
     said = answered(first, TEXT, params, (SYSTEM,)).tokens
     written(first)

@@ -271,7 +271,8 @@ def test_speculation_and_company_change_nothing(asked: str, kind: str) -> None:
     prompts = [PROMPTS[2], PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]]
     alone = [plain_text(prompt, each) for prompt, each in zip(prompts, company, strict=True)]
     texts = [[*prompt, *text] for prompt, text in zip(prompts, alone, strict=True)]
-    drafting = [None, em.NgramProposer(), em.HeadProposer(tiny_head(TARGET)), Guess(texts), Guess(texts, 0.0)]
+    head = em.HeadProposer(tiny_head(TARGET))
+    drafting = [None, em.NgramProposer(), head, Guess(texts), Guess(texts, 0.0), em.HybridProposer(head)]
     turn = list(ASKING).index(asked) // 2 % 2
     for proposer in drafting if FULL else drafting[turn::2]:
         engine = em.Engine(TARGET, proposer, em.FixedPolicy(4), max_batch=4)  # type: ignore[arg-type]

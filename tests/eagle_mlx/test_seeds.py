@@ -49,6 +49,8 @@ PROPOSERS: dict[str, Callable[[], Proposer | None]] = {
     "head": lambda: em.HeadProposer(tiny_head(TARGET)),
     "narrow head": lambda: em.HeadProposer(tiny_head(TARGET, draft_vocab=40)),
     "draft model": lambda: em.DraftModelProposer(tiny_target(seed=3, layers=1)),
+    "head and n-grams": lambda: em.HybridProposer(em.HeadProposer(tiny_head(TARGET)), em.NgramProposer()),
+    "draft model and n-grams": lambda: em.HybridProposer(em.DraftModelProposer(TARGET), em.NgramProposer()),
     "the target itself": lambda: em.DraftModelProposer(TARGET),
 }
 

@@ -52,7 +52,7 @@ def serve(engine: em.Engine, count: int, rng: np.random.Generator) -> list[Reque
 
 def test_many_requests_leave_nothing_behind() -> None:
     target, rng = tiny_target(layers=2), np.random.default_rng(0)
-    head = em.HeadProposer(tiny_head(target))
+    head = em.HybridProposer(em.HeadProposer(tiny_head(target)))
     engine = em.Engine(target, head, max_batch=8, prefill_chunk=16, prefix_cache_bytes=1 << 20)
     memory, rows = [], []
     for count in (WARM_UP, REQUESTS - WARM_UP):

@@ -113,7 +113,7 @@ def test_all_modes_say_the_same_greedily() -> None:
             for mode, depth in [
                 *([("mlx-lm-batch", 0)] if batch > 1 else []),
                 ("plain", 0),
-                *[(mode, depth) for depth in (2, 3) for mode in ("ngram", "draft", "eagle")],
+                *[(mode, depth) for depth in (2, 3) for mode in ("ngram", "draft", "eagle", "hybrid")],
             ]
         ],
     ]
@@ -355,7 +355,7 @@ def test_command_measures_and_writes(
     assert written["prompts"] == str(prompts)
     assert written["head_sha256"] == hub.weights_digest(Path(head))
     assert written["eagle_mlx"] == version("eagle-mlx")
-    assert [run["mode"] for run in written["runs"]] == ["mlx-lm", "plain", "ngram", "eagle"]
+    assert [run["mode"] for run in written["runs"]] == ["mlx-lm", "plain", "ngram", "eagle", "hybrid"]
     schema = {
         "mode",
         "batch",
@@ -451,7 +451,7 @@ def test_command_with_a_draft_model_measures_it_beside_mlx_lms(
     figures = tmp_path / "figures.json"
     assert main(["--target", folders[0], "--draft-model", folders[0], "--json", str(figures), *QUICK]) == 0
     runs = {run["mode"]: run for run in json.loads(figures.read_text())["runs"]}
-    assert set(runs) == {"mlx-lm", "mlx-lm-draft", "plain", "ngram", "draft"}
+    assert set(runs) == {"mlx-lm", "mlx-lm-draft", "plain", "ngram", "draft", "hybrid"}
     assert runs["draft"]["acceptance_length"] > runs["plain"]["acceptance_length"] == 1.0
     assert "draft model: " in capsys.readouterr().out
     with pytest.raises(SystemExit):

@@ -15,6 +15,7 @@ from eagle_mlx.catalog.head_registry import records, register
 from eagle_mlx.catalog.known_heads import KnownHead
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats import save_eagle3
+from eagle_mlx.proposers.hybrid import model_of
 from eagle_mlx.serve.generate.cli import main as generate
 from eagle_mlx.serve.head_choice import load_proposer
 from eagle_mlx.serve.heads.cli import main as heads
@@ -59,7 +60,7 @@ def chosen(target: Target, name: Path | str, **how: object) -> tuple[Speculation
     said: list[str] = []
     speculation = Speculation(**{"head": AUTO, **how})  # type: ignore[arg-type]
     found, proposer = load_proposer(speculation, target, name, said.append)
-    return found, proposer, said  # type: ignore[return-value]
+    return found, model_of(proposer), said  # type: ignore[return-value]
 
 
 def test_a_head_that_was_made_here_drafts(models: Path, target: Target) -> None:

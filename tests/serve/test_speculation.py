@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.formats import save_eagle3, save_mtp
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, ThroughputPolicy
 from eagle_mlx.policy.throughput import levels_for
+from eagle_mlx.proposers.hybrid import model_of
 from eagle_mlx.serve.speculation import AUTO, Speculation, add_arguments, from_arguments, quantize
 from tests.eagle_mlx.heads import mtp
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
@@ -155,8 +157,14 @@ def test_each_mode_loads_what_drafts(tmp_path_factory: pytest.TempPathFactory) -
     ngram = Speculation(mode="ngram", ngram_max=5, ngram_min=2, prompt_lookup=False).proposer(target)
     assert isinstance(ngram, em.NgramProposer)
     assert (ngram.max_ngram, ngram.min_ngram, ngram.prompt_lookup) == (5, 2, False)
-    assert isinstance(Speculation(head=str(root / "head")).proposer(target), em.HeadProposer)
-    draft = Speculation(draft_model=str(root / "draft"), draft_bits="8bit").proposer(target)
+    head = Speculation(head=str(root / "head"))
+    assert isinstance(replace(head, ngrams=False).proposer(target), em.HeadProposer)
+    assert isinstance(replace(head, policy="fixed").proposer(target), em.HeadProposer)
+    hybrid = replace(head, ngram_max=6).proposer(target)
+    assert isinstance(hybrid, em.HybridProposer)
+    assert isinstance(hybrid.model, em.HeadProposer)
+    assert (hybrid.name, hybrid.ngrams.max_ngram, hybrid.ngrams.min_ngram) == ("eagle", 6, 2)
+    draft = model_of(Speculation(draft_model=str(root / "draft"), draft_bits="8bit").proposer(target))
     assert isinstance(draft, em.DraftModelProposer)
     draft.bind(target)
     with pytest.raises(ConfigError, match="needs a head"):

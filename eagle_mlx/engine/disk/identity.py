@@ -13,6 +13,7 @@ import mlx.core as mx
 from eagle_mlx.engine.disk.file import FORMAT
 from eagle_mlx.engine.disk.index import BLOCK
 from eagle_mlx.proposers.base import Proposer
+from eagle_mlx.proposers.hybrid import model_of
 from eagle_mlx.target import Target, fingerprint
 
 
@@ -21,7 +22,8 @@ def identity(target: Target, proposer: Proposer | None, kv_bits: int | None) -> 
 
     A proposer counts where it reads hidden states, because then its past is kept with the target's.
     """
-    reads = proposer is not None and proposer.aux_layers
+    model = model_of(proposer)
+    reads = model is not None and model.aux_layers
     versions = {name: _version(name) for name in ("mlx", "mlx-lm", "eagle-mlx")}
     return {
         "format": FORMAT,
@@ -32,7 +34,7 @@ def identity(target: Target, proposer: Proposer | None, kv_bits: int | None) -> 
         "adapter": target.adapter.digest if target.adapter is not None else None,
         "dtype": str(target.dtype),
         "kv_bits": kv_bits,
-        "proposer": _proposer(proposer) if proposer is not None and reads else None,
+        "proposer": _proposer(model) if model is not None and reads else None,
         "device": str(mx.default_device()),
         "versions": versions,
     }

@@ -27,6 +27,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import write_whole
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.proposers.hybrid import model_of
 from eagle_mlx.target import Target
 
 log = logging.getLogger("eagle_mlx.prefixes")
@@ -69,9 +70,10 @@ class DiskTier:
         """
         if root.exists() and not root.is_dir():
             raise ConfigError(f"--prefix-cache-dir {root} is a file; name a folder")
-        if proposer is not None and proposer.aux_layers and not isinstance(proposer, HeadProposer):
+        model = model_of(proposer)
+        if model is not None and model.aux_layers and not isinstance(model, HeadProposer):
             raise ConfigError(
-                f"what {proposer.name} keeps of a text cannot be written; leave --prefix-cache-dir out, or draft with "
+                f"what {model.name} keeps of a text cannot be written; leave --prefix-cache-dir out, or draft with "
                 "a head, a draft model or n-grams"
             )
         self._target, self._kv_bits = target, kv_bits

@@ -1,0 +1,126 @@
+"""N-grams where the text repeats itself, and a head or a draft model everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from eagle_mlx.cache.size import CacheSize
+from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.sampling import SamplingBatch
+from eagle_mlx.plan import Abilities, Plan
+from eagle_mlx.proposers.base import (
+    CanJoin,
+    Movable,
+    Observation,
+    Proposer,
+    ProposerState,
+    Separable,
+    StatePiece,
+)
+from eagle_mlx.proposers.draft_model import DraftModelProposer
+from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.proposers.ngram import NgramProposer, NgramState
+from eagle_mlx.target import Target
+
+MIN_NGRAM, MAX_NGRAM = 2, 4
+"""Of the n-grams beside a model: one token that has come before says less than the model does.
+
+With a head for SmolLM2-135M, 2 and 3 were as good, and 1 was worse (docs/log.md)."""
+
+
+class HybridProposer:
+    """Has two ways to draft, of which the plan names one for each round.
+
+    A round is n-grams' to draft only where they know how at least half of the rows go on. The policy says whether they
+    do draft then: what pays better is measured (`HybridPolicy`).
+    """
+
+    def __init__(self, model: HeadProposer | DraftModelProposer, ngrams: NgramProposer | None = None):
+        self.model = model
+        self.ngrams = ngrams or NgramProposer(MAX_NGRAM, MIN_NGRAM)
+
+    @property
+    def name(self) -> str:
+        """The model's: n-grams beside it are a matter of speed alone."""
+        return self.model.name
+
+    @property
+    def identity(self) -> str:
+        """What tells it from others of its name, whose drafts cost and yield otherwise."""
+        return f"{self.model.identity}, {self.ngrams.identity}"
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.model.aux_layers
+
+    @property
+    def abilities(self) -> Abilities:
+        return self.model.abilities
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.model.weight_bytes
+
+    def cache_size(self) -> CacheSize:
+        return self.model.cache_size()
+
+    def bind(self, target: Target) -> None:
+        self.model.bind(target)
+
+    def open(self, prompts: Sequence[Sequence[int]]) -> HybridState:
+        return HybridState(self.model.open(prompts), self.ngrams.open(prompts))
+
+    def join(self, pieces: Sequence[StatePiece], length: int, prompt: Sequence[int] = ()) -> HybridState:
+        assert isinstance(self.model, CanJoin)
+        return HybridState(self.model.join(pieces, length), self.ngrams.open([prompt]))
+
+
+class HybridState:
+    """The model's state, and the texts of the rows."""
+
+    def __init__(self, model: ProposerState, ngrams: NgramState):
+        self.model, self.ngrams = model, ngrams
+
+    @property
+    def knows_more(self) -> bool:
+        """Whether n-grams know how at least half of the rows go on."""
+        rows = self.ngrams.rows
+        return 2 * sum(bool(row.lookup(1)) for row in rows) >= len(rows)
+
+    def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        return (self.ngrams if plan.lookup else self.model).draft(plan, sampling, positions)
+
+    def prefill(self, seen: Observation) -> None:
+        self.model.prefill(seen)
+
+    def observe(self, seen: Observation) -> None:
+        self.model.observe(seen)
+        self.ngrams.observe(seen)
+
+    def append(self, other: ProposerState) -> None:
+        assert isinstance(other, HybridState)
+        self.model.append(other.model)
+        self.ngrams.append(other.ngrams)
+
+    def remove(self, row: int) -> None:
+        self.model.remove(row)
+        self.ngrams.remove(row)
+
+    def take(self, row: int) -> HybridState:
+        assert isinstance(self.model, Movable)
+        return HybridState(self.model.take(row), self.ngrams.take(row))
+
+    def length(self, row: int) -> int:
+        assert isinstance(self.model, Separable)
+        return self.model.length(row)
+
+    def piece(self, row: int, start: int, end: int) -> StatePiece:
+        assert isinstance(self.model, Separable)
+        return self.model.piece(row, start, end)
+
+
+def model_of(proposer: Proposer | None) -> Proposer | None:
+    """What drafts where nothing is looked up."""
+    return proposer.model if isinstance(proposer, HybridProposer) else proposer
