@@ -219,7 +219,9 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2 if chain else 1, figsize=(13 if chain else 6, 4.5), layout="constrained")
     left, *right = list(axes) if chain else [axes]
     names, speeds = [name_of(run) for run in runs], [run.tokens_per_second for run in runs]
-    colours = [_HEAD_COLOURS[run.mode] if run.mode in _HEAD_COLOURS else "#e69f00" if run.depth else "#999999" for run in runs]
+    colours = [
+        _HEAD_COLOURS[run.mode] if run.mode in _HEAD_COLOURS else "#e69f00" if run.depth else "#999999" for run in runs
+    ]
     bars = left.bar(names, speeds, color=colours)
     left.bar_label(bars, [f"{run.tokens_per_second:.1f}\nx {run.ratio_to_mlx_lm or 1:.2f}" for run in runs], padding=2)
     left.set_title("speed, the same text; x: of mlx-lm")

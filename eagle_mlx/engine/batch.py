@@ -67,7 +67,7 @@ class Batch:
         if self.proposer is None:
             return Abilities()
         drawn = self.processors is None and not (self.sampling.any_rejection or self.sampling.any_threshold)
-        lookup = isinstance(self.state, CanLookUp) and self.state.knows_more
+        lookup = isinstance(self.state, CanLookUp) and self.state.can_look_up
         return replace(self.proposer.abilities, trees=self.proposer.abilities.trees and drawn, lookup=lookup)
 
     @property

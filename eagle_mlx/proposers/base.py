@@ -107,7 +107,7 @@ class CanLookUp(Protocol):
     """What a state has whose rows may be drafted by n-grams or by a model, as the plan says."""
 
     @property
-    def knows_more(self) -> bool:
+    def can_look_up(self) -> bool:
         """Whether n-grams know how most of the rows' texts go on."""
         ...
 

@@ -84,7 +84,7 @@ class HybridState:
         self.model, self.ngrams = model, ngrams
 
     @property
-    def knows_more(self) -> bool:
+    def can_look_up(self) -> bool:
         """Whether n-grams know how at least half of the rows go on."""
         rows = self.ngrams.rows
         return 2 * sum(bool(row.lookup(1)) for row in rows) >= len(rows)
