@@ -56,7 +56,7 @@ MAX_TOKENS = 40
 
 Plain in float32, SmolLM2-135M has 16.7 tokens/s: 8 minutes. Each prompt is read twice, once for the first token's time.
 """
-_HEAD_COLOURS = {"eagle": "#009e73", "hybrid": "#0072b2"}
+_COLOURS = {"ngram": "#e69f00", "eagle": "#009e73", "hybrid": "#0072b2"}
 TURN = 8
 """Tokens after which the modes change over, as in the other figures of this project: a machine's speed varies."""
 
@@ -90,8 +90,9 @@ def questions_of(given: Path | None) -> Path:
 
 
 def modes_of(target: em.Target, head: DraftHead | None) -> list[Mode]:
-    """The ways to decode: mlx-lm's, plain, n-grams; with a head by `throughput`, beside n-grams and alone, in chains and
-    in trees."""
+    """The ways to decode: mlx-lm's, plain, n-grams; with a head by `throughput`, n-grams beside it and alone, in chains
+    and in trees.
+    """
     models = Models(target, head)
     modes = build_modes(models, ["mlx-lm", "plain"], [1], [])
     modes += build_modes(models, ["ngram"], [1], [MOST_TOKENS], ["throughput"])
@@ -219,9 +220,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2 if chain else 1, figsize=(13 if chain else 6, 4.5), layout="constrained")
     left, *right = list(axes) if chain else [axes]
     names, speeds = [name_of(run) for run in runs], [run.tokens_per_second for run in runs]
-    colours = [
-        _HEAD_COLOURS[run.mode] if run.mode in _HEAD_COLOURS else "#e69f00" if run.depth else "#999999" for run in runs
-    ]
+    colours = [_COLOURS.get(run.mode, "#999999") for run in runs]
     bars = left.bar(names, speeds, color=colours)
     left.bar_label(bars, [f"{run.tokens_per_second:.1f}\nx {run.ratio_to_mlx_lm or 1:.2f}" for run in runs], padding=2)
     left.set_title("speed, the same text; x: of mlx-lm")
