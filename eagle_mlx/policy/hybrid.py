@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle_mlx.plan import PLAIN, Abilities, Plan, RoundResult
-from eagle_mlx.policy.base import check_positive
+from eagle_mlx.policy.base import check_depth, check_positive
 from eagle_mlx.policy.throughput import MOST_TOKENS, ThroughputPolicy
 
 _FIRST = 8
@@ -38,13 +39,14 @@ class _Yield:
         return self.tokens / self.seconds
 
     @classmethod
-    def of(cls, saved: Sequence[float]) -> _Yield:
+    def of(cls, saved: Sequence[Any]) -> _Yield:
         """What `saved` gave. Raises ConfigError for numbers that cannot be."""
         tokens, seconds, rounds = saved
+        check_depth("rounds", rounds)
         if rounds:
             check_positive("tokens", tokens)
             check_positive("seconds", seconds)
-        return cls(float(tokens), float(seconds), int(rounds))
+        return cls(float(tokens), float(seconds), rounds)
 
     def saved(self) -> list[float]:
         return [self.tokens, self.seconds, self.rounds]
@@ -126,7 +128,8 @@ class HybridPolicy(ThroughputPolicy):
         self.ngrams.start_from(knowledge["ngrams"])
         self.repeating.start_from(knowledge["repeating"])
         for rows, ngrams, model, pause in knowledge["contests"]:
-            self._contests[int(rows)] = _Contest(_Yield.of(ngrams), _Yield.of(model), pause=int(pause))
+            check_positive("pause", pause)
+            self._contests[int(rows)] = _Contest(_Yield.of(ngrams), _Yield.of(model), pause=math.ceil(pause))
 
     def plan(self, rows: int, can: Abilities) -> Plan:
         if not can.lookup:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 import eagle_mlx as em
 from eagle_mlx.engine.prior import Prior, start
 from eagle_mlx.plan import Plan
-from eagle_mlx.policy import ThroughputPolicy
+from eagle_mlx.policy import HybridPolicy, ThroughputPolicy
 from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.target import Target
-from tests.eagle_mlx.worlds import CHAINS, Forest, Moods, World
+from tests.eagle_mlx.worlds import CHAINS, Forest, Moods, Repeating, World
 from tests.fakes import tiny_head, tiny_target
 
 PROMPTS = [[5, 6, 7, 5, 6, 7], [9, 8, 7, 6, 5]]
@@ -163,22 +163,23 @@ JSON = st.recursive(
 )
 
 
-@given(st.data())
-def test_knowledge_that_is_damaged_is_passed_over(data: st.DataObject) -> None:
+@given(st.sampled_from([ThroughputPolicy, HybridPolicy]), st.data())
+def test_knowledge_that_is_damaged_is_passed_over(kind: type[ThroughputPolicy], data: st.DataObject) -> None:
     """Whatever stands in the place of a part: the policy is a new one then, and decides as such."""
-    source = ThroughputPolicy(4)
-    World(0.8).run(source, 40)
+    source = kind(4)
+    Repeating(0.6).decode(source, 80)
     knowledge: Any = json.loads(json.dumps(source.knowledge()))
+    parts = [knowledge, knowledge["estimates"], *(row for row in knowledge.get("contests", []))]
     within, key = data.draw(
         st.sampled_from(
-            [(knowledge, key) for key in knowledge] + [(knowledge["estimates"], key) for key in knowledge["estimates"]]
+            [(part, key) for part in parts for key in (part if isinstance(part, dict) else range(len(part)))]
         )
     )
     within[key] = data.draw(JSON)
-    policy = ThroughputPolicy(4)
+    policy = kind(4)
     if not start(policy, knowledge):
-        assert policy.knowledge() == ThroughputPolicy(4).knowledge()
-    World(0.8).run(policy, 60)
+        assert policy.knowledge() == kind(4).knowledge()
+    Repeating(0.6).decode(policy, 60)
 
 
 @pytest.mark.parametrize("knowledge", [None, [], "", 3, {}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 
@@ -150,6 +151,58 @@ class Forest(World):
             plans.append(plan)
             clock, tokens = clock + seconds, tokens + rows * self.expected(plan)
         return plans, tokens / clock
+
+
+@dataclass
+class Repeating(World):
+    """The same where a share of all rounds can be drafted by n-grams, which cost nothing, or by a model."""
+
+    share: float = 0.3
+    ngrams: float = 0.8
+    """The chance of each of their tokens; that of the model's is `chance`."""
+    there: float | None = None
+    """That of the model's where n-grams could draft too; by default as everywhere."""
+    draft: float = 0.05
+    """What a draft token of the model costs."""
+
+    def seconds(self, depth: int, lookup: bool) -> float:
+        return self.cost(1, depth) + (0 if lookup else self.draft * depth)
+
+    def decode(self, policy: ThroughputPolicy, rounds: int = 3000) -> float:
+        """Tokens per second."""
+        clock, tokens = 0.0, 0
+        for _ in range(rounds):
+            repeats = bool(self.rng.random() < self.share)
+            plan = self.planned(policy, 1, Abilities(lookup=repeats))
+            assert not plan.lookup or repeats
+            kept = self.kept(plan.depth, self.chance_of(repeats, bool(plan.lookup)))
+            seconds = self.seconds(plan.depth, bool(plan.lookup))
+            measured = seconds * max(0.2, self.rng.normal(1, self.noise)) * (20 if self.rng.random() < 0.01 else 1)
+            policy.observe(result(plan, [plan.depth], [kept], measured))
+            clock, tokens = clock + seconds, tokens + 1 + kept
+        return tokens / clock
+
+    def chance_of(self, repeats: bool, lookup: bool) -> float:
+        if lookup:
+            return self.ngrams
+        return self.there if repeats and self.there is not None else self.chance
+
+    def fastest(self, most: int = 8) -> float:
+        """Tokens per second of the best fixed choice: who drafts where n-grams could, and how deep either drafts."""
+        depths = range(most + 1)
+        return max(
+            self.speed_of(
+                (1 - self.share, False, False, model), (self.share, True, lookup, ngrams if lookup else model)
+            )
+            for model, lookup, ngrams in product(depths, (True, False), depths)
+        )
+
+    def speed_of(self, *places: tuple[float, bool, bool, int]) -> float:
+        tokens = sum(
+            share * sum(self.chance_of(repeats, lookup) ** i for i in range(depth + 1))
+            for share, repeats, lookup, depth in places
+        )
+        return tokens / sum(share * self.seconds(depth, lookup) for share, _, lookup, depth in places)
 
 
 def alike(plan: Plan) -> tuple[int, int, bool]:
