@@ -87,7 +87,7 @@ class HostileProposer:
         self.fail_by_chance()
         return HostileState(self, [self.sight(prompt[:1] if self.aux_layers else prompt) for prompt in prompts])
 
-    def join(self, pieces: Sequence[StatePiece], length: int) -> HostileState:
+    def join(self, pieces: Sequence[StatePiece], length: int, prompt: Sequence[int] = ()) -> HostileState:
         self.fail_by_chance()
         text, hidden = [], list[np.ndarray[Any, Any]]()
         for piece in pieces:
