@@ -147,7 +147,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     target = load_target(args.target)
     limits = {"minutes": 0.0, "epochs": 1, "max_steps": args.max_steps, "seed": args.seed}
     settings = {"target": str(args.target), "shards": str(args.shards), **limits}
-    config = resolved(load_config(args.config, settings))
+    config = resolved(load_config(args.config, settings), target)
     data = training_data(target, config)
     args.work.mkdir(parents=True, exist_ok=True)
     ratio = convert(args.python, args.shards, args.work)

@@ -141,7 +141,7 @@ def main() -> int:
     tune_process()
     try:
         target = load_target(args.target)
-        config = resolved(load_config(args.config, {"target": str(args.target), "shards": str(args.shards)}))
+        config = resolved(load_config(args.config, {"target": str(args.target), "shards": str(args.shards)}), target)
         data = training_data(target, config)
         rounds = online(target, data, config, args.steps)
         found = {"online": summary(rounds), "offline": offline(target, data, config, args.steps)}

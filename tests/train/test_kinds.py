@@ -282,3 +282,19 @@ def test_what_is_left_open_is_the_kind_s_own() -> None:
     assert (by_hand.optimization.unroll, by_hand.optimization.decay) == (2, 0.0)
     assert resolved(by_hand) == by_hand
     assert by_hand.changed(seed=1).optimization.step_weights == (0.5, 0.5)
+
+
+def test_the_learning_rate_follows_the_targets_width_unless_it_is_given(target: Target) -> None:
+    open_, given = TrainConfig.of(target="tiny"), TrainConfig.of(target="tiny", lr=3e-3)
+    assert resolved(open_, target).optimization.lr == pytest.approx(1e-4 * 4096 / target.hidden_size)
+    assert resolved(resolved(open_, target), target) == resolved(open_, target)
+    assert resolved(given, target).optimization.lr == 3e-3
+    assert resolved(open_).optimization.lr == 0, "no target was there to tell by"
+
+
+def test_a_head_learns_at_the_targets_own_rate_where_none_is_given(target: Target) -> None:
+    own = 1e-4 * 4096 / target.hidden_size
+    heads = [trained(target, config_of("eagle", lr=rate), 3)[0] for rate in (0.0, own, own / 2)]
+    weights = [np.array(head.layers[0].self_attn.q_proj.weight) for head in heads]
+    np.testing.assert_array_equal(weights[0], weights[1])
+    assert np.abs(weights[0] - weights[2]).max() > 0

@@ -183,7 +183,11 @@ class OptimizationConfig(Group):
         "adamw",
         "adamw for all weights, or muon for the matrices inside the head and adamw for the rest",
     )
-    lr: float = setting(1e-4, "peak learning rate of AdamW", ABOVE_0)
+    lr: float = setting(
+        0.0,
+        "peak learning rate of AdamW; 0 for one that follows the target's width: 1e-4 at 4,096, twice that at half",
+        NOT_NEGATIVE,
+    )
     muon_lr: float = setting(0.02, "peak learning rate of Muon", ABOVE_0)
     warmup: float = setting(0.015, "share of the run over which the learning rate rises", SHARE)
     final_lr: float = setting(0.0, "share of the peak learning rate at which the cosine ends", SHARE)

@@ -73,7 +73,7 @@ def train_for_hours(
 
     Raises as `train` does, DataError where the target writes nothing usable.
     """
-    config, stop = resolved(config), stop or Stop()
+    config, stop = resolved(config, target), stop or Stop()
     check_incomplete(resume)
     with stop.listening(), run_folder(config.run.output, config.run.overwrite, was_begun, resume) as folder:
         who = Identity(config, fingerprint(target), _MADE)

@@ -60,7 +60,7 @@ def train(
     those that the run to resume began with, CheckpointError where it is complete, and EagleError where the loss is not
     finite. Of the processes of a `world` rank 0 calls this, and the others `run_worker`.
     """
-    config, stop = resolved(config), stop or Stop()
+    config, stop = resolved(config, target), stop or Stop()
     check_incomplete(resume)
     with stop.listening(), run_folder(config.run.output, config.run.overwrite, state.exists, resume) as folder:
         who = identity.Identity(config, fingerprint(target), identity.fingerprint_of(data.samples), world.size)

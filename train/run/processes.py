@@ -56,7 +56,7 @@ def run_worker(
     target: Target, data: TrainData, config: TrainConfig, head: Head | None, world: World, stop: Stop
 ) -> None:
     """Train along with rank 0 until it ends the run. Rank 0 alone measures, saves and writes."""
-    config = resolved(config)
+    config = resolved(config, target)
     head = head or new_head(target, data, config, begin=False)  # rank 0's weights come before the first step
     with stop.deferred():
         batches = Batches(data.samples, config.optimization.rows, config.optimization.length, config.run.seed, world)

@@ -81,7 +81,7 @@ class Stepper:
     """
 
     def __init__(self, head: Head, target: Target, config: TrainConfig, world: World = SINGLE_PROCESS):
-        config = resolved(config)
+        config = resolved(config, target)
         head.attach(target)
         self.head, self._target, self._config, self._world = head, target, config, world
         self._weights = weights_of_steps(config)
