@@ -93,6 +93,7 @@ def test_answers_are_those_of_one_process_and_sigterm_at_any_rank_drains(tmp_pat
             sleep(0.01)
         server.processes[1].send_signal(signal.SIGTERM)
         asking.join()
+        assert answers[0].status_code == 200, answers[0].text
         assert answers[0].json()["usage"]["completion_tokens"] == 200
         assert [process.wait(60) for process in server.processes] == [0, 0]
 
