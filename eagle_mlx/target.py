@@ -167,6 +167,11 @@ class Target:
         out: mx.array = self._lm_head(hidden)
         return out
 
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder layers, in order."""
+        return self._layers
+
     def forward(
         self,
         tokens: mx.array,

@@ -45,6 +45,12 @@ class HeadConfig(Group):
         "target layers that the head reads, counted from 0; default: a low, a middle and a high one, or what --shards "
         "hold besides the last",
     )
+    layers: int = setting(
+        1,
+        "decoder layers of the head; those behind the first begin as the target's last ones: better drafts, that take "
+        "longer",
+        AT_LEAST_1,
+    )
     intermediate_size: int = setting(0, "width of the head's MLP; 0 for the target's own, where it has one")
     heads: int = setting(0, "attention heads of the head; 0 for as many as the target has")
     kv_heads: int = setting(0, "key and value heads of the head; 0 for as many as the target has")

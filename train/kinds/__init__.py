@@ -55,6 +55,8 @@ def resolved(config: TrainConfig, target: Target | None = None) -> TrainConfig:
     if config.head.init_from:
         for name in ("draft_vocab", "feature_norm", "recycle"):  # as the head has it
             own.pop(name, None)
+    if config.head.layers > 1 and "recycle" in own:
+        own["recycle"] = "output"  # which has the size that the copies of the target's layers read
     if config.optimization.hours:
         own["states"] = "disk"  # what is made is captured on to it
     if target is not None and not config.optimization.lr:

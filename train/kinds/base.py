@@ -82,7 +82,7 @@ class Kind(ABC, Generic[H]):
         if head.config.quantization is None:
             return head
         plain = self.like(head, replace(head.config, quantization=None))
-        plain.load_weights(list(_plain_weights(head).items()))
+        plain.load_weights(list(plain_weights(head).items()))
         return plain
 
     def like(self, head: H, config: Any) -> H:
@@ -118,7 +118,7 @@ class Kind(ABC, Generic[H]):
         """Write the head in the layout of its kind, its numbers in a type; what was there is replaced."""
 
 
-def _plain_weights(module: nn.Module) -> dict[str, mx.array]:
+def plain_weights(module: nn.Module) -> dict[str, mx.array]:
     """A module's parameters by name as float32, those that are quantised as what they stand for."""
     plain: dict[str, mx.array] = {}
     for path, part in module.named_modules():

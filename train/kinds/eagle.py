@@ -36,6 +36,7 @@ class EagleKind(Kind[EagleHead]):
     foreign: ClassVar[Mapping[str, str]] = {
         "draft_vocab": "it drafts the target's whole vocabulary",
         "aux_layers": "it reads the target's last layer alone",
+        "layers": "it has one",
         "feature_norm": "it has no such norm",
         "recycle": "its layout says which",
         "norm_before_residual": "it has no such norm",

@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_mlx.formats import save_eagle3
-from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
 from ..unroll import unroll
 from .base import Jitter, Kind
 from .initial import attend_to_itself, check_shape, head_config, new_head
+from .last_layers import aux_layers_for, check_reads_front, copy_last_layers, layer_in_front
 from .least_squares import Matrix, Moments
 
 
@@ -41,7 +42,7 @@ class Eagle3Kind(Kind[Eagle3Head]):
         check_shape(target, config)
 
     def aux_layers(self, target: Target, config: TrainConfig) -> tuple[int, ...]:
-        return config.head.aux_layers or default_aux_layers(target.num_layers)
+        return config.head.aux_layers or aux_layers_for(target.num_layers, config.head.layers)
 
     def aux_layers_of(self, head: Eagle3Head) -> tuple[int, ...]:
         return head.config.aux_layers
@@ -51,13 +52,22 @@ class Eagle3Kind(Kind[Eagle3Head]):
     ) -> Eagle3Head:
         size = target.vocab_size if kept is None else len(kept)
         shape = dataclasses.replace(head_config(target, config, size), aux_layers=aux_layers)
-        return new_head(target, shape, kept, config.run.seed)
+        head = new_head(target, shape, kept, config.run.seed)
+        if shape.num_hidden_layers > 1:
+            check_reads_front(target.num_layers, shape.num_hidden_layers, aux_layers)
+            copy_last_layers(head, target)
+        return head
 
     def guess(
         self, head: Eagle3Head, target: Target, following: mx.array, aux: list[mx.array], last: mx.array
     ) -> tuple[mx.array, mx.array]:
         inputs = [head.read(aux)[:, :-1], head.midlayer.input_layernorm(following)]
-        return mx.concatenate(inputs, axis=-1), mx.fast.rms_norm(last, None, head.config.rms_norm_eps)[:, 1:]
+        if head.config.num_hidden_layers > 1:  # its copies of the target's layers go on from here
+            front = layer_in_front(target.num_layers, head.config.num_hidden_layers)
+            wanted = aux[head.config.aux_layers.index(front)]
+        else:
+            wanted = mx.fast.rms_norm(last, None, head.config.rms_norm_eps)
+        return mx.concatenate(inputs, axis=-1), wanted[:, 1:]
 
     def begin_as(self, head: Eagle3Head, guess: Matrix, by: Moments) -> None:
         """`fc` sees the states alone, so the next token's embedding goes through the attention, which sees itself."""
@@ -74,6 +84,7 @@ class Eagle3Kind(Kind[Eagle3Head]):
         return {
             "draft_vocab": config.head.draft_vocab if all_of_it else shape.draft_vocab_size,
             "aux_layers": shape.aux_layers,
+            "layers": shape.num_hidden_layers,
             "intermediate_size": shape.intermediate_size,
             "heads": shape.num_attention_heads,
             "kv_heads": shape.num_key_value_heads,

@@ -11,11 +11,12 @@ from mlx.utils import tree_map_with_path
 from numpy.typing import NDArray
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_mlx.heads.layers import Attention
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
+from .last_layers import aux_layers_for, check_reads_front, layer_flags
 from .least_squares import Matrix, factors
 
 _SPREAD = 0.02
@@ -55,19 +56,28 @@ def head_config(target: Target, config: TrainConfig, draft_vocab_size: int) -> E
         **layer_shape(target, config),
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=target.hidden_size,
-        aux_layers=config.head.aux_layers or default_aux_layers(target.num_layers),
+        aux_layers=config.head.aux_layers or aux_layers_for(target.num_layers, config.head.layers),
         norm_before_fc=config.head.feature_norm == "all",
         fc_norm=config.head.feature_norm == "each",
         norm_output=config.head.feedback == "normed",
         norm_before_residual=config.head.norm_before_residual,
+        num_hidden_layers=config.head.layers,
+        **(layer_flags(target) if config.head.layers > 1 else {}),
     )
 
 
 def check_shape(target: Target, config: TrainConfig) -> None:
     """Raise ConfigError, before anything is captured, where no EAGLE-3 head of this shape can be made."""
-    layers = head_config(target, config, target.vocab_size).aux_layers
+    shape = head_config(target, config, target.vocab_size)
+    layers = shape.aux_layers
+    check_reads_front(target.num_layers, shape.num_hidden_layers, layers)
     if not all(0 <= layer < target.num_layers for layer in layers):
         raise ConfigError(f"aux_layers {layers}: the target has layers 0 to {target.num_layers - 1}")
+    if shape.norm_before_residual and shape.num_hidden_layers > 1:
+        raise ConfigError(
+            f"--norm-before-residual is not for --layers {shape.num_hidden_layers}: the copies of the target's layers "
+            "read numbers of the target's own size; leave one of them out"
+        )
 
 
 def new_head(target: Target, config: Eagle3Config, kept: NDArray[np.int64] | None, seed: int) -> Eagle3Head:

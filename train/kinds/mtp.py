@@ -37,6 +37,7 @@ class MTPKind(Kind[MTPHead]):
     foreign: ClassVar[Mapping[str, str]] = {
         "draft_vocab": "it drafts the target's whole vocabulary",
         "aux_layers": "it reads the target's last layer alone",
+        "layers": "it has one",
         "intermediate_size": _OWN_LAYER,
         "heads": _OWN_LAYER,
         "kv_heads": _OWN_LAYER,

@@ -1,0 +1,131 @@
+"""Heads of several layers, which begin as the target's own last ones."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from eagle_mlx.data_pipelines import capture
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.formats import load_head
+from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.shards import Sample
+from eagle_mlx.target import Target
+from eagle_mlx.train.config import TrainConfig, from_mapping
+from eagle_mlx.train.data import Batches, TrainData
+from eagle_mlx.train.data.samples import InMemory
+from eagle_mlx.train.kinds import kind_of, resolved
+from eagle_mlx.train.kinds.last_layers import aux_layers_for
+from eagle_mlx.train.run import new_head
+from eagle_mlx.train.step import Stepper
+from tests.fakes import tiny_head, tiny_target
+from tests.train.test_linear_start import right
+from tests.train.test_step import conversations
+
+
+def config_of(**more: Any) -> TrainConfig:
+    return resolved(from_mapping({"target": "tiny", "rows": 4, "length": 32, "lanes": 1, **more}))
+
+
+def samples_of(target: Target, layers: tuple[int, ...], count: int = 60) -> list[Sample]:
+    return list(capture(target, layers, conversations(target, count)))
+
+
+def head_of(target: Target, samples: list[Sample], read: tuple[int, ...], **more: Any) -> Eagle3Head:
+    head: Any = new_head(target, TrainData(InMemory(samples), read, None, {}), config_of(**more))
+    head.attach(target)
+    return head
+
+
+def turning_neighbours() -> Target:
+    """A target whose rotary positions turn neighbouring channels, as llama.cpp's files have it."""
+    target = tiny_target(architecture="llama")
+    for layer in target.layers:
+        layer.self_attn.rope.traditional = True
+    return target
+
+
+def quantized() -> Target:
+    target = tiny_target(architecture="llama")
+    nn.quantize(target.model, group_size=32, bits=8)
+    return Target(target.model, name="quantised")
+
+
+TARGETS = {
+    "qwen3": tiny_target,
+    "qwen2": lambda: tiny_target(architecture="qwen2"),
+    "llama": lambda: tiny_target(architecture="llama"),
+    "llama, neighbours turned": turning_neighbours,
+    "llama, 8 bits": quantized,
+}
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+@pytest.mark.parametrize("name", list(TARGETS))
+def test_behind_the_first_layer_stand_the_targets_own_last_ones(name: str, layers: int) -> None:
+    target = TARGETS[name]()
+    aux_layers = aux_layers_for(target.num_layers, layers)
+    head = head_of(target, samples_of(target, aux_layers), aux_layers, layers=layers)
+    tokens = mx.array(np.random.default_rng(0).integers(0, 100, (2, 9)), mx.int32)
+    x, wanted = target.forward(tokens, aux_layers=(target.num_layers - layers, target.num_layers - 1)).aux
+    for layer in head.layers:
+        x = layer(x, "causal", None)
+    assert len(head.layers) == layers - 1
+    assert mx.allclose(x, wanted, rtol=1e-3, atol=1e-3 * float(mx.max(mx.abs(wanted))))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama, neighbours turned"])
+def test_the_copies_make_the_guess_better(name: str) -> None:
+    target = TARGETS[name]()
+    samples = samples_of(target, (0, 1, 2), 120)
+    head = head_of(target, samples, (0, 1, 2), layers=3)
+    begun = right(head, target, samples)
+    for layer in head.layers:  # which then add nothing
+        layer.self_attn.o_proj.weight = mx.zeros_like(layer.self_attn.o_proj.weight)
+        layer.mlp.down_proj.weight = mx.zeros_like(layer.mlp.down_proj.weight)
+    assert begun > 1.1 * right(head, target, samples)
+
+
+def test_it_learns_and_is_written_and_read(tmp_path: Any) -> None:
+    target = tiny_target()
+    samples = samples_of(target, (0, 1, 2))
+    config = config_of(layers=3, unroll=2, lr=1e-3)
+    head = head_of(target, samples, (0, 1, 2), layers=3)
+    stepper = Stepper(head, target, config)
+    batches = Batches(InMemory(samples), 4, 32, 0)
+    losses = [result.loss for result in map(partial(stepper, factor=1.0), islice(batches.epoch(0), 12)) if result]
+    assert losses[-1] < losses[0]
+    kind_of(head).save(head, tmp_path, "tiny", {}, mx.float32)
+    again: Any = load_head(tmp_path, target)
+    again.attach(target)
+    assert again.config == head.config
+    assert right(again, target, samples) == right(head, target, samples)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"layers": 3, "aux_layers": [0, 2]}, "its layer 1, which the head does not read; name it in --aux-layers"),
+        ({"layers": 5}, "--layers 5: the target has 4"),
+        ({"layers": 2, "norm_before_residual": True}, "--norm-before-residual is not for --layers 2"),
+        ({"layers": 2, "heads": 2}, "layer 3 of tiny is not one that a head can have, since these weights differ"),
+    ],
+)
+def test_what_cannot_be_is_refused(more: dict[str, Any], message: str) -> None:
+    target = tiny_target()
+    config = config_of(**more)
+    with pytest.raises(ConfigError, match=message):  # noqa: PT012
+        kind_of(tiny_head(target)).check(target, config)
+        kind_of(tiny_head(target)).new(target, config, None, aux_layers_for(4, config.head.layers))
+
+
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
+def test_other_kinds_have_one_layer(kind: str) -> None:
+    with pytest.raises(ConfigError, match="--layers is not for --head"):
+        config_of(head=kind, layers=2)
