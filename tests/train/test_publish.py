@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 import eagle_mlx as em
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats import save_eagle, save_eagle3, save_mtp, save_speculators, save_speculators_mtp
+from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.heads.precision import quantization_of, quantize
 from eagle_mlx.serve.bench.cli import main as bench
 from eagle_mlx.serve.speculation import Speculation
@@ -372,7 +373,7 @@ FOUND = {"acceptance_length": 2.0, "acceptance_by_position": [0.5, 0.5], "depth"
 
 def test_every_kind_is_called_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tiny_target()
-    heads = {kind: tmp_path / kind for kind in ("eagle", "mtp", "speculators", "speculators-mtp")}
+    heads = {kind: tmp_path / kind for kind in ("eagle", "mtp", "speculators", "speculators-mtp", "layers")}
     one, other = eagle(target), tiny_head(target, draft_vocab=48)
     one.attach(target)
     other.attach(target)
@@ -380,7 +381,15 @@ def test_every_kind_is_called_what_it_is(tmp_path: Path, capsys: pytest.CaptureF
     save_mtp(mtp(target), heads["mtp"], target_name="owner/tiny")
     save_speculators(other, heads["speculators"], target_name="owner/tiny")
     save_speculators_mtp(mtp(target, norm_output=True), heads["speculators-mtp"], target_name="owner/tiny")
-    tags = {"eagle": ["eagle", "sglang"], "mtp": ["mtp"], "speculators": ["eagle3", "vllm"], "speculators-mtp": ["mtp"]}
+    several = Eagle3Head(replace(other.config, num_hidden_layers=2), other.d2t)
+    save_eagle3(several, heads["layers"], target_name="owner/tiny")
+    tags = {
+        "eagle": ["eagle", "sglang"],
+        "layers": ["eagle3", "vllm"],
+        "mtp": ["mtp"],
+        "speculators": ["eagle3", "vllm"],
+        "speculators-mtp": ["mtp"],
+    }
     for kind, (first, *engines) in tags.items():
         card = ModelCard(dry(heads[kind], capsys).split("README.md:\n\n")[1])
         assert card.data.tags == [first, "speculative-decoding", "mlx", *engines]

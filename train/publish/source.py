@@ -19,6 +19,7 @@ from eagle_mlx.formats.fields import read_config
 from eagle_mlx.formats.load import kind_of
 from eagle_mlx.formats.tensors import read_tensors, weights_of
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.heads.precision import quantization_of
 
 from ..report import OF_THE_HEAD
@@ -133,6 +134,8 @@ def read_source(folder: str | Path) -> Source:
     kind = kind_of(place, config, read_tensors(place))
     of_speculators = kind == "mtp" and config.get("speculators_model_type") == "mtp"
     layout = _MTP_OF_SPECULATORS if of_speculators else _LAYOUTS[kind]
+    if isinstance(head, Eagle3Head) and head.config.num_hidden_layers > 1:  # SGLang refuses more than one
+        layout = replace(layout, engines=tuple(engine for engine in layout.engines if engine != "sglang"))
     if quantization_of(head) is not None:
         layout = replace(layout, written_as=f"{layout.written_as}, quantised by MLX", engines=())
     report = _read_report(run / REPORT) if run is not None else None
