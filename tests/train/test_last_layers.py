@@ -120,12 +120,17 @@ def test_it_learns_and_is_written_and_read(tmp_path: Any) -> None:
 def test_what_cannot_be_is_refused(more: dict[str, Any], message: str) -> None:
     target = tiny_target()
     config = config_of(**more)
-    with pytest.raises(ConfigError, match=message):  # noqa: PT012
+    with pytest.raises(ConfigError, match=message):
         kind_of(tiny_head(target)).check(target, config)
-        kind_of(tiny_head(target)).new(target, config, None, aux_layers_for(4, config.head.layers))
 
 
 @pytest.mark.parametrize("kind", ["eagle", "mtp"])
 def test_other_kinds_have_one_layer(kind: str) -> None:
     with pytest.raises(ConfigError, match="--layers is not for --head"):
         config_of(head=kind, layers=2)
+
+
+def test_shards_without_the_layer_in_front_are_refused() -> None:
+    target = tiny_target()
+    with pytest.raises(ConfigError, match="its layer 1, which the head does not read"):
+        kind_of(tiny_head(target)).new(target, config_of(layers=3), None, (0, 2))

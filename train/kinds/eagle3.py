@@ -19,7 +19,7 @@ from ..config import TrainConfig
 from ..unroll import unroll
 from .base import Jitter, Kind
 from .initial import attend_to_itself, check_shape, head_config, new_head
-from .last_layers import aux_layers_for, check_reads_front, copy_last_layers, layer_in_front
+from .last_layers import aux_layers_for, check_reads_front, copy_last_layers, last_layers, layer_in_front
 from .least_squares import Matrix, Moments
 
 
@@ -40,6 +40,8 @@ class Eagle3Kind(Kind[Eagle3Head]):
 
     def check(self, target: Target, config: TrainConfig) -> None:
         check_shape(target, config)
+        if config.head.layers > 1:
+            last_layers(Eagle3Head(head_config(target, config, target.vocab_size)), target)
 
     def aux_layers(self, target: Target, config: TrainConfig) -> tuple[int, ...]:
         return config.head.aux_layers or aux_layers_for(target.num_layers, config.head.layers)

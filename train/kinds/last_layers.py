@@ -50,11 +50,19 @@ def layer_flags(target: Target) -> dict[str, Any]:
 
 
 def copy_last_layers(head: Eagle3Head, target: Target) -> None:
-    """Let the layers behind the first begin as the target's last ones, dequantised, in float32.
+    """Let the layers behind the first begin as the target's last ones. Raises ConfigError as `last_layers` does."""
+    for layer, weights in zip(head.layers, last_layers(head, target), strict=True):
+        layer.load_weights(list(weights.items()))
 
-    Raises ConfigError where those have other weights than Llama's and Qwen3's have.
+
+def last_layers(head: Eagle3Head, target: Target) -> list[dict[str, mx.array]]:
+    """The weights of the target's last layers by name, as the head's have them: dequantised, in float32.
+
+    Nothing is computed until they are used. Raises ConfigError where they are others than Llama's and Qwen3's layers
+    have.
     """
-    first = layer_in_front(target.num_layers, head.config.num_hidden_layers) + 1
+    count, copies = head.config.num_hidden_layers, []
+    first = layer_in_front(target.num_layers, count) + 1
     for number, layer in enumerate(head.layers, first):
         source = target.layers[number]
         own = _in_halves(source, plain_weights(source))
@@ -63,10 +71,11 @@ def copy_last_layers(head: Eagle3Head, target: Target) -> None:
         if found != wanted:
             odd = sorted(name for name in {**found, **wanted} if found.get(name) != wanted.get(name))
             raise ConfigError(
-                f"--layers {head.config.num_hidden_layers}: layer {number} of {target.name or 'the target'} is not one "
-                f"that a head can have, since these weights differ: {', '.join(odd[:4])}; leave --layers out"
+                f"--layers {count}: layer {number} of {target.name or 'the target'} is not one that a head can have, "
+                f"since these weights differ: {', '.join(odd[:4])}; leave --layers out"
             )
-        layer.load_weights(list(own.items()))
+        copies.append(own)
+    return copies
 
 
 def _in_halves(layer: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
