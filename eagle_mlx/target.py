@@ -94,7 +94,7 @@ class Target:
         self._embed = _first(backbone, _EMBEDDINGS, "token embedding", model)
         self._norm = _first(backbone, _NORMS, "final norm", model)
         self._lm_head = _find(model, _LM_HEADS) or self._embed.as_linear
-        self._layers: list[nn.Module] = list(model.layers)
+        self.layers: list[nn.Module] = list(model.layers)
         self._rope_cache = place_one_by_one(model)
         if mx.metal.is_available() and mx.default_device() == mx.gpu:
             slice_attention(model)
@@ -106,7 +106,7 @@ class Target:
             _argument(args, ("max_position_embeddings", "max_seq_len", "n_ctx"), 1 << 20),
             bound_positions(backbone) or 1 << 20,
         )
-        self.num_layers = len(self._layers)
+        self.num_layers = len(self.layers)
         probe = self.embed(mx.zeros((1, 1), mx.int32))
         self.hidden_size = int(probe.shape[-1])
         self.dtype = probe.dtype
@@ -167,11 +167,6 @@ class Target:
         out: mx.array = self._lm_head(hidden)
         return out
 
-    @property
-    def layers(self) -> Sequence[nn.Module]:
-        """The decoder layers, in order."""
-        return self._layers
-
     def forward(
         self,
         tokens: mx.array,
@@ -190,9 +185,9 @@ class Target:
         hook(self._norm, CutNorm)
         recording = Recording(norm=self._norm)
         if ends is not None:
-            hook(self._layers[-1], RecordsOutput)
+            hook(self.layers[-1], RecordsOutput)
             wanted = mx.array(list(ends), mx.int32)[:, None, None]
-            recording = Recording(wanted, self._layers[-1], self._norm, cut=bool(self.norm_is_last))
+            recording = Recording(wanted, self.layers[-1], self._norm, cut=bool(self.norm_is_last))
         with self._rope_cache.sharing(), recording.running():
             logits = self.model(tokens, cache=None if cache is None else list(cache))
         if recording.ends is not None:
@@ -203,11 +198,11 @@ class Target:
     def _record(self, index: int) -> None:
         if not 0 <= index < self.num_layers:
             raise TargetError(f"layer {index} was asked for, but the target has layers 0 to {self.num_layers - 1}")
-        hook(self._layers[index], RecordsOutput)
+        hook(self.layers[index], RecordsOutput)
 
     def _recorded(self, recording: Recording, index: int, tokens: mx.array) -> mx.array:
         """What a layer has returned, where that is [B, L, H]."""
-        out, wanted = recording.outputs.get(id(self._layers[index])), (*tokens.shape, self.hidden_size)
+        out, wanted = recording.outputs.get(id(self.layers[index])), (*tokens.shape, self.hidden_size)
         if out is None:
             reason = "its layers are not called whole"
         elif out.shape != wanted:
