@@ -17,20 +17,15 @@ from eagle_mlx.formats import load_head
 from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.shards import Sample
 from eagle_mlx.target import Target
-from eagle_mlx.train.config import TrainConfig, from_mapping
 from eagle_mlx.train.data import Batches, TrainData
 from eagle_mlx.train.data.samples import InMemory
-from eagle_mlx.train.kinds import kind_of, resolved
+from eagle_mlx.train.kinds import kind_of
 from eagle_mlx.train.kinds.last_layers import aux_layers_for
 from eagle_mlx.train.run import new_head
 from eagle_mlx.train.step import Stepper
 from tests.fakes import tiny_head, tiny_target
-from tests.train.test_linear_start import right
+from tests.train.test_linear_start import config_of, right
 from tests.train.test_step import conversations
-
-
-def config_of(**more: Any) -> TrainConfig:
-    return resolved(from_mapping({"target": "tiny", "rows": 4, "length": 32, "lanes": 1, **more}))
 
 
 def samples_of(target: Target, layers: tuple[int, ...], count: int = 60) -> list[Sample]:
