@@ -1,78 +1,96 @@
-"""What conversations that a target makes up are about: system prompts that steer its user turns, with their shares."""
+"""What conversations that a target makes up are about: words that steer its user turns, with their shares."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from eagle_mlx.errors import ConfigError
+
+from .conversation import Message
+
+FILE = Path(__file__).parent / "domains.yaml"
+"""The project's own domains."""
 
 
 @dataclass(frozen=True)
 class Domain:
-    """A kind of conversation."""
+    """A kind of conversation. Raises ConfigError, when it is made, for what cannot be one."""
 
     name: str
     weight: float
     """Its share of the conversations, relative to the other weights."""
     system: str = ""
     """The system prompt that a user turn is written under; empty for the chat template's own. No answer sees it."""
+    openings: tuple[str, ...] = ("",)
+    """What the first user turn begins with: each conversation gets one of them."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """What stands in front of the user's first turn."""
+        return [Message("system", self.system)] if self.system else []
+
+    def __post_init__(self) -> None:
+        weight = self.weight
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+            raise ConfigError(f"{self.name}: a weight must be a number above 0, such as 2, not {weight!r}")
+        if not isinstance(self.system, str):
+            raise ConfigError(f"{self.name}: system must be a text, not {self.system!r}")
+        if not self.openings or not all(isinstance(opening, str) for opening in self.openings):
+            raise ConfigError(f"{self.name}: openings must be a list of texts, not {list(self.openings)!r}")
 
 
-DOMAINS = (
-    Domain("any", 4.0),
-    Domain(
-        "code",
-        2.0,
-        "You are an assistant for programmers. The user asks for code in Python and other languages, for explanations "
-        "of code, and for help with errors.",
-    ),
-    Domain(
-        "mathematics",
-        1.0,
-        "You are an assistant for mathematics. The user gives problems of arithmetic, algebra, geometry or "
-        "probability, to be solved step by step.",
-    ),
-    Domain(
-        "writing",
-        1.0,
-        "You are an assistant for writing. The user asks for stories, poems, letters or e-mails, or for a text to be "
-        "improved, shortened or summarised.",
-    ),
-    Domain(
-        "knowledge",
-        1.0,
-        "You are an assistant that explains. The user asks about science, history, geography, health or technology.",
-    ),
-    Domain(
-        "texts",
-        2.0,
-        "You are an assistant that works with texts. The user gives a passage of several sentences in full, and asks "
-        "for a summary, for a translation, for what it says about something, or for facts to be extracted from it.",
-    ),
-    Domain(
-        "everyday",
-        1.0,
-        "You are a helpful assistant. The user asks for advice on work, study, travel, cooking or the household.",
-    ),
-)
-"""Half is what the target writes unsteered or as code. The other half goes by the kinds of MT-bench (Zheng et al. 2023,
-arXiv 2306.05685) and Spec-Bench (Xia et al. 2024, arXiv 2401.07851). So no kind of question that heads are measured on
-is left to chance."""
+def read_domains(file: Path) -> tuple[Domain, ...]:
+    """The domains of a YAML file: under each name a weight, and if need be a system prompt and openings.
+
+    Raises ConfigError, naming the file and the domain, for what cannot be used.
+    """
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        raise ConfigError(f"there is no file of domains {file}") from e
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        raise ConfigError(f"{file} cannot be read as YAML: {e}") from e
+    if not isinstance(found, dict) or not found:
+        raise ConfigError(f"{file} must hold domains, each with a weight under its name; see {FILE}")
+    try:
+        return tuple(_domain(str(name), entry) for name, entry in found.items())
+    except ConfigError as e:
+        raise ConfigError(f"{file}: {e}") from e
 
 
-def choose_domains(wishes: Sequence[str]) -> tuple[Domain, ...]:
-    """The domains named by `NAME` or `NAME=WEIGHT`; all where none is. Raises ConfigError for a name or weight."""
+def choose_domains(wishes: Sequence[str], file: Path = FILE) -> tuple[Domain, ...]:
+    """The domains of a file that are named by `NAME` or `NAME=WEIGHT`; all where none is.
+
+    Raises ConfigError for a name, a weight or a file that cannot be used.
+    """
+    domains = read_domains(file)
     if not wishes:
-        return DOMAINS
+        return domains
     chosen: dict[str, Domain] = {}
     for wish in wishes:
         name, given, weight = wish.partition("=")
-        found = next((domain for domain in DOMAINS if domain.name == name), None)
+        found = next((domain for domain in domains if domain.name == name), None)
         if found is None:
-            raise ConfigError(f"--domain {wish}: the domains are {', '.join(domain.name for domain in DOMAINS)}")
+            raise ConfigError(f"--domain {wish}: the domains are {', '.join(domain.name for domain in domains)}")
         chosen[name] = replace(found, weight=_weight(wish, weight)) if given else found
     return tuple(chosen.values())
+
+
+def _domain(name: str, entry: Any) -> Domain:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{name}: must have `weight: 2` or the like under it, not {entry!r}")
+    if unknown := [key for key in entry if key not in ("weight", "system", "openings")]:
+        raise ConfigError(f"{name}: {unknown[0]!r} is neither weight nor system nor openings")
+    openings = entry.get("openings", [""])
+    if not isinstance(openings, list):
+        raise ConfigError(f"{name}: openings must be a list of texts, not {openings!r}")
+    return Domain(name, entry.get("weight", 1.0), entry.get("system", ""), tuple(openings))
 
 
 def _weight(wish: str, text: str) -> float:
@@ -80,6 +98,9 @@ def _weight(wish: str, text: str) -> float:
         weight = float(text)
     except ValueError:
         weight = 0.0
-    if not 0 < weight < float("inf"):
+    if not 0 < weight < math.inf:
         raise ConfigError(f"--domain {wish}: a weight must be a number above 0, such as code=2")
     return weight
+
+
+DOMAINS = read_domains(FILE)

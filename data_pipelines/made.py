@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -28,6 +28,8 @@ from .domains import DOMAINS, Domain
 from .regenerate import seed_of
 from .usable import loops_so_far, why_no_answer, why_no_question
 from .user_place import UserPlace, find_user_place
+
+A = TypeVar("A")
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,8 @@ class Attempt:
     """The user's turns that are planned."""
     system: str
     temperature: float
+    opening: str
+    """What the user's first turn begins with."""
     messages: list[Message] = field(default_factory=list)
     """Without a system prompt. The user's word is the last while it is answered."""
     kept: int = 0
@@ -233,13 +237,17 @@ class ConversationWriter:
         def share(what: str) -> float:
             return seed_of(self.config.seed, number, what) / (1 << 63)
 
-        domain = _drawn([d.weight for d in self.domains], share("domain"))
+        def one_of(what: str, choices: tuple[A, ...]) -> A:
+            return choices[int(share(what) * len(choices))]
+
+        domain = self.domains[_drawn([d.weight for d in self.domains], share("domain"))]
         return Attempt(
             number,
-            self.domains[domain],
+            domain,
             1 + _drawn(self.config.turns, share("turns")),
-            self.config.systems[int(share("system") * len(self.config.systems))],
-            self.config.temperatures[int(share("temperature") * len(self.config.temperatures))],
+            one_of("system", self.config.systems),
+            one_of("temperature", self.config.temperatures),
+            one_of("opening", domain.openings),
         )
 
     def submit(self, attempt: Attempt) -> Request:
@@ -293,8 +301,10 @@ class ConversationWriter:
         return [*mask, *([0] * (len(prompt) - len(mask)))]
 
     def _asked(self, attempt: Attempt, request: Request, output: Output, said: list[int]) -> bool:
-        text = output.text.strip()
+        text = (self._opening(attempt) + output.text).strip()
         why = why_no_question(text, said, output.finish_reason == "stop", self._special)
+        if why is None and not output.text.strip():  # an opening alone
+            why = "short"
         if why is not None:
             attempt.fail(why)
             return False
@@ -326,7 +336,13 @@ class ConversationWriter:
         return fits
 
     def _place(self, attempt: Attempt) -> UserPlace:
-        return find_user_place(self.tokenizer, attempt.under(attempt.domain.system), self.engine.target.name)
+        said = attempt.under(attempt.domain.system)
+        return find_user_place(self.tokenizer, said, self.engine.target.name, self._opening(attempt))
+
+    @staticmethod
+    def _opening(attempt: Attempt) -> str:
+        """What the user's turn begins with."""
+        return "" if attempt.messages else attempt.opening
 
 
 def captured(engine: Engine, capture: CapturingProposer, request: Request, mask: list[int], number: int) -> Sample:
@@ -345,17 +361,22 @@ def captured(engine: Engine, capture: CapturingProposer, request: Request, mask:
 
 
 def steerable(tokenizer: TokenizerWrapper, domains: tuple[Domain, ...], name: str) -> tuple[Domain, ...]:
-    """The domains that the template lets a system prompt steer; those without one need none.
+    """The domains that the template lets something steer: their system prompt, or else their openings alone.
 
-    Raises TargetError, as `find_user_place` does, where there are none.
+    Those that have neither need none. Raises TargetError, as `find_user_place` does, where there are no such domains.
     """
-    usable, refused = [], None
+    usable: list[Domain] = []
+    refused: TargetError | None = None
     for domain in domains:
-        try:
-            find_user_place(tokenizer, [Message("system", domain.system)] if domain.system else [], name)
-            usable.append(domain)
-        except TargetError as e:
-            refused = e
+        ways = (domain, replace(domain, system="")) if any(domain.openings) else (domain,)
+        for way in ways:
+            try:
+                find_user_place(tokenizer, way.messages, name)
+            except TargetError as e:
+                refused = e
+                continue
+            usable.append(way)
+            break
     if not usable and refused is not None:
         raise refused
     return tuple(usable)

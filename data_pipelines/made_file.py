@@ -55,6 +55,8 @@ class Limits:
     """Hashes of what conversations elsewhere begin with (`prompt_keys`); such a conversation is a duplicate."""
     enough: Enough = lambda made, coming: False
     """Once it holds no try is begun but for a first batch; those that run are ended."""
+    first: bool = True
+    """Whether there is to be that first batch, so that something comes of however little time."""
 
 
 @dataclass
@@ -198,10 +200,10 @@ def _run(
         smoothing=0.02,
     ) as shown:
         if not selection.full:
-            _make(engine, config, part, selection, shown, limits.enough)
+            _make(engine, config, part, selection, shown, limits)
     if not selection.rows:
         raise DataError(
-            f"of {selection.settled:,} tries none gave a conversation in the time that there was; what they failed by: "
+            f"of {selection.settled:,} tries none has given a conversation yet; what they failed by: "
             f"{selection.report.failures()}; give more time"
         )
     return selection
@@ -213,16 +215,17 @@ def _make(
     part: PartialFile,
     selection: Selection,
     shown: tqdm[NoReturn],
-    enough: Enough,
+    limits: Limits,
 ) -> None:
     numbers = (number for number in count() if number not in part.done)
     ahead = next(numbers)
     reached = max(part.done, default=-1)
+    first = engine.max_batch if limits.first else 0
 
     def following(running: int) -> int | None:
         nonlocal ahead
         # What stands between tries that are done is needed, however promising those are: it comes before them.
-        over = enough(selection.ended[1], selection.coming(running)) and ahead >= engine.max_batch
+        over = ahead >= first and limits.enough(selection.ended[1], selection.coming(running))
         if selection.full or (ahead > reached and (over or selection.promising(running))):
             return None
         begun, ahead = ahead, next(numbers)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from pathlib import Path
 
 from eagle_mlx.cpu import tune_process
+from eagle_mlx.errors import DataError
 from eagle_mlx.shards import BITS
 from eagle_mlx.target import Target
 from eagle_mlx.target_options import options_of
 
-from .domains import DOMAINS, choose_domains
+from .domains import DOMAINS, FILE, choose_domains
 from .jsonl import check_new
 from .made import MakeConfig, steerable
-from .made_file import Wanted, make_to_file
+from .made_file import Limits, Wanted, make_to_file
 from .made_once import BATCH
 from .made_shards import ShardPlace
 from .made_text import beginning
@@ -22,6 +24,7 @@ from .options import add_drafting, add_target, aux_layers_of, engine_of, positiv
 from .partial import partial_path
 from .shard_capture import shard_meta
 
+_SHARES = textwrap.indent(textwrap.fill(", ".join(f"{domain.name}={domain.weight:g}" for domain in DOMAINS), 110), "  ")
 HELP = f"""\
 Have the target make up conversations: no data set, no licence question, no network.
 
@@ -31,8 +34,9 @@ is the target's own answers, and these are.
 
 A target without a chat template writes plain texts instead, from the beginning of a text on, drawn as user turns are.
 
-A system prompt steers what some user turns are about; no answer sees it. The domains and their shares:
-  {", ".join(f"{domain.name}={domain.weight:g}" for domain in DOMAINS)}
+A system prompt steers what most user turns are about, and some are begun for the target; no answer sees that prompt.
+--domains FILE.yaml names domains of yours, with what they begin with ({FILE.name} is an example). The project's own:
+{_SHARES}
 
 Tries are left out that came to nothing: user turns that do not end, loop, hold special tokens or are an assistant's;
 answers that loop, refuse or are empty; and whatever begins like another. The counts are printed at the end. One
@@ -42,12 +46,15 @@ The same seed gives the same file. What is done lies in FILE.jsonl.partial until
 or a crash lose no row that was made: the same command continues with that file by itself. --rows, --tokens, --batch and
 --head may differ. To begin anew, delete the .partial file.
 
+--finish, beside the same command, makes no more: FILE.jsonl and the shards get what is done.
+
 --capture keeps the hidden states of the forwards that generate, in shards as `eagle-data collect` makes them, of the
 conversations to learn from: nothing is read again. Then --rows and --tokens must stay what they were, too.
 
 examples:
   eagle-data make --target Qwen3-4B --rows 2000 --output own.jsonl
   eagle-data make --target Qwen3-4B --tokens 3000000 --output own.jsonl --domain any=2 --domain code --seed 1
+  eagle-data make --target Qwen3-4B --rows 2000 --output own.jsonl --domains what-my-users-ask.yaml
   eagle-train --target Qwen3-4B --data own.jsonl --output out/head
   eagle-data make --target Qwen3-4B --rows 2000 --output own.jsonl --capture out/shards --bits 8
   eagle-train --target Qwen3-4B --shards out/shards --eval-data own.jsonl --output out/head
@@ -65,6 +72,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     part.add_argument("--tokens", type=positive, default=0, metavar="N", help="tokens to make, template included")
     part.add_argument("--seed", type=int, default=default.seed, help="of all that is drawn (%(default)s)")
     part.add_argument("--overwrite", action="store_true", help="replace an output that exists")
+    part.add_argument("--finish", action="store_true", help="make no more: what an interrupted command did is enough")
     _add_writing(part, default)
     add_drafting(part, batch=BATCH)
     part.add_argument(
@@ -76,6 +84,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def _add_writing(part: argparse.ArgumentParser, default: MakeConfig) -> None:
     """What is written, and how it is drawn."""
+    part.add_argument(
+        "--domains",
+        type=Path,
+        default=FILE,
+        metavar="FILE.yaml",
+        help="domains of yours: under each name weight, system, openings (the project's own are %(default)s)",
+    )
     part.add_argument(
         "--domain", action="append", default=[], metavar="NAME[=WEIGHT]", help="only these domains; repeatable"
     )
@@ -129,10 +144,11 @@ def _add_writing(part: argparse.ArgumentParser, default: MakeConfig) -> None:
 def run(args: argparse.Namespace) -> None:
     """Look at the template first, so that a target that cannot speak as its user shows at once."""
     check_new(args.output, args.overwrite)
+    limits = _limits(args)
     wanted = Wanted(args.rows, args.tokens)
     config = MakeConfig(
         seed=args.seed,
-        domains=choose_domains(args.domain),
+        domains=choose_domains(args.domain, args.domains),
         turns=args.turns,
         user_temperature=args.user_temperature,
         user_top_p=args.user_top_p,
@@ -148,13 +164,22 @@ def run(args: argparse.Namespace) -> None:
     place, layers = _place(args, target)
     try:
         engine = engine_of(args, target, layers)
-        report = make_to_file(engine, config, wanted, args.output, args.overwrite, progress=True, place=place)
+        report = make_to_file(engine, config, wanted, args.output, args.overwrite, True, place, limits=limits)
     except KeyboardInterrupt as e:
         part = partial_path(args.output)
         if not part.exists():
             raise
         raise type(e)(f"what is done is in {part}, and the same command continues with it") from None
     print(f"{args.output}: {report.summary()}")
+
+
+def _limits(args: argparse.Namespace) -> Limits:
+    """What ends the file besides what is wanted. Raises DataError where there is nothing to finish."""
+    if not args.finish:
+        return Limits()
+    if not (begun := partial_path(args.output)).exists():
+        raise DataError(f"there is no {begun} to finish; leave --finish out, and the conversations are made")
+    return Limits(enough=lambda made, coming: True, first=False)
 
 
 def _place(args: argparse.Namespace, target: Target) -> tuple[ShardPlace | None, tuple[int, ...]]:
@@ -177,8 +202,8 @@ def _tell_unsteered(target: Target, config: MakeConfig) -> None:
             file=sys.stderr,
         )
         return
-    usable = steerable(tokenizer, config.domains, target.name)
-    if left := [domain.name for domain in config.domains if domain not in usable]:
+    usable = {domain.name for domain in steerable(tokenizer, config.domains, target.name)}
+    if left := [domain.name for domain in config.domains if domain.name not in usable]:
         print(f"the chat template takes no system prompt, so nothing steers to: {', '.join(left)}", file=sys.stderr)
 
 

@@ -32,8 +32,12 @@ class UserPlace:
     """The text that the template puts behind them, where that does not begin with a special token."""
 
 
-def find_user_place(tokenizer: TokenizerWrapper, messages: Sequence[Message], name: str) -> UserPlace:
+def find_user_place(
+    tokenizer: TokenizerWrapper, messages: Sequence[Message], name: str, opening: str = ""
+) -> UserPlace:
     """The place of the user's next turn behind `messages`; `name` is the target's, for error messages.
+
+    With an `opening` it is the place behind these words, with which the user's turn begins.
 
     Raises TargetError, with what to do instead, where the template refuses the conversation, hides or changes what was
     said before, or puts something else in front of other words.
@@ -45,7 +49,7 @@ def find_user_place(tokenizer: TokenizerWrapper, messages: Sequence[Message], na
     if hidden := [m for m in messages if m.content.strip() and m.content.strip() not in before]:
         raise _closed(name, f"it does not show what the {hidden[0].role} says in front of the user's turn")
     # A space at the end would be a token by itself, which no text that the model has read begins with.
-    tokens = tuple(tokenizer.encode(before.rstrip(" "), add_special_tokens=False))
+    tokens = tuple(tokenizer.encode(before + opening if opening else before.rstrip(" "), add_special_tokens=False))
     if not tokens:
         raise _closed(name, "it puts nothing in front of the user's words, so there is nothing to continue")
     behind = list(tokenizer.encode(after.strip(), add_special_tokens=False))

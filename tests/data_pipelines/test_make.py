@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import pytest
 
 from eagle_mlx.data_pipelines import DataConfig, cli, made_tries, read_conversations, render, usable
 from eagle_mlx.data_pipelines.conversation import Conversation, Message, parse_row
-from eagle_mlx.data_pipelines.domains import DOMAINS, Domain, choose_domains
+from eagle_mlx.data_pipelines.domains import DOMAINS, Domain, choose_domains, read_domains
 from eagle_mlx.data_pipelines.made import MakeConfig, MakeReport, steerable
 from eagle_mlx.data_pipelines.made_file import FREE_TRIES, TRIES_A_ROW, Limits, Selection, Wanted, make_to_file
 from eagle_mlx.data_pipelines.made_once import prompt_keys
@@ -311,6 +312,33 @@ def test_an_interrupted_capture_is_continued_to_the_row(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "s.jsonl", "shards", "straight"]
 
 
+def test_what_is_done_can_be_made_to_be_enough(
+    target: Target, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folder = tmp_path / "a.jsonl", tmp_path / "shards"
+    with monkeypatch.context() as patch:
+        interrupt_after(6, Stop, patch)
+        with pytest.raises(Stop):
+            make_to_file(capturing(target, 1), CONFIG, Wanted(rows=99), path, place=place_at(folder, target))
+    begun = max(json.loads(line.split(b"\t")[0])[0] for line in partial_path(path).read_bytes().splitlines()[1:])
+    enough = Limits(enough=lambda made, coming: True, first=False)
+    place = place_at(folder, target)
+    report = make_to_file(capturing(target, 1), CONFIG, Wanted(rows=99), path, place=place, limits=enough)
+    assert report.tries == begun + 1, "no other try was begun"
+    rows = path.read_bytes().splitlines()
+    assert 0 < len(rows) <= ROWS
+    assert rows == whole.splitlines()[: len(rows)]
+    reader = ShardReader(folder)
+    assert len(reader) == len(rows) - report.heldout
+    assert not list(tmp_path.glob("*.waiting")) + list(tmp_path.glob("*.partial"))
+
+
+def test_there_must_be_something_to_finish(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["make", "--target", str(tmp_path), "--rows", "6", "--output", str(tmp_path / "a.jsonl"), "--finish"]
+    assert cli.main(argv) == 2
+    assert "a.jsonl.partial to finish; leave --finish out" in capsys.readouterr().err
+
+
 def test_what_waits_and_is_lost_is_made_again(
     target: Target, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,9 +473,68 @@ def test_domains_that_a_template_cannot_steer_to_are_left_out() -> None:
         "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
         "<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
     )
-    assert [domain.name for domain in steerable(tokenizer, DOMAINS, "M")] == ["any"]
+    plain, opened = Domain("any", 1.0), Domain("facts", 2.0, "facts", ("Who", "When"))
+    assert steerable(tokenizer, (plain, Domain("code", 1.0, "code"), opened), "M") == (
+        plain,
+        replace(opened, system=""),
+    )
     with pytest.raises(TargetError, match="no system"):
         steerable(tokenizer, (Domain("code", 1.0, "code"),), "M")
+
+
+def test_a_first_turn_begins_with_one_of_the_openings(target: Target, tmp_path: Path) -> None:
+    openings = ("Who wrote", "Translate into English:", "Anna has 3")
+    config = replace(CONFIG, domains=(Domain("begun", 1.0, "system words", openings), Domain("any", 1.0)))
+    make_to_file(Engine(target, max_batch=5), config, Wanted(rows=32), tmp_path / "own.jsonl")
+    rows = [json.loads(line)["messages"] for line in (tmp_path / "own.jsonl").read_text().splitlines()]
+    begun = [row for row in rows if row[0]["content"].startswith(openings)]
+    assert {o for o in openings for row in begun if row[0]["content"].startswith(o)} == set(openings)
+    assert 0 < len(begun) < len(rows)
+    assert all(row[0]["content"] not in openings for row in begun)
+    assert not any(m["content"].startswith(openings) for row in rows for m in row[1:])
+
+
+def test_an_opening_is_read_as_the_template_would_have_it() -> None:
+    tokenizer = tiny_target(0, tokenizer=True).tokenizer
+    assert tokenizer is not None
+    closed = find_user_place(tokenizer, [], "M", "Who wrote")
+    opened = find_user_place(tokenizer, [], "M")
+    whole = tokenizer.apply_chat_template([{"role": "user", "content": "Who wrote it?"}], tokenize=False)
+    before, words, _ = whole.partition("Who wrote")
+    assert tokenizer.decode(list(closed.tokens)) == before + words
+    assert (closed.stop_token_ids, closed.stop) == (opened.stop_token_ids, opened.stop)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "must hold domains"),
+        ("- code", "must hold domains"),
+        ("code: 2", "code: must have `weight: 2`"),
+        ("code: {weight: 0}", "code: a weight must be a number above 0"),
+        ("code: {weight: many}", "code: a weight must be a number above 0"),
+        ("code: {wait: 1}", "code: 'wait' is neither weight nor system nor openings"),
+        ("code: {system: [a]}", "code: system must be a text"),
+        ("code: {openings: Who}", "code: openings must be a list of texts"),
+        ("code: {openings: []}", "code: openings must be a list of texts"),
+        ("code: {openings: [3]}", "code: openings must be a list of texts"),
+        ("code: [", "cannot be read as YAML"),
+    ],
+)
+def test_a_file_of_domains_that_cannot_be_used_is_named(text: str, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"mine.yaml.*{re.escape(why)}"):
+        read_domains(file)
+
+
+def test_domains_of_ones_own(target: Target, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    with pytest.raises(ConfigError, match="there is no file of domains"):
+        read_domains(file)
+    file.write_text("trains:\n  weight: 3\n  openings: [When does]\nany: {}\n")
+    assert read_domains(file) == (Domain("trains", 3, openings=("When does",)), Domain("any", 1.0))
+    assert choose_domains(["trains=1"], file) == (Domain("trains", 1.0, openings=("When does",)),)
 
 
 @pytest.mark.parametrize(
