@@ -8,10 +8,11 @@ from .chat import Rendered, RenderReport, all_tokens, prompt_tokens, render, ren
 from .collect import capture
 from .conversation import Conversation, Message, parse_row
 from .filters import ReadReport
+from .growing_batch import FIRST_ROWS
 from .jsonl import write_jsonl
 from .made import MakeConfig, MakeReport, steerable
 from .made_file import Enough, Limits, Wanted, make_to_file
-from .made_once import BATCH, made_states, make_once, making_engine, prompt_keys
+from .made_once import made_states, make_once, making_engine, prompt_keys
 from .made_shards import ShardPlace
 from .made_text import beginning
 from .mapping import FieldMap
@@ -28,7 +29,7 @@ from .vocab import (
 )
 
 __all__ = [
-    "BATCH",
+    "FIRST_ROWS",
     "Conversation",
     "DataConfig",
     "Enough",

@@ -18,12 +18,10 @@ from eagle_mlx.shards import MANIFEST, ShardReader
 from eagle_mlx.target import Target
 
 from .conversation import Conversation, parse_row
+from .growing_batch import FIRST_ROWS, let_grow
 from .made import MakeConfig, MakeReport
 from .made_file import Wanted, made_from, make_to_file, settings_of
 from .made_shards import ShardPlace
-
-BATCH = 32
-"""Conversations that are made at once."""
 
 
 def make_once(
@@ -53,12 +51,14 @@ def make_once(
 def making_engine(target: Target, place: ShardPlace | None = None, head: DraftHead | None = None) -> Engine:
     """An engine for `make_to_file`; with a `place` it keeps the hidden states that are to go there.
 
-    Where a `head` drafts, it does so as much as pays, and the text is the same.
+    As many conversations are made at once as pay. Where a `head` drafts, it does so as much as pays, and the text is
+    the same.
     """
     drafts = HeadProposer(head) if head is not None else None
     policy = ThroughputPolicy(MOST_TOKENS) if drafts is not None else FixedPolicy(0)
     layers = (*place.meta.aux_layers, target.num_layers - 1) if place is not None else ()
-    return Engine(target, CapturingProposer(layers, drafts) if layers else drafts, policy, max_batch=BATCH)
+    proposer = CapturingProposer(layers, drafts) if layers else drafts
+    return let_grow(Engine(target, proposer, policy, max_batch=FIRST_ROWS))
 
 
 def prompt_keys(file: Path) -> set[int]:

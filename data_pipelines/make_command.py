@@ -17,7 +17,6 @@ from .domains import DOMAINS, FILE, choose_domains
 from .jsonl import check_new
 from .made import MakeConfig, steerable
 from .made_file import Limits, Wanted, make_to_file
-from .made_once import BATCH
 from .made_shards import ShardPlace
 from .made_text import beginning
 from .options import add_drafting, add_target, aux_layers_of, engine_of, positive, tokenizer_of
@@ -74,7 +73,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     part.add_argument("--overwrite", action="store_true", help="replace an output that exists")
     part.add_argument("--finish", action="store_true", help="make no more: what an interrupted command did is enough")
     _add_writing(part, default)
-    add_drafting(part, batch=BATCH)
+    add_drafting(part)
     part.add_argument(
         "--capture", type=Path, metavar="DIR", help="folder of shards to make too: the states of these very forwards"
     )

@@ -15,8 +15,9 @@ from eagle_mlx.formats import load_head
 from eagle_mlx.head_check import head_warning
 from eagle_mlx.heads.eagle3 import default_aux_layers
 from eagle_mlx.heads.precision import quantize_for
-from eagle_mlx.policy import FixedPolicy, ThroughputPolicy
+from eagle_mlx.policy import FixedPolicy, Policy, ThroughputPolicy
 from eagle_mlx.policy.throughput import MOST_TOKENS
+from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.capturing import CapturingProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.target import Target
@@ -24,6 +25,7 @@ from eagle_mlx.target_options import add_target_arguments
 
 from .conversation import Conversation
 from .filters import Dedupe, ReadReport
+from .growing_batch import FIRST_ROWS, MOST_ROWS, let_grow
 from .sources import SPLITS, DataConfig, read_conversations
 
 _SPLIT_HELP = (
@@ -75,9 +77,14 @@ def add_choice(parser: argparse.ArgumentParser, split: str | None) -> None:
     )
 
 
-def add_drafting(parser: argparse.ArgumentParser, batch: int) -> None:
+def add_drafting(parser: argparse.ArgumentParser) -> None:
     """How many decode at once, and what drafts for them."""
-    parser.add_argument("--batch", type=positive, default=batch, metavar="N", help="made at once (%(default)s)")
+    parser.add_argument(
+        "--batch",
+        type=positive,
+        metavar="N",
+        help=f"made at once (default: {FIRST_ROWS}, doubled while that makes more tokens a second, up to {MOST_ROWS})",
+    )
     parser.add_argument("--head", metavar="DIR_OR_ID", help="a draft head of the target: the same text, sooner")
     parser.add_argument(
         "--num-speculative-tokens",
@@ -95,18 +102,22 @@ def engine_of(args: argparse.Namespace, target: Target, captured: Sequence[int] 
     """
     if args.num_speculative_tokens < 0:
         raise ConfigError(f"--num-speculative-tokens must be at least 0; got {args.num_speculative_tokens}")
+    proposer, policy = _drafting(args, target)
+    if captured:
+        proposer = CapturingProposer(captured, proposer)
+    engine = Engine(target, proposer, policy, max_batch=args.batch or FIRST_ROWS)
+    return engine if args.batch else let_grow(engine)
+
+
+def _drafting(args: argparse.Namespace, target: Target) -> tuple[Proposer | None, Policy]:
     if args.head is None or args.num_speculative_tokens == 0:
-        if captured:
-            return Engine(target, CapturingProposer(captured), FixedPolicy(0), max_batch=args.batch)
-        return Engine(target, max_batch=args.batch)
+        return None, FixedPolicy(0)
     head = load_head(args.head, target)
     quantize_for(head, target)
     said = head_warning(head, target)
     if said is not None:
         print(f"warning: {said}", file=sys.stderr)
-    drafts = HeadProposer(head)
-    proposer = CapturingProposer(captured, drafts) if captured else drafts
-    return Engine(target, proposer, ThroughputPolicy(args.num_speculative_tokens), max_batch=args.batch)
+    return HeadProposer(head), ThroughputPolicy(args.num_speculative_tokens)
 
 
 def data_config(args: argparse.Namespace, limit: int | None = None) -> DataConfig:

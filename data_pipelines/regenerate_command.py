@@ -44,7 +44,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     part.add_argument("--top-k", type=int, default=defaults.top_k, help="%(default)s; 0 keeps all")
     part.add_argument("--top-p", type=float, default=defaults.top_p, help="%(default)s; 1 keeps all")
     part.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of one answer (%(default)s)")
-    add_drafting(part, batch=8)
+    add_drafting(part)
     part.add_argument(
         "--system",
         action="append",

@@ -75,7 +75,7 @@ def _short_turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Random models loop when they are greedy, up to the end of a turn. Heads are registered for this file alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(portions, "MakeConfig", SHORT)
-        patch.setattr(made_once, "BATCH", 8)  # so that portions are larger than what is under way
+        patch.setattr(made_once, "FIRST_ROWS", 8)  # so that portions are larger than what is under way
         patch.setattr(loop, "write_plots", _touch)
         patch.setenv("EAGLE_MLX_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from eagle_mlx.data_pipelines import BATCH
+from eagle_mlx.data_pipelines import FIRST_ROWS
 from eagle_mlx.errors import ConfigError
 
 from ..config import TrainConfig
@@ -55,14 +55,15 @@ def rates_of(target: TargetShape, head: HeadShape, config: TrainConfig, work: fl
     """Tokens a second made and learnt, without a head that drafts.
 
     `work` are operations a second in products of matrices, `read` bytes a second that a product with one vector reads.
-    A forward reads all weights once for all that decode at once, or computes as long as that takes.
+    A forward reads all weights once for all that decode at once, or computes as long as that takes. It is that of the
+    first rows; where more pay, the run finds out.
     """
-    computed = estimate.hours(2 * BATCH * (target.used + target.hidden_size * target.vocab_size), work) * 3600
+    computed = estimate.hours(2 * FIRST_ROWS * (target.used + target.hidden_size * target.vocab_size), work) * 3600
     forward = max(target.weights / read, computed)
     captured = 2 * target.used * _TOKENS
     learning = estimate.work_of(target, head, config, _TOKENS, online=False) - captured
     a_token = estimate.hours(learning, work) * 3600 / (_TOKENS * config.optimization.epochs)
-    return Rates(BATCH / forward, 1 / a_token)
+    return Rates(FIRST_ROWS / forward, 1 / a_token)
 
 
 def outlook(total: float, passes: int, rates: Rates) -> Outlook:

@@ -1,0 +1,93 @@
+"""τ by length of context: the same questions behind more and more text.
+
+    python benchmarks/context.py --target out/real/smollm2-135m-instruct \
+      --head checkpoints/smollm2-135m-instruct --prompts question.jsonl --filler 0 512 2000 6000
+
+Each prompt is read once, and decoded once with chains of a fixed depth. That the text is the target's own is for
+`eagle-bench --filler` to show, which compares speeds too, and reads each prompt several times for it. Only the first
+turn of a question is asked. Continuations that loop are left out and counted. The last lines compare the questions that
+loop at no length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import eagle_mlx as em
+from eagle_mlx.decoding.loops import is_loop
+from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.serve.bench.filler import behind_filler
+from eagle_mlx.serve.questions import Question, read_questions
+from eagle_mlx.target import Target
+
+
+def main() -> None:
+    args = _arguments()
+    target = em.load_target(args.target)
+    head = em.load_head(args.head, target)
+    if args.window:
+        if not isinstance(head, Eagle3Head):
+            raise SystemExit("--window is for EAGLE-3 heads")
+        head.config = dataclasses.replace(head.config, windows=(args.window,) * head.config.num_hidden_layers)
+    questions = read_questions(args.prompts, args.limit)
+    found = {}
+    for tokens in args.filler:
+        asked = behind_filler(questions, target, tokens) if tokens else questions
+        found[tokens] = decode(target, head, asked, args)
+        print(line(tokens, found[tokens]), flush=True)
+    kept = [index for index in range(len(questions)) if not any(each[index]["loops"] for each in found.values())]
+    print(f"\nthe {len(kept)} of {len(questions)} questions that loop nowhere:")
+    for tokens, outputs in found.items():
+        print(line(tokens, [outputs[index] for index in kept]))
+    if args.json:
+        args.json.write_text(json.dumps({"questions": len(questions), "kept": kept, "by_filler": found}, indent=1))
+
+
+def decode(target: Target, head: Any, questions: Sequence[Question], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What came of each question: tokens of the prompt, tokens written, rounds, and whether they loop."""
+    engine = em.Engine(target, em.HeadProposer(head), em.FixedPolicy(args.depth), max_batch=args.batch)
+    prompts = [question.encode(target, [], args.max_tokens) for question in questions]
+    outputs = engine.generate(prompts, em.SamplingParams(max_tokens=args.max_tokens), progress=True)
+    return [
+        {
+            "context": len(prompt),
+            "tokens": len(output.tokens),
+            "rounds": output.rounds,
+            "loops": is_loop(output.tokens),
+        }
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+
+
+def line(filler: int, outputs: Sequence[dict[str, Any]]) -> str:
+    told = [each for each in outputs if not each["loops"]]
+    tokens, rounds = sum(each["tokens"] for each in told), sum(each["rounds"] for each in told)
+    mean = sum(each["context"] for each in outputs) / max(1, len(outputs))
+    return (
+        f"{filler:6,} tokens of text, {mean:6,.0f} of prompt on average: τ {tokens / max(1, rounds):.3f} over "
+        f"{len(told)} continuations of {tokens:,} tokens, {len(outputs) - len(told)} left out as loops"
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="folder or hub id of the model")
+    parser.add_argument("--head", required=True, help="folder or hub id of its head")
+    parser.add_argument("--prompts", type=Path, required=True, help="jsonl, as for eagle-bench")
+    parser.add_argument("--filler", type=int, nargs="+", default=[0, 512, 2000, 6000], help="tokens of text before it")
+    parser.add_argument("--limit", type=int, default=26, help="questions, evenly of all categories (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="of a continuation (%(default)s)")
+    parser.add_argument("--depth", type=int, default=4, help="of the chains (%(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help="rows at once; τ does not depend on it (%(default)s)")
+    parser.add_argument("--window", type=int, default=0, help="let the head's attention see so many positions alone")
+    parser.add_argument("--json", type=Path, help="write all counts")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
