@@ -50,7 +50,7 @@ def test_what_is_wrong_with_a_file_is_said_of_the_file(tmp_path: Path, line: str
         ({"optimizer": "sgd"}, "--optimizer must be one of adamw, muon"),
         ({"aux_layers": ["a"]}, "--aux-layers must be a list, each a whole number"),
         ({"rows": 0}, "--rows must be at least 1"),
-        ({"muon_lr": 0.0}, "--muon-lr must be above 0"),
+        ({"muon_lr": -0.1}, "--muon-lr must not be negative"),
         ({"limit": -1}, "--limit must not be negative"),
         ({"decay": 1.5}, "--decay must be between 0 and 1"),
         ({"length": 6, "unroll": 7}, "--length 6 leaves no room"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,7 +22,7 @@ from eagle_mlx.train.data.batches import Batches, Rows
 from eagle_mlx.train.data.samples import InMemory, Tokens
 from eagle_mlx.train.kinds.initial import check_shape, head_config, new_head
 from eagle_mlx.train.step.batch_plan import make_plan
-from eagle_mlx.train.step.optimizers import is_inner_matrix
+from eagle_mlx.train.step.optimizers import Optimizers, is_inner_matrix
 from eagle_mlx.train.step.step import Stepper, part_arrays, part_loss
 from tests.fakes import tiny_head, tiny_target
 from tests.full import in_full, some
@@ -159,6 +160,24 @@ def test_muon_is_for_the_inner_matrices(target: Target) -> None:
         *(f"midlayer.self_attn.{n}_proj.weight" for n in "qkvo"),
         *(f"midlayer.mlp.{n}_proj.weight" for n in ("gate", "up", "down")),
     }
+
+
+@pytest.mark.parametrize("shape", [(8, 64), (64, 8), (32, 32)])
+def test_steps_of_muon_are_as_large_as_those_of_adamw(shape: tuple[int, int]) -> None:
+    rng = np.random.default_rng(0)
+    gradient = {"fc": {"weight": mx.array(rng.normal(size=shape), mx.float32)}}
+    start = {"fc": {"weight": mx.zeros(shape)}}
+
+    def first_step(**settings: Any) -> float:
+        optimizers = Optimizers(TrainConfig.of(lr=1e-3, **settings).optimization, start)
+        moved = optimizers.together.apply_gradients(gradient, start)["fc"]["weight"]
+        return float(mx.sqrt(mx.mean(moved * moved)).item())
+
+    # An orthogonal matrix [A, B] has a mean square of 1 / max(A, B); five Newton-Schulz steps come near one.
+    assert first_step(optimizer="muon") == pytest.approx(0.2e-3, rel=0.25)
+    assert first_step(optimizer="muon", muon_lr=0.02) == pytest.approx(
+        0.02 * max(1, shape[0] / shape[1]) ** 0.5 / max(shape) ** 0.5, rel=0.25
+    )
 
 
 def test_layers_that_the_target_lacks(target: Target) -> None:

@@ -38,6 +38,7 @@ def test_metrics_are_lines_of_json(tmp_path: Path) -> None:
     ("settings", "rates"),
     [
         ({"lr": 1e-3}, {"learning_rate": 5e-4}),
+        ({"lr": 1e-3, "optimizer": "muon"}, {"learning_rate": 5e-4}),
         ({"lr": 1e-3, "optimizer": "muon", "muon_lr": 0.02}, {"learning_rate": 5e-4, "muon_learning_rate": 0.01}),
     ],
 )

@@ -194,7 +194,11 @@ class OptimizationConfig(Group):
         "peak learning rate of AdamW; 0 for one that follows the target's width: 1e-4 at 4,096, twice that at half",
         NOT_NEGATIVE,
     )
-    muon_lr: float = setting(0.02, "peak learning rate of Muon", ABOVE_0)
+    muon_lr: float = setting(
+        0.0,
+        "peak learning rate of Muon as its author has it; 0 for steps as large as AdamW's at --lr, whatever the shape",
+        NOT_NEGATIVE,
+    )
     warmup: float = setting(0.015, "share of the run over which the learning rate rises", SHARE)
     final_lr: float = setting(0.0, "share of the peak learning rate at which the cosine ends", SHARE)
     weight_decay: float = setting(0.0, "weight decay of AdamW", NOT_NEGATIVE)

@@ -64,9 +64,10 @@ class Tracker:
         factor = values.get("learning_rate_factor")
         if factor is None:
             return {}
-        rates = {"learning_rate": self._config.optimization.lr * factor}
-        if self._config.optimization.optimizer == "muon":
-            rates["muon_learning_rate"] = self._config.optimization.muon_lr * factor
+        optimization = self._config.optimization
+        rates = {"learning_rate": optimization.lr * factor}
+        if optimization.optimizer == "muon" and optimization.muon_lr:
+            rates["muon_learning_rate"] = optimization.muon_lr * factor
         return rates
 
     def __enter__(self) -> Self:

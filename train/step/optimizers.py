@@ -13,6 +13,9 @@ from eagle_mlx.errors import CheckpointError
 from ..config import OptimizationConfig
 
 BETAS = [0.9, 0.95]
+_AS_ADAMW = 0.2
+"""The root mean square of AdamW's steps, in learning rates: Liu et al. 2025, "Muon is Scalable for LLM Training",
+arXiv 2502.16982, section 2.2. speculators scales its Muon so."""
 
 
 class Optimizers:
@@ -74,7 +77,25 @@ def make_optimizers(config: OptimizationConfig) -> dict[optim.Optimizer, float]:
 
     if config.optimizer == "adamw":
         return {adamw(): config.lr, adamw(): config.lr}
-    return {optim.Muon(config.muon_lr, weight_decay=0.0): config.muon_lr, adamw(): config.lr}
+    if config.muon_lr:
+        return {optim.Muon(config.muon_lr, weight_decay=0.0): config.muon_lr, adamw(): config.lr}
+    return {MatchedMuon(config.lr, weight_decay=0.0): config.lr, adamw(): config.lr}
+
+
+class MatchedMuon(optim.Muon):
+    """Muon whose steps are as large as AdamW's at the same learning rate, whatever a matrix's shape."""
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
+        """The parameter [A, B] after a step of `_AS_ADAMW * sqrt(max(A, B))` learning rates along an orthogonal one."""
+        rows, columns = gradient.shape
+        by_mlx = max(1.0, rows / columns) ** 0.5
+        rate = self.learning_rate
+        self.learning_rate = rate * (_AS_ADAMW * max(rows, columns) ** 0.5 / by_mlx)
+        try:
+            moved: mx.array = super().apply_single(gradient, parameter, state)
+        finally:
+            self.learning_rate = rate
+        return moved
 
 
 def is_inner_matrix(path: str, weight: Any) -> bool:
