@@ -12,7 +12,6 @@ loop at no length.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 
 import eagle_mlx as em
 from eagle_mlx.decoding.loops import is_loop
-from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.serve.bench.filler import behind_filler
 from eagle_mlx.serve.questions import Question, read_questions
 from eagle_mlx.target import Target
@@ -30,10 +28,6 @@ def main() -> None:
     args = _arguments()
     target = em.load_target(args.target)
     head = em.load_head(args.head, target)
-    if args.window:
-        if not isinstance(head, Eagle3Head):
-            raise SystemExit("--window is for EAGLE-3 heads")
-        head.config = dataclasses.replace(head.config, windows=(args.window,) * head.config.num_hidden_layers)
     questions = read_questions(args.prompts, args.limit)
     found = {}
     for tokens in args.filler:
@@ -84,7 +78,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64, help="of a continuation (%(default)s)")
     parser.add_argument("--depth", type=int, default=4, help="of the chains (%(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="rows at once; τ does not depend on it (%(default)s)")
-    parser.add_argument("--window", type=int, default=0, help="let the head's attention see so many positions alone")
     parser.add_argument("--json", type=Path, help="write all counts")
     return parser.parse_args()
 
