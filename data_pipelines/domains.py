@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.files import read_yaml
 
 from .conversation import Message
 
@@ -20,7 +19,7 @@ FILE = Path(__file__).parent / "domains.yaml"
 
 @dataclass(frozen=True)
 class Domain:
-    """A kind of conversation. Raises ConfigError, when it is made, for what cannot be one."""
+    """A kind of conversation. Raises ConfigError, when it is made, for a weight that cannot be."""
 
     name: str
     weight: float
@@ -39,10 +38,6 @@ class Domain:
         weight = self.weight
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
             raise ConfigError(f"{self.name}: a weight must be a number above 0, such as 2, not {weight!r}")
-        if not isinstance(self.system, str):
-            raise ConfigError(f"{self.name}: system must be a text, not {self.system!r}")
-        if not self.openings or not all(isinstance(opening, str) for opening in self.openings):
-            raise ConfigError(f"{self.name}: openings must be a list of texts, not {list(self.openings)!r}")
 
 
 def read_domains(file: Path) -> tuple[Domain, ...]:
@@ -50,12 +45,7 @@ def read_domains(file: Path) -> tuple[Domain, ...]:
 
     Raises ConfigError, naming the file and the domain, for what cannot be used.
     """
-    try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as e:
-        raise ConfigError(f"there is no file of domains {file}") from e
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise ConfigError(f"{file} cannot be read as YAML: {e}") from e
+    found = read_yaml(file, "file of domains")
     if not isinstance(found, dict) or not found:
         raise ConfigError(f"{file} must hold domains, each with a weight under its name; see {FILE}")
     try:
@@ -78,7 +68,7 @@ def choose_domains(wishes: Sequence[str], file: Path = FILE) -> tuple[Domain, ..
         found = next((domain for domain in domains if domain.name == name), None)
         if found is None:
             raise ConfigError(f"--domain {wish}: the domains are {', '.join(domain.name for domain in domains)}")
-        chosen[name] = replace(found, weight=_weight(wish, weight)) if given else found
+        chosen[name] = _weighed(found, wish, weight) if given else found
     return tuple(chosen.values())
 
 
@@ -87,20 +77,19 @@ def _domain(name: str, entry: Any) -> Domain:
         raise ConfigError(f"{name}: must have `weight: 2` or the like under it, not {entry!r}")
     if unknown := [key for key in entry if key not in ("weight", "system", "openings")]:
         raise ConfigError(f"{name}: {unknown[0]!r} is neither weight nor system nor openings")
-    openings = entry.get("openings", [""])
-    if not isinstance(openings, list):
+    system, openings = entry.get("system", ""), entry.get("openings", [""])
+    if not isinstance(system, str):
+        raise ConfigError(f"{name}: system must be a text, not {system!r}")
+    if not (isinstance(openings, list) and openings and all(isinstance(opening, str) for opening in openings)):
         raise ConfigError(f"{name}: openings must be a list of texts, not {openings!r}")
-    return Domain(name, entry.get("weight", 1.0), entry.get("system", ""), tuple(openings))
+    return Domain(name, entry.get("weight", 1.0), system, tuple(openings))
 
 
-def _weight(wish: str, text: str) -> float:
+def _weighed(domain: Domain, wish: str, weight: str) -> Domain:
     try:
-        weight = float(text)
-    except ValueError:
-        weight = 0.0
-    if not 0 < weight < math.inf:
-        raise ConfigError(f"--domain {wish}: a weight must be a number above 0, such as code=2")
-    return weight
+        return replace(domain, weight=float(weight))
+    except (ValueError, ConfigError) as e:
+        raise ConfigError(f"--domain {wish}: a weight must be a number above 0, such as code=2") from e
 
 
 DOMAINS = read_domains(FILE)

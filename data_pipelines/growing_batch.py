@@ -8,12 +8,13 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.plan import RoundResult
 
 FIRST_ROWS = 32
-"""Rows at the beginning."""
+"""A beginning that fits small machines: 32 conversations of 500 tokens take 2.4 GB with a model of 8 billion parameters
+(36 layers, 8 heads of 128, 16 bits)."""
 MOST_ROWS = 256
 """Logits of so many rows take 150 MB where a vocabulary has 150,000 tokens. Keys and values have a limit of their own
 (`kv_bytes` of `Engine`)."""
 _ROUNDS = 64
-"""Rounds over which a number of rows is timed."""
+"""Rounds over which a number of rows is timed: a minute of a slow CPU, so that no single pause decides."""
 _WORTH = 1.1
 """What twice the rows must give: less may be chance, and more rows take more memory."""
 

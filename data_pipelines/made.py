@@ -198,6 +198,11 @@ class Attempt:
         """The user's turns that are complete with their answers."""
         return self.kept // 2
 
+    @property
+    def begun(self) -> str:
+        """What the user's next turn begins with."""
+        return "" if self.messages else self.opening
+
     def under(self, system: str) -> list[Message]:
         return [Message("system", system), *self.messages] if system else list(self.messages)
 
@@ -301,7 +306,7 @@ class ConversationWriter:
         return [*mask, *([0] * (len(prompt) - len(mask)))]
 
     def _asked(self, attempt: Attempt, request: Request, output: Output, said: list[int]) -> bool:
-        text = (self._opening(attempt) + output.text).strip()
+        text = (attempt.begun + output.text).strip()
         why = why_no_question(text, said, output.finish_reason == "stop", self._special)
         if why is None and not output.text.strip():  # an opening alone
             why = "short"
@@ -337,12 +342,7 @@ class ConversationWriter:
 
     def _place(self, attempt: Attempt) -> UserPlace:
         said = attempt.under(attempt.domain.system)
-        return find_user_place(self.tokenizer, said, self.engine.target.name, self._opening(attempt))
-
-    @staticmethod
-    def _opening(attempt: Attempt) -> str:
-        """What the user's turn begins with."""
-        return "" if attempt.messages else attempt.opening
+        return find_user_place(self.tokenizer, said, self.engine.target.name, attempt.begun)
 
 
 def captured(engine: Engine, capture: CapturingProposer, request: Request, mask: list[int], number: int) -> Sample:

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.files import read_yaml
 
 from .groups import TrainConfig, find
 
@@ -42,12 +41,7 @@ def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as e:
-        raise ConfigError(f"there is no config file {file}") from e
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise ConfigError(f"{file} cannot be read as YAML: {e}") from e
+    values = read_yaml(file, "config file")
     if values is None:
         return {}
     if not isinstance(values, dict):

@@ -91,10 +91,8 @@ class MatchedMuon(optim.Muon):
         by_mlx = max(1.0, rows / columns) ** 0.5
         rate = self.learning_rate
         self.learning_rate = rate * (_AS_ADAMW * max(rows, columns) ** 0.5 / by_mlx)
-        try:
-            moved: mx.array = super().apply_single(gradient, parameter, state)
-        finally:
-            self.learning_rate = rate
+        moved: mx.array = super().apply_single(gradient, parameter, state)
+        self.learning_rate = rate
         return moved
 
 
