@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.files import read_yaml
+from eagle_mlx.yaml_files import read_yaml
 
 from .conversation import Message
 

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, or that one process writes at a time; YAML that users write."""
+"""Files and folders that are there whole or not at all, or that one process writes at a time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from eagle_mlx.errors import ConfigError, OutputError
+from eagle_mlx.errors import OutputError
 
 PART = ".part"
 """The end of a file's name while it is being written."""
@@ -31,16 +28,6 @@ def cache_folder() -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle-mlx"
     except RuntimeError:
         return Path(os.devnull)
-
-
-def read_yaml(file: Path, what: str) -> Any:
-    """What a YAML file holds. Raises ConfigError, which says `what` it was to be, where it cannot be read."""
-    try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as e:
-        raise ConfigError(f"there is no {what} {file}") from e
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise ConfigError(f"{file} cannot be read as YAML: {e}") from e
 
 
 def write_whole(path: Path, data: bytes, part: Path | None = None) -> None:

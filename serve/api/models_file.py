@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
 from eagle_mlx import hub
 from eagle_mlx.errors import ConfigError, EagleError
+from eagle_mlx.yaml_files import read_yaml
 
 from ..speculation import AUTO, NO_HEAD
 from .loader import LoadConfig
@@ -39,12 +38,7 @@ def read_models(file: Path) -> dict[str, LoadConfig]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    try:
-        entries = yaml.load(file.read_text(encoding="utf-8"), _Loader)
-    except FileNotFoundError as e:
-        raise ConfigError(f"there is no file {file}; --models wants a YAML file of models") from e
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as e:
-        raise ConfigError(f"{file} cannot be read as YAML: {' '.join(str(e).split())}") from e
+    entries = read_yaml(file, "file of models")
     if not isinstance(entries, dict):
         raise ConfigError(f"{file} must hold models as `name: {{target: folder or hub id}}`")
     for name in entries:
@@ -134,24 +128,3 @@ def _keys(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
         for flag in action.option_strings[: 1 if negated else None]:
             names[flag.removeprefix("--")] = action
     return names
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which no key may be there twice."""
-
-
-def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[Hashable] = set()
-    for key, _ in node.value:
-        name = loader.construct_object(key, deep=True)
-        if isinstance(name, Hashable) and name in seen:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"{name!r} is there twice; give each name once", key.start_mark
-            )
-        if isinstance(name, Hashable):
-            seen.add(name)
-    loader.flatten_mapping(node)
-    return loader.construct_mapping(node, deep=True)
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)

@@ -70,7 +70,14 @@ def test_values_that_cannot_be_used(values: dict[str, Any], message: str) -> Non
         from_mapping(values)
 
 
-@pytest.mark.parametrize(("text", "message"), [("a: [", "cannot be read as YAML"), ("- a\n- b", "must hold settings")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "cannot be read as YAML"),
+        ("- a\n- b", "must hold settings"),
+        ("lr: 1e-3\nrows: 2\nlr: 2e-3", "c.yaml.*'lr' is there twice; give each name once"),
+    ],
+)
 def test_yaml_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(text)

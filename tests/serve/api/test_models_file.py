@@ -103,7 +103,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, said: str, capsys: py
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--models", "nowhere.yaml"], "there is no file nowhere.yaml"),
+        (["--models", "nowhere.yaml"], "there is no file of models nowhere.yaml"),
         (["--memory-gb", "1"], "--memory-gb is for several models"),
         (["--models", "FILE", "--head", "org/h"], "--head belongs to a model: write it in "),
         (["--models", "FILE", "--served-model-name", "x"], "--served-model-name belongs to a model"),
