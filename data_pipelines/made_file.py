@@ -37,10 +37,16 @@ class Wanted:
     rows: int = 0
     tokens: int = 0
     """Of whole conversations, template included; the one that reaches the number is the last."""
+    heldout: int = 0
+    """Conversations of the held-out side among them: more are made until there are as many."""
 
     def __post_init__(self) -> None:
         if (self.rows > 0) == (self.tokens > 0) or min(self.rows, self.tokens) < 0:
             raise ConfigError("say how much is wanted: --rows N or --tokens N")
+
+    def reached(self, rows: float, tokens: float, heldout: int) -> bool:
+        """Whether there are as many."""
+        return (rows >= self.rows if self.rows else tokens >= self.tokens) and heldout >= self.heldout
 
 
 Enough = Callable[[int, int], bool]
@@ -82,19 +88,23 @@ class Selection:
 
     @property
     def full(self) -> bool:
-        return self._reached(len(self.rows), self.report.tokens)
+        return self.wanted.reached(len(self.rows), self.report.tokens, self.report.heldout)
 
     @property
     def progress(self) -> int:
         """Rows or tokens so far, by which of them is wanted; some of what has ended may still be left out."""
-        rows, tokens = self.ended
+        rows, tokens, _ = self.ended
         return min(rows, self.wanted.rows) or min(tokens, self.wanted.tokens)
 
     @property
-    def ended(self) -> tuple[int, int]:
-        """Conversations and tokens so far, those not settled included."""
+    def ended(self) -> tuple[int, int, int]:
+        """Conversations, tokens and held-out conversations so far, those not settled included."""
         coming = [report for _, report, kept in self._ended.values() if kept]
-        return len(self.rows) + len(coming), self.report.tokens + sum(report.tokens for report in coming)
+        return (
+            len(self.rows) + len(coming),
+            self.report.tokens + sum(report.tokens for report in coming),
+            self.report.heldout + sum(report.heldout for report in coming),
+        )
 
     def add(self, number: int, key: int, counts: tuple[int, ...], kept: bool) -> None:
         """A try has ended. Raises DataError where so many have failed that no end is in sight."""
@@ -104,21 +114,18 @@ class Selection:
 
     def promising(self, running: int) -> bool:
         """Whether what has ended, and what runs by the share that is usable, is probably enough."""
-        rows, tokens = self.ended
-        return self._reached(rows + running * self._usable, tokens + self.coming(running))
+        rows, tokens, heldout = self.ended
+        return self.wanted.reached(rows + running * self._usable, tokens + self.coming(running), heldout)
 
     def coming(self, running: int) -> int:
         """Tokens to be expected of so many tries, as those that have ended were."""
-        rows, tokens = self.ended
+        rows, tokens, _ = self.ended
         return round(running * self._usable * tokens / max(1, rows))
 
     @property
     def _usable(self) -> float:
         """The share of tries that give a conversation."""
         return (1 + self.ended[0]) / (1 + self.settled + len(self._ended))
-
-    def _reached(self, rows: float, tokens: float) -> bool:
-        return rows >= self.wanted.rows if self.wanted.rows else tokens >= self.wanted.tokens
 
     def _settle(self, key: int, report: MakeReport, kept: bool) -> None:
         if kept and key in self.seen:

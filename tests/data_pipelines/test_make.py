@@ -145,6 +145,19 @@ def test_tokens_end_it_at_the_row_that_reaches_them(target: Target, whole: bytes
     assert fewer.tokens < 150
 
 
+def test_more_is_made_until_there_are_as_many_on_the_held_out_side(target: Target, tmp_path: Path) -> None:
+    """Few conversations may all be on one side, and whoever learns from them needs some of the other."""
+    least, wished = make_to_file(Engine(target), CONFIG, Wanted(rows=1), tmp_path / "a.jsonl"), tmp_path / "b.jsonl"
+    assert least.heldout == 0
+    report = make_to_file(Engine(target), CONFIG, Wanted(rows=1, heldout=1), wished)
+    assert report.heldout == 1
+    rows = list(read_conversations(DataConfig((str(wished),), seed=None)))
+    assert [row.is_held_out for row in rows] == [*([False] * (len(rows) - 1)), True]  # it is the last that is needed
+    again = tmp_path / "c.jsonl"
+    make_to_file(Engine(target, max_batch=5), CONFIG, Wanted(rows=1, heldout=1), again)
+    assert again.read_bytes() == wished.read_bytes()
+
+
 def test_a_file_ends_where_there_is_enough(target: Target, whole: bytes, tmp_path: Path) -> None:
     """With what was under way, so that nothing begun is wasted; a first batch is begun in any case."""
     asked: list[tuple[int, int]] = []

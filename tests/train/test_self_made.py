@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from eagle_mlx.data_pipelines import MakeConfig, capture
-from eagle_mlx.data_pipelines.domains import choose_domains
 from eagle_mlx.data_pipelines.partial import PartialFile, partial_path
 from eagle_mlx.shards import Sample
 from eagle_mlx.target import load_target
@@ -42,10 +41,7 @@ SMALL = [
 def _short_turns() -> Iterator[None]:
     """Random models loop when they are greedy, up to the end of a turn."""
     with pytest.MonkeyPatch.context() as patch:
-        # Named, so that a further domain draws no other conversations; one of these is on the held-out side.
-        named = choose_domains(["any", "code", "mathematics", "writing", "knowledge", "everyday"])
-        short = partial(MakeConfig, domains=named, user_tokens=30, max_tokens=12)
-        patch.setattr(self_made, "MakeConfig", short)
+        patch.setattr(self_made, "MakeConfig", partial(MakeConfig, user_tokens=30, max_tokens=12))
         yield
 
 

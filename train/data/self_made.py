@@ -67,7 +67,8 @@ def _make(target: Target, config: TrainConfig, place: ShardPlace | None) -> None
 
 
 def _wanted(config: TrainConfig) -> Wanted:
-    return Wanted(tokens=config.data.self_tokens)
+    """With a conversation to measure acceptance on, whether or not this run does: the file is the same for all."""
+    return Wanted(tokens=config.data.self_tokens, heldout=1)
 
 
 def _place(target: Target, config: TrainConfig, head: object) -> ShardPlace:
