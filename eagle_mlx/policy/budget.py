@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 class RegretBudget:
     """The regret that is allowed against something better: a share of all time. Gains pay it back."""
@@ -14,8 +16,12 @@ class RegretBudget:
         """Whether so many seconds more may be lost, where `free` of all are not counted."""
         return self._lost + max(0.0, loss) <= self._share * self._spent + free
 
-    def record(self, seconds: float, better: float | None = None) -> None:
-        """A round took so long; where it is known to be worse, what would have taken `better` for as many tokens."""
+    def record(self, seconds: float, better: float | None = None, most: float = math.inf) -> None:
+        """A round took so long; where it is known to be worse, what would have taken `better` for as many tokens.
+
+        `most`: of what it loses only so much counts, with all that was lost before.
+        """
         self._spent += seconds
         if better is not None:
-            self._lost = max(0.0, self._lost + seconds - better)
+            lost = self._lost + seconds - better
+            self._lost = max(0.0, min(lost, max(most, self._lost)))

@@ -34,6 +34,9 @@ _FREE = 8
 """Plain rounds that drafting may lose before its share of the time counts: a quarter of a second on a Mac, once.
 
 A dozen refused drafts say little of those to come, and would keep a run plain for two thousand rounds (docs/log.md)."""
+_FREE_FIRST = 6
+"""Of these, what the first rounds of each kind may take: kernels that they compile, or a busy moment that they meet,
+must leave room for a second look."""
 _EVERY = 20
 """Rounds between two explorations, at least. Between two of the same plan they double each time."""
 _NEAR = 2
@@ -379,7 +382,9 @@ class ThroughputPolicy:
         """What drafting lost against plain decoding, and exploration against the best plan."""
         decision, seconds = self._decision, self._seconds(rows, plan, size)
         plain = self._seconds(rows, PLAIN, 0)
-        self._draft_budget.record(seconds, min(plain, seconds) * tokens if plan.depth else None)
+        is_first = decision.plan == decision.best == plan and self._count[plan] <= _FIRST
+        most = _FREE_FIRST * plain if is_first else math.inf
+        self._draft_budget.record(seconds, min(plain, seconds) * tokens if plan.depth else None, most)
         explored = decision.is_exploration and plan == decision.plan
         counts = explored and plan.depth
         self._exploration_budget.record(seconds, tokens / self._speed(rows, decision.best) if counts else None)

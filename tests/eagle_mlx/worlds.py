@@ -29,6 +29,8 @@ class World:
     noise: float = 0.02
     busy: float = 1.0
     """How much longer rounds take during every other 50 of them."""
+    compiling: int = 0
+    """Rounds at first in which drafts take eight times as long, as where kernels are compiled for them."""
     rounds: int = 0
     asked: int = 0
     """How often a policy was asked for a plan."""
@@ -43,6 +45,7 @@ class World:
             seconds = self.cost(rows, depth) * max(0.2, self.rng.normal(1, self.noise))
             seconds *= 20 if self.rng.random() < 0.01 else 1  # something else had the machine
             seconds *= self.busy if self.rounds // 50 % 2 else 1
+            seconds *= 8 if depth and self.rounds < self.compiling else 1
             self.rounds += 1
             policy.observe(result(plan, [depth] * rows, kept, seconds))
             depths.append(depth)
