@@ -35,8 +35,9 @@ _FREE = 8
 
 A dozen refused drafts say little of those to come, and would keep a run plain for two thousand rounds (docs/log.md)."""
 _FREE_FIRST = 6
-"""Of these, what the first rounds of each kind may take: kernels that they compile, or a busy moment that they meet,
-must leave room for a second look."""
+"""Of these, what the first rounds of each kind may take, so that a busy moment at first leaves room for a second look.
+
+Six to 7.75 do alike in simulation (docs/log.md)."""
 _EVERY = 20
 """Rounds between two explorations, at least. Between two of the same plan they double each time."""
 _NEAR = 2
