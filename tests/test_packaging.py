@@ -9,11 +9,13 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("eagle_mlx", "train", "serve", "data_pipelines")
@@ -48,6 +50,26 @@ def test_applications_are_mapped_into_the_package() -> None:
 
 def test_installed_version_is_the_projects() -> None:
     assert version("eagle-mlx") == PROJECT["project"]["version"]
+
+
+def oldest(requirements: list[str], environment: dict[str, str]) -> Version:
+    """Return the oldest MLX that these requirements allow in an environment. MLX must be among them."""
+    ours = [Requirement(each) for each in requirements]
+    mlx = [each for each in ours if each.name == "mlx" and (each.marker is None or each.marker.evaluate(environment))]
+    return max(Version(each.version) for one in mlx for each in one.specifier if each.operator == ">=")
+
+
+@pytest.mark.parametrize(
+    ("platform", "system", "extra", "ours"),
+    [("darwin", "Darwin", "", ""), ("linux", "Linux", "cpu", ""), ("linux", "Linux", "cuda13", "cuda")],
+)
+def test_14_no_mlx_is_allowed_that_is_older_than_mlx_lm_wants(
+    platform: str, system: str, extra: str, ours: str
+) -> None:
+    project = PROJECT["project"]
+    declared = project["optional-dependencies"][ours] if ours else project["dependencies"]
+    environment = {"sys_platform": platform, "platform_system": system, "extra": extra}
+    assert oldest(declared, environment) >= oldest(requires("mlx-lm") or [], environment)
 
 
 def test_changelog_speaks_of_this_version() -> None:
