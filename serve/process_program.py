@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +45,28 @@ class Program:
             return None, str(e)
 
     def fork(self) -> None:
-        """A copy of this process answers over a connection of its own, and first tells its id."""
-        handle = recv_handle(self.connection)
+        """Have a copy of this process answer over a connection of its own, which first tells its id.
+
+        Before that, this process confirms that it has received the connection. Raises RuntimeError if it has not: too
+        many files may be open.
+        """
+        with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
+            handles = socket.recv_fds(channel, 1, 1)[1]
+        if not handles:
+            raise RuntimeError("a fork's connection has not arrived")
+        given = Connection(handles[0])
+        with suppress(OSError):  # if nobody waits for the fork any more, it ends by itself
+            given.send(True)
         if os.fork():
-            os.close(handle)
+            given.close()
             return
         self.connection.close()
-        self.connection = Connection(handle)
+        self.connection = given
         if self.memory:
             _bound_memory(self.memory)
-        self.connection.send(os.getpid())
-        self.serve()
+        with suppress(BrokenPipeError):  # nobody asks any more
+            self.connection.send(os.getpid())
+            self.serve()
         os._exit(0)
 
 

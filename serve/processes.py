@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from inspect import getfile
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
 from pathlib import Path
 from threading import Lock
+from time import monotonic
 from typing import Any
 
 _PROGRAM = Path(__file__).with_name("process_program.py")
 _LAST_SECONDS = 10.0
 """The first process does nothing long but read the tokenizer, which takes a second."""
+_PARENT_SECONDS = 0.05
+"""While a fork has not begun, the time between two checks that the process that is to make it still lives."""
 
 
 class ProcessEnded(Exception):
@@ -29,17 +33,26 @@ class Process:
     """One process of the tree, which is killed, whatever it does, when nobody holds this or a fork of it."""
 
     def __init__(
-        self, connection: Connection, program: subprocess.Popen[bytes] | None = None, parent: Process | None = None
+        self,
+        connection: Connection,
+        program: subprocess.Popen[bytes] | None = None,
+        parent: Process | None = None,
+        sent: Sequence[Connection] = (),
     ):
-        """`program`: of the first process; the others are forks of it, or of each other."""
+        """Raise nothing; the process may have ended already.
+
+        `program`: the first process's. `parent` and `sent`: a fork's, with the end of its connection that was sent.
+        """
         self._connection, self._parent = connection, parent
-        self._forking = Lock()
+        self._sending = Lock()
+        self._sent = list(sent)
+        """Our copy of a fork's end, until that has arrived."""
         self._id = [program.pid] if program else []
         """Empty until a fork has sent it."""
         self._ending = (
             weakref.finalize(self, _close, connection, program)
             if program
-            else weakref.finalize(self, _kill, connection, self._id)
+            else weakref.finalize(self, _kill, connection, self._id, self._sent, parent)
         )
 
     @classmethod
@@ -57,41 +70,58 @@ class Process:
         return cls(ours, program)
 
     def fork(self) -> Process:
-        """A copy that goes its own way. Nothing is waited for. Raises ProcessEnded."""
+        """Return a copy of this process that goes its own way. Nothing is waited for. Raises ProcessEnded.
+
+        `multiprocessing.reduction.send_handle` is not used: on macOS it waits for a byte on this connection, and
+        another thread that reads here could take that byte.
+        """
         ours, its = Pipe()
-        with its, self._forking:
-            try:
+        try:
+            with self._sending, _socket_of(self._connection) as channel:
                 self._connection.send(("fork",))
-                send_handle(self._connection, its.fileno(), 0)
-            except OSError as e:
-                raise ProcessEnded from e
-        return Process(ours, parent=self)
+                socket.send_fds(channel, [b"f"], [its.fileno()])
+        except OSError as e:
+            its.close()
+            raise ProcessEnded from e
+        return Process(ours, parent=self, sent=[its])
 
     def ask(self, *question: Any) -> None:
         """A method's name and its arguments. Raises ProcessEnded."""
         try:
-            self._connection.send(question)
+            with self._sending:
+                self._connection.send(question)
         except OSError as e:
             raise ProcessEnded from e
 
     def answer(self, seconds: float) -> tuple[Any, str] | None:
-        """What the method gave, or why it gave nothing; None after so many seconds. Raises ProcessEnded."""
+        """What the method gave, or why it gave nothing; None after so many seconds. Raises ProcessEnded.
+
+        One thread at a time may call it; nothing else reads from the connection.
+        """
+        end = monotonic() + seconds
         try:
-            while self._connection.poll(seconds):
-                message = self._connection.recv()
-                if self._id:
-                    return message  # type: ignore[no-any-return]  # as the program's `answer` gives it
-                self._id.append(message)
+            while True:
+                left = max(0.0, end - monotonic())
+                if self._connection.poll(min(left, _PARENT_SECONDS) if self._sent else left):
+                    message = self._connection.recv()
+                    if self._id:
+                        return message  # type: ignore[no-any-return]  # as the program's `answer` gives it
+                    _begin(message, self._id, self._sent)
+                elif not _let_go(self._sent, self._parent) and not left:
+                    return None
         except (EOFError, OSError) as e:
             raise ProcessEnded from e
-        return None
 
     @property
     def alive(self) -> bool:
-        """Of a process that owes no answer."""
+        """Whether the process runs, or is still to be forked. Any thread may ask: nothing is read."""
+        _let_go(self._sent, self._parent)
         try:
-            return self.answer(0) is None
-        except ProcessEnded:
+            with _socket_of(self._connection) as channel:
+                return bool(channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
             return False
 
     def end(self) -> None:
@@ -105,12 +135,49 @@ def _close(connection: Connection, program: subprocess.Popen[bytes]) -> None:
     program.wait(_LAST_SECONDS)
 
 
-def _kill(connection: Connection, known: list[int]) -> None:
+def _kill(connection: Connection, known: list[int], sent: list[Connection], parent: Process | None) -> None:
     """Kill a fork, unless it has ended: another process might have its id by now."""
     with suppress(EOFError, OSError):
+        _let_go(sent, parent)
         while connection.poll(0 if known else 1):
             message = connection.recv()
-            known[:] = known or [message]
+            if not known:
+                _begin(message, known, sent)
         if known:
             os.kill(known[0], signal.SIGKILL)
+    _drop(sent)
     connection.close()
+
+
+def _begin(message: int, known: list[int], sent: list[Connection]) -> None:
+    """Take one of a fork's first two messages: True, its parent has received the connection; then its own id."""
+    if message is True:
+        _drop(sent)
+    else:
+        known.append(message)
+
+
+def _let_go(sent: list[Connection], parent: Process | None) -> bool:
+    """Return whether our copy of a fork's end was closed, because the process that was to make the fork is gone.
+
+    If the fork was not made, its connection ends with that.
+    """
+    if not sent or parent is None or parent.alive:
+        return False
+    _drop(sent)
+    return True
+
+
+def _drop(sent: list[Connection]) -> None:
+    """Close our copy of a fork's end, whichever thread does so first.
+
+    It is kept until it has arrived: macOS may shut down a descriptor that is closed on its way (nodejs/node#7512).
+    """
+    with suppress(IndexError):
+        while True:
+            sent.pop().close()
+
+
+def _socket_of(connection: Connection) -> socket.socket:
+    """Return a connection's socket, which the caller closes. Raises OSError if the connection is closed."""
+    return socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)

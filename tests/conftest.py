@@ -134,6 +134,20 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         mx.disable_compile()
 
 
+@pytest.fixture(params=[False, True], ids=["linux", "darwin"])
+def acknowledge(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Send descriptors as `multiprocessing` does on this system: on Darwin the receiver confirms each with a byte.
+
+    It holds here and in the processes that are started. What is tested must not depend on it.
+    """
+    on = bool(request.param)
+    setting = f"import multiprocessing.reduction\nmultiprocessing.reduction.ACKNOWLEDGE = {on}\n"
+    (tmp_path / "sitecustomize.py").write_text(setting, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("multiprocessing.reduction.ACKNOWLEDGE", on)
+    return on
+
+
 @pytest.fixture(scope="module")
 def hub_running() -> Iterator[Hub]:
     from tests import hub_server

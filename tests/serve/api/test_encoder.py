@@ -141,7 +141,7 @@ def exists(process: Process) -> bool:
 
 
 @pytest.fixture
-def forks(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
+def forks(acknowledge: bool, monkeypatch: pytest.MonkeyPatch) -> list[Process]:
     """The processes that have been forked."""
     made: list[Process] = []
     fork = Process.fork

@@ -103,7 +103,7 @@ def test_a_server_whose_threads_all_hang_ends_in_time(monkeypatch: pytest.Monkey
         sock.close()
 
 
-def test_no_process_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_is_left_behind(acknowledge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Process] = []
     fork, start = Process.fork, Process.start
     monkeypatch.setattr(Process, "fork", lambda self: started.append(fork(self)) or started[-1])  # type: ignore[func-returns-value]

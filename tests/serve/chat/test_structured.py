@@ -374,7 +374,7 @@ def test_a_row_that_meets_the_lexers_limit_leaves_the_grammar_as_it_was() -> Non
     assert begun.advance(tokenizer_of("plain").encode("red", add_special_tokens=False)[0])
 
 
-def test_processes_that_somebody_kills_are_started_anew() -> None:
+def test_processes_that_somebody_kills_are_started_anew(acknowledge: bool) -> None:
     grammars = Grammars.of(target_of("plain"))
     make = grammars.grammar(by_schema(SCHEMA))
     assert make is not None
@@ -387,7 +387,7 @@ def test_processes_that_somebody_kills_are_started_anew() -> None:
     assert allows(grammars.grammar(by_schema(SCHEMA)), ANSWER)
 
 
-def test_no_process_outlives_its_row_or_all_the_grammars() -> None:
+def test_no_process_outlives_its_row_or_all_the_grammars(acknowledge: bool) -> None:
     grammars = Grammars.of(target_of("plain"))
     make: Any = grammars.grammar(by_schema(SCHEMA))
     row: Any = fresh(make, tokenizer_of("plain").encode('{"name":', add_special_tokens=False))

@@ -1,0 +1,141 @@
+"""Processes that answer questions: forks of forks, many at once, as on Linux and as on macOS, and their deaths."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+
+from eagle_mlx.serve.processes import Process, ProcessEnded
+from tests.serve.counter import Counter
+
+SECONDS = 20.0
+"""Enough for an answer on any machine."""
+
+
+@pytest.fixture
+def first(acknowledge: bool) -> Iterator[Process]:
+    """The first process; all others are forks of it."""
+    process = Process.start(Counter)
+    yield process
+    process.end()
+
+
+def answer(of: Process, *question: Any) -> Any:
+    """Ask, and return what comes back. Raises ProcessEnded."""
+    of.ask(*question)
+    found = of.answer(SECONDS)
+    assert found is not None, f"no answer to {question[0]} within {SECONDS:g} s"
+    assert not found[1]
+    return found[0]
+
+
+def test_a_fork_begins_with_what_its_parent_holds_and_changes_its_own(first: Process) -> None:
+    assert answer(first, "add", 1) == 1
+    child = first.fork()
+    assert answer(child, "add", 10) == 11
+    grandchild = child.fork()
+    assert answer(grandchild, "add", 100) == 111
+    assert answer(first, "add", 1) == 2
+    assert answer(child, "add", 10) == 21
+    assert len({answer(each, "process") for each in (first, child, grandchild)}) == 3
+
+
+def test_11_who_looks_whether_a_process_lives_takes_nothing_from_who_forks_it(first: Process) -> None:
+    over = Event()
+
+    def look() -> None:
+        while not over.is_set():
+            assert first.alive
+
+    looking = Thread(target=look, daemon=True)
+    looking.start()
+    pool = ThreadPoolExecutor(2)
+    try:
+        asked = [pool.submit(lambda n=n: answer(first.fork(), "add", n)) for n in range(100)]
+        assert [each.result(timeout=SECONDS) for each in asked] == list(range(100))
+    finally:
+        over.set()
+        first.end()  # which also ends a fork that waits for a byte that somebody else took
+        looking.join(SECONDS)
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def test_11_a_process_with_an_answer_that_nobody_has_read_lives(first: Process) -> None:
+    first.ask("add", 5)
+    deadline = time.monotonic() + SECONDS
+    while (found := first.answer(0)) is None and time.monotonic() < deadline:
+        assert first.alive
+    assert found == (5, "")
+    first.ask("add", 5)
+    assert all(first.alive for _ in range(100))
+    assert first.answer(SECONDS) == (10, "")
+
+
+def descriptors() -> int:
+    """Return how many descriptors this process has open."""
+    gc.collect()
+    return len(list(Path("/dev/fd").iterdir()))
+
+
+def test_11_descriptors_stay_open_until_they_have_arrived_and_no_longer(first: Process) -> None:
+    """On macOS a descriptor that the sender closes too soon may arrive shut down (nodejs/node#7512)."""
+    parent, before = answer(first, "process"), descriptors()
+    os.kill(parent, signal.SIGSTOP)
+    forks = [first.fork() for _ in range(3)]
+    assert descriptors() - before == 6
+    os.kill(parent, signal.SIGCONT)
+    assert [answer(each, "add", 1) for each in forks] == [1, 1, 1]
+    assert descriptors() - before == 3
+    for each in forks:
+        each.end()
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_11_what_a_dead_process_was_to_fork_is_not_waited_for(first: Process, depth: int) -> None:
+    """The fork of a process that is stopped, and then killed, never begins; nor does the fork of that one."""
+    parent = answer(first, "process")
+    os.kill(parent, signal.SIGSTOP)
+    last = first.fork()
+    for _ in range(depth):
+        last = last.fork()
+    last.ask("add", 1)
+    assert last.answer(0) is None
+    os.kill(parent, signal.SIGKILL)
+    with pytest.raises(ProcessEnded):
+        last.answer(SECONDS)
+    assert not last.alive
+    with pytest.raises(ProcessEnded):
+        first.fork().answer(SECONDS)
+
+
+def test_a_fork_that_is_killed_raises_for_who_asks_it_and_for_nobody_else(first: Process) -> None:
+    one, other = first.fork(), first.fork()
+    os.kill(answer(one, "process"), signal.SIGKILL)
+    with pytest.raises(ProcessEnded):
+        answer(one, "add", 1)
+    assert not one.alive
+    assert answer(other, "add", 1) == 1
+    assert other.alive
+    assert first.alive
+
+
+def test_who_is_no_longer_asked_before_it_has_begun_ends_nobody_else(first: Process) -> None:
+    parent = answer(first, "process")
+    os.kill(parent, signal.SIGSTOP)
+    begun = first.fork()
+    ending = Thread(target=begun.end)  # which waits a little for the fork to tell its id
+    ending.start()
+    ending.join(SECONDS)
+    os.kill(parent, signal.SIGCONT)
+    assert answer(first, "add", 1) == 1
+    assert answer(first.fork(), "add", 1) == 2
