@@ -106,7 +106,9 @@ def collect(args: argparse.Namespace) -> None:
     if not args.resume:
         check_free(args.output, args.overwrite)
     tune_process()
-    target = options_of(args).load(args.target)
+    options = options_of(args)
+    target = options.load(args.target)
+    options.wire_active()
     aux_layers = aux_layers_of(args.aux_layers, target)
     if args.max_length > target.context_length:
         raise ConfigError(f"--max-length {args.max_length}: the target's context is {target.context_length} tokens")

@@ -21,7 +21,7 @@ from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.capturing import CapturingProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.target import Target
-from eagle_mlx.target_options import add_target_arguments
+from eagle_mlx.target_options import add_target_arguments, options_of
 
 from .conversation import Conversation
 from .filters import Dedupe, ReadReport
@@ -103,6 +103,7 @@ def engine_of(args: argparse.Namespace, target: Target, captured: Sequence[int] 
     if args.num_speculative_tokens < 0:
         raise ConfigError(f"--num-speculative-tokens must be at least 0; got {args.num_speculative_tokens}")
     proposer, policy = _drafting(args, target)
+    options_of(args).wire_active()
     if captured:
         proposer = CapturingProposer(captured, proposer)
     engine = Engine(target, proposer, policy, max_batch=args.batch or FIRST_ROWS)

@@ -7,9 +7,9 @@ vllm-mlx#793). mlx-lm gives them back behind each chunk of a prompt and every 25
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,6 +17,10 @@ import mlx.core as mx
 _CGROUP = Path("/sys/fs/cgroup")
 _KV_SHARE = 0.8
 """Of what is free behind the weights: a forward's activations and others' programs need some too."""
+_SMALL_MEMORY, _SMALL_KV_SHARE = 1 << 34, 0.6
+"""The same up to 16 GiB of memory, which is 17.2e9 bytes: Macs of that size froze (vmlx-swift#421)."""
+_WIRED_SHARE = 0.6
+"""Of a machine's memory, what is wired at most. All that Metal recommends led to kernel panics (mlx#3186)."""
 _PREFIX_SHARE = 0.25
 """The same of the pasts of ended requests, which give way to rows that decode."""
 _KEPT_SHARE = 1 / 16
@@ -25,29 +29,37 @@ _STEPS = 256
 """Steps between two times that freed buffers are given back, as many as in mlx-lm."""
 
 
-@dataclass(frozen=True)
-class MLXLimits:
-    """What MLX is told of a device's memory, in bytes; None leaves its own."""
-
-    kept: int | None
-    """Buffers of arrays that are gone."""
-    wired: int | None
-    """Arrays that stay in memory, whatever else runs: weights that were paged out would be read in anew each round."""
-
-    @classmethod
-    def of(cls, info: Mapping[str, str | int], metal: bool) -> MLXLimits:
-        """For a GPU of which `mx.device_info` says this; with no memory of its own there is nothing to limit."""
-        memory = device_memory(info)
-        return cls(None if memory is None else int(_KEPT_SHARE * memory), memory if metal else None)
-
-
 def limit_mlx() -> None:
-    """Bound what MLX keeps of freed buffers, and wire the arrays on Metal, as mlx-lm does. A model has been loaded."""
-    limits = MLXLimits.of(_gpu(), mx.metal.is_available())
-    if limits.kept is not None:
-        mx.set_cache_limit(limits.kept)
-    if limits.wired is not None:
-        mx.set_wired_limit(limits.wired)
+    """Bound what MLX keeps of freed buffers, if the device says how much memory it has."""
+    kept = kept_bytes(_gpu())
+    if kept is not None:
+        mx.set_cache_limit(kept)
+
+
+def kept_bytes(info: Mapping[str, str | int]) -> int | None:
+    """Return the bytes of freed buffers that MLX may keep, for a GPU of which `mx.device_info` says this; None: all."""
+    memory = device_memory(info)
+    return None if memory is None else int(_KEPT_SHARE * memory)
+
+
+def wire_active() -> None:
+    """Keep in memory what is there now, whatever else runs. Only Metal needs it.
+
+    Call it after the target and what drafts have been loaded: weights that were paged out would be read from the disk
+    again in each round. Nothing that comes later is wired.
+    """
+    if mx.metal.is_available():
+        info = _gpu()
+        memory, recommended = (int(info[name]) for name in ("memory_size", "max_recommended_working_set_size"))
+        mx.set_wired_limit(wired_bytes(mx.get_active_memory(), memory, recommended))
+
+
+def wired_bytes(active: int, memory: int, recommended: int) -> int:
+    """Return how many bytes to wire of `active` ones.
+
+    `memory`: the machine's. `recommended`: what the device recommends to use at most, beyond which MLX refuses.
+    """
+    return max(0, min(active, int(_WIRED_SHARE * memory), recommended))
 
 
 class FreedBuffers:
@@ -70,9 +82,25 @@ class FreedBuffers:
             self._give_back()
 
 
-def kv_bytes(free: int) -> int:
-    """What keys and values get of so much free memory, in bytes."""
+def kv_bytes(free: int, memory: int | None) -> int:
+    """Return what keys and values get of so many free bytes. `memory`: the machine's bytes, None if nobody knows."""
+    is_small = memory is not None and memory <= _SMALL_MEMORY
+    return max(1, int((_SMALL_KV_SHARE if is_small else _KV_SHARE) * free))
+
+
+def models_bytes(free: int) -> int:
+    """Return what several models get of so many free bytes, their keys and values included."""
     return max(1, int(_KV_SHARE * free))
+
+
+def machine_memory() -> int | None:
+    """Return the bytes of memory of this machine, None if it does not say, or if a GPU has memory of its own."""
+    if mx.default_device() == mx.Device(mx.gpu) and not mx.metal.is_available():
+        return None
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
 
 
 def prefix_cache_bytes(free: int) -> int:

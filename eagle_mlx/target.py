@@ -233,8 +233,8 @@ def load_target(
     that comes with the model; tokens, or their ids, that end a text as well; a template in place of the tokenizer's
     own, and what a template takes beside messages. With `lazy` weights stay in their files until they are used, and in
     the files' own type. `shard` leaves of the model what is this process's part, before weights are read (`ranks`). On
-    a GPU this bounds what MLX keeps of freed buffers, and on Metal it wires the weights (`memory.limit_mlx`). Raises
-    TargetError for what mlx-lm cannot load.
+    a GPU this bounds what MLX keeps of freed buffers (`memory.limit_mlx`). Raises TargetError for what mlx-lm cannot
+    load.
     """
     folder = hub.resolve(name, code=trust_remote_code)
     adapter = None if adapter_path is None else _adapter_folder(adapter_path)

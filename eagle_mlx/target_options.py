@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.memory import wire_active
 from eagle_mlx.ranks import TIMEOUT, World, load_over_ranks
 from eagle_mlx.setting import ABOVE_0, Group, argument, flag, setting, settings_of
 from eagle_mlx.target import Target, load_target
@@ -45,6 +46,7 @@ class TargetOptions(Group):
     rank_seconds: float = setting(
         TIMEOUT, "with --shard: end where another process has not answered for so long", ABOVE_0, metavar="S"
     )
+    wire: bool = setting(True, "on a Mac, keep weights from being paged out, up to three fifths of its memory")
 
     def _check(self) -> None:
         _template_args(self.chat_template_args)
@@ -56,8 +58,13 @@ class TargetOptions(Group):
         Raises an EagleError where the target, its adapters or the file of a template cannot be had.
         """
         if self.shard != "none" and not lazy:
-            return load_over_ranks(name, self.shard, self.rank_seconds, **self.arguments())
+            return load_over_ranks(name, self.shard, self.rank_seconds, self.wire_active, **self.arguments())
         return load_target(name, lazy=lazy, **self.arguments())
+
+    def wire_active(self) -> None:
+        """Wire what is in memory now, unless that is off; call it when the target and what drafts are loaded."""
+        if self.wire:
+            wire_active()
 
     def follow(self, name: str | Path) -> None:
         """In a rank behind the first, load the target and follow rank 0 until it ends; this then raises SystemExit.

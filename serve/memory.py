@@ -15,7 +15,8 @@ def add_kv_gb(to: argparse._ActionsContainer) -> None:
         "--kv-gb",
         type=float,
         metavar="GB",
-        help="for keys and values; who does not fit waits (default: four fifths of what is free behind the weights)",
+        help="for keys and values; requests that do not fit wait (default: four fifths of what the weights leave free, "
+        "or three fifths on a machine of up to 16 GB)",
     )
 
 

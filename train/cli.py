@@ -151,6 +151,7 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
         step = dataclasses.replace(found.memory, states=0)  # how many states there are is not known before the data
         print(f"memory: {gb(step.total)} expected besides hidden states: {describe_memory(step)}", file=sys.stderr)
     target = config.loading.load(config.head.target)
+    config.loading.wire_active()
     head = existing_head(target, config)
     if head is None:
         KINDS[config.head.kind].check(target, config)

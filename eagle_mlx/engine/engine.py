@@ -66,7 +66,7 @@ class Engine:
 
         `prefix_cache_bytes`: what is kept of texts that were read, for prompts that begin like them.
 
-        `kv_bytes`: what keys and values may take, that included; by default four fifths of the memory that is free.
+        `kv_bytes`: what keys and values may take, that included; by default a share of the memory that is free.
         Who would not fit beside others waits; `prepare` refuses a request that never would.
 
         `groups`: 1 keeps all rows in one batch, for comparison; so does a proposer whose states are not `Movable`.
@@ -96,7 +96,7 @@ class Engine:
         """Whether the boundaries of prompts serve for anything."""
         self.chains_only = why_no_trees(target, kv_bits) if self.policy.wants_trees else None
         """Why no trees are drafted though the policy asks for them; None where they are, or nobody asks."""
-        share = memory.kv_bytes(target.free_memory) if kv_bytes is None else kv_bytes
+        share = memory.kv_bytes(target.free_memory, memory.machine_memory()) if kv_bytes is None else kv_bytes
         size = size_of(target, proposer, kv_bits)
         self.kv_budget = KVBudget(share, size, target.context_length, groups)
         self._scheduler = Scheduler(target, proposer, prefill_chunk, self.prefixes, kv_bits, self.kv_budget)

@@ -27,13 +27,18 @@ _PACKAGES = ("mlx", "mlx-lm", "eagle-mlx")
 
 
 def load_over_ranks(
-    name: str | Path, shard: Literal["tensor", "pipeline"] = "tensor", timeout: float = TIMEOUT, **how: Any
+    name: str | Path,
+    shard: Literal["tensor", "pipeline"] = "tensor",
+    timeout: float = TIMEOUT,
+    when_loaded: Callable[[], object] = lambda: None,
+    **how: Any,
 ) -> LeadingTarget:
     """Load this rank's part of a target; in rank 0, the target to work with.
 
     The others follow it until it ends, and then raise SystemExit. shard: whether each rank has a part of every layer or
-    some of the layers. how: as `load_target` takes it. Raises ConfigError where there is one process alone, TargetError
-    for what cannot be sharded, RanksError where ranks differ.
+    some of the layers. when_loaded: called in a rank that follows, when its part is loaded. how: as `load_target` takes
+    it. Raises ConfigError where there is one process alone, TargetError for what cannot be sharded, RanksError where
+    ranks differ.
     """
     if how.get("adapter_path") is not None:
         raise TargetError("--adapter-path does not go with --shard; put the adapters into the model with mlx_lm.fuse")
@@ -50,6 +55,7 @@ def load_over_ranks(
     channel = Channel(world, timeout)
     channel.watch()
     if not world.is_rank_zero:
+        when_loaded()
         follow(target, channel)
         raise SystemExit(0)
     leading = LeadingTarget.of(target, channel, free, layers)

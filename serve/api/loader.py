@@ -93,6 +93,7 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
             )
         target.context_length = config.max_context
     speculation, proposer = load_proposer(config.speculation, target, config.target, say)
+    config.options.wire_active()
     config = replace(config, speculation=speculation)
     _try_out(target, proposer, speculation.depth)
     policy = speculation.make_policy()

@@ -39,8 +39,8 @@ def several(configs: Mapping[str, LoadConfig], nbytes: int, say: Say) -> list[So
 
 
 def budget(given: int | None) -> int:
-    """Bytes for all models: those that are given, or the part of what is free that keys and values of one would get."""
-    return memory.kv_bytes(memory.free_memory()) if given is None else given
+    """Return the bytes for all models: those that are given, or a share of what is free."""
+    return memory.models_bytes(memory.free_memory()) if given is None else given
 
 
 def _shared(name: str, config: LoadConfig, nbytes: int, count: int, say: Say) -> Source:

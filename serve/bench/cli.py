@@ -208,6 +208,7 @@ def _bench(args: argparse.Namespace, command: str) -> int:
     target = options.load(name)
     head = _head(head_name, target, args.head_bits)
     draft = load_target(args.draft_model) if args.draft_model is not None else None
+    options.wire_active()
     configs = [_config(args, temperature) for temperature in args.temperature]
     questions = read_questions(args.prompts or embedded("prompts.jsonl"), args.limit)
     if args.filler is not None:

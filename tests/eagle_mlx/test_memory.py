@@ -10,30 +10,62 @@ from hypothesis import strategies as st
 
 import eagle_mlx as em
 from eagle_mlx import memory
-from eagle_mlx.memory import FreedBuffers, MLXLimits
+from eagle_mlx.memory import FreedBuffers
 from tests.fakes import tiny_target
 
 GB = 1_000_000_000
 MAC = {"device_name": "Apple M4 Pro", "max_recommended_working_set_size": 48 * GB, "memory_size": 64 * GB}
 
 
-def test_a_mac_wires_what_it_recommends_and_keeps_few_freed_buffers() -> None:
-    assert MLXLimits.of(MAC, metal=True) == MLXLimits(kept=3 * GB, wired=48 * GB)
+def test_a_gpu_keeps_few_freed_buffers_and_a_machine_without_one_is_left_alone() -> None:
+    assert memory.kept_bytes(MAC) == 3 * GB
+    assert memory.kept_bytes({"total_memory": 80 * GB}) == 5 * GB
+    assert memory.kept_bytes({}) is None
 
 
-def test_another_gpu_wires_nothing() -> None:
-    assert MLXLimits.of({"total_memory": 80 * GB}, metal=False) == MLXLimits(kept=5 * GB, wired=None)
+@pytest.mark.parametrize(
+    ("active", "machine", "recommended", "wired"),
+    [
+        (9 * GB, 64 * GB, 48 * GB, 9 * GB),  # what is active
+        (45 * GB, 64 * GB, 48 * GB, 38_400_000_000),  # at most three fifths of the machine's memory
+        (12 * GB, 16 << 30, 11 * GB, 10_307_921_510),
+        (12 * GB, 24 * GB, 10 * GB, 10 * GB),  # beyond what is recommended MLX refuses
+        (0, 16 << 30, 11 * GB, 0),
+    ],
+)
+def test_12_what_is_active_is_wired_within_bounds(active: int, machine: int, recommended: int, wired: int) -> None:
+    assert memory.wired_bytes(active, machine, recommended) == wired
 
 
-def test_a_machine_without_a_gpu_is_left_alone() -> None:
-    assert MLXLimits.of({}, metal=False) == MLXLimits(None, None)
+@given(st.integers(0, 1 << 42), st.integers(1 << 30, 1 << 42), st.integers(0, 1 << 42))
+def test_12_never_is_more_wired_than_is_active_or_recommended(active: int, machine: int, recommended: int) -> None:
+    wired = memory.wired_bytes(active, machine, recommended)
+    assert 0 <= wired <= min(active, recommended)
+    assert wired <= 0.6 * machine
 
 
-@given(st.integers(0, 512 * GB))
-def test_prompts_that_are_kept_and_rows_leave_some_memory_to_others(free: int) -> None:
-    rows, kept = memory.kv_bytes(free), memory.prefix_cache_bytes(free)
+@given(st.integers(0, 512 * GB), st.integers(1, 512 * GB))
+def test_prompts_that_are_kept_and_rows_leave_some_memory_to_others(free: int, machine: int) -> None:
+    rows, kept = memory.kv_bytes(free, machine), memory.prefix_cache_bytes(free)
     assert kept <= rows
     assert rows <= max(1, 0.8 * free)
+
+
+@pytest.mark.parametrize(
+    ("machine", "share"),
+    [(8 << 30, 0.6), (16 * GB, 0.6), (17_180_000_000 - (1 << 20), 0.6), (16 << 30, 0.6), (18 << 30, 0.8), (None, 0.8)],
+)
+def test_12_small_machines_give_less_to_keys_and_values(machine: int | None, share: float) -> None:
+    assert memory.kv_bytes(10 * GB, machine) == share * 10 * GB
+
+
+def test_12_an_engine_takes_its_share_by_the_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target()
+    monkeypatch.setattr(em.Target, "free_memory", property(lambda _: 10 * GB))
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 1 << 20, "SC_PAGE_SIZE": 16384}[name])
+    assert em.Engine(target).kv_budget.nbytes == 6 * GB
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 1 << 21, "SC_PAGE_SIZE": 16384}[name])
+    assert em.Engine(target).kv_budget.nbytes == 8 * GB
 
 
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:

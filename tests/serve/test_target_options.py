@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,13 +13,17 @@ import mlx_lm
 import pytest
 
 import eagle_mlx as em
+from eagle_mlx.data_pipelines.cli import main as data
 from eagle_mlx.errors import ConfigError, TargetError
+from eagle_mlx.formats import save_eagle3
+from eagle_mlx.serve.api.cli import main as serve
+from eagle_mlx.serve.bench.cli import main as bench
 from eagle_mlx.serve.chat import ChatFormat
-from eagle_mlx.serve.generate.cli import main
+from eagle_mlx.serve.generate.cli import main as generate
 from eagle_mlx.serve.prompts import Prompt, encode
 from eagle_mlx.target import fingerprint
 from eagle_mlx.target_options import TargetOptions, add_target_arguments, options_of
-from tests.fakes import tiny_adapters, tiny_target_folder
+from tests.fakes import tiny_adapters, tiny_head, tiny_target_folder
 
 CHAT = [{"role": "user", "content": "def f(x):"}]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if short %} Be short.{% endif %}"
@@ -61,7 +65,7 @@ def test_adapters_on_the_command_line(models: tuple[Path, Path], capsys: pytest.
     flags = ["def f(x):", "--target", str(folder), "--quiet", "--max-tokens", "8", "--spec-decode", "none"]
     said = []
     for more in ([], ["--adapter-path", str(adapter)]):
-        assert main([*flags, *more]) == 0
+        assert generate([*flags, *more]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] != said[1]
 
@@ -167,3 +171,46 @@ def test_code_that_comes_with_a_model_runs_only_where_it_is_trusted(tmp_path: Pa
     with pytest.raises(TargetError, match="say so with --trust-remote-code"):
         em.load_target(folder)
     assert em.load_target(folder, trust_remote_code=True).num_layers == 4
+
+
+@pytest.fixture
+def wired(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The limits that MLX is given, as on a Mac of 64 GB. mlx-lm's own decoding sets one, and then the former again."""
+    told = [0]
+
+    def tell(limit: int) -> int:
+        told.append(limit)
+        return told[-2]
+
+    info = {"memory_size": 64 << 30, "max_recommended_working_set_size": 48 << 30}
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "is_available", lambda _: True)
+    monkeypatch.setattr(mx, "device_info", lambda *_: info)
+    monkeypatch.setattr(mx, "set_cache_limit", lambda _: 0)
+    monkeypatch.setattr(mx, "set_wired_limit", tell)
+    return told
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-wire"]])
+@pytest.mark.parametrize("command", ["generate", "bench", "serve", "regenerate"])
+def test_12_commands_wire_what_is_active_when_the_head_is_loaded(
+    models: tuple[Path, Path], tmp_path: Path, wired: list[int], command: str, flags: list[str]
+) -> None:
+    save_eagle3(tiny_head(em.load_target(models[0])), tmp_path / "head", target_name="tiny")
+    assert wired == [0]
+    both = ["--target", str(models[0]), "--head", str(tmp_path / "head"), *flags]
+    quick = ["--limit", "2", "--max-tokens", "4"]
+    mains: dict[str, Callable[[], int]] = {
+        "generate": lambda: generate(["def f(x):", "--max-tokens", "4", *both]),
+        "bench": lambda: bench([*both, *quick, "--modes", "plain", "--quiet"]),
+        "serve": lambda: serve(["--check", *both]),
+        "regenerate": lambda: data(
+            ["regenerate", "--data", "builtin:python", *both, *quick, "--output", str(tmp_path / "answers.jsonl")]
+        ),
+    }
+    assert mains[command]() == 0
+    files = [*models[0].glob("*.safetensors"), *(tmp_path / "head").glob("*.safetensors")]
+    if flags:
+        assert wired[-1] == 0
+    else:
+        assert 0.9 * sum(file.stat().st_size for file in files) <= wired[-1] <= 0.6 * (64 << 30)
