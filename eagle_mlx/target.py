@@ -86,6 +86,8 @@ class Target:
         self.name = name
         self.adapter: Adapter | None = None
         """What it was loaded with."""
+        self.folder: Path | None = None
+        """Where its weights were loaded from."""
         self.whole_digest: str | None = None
         """Its fingerprint, where this process holds a part of it alone."""
         self.on_lost: Callable[[str], None] | None = None
@@ -257,7 +259,7 @@ def load_target(
     if not lazy:
         _settle(model, dtype)
     target = Target(model, tokenizer, name=str(name))
-    target.whole_digest = digest
+    target.whole_digest, target.folder = digest, folder
     target.adapter = None if adapter is None else Adapter(hub.public_name(adapter), _digest_of_adapters(adapter))
     return target
 
@@ -284,11 +286,8 @@ def _adapter_folder(path: str | Path) -> Path:
 
 
 def _digest_of_adapters(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for name in ADAPTER_FILES:
-        with (folder / name).open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:16]
+    each = [hashlib.sha256((folder / name).read_bytes()).digest() for name in ADAPTER_FILES]
+    return hashlib.sha256(b"".join(each)).hexdigest()[:16]
 
 
 def _add_adapters(model: nn.Module, folder: Path) -> None:

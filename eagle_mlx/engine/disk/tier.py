@@ -77,7 +77,7 @@ class DiskTier:
                 "a head, a draft model or n-grams"
             )
         self._target, self._kv_bits = target, kv_bits
-        facts = identity(target, proposer, kv_bits)
+        facts = identity(root, target, proposer, kv_bits)
         self.folder = folder_of(root, target.name, digest_of(facts))
         positional = RaggedCache.of(target.model, 1, kv_bits).is_positional
         self.store = Store(self.folder, positional, say)

@@ -1,0 +1,192 @@
+"""The disk tier tells weights apart by all their bytes, and reads each file of weights once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+import eagle_mlx as em
+from eagle_mlx.engine.disk import DiskTier
+from eagle_mlx.engine.disk.weights import KNOWN, hash_of_arrays, hash_of_files
+from tests.fakes import tiny_adapters, tiny_head, tiny_target, tiny_target_folder
+
+TEXT = [(7 * i * i + 3 * i) % 90 + 1 for i in range(60)]
+GREEDY = em.SamplingParams(max_tokens=12, ignore_eos=True)
+
+
+def engine(target: em.Target, folder: Path | None, proposer: em.HeadProposer | None = None) -> em.Engine:
+    made = em.Engine(target, proposer, em.FixedPolicy(3), 2, prefix_cache_bytes=1 << 30 if folder else 0)
+    if folder is not None:
+        assert made.prefixes is not None
+        made.prefixes.disk = DiskTier(folder, 1 << 30, target, proposer)
+    return made
+
+
+def answered(by: em.Engine) -> tuple[int, list[int]]:
+    """Answer TEXT, have it written, and return how many tokens were reused and what was said."""
+    row = by.prepare(TEXT, GREEDY)
+    by.submit(row)
+    while row.finish_reason is None:
+        by.step()
+    if by.prefixes is not None and by.prefixes.disk is not None:
+        assert by.prefixes.disk.close(60)
+    return row.cached_tokens, row.tokens
+
+
+def embedding(target: em.Target) -> mx.array:
+    found: mx.array = target.model.model.embed_tokens.weight  # type: ignore[union-attr]
+    return found
+
+
+def replace_row(target: em.Target, token: int) -> None:
+    """Change one row of the embedding, which is another array from then on."""
+    weight = embedding(target)
+    rows = mx.arange(weight.shape[0])[:, None] == token
+    target.model.model.embed_tokens.weight = mx.where(rows, 1 - weight, weight)  # type: ignore[union-attr]
+
+
+def write_into_row(target: em.Target, token: int) -> None:
+    """Change one row of the embedding in the same array."""
+    weight = embedding(target)
+    weight[token] = 1 - weight[token]
+
+
+@pytest.mark.parametrize("change", [replace_row, write_into_row])
+@pytest.mark.parametrize("from_files", [False, True])
+def test_04_nothing_is_reused_when_one_embedding_row_was_changed_in_memory(
+    tmp_path: Path, change: Callable[[em.Target, int], None], from_files: bool
+) -> None:
+    source = tiny_target_folder(tmp_path / "model") if from_files else None
+
+    def load() -> em.Target:
+        return em.load_target(source) if source is not None else tiny_target()
+
+    first = engine(load(), tmp_path / "cache")
+    assert answered(first)[0] == 0
+    assert answered(engine(load(), tmp_path / "cache"))[0] == len(TEXT) - 2
+    other, cold = load(), load()
+    for each in (other, cold):
+        change(each, TEXT[0])
+    reused, said = answered(engine(other, tmp_path / "cache"))
+    assert reused == 0
+    assert said == answered(engine(cold, None))[1]
+
+
+def test_04_nothing_is_reused_when_one_embedding_row_was_changed_in_a_copy_of_the_files(tmp_path: Path) -> None:
+    folder = tiny_target_folder(tmp_path / "model")
+    answered(engine(em.load_target(folder), tmp_path / "cache"))
+    copy = tmp_path / "copy" / "model"
+    shutil.copytree(folder, copy)
+    assert answered(engine(em.load_target(copy), tmp_path / "cache"))[0] == len(TEXT) - 2, "it is the same model"
+    weights = mx.load(str(copy / "model.safetensors"))
+    assert isinstance(weights, dict)
+    weights["model.embed_tokens.weight"][TEXT[0]] = 0.5
+    mx.save_safetensors(str(copy / "model.safetensors"), weights, metadata={"format": "mlx"})
+    reused, said = answered(engine(em.load_target(copy), tmp_path / "cache"))
+    assert reused == 0
+    assert said == answered(engine(em.load_target(copy), None))[1]
+
+
+def test_04_nothing_is_reused_with_other_adapters_types_or_heads(tmp_path: Path) -> None:
+    folder = tiny_target_folder(tmp_path / "model")
+
+    def loaded() -> em.Target:
+        return em.load_target(folder)
+
+    answered(engine(loaded(), tmp_path / "cache"))
+    adapted = em.load_target(folder, adapter_path=tiny_adapters(tmp_path / "adapters"))
+    narrow = em.load_target(folder, mx.bfloat16)
+    assert answered(engine(adapted, tmp_path / "cache"))[0] == 0
+    assert answered(engine(narrow, tmp_path / "cache"))[0] == 0
+    one, same, changed = (em.HeadProposer(tiny_head(loaded())) for _ in range(3))
+    weight = changed.head.fc.weight  # type: ignore[attr-defined]
+    weight[0, 0] = weight[0, 0] + 1
+    assert answered(engine(loaded(), tmp_path / "cache", one))[0] == 0
+    assert answered(engine(loaded(), tmp_path / "cache", same))[0] > 0
+    assert answered(engine(loaded(), tmp_path / "cache", changed))[0] == 0
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16, mx.uint32, mx.int8])
+def test_04_every_bit_of_an_array_counts(dtype: mx.Dtype) -> None:
+    import mlx.nn as nn
+
+    class Holder(nn.Module):
+        def __init__(self, weight: mx.array):
+            super().__init__()
+            self.weight = weight
+
+    before = mx.zeros((3, 5000), mx.uint8)
+    found = set()
+    for place in (None, (0, 0), (1, 2501), (2, 4999)):
+        x = mx.array(before)
+        if place is not None:
+            x[place] = 1
+        found.add(hash_of_arrays(Holder(x.view(dtype))))
+    found.add(hash_of_arrays(Holder(before.reshape(5, 3000).view(dtype))))
+    assert len(found) == 5
+
+
+def test_04_a_file_is_read_once_and_again_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    folder.mkdir()
+    for name in ("a", "b"):
+        (folder / f"{name}.safetensors").write_bytes(name.encode() * 5000)
+    read, real = list[str](), Path.open
+
+    def noting(self: Path, *args: object, **how: object) -> object:
+        if self.suffix == ".safetensors":
+            read.append(self.name)
+        return real(self, *args, **how)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Path, "open", noting)
+
+    def hashed() -> tuple[str, list[str]]:
+        read.clear()
+        found = hash_of_files(folder, cache)
+        return found, sorted(read)
+
+    first, names = hashed()
+    assert names == ["a.safetensors", "b.safetensors"]
+    assert hashed() == (first, [])
+    os.utime(folder / "b.safetensors", ns=(1, 1))
+    assert hashed() == (first, ["b.safetensors"])
+    (folder / "b.safetensors").write_bytes(b"b" * 4999 + b"c")
+    second, names = hashed()
+    assert second != first
+    assert names == ["b.safetensors"]
+    (folder / "b.safetensors").rename(folder / "c.safetensors")
+    assert hashed()[0] not in (first, second)
+
+
+@pytest.mark.parametrize("damage", ["", "nonsense", "[]", '{"x": 1}', "null", "fifo", "cut", "wrong"])
+def test_04_a_damaged_record_of_hashes_is_computed_again(tmp_path: Path, damage: str) -> None:
+    folder, record = tmp_path / "model", tmp_path / "cache" / KNOWN
+    folder.mkdir()
+    (folder / "a.safetensors").write_bytes(b"a" * 5000)
+    wanted = hash_of_files(folder, tmp_path / "cache")
+    text = record.read_text()
+    record.unlink()
+    if damage == "fifo":
+        os.mkfifo(record)
+    elif damage == "wrong":
+        [path] = json.loads(text)
+        record.write_text(json.dumps({path: [5000, True, "x", None], "there": 5}))
+    else:
+        record.write_text(text[:50] if damage == "cut" else damage)
+    assert hash_of_files(folder, tmp_path / "cache") == wanted
+    assert record.read_text() == text
+    assert [path.name for path in record.parent.iterdir()] == [KNOWN]
+
+
+def test_04_a_folder_that_cannot_be_written_costs_the_record_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "a.safetensors").write_bytes(b"a")
+    (tmp_path / "file").touch()
+    assert hash_of_files(folder, tmp_path / "file" / "below") == hash_of_files(folder, tmp_path / "cache")
