@@ -9,7 +9,9 @@ import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import mlx.core as mx
@@ -39,6 +41,10 @@ _NAMES = {of_mlx: name for name, (of_mlx, _) in _DTYPES.items()}
 
 class DamagedError(Exception):
     """A file that is not what was written; the message says what is wrong with it."""
+
+
+class NoFileError(OSError):
+    """A FIFO, a folder or a device has a file's name."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +95,11 @@ def write(path: Path, about: Mapping[str, str], tensors: Mapping[str, Tensor]) -
     It is not flushed to the disk: what a power cut leaves of it the checksum tells.
     """
     bodies = {name: _body(each) for name, each in tensors.items()}
-    draft = _header(about, tensors, bodies, _UNKNOWN)
+    draft = _header(about, tensors, _UNKNOWN)
     checksum = zlib.crc32(draft)
     for body in bodies.values():
         checksum = zlib.crc32(body, checksum)
-    header = _header(about, tensors, bodies, f"{checksum:08x}")
+    header = _header(about, tensors, f"{checksum:08x}")
     part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}{PART}")
     try:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it tells what somebody wrote
@@ -118,17 +124,30 @@ def _body(tensor: Tensor) -> memoryview:
     return np.ascontiguousarray(tensor.data).reshape(-1).view(np.uint8).data
 
 
-def _header(
-    about: Mapping[str, str], tensors: Mapping[str, Tensor], bodies: Mapping[str, memoryview], checksum: str
-) -> bytes:
+def size_of(about: Mapping[str, str], tensors: Mapping[str, Tensor]) -> int:
+    """Return how many bytes `write` writes."""
+    bodies = sum(tensor.data.nbytes for tensor in tensors.values())
+    return 8 + len(_header(about, tensors, _UNKNOWN)) + bodies
+
+
+def _header(about: Mapping[str, str], tensors: Mapping[str, Tensor], checksum: str) -> bytes:
     content: dict[str, Any] = {"__metadata__": {"format": FORMAT, "checksum": checksum, **about}}
     at = 0
     for name, tensor in tensors.items():
-        end = at + bodies[name].nbytes
+        end = at + tensor.data.nbytes
         content[name] = {"dtype": tensor.dtype, "shape": list(tensor.data.shape), "data_offsets": [at, end]}
         at = end
     raw = json.dumps(content, separators=(",", ":")).encode()
     return raw + b" " * (-len(raw) % 8)
+
+
+def _opened(path: Path) -> FileIO:
+    """Open a regular file. Raises NoFileError for anything else: to open a FIFO would wait for who writes into it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NoFileError(f"{path.name} is no regular file")
+    return FileIO(descriptor)
 
 
 def read_header(path: Path) -> Header:
@@ -136,7 +155,7 @@ def read_header(path: Path) -> Header:
 
     Raises DamagedError, and OSError where it cannot be read.
     """
-    with path.open("rb", buffering=0) as file:
+    with _opened(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
         return _read_header(file.read(8), file.read, nbytes)
 
@@ -172,7 +191,7 @@ def _extent(entry: Any) -> int:
 
 def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """What a file holds, all of it checked. Raises DamagedError, and OSError where it cannot be read."""
-    with path.open("rb", buffering=0) as file:
+    with _opened(path) as file:
         content = np.empty(os.fstat(file.fileno()).st_size, np.uint8)
         view, count = content.data, 0
         while count < len(view) and (more := file.readinto(view[count:])):

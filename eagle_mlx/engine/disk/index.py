@@ -110,6 +110,10 @@ class Index:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
+    @property
+    def names(self) -> list[str]:
+        return list(self._entries)
+
     def add(self, entry: Entry) -> list[Entry]:
         """Have one more; the blocks that hold no more than the beginning of it, and are not here any longer."""
         same = self._by_beginning[_beginning(entry)]

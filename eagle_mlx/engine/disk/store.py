@@ -12,7 +12,7 @@ from threading import Lock
 import numpy as np
 
 from eagle_mlx.engine.disk import file
-from eagle_mlx.engine.disk.file import DamagedError, Header, Tensor
+from eagle_mlx.engine.disk.file import DamagedError, Header, NoFileError, Tensor
 from eagle_mlx.engine.disk.index import Entry, Index, Match, blocks_of, start_of
 from eagle_mlx.engine.prefix_piece import keys_of, tokens_of
 from eagle_mlx.engine.prefix_tree import Keys
@@ -42,13 +42,15 @@ class Store:
         return len(self._index)
 
     def _scan(self) -> None:
-        damaged = list[str]()
+        damaged, odd = list[str](), list[str]()
         for name in self._names():
             try:
                 self._add(_entry_of(name, file.read_header(self.folder / name)))
             except DamagedError as e:
                 damaged.append(f"{name}: {e}")
                 self._delete(name)
+            except NoFileError:
+                odd.append(name)
             except OSError:
                 continue  # another server has deleted it, or it cannot be read now
         self.passed_over += len(damaged)
@@ -58,6 +60,13 @@ class Store:
                 f"{len(damaged)} damaged files of the prefix cache in {self.folder} are passed over and deleted "
                 f"({'; '.join(damaged[:_NAMED])}{more}); their texts are read anew. "
                 "If this happens often, check the disk"
+            )
+
+        if odd:
+            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+            self._say(
+                f"{odd[0]}{more} in the prefix cache {self.folder} are no regular files, though they have names of its "
+                "files; they are skipped: delete them"
             )
 
     def _names(self) -> list[str]:
@@ -93,7 +102,7 @@ class Store:
                 raise DamagedError("it is of another text")
             return about, tensors
         except FileNotFoundError as e:
-            self.forget([entry.name])
+            self._forget_missing()
             raise PassedOverError(str(e)) from e
         except DamagedError as e:
             self._delete(entry.name)
@@ -113,19 +122,17 @@ class Store:
         )
 
     def write(self, entry: Entry, about: str, tensors: Mapping[str, Tensor]) -> int:
-        """Write a file; its bytes. Raises OSError."""
-        words = {
-            "kind": entry.kind,
-            "parent": entry.parent,
-            "start": str(entry.start),
-            "shortest": str(entry.shortest),
-            "tokens": " ".join(map(str, tokens_of(entry.keys))),
-            "about": about,
-        }
-        nbytes = file.write(self.folder / entry.name, words, tensors)
+        """Write a file; its bytes, 0 if a folder has its name. Raises OSError."""
+        if (self.folder / entry.name).is_dir():
+            return 0
+        nbytes = file.write(self.folder / entry.name, _words(entry, about), tensors)
         for shorter in self._add(replace(entry, nbytes=nbytes)):
             self._delete(shorter.name)
         return nbytes
+
+    def size(self, entry: Entry, about: str, tensors: Mapping[str, Tensor]) -> int:
+        """Return how many bytes `write` takes."""
+        return file.size_of(_words(entry, about), tensors)
 
     def forget(self, names: Iterable[str]) -> None:
         """These files are gone."""
@@ -137,8 +144,20 @@ class Store:
     def touch(self, names: Iterable[str], now: int) -> None:
         """These files have been of use, now in nanoseconds; together, so that of a text the end goes first."""
         for name in names:
-            with suppress(OSError):
+            try:
                 os.utime(self.folder / name, ns=(now, now))
+            except FileNotFoundError:
+                self.forget([name])
+            except OSError:  # the folder is read-only
+                continue
+
+    def _forget_missing(self) -> None:
+        """Forget all files that another server has deleted: it rarely deletes one alone, and they are written again."""
+        with suppress(OSError):
+            with self._lock:
+                names = self._index.names  # before the folder: what is written meanwhile is in both, or in the folder
+            there = {path.name for path in self.folder.iterdir()}
+            self.forget(name for name in names if name not in there)
 
     def _add(self, entry: Entry) -> list[Entry]:
         with self._lock:
@@ -161,6 +180,18 @@ def files_of(keys: Keys, positional: bool, shortest: int) -> list[Entry]:
     if not positional and end is not None:
         entries.append(end.place(shortest))
     return entries
+
+
+def _words(entry: Entry, about: str) -> dict[str, str]:
+    """Return what a file says of itself."""
+    return {
+        "kind": entry.kind,
+        "parent": entry.parent,
+        "start": str(entry.start),
+        "shortest": str(entry.shortest),
+        "tokens": " ".join(map(str, tokens_of(entry.keys))),
+        "about": about,
+    }
 
 
 def _entry_of(name: str, header: Header | None = None, about: Mapping[str, str] | None = None) -> Entry:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,13 +19,14 @@ from eagle_mlx.engine.disk.file import on_host
 from eagle_mlx.engine.disk.identity import digest_of, identity
 from eagle_mlx.engine.disk.index import Entry, Match
 from eagle_mlx.engine.disk.pieces import HostPiece
-from eagle_mlx.engine.disk.room import Room, folder_of
+from eagle_mlx.engine.disk.room import NoRoomError, Room, folder_of
 from eagle_mlx.engine.disk.store import Store, files_of
 from eagle_mlx.engine.disk.writer import Job, Place, Writer
 from eagle_mlx.engine.prefix_piece import Past, PrefixPiece
 from eagle_mlx.engine.prefix_tree import Keys
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.files import write_whole
+from eagle_mlx.files import PART, write_whole
+from eagle_mlx.memory import gb
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.hybrid import model_of
@@ -87,23 +89,32 @@ class DiskTier:
         because too much was waiting."""
         self._ahead: dict[str, dict[str, HostPiece]] = {}
         """Blocks that have been read for a place, until all of its are there."""
-        self._prepare(facts, say)
-        self.writer = Writer(self.store, self.room, say)
+        self.writer = Writer(self.store, self.room, say, said=not self._prepare(facts, say))
 
-    def _prepare(self, facts: dict[str, object], say: Callable[[str], None]) -> None:
-        """Make the folder, and let go what is too much from the start."""
+    def _prepare(self, facts: dict[str, object], say: Callable[[str], None]) -> bool:
+        """Make the folder, and delete what is too much from the start. Return whether it can be written."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             about = self.folder / "about.json"
             if not about.exists():
-                write_whole(about, json.dumps(facts, indent=1).encode())
+                part = about.with_name(f".{about.name}.{os.getpid()}{PART}")  # another server may write it too
+                write_whole(about, json.dumps(facts, indent=1).encode(), part)
             gone = self.room.make(0)
             self.store.forget(path.name for path in gone if path.parent == self.folder)
+        except NoRoomError as e:
+            say(
+                f"the files of the prefix cache in {self.room.root} take {gb(self.room.used)}, more than the limit of "
+                f"{gb(self.room.limit)}, and cannot be deleted ({e.strerror}); they are read, but none is written: see "
+                "to the folder's permissions, raise --prefix-disk-gb, or name another --prefix-cache-dir"
+            )
         except OSError as e:
             say(
                 f"the prefix cache cannot write to {self.folder} ({e.strerror or e}); the server goes on without: "
                 "see to its permissions and to the space on its disk, or name another --prefix-cache-dir"
             )
+        else:
+            return True
+        return False
 
     def find(self, keys: Keys) -> Match | None:
         """The longest beginning of a text that files have."""

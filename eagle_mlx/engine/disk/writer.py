@@ -50,7 +50,8 @@ class Job:
 class Writer:
     """Takes jobs from the engine's thread, and does them one after the other."""
 
-    def __init__(self, store: Store, room: Room, say: Callable[[str], None]):
+    def __init__(self, store: Store, room: Room, say: Callable[[str], None], said: bool = False):
+        """`said`: it has been said already that nothing can be written."""
         self.store, self.room, self._say = store, room, say
         self.bytes_written = 0
         self.waiting_bytes = 0
@@ -59,7 +60,7 @@ class Writer:
         """Names of files that are still to be written."""
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._said = False
+        self._said = said
         self._paused_until = 0.0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="prefix-writer", daemon=True)
@@ -120,9 +121,9 @@ class Writer:
         self.store.touch(names, time.time_ns())
 
     def _write(self, entry: Entry, content: Place) -> None:
-        nbytes = sum(tensor.data.nbytes for tensor in content.tensors.values())
+        nbytes = self.store.size(entry, content.about, content.tensors)
         if nbytes > self.room.limit:
             return
-        gone = self.room.make(nbytes)
-        self.store.forget(path.name for path in gone if path.parent == self.store.folder)
-        self.bytes_written += self.store.write(entry, content.about, content.tensors)
+        with self.room.writing(nbytes, self.store.folder / entry.name) as gone:
+            self.store.forget(path.name for path in gone if path.parent == self.store.folder)
+            self.bytes_written += self.store.write(entry, content.about, content.tensors)
