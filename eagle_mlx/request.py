@@ -10,7 +10,7 @@ from typing import Any, cast
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.errors import ConfigError, PromptError
-from eagle_mlx.sampling_params import Grammar, SamplingParams
+from eagle_mlx.sampling_params import Grammar, SamplingParams, StopWatcher
 from eagle_mlx.target import Target
 from eagle_mlx.text import IncrementalText
 
@@ -72,6 +72,8 @@ class Request:
     stops: StopStrings | None = None
     grammar: Grammar | None = None
     """Stands behind the tokens."""
+    watcher: StopWatcher | None = None
+    """Has seen the tokens."""
     boundaries: tuple[int, ...] = ()
     """Tokens of the prompt that later prompts may begin with, where there is more to keep than at its end."""
     client: str = ""
@@ -159,10 +161,18 @@ class Request:
         self.tokens.append(token)
         if self.params.logits_processors:
             self.history.append(token)
-        if ends or (self.stops is not None and self.stops.complete(token)):
-            self.finish_reason = "stop"
+        if ends or (self.stops is not None and self.stops.complete(token)) or self._is_last(token):
+            self.finish_reason = self.finish_reason or "stop"
         elif len(self.tokens) >= self.limit:
             self.finish_reason = "length"
+
+    def _is_last(self, token: int) -> bool:
+        """Whether the watcher ends the text with this token. Fails this request alone if the watcher raises."""
+        try:
+            return self.watcher is not None and self.watcher(token)
+        except Exception as e:  # a watcher is the caller's code and may raise anything
+            self.fail(f"the stop watcher failed: {e}")
+            return True
 
     def _allowed(self, grammar: Grammar, token: int, ends: bool) -> bool:
         """Move the grammar on; where nothing is allowed any more, the text ends before the token."""
@@ -218,6 +228,7 @@ def make_request(target: Target, prompt: Prompt, params: SamplingParams, boundar
         stop_ids=frozenset(params.stop_token_ids) | (frozenset() if goes_on else target.eos_token_ids),
         stops=_stops(target, params),
         grammar=params.grammar() if params.grammar else None,
+        watcher=params.stop_watcher() if params.stop_watcher else None,
         boundaries=tuple(boundaries),
     )
 

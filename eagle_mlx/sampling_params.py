@@ -28,6 +28,10 @@ its calls; it must neither keep nor change the list.
 """
 
 
+StopWatcher = Callable[[int], bool]
+"""Takes each token of a text in turn, accepted ones alone; true ends the text with this token."""
+
+
 class Grammar(Protocol):
     """Which tokens may come next in one row's text; matchers of llguidance and xgrammar take three lines to adapt.
 
@@ -100,12 +104,19 @@ class SamplingParams:
     """
     num_speculative_tokens: int | None = None
     """Draft tokens a round at most, fewer than the policy's number where that is higher; 0 drafts none."""
+    ngrams_only: bool = False
+    """Let n-grams alone draft for this request if the proposer has them and a model. The text stays the same."""
     threshold: float = 0.3
     """The least probability of a draft token that `threshold` acceptance keeps; where greedy, only the argmax is."""
     ignore_eos: bool = False
     """Generate on after an end-of-sequence token. Nothing can follow one in a text with a grammar: it ends anyway."""
     stop: tuple[str, ...] = ()
     """Strings that end the text, which is cut before the earliest; the token that completes one is the last."""
+    stop_watcher: Callable[[], StopWatcher] | None = None
+    """Makes what watches the text for its end. It sees no draft, so it costs no wait for the device.
+
+    The text keeps the token that ends it. A watcher that raises ends its own request with an error.
+    """
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in the prompt or the text (CTRL, 2019); 1 is off."""
     presence_penalty: float = 0.0
@@ -137,6 +148,8 @@ class SamplingParams:
             raise ConfigError(f"stop must be strings that are not empty; got {self.stop!r}")
         if not all(callable(each) for each in (*self.logits_processors, self.grammar or dict)):
             raise ConfigError("logits_processors must be callables, and grammar one that makes a grammar")
+        if not callable(self.stop_watcher or dict):
+            raise ConfigError("stop_watcher must be a callable that makes a watcher")
         if self.acceptance not in get_args(Acceptance):
             raise ConfigError(f"acceptance must be one of {', '.join(get_args(Acceptance))}; got {self.acceptance!r}")
 

@@ -20,7 +20,7 @@ from eagle_mlx.decoding.verify import Verdict, verify, verify_tree
 from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.engine.prefix_piece import Past
 from eagle_mlx.engine.round import Answer, Checkpoint, NaN, Round
-from eagle_mlx.plan import Abilities, Plan, RoundResult
+from eagle_mlx.plan import PLAIN, Abilities, Plan, RoundResult
 from eagle_mlx.proposers.base import CanJoin, CanLookUp, Movable, Observation, Proposer, ProposerState, Separable
 from eagle_mlx.proposers.check import Asked, check_draft
 from eagle_mlx.request import Request
@@ -75,6 +75,17 @@ class Batch:
         """Draft tokens that the request with the most use for them could take."""
         return max(0, max(request.room for request in self.requests)) if self.state is not None else 0
 
+    def rooms(self, plan: Plan) -> list[int]:
+        """Return how many draft tokens each request has a use for: none of a model's if it wants n-grams alone."""
+        by_model = isinstance(self.state, CanLookUp) and not plan.lookup
+        return [0 if by_model and request.params.ngrams_only else request.room for request in self.requests]
+
+    def fitted(self, plan: Plan) -> Plan:
+        """Return the plan cut to what the requests have a use for: n-grams or nothing if no request wants the model."""
+        if isinstance(self.state, CanLookUp) and all(request.params.ngrams_only for request in self.requests):
+            plan = PLAIN if plan.lookup is None else replace(plan, lookup=True, stop_below=None)
+        return plan.cut(self.most_drafts)
+
     @property
     def may_run_ahead(self) -> bool:
         """Whether a plain round can be dispatched before the one in front of it is read, and all have a use for it."""
@@ -120,7 +131,7 @@ class Batch:
             return self.no_draft()
         assert self.proposer is not None
         draft = self.state.draft(plan, self.sampling, self._positions(1)[:, 0])
-        asked = Asked(self.proposer.name, plan, [request.room for request in self.requests], self.target.vocab_size)
+        asked = Asked(self.proposer.name, plan, self.rooms(plan), self.target.vocab_size)
         return check_draft(draft, asked, self.newest, self.sampling.rejects if self.sampling.any_rejection else None)
 
     def forward(self, draft: Draft) -> Forward:

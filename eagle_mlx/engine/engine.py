@@ -354,7 +354,7 @@ class Engine:
         can = batch.abilities
         if self.chains_only is not None or not self.policy.wants_trees:
             can = replace(can, trees=False)
-        return self._policy(batch).plan(len(batch.requests), can).cut(batch.most_drafts)
+        return batch.fitted(self._policy(batch).plan(len(batch.requests), can))
 
     def _policy(self, batch: Batch) -> Policy:
         """Each group has decisions of its own, where the policy remembers any."""

@@ -59,10 +59,9 @@ def check_draft(draft: Draft, asked: Asked, last: mx.array, rejects: mx.array | 
 
 
 def _most(draft: Draft, asked: Asked, width: int) -> int | mx.array:
-    """How long the rows' drafts may be; of a tree the verify looks at each node's depth instead."""
-    if draft.tree is not None or min(asked.rooms) >= width:
-        return width
-    return mx.array([min(room, width) for room in asked.rooms], mx.int32)
+    """How long the rows' drafts may be; in a tree, the verify looks at each node's depth instead."""
+    rooms = asked.rooms if draft.tree is None else [width if room > 0 else 0 for room in asked.rooms]
+    return width if min(rooms) >= width else mx.array([min(room, width) for room in rooms], mx.int32)
 
 
 def _are_probabilities(probs: mx.array, tokens: mx.array) -> mx.array:

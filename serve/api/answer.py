@@ -24,8 +24,11 @@ def failure(outputs: Sequence[Output]) -> ApiError | None:
     return ApiError(400 if failed.refused else 500, str(failed.error), code="generation_failed")
 
 
-def usage(outputs: Sequence[Output], answers: int) -> dict[str, Any]:
-    """OpenAI's counts; of several answers to a prompt, the first counts the prompt."""
+def usage(outputs: Sequence[Output], answers: int, thought_tokens: int = 0) -> dict[str, Any]:
+    """OpenAI's counts; of several answers to a prompt, the first counts the prompt.
+
+    OpenAI's `accepted_prediction_tokens` count a prediction that the client sends. They are not draft tokens.
+    """
     firsts = outputs[::answers]
     prompt, completion = sum(o.prompt_tokens for o in firsts), sum(len(o.tokens) for o in outputs)
     return {
@@ -33,6 +36,7 @@ def usage(outputs: Sequence[Output], answers: int) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(o.cached_tokens for o in firsts)},
+        "completion_tokens_details": {"reasoning_tokens": thought_tokens},
     }
 
 

@@ -13,6 +13,7 @@ from . import admin, chat, completions, embeddings, metrics, page, status, token
 from .errors import add_handlers
 from .guard import FramingGuard, HostGuard, KeyGuard
 from .messages.route import router as messages
+from .middleware import RequestForms
 from .models import Models
 from .openapi import add_schema
 from .pools import Threads
@@ -59,5 +60,6 @@ def create_app(models: Models) -> FastAPI:
     if settings.hosts is not None:
         app.add_middleware(HostGuard, allowed=settings.hosts)
     app.add_middleware(FramingGuard)
+    app.add_middleware(RequestForms)  # the outermost: the guards read the path and the host
     add_schema(app, list(models.services))
     return app

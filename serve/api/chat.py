@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,10 @@ from starlette.responses import Response
 
 from eagle_mlx.engine.output import Output
 from eagle_mlx.request import Request as EngineRequest
+from eagle_mlx.sampling_params import StopWatcher
 from eagle_mlx.text import TextStream
 
-from ..chat import AnswerParser, Delta, ToolCall, ToolOffer
+from ..chat import AnswerParser, Delta, FirstCall, ToolCall, ToolOffer
 from .answer import stats, usage
 from .encoder import Encode
 from .errors import ApiError
@@ -50,7 +51,8 @@ async def chat_completions(request: Request) -> Response:
 async def prepare_chat(request: Request, loaded: Loaded, body: ChatRequest, at_most: int | None = None) -> ChatAnswer:
     """Make ready what this route, or another API's, asks. at_most: as for `_prepare`. Raises ApiError."""
     forced = body.tool_choice not in (None, "none", "auto")
-    has_schema = forced or body.response_format is not None
+    strict = any(tool.function.strict for tool in body.tools or ())
+    has_schema = forced or strict or body.response_format is not None
     return await in_thread(request, loaded, lambda encode: _prepare(body, loaded, encode, at_most), has_schema)
 
 
@@ -65,12 +67,31 @@ class ChatAnswer:
     starts_in_reasoning: bool
 
     def reader(self) -> AnswerParser:
-        return AnswerParser(self.loaded.chat, self.offer.tools, self.starts_in_reasoning)
+        return _reader(self.loaded, self.offer, self.starts_in_reasoning)
 
     def deltas(self, output: Output) -> list[Delta]:
         """A whole answer taken apart."""
         reader = self.reader()
         return [*reader.push(output.text), *reader.finish(output.finish_reason == "stop")]
+
+    def thought_tokens(self, output: Output) -> int:
+        """Tokens of the reasoning in an answer, including the tag that ends it."""
+        format, tokenizer = self.loaded.chat, self.loaded.tokenizer
+        if not format.has_thinking:
+            return 0
+        deltas = self.deltas(output)
+        thoughts = "".join(delta.reasoning for delta in deltas)
+        if not thoughts:
+            return 0
+        if all(delta.reasoning for delta in deltas):
+            return len(output.tokens)
+        end = format.thoughts.think_end
+        tag = tokenizer.encode(end, add_special_tokens=False) if end else []
+        tokens = output.tokens
+        places = (at for at in range(len(tokens) - len(tag) + 1) if tag and tokens[at : at + len(tag)] == tag)
+        at = next(places, None)
+        # Without a tag of its own, the thought ends where its text does.
+        return len(tokenizer.encode(thoughts, add_special_tokens=False)) if at is None else at + len(tag)
 
     def response(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
         return {
@@ -80,14 +101,15 @@ class ChatAnswer:
             "model": call.service.name,
             "system_fingerprint": call.service.fingerprint,
             "choices": [self._choice(index, output) for index, output in enumerate(outputs)],
-            "usage": usage(outputs, len(outputs)),
+            "usage": usage(outputs, len(outputs), sum(map(self.thought_tokens, outputs))),
+            **self.body.tier_echo,
             **stats(call, outputs),
         }
 
     def stream(self, call: Call) -> AsyncIterator[bytes]:
-        frame = Frame(call, "chat.completion.chunk", self.body.usage_wanted)
+        frame = Frame(call, "chat.completion.chunk", self.body.usage_wanted, self.body.tier_echo)
         writers = [_Writer(self, frame, index) for index in range(len(self.requests))]
-        return stream_events(call, frame, writers, len(self.requests))
+        return stream_events(call, frame, writers, len(self.requests), self.thought_tokens)
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
         deltas = self.deltas(output)
@@ -136,12 +158,22 @@ def _prepare(body: ChatRequest, loaded: Loaded, encode: Encode, at_most: int | N
     top = (body.top_logprobs or 0) if body.logprobs else None
     if loaded.engine.prefixes is not None and (said := loaded.chat.changed(chat.messages, chat.tools)):
         log.warning("%s", said)
-    params = sampling(body, loaded, body.most_tokens, top, grammar)
+    only_call: Callable[[], StopWatcher] | None = None
+    if offer.tools and not offer.several and not offer.forced:
+        # Masks cannot allow one call in formats without a grammar, so decoding ends with the call in all of them.
+        def only_call() -> StopWatcher:
+            return FirstCall(loaded.tokenizer, _reader(loaded, offer, thinking))
+
+    params = sampling(body, loaded, body.most_tokens, top, grammar, only_call)
     shared = chat.boundaries(prompt, loaded, encode)
     requests = [loaded.engine.prepare(prompt, each, shared) for each in params]
     for each in requests:
         each.limit = min(each.limit, at_most or each.limit)
     return ChatAnswer(body, loaded, requests, offer, thinking)
+
+
+def _reader(loaded: Loaded, offer: ToolOffer, starts_in_reasoning: bool) -> AnswerParser:
+    return AnswerParser(loaded.chat, offer.tools, starts_in_reasoning, offer.several)
 
 
 def read_prompt(body: ChatRequest, loaded: Loaded, encode: Encode, must_fit: bool = True) -> list[int]:
@@ -168,6 +200,7 @@ class _Templated:
         chosen = body.tool_choice
         choice = chosen if chosen is None or isinstance(chosen, str) else chosen.model_dump()
         offer = ToolOffer.of(tools, choice, body.parallel_tool_calls is not False)
+        tools = [_without_strict(tool) for tool in tools]
         arguments = dict(body.chat_template_kwargs or {})
         for wish in ("reasoning_effort", "verbosity"):
             if (given := getattr(body, wish)) is not None:
@@ -189,6 +222,11 @@ class _Templated:
         if not loaded.engine.wants_boundaries:
             return ()
         return loaded.chat.boundaries(prompt, self.messages, self.tools, self.choice, self.arguments, encode)
+
+
+def _without_strict(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as templates know it: `strict` is for the server."""
+    return {**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

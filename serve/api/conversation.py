@@ -42,6 +42,8 @@ class Conversation:
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
+        self._made: set[str] = set()
+        """Ids of the calls so far."""
 
     def say(self, role: Literal["system", "user"], text: str) -> None:
         if self.messages and self.messages[-1]["role"] == role:
@@ -58,11 +60,15 @@ class Conversation:
 
     def call(self, id: str, name: str, arguments: str) -> None:
         """arguments: the JSON text of an object."""
+        self._made.add(id)
         call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._turn.setdefault("tool_calls", []).append(call)
 
-    def result(self, id: str, text: str) -> None:
-        """What a call came to."""
+    def result(self, id: str, text: str, where: str) -> None:
+        """Add the result of a call. Raises ApiError 400 that names the field `where` if there was no such call."""
+        if id not in self._made:
+            said = f"there is no call with the id {id[:100]!r} before this result; send that call too"
+            raise ApiError(400, f"{where}: {said}", where)
         self.messages.append({"role": "tool", "tool_call_id": id, "content": text})
 
     @property

@@ -35,7 +35,11 @@ _MESSAGES_TYPES = {
     504: "timeout_error",
 }
 """As Anthropic's documentation of errors has them; it says 529 for its own overload."""
-MESSAGES = "/v1/messages"
+MESSAGES, MODELS = "/v1/messages", "/v1/models"
+MOST_SAID = 4000
+"""Characters of a message: room for all routes and a long reason, whatever a client sends to be named in it."""
+_NAMED = 200
+"""Characters of an unknown path that its refusal repeats."""
 _FIELD = re.compile(r"([a-z_]+(?:[\[.][\w\[\].]*)?)(?::| must| names| has| cannot)")
 """A field, perhaps with a place in it, at the beginning of a message."""
 
@@ -51,6 +55,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
+        message = shortened(message, MOST_SAID)
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
@@ -59,9 +64,9 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         return error_body(self.status, self.message, self.param, self.code)
 
-    def response(self, path: str) -> Response:
-        """The refusal of a request to this path, in the shape of that API."""
-        body = self.messages_body if is_messages(path) else self.body
+    def response(self, path: str, headers: Mapping[str, str] | None = None) -> Response:
+        """The refusal of a request to this path with these headers, in the shape of the client's API."""
+        body = self.messages_body if speaks_messages(path, headers or {}) else self.body
         return Response(json.dumps(body), self.status, self.headers, "application/json")
 
     @property
@@ -81,9 +86,16 @@ class ContextExceeded(ApiError):
         self.prompt, self.context = prompt, context
 
 
-def is_messages(path: str) -> bool:
-    """Whether a path belongs to Anthropic's API."""
+def speaks_messages(path: str, headers: Mapping[str, str]) -> bool:
+    """Whether a request is one of Anthropic's API. `/v1/models` belongs to both; there the client's header decides."""
+    if path == MODELS or path.startswith(f"{MODELS}/"):
+        return "anthropic-version" in headers
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+
+
+def shortened(text: str, most: int) -> str:
+    """The text if it is short, else so many characters of it and three points."""
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -102,17 +114,18 @@ def add_handlers(app: FastAPI) -> None:
 
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error.response(request.url.path)
+        return error.response(request.url.path, request.headers)
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: {HTTPStatus(error.status_code).phrase.lower()}"
+        path = shortened(request.url.path, _NAMED)
+        message = f"{shortened(request.method, 20)} {path}: {HTTPStatus(error.status_code).phrase.lower()}"
         if error.status_code == 404:
             message += f"; there are {', '.join(sorted(app.openapi()['paths']))}"
-        return ApiError(error.status_code, message, headers=error.headers).response(request.url.path)
+        return ApiError(error.status_code, message, headers=error.headers).response(request.url.path, request.headers)
 
     async def unexpected(request: Request, error: Exception) -> Response:
-        return ApiError(500, f"the server failed: {type(error).__name__}").response(request.url.path)
+        return ApiError(500, f"the server failed: {type(error).__name__}").response(request.url.path, request.headers)
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection
 from ipaddress import ip_address
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .errors import ApiError
@@ -29,7 +30,7 @@ class KeyGuard:
             return
         headers = {"WWW-Authenticate": "Bearer"}
         refusal = ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=headers)
-        await refusal.response(scope["path"])(scope, receive, send)
+        await refusal.response(scope["path"], Headers(scope=scope))(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
         scheme, _, given = (header(scope, b"authorization") or "").partition(" ")

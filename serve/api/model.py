@@ -17,6 +17,7 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.engine.prior import Prior
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.proposers.hybrid import HybridProposer
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
@@ -43,6 +44,12 @@ class Loaded:
     """Where what the policy learns is kept."""
     volatile: Volatile = field(default_factory=Volatile)
     """What is left out of system prompts."""
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """What a request may name in `spec_decode`: what is loaded, and none."""
+        also = ("ngram",) if isinstance(self.engine.proposer, HybridProposer) else ()
+        return tuple(dict.fromkeys((self.mode, *also, "none")))
 
     @property
     def target(self) -> Target:

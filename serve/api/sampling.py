@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from eagle_mlx.errors import EagleError
-from eagle_mlx.sampling_params import Grammar, SamplingParams
+from eagle_mlx.sampling_params import Grammar, SamplingParams, StopWatcher
 
 from .errors import ApiError, ContextExceeded, bad_request
 from .limits import Limits
@@ -28,6 +28,7 @@ def sampling(
     max_tokens: int | None,
     top_logprobs: int | None,
     grammar: Callable[[], Grammar] | None = None,
+    stop_watcher: Callable[[], StopWatcher] | None = None,
 ) -> list[SamplingParams]:
     """One for each of the `n` answers, whose seeds count up from the request's.
 
@@ -55,7 +56,9 @@ def sampling(
             logprobs=top_logprobs is not None,
             top_logprobs=top_logprobs or 0,
             num_speculative_tokens=_drafts(request, loaded),
+            ngrams_only=request.spec_decode == "ngram" != loaded.mode,
             grammar=grammar,
+            stop_watcher=stop_watcher,
         )
     except EagleError as e:
         raise bad_request(e) from e
@@ -67,8 +70,9 @@ def sampling(
 def _drafts(request: Request, loaded: Loaded) -> int | None:
     """The most draft tokens a round that the request wants. Raises ApiError 400 for a way to draft that is not here."""
     mode, most = request.spec_decode, request.num_speculative_tokens
-    if mode not in (None, "none", loaded.mode):
-        here = f"{loaded.mode!r} and 'none' are" if loaded.mode != "none" else "only 'none' is"
+    if mode not in (None, *loaded.modes):
+        *others, last = map(repr, loaded.modes)
+        here = f"{', '.join(others)} and {last} are" if others else f"only {last} is"
         raise ApiError(400, f"spec_decode {mode!r} is not loaded; {here}", "spec_decode")
     if most and (mode == "none" or loaded.mode == "none"):
         where = "this request" if loaded.mode != "none" else "this server"

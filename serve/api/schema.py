@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Sequence
 from math import inf
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -15,9 +16,21 @@ from .errors import ApiError
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
 _PLAIN = frozenset({"str", "int", "float", "bool"})
-"""Ways to read a value that no field is called like."""
+"""Names that pydantic gives to the ways to read a value. No field has such a name."""
+_INSTANCE = re.compile(r"valid dictionary or (?:object|instance) .*")
+"""How pydantic asks for an object: with the name of a class of ours."""
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 """A token id; whether the vocabulary has it, the engine knows."""
+
+
+Temperature = Annotated[float, Field(ge=0, le=2)]
+"""In OpenAI's range. The other ranges below are OpenAI's too."""
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+_MOST_BIAS = 100
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
+"""What OpenAI's clients may ask for. This server has one tier."""
+SERVICE_TIER = "default"
+"""The tier that answers name."""
 
 
 def _biases(value: object) -> object:
@@ -28,6 +41,8 @@ def _biases(value: object) -> object:
                 raise ValueError(f"the keys must be token ids, not {str(key)[:40]!r}")
             if isinstance(bias, bool) or not isinstance(bias, int | float):
                 raise ValueError(f"the bias of token {key} must be a number")
+            if not -_MOST_BIAS <= bias <= _MOST_BIAS:
+                raise ValueError(f"the bias of token {key} must be from -{_MOST_BIAS} to {_MOST_BIAS}")
     return value
 
 
@@ -52,6 +67,8 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    """With `json_object`, as llama.cpp takes it and older versions of instructor send it."""
 
 
 class AdminRequest(Body):
@@ -65,7 +82,7 @@ class Request(Body):
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=0)
-    temperature: float | None = Field(None, ge=0)
+    temperature: Temperature | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -74,15 +91,15 @@ class Request(Body):
     stop: str | Many[str] | None = None
     stop_token_ids: Many[Id] | None = None
     ignore_eos: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(_biases)] | None = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     spec_decode: Literal["none", "ngram", "draft", "eagle", "mtp"] | None = None
-    """The mode that is loaded, or `none`."""
+    """The mode that is loaded, `ngram` if n-grams draft with a model, or `none`."""
     num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
     t_max_predict_ms: float | None = Field(None, ge=0)
     """From the first token to the end of an answer; 0 is no limit. As in llama.cpp, but at any place in a line."""
@@ -92,7 +109,12 @@ class Request(Body):
     prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
     store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: ServiceTier | None = None
+
+    @property
+    def tier_echo(self) -> dict[str, str]:
+        """The tier that the answer names, if the request names one."""
+        return {} if self.service_tier is None else {"service_tier": SERVICE_TIER}
 
     @property
     def answers(self) -> int:
@@ -282,23 +304,34 @@ def _explained(details: list[ErrorDetails]) -> ApiError:
     """The first field that is wrong; of several ways to read it, the one that came farthest."""
     field = details[0]["loc"][0] if details[0]["loc"] else None
     about = max((d for d in details if d["loc"][:1] == details[0]["loc"][:1]), key=_progress)
-    path = _short(_path(about["loc"]))
+    is_strange = about["type"] == "extra_forbidden"
+    path = _short(_path(about["loc"], is_strange))
     if about["type"] == "none_required":
         return ApiError(400, f"{path} is not supported by this server", path, "unsupported_parameter")
-    if about["type"] == "extra_forbidden":
+    if is_strange:
         return ApiError(400, f"{path} is not a known field", path, "unknown_parameter")
-    said = about["msg"].removeprefix("Value error, ")
+    said = _INSTANCE.sub("object", about["msg"].removeprefix("Value error, "))
     return ApiError(400, f"{path}: {said[:1].lower()}{said[1:]}", None if field is None else path)
 
 
-def _path(steps: Iterable[int | str]) -> str:
-    """A place in a body as OpenAI writes it, `messages[0].content`; without the ways in which it could be read."""
-    named = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps if _is_field(step))
-    return "".join(named).removeprefix(".")
+def _path(steps: Sequence[int | str], is_strange: bool) -> str:
+    """A place in a body as OpenAI writes it, `messages[0].content`; without the ways in which it could be read.
+
+    is_strange: whether the last step is the client's own name for a field, whatever it is.
+    """
+    last = len(steps) - 1
+    ways = _PLAIN | _class_names(Body)
+    fields = (step for at, step in enumerate(steps) if _is_field(step, ways) or (is_strange and at == last))
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in fields).removeprefix(".")
 
 
-def _is_field(step: int | str) -> bool:
-    return isinstance(step, int) or (step.isidentifier() and step not in _PLAIN)
+def _is_field(step: int | str, ways: Collection[str]) -> bool:
+    return isinstance(step, int) or (step.isidentifier() and step not in ways)
+
+
+def _class_names(base: type[BaseModel]) -> frozenset[str]:
+    """Names of all classes below a base. Pydantic names the members of a union by them."""
+    return frozenset().union(*({each.__name__} | _class_names(each) for each in base.__subclasses__()))
 
 
 def _progress(detail: ErrorDetails) -> tuple[int, int, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import UnionType
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -30,11 +31,16 @@ class PromptDetails(Shape):
     cached_tokens: int
 
 
+class CompletionDetails(Shape):
+    reasoning_tokens: int
+
+
 class Usage(Shape):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
 
 class Timings(Shape):
@@ -137,6 +143,8 @@ class ChatChoice(Shape):
 class ChatCompletion(Answer):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    service_tier: Literal["default"] = "default"
+    """Only if the request names a tier."""
 
 
 class Model(Shape):
@@ -151,6 +159,25 @@ class Model(Shape):
 class ModelList(Shape):
     object: Literal["list"]
     data: list[Model]
+
+
+class AnthropicModel(Shape):
+    """For clients that send `anthropic-version`."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int | None
+    max_tokens: int | None
+
+
+class AnthropicModelList(Shape):
+    data: list[AnthropicModel]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str
 
 
 class Health(Shape):
@@ -191,7 +218,7 @@ EVENTS: dict[str, Any] = {"content": {"text/event-stream": {"schema": _EVENT}}}
 
 
 def documented(
-    answer: type[Shape], *errors: int, error: type[Shape] = Error, **more: Any
+    answer: type[Shape] | UnionType, *errors: int, error: type[Shape] = Error, **more: Any
 ) -> dict[int | str, dict[str, Any]]:
     """A route's `responses`: its answer, and the errors that it may end in, in their shape."""
     return {200: {"model": answer, **more}, **{status: {"model": error} for status in errors}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
@@ -13,12 +14,20 @@ from .errors import ApiError
 from .flow import json_response, models_of
 from .metrics import speculation_json
 from .service import Service
-from .shapes import Health, Model, ModelList, SpeculationSummary, Version, documented
+from .shapes import (
+    AnthropicModel,
+    AnthropicModelList,
+    Health,
+    Model,
+    ModelList,
+    SpeculationSummary,
+    Version,
+    documented,
+)
 
 router = APIRouter()
 
 
-@router.head("/health", include_in_schema=False)
 @router.get("/health", responses={**documented(Health), 503: {"model": Health}})
 async def health(request: Request) -> Response:
     """Whether requests are taken: 200 when ready, 503 while starting or draining.
@@ -35,16 +44,22 @@ async def version() -> Response:
     return json_response({"version": metadata.version("eagle-mlx")})
 
 
-@router.get("/v1/models", responses=documented(ModelList, 401))
+@router.get("/v1/models", responses=documented(ModelList | AnthropicModelList, 401))
 async def models(request: Request) -> Response:
     """The models that are served, loaded or not."""
-    return json_response({"object": "list", "data": [described(each) for each in models_of(request).services.values()]})
+    services = list(models_of(request).services.values())
+    if "anthropic-version" in request.headers:
+        data = [described_to_anthropic(each) for each in services]
+        return json_response({"data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]})
+    return json_response({"object": "list", "data": [described(each) for each in services]})
 
 
-@router.get("/v1/models/{model:path}", responses=documented(Model, 401, 404))
+@router.get("/v1/models/{model:path}", responses=documented(Model | AnthropicModel, 401, 404))
 async def model(request: Request, model: str) -> Response:
     """A model, by its name."""
-    return json_response(described(models_of(request).known(model)))
+    service = models_of(request).known(model)
+    is_anthropic = "anthropic-version" in request.headers
+    return json_response(described_to_anthropic(service) if is_anthropic else described(service))
 
 
 def described(service: Service) -> dict[str, Any]:
@@ -57,6 +72,21 @@ def described(service: Service) -> dict[str, Any]:
         "owned_by": "eagle-mlx",
         "max_model_len": loaded.target.context_length if loaded else None,
         "state": "failed" if service.state == "loaded" and loaded is None else service.state,
+    }
+
+
+def described_to_anthropic(service: Service) -> dict[str, Any]:
+    """Describe a model as Anthropic's API does."""
+    loaded = service.loaded
+    context = loaded.target.context_length if loaded else None
+    return {
+        "type": "model",
+        "id": service.name,
+        "display_name": service.name,
+        "created_at": datetime.fromtimestamp(service.started, UTC).isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": context,
+        "max_tokens": context,
     }
 
 

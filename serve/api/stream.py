@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from json.encoder import encode_basestring as quote
 from typing import Any, Literal, Protocol
 
@@ -23,7 +23,7 @@ Kind = Literal["chat.completion.chunk", "text_completion"]
 class Frame:
     """What all chunks of one answer have around their choice."""
 
-    def __init__(self, call: Call, kind: Kind, with_usage: bool):
+    def __init__(self, call: Call, kind: Kind, with_usage: bool, more: Mapping[str, str] | None = None):
         prefix = "chatcmpl" if kind == "chat.completion.chunk" else "cmpl"
         fields = {
             "id": f"{prefix}-{call.id}",
@@ -31,6 +31,7 @@ class Frame:
             "created": call.created,
             "model": call.service.name,
             "system_fingerprint": call.service.fingerprint,
+            **(more or {}),
         }
         self._open = f"data: {dumps(fields)[:-1]},"
         self._head = f'{self._open}"choices":[{{"index":'
@@ -116,8 +117,17 @@ async def stream_answer(call: Call, writer: EventWriter) -> AsyncIterator[bytes]
             yield text.encode()
 
 
-async def stream_events(call: Call, frame: Frame, writers: Sequence[Writer], answers: int) -> AsyncIterator[bytes]:
-    """The choices' chunks as they come; all that waits at one time goes out at once."""
+async def stream_events(
+    call: Call,
+    frame: Frame,
+    writers: Sequence[Writer],
+    answers: int,
+    thought_tokens: Callable[[Output], int] = lambda _: 0,
+) -> AsyncIterator[bytes]:
+    """The choices' chunks as they come; all that waits at one time goes out at once.
+
+    thought_tokens: counts the reasoning of an answer, for its usage.
+    """
     if opening := "".join(writer.open() for writer in writers):
         yield opening.encode()
     async for comment in waiting_comments(call):
@@ -142,7 +152,9 @@ async def stream_events(call: Call, frame: Frame, writers: Sequence[Writer], ans
             yield text.encode()
     ordered = [outputs[index] for index in range(len(outputs))]
     if frame.with_usage:
-        yield frame.usage_chunk(usage(ordered, answers), _stats(call, outputs)).encode()
+        yield frame.usage_chunk(
+            usage(ordered, answers, sum(map(thought_tokens, ordered))), _stats(call, outputs)
+        ).encode()
     yield DONE
 
 

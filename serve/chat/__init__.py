@@ -3,11 +3,11 @@
 `ChatFormat` knows a model's template and tags, `AnswerParser` splits its answers, `Grammars` compiles schemas.
 """
 
-from .parser import AnswerParser, Delta
+from .parser import AnswerParser, Delta, FirstCall
 from .structured import Grammars
 from .template import ChatFormat
 from .tool_calls import ToolCall
 from .tools import ToolOffer
 from .volatile import Volatile
 
-__all__ = ["AnswerParser", "ChatFormat", "Delta", "Grammars", "ToolCall", "ToolOffer", "Volatile"]
+__all__ = ["AnswerParser", "ChatFormat", "Delta", "FirstCall", "Grammars", "ToolCall", "ToolOffer", "Volatile"]

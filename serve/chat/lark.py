@@ -40,8 +40,30 @@ def grammar_text(
     if tools:
         assert calls is not None
         answers.append("calls")
-        rules += _calls(tools, calls, several, tag)
+        rules.append('calls: call ("\\n" call)*' if several else "calls: call")
+        rules += _calls(tools, calls, tag(calls.start), tag)
     return "\n".join([*rules, f"answer: {' | '.join(answers)}", ""])
+
+
+def free_text_grammar(tools: Sequence[Tool], calls: ToolCallTags, free_tokens: str, tag: TagWriter) -> str:
+    """The grammar of any text in which each call that begins is a call of one of the tools, by its schema.
+
+    The opening tag begins a call wherever it stands, in a thought too, because that is how answers are read. Text
+    cannot spell it otherwise. free_tokens: the special tokens that are free to come, as a token set of the grammar.
+    """
+    start = tag(calls.start)
+    spelled = json.dumps(calls.start, ensure_ascii=False)
+    other = "TEXT? other | " if free_tokens else ""
+    rules = [
+        f"start: ({other}call)* TEXT?",
+        f"TEXT: /(.|\\n)+/ & ~(ANY {spelled} ANY)",  # two TEXTs in a row could spell the tag together
+        "ANY: /(.|\\n)*/",
+    ]
+    if free_tokens:
+        rules.append(f"other: {free_tokens}")
+    if start == spelled:  # a lazy rule ends with the first tag
+        return "\n".join([*rules, f"open[lazy]: ANY {start}", *_calls(tools, calls, "open", tag), ""])
+    return "\n".join([*rules, *_calls(tools, calls, f"TEXT? {start}", tag), ""])
 
 
 def _json(schema: Schema) -> str:
@@ -49,16 +71,15 @@ def _json(schema: Schema) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
-def _calls(tools: Sequence[Tool], tags: ToolCallTags, several: bool, tag: TagWriter) -> list[str]:
-    """A JSON object with name and arguments, on a line between the tags."""
+def _calls(tools: Sequence[Tool], tags: ToolCallTags, opening: str, tag: TagWriter) -> list[str]:
+    """The rules of a call: a JSON object with name and arguments, on a line between the opening and the end tag."""
     bodies, rules = [], []
     for index, tool in enumerate(tools):
         name = json.dumps(f'{{"name": {json.dumps(tool["function"]["name"])}, "arguments": ')
         bodies.append(f"{name} arguments_{index}")
         rules.append(f"arguments_{index}: {_json(parameters_of(tool))}")
     return [
-        'calls: call ("\\n" call)*' if several else "calls: call",
-        f'call: {tag(tags.start)} "\\n" body "}}\\n" {tag(tags.end)}',
+        f'call: {opening} "\\n" body "}}\\n" {tag(tags.end)}',
         f"body: {' | '.join(bodies)}",
         *rules,
     ]

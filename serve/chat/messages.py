@@ -46,7 +46,21 @@ def read_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise PromptError("messages: must be a list of at least one message")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    read = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    _check_results(read)
+    return read
+
+
+def _check_results(messages: Sequence[Message]) -> None:
+    """Raise PromptError for a tool's message whose call no earlier message makes. A call without an id fits any."""
+    made: set[str | None] = set()
+    for index, message in enumerate(messages):
+        made |= {call.get("id") for call in message.get("tool_calls", ())}
+        if message["role"] == "tool" and made.isdisjoint({message["tool_call_id"], None}):
+            raise PromptError(
+                f"messages[{index}].tool_call_id: no earlier message of the assistant has a call with the id "
+                f"{message['tool_call_id'][:100]!r}; send the message with that call before its result"
+            )
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:

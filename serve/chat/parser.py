@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from eagle_mlx.text import IncrementalText
+
 from .reasoning import Kind, ReasoningParser
 from .template import ChatFormat
 from .tool_calls import ToolCall, ToolCallParser
@@ -23,15 +27,24 @@ class Delta:
 class AnswerParser:
     """Text in, deltas out; together they are the same however the text is cut.
 
-    tools: those that the model was offered; without any, nothing is taken for a call. Raises PromptError for tools that
-    cannot be used.
+    tools: those that the model was offered; without any, nothing is taken for a call. several: whether an answer may
+    hold several calls; if not, it ends with the first. Raises PromptError for tools that cannot be used.
     """
 
-    def __init__(self, format: ChatFormat, tools: Sequence[Tool] | None = None, starts_in_reasoning: bool = False):
+    def __init__(
+        self,
+        format: ChatFormat,
+        tools: Sequence[Tool] | None = None,
+        starts_in_reasoning: bool = False,
+        several: bool = True,
+    ):
         offered = check_tools(tools or ())
         tags = format.calls if offered else None
         self._calls = ToolCallParser(tags, offered, format.thoughts.think_end) if tags else None
         self._thoughts = ReasoningParser(format.thoughts, starts_in_reasoning)
+        self._several = several
+        self.has_ended = False
+        """Whether the only call that was allowed is complete. Text after it is dropped."""
 
     def push(self, text: str) -> list[Delta]:
         """What is certain after this text."""
@@ -46,6 +59,8 @@ class AnswerParser:
 
     def _read(self, text: str, final: bool, complete: bool) -> list[Delta]:
         deltas: list[Delta] = []
+        if self.has_ended:
+            return deltas
         if self._calls is None:
             self._add_text(deltas, text)
             return deltas
@@ -56,12 +71,28 @@ class AnswerParser:
                 continue
             for kind, waiting in self._thoughts.interrupt():
                 _add(deltas, kind, waiting)
+            if not self._several:
+                self.has_ended = True
+                return [*deltas, Delta(tool_call=part[0])]
             deltas += [Delta(tool_call=call) for call in part]
         return deltas
 
     def _add_text(self, deltas: list[Delta], text: str) -> None:
         for kind, part in self._thoughts.push(text):
             _add(deltas, kind, part)
+
+
+class FirstCall:
+    """Tells when the tokens of an answer have completed its only call (`SamplingParams.stop_watcher`)."""
+
+    def __init__(self, tokenizer: TokenizerWrapper, parser: AnswerParser):
+        """parser: must not allow several calls."""
+        self._text, self._parser = IncrementalText(tokenizer), parser
+
+    def __call__(self, token: int) -> bool:
+        certain, _ = self._text.add([token])
+        self._parser.push(certain)
+        return self._parser.has_ended
 
 
 def _add(deltas: list[Delta], kind: Kind, text: str) -> None:

@@ -12,12 +12,12 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import Grammar
 from eagle_mlx.target import Target
 
-from .lark import Schema, grammar_text, parameters_of
+from .lark import Schema, free_text_grammar, grammar_text, parameters_of
 from .matcher import CompiledGrammar, MatcherGrammar, MatcherServer
 from .matcher_process import Places
 from .schema_limits import why_too_complex
 from .template import ChatFormat
-from .tools import ToolOffer
+from .tools import Tool, ToolOffer, tool_names
 
 MOST_SCHEMA_BYTES = 64 * 1024
 """The schemas of one request, as JSON text."""
@@ -54,25 +54,33 @@ class Grammars:
 
         response_format: as in OpenAI's API, `text`, `json_object` or `json_schema`. offer: the tools of the request;
         where the model must call one, the answer is nothing but calls, and where it may, with a response format, the
-        answer is either calls or that. The model may think before, and the grammar begins where the thought ends.
+        answer is either calls or that. The model may think before, and the grammar begins where the thought ends. If
+        the model is free and a tool is strict, the text is free too until a call begins.
 
         It takes as long as the schema is complicated, up to `COMPILE_SECONDS`. Raises ConfigError, with the reason, for
         a schema that is malformed, too large or too complex, or holds keywords that could not be kept, and for calls
         that this model does not write as JSON.
         """
         schema, offer = read_response_format(response_format), offer or ToolOffer()
-        tools = offer.forced or (offer.tools if schema is not None else ())
+        tools = offer.forced or (offer.tools if schema is not None or offer.strict else ())
         if offer.forced:
             schema = None
         if schema is None and not tools:
             return None
         calls, thoughts = self._format.calls, self._format.thoughts
         if tools and (calls is None or calls.parser not in _FORCED):
-            raise ConfigError(_why_not_calls(calls.parser if calls else "", bool(offer.forced)))
-        schemas: dict[str, Schema] = {} if schema is None else {"response_format.json_schema.schema": schema}
-        schemas |= {f"tools[{offer.tools.index(tool)}].function.parameters": parameters_of(tool) for tool in tools}
+            raise ConfigError(_why_not_calls(calls.parser if calls else "", offer))
+        is_free = schema is None and not offer.forced
+        if is_free:
+            tools = tuple(tool if tool in offer.strict else _without_schema(tool) for tool in tools)
+        schemas: dict[str, Schema] = {} if schema is None else {_place_of_schema(response_format): schema}
+        schemas |= {_place_of_tool(offer, tool): parameters_of(tool) for tool in tools}
         places = _as_texts(schemas)
-        text = grammar_text(schema, tools, calls, offer.several, thoughts, starts_in_reasoning, self._tag)
+        if is_free:
+            assert calls is not None
+            text = free_text_grammar(tools, calls, self._free_tokens(calls.start), self._tag)
+        else:
+            text = grammar_text(schema, tools, calls, offer.several, thoughts, starts_in_reasoning, self._tag)
         compiled = self._compiled(text, places)
         if not compiled.alive:  # somebody has killed it
             self._compiled.cache_clear()
@@ -110,6 +118,37 @@ class Grammars:
             raise ConfigError(f"grammars cannot be had with this model: {tag!r} is half a special token")
         return json.dumps(tag, ensure_ascii=False)
 
+    def _free_tokens(self, start: str) -> str:
+        """Special tokens that neither end a text nor begin a call, as a token set; no grammar's text allows them."""
+        assert self._format.tokenizer is not None
+        opening = self._format.tokenizer.encode(start, add_special_tokens=False)
+        return _token_set(self.start().special - self._ends - {opening[0]})
+
+
+def _token_set(tokens: Iterable[int]) -> str:
+    """Tokens as llguidance writes a set of them, such as <[0-1,7]>; empty for none."""
+    ranges: list[list[int]] = []
+    for token in sorted(tokens):
+        if ranges and ranges[-1][1] == token - 1:
+            ranges[-1][1] = token
+        else:
+            ranges.append([token, token])
+    return f"<[{','.join(f'{first}-{last}' for first, last in ranges)}]>" if ranges else ""
+
+
+def _without_schema(tool: Tool) -> Tool:
+    return {**tool, "function": {key: value for key, value in tool["function"].items() if key != "parameters"}}
+
+
+def _place_of_tool(offer: ToolOffer, tool: Tool) -> str:
+    names = tool_names(offer.tools)
+    return f"tools[{names.index(tool['function']['name'])}].function.parameters"
+
+
+def _place_of_schema(response_format: Mapping[str, Any] | None) -> str:
+    is_older = response_format is not None and response_format["type"] == "json_object"
+    return "response_format.schema" if is_older else "response_format.json_schema.schema"
+
 
 def read_response_format(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The schema that an answer must follow; None where any text will do. Raises ConfigError that names the field."""
@@ -118,12 +157,17 @@ def read_response_format(response_format: Mapping[str, Any] | None) -> dict[str,
     kind = response_format.get("type") if isinstance(response_format, Mapping) else None
     if kind not in ("text", "json_object", "json_schema"):
         raise ConfigError(f"response_format.type: must be text, json_object or json_schema; got {kind!r}")
-    known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    known = {"type", {"json_schema": "json_schema", "json_object": "schema"}.get(kind, "type")}
     if unknown := sorted(response_format.keys() - known):
         raise ConfigError(f"response_format: unknown key {unknown[0]!r} with type {kind}")
     if kind == "json_schema":
         return _read_schema(response_format.get("json_schema"))
-    return {"type": "object"} if kind == "json_object" else None
+    if kind == "text":
+        return None
+    given = response_format.get("schema", {})  # as llama.cpp takes it, and older versions of instructor send it
+    if not isinstance(given, Mapping):
+        raise ConfigError("response_format.schema: must be a JSON schema, an object")
+    return {"type": "object", **given}
 
 
 def _read_schema(given: Any) -> dict[str, Any]:
@@ -169,9 +213,15 @@ def _depth(schema: Schema) -> int:
     return _DEEPEST_SCHEMA + 1
 
 
-def _why_not_calls(parser: str, forced: bool) -> str:
-    what = "tool_choice: tools cannot be forced" if forced else "response_format: cannot be kept beside tools"
-    how = 'use tool_choice "auto"' if forced else 'use tool_choice "none"'
+def _why_not_calls(parser: str, offer: ToolOffer) -> str:
+    """Why calls cannot follow a grammar, with the field that asks for it and what to do."""
+    if offer.forced:
+        what, how = "tool_choice: tools cannot be forced", 'use tool_choice "auto"'
+    elif offer.strict:
+        at = offer.tools.index(offer.strict[0])
+        what, how = f"tools[{at}].function.strict: cannot be kept", "leave strict out, and check the arguments"
+    else:
+        what, how = "response_format: cannot be kept beside tools", 'use tool_choice "none"'
     reason = (
         f"writes its calls in the form that mlx-lm calls {parser!r}, not as JSON between tags"
         if parser

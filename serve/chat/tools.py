@@ -26,6 +26,11 @@ class ToolOffer:
     several: bool = True
     """Whether one answer may hold several calls."""
 
+    @property
+    def strict(self) -> tuple[Tool, ...]:
+        """Those whose calls must fit their schema though the model is free to call none."""
+        return () if self.forced else tuple(tool for tool in self.tools if tool["function"].get("strict") is True)
+
     @classmethod
     def of(
         cls, tools: Sequence[Tool] | None, tool_choice: str | Mapping[str, Any] | None = None, parallel: bool = True
@@ -47,7 +52,9 @@ class ToolOffer:
         name = _chosen_name(choice)
         forced = tuple(tool for tool in offered if tool["function"]["name"] == name)
         if not forced:
-            raise PromptError(f"tool_choice: there is no tool {name!r}; the tools are {', '.join(tool_names(offered))}")
+            raise PromptError(
+                f"tool_choice: there is no tool {str(name)[:100]!r}; the tools are {', '.join(tool_names(offered))}"
+            )
         return cls(offered, forced, False)
 
 

@@ -43,7 +43,7 @@ class MessageAnswer:
         parts = parts_of(self.chat.deltas(output))
         content = [self._block(call, part) for part in parts]
         ended = self.ended(output, any(part.kind == "call" for part in parts))
-        return self.message(call, content, _usage(output)) | ended | stats(call, outputs)
+        return self.message(call, content, self.usage(output)) | ended | stats(call, outputs)
 
     def stream(self, call: Call) -> AsyncIterator[bytes]:
         return stream_answer(call, self.writer(call))
@@ -62,6 +62,17 @@ class MessageAnswer:
             "stop_reason": None,
             "stop_sequence": None,
             "usage": usage,
+        }
+
+    def usage(self, output: Output) -> dict[str, Any]:
+        """Anthropic's counts, in which what came from the cache is no input."""
+        return {
+            "input_tokens": output.prompt_tokens - output.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": output.cached_tokens,
+            "output_tokens": len(output.tokens),
+            "output_tokens_details": {"thinking_tokens": self.chat.thought_tokens(output)},
+            "service_tier": "standard",
         }
 
     def ended(self, output: Output, calls: bool) -> dict[str, Any]:
@@ -100,16 +111,6 @@ def signature(call: Call) -> str:
     return f"sig_{call.id}"
 
 
-def _usage(output: Output) -> dict[str, Any]:
-    """Anthropic's counts, in which what came from the cache is no input."""
-    return {
-        "input_tokens": output.prompt_tokens - output.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": output.cached_tokens,
-        "output_tokens": len(output.tokens),
-    }
-
-
 class _Writer:
     """One block after the other: each is opened, continued and stopped before the next."""
 
@@ -123,8 +124,8 @@ class _Writer:
     def open(self) -> str:
         """How much of the prompt was cached is not known yet; the last event has the counts that hold."""
         (request,) = self._answer.requests
-        usage = {"input_tokens": len(request.prompt), "cache_creation_input_tokens": 0}
-        usage |= {"cache_read_input_tokens": 0, "output_tokens": 0}
+        usage: dict[str, Any] = {"input_tokens": len(request.prompt), "cache_creation_input_tokens": 0}
+        usage |= {"cache_read_input_tokens": 0, "output_tokens": 0, "service_tier": "standard"}
         message = self._answer.message(self._call, [], usage)
         return named_event({"type": "message_start", "message": message}) + PING
 
@@ -133,7 +134,12 @@ class _Writer:
 
     def close(self, output: Output) -> str:
         delta = self._answer.ended(output, self._calls)
-        ended = {"type": "message_delta", "delta": delta, "usage": _usage(output), **stats(self._call, [output])}
+        ended = {
+            "type": "message_delta",
+            "delta": delta,
+            "usage": self._answer.usage(output),
+            **stats(self._call, [output]),
+        }
         return self._stop() + named_event(ended) + named_event({"type": "message_stop"})
 
     def fail(self, error: ApiError) -> str:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from ..conversation import Extensions, one_of, without_details
 from ..schema import Body, Many, supported
+from .known_tools import KNOWN_TYPES, KnownType
 
 Ignored = Any
 """Where a cache may be cut is of no consequence here: the prefix cache finds that by itself."""
@@ -82,23 +83,42 @@ class ClientTool(Body):
     allowed_callers: list[str] | None = None
 
 
+class KnownTool(BaseModel):
+    """A tool that the client runs, whose schema `known_tools` knows. Its other fields say nothing to the model."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra={"additionalProperties": True})
+
+    type: KnownType
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
+    strict: bool | None = None
+
+
 class AnthropicTool(BaseModel):
     """A tool that Anthropic runs, or whose schema only Anthropic's models know."""
 
     model_config = ConfigDict(strict=True, json_schema_extra={"additionalProperties": True})
 
-    type: str = Field(json_schema_extra={"not": {"enum": ["custom"]}})
+    type: str = Field(json_schema_extra={"not": {"enum": ["custom", *sorted(KNOWN_TYPES)]}})
     name: str | None = None
 
 
 def _tool_tag(value: object) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "<client>" if kind in (None, "custom") else "<hosted>"
+    if kind in (None, "custom"):
+        return "<client>"
+    return "<known>" if isinstance(kind, str) and kind in KNOWN_TYPES else "<hosted>"
+
+
+def _known_fields(tool: object) -> object:
+    """The fields of a known tool that are read, so that others are not refused."""
+    return {key: tool[key] for key in KnownTool.model_fields if key in tool} if isinstance(tool, dict) else tool
 
 
 Hosted = Annotated[AnthropicTool, BeforeValidator(without_details)]
 OfferedTool = Annotated[
-    Annotated[ClientTool, Tag("<client>")] | Annotated[Hosted, Tag("<hosted>")],
+    Annotated[ClientTool, Tag("<client>")]
+    | Annotated[KnownTool, BeforeValidator(_known_fields), Tag("<known>")]
+    | Annotated[Hosted, Tag("<hosted>")],
     Discriminator(_tool_tag),
 ]
 
@@ -150,7 +170,8 @@ class MessagesRequest(CountTokensRequest):
     """As many at most: the context may leave fewer."""
     stream: bool | None = None
     stop_sequences: Many[str] | None = None
-    temperature: float | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, le=1)
+    """In Anthropic's range."""
     top_p: float | None = None
     top_k: int | None = None
     # As above.

@@ -25,11 +25,17 @@ class MessageToolUseBlock(Shape):
     input: dict[str, Any]
 
 
+class MessageOutputDetails(Shape):
+    thinking_tokens: int
+
+
 class MessageUsage(Shape):
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: MessageOutputDetails
+    service_tier: Literal["standard"]
 
 
 class MessageObject(Shape):

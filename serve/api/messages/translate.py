@@ -9,10 +9,13 @@ from typing import Any
 from ..conversation import EFFORTS, PARAGRAPH, Conversation, named_as
 from ..errors import ApiError
 from ..schema import ChatRequest, validated
+from .known_tools import known_function
 from .schema import (
+    AnthropicTool,
     Block,
     ClientTool,
     CountTokensRequest,
+    KnownTool,
     MessagesRequest,
     TextBlock,
     ThinkingBlock,
@@ -55,7 +58,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
 
 def tool_places(body: CountTokensRequest) -> list[int]:
     """Where in the request those tools are that the model is told of."""
-    return [index for index, tool in enumerate(body.tools or ()) if isinstance(tool, ClientTool)]
+    return [index for index, tool in enumerate(body.tools or ()) if not isinstance(tool, AnthropicTool)]
 
 
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
@@ -84,7 +87,7 @@ def _add(conversation: Conversation, turn: Turn, where: str) -> None:
         if isinstance(block, TextBlock):
             conversation.say("system" if turn.role == "system" else "user", block.text)
         elif isinstance(block, ToolResultBlock):
-            conversation.result(block.tool_use_id, _result(block))
+            conversation.result(block.tool_use_id, _result(block), f"{where}[{index}].tool_use_id")
 
 
 def _add_answer(conversation: Conversation, blocks: Sequence[Block], where: str) -> None:
@@ -113,8 +116,8 @@ def _result(block: ToolResultBlock) -> str:
 def _tools(body: CountTokensRequest) -> dict[str, Any]:
     """What may be called. Tools that Anthropic runs are left out where there are others."""
     given, choice = body.tools or [], body.tool_choice
-    offered = [tool for tool in given if isinstance(tool, ClientTool)]
-    hosted = {tool.name: (at, tool.type) for at, tool in enumerate(given) if not isinstance(tool, ClientTool)}
+    offered = [tool for tool in given if not isinstance(tool, AnthropicTool)]
+    hosted = {tool.name: (at, tool.type) for at, tool in enumerate(given) if isinstance(tool, AnthropicTool)}
     chosen = choice.name if choice is not None and choice.type == "tool" else None
     if hosted and (not offered or chosen in hosted):
         at, kind = hosted[chosen] if chosen in hosted else next(iter(hosted.values()))
@@ -133,6 +136,9 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
     return asked
 
 
-def _function(tool: ClientTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
+def _function(tool: ClientTool | KnownTool) -> dict[str, Any]:
+    if isinstance(tool, KnownTool):
+        function = known_function(tool.type, tool.name)
+    else:
+        function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}

@@ -15,16 +15,16 @@ from ..answer import stats
 from ..chat import ChatAnswer
 from ..errors import ApiError
 from ..parts import Part, parts_of
+from ..schema import SERVICE_TIER
 from ..service import Call
 from ..stream import EventWriter, dumps, stream_answer
 from .events import ResponseWriter
-from .memory import Kept, ResponseMemory
+from .memory import ID_PREFIXES, Kept, ResponseMemory
 from .schema import Item, ResponsesRequest
 from .tools import Functions, echoed
 from .translate import sealed
 
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ResponseAnswer:
             "status": "incomplete" if cut_off else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
             "output": items,
-            "usage": self._usage(output, parts),
+            "usage": self._usage(output),
             **stats(call, [output]),
         }
         if self.body.store is not False:
@@ -105,6 +105,7 @@ class ResponseAnswer:
             "text": {"format": form.model_dump(by_alias=True, exclude_unset=True) if form else {"type": "text"}},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
             "tools": echoed(body.tools),
+            "service_tier": SERVICE_TIER,
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -122,28 +123,13 @@ class ResponseAnswer:
         else:
             content = {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
             item = {"type": "message", "role": "assistant", "content": [content]}
-        return {"id": f"{_PREFIXES[item['type']]}_{call.id}_{index}", **item, "status": status}
+        return {"id": f"{ID_PREFIXES[item['type']]}_{call.id}_{index}", **item, "status": status}
 
-    def _usage(self, output: Output, parts: Sequence[Part]) -> dict[str, Any]:
+    def _usage(self, output: Output) -> dict[str, Any]:
         return {
             "input_tokens": output.prompt_tokens,
             "input_tokens_details": {"cached_tokens": output.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": len(output.tokens),
-            "output_tokens_details": {"reasoning_tokens": self._thought_tokens(output, parts)},
+            "output_tokens_details": {"reasoning_tokens": self.chat.thought_tokens(output)},
             "total_tokens": output.prompt_tokens + len(output.tokens),
         }
-
-    def _thought_tokens(self, output: Output, parts: Sequence[Part]) -> int:
-        """Tokens of the thoughts, up to and with the tag that ends them."""
-        thoughts = "".join(part.text for part in parts if part.kind == "reasoning")
-        if not thoughts:
-            return 0
-        if all(part.kind == "reasoning" for part in parts):
-            return len(output.tokens)
-        tokenizer, end = self.chat.loaded.tokenizer, self.chat.loaded.chat.thoughts.think_end
-        tag = tokenizer.encode(end, add_special_tokens=False) if end else []
-        tokens = output.tokens
-        places = (at for at in range(len(tokens) - len(tag) + 1) if tag and tokens[at : at + len(tag)] == tag)
-        at = next(places, None)
-        # Without a tag of its own, the thought ends where its text does.
-        return len(tokenizer.encode(thoughts, add_special_tokens=False)) if at is None else at + len(tag)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -17,11 +20,13 @@ from ..stream import named_event
 from .answer import ResponseAnswer
 from .memory import ResponseMemory
 from .schema import ResponsesRequest
-from .shapes import DeletedResponse, ResponseObject
+from .shapes import DeletedResponse, InputItemList, ResponseObject
 from .tools import Functions
 from .translate import FIELDS, chat_request, input_items
 
 router = APIRouter()
+_MOST_ITEMS = 100
+"""Of a page, as OpenAI's API bounds it."""
 
 
 def memory_of(request: Request) -> ResponseMemory:
@@ -65,6 +70,32 @@ async def response(request: Request, id: str) -> Response:
     if request.query_params.get("stream") == "true":
         raise ApiError(400, "stream: a response that has ended is given whole; leave stream out", "stream")
     return json_response(memory_of(request).get(id).response)
+
+
+@router.get("/v1/responses/{id}/input_items", responses=documented(InputItemList, 400, 401, 404))
+async def input_items_of(request: Request, id: str) -> Response:
+    """Return the conversation that a response answers, in pages."""
+    items = memory_of(request).get(id).input_items()
+    return json_response(_page(items, request.query_params))
+
+
+def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """A page of a list, as `order`, `after` and `limit` ask for it. Raises ApiError 400 that names the parameter."""
+    order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise ApiError(400, "order: must be asc or desc", "order")
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= _MOST_ITEMS):
+        raise ApiError(400, f"limit: must be an integer from 1 to {_MOST_ITEMS}", "limit")
+    if order == "desc":
+        items = items[::-1]
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise ApiError(400, f"after: there is no item with the id {after[:100]!r}", "after")
+        items = items[ids.index(after) + 1 :]
+    page = items[: int(limit)]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else ("", "")
+    return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": len(items) > len(page)}
 
 
 @router.delete("/v1/responses/{id}", responses=documented(DeletedResponse, 401, 404))

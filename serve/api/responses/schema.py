@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from ..conversation import Extensions, one_of, without_details
-from ..schema import Body, Many, supported
+from ..schema import Body, Many, ServiceTier, Temperature, supported
 
 Ignored = Any
 """What clients send back of an answer, or say of its making, and what no prompt holds."""
@@ -214,7 +214,7 @@ class ResponsesRequest(Extensions):
     stream_options: ResponsesStreamOptions | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     """As many at most: the context may leave fewer."""
-    temperature: float | None = Field(None, ge=0)
+    temperature: Temperature | None = None
     top_p: float | None = None
     top_k: int | None = None
     tools: Many[ResponsesTool] | None = None
@@ -249,7 +249,7 @@ class ResponsesRequest(Extensions):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: ServiceTier | None = None
 
     @property
     def wants_encrypted_thoughts(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import ConfigDict
+
 from ..shapes import Metrics, Shape, Timings
 
 ItemStatus = Literal["completed", "incomplete"]
@@ -95,6 +97,7 @@ class ResponseObject(Shape):
     parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: dict[str, str | None] | None
+    service_tier: Literal["default"]
     store: bool
     temperature: float | None
     text: dict[str, Any]
@@ -105,6 +108,24 @@ class ResponseObject(Shape):
     usage: ResponsesUsage
     timings: Timings
     metrics: Metrics
+
+
+class InputItem(Shape):
+    """An item as the client sent it, or an earlier response gave it; its other fields depend on its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    type: str
+    status: str
+
+
+class InputItemList(Shape):
+    object: Literal["list"]
+    data: list[InputItem]
+    first_id: str
+    last_id: str
+    has_more: bool
 
 
 class DeletedResponse(Shape):

@@ -61,6 +61,8 @@ class Functions:
         name = flat_name(tool.name, namespace)
         parameters = tool.parameters if isinstance(tool, FunctionTool) else _TEXT
         function = {"name": name, "description": _description(tool), "parameters": parameters}
+        if isinstance(tool, FunctionTool) and tool.strict:
+            function["strict"] = True
         self.functions.append({"type": "function", "function": function})
         self.places.append(place)
         self.origins[name] = Origin(tool.type, tool.name, namespace)

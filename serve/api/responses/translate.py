@@ -39,7 +39,7 @@ def input_items(body: ResponsesRequest) -> list[Item]:
 def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Functions) -> ChatRequest:
     """The chat that these items make, without max_output_tokens, which is only a bound. Raises ApiError."""
     asked: dict[str, Any] = {
-        "messages": _messages(body.instructions, items),
+        "messages": _messages(body.instructions, items, len(items) - len(input_items(body))),
         "tools": functions.functions or None,
         "tool_choice": functions.choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
@@ -72,17 +72,18 @@ def unsealed(text: str | None) -> str:
         return ""
 
 
-def _messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
+def _messages(instructions: str | None, items: Sequence[Item], kept: int) -> list[dict[str, Any]]:
+    """kept: how many items come from the previous response, and not from the request."""
     conversation = Conversation()
     if instructions:
         conversation.say("system", instructions)
-    for item in items:
+    for index, item in enumerate(items):
         if isinstance(item, MessageItem):
             _say(conversation, item)
         elif isinstance(item, ReasoningItem):
             conversation.think(_thought(item))
         elif isinstance(item, CallOutputItem):
-            conversation.result(item.call_id, _text(item.output))
+            conversation.result(item.call_id, _text(item.output), f"input[{index - kept}].call_id")
         elif isinstance(item, CustomCallItem):
             conversation.call(item.call_id, flat_name(item.name, item.namespace), custom_arguments(item.input))
         elif isinstance(item, FunctionCallItem):
@@ -111,7 +112,9 @@ def _thought(item: ReasoningItem) -> str:
 def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
     """`text.format`, which has the schema's fields beside its type."""
     form = body.text.format if body.text is not None else None
-    if form is None or form.type != "json_schema":
-        return {"type": form.type} if form is not None else None
+    if form is None:
+        return None
+    if form.type != "json_schema":
+        return form.model_dump(by_alias=True, include={"type", "schema_"}, exclude_none=True)
     schema = form.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
     return {"type": "json_schema", "json_schema": schema}

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
-from tests.serve.api.live import NAME, Live
+from eagle_mlx.serve.api.loader import LoadConfig, load
+from eagle_mlx.serve.speculation import Speculation
+from tests.clients.scripted_target import Line, call, scripted_target_folder
+from tests.serve.api.dialects import CHAT, DIALECTS, MESSAGES, RESPONSES, Answer, Dialect, Question, read
+from tests.serve.api.live import NAME, Live, live, loaded_format, one_model
 from tests.serve.chat.formats import WEATHER
 
 USER: Any = [{"role": "user", "content": "How is the weather in Oslo?"}]
@@ -21,9 +27,9 @@ def streamed(server: Live, asked: dict[str, Any]) -> tuple[dict[str, Any], str]:
         delta = chunk.choices[0].delta.model_dump()
         message["content"] += delta["content"] or ""
         message["reasoning_content"] += delta.get("reasoning_content") or ""
-        for call in delta["tool_calls"] or []:
-            assert call.pop("index") == len(message["tool_calls"])
-            message["tool_calls"].append(call)
+        for made in delta["tool_calls"] or []:
+            assert made.pop("index") == len(message["tool_calls"])
+            message["tool_calls"].append(made)
         reason = chunk.choices[0].finish_reason or reason
     return message, reason
 
@@ -49,7 +55,7 @@ def test_a_call_that_must_be_made_is(caller: Live, choice: Any) -> None:
     message, reason = streamed(caller, asked)
     assert reason == "tool_calls"
     assert message["content"] == ""
-    assert [call["function"] for call in message["tool_calls"]] == [call.function.model_dump() for call in calls]
+    assert [made["function"] for made in message["tool_calls"]] == [made.function.model_dump() for made in calls]
     assert message["tool_calls"][0]["id"]
 
     # The next turn of the conversation, as clients send it.
@@ -89,3 +95,94 @@ def test_a_schema_that_cannot_be_kept_fails_alone(thinker: Live) -> None:
     assert answer.json()["error"]["message"]
     asked = {"messages": USER, "max_tokens": 3}
     assert thinker.http.post("/v1/chat/completions", json=asked).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """With a model that makes two calls, or one that does not fit the schema, whatever it is allowed."""
+    two = "Let me see.\n" + call("get_weather", city="Rome", days=3) + "\n" + call("get_weather", city="Oslo", days=4)
+    wrong = "Hm.\n" + call("get_weather", city="Bonn", days=99)
+    script = [Line("'two' in messages[-1].content", two), Line("'wrong' in messages[-1].content", wrong)]
+    plan = LoadConfig(scripted_target_folder(tmp_path_factory.mktemp("talker"), script), Speculation(mode="ngram"))
+    with live(models=one_model(lambda: load(plan, lambda _: None))) as running:
+        yield running
+
+
+def told(server: Live, dialect: Dialect, body: dict[str, Any]) -> list[Answer]:
+    """The answer, whole and streamed."""
+    whole = server.http.post(dialect.path, json=body)
+    assert whole.status_code == 200, whole.text
+    lines = server.http.post(dialect.path, json=body | {"stream": True}).text.split("\n")
+
+    async def each() -> AsyncIterator[str]:
+        for line in lines:
+            yield line
+
+    return [dialect.whole(whole.json()), asyncio.run(read(dialect, each()))]
+
+
+def asking(dialect: Dialect, text: str, **function: Any) -> dict[str, Any]:
+    """A question in the words of an API, with one tool and the choice left to the model."""
+    asked = dialect.body(Question((("user", text),), max_tokens=200))
+    tool = {**WEATHER["function"], **function}
+    if dialect is CHAT:
+        return asked | {"tools": [{"type": "function", "function": tool}]}
+    if dialect is RESPONSES:
+        return asked | {"tools": [{"type": "function", **tool}]}
+    tool["input_schema"] = tool.pop("parameters")
+    return asked | {"tools": [tool]}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_17_at_most_one_call_with_auto(talker: Live, dialect: Dialect) -> None:
+    body = asking(dialect, "two")
+    for answer in told(talker, dialect, body):
+        assert [name for name, _ in answer.calls] == ["get_weather"] * 2
+    one = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+    body |= one if dialect is MESSAGES else {"parallel_tool_calls": False}
+    for answer in told(talker, dialect, body):
+        assert [json.loads(given) for _, given in answer.calls] == [{"city": "Rome", "days": 3}]
+        assert answer.text == "Let me see."
+        assert answer.has_ended
+
+
+def test_17_decoding_ends_with_the_only_call(talker: Live) -> None:
+    body = asking(CHAT, "two")
+    whole = talker.http.post(CHAT.path, json=body).json()
+    for more in ({"n": 2}, {"spec_decode": "none"}, {"num_speculative_tokens": 2}):
+        single = talker.http.post(CHAT.path, json=body | {"parallel_tool_calls": False} | more).json()
+        answers = len(single["choices"])
+        assert {choice["finish_reason"] for choice in single["choices"]} == {"tool_calls"}
+        assert single["usage"]["completion_tokens"] < answers * (whole["usage"]["completion_tokens"] - 4)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_17_strict_holds_with_auto_once_a_call_begins(talker: Live, dialect: Dialect) -> None:
+    for answer in told(talker, dialect, asking(dialect, "wrong")):
+        assert [json.loads(given) for _, given in answer.calls] == [{"city": "Bonn", "days": 99}]
+    for answer in told(talker, dialect, asking(dialect, "wrong", strict=True)):
+        ((name, given),) = answer.calls
+        assert name == "get_weather"
+        arguments = json.loads(given)
+        assert arguments["city"] in ("Rome", "Oslo")
+        assert 1 <= arguments["days"] <= 9
+        assert answer.text == "Hm."
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_17_strict_is_refused_where_calls_are_not_json(coder: Live, dialect: Dialect) -> None:
+    body = asking(dialect, "x", strict=True)
+    refused = coder.http.post(dialect.path, json=body)
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert message.startswith("tools[0]."), message
+    assert "strict: cannot be kept on this model" in message
+    assert "leave strict out" in message
+    assert coder.http.post(dialect.path, json=asking(dialect, "x", strict=False) | {"stream": False}).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def coder() -> Iterator[Live]:
+    """With a model whose calls are no JSON."""
+    with live(lambda: loaded_format("coder")) as running:
+        yield running

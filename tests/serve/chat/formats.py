@@ -65,6 +65,7 @@ TEMPLATES = {
     "llama": _TOOLS.replace("# Tools", "Answer with JSON.") + _TURNS.split("  {%- for tool_call")[0] + "{% endfor %}",
     "joined": _JOINED,
     "mistral": _MISTRAL,
+    "coder": _TOOLS + _TURNS,
 }
 TOOL_TAGS = ("<tool_call>", "</tool_call>")
 THINK_TAGS = ("<think>", "</think>")
@@ -72,9 +73,10 @@ ADDED = {
     "qwen": TOOL_TAGS,
     "thinking": (*TOOL_TAGS, *THINK_TAGS),
     "joined": TOOL_TAGS,
+    "coder": TOOL_TAGS,
     "mistral": ("[TOOL_CALLS]", "[ARGS]"),
 }
-PARSERS = {"joined": "json_tools"}
+PARSERS = {"joined": "json_tools", "coder": "qwen3_coder"}
 
 WEATHER = {
     "type": "function",

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_mlx.errors import PromptError
-from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta
+from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta, FirstCall
 from tests.full import some
 from tests.serve.chat.formats import HELLO, format_with_parser, format_with_template
 
@@ -309,6 +309,24 @@ def test_the_calls_of_a_family_are_read_whole_and_in_pieces(name: str, writer: C
         assert read(format, list(text)) == expected
 
     check()
+
+
+@pytest.mark.parametrize(("name", "writer"), CALLING)
+def test_17_an_answer_ends_with_its_only_call_in_every_format(name: str, writer: Callable[[Calls], str]) -> None:
+    format = format_of(name)
+    tokenizer = format.tokenizer
+    assert tokenizer is not None
+    after = "" if writer is old_mistral else "\nDone."  # its list of calls lasts until the answer ends
+    text = "I look.\n" + writer([("get_weather", {"city": "Oslo", "days": 1}), ("clock", {})]) + after
+    ends = FirstCall(tokenizer, AnswerParser(format, TOOLS, several=False))
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    last = next((at for at, token in enumerate(tokens) if ends(token)), len(tokens))
+    reader = AnswerParser(format, TOOLS, several=False)
+    deltas = [*reader.push(tokenizer.decode(tokens[: last + 1])), *reader.finish()]
+    assert [delta.content for delta in deltas if delta.content] == ["I look."]
+    calls = [delta.tool_call for delta in deltas if delta.tool_call is not None]
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("get_weather", {"city": "Oslo", "days": 1})]
+    assert last < len(tokens) - 1 or not after
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.parser])

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from eagle_mlx.decoding.masks import walk
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import AsyncGrammar, Grammar
-from eagle_mlx.serve.chat import Grammars, ToolOffer, matcher, structured
+from eagle_mlx.serve.chat import ChatFormat, Grammars, ToolOffer, matcher, structured
+from eagle_mlx.serve.chat.reasoning import ReasoningTags
 from eagle_mlx.serve.chat.schema_limits import repeats
 from eagle_mlx.serve.chat.structured import MOST_SCHEMA_BYTES
 from eagle_mlx.serve.processes import Process
@@ -136,6 +137,64 @@ def test_a_model_may_think_before_it_answers(special: bool) -> None:
     assert not may(f"hm</think>{ANSWER}", inside=False)
 
 
+def strict(tool: dict[str, Any]) -> dict[str, Any]:
+    return {**tool, "function": {**tool["function"], "strict": True}}
+
+
+@pytest.mark.parametrize(("name", "special"), [("qwen", False), ("thinking", True)])
+def test_17_with_a_strict_tool_text_is_free_until_a_call_begins(name: str, special: bool) -> None:
+    make = GRAMMARS[name, special].grammar(None, ToolOffer.of([strict(WEATHER), CLOCK]))
+
+    def may(text: str) -> bool:
+        return allows(make, text, name, special)
+
+    thought = "<think>\nhm <é\n</think>\n\nyes "  # ends in tokens of its own in one of the formats
+    for free in ("", "a < b 漢\n", "<tool_cal", CALL, f"I see.\n{CALL}\nDone.", f"{CALL}{CALL}", f"{thought}{CALL}"):
+        assert may(free), free
+    for wrong in (
+        CALL.replace("3", "10"),
+        CALL.replace("Rome", "Bonn"),
+        f"x {CALL.replace('get_', '')}",
+        "<tool_call> b",
+    ):
+        assert not may(wrong), wrong
+    clock = '<tool_call>\n{"name": "clock", "arguments": {"any": [1]}}\n</tool_call>'
+    assert may(clock)  # it is not strict
+    assert not may(clock.replace("[1]", "[1"))
+
+
+def test_17_a_tag_cannot_be_spelled_past_the_grammar() -> None:
+    make = GRAMMARS["qwen", False].grammar(None, ToolOffer.of([strict(WEATHER)]))
+    assert make is not None
+    vocab, grammar = tokenizer_of("qwen").get_vocab(), make()
+    assert [grammar.advance(vocab[letter]) for letter in "<tool_call>"] == [True] * 10 + [False]
+
+
+def test_17_tags_that_are_plain_text_begin_calls_too() -> None:
+    tags = format_of("qwen").calls
+    assert tags is not None
+    format = ChatFormat(tokenizer_of("plain"), ReasoningTags(), tags)
+    grammars = Grammars(format, VOCAB, [END])
+    make = grammars.grammar(None, ToolOffer.of([strict(WEATHER)]))
+    assert allows(make, f"I see.\n{CALL}\nDone.{CALL}")
+    assert not allows(make, f"I see.\n{CALL.replace('3', '10')}")
+    grammars.end()
+
+
+def test_17_tools_that_are_not_strict_leave_the_answer_free() -> None:
+    assert GRAMMARS["qwen", False].grammar(None, ToolOffer.of([WEATHER, CLOCK])) is None
+    assert GRAMMARS["qwen", False].grammar(None, ToolOffer.of([strict(WEATHER)], "none")) is None
+
+
+def test_21_older_json_object_with_a_schema_is_kept() -> None:
+    make = compiled({"type": "json_object", "schema": SCHEMA})
+    assert allows(make, ANSWER)
+    assert not allows(make, ANSWER.replace("high", "higher"))
+    assert not allows(compiled({"type": "json_object", "schema": {}}), "[1]")
+    with pytest.raises(ConfigError, match=r"response_format\.schema: .*Invalid type: text"):
+        GRAMMARS["plain", False].grammar({"type": "json_object", "schema": {"properties": {"a": {"type": "text"}}}})
+
+
 def test_beside_tools_an_answer_is_either() -> None:
     make = compiled(by_schema(SCHEMA), ToolOffer.of([WEATHER], "auto"), name="qwen")
     assert allows(make, ANSWER, "qwen")
@@ -150,7 +209,8 @@ def test_beside_tools_an_answer_is_either() -> None:
         ({"type": "xml"}, "response_format.type: must be text"),
         ({}, "response_format.type"),
         ("json", "response_format.type"),
-        ({"type": "json_object", "schema": {}}, "unknown key 'schema'"),
+        ({"type": "json_object", "schema": []}, "response_format.schema: must be a JSON schema"),
+        ({"type": "text", "schema": {}}, "unknown key 'schema'"),
         ({"type": "json_schema"}, "response_format.json_schema: must be an object"),
         ({"type": "json_schema", "json_schema": {"name": "a"}}, "schema: must be a JSON schema"),
         ({"type": "json_schema", "json_schema": {"name": "a", "schema": True}}, "schema: must be a JSON schema"),
