@@ -49,7 +49,7 @@ def free_text_grammar(tools: Sequence[Tool], calls: ToolCallTags, free_tokens: s
     """The grammar of any text in which each call that begins is a call of one of the tools, by its schema.
 
     The opening tag begins a call wherever it stands, in a thought too, because that is how answers are read. Text
-    cannot spell it otherwise. free_tokens: the special tokens that are free to come, as a token set of the grammar.
+    cannot spell it otherwise. free_tokens: those that may come and that no text allows, as a token set of the grammar.
     """
     start = tag(calls.start)
     spelled = json.dumps(calls.start, ensure_ascii=False)

@@ -55,6 +55,8 @@ class MatcherServer:
         self._process: Process | None = None
         self.special: frozenset[int] = frozenset()
         """Tokens that grammars name by their ids: no text allows them."""
+        self.partial: frozenset[int] = frozenset()
+        """Tokens without an ASCII character. Some make no valid text, so a text of a grammar allows them not always."""
         self.start()
 
     def start(self) -> Process:
@@ -67,7 +69,7 @@ class MatcherServer:
                 if answer is None or answer[1]:
                     reason = answer[1] if answer else f"it was not read within {_TOKENIZER_SECONDS:g} seconds"
                     raise ConfigError(f"grammars cannot be had with this model's tokenizer: {_on_one_line(reason)}")
-                self.special = frozenset(answer[0])
+                self.special, self.partial = map(frozenset, answer[0])
             return self._process
 
     def compile(self, grammar: str, schemas: Places) -> CompiledGrammar:

@@ -39,10 +39,12 @@ class MatcherProcess:
         self._text: list[int] = []
         """What the matcher has taken."""
 
-    def open(self, tokenizer: str, vocab: int, ends: list[int]) -> list[int]:
-        """Read the tokenizer; those of its tokens that grammars name by their ids."""
-        self.tokenizer = llguidance.LLTokenizer(literal(tokenizer), n_vocab=vocab, eos_token=ends)
-        return [token for token in range(vocab) if self.tokenizer.is_special_token(token)]
+    def open(self, tokenizer: str, vocab: int, ends: list[int]) -> tuple[list[int], list[int]]:
+        """Read the tokenizer. Return its special tokens, and those that are parts of characters that are not ASCII."""
+        known = self.tokenizer = llguidance.LLTokenizer(literal(tokenizer), n_vocab=vocab, eos_token=ends)
+        special = [token for token in range(vocab) if known.is_special_token(token)]
+        texts = {token: known.decode_bytes([token]) for token in set(range(vocab)).difference(special)}
+        return special, [token for token, text in texts.items() if text and min(text) >= 0x80]
 
     def compile(self, grammar: str, schemas: Places) -> bytes:
         """The mask of the first token."""

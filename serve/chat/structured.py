@@ -119,10 +119,14 @@ class Grammars:
         return json.dumps(tag, ensure_ascii=False)
 
     def _free_tokens(self, start: str) -> str:
-        """Special tokens that neither end a text nor begin a call, as a token set; no grammar's text allows them."""
+        """Tokens that a grammar's text does not allow, though they neither end a text nor begin a call; a token set.
+
+        None of them holds a character of a tag, so they cannot help to spell one.
+        """
         assert self._format.tokenizer is not None
         opening = self._format.tokenizer.encode(start, add_special_tokens=False)
-        return _token_set(self.start().special - self._ends - {opening[0]})
+        server = self.start()
+        return _token_set((server.special | server.partial) - self._ends - {opening[0]})
 
 
 def _token_set(tokens: Iterable[int]) -> str:

@@ -505,3 +505,70 @@ def test_requests_that_come_between_steps_wait_for_the_round_in_flight() -> None
             engine.step()
         for prompt, row in ((PROMPTS[0], first), (PROMPTS[3], second)):
             assert_same_text(prompt, row.tokens)
+
+
+class Turns:
+    """Plans for the model and for n-grams in turns, wherever n-grams could draft."""
+
+    wants_trees = True
+
+    def __init__(self, nodes: int):
+        self.nodes, self.lookup = nodes, False
+
+    def plan(self, rows: int, can: Abilities) -> Plan:
+        nodes = self.nodes if can.trees else 0
+        return Plan(3, nodes, lookup=self.lookup if can.lookup else None)
+
+    def observe(self, result: RoundResult) -> None:
+        self.lookup = not self.lookup
+
+
+@pytest.mark.parametrize("nodes", [0, 6])
+def test_22_n_grams_alone_draft_for_requests_that_want_no_more(nodes: int) -> None:
+    def decode(*ngrams_only: bool) -> list[RoundResult]:
+        proposer = em.HybridProposer(em.HeadProposer(tiny_head(TARGET)), em.NgramProposer())
+        engine = em.Engine(TARGET, proposer, Turns(nodes), max_batch=2)
+        results: list[RoundResult] = []
+        engine.observer = results.append
+        params = [em.SamplingParams(max_tokens=24, ngrams_only=only) for only in ngrams_only]
+        prompts = [PROMPTS[2], PROMPTS[0]][: len(params)]
+        for prompt, output in zip(prompts, engine.generate(prompts, params), strict=True):
+            assert_same_text(prompt, output.tokens)
+        return results
+
+    alone = decode(True)
+    assert all(result.plan.lookup for result in alone if result.plan.depth)
+    assert any(result.drafted[0] for result in alone)
+    by_model = [result for result in decode(True, False) if result.plan.depth and not result.plan.lookup]
+    both = [result for result in by_model if result.rows == 2]
+    assert both
+    for result in both:
+        assert min(result.drafted) == 0
+        assert max(result.drafted) > 0
+
+
+@pytest.mark.parametrize("depth", [0, 4])
+def test_17_a_watcher_ends_its_text_with_the_token_that_it_names(depth: int) -> None:
+    """The watcher sees accepted tokens alone, and one that raises ends no other request."""
+    texts = {p: t for p, (t, _) in GREEDY.items()}
+    engine = em.Engine(TARGET, Oracle(texts, 0.3) if depth else None, em.FixedPolicy(depth), max_batch=3)
+    seen: list[int] = []
+
+    def fifth(token: int) -> bool:
+        seen.append(token)
+        return len(seen) == 5
+
+    def raising(token: int) -> bool:
+        raise ValueError("no")
+
+    watchers = [lambda: fifth, lambda: raising, None]
+    params = [em.SamplingParams(max_tokens=24, stop_watcher=watcher) for watcher in watchers]
+    ended, failed, other = engine.generate(PROMPTS[:3], params)
+    assert (ended.finish_reason, ended.tokens) == ("stop", seen)
+    assert_same_text(PROMPTS[0], ended.tokens)
+    assert len(ended.tokens) == 5
+    assert failed.finish_reason == "error"
+    assert "stop watcher failed: no" in str(failed.error)
+    assert len(other.tokens) == 24
+    with pytest.raises(ConfigError, match="stop_watcher"):
+        em.SamplingParams(stop_watcher=3)  # type: ignore[arg-type]

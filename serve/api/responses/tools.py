@@ -60,7 +60,7 @@ class Functions:
     def _add(self, place: int, tool: OwnTool, namespace: str | None) -> None:
         name = flat_name(tool.name, namespace)
         parameters = tool.parameters if isinstance(tool, FunctionTool) else _TEXT
-        function = {"name": name, "description": _description(tool), "parameters": parameters}
+        function: dict[str, Any] = {"name": name, "description": _description(tool), "parameters": parameters}
         if isinstance(tool, FunctionTool) and tool.strict:
             function["strict"] = True
         self.functions.append({"type": "function", "function": function})

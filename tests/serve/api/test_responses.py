@@ -232,7 +232,7 @@ def test_what_is_not_kept_is_not_found() -> None:
         assert [server.http.get(f"{URL}/{id}").status_code for id in ids] == [404, 200, 200, 404]
         answer = server.http.post(URL, json={"input": "x", "previous_response_id": ids[0]})
         error = answer.json()["error"]
-        assert (answer.status_code, error["param"]) == (404, "previous_response_id")
+        assert (answer.status_code, error["param"]) == (400, "previous_response_id")
         assert error["code"] == "previous_response_not_found"
         assert "the last 2 are kept" in error["message"]
         assert server.http.delete(f"{URL}/{ids[0]}").status_code == 404

@@ -20,7 +20,9 @@ FORGETS = """
 {%- for m in messages %}
   {{- '<|im_start|>' + m.role + '\\n' }}
   {%- if m.reasoning_content and loop.index0 > asked.at %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}
-  {{- m.content + '<|im_end|>\\n' }}
+  {{- m.content }}
+  {%- for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}
+  {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>' }}{% endif %}"""
 """Thoughts stay until the next question, as in Qwen3's template."""
@@ -60,13 +62,14 @@ def test_what_is_expected_again_comes_again(name: str) -> None:
 
 
 def test_thoughts_that_the_next_turn_leaves_out_are_behind_a_boundary() -> None:
+    called = {"id": "1", "function": {"name": "clock", "arguments": "{}"}}
     chat = [
         *HELLO,
-        {"role": "assistant", "content": "I look.", "reasoning_content": "What is it?"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "What is it?", "tool_calls": [called]},
         {"role": "tool", "content": "a clock", "tool_call_id": "1"},
     ]
     asked = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    answered = f"{asked}<think>What is it?</think>I look.<|im_end|>\n<|im_start|>tool\na clock<|im_end|>\n"
+    answered = f"{asked}<think>What is it?</think>I look.clock<|im_end|>\n<|im_start|>tool\na clock<|im_end|>\n"
     assert beginnings(format_with(FORGETS), chat)[1:] == [asked, answered]
 
 

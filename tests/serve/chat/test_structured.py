@@ -170,6 +170,15 @@ def test_17_a_tag_cannot_be_spelled_past_the_grammar() -> None:
     assert [grammar.advance(vocab[letter]) for letter in "<tool_call>"] == [True] * 10 + [False]
 
 
+def test_17_bytes_that_are_no_text_are_free_too() -> None:
+    make = GRAMMARS["qwen", False].grammar(None, ToolOffer.of([strict(WEATHER)]))
+    assert make is not None
+    vocab, grammar = tokenizer_of("qwen").get_vocab(), make()
+    first, second = "é".encode()  # as byte-level tokenizers write them: the characters of these numbers
+    assert all(grammar.advance(vocab[chr(byte)]) for byte in (first, first, second, second))
+    assert grammar.advance(vocab["a"])
+
+
 def test_17_tags_that_are_plain_text_begin_calls_too() -> None:
     tags = format_of("qwen").calls
     assert tags is not None
