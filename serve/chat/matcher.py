@@ -56,7 +56,7 @@ class MatcherServer:
         self.special: frozenset[int] = frozenset()
         """Tokens that grammars name by their ids: no text allows them."""
         self.partial: frozenset[int] = frozenset()
-        """Tokens without an ASCII character. Some make no valid text, so a text of a grammar allows them not always."""
+        """Tokens without an ASCII character. A grammar's text allows them only as parts of whole characters."""
         self.start()
 
     def start(self) -> Process:
