@@ -34,7 +34,7 @@ def load_proposer(
         except EagleError as e:
             say(f"head: {found.head} is passed over: {e}")
             continue
-        say(f"head: {found.about}")
+        say(f"head: {found.reason}")
         return one, proposer
     if speculation.mode is not None:
         raise ConfigError(f"--spec-decode {speculation.mode}: no head is known for {target.name}: give --head")
@@ -52,7 +52,7 @@ def usable_heads(
     For a folder nothing is fetched: `say` is told the command.
     """
     by_hub_id = hub.full_id(hub.public_name(target))
-    for found in find_heads(target, digest):
+    for found in find_heads(target, digest, lambda text: say(f"head: {text}")):
         if mode is not None and found.mode not in (None, mode):
             continue
         if not found.here and not by_hub_id:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_mlx.catalog.embedded import is_embedded_target
-from eagle_mlx.catalog.head_registry import register
+from eagle_mlx.catalog.head_registry import LEAST, register
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_free
@@ -180,7 +180,11 @@ def _say(config: TrainConfig, report: Mapping[str, Any], resume: Path | None, ta
         f"{report['train_seconds']:.0f} s; the head is in {folder}/{BEST}"
     )
     best = Path(folder) / BEST
-    if register(best, config.head.target, "trained", fingerprint(target), report["acceptance_length"]):
+    tau, prompts = report["acceptance_length"], report["acceptance"]["best"]["prompts"]
+    if register(best, config.head.target, "trained", fingerprint(target), tau, prompts):
+        if prompts and tau < LEAST:
+            print(f"no command offers it without --head {best}: its τ is below {LEAST}", file=sys.stderr)
+            return
         adapter = f" --adapter-path {config.loading.adapter_path}" if config.loading.adapter_path else ""
         print(f"eagle-serve --target {config.head.target}{adapter} finds it", file=sys.stderr)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,7 +10,7 @@ from typing import Literal
 from eagle_mlx import formats, hub
 from eagle_mlx.catalog.base_model import names_of
 from eagle_mlx.catalog.embedded import embedded, is_embedded_target
-from eagle_mlx.catalog.head_registry import records_for
+from eagle_mlx.catalog.head_registry import LEAST, HeadRecord, best_first, records_for
 from eagle_mlx.catalog.known_heads import known_heads_for
 from eagle_mlx.formats.fields import read_config
 from eagle_mlx.formats.fit import check_fit
@@ -30,18 +31,37 @@ class FoundHead:
     here: bool = True
     """Whether nothing has to be fetched."""
     mode: Literal["eagle", "mtp"] | None = None
-    """How it drafts, where that is known before it is loaded."""
+    """How it drafts, if that is known before it is loaded."""
+    why: str = ""
+    """Why it is tried before those that follow; empty if there is nothing to say."""
+
+    @property
+    def reason(self) -> str:
+        """What to print of a head that was chosen: `about`, and why."""
+        return f"{self.about}; {self.why}" if self.why else self.about
 
 
-def find_heads(target: str | Path, fingerprint: str | None = None) -> list[FoundHead]:
-    """The heads for a target, by its folder or hub id, in the order in which they are to be tried.
+def find_heads(
+    target: str | Path, fingerprint: str | None = None, say: Callable[[str], None] = lambda _: None
+) -> list[FoundHead]:
+    """Return the heads for a target, by its folder or hub id, in the order in which they are to be tried.
 
-    First those that were trained, extracted or fetched here, and the included one; then MTP layers in the model's own
-    files; then published ones, of which those that were fetched before come first. Nothing is fetched.
+    First come heads with a measured τ that were trained, extracted or fetched here, and the included one, the best
+    first. Then come those without a τ, the newest first; then the MTP layers of the model; then published heads,
+    those in the hub's cache first. Nothing is fetched. A head whose τ is below `LEAST` is not in the list, and `say` is
+    told so.
     """
     names = names_of(target)
-    here = [FoundHead(one.head, str(one)) for one in records_for(names, fingerprint)]
-    included = [FoundHead(str(embedded("head")), "the included head")] if is_embedded_target(target) else []
+    known = records_for(names, fingerprint)
+    if is_embedded_target(target):
+        known = best_first([*known, _included(names)], fingerprint)
+    for one in known:
+        if not one.is_offered:
+            say(
+                f"{one} is not offered: with a τ below {LEAST} it costs more time than it saves; --head {one.head} "
+                "uses it all the same"
+            )
+    here = _with_reasons([one for one in known if one.is_offered])
     own = [
         FoundHead(str(folder), f"{name}'s own MTP layers", mode="mtp")
         for name, folder in _folders(target, names)
@@ -50,11 +70,36 @@ def find_heads(target: str | Path, fingerprint: str | None = None) -> list[Found
     published = [
         FoundHead(one.head, str(one), hub.cached(one.head) is not None, one.mode) for one in known_heads_for(names)
     ]
-    found = [*here, *included, *own, *sorted(published, key=lambda one: not one.here)]
+    found = [*here, *own, *sorted(published, key=lambda one: not one.here)]
     once: dict[str, FoundHead] = {}
     for one in found:
         once.setdefault(one.head, one)
     return list(once.values())
+
+
+def _included(names: tuple[str, ...]) -> HeadRecord:
+    """The included head, with the τ that its config notes."""
+    folder = embedded("head")
+    noted = read_config(folder).get("eagle_mlx") or {}
+    tau, prompts = noted.get("acceptance_length"), noted.get("prompts")
+    return HeadRecord(str(folder), names, "included", acceptance_length=tau, prompts=prompts, made_at=0.0)
+
+
+def _with_reasons(records: list[HeadRecord]) -> list[FoundHead]:
+    """What is found of records in the order of `best_first`, each with the reason for its place."""
+    measured = sum(one.worth is not None for one in records)
+    found = []
+    for place, one in enumerate(records):
+        if len(records) == 1:
+            why = ""
+        elif one.worth is None:
+            why = "it was made last, and none has a τ" if place == 0 else "it has no τ"
+        elif measured == 1:
+            why = "the only one with a τ"
+        else:
+            why = f"the best τ of {measured}" if place == 0 else "the next best τ"
+        found.append(FoundHead(one.head, str(one), why=why))
+    return found
 
 
 def where_mtp_layers_are(target: str | Path) -> str | None:

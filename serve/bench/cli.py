@@ -313,7 +313,7 @@ def _head_name(args: argparse.Namespace) -> str | Path | None:
         return embedded("head")
     found = next(usable_heads(args.target, print), None)
     if found is not None:
-        print(f"head: {found.about}")
+        print(f"head: {found.reason}")
     return found.head if found is not None else None
 
 

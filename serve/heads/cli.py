@@ -58,9 +58,9 @@ def _list() -> int:
 
 
 def _find(target: str) -> int:
-    found = find_heads(target)
+    found = find_heads(target, say=lambda text: print(text, file=sys.stderr))
     for one in found:
-        print(f"{one.about}{'' if one.here else '; to fetch it: eagle-heads pull ' + one.head}")
+        print(f"{one.reason}{'' if one.here else '; to fetch it: eagle-heads pull ' + one.head}")
     if (command := where_mtp_layers_are(target)) is not None:
         print(f"the model's own MTP layers, which this conversion leaves out; to fetch them: {command}")
     if not found:

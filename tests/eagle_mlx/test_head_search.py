@@ -72,6 +72,7 @@ def test_a_head_made_here_comes_first_and_the_newest_before_others(tmp_path: Pat
     found = find_heads(QWEN)
     assert [one.head for one in found[:2]] == [str(tmp_path / "newer"), str(tmp_path / "older")]
     assert found[0].about == f"{tmp_path}/newer, trained here for Qwen/Qwen3-8B (τ 3.00)"
+    assert found[0].why == "the best τ of 2"
     assert all(one.here for one in found[:2])
     assert not any(one.here for one in found[2:])
     assert found[2].head == known_heads_for((QWEN,))[0].head
@@ -80,7 +81,48 @@ def test_a_head_made_here_comes_first_and_the_newest_before_others(tmp_path: Pat
 def test_the_included_target_has_the_included_head(tmp_path: Path) -> None:
     assert [one.head for one in find_heads(EMBEDDED_TARGET)] == [str(embedded("head"))]
     register(head_folder(tmp_path / "mine"), EMBEDDED_TARGET, "trained")
+    assert [Path(one.head).name for one in find_heads(EMBEDDED_TARGET)] == ["head", "mine"], "measured ones first"
+    register(tmp_path / "mine", EMBEDDED_TARGET, "trained", acceptance_length=3.6, prompts=80)
     assert [Path(one.head).name for one in find_heads(EMBEDDED_TARGET)] == ["mine", "head"]
+
+
+def test_24_a_test_of_a_few_steps_does_not_win(tmp_path: Path) -> None:
+    for name, tau, prompts in (("good", 1.41, 96), ("test", 1.0, 3)):
+        register(head_folder(tmp_path / name), EMBEDDED_TARGET, "trained", acceptance_length=tau, prompts=prompts)
+    said: list[str] = []
+    first, second = find_heads(EMBEDDED_TARGET, say=said.append)
+    assert first.reason == "the included head (τ 3.35 on 56 prompts); the best τ of 2"
+    assert second.reason.endswith("good, trained here for target (τ 1.41 on 96 prompts); the next best τ")
+    [line] = said
+    assert "test, trained here for target (τ 1.00 on 3 prompts) is not offered: with a τ below 1.05 it costs" in line
+    assert f"--head {tmp_path / 'test'}" in line
+
+
+@pytest.mark.parametrize(
+    ("heads", "order"),
+    [
+        ({"a": (2.4, 80), "b": (2.5, 3)}, "ab"),  # a few prompts do not beat many by a hair
+        ({"a": (1.41, 80), "b": (3.3, 3)}, "ba"),  # but they do by much
+        ({"a": (2.0, 80), "b": (2.1, 60)}, "ba"),
+        ({"a": (2.0, 80), "b": (2.1, None)}, "ab"),  # on how many is not known
+        ({"a": (1.2, 4), "b": (None, None)}, "ab"),  # one without a τ comes later, however new
+        ({"a": (1.2, 4), "b": (0.0, 0)}, "ab"),  # all prompts looped: nothing was measured
+        ({"a": (None, None), "b": (None, None)}, "ba"),
+    ],
+)
+def test_24_the_best_measured_head_comes_first(
+    tmp_path: Path, heads: dict[str, tuple[float | None, int | None]], order: str
+) -> None:
+    for name, (tau, prompts) in heads.items():
+        register(head_folder(tmp_path / name), "someone/model", "trained", "", tau, prompts)
+    assert "".join(Path(one.head).name for one in find_heads("someone/model")) == order
+
+
+def test_24_a_tau_of_other_weights_comes_after_one_of_these(tmp_path: Path) -> None:
+    for name, tau in (("old", 3.0), ("new", 2.8)):
+        register(head_folder(tmp_path / name), "someone/model", "trained", name, tau, 80)
+    assert [Path(one.head).name for one in find_heads("someone/model", "new")] == ["new", "old"]
+    assert [Path(one.head).name for one in find_heads("someone/model")] == ["old", "new"]
 
 
 def test_the_same_weights_go_before_the_same_name(tmp_path: Path) -> None:

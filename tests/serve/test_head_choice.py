@@ -71,6 +71,24 @@ def test_a_head_that_was_made_here_drafts(models: Path, target: Target) -> None:
     assert said == [f"head: {models}/head, trained here for target (τ 2.50)"]
 
 
+def test_24_a_head_that_gains_nothing_is_taken_only_by_name(
+    models: Path, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_eagle3(tiny_head(tiny_target(tokenizer=True), draft_vocab=64), tmp_path / "test", target_name="tiny")
+    register(tmp_path / "test", models / "target", "trained", acceptance_length=1.0, prompts=3)
+    _, proposer, said = chosen(target, models / "target")
+    assert isinstance(proposer, em.NgramProposer)
+    assert f"head: {tmp_path}/test, trained here for target (τ 1.00 on 3 prompts) is not offered" in said[0]
+    assert heads(["find", str(models / "target")]) == 1
+    assert "is not offered" in capsys.readouterr().err
+    _, proposer, _ = chosen(target, models / "target", head=str(tmp_path / "test"))
+    assert isinstance(proposer, em.HeadProposer)
+    register(models / "head", models / "target", "trained", acceptance_length=1.4, prompts=90)
+    found, _, said = chosen(target, models / "target")
+    assert found.head == str(models / "head")
+    assert said[1] == f"head: {models}/head, trained here for target (τ 1.40 on 90 prompts)"
+
+
 def test_one_that_does_not_fit_is_passed_over_with_its_reason(models: Path, target: Target) -> None:
     register(models / "head", models / "target", "trained")
     register(models / "other", models / "target", "trained")

@@ -60,17 +60,23 @@ def test_what_a_run_leaves(target: Path, chats: Path, tmp_path: Path, capsys: An
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("least", [1.05, 0.0])
 def test_the_best_head_of_a_run_is_found_by_its_target(
-    target: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    target: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, least: float
 ) -> None:
+    """A run of two steps makes a head that gains nothing, and says that no command offers it."""
     monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("eagle_mlx.train.cli.LEAST", least)
     assert run(target, chats, tmp_path / "out", "--max-steps", "2") == 0
-    assert f"eagle-serve --target {target} finds it" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert (f"eagle-serve --target {target} finds it" in said) == (not least)
+    assert (f"no command offers it without --head {tmp_path}/out/best: its τ is below 1.05" in said) == bool(least)
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     for found in (records(), records_for(("elsewhere",), fingerprint(load_target(str(target))))):
         [one] = found
         assert (one.head, one.how) == (str(tmp_path / "out" / "best"), "trained")
         assert one.acceptance_length == report["acceptance_length"]
+        assert one.prompts == report["acceptance"]["best"]["prompts"]
 
 
 def test_a_time_budget_and_states_captured_anew(target: Path, chats: Path, tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ class Hours:
         self.bar.judged(found.acceptance_length)
         if best is not None and self._folder.resolve() == Path(self._config.run.output).resolve():
             name, mark = self._config.head.target, fingerprint(self._target)
-            register(self._folder / BEST, name, "trained", mark, best[1].acceptance_length)
+            register(self._folder / BEST, name, "trained", mark, best[1].acceptance_length, best[1].prompts)
 
     def _finish(self, last: Acceptance | None) -> dict[str, Any]:
         steps = self._steps

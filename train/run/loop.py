@@ -274,7 +274,7 @@ class Run:
     def _save_head(self, name: str, found: Acceptance | None = None) -> None:
         extra: dict[str, Any] = {"step": self.progress.step, "tokens": self.progress.tokens}
         if found is not None:
-            extra |= {"acceptance_length": found.acceptance_length, "depth": found.depth}
+            extra |= {"acceptance_length": found.acceptance_length, "depth": found.depth, "prompts": found.prompts}
         if self.target.adapter is not None:
             extra["adapter"] = self.target.adapter.name
         called = public_name(self.target.name)
