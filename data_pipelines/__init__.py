@@ -4,7 +4,17 @@
 """
 
 from .answers import regenerate_to_file
-from .chat import Rendered, RenderReport, all_tokens, prompt_tokens, render, render_all
+from .chat import (
+    Rendered,
+    RenderReport,
+    TemplateReport,
+    Unrendered,
+    all_tokens,
+    prompt_tokens,
+    render,
+    render_all,
+    unrendered,
+)
 from .collect import capture
 from .conversation import Conversation, Message, parse_row
 from .filters import ReadReport
@@ -45,6 +55,8 @@ __all__ = [
     "Rendered",
     "ShardCapture",
     "ShardPlace",
+    "TemplateReport",
+    "Unrendered",
     "Wanted",
     "all_tokens",
     "beginning",
@@ -71,5 +83,6 @@ __all__ = [
     "special_token_ids",
     "steerable",
     "target_to_draft",
+    "unrendered",
     "write_jsonl",
 ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -17,6 +18,8 @@ from .conversation import Conversation, Message
 Messages = list[dict[str, Any]]
 Span = tuple[int, int]
 
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which data sets and templates keep the thoughts of a message."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARK = "\ue0f0\ue0f1"
 """Private-use characters that stand for a message's content while its place is sought."""
@@ -26,6 +29,50 @@ class Rendered(NamedTuple):
     tokens: list[int]
     loss_mask: list[int]
     """1 on the tokens to learn: what the assistant says, with the token that ends its turn."""
+
+
+class Unrendered(NamedTuple):
+    """What of a conversation a chat template leaves out without an error."""
+
+    parts: tuple[str, ...] = ()
+    """Such as `tool calls`, `tool results`, `tools` or `reasoning`."""
+    turns: frozenset[int] = frozenset()
+    """Indices of the assistant's messages of which nothing is rendered. They are not learned."""
+    answers: int = 0
+    """Messages of the assistant of which something is rendered."""
+
+
+@dataclass
+class TemplateReport:
+    """Counts what a chat template leaves out of conversations."""
+
+    parts: Counter[str] = field(default_factory=Counter)
+    """Conversations by the part that is left out, such as `tool calls`."""
+    empty: int = 0
+    """Conversations from which nothing can be learned, because nothing is rendered of any answer."""
+    empty_turns: int = 0
+    """Answers of the other conversations of which nothing is rendered. They are not learned."""
+
+    def add(self, lost: Unrendered) -> bool:
+        """Count one conversation; return whether there is anything to learn in it."""
+        self.parts.update(lost.parts)
+        if lost.turns and not lost.answers:
+            self.empty += 1
+            return False
+        self.empty_turns += len(lost.turns)
+        return True
+
+    def notes(self, target: str) -> list[str]:
+        """Return what the chat template of a target leaves out, a line each; nothing if it renders all."""
+        lost = [
+            f"the chat template of {target} does not render {part}: {_counted(count, 'conversation')} affected"
+            for part, count in sorted(self.parts.items())
+        ]
+        skipped = [
+            *([f"{_counted(self.empty, 'conversation')} skipped"] if self.empty else []),
+            *([f"{_counted(self.empty_turns, 'turn')} of others not learned"] if self.empty_turns else []),
+        ]
+        return [*lost, *([f"answers of which nothing is rendered: {', '.join(skipped)}"] if skipped else [])]
 
 
 @dataclass(frozen=True)
@@ -40,6 +87,7 @@ class RenderReport:
     """Conversations left out, since `max_length` cut all of the assistant's tokens away."""
     unusable: int = 0
     """Conversations left out, since they have no answer or the chat template does not take them."""
+    template: TemplateReport = field(default_factory=TemplateReport)
 
 
 class _Template(NamedTuple):
@@ -65,19 +113,23 @@ class _Template(NamedTuple):
 def render_all(
     tokenizer: TokenizerWrapper, conversations: Iterable[Conversation], max_length: int, skip_bad: bool = False
 ) -> tuple[list[Rendered], RenderReport]:
-    """Render conversations, leaving out those of whose answers nothing fits into `max_length` tokens.
+    """Render conversations; leave out those that have no answer in their first `max_length` tokens.
 
-    With `skip_bad` those that `render` refuses are left out as well, and counted.
+    Conversations are also left out if nothing is rendered of any answer, and with `skip_bad` if `render` refuses them.
+    The report counts all of these.
     """
     kept: list[Rendered] = []
     cut = dropped = unusable = 0
+    template = TemplateReport()
     for conversation in conversations:
         try:
-            whole = render(tokenizer, conversation)
+            whole, lost = _examined(tokenizer, conversation)
         except DataError:
             if not skip_bad:
                 raise
             unusable += 1
+            continue
+        if not template.add(lost):
             continue
         rendered = Rendered(whole.tokens[:max_length], whole.loss_mask[:max_length])
         cut += len(whole.tokens) > max_length
@@ -85,21 +137,37 @@ def render_all(
             kept.append(rendered)
         else:
             dropped += 1
-    tokens, learnt = sum(len(r.tokens) for r in kept), sum(sum(r.loss_mask) for r in kept)
-    return kept, RenderReport(len(kept), tokens, learnt, cut, dropped, unusable)
+    tokens, learned = sum(len(r.tokens) for r in kept), sum(sum(r.loss_mask) for r in kept)
+    return kept, RenderReport(len(kept), tokens, learned, cut, dropped, unusable, template)
 
 
 def render(tokenizer: TokenizerWrapper, conversation: Conversation, max_length: int | None = None) -> Rendered:
-    """Tokens and loss mask of one conversation, cut to `max_length`.
+    """Return the tokens and the loss mask of one conversation, cut to `max_length`.
 
-    Plain text is learnt from end to end. Messages go through the chat template; where it has `{% generation %}` tags
-    they say what the assistant's part is, otherwise that is found by rendering the conversation up to each answer.
-    Raises DataError, naming the conversation's origin, where there is no assistant turn or no template, where the
-    template refuses the conversation, or where the assistant's part cannot be found.
+    Plain text is learned from end to end. Messages go through the chat template. If it has `{% generation %}` tags,
+    they say what the assistant's part is; otherwise that is found by rendering the conversation up to each answer.
+    An answer of which the template renders nothing is not learned. Raises DataError, naming the conversation's origin,
+    if there is no assistant turn or no template, if the template refuses the conversation, or if the assistant's part
+    cannot be found.
     """
+    whole, _ = _examined(tokenizer, conversation)
+    return Rendered(whole.tokens[:max_length], whole.loss_mask[:max_length])
+
+
+def unrendered(tokenizer: TokenizerWrapper, conversation: Conversation) -> Unrendered:
+    """Find what the chat template leaves out of a conversation. Raises DataError as `render` does."""
+    if conversation.text is not None:
+        return Unrendered()
+    template = _template(tokenizer, conversation)
+    messages = [m.as_dict() for m in conversation.messages]
+    return _left_out(template, messages, _whole(template, messages, conversation.origin))
+
+
+def _examined(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[Rendered, Unrendered]:
+    """One conversation whole, and what the template leaves out of it. Raises DataError as `render` does."""
     if conversation.text is not None:
         tokens = list(tokenizer.encode(conversation.text))
-        return Rendered(tokens[:max_length], [1] * len(tokens[:max_length]))
+        return Rendered(tokens, [1] * len(tokens)), Unrendered()
     if not any(m.role == "assistant" for m in conversation.messages):
         raise DataError(
             f"{conversation.origin}: no assistant turn, so there is nothing to learn from; remove the row, or have "
@@ -108,12 +176,54 @@ def render(tokenizer: TokenizerWrapper, conversation: Conversation, max_length: 
     template = _template(tokenizer, conversation)
     messages = [m.as_dict() for m in conversation.messages]
     text = _whole(template, messages, conversation.origin)
-    tokens = template.encode(text)
+    tokens, lost = template.encode(text), _left_out(template, messages, text)
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     spans = _tagged_spans(template, messages, text, tokens)
     if spans is None:
-        spans = _found_spans(template, messages, text, tokens, conversation.origin)
-    mask = _mask(tokens, spans, frozenset(tokenizer.eos_token_ids))
-    return Rendered(tokens[:max_length], mask[:max_length])
+        learned = [turn for turn in turns if turn not in lost.turns]
+        spans = _found_spans(template, messages, learned, text, tokens, conversation.origin)
+    elif len(spans) == len(turns):  # else what is empty has no span of its own
+        spans = [span for span, turn in zip(spans, turns, strict=True) if turn not in lost.turns]
+    return Rendered(tokens, _mask(tokens, spans, frozenset(tokenizer.eos_token_ids))), lost
+
+
+def _left_out(template: _Template, messages: Messages, text: str) -> Unrendered:
+    """Find what a template ignores, by taking parts away: the text of the others is then the same."""
+
+    def same(others: Messages, using: _Template = template) -> bool:
+        try:
+            return using.text(others) == text
+        except Exception:  # a template may need what was taken away, so it reads it
+            return False
+
+    def without(keys: Collection[str], start: int = 0) -> Messages:
+        return [
+            {key: value for key, value in m.items() if at < start or key not in keys} for at, m in enumerate(messages)
+        ]
+
+    def silent(turn: int) -> bool:
+        message = messages[turn]
+        if message["role"] != "assistant" or message["content"].split("</think>")[-1].strip():
+            return False
+        bare = {key: message[key] for key in ("role", "name") if key in message} | {"content": ""}
+        return message == bare or same([*messages[:turn], bare, *messages[turn + 1 :]])
+
+    # Many templates drop earlier thoughts on purpose once the user speaks again, so only later thoughts count.
+    recent = max((at for at, m in enumerate(messages) if m["role"] == "user"), default=0)
+    results = [{**m, "content": _MARK} if m["role"] == "tool" and m["content"] else m for m in messages]
+    parts = {
+        "reasoning": any(k in m for m in messages[recent:] for k in _REASONING) and same(without(_REASONING, recent)),
+        "tool calls": any("tool_calls" in m for m in messages) and same(without(("tool_calls",))),
+        "tool results": results != messages and same(results),
+        "tools": bool(template.tools) and same(messages, template._replace(tools=[])),
+    }
+    empty = frozenset(filter(silent, range(len(messages))))
+    answers = sum(m["role"] == "assistant" for m in messages) - len(empty)
+    return Unrendered(tuple(part for part, lost in parts.items() if lost), empty, answers)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def all_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[int]:
@@ -194,11 +304,12 @@ def _whole_characters(offsets: Sequence[Span], end: int) -> int:
     return end
 
 
-def _found_spans(template: _Template, messages: Messages, text: str, tokens: list[int], origin: str) -> list[Span]:
+def _found_spans(
+    template: _Template, messages: Messages, turns: Sequence[int], text: str, tokens: list[int], origin: str
+) -> list[Span]:
+    """Token spans of the messages with the indices `turns`. Raises DataError for one that cannot be found."""
     spans = []
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
+    for turn in turns:
         span = _by_prefix(template, messages, turn, text) or _by_substitution(template, messages, turn, text)
         if span is None:
             raise DataError(

@@ -120,6 +120,8 @@ def collect(args: argparse.Namespace) -> None:
         f"{report.conversations:,} conversations, {report.tokens:,} tokens, {report.loss_tokens:,} to learn; "
         f"{report.cut:,} cut at {args.max_length} tokens, {report.dropped:,} dropped since no answer was left"
     )
+    for note in report.template.notes(target.name):
+        print(note)
     if not samples:
         raise DataError(f"nothing to capture from {', '.join(args.data)}; try --split all or a larger --max-length")
     plan = ShardCapture(target, aux_layers, samples, args.bits, args.batch_tokens)

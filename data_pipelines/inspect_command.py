@@ -14,7 +14,7 @@ from eagle_mlx.shards import MANIFEST, ShardReader
 from eagle_mlx.target_options import options_of
 
 from . import presets
-from .chat import Rendered, all_tokens, render
+from .chat import Rendered, TemplateReport, all_tokens, render, unrendered
 from .conversation import Conversation
 from .filters import ReadReport
 from .options import add_choice, add_target, data_config, positive, tokenizer_of
@@ -54,10 +54,13 @@ def inspect(args: argparse.Namespace) -> None:
         return
     tokenizer = tokenizer_of(options_of(args).load(args.target)) if args.target else None
     report, lengths, learnt = ReadReport(), [], 0
+    template = TemplateReport()
     config = data_config(args, max(args.limit, args.histogram))
     for index, conversation in enumerate(read_conversations(config, args.split, tokenizer, report)):
         try:
             rendered = _rendered(tokenizer, conversation)
+            if tokenizer is not None:
+                template.add(unrendered(tokenizer, conversation))
         except DataError:
             if not args.skip_bad:
                 raise
@@ -71,6 +74,8 @@ def inspect(args: argparse.Namespace) -> None:
         print(histogram(lengths, "characters" if tokenizer is None else "tokens"))
     if tokenizer is not None and lengths:
         print(f"{learnt:,} of {sum(lengths):,} tokens to learn ({learnt / sum(lengths):.0%})")
+    for note in template.notes(args.target):
+        print(note)
 
 
 def _rendered(tokenizer: TokenizerWrapper | None, conversation: Conversation) -> Rendered | None:

@@ -167,13 +167,13 @@ def shown(template: str | None, *turns: tuple[str, str]) -> str:
         (
             QWEN3,
             [(U, "a"), (A, ""), (U, "c"), (A, "d")],
-            "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n⟦<|im_end|>⟧\n"
+            "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
             "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n⟦<think>\n\n</think>\n\nd<|im_end|>⟧\n",
         ),
         (
             CHATML,
             [(U, "a"), (A, ""), (U, "c"), (A, "d")],
-            "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n⟦<|im_end|>⟧\n"
+            "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
             "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n⟦d<|im_end|>⟧\n",
         ),
     ],

@@ -18,6 +18,7 @@ from eagle_mlx.data_pipelines import (
     prompt_tokens,
     render,
     render_all,
+    unrendered,
     write_jsonl,
 )
 from eagle_mlx.errors import DataError
@@ -138,3 +139,52 @@ def test_conversations_that_a_template_refuses_may_be_left_out() -> None:
         render_all(t, [good, greeting], 100)
     kept, report = render_all(t, [good, greeting, Conversation(good.messages[:1])], 100, skip_bad=True)
     assert (len(kept), report.conversations, report.unusable) == (1, 1, 2)
+
+
+IGNORING = (
+    "{% for m in messages if m['role'] != 'tool' %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Knows neither tools, calls, their results nor thoughts, as the templates of many small models."""
+TAGGED = IGNORING.replace(
+    "{{ m['content'] }}<|im_end|>", "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
+).replace("m['role'] != 'tool'", "m['role'] == 'assistant'")
+CALLS_ONLY: dict[str, Any] = {"messages": ROW["messages"][:2], "tools": TOOLS}
+THOUGHTS_ONLY: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "reasoning": "b"}]
+}
+PLAIN: dict[str, Any] = {"prompt": "a", "completion": "b"}
+
+
+def test_26_what_a_template_renders_is_not_missed() -> None:
+    for template in (ALL, MOVED):
+        lost = unrendered(tokenizer(template), parse_row(ROW, "x:1"))
+        assert lost == ((), frozenset(), 2)
+    assert unrendered(tokenizer(LAST), parse_row(ROW, "x:1")).parts == ()
+    rows = [parse_row(row, "x:1") for row in (ROW, CALLS_ONLY, PLAIN)]
+    kept, report = render_all(tokenizer(ALL), rows, 100)
+    assert len(kept) == 3
+    assert report.template.notes("tiny") == []
+
+
+@pytest.mark.parametrize("template", [IGNORING, TAGGED])
+def test_26_what_a_template_ignores_is_counted_and_empty_answers_are_not_learned(template: str) -> None:
+    t = tokenizer(template)
+    rows = [parse_row(row, f"x:{at}") for at, row in enumerate((ROW, CALLS_ONLY, THOUGHTS_ONLY, PLAIN))]
+    kept, report = render_all(t, rows, 100)
+    learned = [t.decode([a for a, b in zip(*one, strict=True) if b]) for one in kept]
+    assert learned == ["Yes<|im_end|>", "b<|im_end|>"]
+    assert (report.conversations, report.dropped, report.unusable) == (2, 0, 0)
+    assert report.template.notes("tiny") == [
+        "the chat template of tiny does not render reasoning: 3 conversations affected",
+        "the chat template of tiny does not render tool calls: 2 conversations affected",
+        "the chat template of tiny does not render tool results: 1 conversation affected",
+        "the chat template of tiny does not render tools: 2 conversations affected",
+        "answers of which nothing is rendered: 2 conversations skipped, 1 turn of others not learned",
+    ]
+
+
+def test_26_an_answer_that_was_empty_from_the_start_is_not_learned() -> None:
+    empty = parse_row({"prompt": "a", "completion": ""}, "x:1")
+    kept, report = render_all(tokenizer(ALL), [empty, parse_row(PLAIN, "x:2")], 100)
+    assert (len(kept), report.template.empty) == (1, 1)

@@ -134,3 +134,19 @@ def test_too_little_space_keeps_what_there_is(
     assert "MB free" in capsys.readouterr().err
     assert content(unfinished_folder(tmp_path / "s")) == before
     assert cli.main(command) == 0
+
+
+def test_26_collect_and_inspect_say_what_the_template_leaves_out(
+    command: list[str], target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+    asked = [{"role": "user", "content": "Warm?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with (tmp_path / "chats.jsonl").open("a") as file:
+        file.writelines(json.dumps({"messages": asked}) + "\n" for _ in range(12))
+    for argv in (command, ["inspect", str(tmp_path / "chats.jsonl"), "--target", target, "--limit", "1"]):
+        assert cli.main(argv) == 0
+        said = capsys.readouterr().out
+        assert "the chat template of " in said
+        assert "tiny does not render tool calls: 12 conversations affected" in said
+        assert "answers of which nothing is rendered: 12 conversations skipped" in said
+    assert len(ShardReader(tmp_path / "s")) == 40

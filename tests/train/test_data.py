@@ -73,6 +73,21 @@ def test_rows_that_cannot_be_used_are_left_out_where_that_is_asked_for(tmp_path:
     assert training_data(TARGET, config(str(source), skip_bad=True)).report["left_out"] == 1
 
 
+def test_26_answers_that_the_template_does_not_render_are_not_learned(tmp_path: Path, capsys: Any) -> None:
+    source = Path(chats(tmp_path, "some", 60))
+    thought = [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": "", "reasoning_content": "Hm."}]
+    before = training_data(TARGET, config(str(source))).report
+    source.write_text(source.read_text() + f"{json.dumps({'messages': thought})}\n" * 9, encoding="utf-8")
+    after = training_data(TARGET, config(str(source)), progress=True).report
+    assert after == {**before, "left_out": 9}
+    said = capsys.readouterr().err
+    assert f"the chat template of {TARGET.name} does not render reasoning: 9 conversations affected" in said
+    assert "answers of which nothing is rendered: 9 conversations skipped" in said
+    source.write_text(f"{json.dumps({'messages': thought})}\n" * 9, encoding="utf-8")
+    with pytest.raises(DataError, match=r"nothing to learn from in .*\n  the chat template of .* render reasoning: 9"):
+        training_data(TARGET, config(str(source)))
+
+
 def places(data: TrainData) -> dict[tuple[int, ...], list[NDArray[np.float16]]]:
     """Every sample's states by its tokens."""
     found = {}

@@ -83,7 +83,7 @@ def training_data(
     made = states_of_made(target, config, head) if alone else None
     if made is not None:
         return _from_made(target, config, made, head)
-    rendered, read = _render(target, config)
+    rendered, read = _render(target, config, progress)
     aux_layers = aux_layers_of(target, config, head)
     kept, share = _draft_vocabulary(target, config, count_tokens(rendered, target.vocab_size), head)
     tokens = sum(len(one.tokens) for one in rendered)
@@ -151,19 +151,23 @@ def heldout_prompts(target: Target, config: TrainConfig) -> list[list[int]]:
     return prompts
 
 
-def _render(target: Target, config: TrainConfig) -> tuple[list[Rendered], dict[str, int]]:
-    """The conversations, and what was left out of them."""
+def _render(target: Target, config: TrainConfig, progress: bool) -> tuple[list[Rendered], dict[str, int]]:
+    """Return the conversations, and how many were left out; with `progress` say what the chat template leaves out."""
     if target.tokenizer is None:
         raise TargetError("the target has no tokenizer, which conversations need; train from shards instead")
     length = min(config.data.max_length, target.context_length)
     left_out = ReadReport()
     found = read_conversations(data_config(config), "train", target.tokenizer, left_out)
-    rendered, _ = render_all(target.tokenizer, found, length, config.data.skip_bad)
+    rendered, report = render_all(target.tokenizer, found, length, config.data.skip_bad)
+    notes = report.template.notes(target.name)
     if not rendered:
         raise DataError(
             f"nothing to learn from in {', '.join(sources_of(config))}; check the source, or raise --max-length"
+            + "".join(f"\n  {note}" for note in notes)
         )
-    return rendered, {"left_out": left_out.left_out}
+    for note in notes if progress else ():
+        print(note, file=sys.stderr)
+    return rendered, {"left_out": left_out.left_out + report.unusable + report.template.empty}
 
 
 def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) -> TrainData:
