@@ -14,6 +14,7 @@ from eagle_mlx.formats.fit import named_layers
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import check_bits, quantize_for
 from eagle_mlx.policy import FixedPolicy
+from eagle_mlx.progress import progress_bar
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.request import encode
 from eagle_mlx.sampling_params import SamplingParams
@@ -73,13 +74,13 @@ def load_head(name: str | Path, target: Target | None = None, check: bool = True
     return head
 
 
-def head_warning(head: DraftHead, target: Target) -> str | None:
-    """What is to be said of a head that hardly drafts for its target, in one line; None of one that does.
+def head_warning(head: DraftHead, target: Target, progress: bool = False) -> str | None:
+    """Return one line on a head that hardly drafts for its target; None for one that does.
 
-    Never raises: where the rounds cannot be run, that is what is said.
+    Never raises: if the rounds cannot be run, the line says that.
     """
     try:
-        trial = try_out(head, target)
+        trial = try_out(head, target, progress)
     except TargetError:
         return None  # a target that cannot be drafted for says so itself, to whoever decodes with it
     except Exception as e:  # whatever it is, a head that works is not to fail for it
@@ -87,11 +88,19 @@ def head_warning(head: DraftHead, target: Target) -> str | None:
     return warning_of(trial, named_layers(head))
 
 
-def try_out(head: DraftHead, target: Target) -> Trial:
+def try_out(head: DraftHead, target: Target, progress: bool = False) -> Trial:
     """Decode the built-in prompts greedily with drafts, past every end of text. Leaves no random state changed."""
     engine = Engine(target, HeadProposer(head), FixedPolicy(DEPTH), max_batch=_rows(target))
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=0)
-    outputs = engine.generate(_prompts(target), params)
+    requests = [engine.prepare(prompt, params) for prompt in _prompts(target)]
+    for request in requests:
+        engine.submit(request)
+    whole = sum(request.limit for request in requests)
+    with progress_bar(total=whole, desc="trying the head", unit="token", disable=not progress) as bar:
+        while not all(request.finish_reason for request in requests):
+            engine.step()
+            bar.update(sum(len(request.tokens) for request in requests) - bar.n)
+    outputs = [engine.output(request) for request in requests]
     failed = next((output.error for output in outputs if output.error is not None), None)
     if failed is not None:
         raise EagleError(failed)

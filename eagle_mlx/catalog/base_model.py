@@ -35,6 +35,28 @@ def check_id(given: str) -> str:
     return given
 
 
+def check_base_model(given: str) -> None:
+    """Check a --base-model, a folder or a hub id, which other servers are to load.
+
+    Raises ConfigError if it is neither, or a conversion of MLX's, as far as that is known without a network, and
+    CheckpointError for a folder that holds no model.
+    """
+    place = Path(given).expanduser()
+    folder: Path | None = place
+    if not place.is_dir():
+        folder = hub.cached(check_id(given))
+    config = (
+        read_config(folder) if folder is not None and (place.is_dir() or (folder / "config.json").is_file()) else {}
+    )
+    if "quantization" not in config and not by_mlx_community(given):
+        return
+    base = _named_by(_read(folder / _CARD)) if folder is not None else None
+    instead = f"{base}, which its card names" if base else "the hub id or folder of the original model"
+    raise ConfigError(
+        f"--base-model {given} is a conversion for MLX, which speculators and vLLM cannot load; give {instead}"
+    )
+
+
 def by_mlx_community(name: str) -> bool:
     """Whether a hub id is of the community whose models only MLX reads."""
     return name.startswith(f"{hub.DEFAULT_OWNER}/")

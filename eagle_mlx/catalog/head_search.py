@@ -55,11 +55,11 @@ def find_heads(
     known = records_for(names, fingerprint)
     if is_embedded_target(target):
         known = best_first([*known, _included(names)], fingerprint)
-    for one in known:
-        if not one.is_offered:
+    for record in known:
+        if not record.is_offered:
             say(
-                f"{one} is not offered: with a τ below {LEAST} it costs more time than it saves; --head {one.head} "
-                "uses it all the same"
+                f"{record} is not offered: with a τ below {LEAST} it costs more time than it saves; "
+                f"--head {record.head} uses it all the same"
             )
     here = _with_reasons([one for one in known if one.is_offered])
     own = [

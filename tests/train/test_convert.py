@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import base_model_of
 from eagle_mlx.formats import load_head, save_eagle, save_eagle3, save_mtp
 from eagle_mlx.formats.tensors import read_tensors
@@ -138,14 +140,14 @@ def test_a_head_that_borrows_its_targets_embedding(tmp_path: Path, capsys: pytes
     convert(tmp_path / "a", "speculators", tmp_path / "b", "--target", str(folder), "--depth", "5")
     said = capsys.readouterr()
     assert "with a copy of the target's embedding" in said.out
-    assert "EAGLE-MLX, speculators and vLLM load it" in said.out
+    assert "EAGLE-MLX has read it back; the layout is that of speculators and vLLM" in said.out
     assert "warning: in " in said.err, "its weights are random, and the target is at hand to see it"
-    assert "warning: nothing certain says which model the target was made of" in said.err
+    assert f"verifier: {folder}, which only this machine has; to share the head give --base-model" in said.err
     held = read_tensors(tmp_path / "b")
     assert mx.allclose(held["embed_tokens.weight"], target.embed(mx.arange(4096)), atol=1e-2)
     proposal = json.loads((tmp_path / "b" / "config.json").read_text())["speculators_config"]
     assert proposal["proposal_methods"][0]["speculative_tokens"] == 5
-    assert proposal["verifier"]["name_or_path"] is None, "speculators would look for the folder's name on the hub"
+    assert proposal["verifier"]["name_or_path"] == str(folder), "its name would be sought on the hub"
     convert(tmp_path / "b", "eagle3", tmp_path / "c")
     tensors = [read_tensors(tmp_path / name) for name in "ac"]
     assert all(mx.array_equal(x, tensors[1][name]) for name, x in tensors[0].items())
@@ -222,17 +224,70 @@ def test_speculators_is_given_the_model_that_it_can_read(
         "no conversion": (ORIGINAL, [], ORIGINAL),
         "given": (str(folder), ["--base-model", "owner/other"], "owner/other"),
         "a folder": (str(folder), ["--base-model", str(original)], str(original)),
-        "a folder that has no other name": (str(original), [], None),
+        "a plain folder": (str(original), [], str(original)),
     }
     for name, (target, more, base) in cases.items():
         out = tmp_path / name
         convert(tmp_path / "a", "speculators", out, "--target", target, *more)
         assert verifier(out) == base, name
-        assert ("warning: nothing certain" in capsys.readouterr().err) == (base is None)
+        said = capsys.readouterr()
+        assert "warning: nothing certain" not in said.err
+        assert f"verifier: {base}" in said.err
+        assert ("which only this machine has" in said.err) == (name == "a plain folder")
+        assert "EAGLE-MLX has read it back; the layout is that of speculators and vLLM" in said.out
         assert json.loads((out / "config.json").read_text())["eagle_mlx"]["target"] == target.split(f"{tmp_path}/")[-1]
     convert(tmp_path / "a card here", "eagle3", tmp_path / "b")
     convert(tmp_path / "b", "speculators", tmp_path / "c", "--target", str(original))
     assert verifier(tmp_path / "c") == ORIGINAL, "it is kept where a layout has no place for it"
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_28_an_export_without_a_verifier_is_not_said_to_load(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = quantized(tmp_path / "tiny-4bit", tiny_target_folder(tmp_path / "original"))
+    (folder / "README.md").unlink()
+    target = load_target(folder)
+    if kind == "mtp":
+        save_mtp(mtp(target, norm_output=True), tmp_path / "a")
+    else:
+        save_eagle3(eagle3(target, draft_vocab=40), tmp_path / "a")
+    convert(tmp_path / "a", "speculators", tmp_path / "b", "--target", str(folder), "--no-check")
+    assert verifier(tmp_path / "b") is None
+    said = capsys.readouterr()
+    assert "speculators and vLLM cannot load the head; convert again with --base-model" in said.err
+    assert "has read it back; speculators and vLLM cannot load it without a verifier: convert again" in said.out
+    assert "trying the head" not in said.err
+
+
+@pytest.mark.parametrize("card", [True, False])
+def test_28_a_base_model_that_mlx_has_quantized_is_refused(
+    card: bool, tmp_path: Path, online: hub_server.Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = quantized(tmp_path / "tiny-4bit", tiny_target_folder(tmp_path / "original"))
+    if not card:
+        (folder / "README.md").unlink()
+    online.put("user/tiny-4bit", files_of(folder))
+    hub.resolve("user/tiny-4bit")
+    instead = f"give {ORIGINAL}, which its card names" if card else "give the hub id or folder of the original model"
+    save_eagle3(eagle3(load_target(folder), draft_vocab=40), tmp_path / "a")
+    capsys.readouterr()
+    for name in (str(folder), "user/tiny-4bit", "mlx-community/tiny-bf16"):
+        assert main([str(tmp_path / "a"), "--to", "speculators", "--output", str(tmp_path / "out"),
+                     "--target", str(folder), "--base-model", name]) == 2  # fmt: skip
+        message = f"--base-model {name} is a conversion for MLX, which speculators and vLLM cannot load"
+        refused(message if name.startswith("mlx") else f"{message}; {instead}", tmp_path, capsys)
+
+
+def test_28_trying_a_head_on_its_target_is_said_and_shows_how_far_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny_target_folder(tmp_path / "target")
+    save_eagle3(eagle3(load_target(folder), draft_vocab=40), tmp_path / "a")
+    convert(tmp_path / "a", "eagle3", tmp_path / "b", "--target", str(folder))
+    said = capsys.readouterr().err
+    assert f"trying the head on {folder}: 4 answers of 64 tokens, which takes minutes with a large target" in said
+    assert re.search(r"trying the head: 100%.* (\d+)/\1 ", said)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
@@ -313,7 +368,7 @@ def test_a_quantised_head_stays_what_it_is_and_is_said_to_be_for_mlx(
     convert(tmp_path / "a", layout, tmp_path / "b")
     assert same_files(tmp_path / "a", tmp_path / "b")
     said = capsys.readouterr().out
-    assert "EAGLE-MLX loads it, being quantised" in said
+    assert "EAGLE-MLX has read it back; no other server reads what MLX has quantized" in said
     assert "SGLang" not in said
     assert main([str(tmp_path / "a"), "--to", "speculators", "--output", str(tmp_path / "c")]) == 2
 

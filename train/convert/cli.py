@@ -99,10 +99,13 @@ def _conversion(given: Sequence[str]) -> Conversion:
         "--base-model",
         metavar="MODEL",
         help="folder or hub id of the model that speculators and vLLM load in the target's place (default: what the "
-        "card of a quantised target names, or the target itself where MLX has not written it)",
+        "card of a quantized target names, else the target itself if MLX has not quantized it)",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="type of the numbers (default: the source's, nothing is lost)")
     parser.add_argument("--depth", type=int, metavar="N", help="speculators: how many tokens to draft (default 3)")
+    parser.add_argument(
+        "--no-check", dest="check", action="store_false", help="do not try the head on the target, which takes a while"
+    )
     _add_overwrite(parser)
     args = vars(parser.parse_args(given))
     print(f"blas: {blas.activate()}", file=sys.stderr)

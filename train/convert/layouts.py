@@ -10,7 +10,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from eagle_mlx import hub
-from eagle_mlx.catalog.base_model import BASE_MODEL, base_model_of, check_id
+from eagle_mlx.catalog.base_model import BASE_MODEL, base_model_of, check_base_model
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_free
 from eagle_mlx.formats import (
@@ -24,13 +24,13 @@ from eagle_mlx.formats import (
 from eagle_mlx.formats.fields import read_config
 from eagle_mlx.formats.mtp_source import NOTED
 from eagle_mlx.formats.tensors import COPY, DTYPE_NAMES, read_tensors
-from eagle_mlx.head_check import head_warning
+from eagle_mlx.head_check import PROMPTS, TOKENS, head_warning
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.eagle import EagleHead
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.heads.precision import quantization_of
-from eagle_mlx.target import Target, load_target
+from eagle_mlx.target import load_target
 
 from .extract import DTYPES
 
@@ -47,19 +47,19 @@ _WRITERS: dict[tuple[type, Layout], Callable[..., None]] = {
 _EMBEDDING = (save_eagle, save_speculators)
 """Writers of layouts that hold an embedding."""
 _READERS: dict[Callable[..., None], str] = {
-    save_eagle: "EAGLE-MLX, SafeAILab and SGLang load it",
-    save_eagle3: "EAGLE-MLX, SGLang, vLLM and SpecForge load it",
-    save_speculators: "EAGLE-MLX, speculators and vLLM load it",
-    save_mtp: "EAGLE-MLX loads it",
-    save_speculators_mtp: "EAGLE-MLX and speculators load it; `speculators stitch-mtp` puts it into its model for vLLM",
+    save_eagle: "the layout is that of SafeAILab and SGLang",
+    save_eagle3: "the layout is that of SGLang, vLLM and SpecForge",
+    save_speculators: "the layout is that of speculators and vLLM",
+    save_mtp: "the layout is this project's own",
+    save_speculators_mtp: "the layout is that of speculators, whose `stitch-mtp` puts the head into its model for vLLM",
 }
 _UNUSUAL = (
     *("norm_before_fc", "fc_norm", "norm_output", "qk_norm", "qkv_bias", "attention_bias", "mlp_bias", "norm_logits"),
     *("input_layernorm", "hidden_norm", "use_aux_hidden_state", "num_hidden_layers", "windows"),
 )
 _NO_VERIFIER = (
-    "nothing certain says which model the target was made of, so the config names no verifier, and speculators cannot "
-    "load the head; name that model with --base-model"
+    "nothing certain says which model the target was made of, so the config names no verifier, and speculators and "
+    "vLLM cannot load the head; convert again with --base-model and the hub id or folder of that model"
 )
 _OURS = ("target", BASE_MODEL, COPY, NOTED, "target_norm")
 """What a writer itself notes under `eagle_mlx`."""
@@ -80,18 +80,20 @@ class Conversion:
     depth: int | None = None
     """How many tokens a server should draft, where the layout says so; by default what the source says, or 3."""
     overwrite: bool = False
+    check: bool = True
+    """Whether the head is tried on the target, if that is given."""
 
     def __post_init__(self) -> None:
         if self.depth is not None and self.depth < 1:
             raise ConfigError(f"--depth must be at least 1; got {self.depth}")
-        if self.base_model is not None and not Path(self.base_model).expanduser().is_dir():
-            check_id(self.base_model)
+        if self.base_model is not None:
+            check_base_model(self.base_model)
 
 
 def convert(what: Conversion, say: Callable[[str], None]) -> str:
-    """Read the head and write it; returns a line on what there is now and who loads it.
+    """Read the head, write it and read it back; return a line on what there is now and whose layout that is.
 
-    Raises an EagleError, and then leaves nothing behind.
+    Raises an EagleError. A head that cannot be written leaves nothing behind.
     """
     check_free(what.output, what.overwrite)
     folder = hub.resolve(what.source)
@@ -105,14 +107,19 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
             f"the {what.to} layout holds an embedding, and this head drafts with its target's: name the target with "
             "--target"
         )
-    if target is not None and (said := head_warning(head, target)) is not None:
-        say(f"warning: {said}")
+    if target is not None and what.check:
+        say(
+            f"trying the head on {what.target}: {len(PROMPTS)} answers of {TOKENS} tokens, which takes minutes with a "
+            "large target; --no-check leaves this out"
+        )
+        if (said := head_warning(head, target, progress=True)) is not None:
+            say(f"warning: {said}")
     config = read_config(folder)
     dtype = DTYPES[what.dtype] if what.dtype else _exact_dtype(folder, config)
     base = _base_model(what, config)
     options: dict[str, Any] = {}
     if what.to == "speculators":
-        say(f"verifier: {base}" if base is not None else f"warning: {_NO_VERIFIER}")
+        say(_about_verifier(base, what))
         options = {
             "base_model": base,
             "depth": what.depth or _depth(config),
@@ -127,7 +134,8 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
         overwrite=what.overwrite,
         **options,
     )
-    return _closing(what, head, write, dtype, target)
+    load_head(what.output, target)  # the closing line says so
+    return _closing(what, head, write, dtype, base)
 
 
 def _writer(head: DraftHead, what: Conversion) -> Callable[..., None]:
@@ -177,7 +185,27 @@ def _base_model(what: Conversion, config: Mapping[str, Any]) -> str | None:
         return str(folder.resolve()) if folder.is_dir() else what.base_model
     found = base_model_of(what.target) if what.target is not None else None
     noted, named = config.get("eagle_mlx") or {}, _verifier(config).get("name_or_path")
-    return found or noted.get(BASE_MODEL) or (named if named != noted.get("target") else None)
+    return found or noted.get(BASE_MODEL) or (named if named != noted.get("target") else None) or _itself(what.target)
+
+
+def _itself(target: str | None) -> str | None:
+    """A target's own folder, if MLX has not quantized it; None for a hub id.
+
+    Its card and `_name_or_path` are not used: in a fine-tune they name the model that it was tuned from.
+    """
+    folder = Path(target).expanduser() if target is not None else None
+    if folder is None or not folder.is_dir() or "quantization" in read_config(folder):
+        return None
+    return str(folder.resolve())
+
+
+def _about_verifier(base: str | None, what: Conversion) -> str:
+    """What to say of the model that other servers load in the target's place."""
+    if base is None:
+        return f"warning: {_NO_VERIFIER}"
+    if Path(base).is_dir() and what.base_model is None:
+        return f"verifier: {base}, which only this machine has; to share the head give --base-model with a hub id"
+    return f"verifier: {base}"
 
 
 def _extra(config: Mapping[str, Any], base: str | None) -> dict[str, Any]:
@@ -197,18 +225,20 @@ def _depth(config: Mapping[str, Any]) -> int:
     return depth if isinstance(depth, int) and depth > 0 else 3
 
 
-def _closing(
-    what: Conversion, head: DraftHead, write: Callable[..., None], dtype: mx.Dtype, target: Target | None
-) -> str:
+def _closing(what: Conversion, head: DraftHead, write: Callable[..., None], dtype: mx.Dtype, base: str | None) -> str:
     tensors = read_tensors(Path(what.output))
     size = sum(x.nbytes for x in tensors.values())
     copied = ", with a copy of the target's embedding" if _copies_embedding(head, write) else ""
-    readers = _READERS[write] if quantization_of(head) is None else "EAGLE-MLX loads it, being quantised"
     flags = _flags(head.config) if isinstance(head, Eagle3Head) else []
-    needs = f", if their version knows {', '.join(flags)}" if flags else ""
+    if quantization_of(head) is not None:
+        readers = "no other server reads what MLX has quantized"
+    elif what.to == "speculators" and base is None:
+        readers = "speculators and vLLM cannot load it without a verifier: convert again with --base-model"
+    else:
+        readers = _READERS[write] + (f", whose version has to know {', '.join(flags)}" if flags else "")
     return (
         f"{what.output}: an {_KINDS[type(head)]} head in the {what.to} layout, {len(tensors)} tensors in "
-        f"{DTYPE_NAMES[dtype]}, {size / 1e6:,.1f} MB{copied}. {readers}{needs}"
+        f"{DTYPE_NAMES[dtype]}, {size / 1e6:,.1f} MB{copied}. EAGLE-MLX has read it back; {readers}"
     )
 
 
