@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, cast
 
 import mlx.core as mx
 import mlx_lm
+from mlx import nn
+from mlx.utils import tree_flatten
 from mlx_lm.generate import GenerationResponse
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from eagle_mlx import hub
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
@@ -18,12 +25,37 @@ from .continuation import Continuation, Decoding
 
 MLX_LM = "mlx-lm"
 """What the names of these modes begin with."""
+STOCK: Final = "mlx-lm-stock"
+
+
+@dataclass(frozen=True)
+class StockModel:
+    """A second copy of the target, as `mlx_lm.load` loads its folder: in the folder's own type, and not hooked."""
+
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    name: str
+
+    @classmethod
+    def load(cls, name: str | Path, adapter_path: str | None = None, trust_remote_code: bool = False) -> StockModel:
+        """Load a folder or hub id that has been loaded as a target before."""
+        folder = hub.resolve(name, code=trust_remote_code)
+        settings = {"trust_remote_code": trust_remote_code}
+        loaded = mlx_lm.load(str(folder), settings, adapter_path=adapter_path, trust_remote_code=trust_remote_code)
+        return cls(loaded[0], loaded[1], str(name))
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The type of most of the weights that are not quantized."""
+        leaves = cast(list[tuple[str, mx.array]], tree_flatten(self.model.parameters()))
+        counts = Counter(x.dtype for _, x in leaves if mx.issubdtype(x.dtype, mx.floating))
+        return counts.most_common(1)[0][0]
 
 
 class MlxLmMode:
     """`mlx_lm.stream_generate`, one prompt after the other, over the target's own model object."""
 
-    name: Literal["mlx-lm", "mlx-lm-draft"] = "mlx-lm"
+    name: Literal["mlx-lm", "mlx-lm-draft", "mlx-lm-stock"] = "mlx-lm"
     batch = 1
     depth = 0
     nodes = 0
@@ -32,6 +64,7 @@ class MlxLmMode:
     def __init__(self, target: Target):
         if target.tokenizer is None:
             raise ConfigError(f"mode {self.name} needs a target with a tokenizer")
+        self.model, self.dtype = target.name, target.dtype
         self._model, self._tokenizer = target.model, target.tokenizer
         self._stream = mx.new_stream(mx.default_device())
         self._extra: dict[str, Any] = {}
@@ -75,6 +108,17 @@ class MlxLmDraftMode(MlxLmMode):
         self._extra = {"draft_model": draft.model, "num_draft_tokens": depth}
 
 
+class MlxLmStockMode(MlxLmMode):
+    """The same over a second copy of the model, which stock mlx-lm has loaded from the target's folder."""
+
+    name = STOCK
+
+    def __init__(self, target: Target, stock: StockModel):
+        super().__init__(target)
+        self.model, self.dtype = f"{stock.name} by mlx_lm.load", stock.dtype
+        self._model, self._tokenizer = stock.model, stock.tokenizer
+
+
 class MlxLmBatchMode:
     """`mlx_lm.batch_generate`, which decodes `batch` rows side by side.
 
@@ -89,7 +133,7 @@ class MlxLmBatchMode:
     def __init__(self, target: Target, batch: int):
         if target.tokenizer is None:
             raise ConfigError(f"mode {self.name} needs a target with a tokenizer")
-        self.batch = batch
+        self.batch, self.model, self.dtype = batch, target.name, target.dtype
         self._model, self._tokenizer = target.model, target.tokenizer
         self._end = min(target.eos_token_ids, default=0)
 

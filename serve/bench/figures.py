@@ -54,6 +54,12 @@ class Run:
     """Of one repeat; median."""
     by_category: tuple[Category, ...] = ()
     """The same figures category by category, where the prompts have categories."""
+    model: str = ""
+    """The model that decoded, and by what it was loaded if that is not EAGLE-MLX."""
+    dtype: str = ""
+    """The type in which that model computes."""
+    reference: str = ""
+    """What the texts were compared with: mode, model and type."""
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -31,8 +32,16 @@ class Identity:
         return self.different == 0
 
 
-def tolerance_for(target: Target) -> float:
-    return TOLERANCES.get(target.dtype, 1e-3)
+class Typed(Protocol):
+    """A target, or a mode of decoding."""
+
+    @property
+    def dtype(self) -> mx.Dtype: ...
+
+
+def tolerance_for(model: Typed) -> float:
+    """Return how close two logits must be for rounding in the model's type to decide between them."""
+    return TOLERANCES.get(model.dtype, 1e-3)
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:

@@ -197,6 +197,7 @@ def measure(
     return [
         replace(
             _figures(result, results, _identity(target, result, reference, work, config), kept, config),
+            reference=_described(reference.mode),
             by_category=_by_category(result, results, turns, kept),
         )
         for result in results
@@ -314,7 +315,18 @@ def _figures(
         left_out_looping=len(result.continuations) - len(kept),
         tokens=sum(len(one.tokens) for one in continuations),
         seconds=median(result.seconds(kept)),
+        model=result.mode.model,
+        dtype=type_name(result.mode.dtype),
     )
+
+
+def type_name(dtype: mx.Dtype) -> str:
+    """Return a type as NumPy names it, such as `bfloat16`."""
+    return str(dtype).rpartition(".")[2]
+
+
+def _described(mode: Mode) -> str:
+    return f"{mode.name}, {mode.model} in {type_name(mode.dtype)}"
 
 
 def _by_category(
@@ -365,6 +377,8 @@ def _identity(
     same = [index for index, prompt in sorted(result.prompts.items()) if reference.prompts[index] == prompt]
     expected, tokens = ([one.tokens for one in each.outputs(same)] for each in (reference, result))
     prompts, params = [result.prompts[index] for index in same], [work.params[index] for index in same]
-    tolerance = tolerance_for(target) if config.tolerance is None else config.tolerance
+    tolerance = max(tolerance_for(target), tolerance_for(result.mode))
+    if config.tolerance is not None:
+        tolerance = config.tolerance
     identity = compare(target, prompts, expected, tokens, params, tolerance)
     return replace(identity, excused=identity.excused + len(result.prompts) - len(same))

@@ -24,12 +24,16 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
 from ..speculation import PolicyName, Speculation
-from .baselines import MlxLmBatchMode, MlxLmDraftMode, MlxLmMode
+from .baselines import STOCK, MlxLmBatchMode, MlxLmDraftMode, MlxLmMode, MlxLmStockMode, StockModel
 from .continuation import Continuation, Decoding
 
-ModeName = Literal["mlx-lm", "mlx-lm-batch", "mlx-lm-draft", "plain", "ngram", "draft", "eagle", "hybrid"]
+ModeName = Literal[
+    "mlx-lm", "mlx-lm-batch", "mlx-lm-draft", "mlx-lm-stock", "plain", "ngram", "draft", "eagle", "hybrid"
+]
 MODE_NAMES: tuple[ModeName, ...] = get_args(ModeName)
-BASELINES: tuple[ModeName, ...] = ("mlx-lm", "mlx-lm-batch", "mlx-lm-draft")
+BASELINES: tuple[ModeName, ...] = ("mlx-lm", "mlx-lm-batch", "mlx-lm-draft", STOCK)
+DEFAULT_MODES: tuple[ModeName, ...] = tuple(name for name in MODE_NAMES if name != STOCK)
+"""Those that need no second copy of the target in memory."""
 DRAFTING: tuple[ModeName, ...] = ("ngram", "draft", "eagle", "hybrid")
 NEEDS: dict[ModeName, str] = {
     "eagle": "--head",
@@ -60,6 +64,16 @@ class Mode(Protocol):
     @property
     def policy(self) -> PolicyName: ...
 
+    @property
+    def model(self) -> str:
+        """The model that decodes, and by what it was loaded if that is not EAGLE-MLX."""
+        ...
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The type in which that model computes."""
+        ...
+
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
         """Decode token-id prompts to their ends; the continuations come in their order."""
 
@@ -84,6 +98,7 @@ class EngineMode:
         prior: bool = False,
     ):
         self.name, self.batch, self.depth, self.nodes, self.policy = name, batch, depth, nodes, policy
+        self.model, self.dtype = target.name, target.dtype
         speculation = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy, keep=prior)
         rule = speculation.make_policy()
         self._engine = Engine(target, proposer, rule, batch, prefill_chunk, kv_bytes=kv_bytes)
@@ -145,6 +160,8 @@ class Models:
     """Tokens of prompts that one forward of an engine reads."""
     prior: bool = False
     """Whether policies begin with what was learnt before, and keep what they learn."""
+    stock: StockModel | None = None
+    """The target as mlx-lm itself loads it."""
 
     def proposer(self, name: ModeName) -> Proposer:
         """A new proposer of the mode of this name. Raises ConfigError where its model is missing."""
@@ -200,6 +217,10 @@ def build_modes(
         if models.draft is None:
             raise ConfigError("mode mlx-lm-draft needs --draft-model; give it, or leave mlx-lm-draft out of --modes")
         modes += [MlxLmDraftMode(target, models.draft, depth) for depth in depths]
+    if STOCK in names:
+        if models.stock is None:
+            raise ConfigError(f"mode {STOCK} needs the target as mlx-lm loads it: give Models its `stock`")
+        modes.append(MlxLmStockMode(target, models.stock))
     for batch in batches:
         if "mlx-lm-batch" in names and batch > 1:
             modes.append(MlxLmBatchMode(target, batch))

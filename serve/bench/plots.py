@@ -16,6 +16,7 @@ _COLOURS = {
     "mlx-lm": "#999999",
     "mlx-lm-batch": "#bbbbbb",
     "mlx-lm-draft": "#777777",
+    "mlx-lm-stock": "#555555",
     "plain": "#56b4e9",
     "ngram": "#e69f00",
     "draft": "#cc79a7",

@@ -19,6 +19,7 @@ _HEADINGS = (
     "depth",
     "policy",
     "temp",
+    "type",
     "tokens/s",
     "decode",
     "x mlx-lm",
@@ -78,6 +79,7 @@ def footnote(runs: Sequence[Run], max_tokens: int, tolerance: float) -> str:
         "x mlx-lm, x batched, x plain: tokens/s over those of mlx-lm's stream_generate, of its batch_generate at this "
         "batch, of the engine without drafts at this batch.",
         "tau: tokens emitted per target forward, bonus token included.",
+        *_models(runs),
     ]
     if excused:
         lines.append(
@@ -85,6 +87,22 @@ def footnote(runs: Sequence[Run], max_tokens: int, tolerance: float) -> str:
             "decides; they count as identical."
         )
     return "\n".join(lines)
+
+
+def _models(runs: Sequence[Run]) -> list[str]:
+    """Which model each mode decoded, in which type, and with what its texts were compared."""
+    by_model: dict[str, dict[str, None]] = {}
+    for run in runs:
+        if run.model:
+            by_model.setdefault(f"{run.model} in {run.dtype}", {})[run.mode] = None
+    compared = dict.fromkeys(run.reference for run in runs if run.reference)
+    return [
+        *(
+            f"model: {', '.join(modes)} {'decodes' if len(modes) == 1 else 'decode'} {model}."
+            for model, modes in by_model.items()
+        ),
+        *(f"identical: token for token the text of {reference}." for reference in compared),
+    ]
 
 
 def document(
@@ -114,6 +132,7 @@ def check_writable(path: Path) -> None:
 def _cells(run: Run) -> tuple[str, ...]:
     return (
         *_which(run),
+        run.dtype or "-",
         f"{run.tokens_per_second:.1f}",
         f"{run.decode_tokens_per_second:.1f}",
         *map(_ratio, (run.ratio_to_mlx_lm, run.ratio_to_mlx_lm_batch, run.ratio_to_plain)),
@@ -142,4 +161,4 @@ def _identity(run: Run) -> str:
 
 def _align(cell: str, widths: Sequence[int], column: int, first: int = 1) -> str:
     """To the right from column `first` on, as far as there are figures."""
-    return cell.rjust(widths[column]) if first <= column <= 10 else cell.ljust(widths[column])
+    return cell.rjust(widths[column]) if first <= column <= 11 else cell.ljust(widths[column])

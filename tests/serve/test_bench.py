@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -16,9 +17,11 @@ import pytest
 
 from eagle_mlx import hub
 from eagle_mlx.catalog.head_registry import register
+from eagle_mlx.cpu import without_shortcuts
 from eagle_mlx.decoding.loops import distinct_ratio
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.formats import save_eagle3
+from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.machine import describe
 from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.sampling_params import SamplingParams
@@ -36,9 +39,10 @@ from eagle_mlx.serve.bench.costs import measure_costs
 from eagle_mlx.serve.bench.figures import Run
 from eagle_mlx.serve.bench.identity import Identity, compare, first_difference
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
-from eagle_mlx.serve.bench.modes import MODE_NAMES, EngineMode, Models, ModeName, build_modes
+from eagle_mlx.serve.bench.modes import DEFAULT_MODES, EngineMode, Models, ModeName, build_modes
 from eagle_mlx.serve.bench.rollback import measure_rollback
 from eagle_mlx.serve.bench.turns import take_turns
+from eagle_mlx.target import compute_dtype
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 from tests.full import in_full
 
@@ -96,7 +100,7 @@ def test_acceptance_over_several_continuations() -> None:
 def tiny_runs(temperature: float = 0.0, batches: Sequence[int] = (1,), repeats: int = 1) -> list[Run]:
     target = tiny_target(tokenizer=True)
     models = Models(target, tiny_head(target, draft_vocab=64), tiny_target(seed=1, layers=2, tokenizer=True))
-    modes = build_modes(models, MODE_NAMES, batches, [2, 3])
+    modes = build_modes(models, DEFAULT_MODES, batches, [2, 3])
     plan = BenchConfig(in_full(12, 8), temperature=temperature, repeats=repeats, least_distinct=0.0)
     return measure(target, modes, PROMPTS, plan, progress=False)
 
@@ -268,7 +272,22 @@ def test_table_shows_every_figure() -> None:
     assert head.split()[:3] == ["mode", "batch", "depth"]
     for cell in ("eagle", "151.3", "170.0", "1.62", "1.20", "1.50", "2.75", "0.80 0.50", "yes 9/10 ~1"):
         assert cell in eagle
-    assert plain.split() == ["mlx-lm", "2", "-", "-", "0.7", "151.3", "170.0", "1.62", "1.20", "1.50", "2.75", "-", "-"]
+    assert plain.split() == [
+        "mlx-lm",
+        "2",
+        "-",
+        "-",
+        "0.7",
+        "-",
+        "151.3",
+        "170.0",
+        "1.62",
+        "1.20",
+        "1.50",
+        "2.75",
+        "-",
+        "-",
+    ]
     assert "NO 9/10" in report.table([replace(RUN, identical=False)])
     assert "2 more left out" in report.footnote([RUN], 128, 1e-3)
 
@@ -515,3 +534,34 @@ def test_trees_are_measured_beside_chains(folders: tuple[str, str], tmp_path: Pa
         ("plain", 0), ("ngram", 0), ("eagle", 0), ("ngram", 8), ("eagle", 8)
     ]  # fmt: skip
     assert all(run["identical"] for run in runs)
+
+
+def bf16_folder(folder: Path) -> Path:
+    tiny_target_folder(folder)
+    weights = {name: x.astype(mx.bfloat16) for name, x in read_tensors(folder).items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    return folder
+
+
+@pytest.mark.parametrize("shortcuts", [True, False])
+def test_30_the_folder_is_decoded_as_stock_mlx_lm_does(
+    shortcuts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both decode bfloat16 without the shortcuts of a CPU, and the texts are equal; with them the types are said."""
+    folder, figures = bf16_folder(tmp_path / "target"), tmp_path / "figures.json"
+    prompts = write(tmp_path / "prompts.jsonl", *({"prompt": f"def f{n}(x):"} for n in range(in_full(20, 4))))
+    command = ["--target", str(folder), "--prompts", str(prompts), "--json", str(figures), *QUICK]
+    with nullcontext() if shortcuts else without_shortcuts():
+        own = "bfloat16" if compute_dtype() is None else "float32"
+        assert main([*command, "--modes", "mlx-lm", "mlx-lm-stock", "--limit", "20", "--max-tokens", "10"]) == 0
+    shared, stock = json.loads(figures.read_text())["runs"]
+    assert (shared["dtype"], stock["dtype"]) == (own, "bfloat16")
+    assert (shared["model"], stock["model"]) == (str(folder), f"{folder} by mlx_lm.load")
+    assert stock["reference"] == f"mlx-lm, {folder} in {own}"
+    if own == "bfloat16":
+        assert stock["identical_count"] == stock["prompts"] + stock["left_out_looping"]
+    shown = capsys.readouterr().out
+    assert "  type  " in shown
+    assert f"model: mlx-lm decodes {folder} in {own}." in shown
+    assert f"model: mlx-lm-stock decodes {folder} by mlx_lm.load in bfloat16." in shown
+    assert f"identical: token for token the text of mlx-lm, {folder} in {own}." in shown
