@@ -111,6 +111,8 @@ class MakeReport:
     """Answers that refuse."""
     duplicates: int = 0
     """Conversations that begin with what another begins with."""
+    late: int = 0
+    """Tries that the end of the time stopped before anything of them could be kept."""
 
     def add(self, counts: tuple[int, ...]) -> None:
         """Add the fields of another report, in their order."""
@@ -150,6 +152,7 @@ _FAILURES = {
     "answer_loops": "answers that loop",
     "refusals": "refusals",
     "duplicates": "duplicates",
+    "late": "stopped because the time was over",
 }
 
 
@@ -288,6 +291,12 @@ class ConversationWriter:
             self.capture.forget(request.prompt)
         attempt.fail("answer_loops" if attempt.answering else "question_loops")
         return True
+
+    def stop(self, attempt: Attempt, request: Request) -> None:
+        """End a conversation because the time is over; turns with complete answers are kept."""
+        if self.capture is not None and attempt.answering:
+            self.capture.forget(request.prompt)
+        attempt.fail("late")
 
     def _sample(self, attempt: Attempt, request: Request) -> Sample | None:
         """The conversation's tokens with the states of the forwards that read and wrote them."""

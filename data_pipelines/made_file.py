@@ -61,6 +61,9 @@ class Limits:
     """Hashes of what conversations elsewhere begin with (`prompt_keys`); such a conversation is a duplicate."""
     enough: Enough = lambda made, coming: False
     """Once it holds no try is begun but for a first batch; those that run are ended."""
+    over: Callable[[int], bool] = lambda made: False
+    """Asked before each step with the tokens made so far. Once it holds, running tries stop: of a conversation, the
+    turns with complete answers are kept."""
     first: bool = True
     """Whether there is to be that first batch, so that something comes of however little time."""
 
@@ -139,7 +142,7 @@ class Selection:
             self.shards.drop(self.settled)
         self.report.add(report.counts())
         self.settled += 1
-        if self.settled > FREE_TRIES + TRIES_A_ROW * len(self.rows):
+        if self.settled - self.report.late > FREE_TRIES + TRIES_A_ROW * len(self.rows):
             raise DataError(
                 f"the target writes too little that is usable: of {self.settled:,} tries {len(self.rows):,} gave a "
                 f"conversation; what the others failed by: {self.report.failures()}; give prompts to answer instead "
@@ -238,7 +241,10 @@ def _make(
         begun, ahead = ahead, next(numbers)
         return begun
 
-    for made in make_all(engine, config, following, shown):
+    def over() -> bool:
+        return limits.over(selection.ended[1])
+
+    for made in make_all(engine, config, following, shown, over):
         if isinstance(selection.shards, MadeShards) and made.sample is not None:
             selection.shards.keep(made.number, made.sample)
         row = as_line(made.conversation, domain=made.domain) if made.conversation is not None else b""

@@ -80,6 +80,12 @@ class TextWriter:
         attempt.report.answer_loops = 1
         return True
 
+    def stop(self, attempt: TextAttempt, request: Request) -> None:
+        """Drop a text because the time is over."""
+        if self._capture is not None:
+            self._capture.forget(request.prompt)
+        attempt.report.late = 1
+
     def take(self, attempt: TextAttempt, request: Request) -> bool:
         """Keep the text where it is worth learning from; nothing follows it."""
         output = self.engine.output(request)

@@ -46,6 +46,9 @@ class Writer(Protocol[A]):
     def give_up(self, attempt: A, request: Request) -> bool:
         """Whether the part under way cannot be used any more; then the try ends without it."""
 
+    def stop(self, attempt: A, request: Request) -> None:
+        """End a try before its next part is written, because the time is over. Parts that are complete are kept."""
+
 
 @dataclass
 class _Running(Generic[A]):
@@ -67,11 +70,13 @@ def make_all(
     config: MakeConfig,
     following: Callable[[int], int | None],
     shown: tqdm[NoReturn] | None = None,
+    over: Callable[[], bool] = lambda: False,
 ) -> Iterator[Made]:
     """Yield what comes of tries, each as soon as it has ended: conversations, or texts without a chat template.
 
     `following(running)` gives the number of the next try while so many run, or None where none is wanted now; whoever
-    wants no more leaves the loop. A user's turn that has ended is answered at once: prompts and answers of different
+    wants no more leaves the loop. `over()` is asked before each step; once it holds, running tries end with the parts
+    that are complete. A user's turn that has ended is answered at once: prompts and answers of different
     conversations decode side by side. Where the engine's proposer is a CapturingProposer, whose last layer must be the
     target's, each comes with the hidden states of the forwards that wrote it. Raises TargetError for a target that
     cannot speak as its user, or that has no tokenizer.
@@ -80,12 +85,16 @@ def make_all(
     if tokenizer is None:
         raise TargetError(f"{engine.target.name} has no tokenizer, so it can make up nothing")
     if tokenizer.has_chat_template:
-        return _run(engine, ConversationWriter(engine, config, tokenizer), following, shown)
-    return _run(engine, TextWriter(engine, config, tokenizer), following, shown)
+        return _run(engine, ConversationWriter(engine, config, tokenizer), following, shown, over)
+    return _run(engine, TextWriter(engine, config, tokenizer), following, shown, over)
 
 
 def _run(
-    engine: Engine, writer: Writer[A], following: Callable[[int], int | None], shown: tqdm[NoReturn] | None
+    engine: Engine,
+    writer: Writer[A],
+    following: Callable[[int], int | None],
+    shown: tqdm[NoReturn] | None,
+    over: Callable[[], bool],
 ) -> Iterator[Made]:
     running: dict[int, _Running[A]] = {}
     speed = Speed(shown)
@@ -95,6 +104,13 @@ def _run(
                 attempt = writer.open(number)
                 running[number] = _Running(attempt, writer.submit(attempt))
             if not running:
+                return
+            if over():
+                for number, one in list(running.items()):
+                    engine.cancel(one.request)
+                    writer.stop(one.attempt, one.request)
+                    del running[number]
+                    yield one.attempt.result()
                 return
             engine.step()
             for number, one in list(running.items()):

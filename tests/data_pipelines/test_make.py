@@ -175,6 +175,30 @@ def test_a_file_ends_where_there_is_enough(target: Target, whole: bytes, tmp_pat
     assert max(coming for _, coming in asked) > 0
 
 
+@pytest.mark.parametrize("captures", [False, True])
+def test_23_running_tries_stop_when_the_time_is_over(
+    target: Target, whole: bytes, tmp_path: Path, captures: bool
+) -> None:
+    """Turns with complete answers are kept; a file without any is refused."""
+    path, folder = tmp_path / "a.jsonl", tmp_path / "shards"
+    place = place_at(folder, target) if captures else None
+    engine = capturing(target, 2) if captures else Engine(target, max_batch=3)
+    with pytest.raises(DataError, match=r"7 stopped because the time was over; give more time"):
+        make_to_file(engine, CONFIG, Wanted(rows=99), tmp_path / "b.jsonl", limits=Limits(over=lambda made: True))
+    report = make_to_file(
+        engine, CONFIG, Wanted(rows=99), path, place=place, limits=Limits(over=lambda made: made >= 90)
+    )
+    assert 90 <= report.tokens
+    assert report.late + report.shortened > 0
+    rows = [json.loads(line)["messages"] for line in path.read_bytes().splitlines()]
+    full = [json.loads(line)["messages"] for line in whole.splitlines()]
+    assert all(row[-1]["role"] == "assistant" for row in rows)
+    assert all(any(one[: len(row)] == row for one in full) for row in rows if row[0] in [one[0] for one in full])
+    if captures:
+        assert len(ShardReader(folder)) == len(rows) - report.heldout
+        assert not list(tmp_path.glob("*.waiting"))
+
+
 def test_what_begins_like_others_is_left_out(target: Target, whole: bytes, tmp_path: Path) -> None:
     others, path = tmp_path / "others.jsonl", tmp_path / "a.jsonl"
     rows = whole.splitlines(keepends=True)

@@ -31,6 +31,7 @@ from eagle_mlx.target import Target, fingerprint, load_target
 from eagle_mlx.train.cli import _new_run, main
 from eagle_mlx.train.command import Stop, Stopped
 from eagle_mlx.train.config import TrainConfig
+from eagle_mlx.train.evaluation import Evaluator
 from eagle_mlx.train.hours import portions, train_for_hours
 from eagle_mlx.train.plan.division import Next, Rates, is_last, next_portion, seconds_to_learn
 from eagle_mlx.train.run import Stopwatch, loop
@@ -213,6 +214,93 @@ def test_states_that_do_not_fit_are_captured_anew(
     assert report["data"]["tokens"] == sum(portion["tokens"] for portion in report["data"]["portions"])
 
 
+def metrics_of(out: Path, kind: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+@pytest.mark.parametrize(("slower", "after"), [(1.0, 0.0), (4.0, 0.3), (12.0, 0.5), (40.0, 0.4)])
+def test_23_what_is_made_is_learned_though_making_slows_down(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: float, after: float
+) -> None:
+    """From a share of the time on, each forward of the making takes so many times as long."""
+    clock, out = Clock(monkeypatch), tmp_path / "head"
+    step, total = Engine.step, 3600 * HOURS
+
+    def slow_step(engine: Engine) -> Any:
+        before = clock.now
+        found = step(engine)
+        if before > after * total and engine.max_batch >= 8:  # not the evaluation's
+            clock.now += (slower - 1) * (clock.now - before)
+        return found
+
+    monkeypatch.setattr(Engine, "step", slow_step)
+    report = train_for_hours(target, config_of(out, eval_batch=1, log_steps=1), watch=Stopwatch(clock))
+    assert clock.now < 1.03 * total
+    portions = [portion for portion in report["data"]["portions"] if portion["tokens"]]
+    made = sum(portion["tokens"] for portion in portions)
+    assert report["data"]["tokens"] == made
+    assert report["data"]["learned_tokens"] == pytest.approx(made, rel=0.02), (
+        "ends too short to learn from are left out"
+    )
+    assert report["tokens"] >= 1.5 * made, "nearly --epochs passes, which are two"
+    factors = [row["learning_rate_factor"] for row in metrics_of(out, "train")]
+    assert max(factors) == 1
+    assert factors[-1] < 0.25, "one minus a root falls steeply up to the last step"
+
+
+@pytest.mark.parametrize("slower", [1.0, 1000.0])
+def test_23_the_rate_falls_and_only_what_was_learned_counts_though_measuring_takes_the_time(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], slower: float
+) -> None:
+    """Learning slows down in the middle of the last phase, so that much of its data remains unlearned."""
+    clock, out = Clock(monkeypatch), tmp_path / "head"
+    learn, total = Stepper.__call__, 3600 * HOURS
+
+    def slow(stepper: Stepper, rows: Any, factor: float) -> Any:
+        before = clock.now
+        result = learn(stepper, rows, factor)
+        if before > 0.7 * total:
+            clock.now += (slower - 1) * 0.01
+        return result
+
+    monkeypatch.setattr(Stepper, "__call__", slow)
+    report = train_for_hours(target, config_of(out, epochs=1, log_steps=1), watch=Stopwatch(clock))
+    factors = [row["learning_rate_factor"] for row in metrics_of(out, "train")]
+    said = capsys.readouterr()
+    if slower == 1:
+        assert report["data"]["learned_tokens"] == pytest.approx(report["data"]["tokens"], rel=0.02)
+        assert "not learned" not in said.err + said.out
+        return
+    assert report["data"]["learned_tokens"] < 0.9 * report["data"]["tokens"]
+    assert report["data"]["learned_conversations"] < report["data"]["conversations"]
+    left = report["data"]["tokens"] - report["data"]["learned_tokens"]
+    assert (
+        f"{left:,} of the {report['data']['tokens']:,} tokens that were made were not learned from"
+        in said.err + said.out
+    )
+    assert factors[-1] < 1
+
+
+def test_23_the_rate_falls_though_a_measurement_takes_all_the_time(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, out = Clock(monkeypatch), tmp_path / "head"
+    measure, calls = Evaluator.measure, []
+
+    def long(self: Evaluator, head: Any) -> Any:
+        found = measure(self, head)
+        calls.append(clock.now)
+        clock.now += 3600 * HOURS if len(calls) == 2 else 0
+        return found
+
+    monkeypatch.setattr(Evaluator, "measure", long)
+    report = train_for_hours(target, config_of(out, log_steps=1), watch=Stopwatch(clock))
+    factors = [row["learning_rate_factor"] for row in metrics_of(out, "train")]
+    assert factors[-1] < 0.5
+    assert len([portion for portion in report["data"]["portions"] if portion["tokens"]]) == 1
+
+
 def is_found(out: Path, target: Target) -> bool:
     """Whether whoever serves the target finds the head."""
     return any(record.head == str(out / "best") for record in records_for(("tiny",), fingerprint(target)))
@@ -290,7 +378,7 @@ def test_where_no_more_comes_the_rest_of_the_time_is_for_learning(
 ) -> None:
     clock, make = Clock(monkeypatch), portions.Portions.make
 
-    def fails(self: portions.Portions, number: int, *args: Any) -> int:
+    def fails(self: portions.Portions, number: int, *args: Any) -> tuple[int, int]:
         if number:
             raise DataError("the target writes too little")
         return make(self, number, *args)

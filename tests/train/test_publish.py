@@ -322,12 +322,16 @@ def test_the_card_says_what_the_hub_and_people_want_to_know(made: Made, online: 
         f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {REPO}",
         f'\'{{"method": "eagle3", "model": "{REPO}", "num_speculative_tokens": ',
         f"| tokens trained on | {report['tokens']:,} |",
+        # test 23: two steps of two rows reach a part of the data, and only that counts
+        f"| data | chats.jsonl: {report['data']['learned_conversations']:,} conversations, "
+        f"{report['data']['learned_tokens']:,} tokens |",
         "| draft steps | 2",
         "| draft vocabulary | 512 tokens",
         "| reads the target's layers | 0, 2, 3 ",
         "![Training loss](plots/loss.png)",
     ):
         assert line in card.text, line
+    assert 0 < report["data"]["learned_tokens"] < report["data"]["tokens"]
 
 
 def test_a_head_without_figures_says_how_to_get_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from .batches import Batches, Rows
 from .capture import capture_rows
+from .packing import Piece
 from .samples import InMemory, Joined, OnDisk, Samples, Tokens
 from .self_made import make_data
 from .sources import TrainData, data_on_disk, heldout_prompts, training_data
@@ -11,6 +12,7 @@ __all__ = [
     "InMemory",
     "Joined",
     "OnDisk",
+    "Piece",
     "Rows",
     "Samples",
     "Tokens",

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from eagle_mlx.shards import Sample
 
 from ..distributed import SINGLE_PROCESS, World
-from .packing import Batch, Row, batches_of, padding_of
+from .packing import Batch, Piece, Row, batches_of, count_learned, learned_pieces, padding_of
 from .samples import Samples
 
 _PREFETCHED = 4
@@ -69,6 +69,11 @@ class Batches:
     def __init__(self, samples: Samples, rows: int, length: int, seed: int, world: World = SINGLE_PROCESS):
         self._samples, self._rows, self._length, self._seed, self._world = samples, rows, length, seed, world
         self._packed: tuple[int, list[Batch]] | None = None
+        self._first = 0, 0
+
+    def put_first(self, epoch: int, sample: int) -> None:
+        """In this epoch, let the samples from this one on come before all others."""
+        self._first, self._packed = (epoch, sample), None
 
     def steps_per_epoch(self) -> int:
         return len(self._batches(0))
@@ -93,6 +98,18 @@ class Batches:
                 samples = tuple(tuple(piece.sample for piece in row) for row in rows)
                 yield dataclasses.replace(found, first=at.start, samples=samples)
 
+    def learned(self, begin: int, until: tuple[int, int], count: int | None = None, first: int = 0) -> set[Piece]:
+        """What was learned from the first `count` samples, or all, from epoch `begin` up to an epoch and its batch.
+
+        In epoch `begin` the samples from the one numbered `first` on came first.
+        """
+        lengths, rows = self._samples.lengths[:count], self._rows * self._world.size
+        return learned_pieces(lengths, rows, self._length, self._seed, begin, until, first)
+
+    def count(self, learned: set[Piece]) -> tuple[int, int]:
+        """How many samples, and how many of their tokens, these pieces are."""
+        return count_learned(self._samples.lengths, learned)
+
     def where(self, sample: int) -> str:
         """What a user would look for to see a sample."""
         return self._samples.where(sample)
@@ -112,7 +129,9 @@ class Batches:
     def _batches(self, epoch: int) -> list[Batch]:
         """The epoch's batches; the last epoch that was asked for is kept."""
         if self._packed is None or self._packed[0] != epoch:
-            batches = batches_of(self._samples.lengths, self._rows * self._world.size, self._length, self._seed, epoch)
+            first = self._first[1] if epoch == self._first[0] else 0
+            rows = self._rows * self._world.size
+            batches = batches_of(self._samples.lengths, rows, self._length, self._seed, epoch, first)
             self._packed = epoch, batches
         return self._packed[1]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,13 +121,35 @@ def padding_of(batches: Sequence[Batch]) -> float:
     return 1 - sum(batch.tokens for batch in batches) / places if places else 0.0
 
 
-def batches_of(lengths: Sequence[int], rows: int, length: int, seed: int, epoch: int) -> list[Batch]:
-    """The samples as batches in the order of (seed, epoch), each of `rows` rows but for the last, which may have fewer.
+def batches_of(lengths: Sequence[int], rows: int, length: int, seed: int, epoch: int, first: int = 0) -> list[Batch]:
+    """The batches of an epoch, each of `rows` rows but for the last, which may have fewer.
+
+    Samples from the one numbered `first` on come before all others, which fill up their last batch.
+    """
+    if not 0 < first < len(lengths):
+        return _batches_of(range(len(lengths)), lengths, rows, length, seed, epoch)
+    batches = _batches_of(range(first, len(lengths)), lengths, rows, length, seed, epoch)
+    others = [row for batch in _batches_of(range(first), lengths, rows, length, seed, epoch) for row in batch.rows]
+    if batches and others and (missing := rows - len(batches[-1].rows)):
+        batches[-1] = _batch([*batches[-1].rows, *others[-missing:]], length)
+        del others[-missing:]
+    return [*batches, *(_batch(others[at : at + rows], length) for at in range(0, len(others), rows))]
+
+
+def _batch(rows: Sequence[Row], length: int) -> Batch:
+    """These rows, made as long as the fullest of them, rounded up."""
+    multiple = multiple_of(length)
+    fullest = max(sum(map(len, row)) for row in rows)
+    return Batch(tuple(rows), min(length, -(-fullest // multiple) * multiple))
+
+
+def _batches_of(samples: range, lengths: Sequence[int], rows: int, length: int, seed: int, epoch: int) -> list[Batch]:
+    """These samples as batches in the order of (seed, epoch).
 
     Where few samples leave much empty, rows are filled less far, so that all of them are about equally full, as long
     as that makes no more batches.
     """
-    order = order_of(seed, epoch, len(lengths))
+    order = samples.start + order_of(seed, epoch, len(samples))
 
     def batched(filled: int) -> list[Batch]:
         return in_batches(pack(lengths, order, length, filled), rows, length, seed, epoch)
@@ -138,6 +160,29 @@ def batches_of(lengths: Sequence[int], rows: int, length: int, seed: int, epoch:
     step = multiple_of(length)
     others = [batched(filled) for filled in range(length - step, length // 2, -step)]
     return min([best, *(other for other in others if len(other) <= len(best))], key=padding_of)
+
+
+def learned_pieces(
+    lengths: Sequence[int], rows: int, length: int, seed: int, begin: int, until: tuple[int, int], first: int = 0
+) -> set[Piece]:
+    """What was learned from, from the start of epoch `begin` up to an epoch and the number of its batches.
+
+    In the first of these epochs samples from the one numbered `first` on came before all others.
+    """
+    epoch, batch = until
+    if epoch > begin:
+        return {piece for sample, tokens in enumerate(lengths) for piece in cut_into_pieces(sample, tokens, length)}
+    batches = batches_of(lengths, rows, length, seed, epoch, first)[:batch] if batch else []
+    return {piece for one in batches for row in one.rows for piece in row}
+
+
+def count_learned(lengths: Sequence[int], pieces: Iterable[Piece]) -> tuple[int, int]:
+    """How many samples, and how many of their tokens, these pieces are; an end too short to learn from counts too."""
+    found: dict[int, int] = {}
+    for piece in pieces:
+        found[piece.sample] = found.get(piece.sample, 0) + len(piece)
+    tokens = sum(lengths[i] if lengths[i] - seen < MIN_TOKENS else seen for i, seen in found.items())
+    return len(found), tokens
 
 
 def in_batches(packed: Sequence[Row], rows: int, length: int, seed: int, epoch: int) -> list[Batch]:
@@ -155,11 +200,4 @@ def in_batches(packed: Sequence[Row], rows: int, length: int, seed: int, epoch: 
     groups = [order[at : at + rows] for at in range(0, len(packed), rows)]
     whole = len(packed) // rows
     groups = [groups[i] for i in order_of(seed + 2, epoch, whole)] + groups[whole:]
-    multiple = multiple_of(length)
-    return [
-        Batch(
-            tuple(packed[row] for row in group.tolist()),
-            min(length, -(-int(fills[group].max()) // multiple) * multiple),
-        )
-        for group in groups
-    ]
+    return [_batch([packed[row] for row in group.tolist()], length) for group in groups]

@@ -29,10 +29,20 @@ class Portion:
     tokens: int | None = None
     """That came of it, to learn from; None until it is whole."""
     made_seconds: float = 0.0
+    rows: int = 0
+    """Conversations that were made at once; 0 where this is not known."""
     phase: Phase | None = None
     """The learning behind it; None before that begins."""
     epoch: int = 0
     """The first one of that."""
+    fresh: int = 0
+    """The first portion whose data come first in that phase; the others have been learned before."""
+    learned: int = 0
+    """Tokens learned in that phase, each as often as it was."""
+    learned_seconds: float = 0.0
+    """Seconds that the phase took, its measurement left out."""
+    until: tuple[int, int] = (0, 0)
+    """Epoch and batch at which learning stopped."""
     acceptance_length: float | None = None
     """τ behind it; None until it was measured."""
 
@@ -76,9 +86,12 @@ def read(folder: Path) -> Journal:
         return Journal()
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        portions = [
-            Portion(**{**one, "phase": Phase(**one["phase"]) if one["phase"] else None}) for one in values["portions"]
-        ]
+        portions = [_portion(one) for one in values["portions"]]
         return Journal(values["elapsed"], values["prompts"], tuple(portions))
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise CheckpointError(f"{file} cannot be read: {e}; begin another run") from e
+
+
+def _portion(values: dict[str, Any]) -> Portion:
+    phase = Phase(**values["phase"]) if values["phase"] else None
+    return Portion(**{**values, "phase": phase, "until": tuple(values.get("until", (0, 0)))})

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from eagle_mlx.data_pipelines import (
+    FIRST_ROWS,
     DataConfig,
     Enough,
     Limits,
@@ -71,24 +72,31 @@ class Portions:
         config = self._config if named else self._config.changed(eval_data=str(self._folder / _HELD_OUT))
         return heldout_prompts(self._target, config)
 
-    def make(self, number: int, wanted: int, expected: int, enough: Enough, head: Path | str | None) -> int:
-        """Have a portion made, or what is left of it; returns its tokens to learn from.
+    def make(self, number: int, wanted: int, expected: int, limits: Limits, head: Path | str | None) -> tuple[int, int]:
+        """Have a portion made, or what is left of it.
 
-        `wanted`: tokens; 0 for as many as there are until there is `enough`, of which so many are `expected`. Their
-        states are kept where there is room for them. A `head` drafts them, and the text is the same. Raises DataError
-        where nothing usable comes, OutputError where the disk refuses.
+        `wanted`: tokens; 0 for as many as the `limits` allow, of which so many are `expected`. Their states are kept if
+        there is room for them. A `head` drafts them, and the text is the same. Returns the tokens to learn from, and
+        how many conversations were made at once. Raises DataError if nothing usable comes, OutputError if the disk
+        refuses.
         """
+        rows = FIRST_ROWS
         if not (self._has_states(number) or self._file(number).exists()):
             keeps = not number or self._fits(expected)
             place = ShardPlace(self._shards(number), self._meta) if keeps else None
             drafts = load_head(head, self._target) if head is not None else None
             if drafts is not None:
                 quantize_for(drafts, self._target)
-            tokens, limits = Wanted(tokens=wanted or _ALL), Limits(self._known(number), enough)
+            tokens, limits = Wanted(tokens=wanted or _ALL), replace(limits, known=self._known(number))
             engine = making_engine(self._target, place, drafts)
             make_to_file(engine, self._making(number), tokens, self._file(number), place=place, limits=limits)
+            rows = engine.max_batch
             mx.clear_cache()  # keys and values, for which training has no use
-        return sum(self._samples(number).lengths)
+        return sum(self._samples(number).lengths), rows
+
+    def conversations(self, count: int) -> int:
+        """How many samples the first `count` portions have."""
+        return sum(len(self._samples(number).lengths) for number in range(count))
 
     def data(self, count: int) -> TrainData:
         """What is learnt from when so many portions are made. The draft vocabulary is that of the first."""

@@ -10,12 +10,13 @@ from typing import Any
 from tqdm import tqdm
 
 from eagle_mlx.catalog.head_registry import register
-from eagle_mlx.data_pipelines import Enough
+from eagle_mlx.data_pipelines import FIRST_ROWS, Limits
 from eagle_mlx.errors import DataError
 from eagle_mlx.target import Target, fingerprint
 
 from ..command import Stop, Stopped
 from ..config import TrainConfig
+from ..data import Piece
 from ..evaluation import Acceptance
 from ..kinds import Head, resolved
 from ..plan.division import (
@@ -24,10 +25,13 @@ from ..plan.division import (
     HELD_OUT,
     LONGEST,
     WRITING,
+    Deadline,
+    Next,
     Rates,
     is_last,
     next_portion,
     prompts_to_judge,
+    seconds_to_cool,
     seconds_to_end,
     seconds_to_learn,
 )
@@ -132,9 +136,14 @@ class Hours:
         return self._finish(last)
 
     @property
+    def _end(self) -> float:
+        """Second of the run at which the last measurement must begin."""
+        return self._total * (1 - WRITING) - self._evaluation
+
+    @property
     def _left(self) -> float:
-        """Seconds until the last measurement must begin."""
-        return self._total * (1 - WRITING) - self._evaluation - self._watch.elapsed
+        """Seconds until then."""
+        return self._end - self._watch.elapsed
 
     @property
     def _steps(self) -> Run:
@@ -165,19 +174,31 @@ class Hours:
         return trainer
 
     def _next(self) -> int | None:
-        """The number of the portion to go on with; None when the last one is learnt, or no time is left for another."""
+        """The number of the portion to continue with; None after the last phase, in which the rate falls."""
         portions, now = self._journal.portions, self._watch.elapsed
         if portions and not portions[-1].done:
             return len(portions) - 1
-        if portions and (portions[-1].last or self._left <= 0):
+        if portions and portions[-1].last:
             return None
         portion = Portion(now)
         if portions:
-            made, learnt = self._journal.made, self._steps.progress.tokens
-            following = next_portion(self._left, made, learnt, self._config.optimization.epochs, self._rates())
+            following = self._following(self._left)
             portion = Portion(now, following.tokens, following.tokens > 0, following.last)
         self._write(replace(self._journal, portions=(*portions, portion)))
         return len(portions)
+
+    def _following(self, left: float, learning: float = 0.0) -> Next:
+        """The portion that comes next if so many seconds are left, after so many more seconds of learning."""
+        rates, progress = self._rates(), self._steps.progress
+        return next_portion(
+            left,
+            self._journal.made,
+            progress.tokens + round(learning * rates.learnt),
+            self._config.optimization.epochs,
+            rates,
+            self._fewest(),
+            seconds_to_cool(progress.train_seconds + learning),
+        )
 
     def _rates(self) -> Rates:
         made = next(portion for portion in reversed(self._journal.portions) if portion.tokens)
@@ -185,8 +206,18 @@ class Hours:
 
     @property
     def _learnt_rate(self) -> float:
-        """Tokens a second; hardly any where there was no time for a step."""
+        """Tokens a second in the latest phase that had time for a step; hardly any if there was none."""
+        for portion in reversed(self._journal.portions):
+            if portion.learned:
+                return portion.learned / max(portion.learned_seconds, 1e-9)
         return max(self._steps.progress.tokens_per_second, 1e-3)
+
+    def _fewest(self) -> int:
+        """Tokens of one batch of conversations, as long as those of the latest portion."""
+        portions = self._journal.portions
+        number = max(number for number, portion in enumerate(portions) if portion.tokens)
+        count = self._portions.conversations(number + 1) - self._portions.conversations(number)
+        return round((portions[number].rows or FIRST_ROWS) * (portions[number].tokens or 0) / max(1, count))
 
     def _make(self, number: int) -> None:
         portion = self._journal.portions[number]
@@ -198,7 +229,7 @@ class Hours:
         head = self._folder / BEST if number else self._config.head.init_from or None
         wanted = 0 if portion.last else portion.wanted
         try:
-            tokens = self._portions.make(number, wanted, portion.wanted, self._enough(number, portion), head)
+            tokens, rows = self._portions.make(number, wanted, portion.wanted, self._limits(number, portion), head)
         except DataError as e:
             if not number:
                 raise
@@ -207,23 +238,39 @@ class Hours:
             return
         self.bar.made += tokens
         seconds = self._watch.elapsed - portion.begun
-        self._write(self._journal.changed(number, tokens=tokens, made_seconds=seconds))
+        self._write(self._journal.changed(number, tokens=tokens, made_seconds=seconds, rows=rows))
 
-    def _enough(self, number: int, portion: Portion) -> Enough:
-        """Whether a portion's tokens are all that there is time for: what is left is needed to learn from them."""
-        made, learnt, passes = self._journal.made, 0, self._config.optimization.epochs
-        if number:
-            learnt, rates = self._steps.progress.tokens, self._rates()
+    def _limits(self, number: int, portion: Portion) -> Limits:
+        """When a portion's making ends: the time that is left then is needed to learn from its tokens."""
+        if not number:
+            return self._first_limits(portion)
+        rates, begun = self._rates(), self._watch.elapsed
+        learnt, passes = self._steps.progress.tokens, self._config.optimization.epochs
+        cooldown = max(seconds_to_cool(self._steps.progress.train_seconds), EVALUATION * self._total)
+        deadline = Deadline(self._end, self._journal.made, learnt, passes, rates.learnt, cooldown)
+        first: int | None = None
+        """Tokens that were made before an interruption."""
 
         def enough(tokens: int, coming: int) -> bool:
-            elapsed = self._beat()
-            self.bar.making(number, elapsed, tokens)
-            if not number:
-                return elapsed >= portion.begun + FIRST * self._total
-            left = self._left - seconds_to_end(coming, rates.made)
-            return left <= seconds_to_learn(made + tokens + coming, learnt, passes, rates.learnt)
+            nonlocal first
+            first = tokens if first is None else first
+            now = self._beat()
+            self.bar.making(number, now, tokens)
+            rate = (tokens - first) / (now - begun) if tokens > first and now > begun else rates.made
+            return deadline.left(now, tokens + coming) <= seconds_to_end(coming, rate)
 
-        return enough
+        return Limits(enough=enough, over=lambda tokens: deadline.left(self._beat(), tokens) <= 0)
+
+    def _first_limits(self, portion: Portion) -> Limits:
+        """Those of the first portion. How fast the head learns is not known yet, but something must be made."""
+        latest = self._watch.elapsed + LONGEST * self._left
+
+        def enough(tokens: int, coming: int) -> bool:
+            now = self._beat()
+            self.bar.making(0, now, tokens)
+            return now >= portion.begun + FIRST * self._total
+
+        return Limits(enough=enough, over=lambda tokens: tokens > 0 and self._beat() >= latest)
 
     def _learn(self, number: int) -> Acceptance:
         """Learn from all that is made, measure acceptance, keep the state."""
@@ -233,9 +280,11 @@ class Hours:
         if self._journal.portions[number].phase is None:
             phase = self._phase(number)
             epoch = steps.progress.epoch + bool(number)
-            self._write(self._journal.changed(number, phase=phase, epoch=epoch, last=phase.last))
+            fresh = self._fresh(number)
+            self._write(self._journal.changed(number, phase=phase, epoch=epoch, fresh=fresh, last=phase.last))
         portion = self._journal.portions[number]
         assert portion.phase is not None
+        steps.batches.put_first(portion.epoch, self._portions.conversations(portion.fresh))
         if steps.progress.epoch < portion.epoch:
             steps.progress.epoch, steps.progress.batch = portion.epoch, 0
         steps.span = portion.phase
@@ -245,26 +294,50 @@ class Hours:
             found = steps.evaluate()
         self._evaluation = self._watch.elapsed - begin
         steps.save_state()
-        self._write(self._journal.changed(number, acceptance_length=found.acceptance_length))
+        learned = steps.progress.tokens - sum(one.learned for one in self._journal.portions[:number])
+        done = {
+            "learned": learned,
+            "learned_seconds": begin - portion.phase.begins,
+            "until": (steps.progress.epoch, steps.progress.batch),
+            "acceptance_length": found.acceptance_length,
+        }
+        self._write(self._journal.changed(number, **done))
         self._announce(found)
         return found
+
+    def _fresh(self, number: int) -> int:
+        """The first portion of which something may not have been learned before the learning after a portion."""
+        if not number:
+            return 0
+        before = self._journal.portions[number - 1]
+        fresh = sum(one.tokens or 0 for one in self._journal.portions[before.fresh : number])
+        return number if before.learned >= fresh else before.fresh
 
     def _phase(self, number: int) -> Phase:
         """The learning behind a portion, as long as its share of the passes takes."""
         steps, passes, now = self._steps, self._config.optimization.epochs, self._watch.elapsed
         made, learnt, left = self._journal.made, self._steps.progress.tokens, max(0.0, self._left)
-        last = self._journal.portions[number].last
-        if number:
-            last = last or is_last(left, seconds_to_learn(made, learnt, passes, self._learnt_rate))
+        last = self._journal.portions[number].last or self._is_last(number, left)
+        # The rate falls in any case, if need be in as much more time as one measurement may take.
+        longest = max(left, EVALUATION * self._total) if last else LONGEST * left
         count = max(1, round(max(0, passes * made - learnt) / made * steps.batches.steps_per_epoch()))
         return Phase(
             begins=now,
-            seconds=now + (left if last else LONGEST * left),
+            seconds=now + longest,
             steps=0 if last else steps.progress.step + count,
             before=steps.progress.train_seconds,
             total=self._total,
             last=last,
         )
+
+    def _is_last(self, number: int, left: float) -> bool:
+        """Whether nothing can be made and learned after the learning of a portion, which has so many seconds left."""
+        if not number:
+            return left * (1 - LONGEST) <= 2 * self._evaluation
+        made, learnt, passes = self._journal.made, self._steps.progress.tokens, self._config.optimization.epochs
+        needed = seconds_to_learn(made, learnt, passes, self._learnt_rate)
+        seconds = min(needed, LONGEST * left)
+        return is_last(left, needed) or not self._following(left - seconds - self._evaluation, seconds).tokens
 
     def _announce(self, found: Acceptance) -> None:
         """The best head is there for others, whatever comes of the rest of the time."""
@@ -280,8 +353,23 @@ class Hours:
         portions = [{name: getattr(one, name) for name in told} for one in self._journal.portions]
         report = {**steps.data.report, "portions": portions, "hours": round(self._watch.elapsed / 3600, 4)}
         steps.data = replace(steps.data, report=report)
-        found = steps.finish(last or steps.evaluate())
+        found = steps.finish(last or steps.evaluate(), self._learned())
+        made, learned = report["tokens"], found["data"]["learned_tokens"]
+        if learned < made:
+            tqdm.write(
+                f"{made - learned:,} of the {made:,} tokens that were made were not learned from: the time was over "
+                "before; the report and the card count the others"
+            )
         self._portions.remove_states(len(portions))
+        return found
+
+    def _learned(self) -> set[Piece]:
+        """What the phases learned from, each from the data that there were by then."""
+        found: set[Piece] = set()
+        for number, portion in enumerate(self._journal.portions):
+            count = self._portions.conversations(number + bool(portion.makes))
+            first = self._portions.conversations(portion.fresh)
+            found |= self._steps.batches.learned(portion.epoch, portion.until, count, first)
         return found
 
     def _beat(self) -> float:

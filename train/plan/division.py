@@ -23,6 +23,9 @@ LONGEST = 1 / 4
 data."""
 _WORTH = 0.1
 """A portion below this share of the data that are there is not worth its making: the time goes to learning."""
+_COOLDOWN = 1 / 2
+"""Share of all earlier learning that the last phase takes at least. The rate falls over 0.4 of that phase, thus over a
+fifth of the earlier learning, as Haegele et al. (2024, arXiv 2405.18392) have it."""
 _RATHER_LAST = 0.8
 """Where learning needs this share of the time that is left no other portion follows."""
 
@@ -33,6 +36,27 @@ class Rates:
 
     made: float
     learnt: float
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """The time by which the making of a portion must end, so that all its tokens can still be learned from."""
+
+    end: float
+    """Second of the run by which learning is over."""
+    made: int
+    """Tokens of the portions before."""
+    learnt: int
+    passes: int
+    rate: float
+    """Tokens learned a second."""
+    cooldown: float = 0.0
+    """Seconds that the last phase of learning takes at least."""
+
+    def left(self, now: float, tokens: int) -> float:
+        """Seconds left for making at second `now`, if the portion has so many tokens. Each is learned at least once."""
+        passes = seconds_to_learn(self.made + tokens, self.learnt, self.passes, self.rate)
+        return self.end - now - max(passes, tokens / self.rate, self.cooldown)
 
 
 @dataclass(frozen=True)
@@ -49,24 +73,35 @@ def seconds_to_learn(made: int, learnt: int, passes: int, rate: float) -> float:
     return max(0.0, passes * made - learnt) / rate
 
 
+def seconds_to_cool(learnt: float) -> float:
+    """What the last phase takes at least after so many seconds of learning."""
+    return _COOLDOWN * learnt
+
+
 def seconds_to_end(coming: int, rate: float) -> float:
     """What conversations under way take, of whose tokens half are written, at so many tokens a second."""
     return coming / 2 / rate
 
 
-def next_portion(left: float, made: int, learnt: int, passes: int, rates: Rates) -> Next:
+def next_portion(
+    left: float, made: int, learnt: int, passes: int, rates: Rates, fewest: int = 0, cooldown: float = 0.0
+) -> Next:
     """As much again as is there, unless less than that would remain for yet another portion: then all that can be.
 
     All that can be is the number x of tokens for which x / rates.made, and what `seconds_to_learn` says of made + x,
-    are the `left` seconds.
+    are the `left` seconds. A portion has at least the `fewest` tokens: those of one batch of conversations, since
+    fewer do not come sooner. The learning after the last one takes at least the `cooldown` seconds.
     """
     room = left - seconds_to_learn(made, learnt, passes, rates.learnt)
     most = room / (1 / rates.made + passes / rates.learnt)
-    if most < _WORTH * made:
+    if passes * (made + most) - learnt < cooldown * rates.learnt:
+        most = (left - cooldown) * rates.made
+    as_much = max(made, fewest)
+    if most < max(_WORTH * made, fewest):
         return Next(0, last=True)
-    if most < 2 * made:
+    if most < 2 * as_much:
         return Next(max(1, round(most)), last=True)
-    return Next(made, last=False)
+    return Next(as_much, last=False)
 
 
 def is_last(left: float, to_learn: float) -> bool:

@@ -78,11 +78,12 @@ def outlook(total: float, passes: int, rates: Rates) -> Outlook:
         left -= tokens / rates.made + EVALUATION * total
         needed = seconds_to_learn(sum(portions), round(learnt), passes, rates.learnt)
         last = last or (len(portions) > 1 and is_last(left, needed))
-        seconds = max(0.0, left) if last else min(needed, LONGEST * max(0.0, left))
-        learnt, left = learnt + seconds * rates.learnt, left - seconds
-        if last or left <= 0:
-            return Outlook(tuple(portions), round(learnt))
-        following = next_portion(left - EVALUATION * total, sum(portions), round(learnt), passes, rates)
+        seconds = min(needed, LONGEST * max(0.0, left))
+        then, after = learnt + seconds * rates.learnt, left - seconds
+        following = next_portion(after - EVALUATION * total, sum(portions), round(then), passes, rates)
+        if last or not following.tokens:
+            return Outlook(tuple(portions), round(learnt + max(0.0, left) * rates.learnt))
+        learnt, left = then, after
         last, tokens = following.last, following.tokens
 
 

@@ -67,11 +67,7 @@ def training(source: Source) -> Rows:
     named = ["made up by the target" if name == SELF else str(name) for name in public(config.get("data") or [])]
     shards = public(config.get("shards") or [], "shards")
     sources = f"hidden states of {', '.join(shards)}" if shards else ", ".join(named)
-    amount = [
-        f"{_number(data[key])} {what}"
-        for key, what in (("conversations", "conversations"), ("tokens", "tokens"), ("loss_tokens", "with loss"))
-        if data.get(key) is not None
-    ]
+    amount = _amount(data)
     chosen = report.get("best_step") if source.which == "best" else None
     steps = _number(report.get("steps"))
     return _known(
@@ -92,6 +88,14 @@ def training(source: Source) -> Rows:
             ("seed", str(config["seed"]) if "seed" in config else ""),
         ]
     )
+
+
+def _amount(data: Mapping[str, Any]) -> list[str]:
+    """How much was learned from; data that the time did not reach do not count."""
+    keys = {"conversations": "conversations", "tokens": "tokens", "loss_tokens": "with loss"}
+    if data.get("learned_tokens", data.get("tokens")) != data.get("tokens"):
+        keys = {"learned_conversations": "conversations", "learned_tokens": "tokens"}
+    return [f"{_number(data[key])} {what}" for key, what in keys.items() if data.get(key) is not None]
 
 
 def _known(rows: Rows) -> Rows:

@@ -19,7 +19,7 @@ from eagle_mlx.target import Target, fingerprint
 
 from ..command import Stop, Stopped
 from ..config import TrainConfig, file_type
-from ..data import Batches, Rows, TrainData
+from ..data import Batches, Piece, Rows, TrainData
 from ..distributed import SINGLE_PROCESS, World
 from ..evaluation import Acceptance, Evaluator
 from ..kinds import Head, kind_of, resolved
@@ -325,8 +325,14 @@ class Run:
         minutes = self.config.run.checkpoint_minutes
         self._next_save = self.elapsed + 60 * minutes if minutes else math.inf
 
-    def finish(self, last: Acceptance) -> dict[str, Any]:
-        """Write the report and the plots; the states go, since a finished run is not resumed."""
+    def finish(self, last: Acceptance, learned: set[Piece] | None = None) -> dict[str, Any]:
+        """Write the report and the plots; the states go, since a finished run is not resumed.
+
+        `learned`: what was learned from, if it is not the same data from the first step on.
+        """
+        if learned is None:
+            learned = self.batches.learned(0, (self.progress.epoch, self.progress.batch))
+        conversations, tokens = self.batches.count(learned)
         assert self.best is not None
         assert self.untrained is not None
         best_step, best = self.best
@@ -339,7 +345,12 @@ class Run:
             acceptance,
             best_step,
             self.tracker.rows,
-            {**self.data.report, "padding": round(self.batches.padding, 4)},
+            {
+                **self.data.report,
+                "learned_conversations": conversations,
+                "learned_tokens": tokens,
+                "padding": round(self.batches.padding, 4),
+            },
         )
         write_plots(self.tracker.rows, self.folder)
         write_whole(self.folder / REPORT, (json.dumps(report, indent=2) + "\n").encode())
