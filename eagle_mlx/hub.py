@@ -33,9 +33,15 @@ _TORCH = "pytorch_model*.bin"
 """Fetched only from where there are no safetensors."""
 _REPLACED = ("*.safetensors", "*.safetensors.index.json", _TORCH, "pytorch_model*.index.json", "report.json", "plots/*")
 """What of an older head must not stay beside a newer one."""
+_QUICK = 5.0
+"""Seconds for an answer to `quick_file`; a hub that can be reached takes less than one."""
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 _TransportError = cast("type[Exception]", HfHubHTTPError.__bases__[0])
 """What huggingface_hub lets through when there is no connection: the root of its HTTP library's errors."""
+
+
+class UnreachableError(EagleError):
+    """The hub does not answer, and its cache does not have what was asked for."""
 
 
 def resolve(name: str | Path, code: bool = False) -> Path:
@@ -64,6 +70,21 @@ def cached(repo: str) -> Path | None:
         return None
     folder = Path(config).parent
     return folder if any(folder.glob("*.safetensors")) or any(folder.glob(_TORCH)) else None
+
+
+def quick_file(repo: str, file: str) -> Path:
+    """One file of a repository: from the hub's cache, or fetched if the hub answers at once.
+
+    Nothing is tried twice. Raises UnreachableError if the hub does not answer, EagleError as `resolve` does.
+    """
+    found = huggingface_hub.try_to_load_from_cache(repo, file)
+    if isinstance(found, str):
+        return Path(found)
+    with _asking(repo, repo, f"{file} of {repo}"):
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(repo, file), timeout=_QUICK)
+    fetched = fetch_file(repo, file)
+    assert fetched is not None, "a required file"
+    return fetched
 
 
 def fetch_file(repo: str, file: str, commit: str | None = None, required: bool = True) -> Path | None:
@@ -98,7 +119,7 @@ def _asking(repo: str, name: str, missing: str) -> Iterator[None]:
     except LocalEntryNotFoundError as e:
         if isinstance(e.__cause__, HfHubHTTPError):
             raise EagleError(f"{repo} cannot be fetched from the hub: {_said(e.__cause__)}") from e
-        raise EagleError(
+        raise UnreachableError(
             f"{missing} is not in the hub's cache, and the hub cannot be reached; "
             "check the path, or fetch the model while there is a network"
         ) from e
@@ -106,7 +127,9 @@ def _asking(repo: str, name: str, missing: str) -> Iterator[None]:
         if e.response.status_code == 401:
             raise EagleError(f"the hub does not know the token with which {repo} was asked for; {LOGIN}") from e
         raise EagleError(f"{repo} cannot be fetched from the hub: {_said(e)}") from e
-    except (HFValidationError, OSError, _TransportError) as e:
+    except (OfflineModeIsEnabled, _TransportError) as e:
+        raise UnreachableError(f"{repo} cannot be fetched from the hub: {_one_line(e)}") from e
+    except (HFValidationError, OSError) as e:
         raise EagleError(f"{repo} cannot be fetched from the hub: {_one_line(e)}") from e
 
 

@@ -21,6 +21,7 @@ from eagle_mlx.train.plan.estimate import FLOAT
 from eagle_mlx.train.plan.preflight import as_text, assumed, forecast
 from eagle_mlx.train.plan.recipe import FOLDER, load_recipe, recipe_names
 from eagle_mlx.train.plan.shapes import blank_head, described_target, shape_of_target
+from tests import hub_server
 from tests.fakes import EMBEDDED_TARGET
 
 BILLIONS = {
@@ -80,6 +81,55 @@ def test_a_plan_is_printed_without_a_network(capsys: pytest.CaptureFixture[str])
     ]
     assert plan["target"].startswith("mlx-community/Qwen3-32B-4bit: 64 layers of 5,120, vocabulary 151,936, 32.8 b")
     assert plan["layers"].startswith("1, 31, 60, 63")
+
+
+@pytest.mark.parametrize(
+    ("target", "recipe", "weights"),
+    [
+        ("Qwen3-0.6B-4bit", True, 1),
+        ("mlx-community/Qwen3-0.6B-8bit", True, 2),
+        ("Qwen3-0.6B-8bit", False, 2),
+        ("Qwen/Qwen3-0.6B", False, 4),
+    ],
+)
+def test_27_a_known_target_is_planned_without_a_network(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    target: str,
+    recipe: bool,
+    weights: int,
+) -> None:
+    """By a bare name, as another conversion, and as its makers published it: nothing is tried twice."""
+    hub_server.use(monkeypatch, "http://127.0.0.1:9", tmp_path / "huggingface")
+    assert main(["--target", target, *(["--recipe"] if recipe else []), "--dry-run", "--max-steps", "7"]) == 0
+    said = capsys.readouterr()
+    plan = dict(line.split(maxsplit=1) for line in said.out.splitlines())
+    assert plan["target"].startswith(f"{target}: 28 layers of 1,024, vocabulary 151,936")
+    stored = float(plan["memory"].split("target ")[1].split(" GB")[0])
+    assert stored == pytest.approx({1: 0.34, 2: 0.64, 4: 0.6 * FLOAT}[weights], abs=0.15)
+    assert "Retrying" not in caplog.text + said.err
+    assert "thrown while" not in caplog.text + said.err
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_27_an_unknown_target_has_a_plan_that_says_what_is_missing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    offline: bool,
+) -> None:
+    hub_server.use(monkeypatch, "http://127.0.0.1:9", tmp_path / "huggingface")
+    monkeypatch.setattr(hub_server.constants, "HF_HUB_OFFLINE", offline)
+    assert main(["--target", "Nobody-7B-4bit", "--dry-run", "--limit", "40", "--data", "chats.jsonl"]) == 0
+    said = capsys.readouterr()
+    plan = dict(line.split(maxsplit=1) for line in said.out.splitlines())
+    assert plan["target"].startswith("mlx-community/Nobody-7B-4bit, of which nothing is known here: ")
+    assert plan["tokens"].startswith("40,000: ")
+    assert plan["unknown"] == "layers, vocabulary, memory, disk and time: these need the target's config.json"
+    assert "Retrying" not in caplog.text + said.err
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from .fit import check_fits, memory_on
 from .hours import curve_of, outlook, rates_of, rows_of
 from .machine import Machine, bytes_per_second, work_per_second
 from .memory import free_disk
-from .recipe import Recipe, described
+from .recipe import Recipe, described, described_by_name
 from .self_made import check_speaks, self_file
 from .shapes import HeadShape, TargetShape, blank_head, described_target, shape_of_head, shape_of_target
 
@@ -102,12 +103,16 @@ def assumed(config: TrainConfig, tokens_each: int = _EACH) -> Tokens:
 def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
     """What `--dry-run` prints: the plan, and a line on whether this machine could do it.
 
-    No data are read: their amount is assumed. Raises ConfigError without a target.
+    No data are read: their amount is assumed. A network is not needed: of a target that a recipe describes the recipe
+    is enough, and of another one the plan says what needs its config.json. Raises ConfigError without a target.
     """
     if not config.head.target:
         raise ConfigError("no target: name the model that the head is for with --target, or a --recipe")
     each = recipe.tokens_each if recipe is not None else _EACH
-    model = described(recipe, config.head.target)
+    try:
+        model = _described(config.head.target, recipe)
+    except hub.UnreachableError as e:
+        return _unknown(resolved(config), assumed(config, each), e)
     found = forecast(config, model, assumed(config, each))
     speed = work_per_second(pass_type(found.config, found.machine.device))
     more: list[tuple[str, str]] = []
@@ -143,14 +148,7 @@ def as_text(found: Forecast, speed: float, more: Sequence[tuple[str, str]] = ())
     target, head, config, disk = found.target, found.head, found.config, found.disk
     read = ", ".join(map(str, (*head.aux_layers, f"{target.layers - 1} (for labels)")))
     drafts = f"{head.draft_vocab:,} of {target.vocab_size:,} tokens"
-    steps = max(1, round(found.tokens.count / (config.optimization.rows * config.optimization.length)))
-    span = f"{config.optimization.epochs} epochs of {steps:,} steps"
-    if config.optimization.max_steps:
-        span = f"{config.optimization.max_steps:,} steps"
-    if config.optimization.minutes:
-        span = f"{config.optimization.minutes:g} minutes"
-    if config.optimization.hours:
-        span = f"{config.optimization.hours:g} hours of making data and learning in turns"
+    span = _span(config, found.tokens)
     parts = f" in {config.optimization.accumulate} parts" if config.optimization.accumulate > 1 else ""
     name = str(pass_type(config, found.machine.device)).rpartition(".")[2]
     hours = estimate.hours(found.work, speed)
@@ -204,11 +202,60 @@ def _read(config: TrainConfig, model: Mapping[str, Any] | None) -> Target:
     if Path(name).expanduser().is_dir() or (model is None and hub.hub_id(name) is None):
         return config.loading.load(name, lazy=True)
     if model is None:
-        file = hub.fetch_file(str(hub.hub_id(name)), "config.json")
-        model = json.loads(Path(str(file)).read_text(encoding="utf-8"))
-        how = model.get("quantization") or {}
-        model = {**model, "quantization": {key: how[key] for key in ("group_size", "bits", "mode") if key in how}}
+        model = _published(str(hub.hub_id(name)))
     return described_target(name, model)
+
+
+def _published(repo: str) -> Mapping[str, Any]:
+    """The fields of a model's config.json on the hub. Raises UnreachableError if the hub does not answer."""
+    model = json.loads(hub.quick_file(repo, "config.json").read_text(encoding="utf-8"))
+    how = model.get("quantization") or {}
+    return {**model, "quantization": {key: how[key] for key in ("group_size", "bits", "mode") if key in how}}
+
+
+def _described(name: str, recipe: Recipe | None) -> Mapping[str, Any] | None:
+    """The fields of a target's config.json, from a recipe or the hub; None for a folder, which has its own."""
+    repo = hub.hub_id(name)
+    if repo is None or Path(name).expanduser().exists():
+        return None
+    model = described(recipe, name)
+    if model is not None:
+        return model
+    try:
+        return _published(repo)
+    except hub.UnreachableError:
+        model = described_by_name(name)
+        if model is None:
+            raise
+        print(f"the hub cannot be reached: {repo} is planned as its recipe and its name describe it", file=sys.stderr)
+        return model
+
+
+def _unknown(config: TrainConfig, tokens: Tokens, error: EagleError) -> str:
+    """The plan of a target of which nothing but the name is known."""
+    steps = config.optimization
+    rows = [
+        ("target", f"{hub.hub_id(config.head.target)}, of which nothing is known here: {error}"),
+        ("head", f"{config.head.kind}; {steps.unroll} draft steps"),
+        ("data", ", ".join(config.data.shards or config.data.sources)),
+        ("tokens", f"{tokens.count:,}: {tokens.how}"),
+        ("run", f"{_span(config, tokens)}, {steps.rows} rows of {steps.length:,} tokens"),
+        ("unknown", "layers, vocabulary, memory, disk and time: these need the target's config.json"),
+    ]
+    return "\n".join(f"{name:<10}  {text}" for name, text in rows)
+
+
+def _span(config: TrainConfig, tokens: Tokens) -> str:
+    """How long a run learns."""
+    steps = max(1, round(tokens.count / (config.optimization.rows * config.optimization.length)))
+    span = f"{config.optimization.epochs} epochs of {steps:,} steps"
+    if config.optimization.max_steps:
+        span = f"{config.optimization.max_steps:,} steps"
+    if config.optimization.minutes:
+        span = f"{config.optimization.minutes:g} minutes"
+    if config.optimization.hours:
+        span = f"{config.optimization.hours:g} hours of making data and learning in turns"
+    return span
 
 
 def _count(number: int) -> str:

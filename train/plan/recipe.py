@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,12 @@ import yaml
 
 from eagle_mlx.catalog.base_model import names_of, same_model
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.hub import hub_id
 
 from ..config import from_mapping
 
+_BITS = re.compile(r"\b(\d)-?bit", re.IGNORECASE)
+"""How mlx-community's names tell the bits of a quantized model, in groups of mlx-lm's default of 64."""
 FOLDER = Path(__file__).parent.parent / "recipes"
 
 
@@ -64,5 +68,21 @@ def _read(name: str) -> Recipe:
 
 
 def described(recipe: Recipe | None, target: str) -> Mapping[str, Any] | None:
-    """What a recipe says of the target's config, unless the target is another one than the recipe's."""
-    return recipe.model if recipe is not None and recipe.settings["target"] == target else None
+    """What a recipe says of the target's config, unless the target is another one than the recipe's.
+
+    A bare name means mlx-community's. Nobody is asked.
+    """
+    return recipe.model if recipe is not None and hub_id(recipe.settings["target"]) == hub_id(target) else None
+
+
+def described_by_name(target: str) -> Mapping[str, Any] | None:
+    """What a recipe says of the model that a target was made of, quantized as the target's name says.
+
+    None if there is no such recipe. It is for when the hub cannot be asked: only the name tells how weights are stored.
+    """
+    recipe = recipe_for(target)
+    if recipe is None:
+        return None
+    model = {key: value for key, value in recipe.model.items() if key != "quantization"}
+    bits = _BITS.search(target)
+    return {**model, "quantization": {"group_size": 64, "bits": int(bits[1])}} if bits else model
