@@ -14,8 +14,8 @@ from types import FrameType
 
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError, DataError, EagleError, OutputError, ShardError
-from eagle_mlx.files import check_free
-from eagle_mlx.shards import BITS, ShardReader, ShardRepair, bytes_per_token
+from eagle_mlx.files import check_free, locked
+from eagle_mlx.shards import BITS, ShardReader, ShardRepair, bytes_per_token, unfinished_folder
 from eagle_mlx.target_options import options_of
 
 from . import inspect_command, make_command, regenerate_command
@@ -105,6 +105,9 @@ def collect(args: argparse.Namespace) -> None:
     """Render all conversations first, so that bad data shows at once, then capture what is not there yet."""
     if not args.resume:
         check_free(args.output, args.overwrite)
+    for place in filter(Path.exists, (args.output, unfinished_folder(args.output))):
+        with locked(place):  # before the target is loaded
+            pass
     tune_process()
     options = options_of(args)
     target = options.load(args.target)

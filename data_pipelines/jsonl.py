@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, cast
 
 from eagle_mlx.errors import OutputError
+from eagle_mlx.files import check_writable
 
 from .conversation import Conversation
 
@@ -20,12 +21,13 @@ GZ = ".gz"
 
 
 def check_new(path: str | Path, overwrite: bool = False) -> Path:
-    """The path, after making sure that writing it loses nothing; OutputError where it is taken."""
+    """The path, after making sure that it can be written and that this loses nothing; OutputError otherwise."""
     path = Path(path)
     if path.is_dir():
         raise OutputError(f"{path} is a folder; name a file")
     if path.exists() and not overwrite:
         raise OutputError(f"{path} exists already; name another output file, or overwrite it with --overwrite")
+    check_writable(path.parent)
     return path
 
 

@@ -20,7 +20,7 @@ from .made_file import Limits, Wanted, make_to_file
 from .made_shards import ShardPlace
 from .made_text import beginning
 from .options import add_drafting, add_target, aux_layers_of, engine_of, positive, tokenizer_of
-from .partial import partial_path
+from .partial import check_idle, partial_path
 from .shard_capture import shard_meta
 
 _SHARES = textwrap.indent(textwrap.fill(", ".join(f"{domain.name}={domain.weight:g}" for domain in DOMAINS), 110), "  ")
@@ -143,6 +143,7 @@ def _add_writing(part: argparse.ArgumentParser, default: MakeConfig) -> None:
 def run(args: argparse.Namespace) -> None:
     """Look at the template first, so that a target that cannot speak as its user shows at once."""
     check_new(args.output, args.overwrite)
+    check_idle(args.output)
     limits = _limits(args)
     wanted = Wanted(args.rows, args.tokens)
     config = MakeConfig(

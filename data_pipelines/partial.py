@@ -111,6 +111,14 @@ def partial_path(output: str | Path) -> Path:
     return path.with_name(f"{path.name}.partial")
 
 
+def check_idle(output: str | Path) -> None:
+    """Raise OutputError where another process is making an output now."""
+    path = partial_path(output)
+    if path.exists():
+        with path.open("ab") as file:
+            _lock(file, path)
+
+
 @contextmanager
 def open_partial(output: str | Path, settings: Mapping[str, Any], overwrite: bool = False) -> Iterator[PartialFile]:
     """Continue with the partial file of an output where there is one, else begin it; it stays when the block fails.

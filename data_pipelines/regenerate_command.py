@@ -15,7 +15,7 @@ from .answers import regenerate_to_file
 from .filters import ReadReport
 from .jsonl import check_new
 from .options import add_data, add_drafting, conversations, data_config, engine_of, tokenizer_of
-from .partial import partial_path
+from .partial import check_idle, partial_path
 from .regenerate import RegenerateConfig
 
 HELP = """\
@@ -64,6 +64,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> None:
     """Read the conversations first, so that bad data shows at once, then answer them."""
     check_new(args.output, args.overwrite)
+    check_idle(args.output)
     params = SamplingParams(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed, max_tokens=args.max_tokens
     )

@@ -93,16 +93,36 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def check_free(folder: str | Path, overwrite: bool = False) -> Path:
-    """The folder as a path, after making sure that writing it later will lose nothing.
+    """The folder as a path, after making sure that it can be written and that writing it later will lose nothing.
 
-    Raises OutputError where it exists and `overwrite` is not set, or where its name is taken by a file.
+    Raises OutputError where it exists and `overwrite` is not set, where its name is taken by a file, or where no folder
+    can be made in that place.
     """
     path = Path(folder)
     if path.exists() and not path.is_dir():
         raise OutputError(f"{path} is a file; name a folder that does not exist yet")
     if path.exists() and not overwrite and any(path.iterdir()):
         raise OutputError(f"{path} exists already; name another output folder, or overwrite it with --overwrite")
+    check_writable(path.parent)
+    if path.exists():
+        check_writable(path)
     return path
+
+
+def check_writable(folder: Path) -> None:
+    """Raise OutputError unless something can be written in a folder, or in the nearest one in which it can be made.
+
+    It is tried, because permissions alone do not tell: root may do everything, but not on a read-only file system.
+    """
+    place = folder.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise OutputError(f"{place} is a file, so {folder} cannot be made; name another output")
+    try:
+        Path(tempfile.mkdtemp(prefix=".eagle-mlx.", dir=place)).rmdir()
+    except OSError as e:
+        raise OutputError(f"{place} cannot be written ({e.strerror or e}); name another output") from e
 
 
 @contextlib.contextmanager
@@ -122,6 +142,7 @@ def new_folder(folder: str | Path, overwrite: bool = False) -> Iterator[Path]:
         yield part
         _flush(part)
         part.chmod(0o755)
+        check_free(path, overwrite)  # another process may have made it meanwhile
         swap(part, path)
     except OSError as e:
         raise OutputError(f"{path} could not be written: {e.strerror or e}; nothing was left behind") from e

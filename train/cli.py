@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 import sys
@@ -14,7 +15,6 @@ from eagle_mlx.catalog.embedded import is_embedded_target
 from eagle_mlx.catalog.head_registry import LEAST, register
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.files import check_free
 from eagle_mlx.setting import Setting, argument, flag, settings_of
 from eagle_mlx.shards.budget import gb
 from eagle_mlx.target import Target, fingerprint
@@ -23,11 +23,11 @@ from .command import Stop, exit_code
 from .config import NOT_BESIDE_HOURS, SELF, TrainConfig, from_mapping, groups, named_settings
 from .data import heldout_prompts, make_data, training_data
 from .distributed import SINGLE_PROCESS, World
-from .hours import train_for_hours
+from .hours import train_for_hours, was_begun
 from .kinds import KINDS, Head, resolved
 from .plan import Recipe, check, describe_memory, forecast, load_recipe, plan_of, recipe_for, recipe_names
 from .report import command as report_command
-from .run import BEST, check_wandb, existing_head, resumed_config, run_worker, train
+from .run import BEST, check_incomplete, check_wandb, claim, existing_head, resumed_config, run_worker, state, train
 
 OWN_RECIPE = ""
 """What a bare `--recipe` says: the one for the target."""
@@ -141,10 +141,28 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
     config = resolved(config)
     if config.optimization.hours and world.size > 1:
         raise ConfigError("--hours is for one process: start it without mlx.launch")
-    if resume is None and world.is_rank_zero:
-        check_free(config.run.output, config.run.overwrite)
     if config.run.wandb and world.is_rank_zero:
         check_wandb()
+    check_incomplete(resume)
+    with contextlib.ExitStack() as held:
+        folder = None
+        if world.is_rank_zero:
+            folder = held.enter_context(claim(config.run.output, config.run.overwrite, _worth_keeping, resume))
+        done = _run(config, stop, resume, world, folder)
+    if done is not None:
+        _say(*done)
+
+
+def _worth_keeping(folder: Path) -> bool:
+    return state.exists(folder) or was_begun(folder)
+
+
+_Done = tuple[TrainConfig, Mapping[str, Any], Path | None, Target]
+"""What `_say` tells of a run."""
+
+
+def _run(config: TrainConfig, stop: Stop, resume: Path | None, world: World, folder: Path | None) -> _Done | None:
+    """Load, read and train in a folder that is made and locked; None in processes that write nothing."""
     found = forecast(config, fetch=True)
     check(found)
     if world.is_rank_zero:
@@ -156,18 +174,17 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
     if head is None:
         KINDS[config.head.kind].check(target, config)
     if config.optimization.hours:
-        _say(config, train_for_hours(target, config, head, resume, stop), resume, target)
-        return
+        return config, train_for_hours(target, config, head, resume, stop, claimed=folder), resume, target
     reserve = found.memory.head + found.memory.optimizer + found.memory.step
     prompts = _prompts(target, config, world, head, reserve)
     alone = world.size == 1
     data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, reserve, alone))
     if not world.is_rank_zero:
         run_worker(target, data, config, head, world, stop)
-        return
+        return None
     config = config if config.data.shards else config.changed(states=data.place)  # a resumed run's as well
     print("data: " + ", ".join(f"{key} {_show(value)}" for key, value in data.report.items()), file=sys.stderr)
-    _say(config, train(target, data, prompts, config, head, resume, stop, world), resume, target)
+    return config, train(target, data, prompts, config, head, resume, stop, world, folder), resume, target
 
 
 def _say(config: TrainConfig, report: Mapping[str, Any], resume: Path | None, target: Target) -> None:

@@ -5,8 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from eagle_mlx.data_pipelines.cli import main as data
 from eagle_mlx.errors import OutputError
-from eagle_mlx.train.run.output import run_folder
+from eagle_mlx.files import locked
+from eagle_mlx.shards import unfinished_folder
+from eagle_mlx.target_options import TargetOptions
+from eagle_mlx.train.cli import main
+from eagle_mlx.train.convert.cli import main as convert
+from eagle_mlx.train.run.output import claim, run_folder
 
 
 def worth_keeping(folder: Path) -> bool:
@@ -43,3 +49,69 @@ def test_an_output_that_exists(tmp_path: Path) -> None:
         (folder / "new").write_text("")
         assert (out / "old").exists()
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "new"]
+
+
+@pytest.fixture
+def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*args: object, **more: object) -> None:
+        raise AssertionError("the output must be checked before the target is loaded")
+
+    monkeypatch.setattr(TargetOptions, "load", load)
+
+
+def bad_places(tmp_path: Path) -> dict[str, Path]:
+    """Outputs that cannot be made, not even by root."""
+    (tmp_path / "afile").write_text("")
+    return {"is a file, so": tmp_path / "afile" / "x", "cannot be written": Path("/proc/eagle/x")}
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+@pytest.mark.parametrize("said", ["is a file, so", "cannot be written"])
+@pytest.mark.parametrize("command", ["train", "hours", "collect", "make", "regenerate", "convert", "mtp"])
+def test_25_output_is_checked_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, said: str
+) -> None:
+    where = str(bad_places(tmp_path)[said])
+    (tmp_path / "chats.jsonl").write_text("")
+    chats = str(tmp_path / "chats.jsonl")
+    run = {
+        "train": lambda: main(["--target", "tiny", "--data", chats, "--output", where]),
+        "hours": lambda: main(["--target", "tiny", "--hours", "1", "--output", where]),
+        "collect": lambda: data(["collect", "--target", "tiny", "--data", chats, "--output", where]),
+        "make": lambda: data(["make", "--target", "tiny", "--rows", "3", "--output", where]),
+        "regenerate": lambda: data(["regenerate", "--target", "tiny", "--data", chats, "--output", where]),
+        "convert": lambda: convert(["nobody/nothing", "--to", "eagle3", "--output", where]),
+        "mtp": lambda: convert(["mtp", "--source", "nobody/nothing", "--output", where]),
+    }
+    assert run[command]() == 2
+    assert said in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["afile", "chats.jsonl"]
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+@pytest.mark.parametrize("more", [[], ["--overwrite"]])
+def test_25_the_second_run_in_a_folder_ends_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    """The first one has made the folder, and nothing in it yet; the second one takes nothing away."""
+    out, line = tmp_path / "out", ["--target", "tiny", "--data", "x.jsonl", "--output", str(tmp_path / "out"), *more]
+    with claim(out, False, worth_keeping) as folder:
+        assert main(line) == 2
+        assert f"another process is writing to {out}" in capsys.readouterr().err
+        (folder / "last").mkdir()
+        if more:
+            assert main(line) == 2
+            assert f"another process is writing to {out}" in capsys.readouterr().err
+        assert (out / "last").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+def test_25_the_second_capture_into_a_folder_ends_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shards = unfinished_folder(tmp_path / "s")
+    shards.mkdir()
+    (tmp_path / "chats.jsonl").write_text("")
+    with locked(shards):
+        line = ["--target", "tiny", "--data", str(tmp_path / "chats.jsonl"), "--output", str(tmp_path / "s")]
+        assert data(["collect", *line]) == 2
+    assert "another process is writing to" in capsys.readouterr().err

@@ -67,19 +67,21 @@ def train_for_hours(
     resume: Path | None = None,
     stop: Stop | None = None,
     watch: Stopwatch | None = None,
+    claimed: Path | None = None,
 ) -> dict[str, Any]:
     """Make data, train a head and have it draft the next data, for `config.optimization.hours`; returns the report.
 
     The folder `config.run.output` gets what `train` puts there, and the conversations in `made`. Behind each portion of
     data acceptance is measured, the best head is kept and registered for the target. With `resume`, the folder of a run
     that was cut short, that run continues at the phase it was in, with the time that it had left. Ctrl-C and SIGTERM
-    save the state and raise Stopped.
+    save the state and raise Stopped. `claimed`: the folder, if the caller has made and locked it (`claim`).
 
     Raises as `train` does, DataError where the target writes nothing usable.
     """
     config, stop = resolved(config, target), stop or Stop()
     check_incomplete(resume)
-    with stop.listening(), run_folder(config.run.output, config.run.overwrite, was_begun, resume) as folder:
+    place = run_folder(config.run.output, config.run.overwrite, was_begun, resume, claimed)
+    with stop.listening(), place as folder:
         who = Identity(config, fingerprint(target), _MADE)
         if resume:
             identity.check_same(folder, who)

@@ -3,7 +3,7 @@
 from . import identity, state
 from .identity import Identity, resumed_config
 from .loop import BEST, LAST, REPORT, Run, check_incomplete, train
-from .output import run_folder
+from .output import claim, run_folder
 from .processes import run_worker
 from .progress import Progress, mean
 from .start import existing_head, new_head
@@ -24,6 +24,7 @@ __all__ = [
     "Tracker",
     "check_incomplete",
     "check_wandb",
+    "claim",
     "existing_head",
     "identity",
     "mean",

@@ -49,6 +49,7 @@ def train(
     resume: Path | None = None,
     stop: Stop | None = None,
     world: World = SINGLE_PROCESS,
+    claimed: Path | None = None,
 ) -> dict[str, Any]:
     """Train a head, a new one unless one is given, into `config.run.output`; returns the report that is written there.
 
@@ -56,13 +57,16 @@ def train(
     report.json and plots. With `resume`, the folder of a run that was cut short, that run continues where its newest
     whole state was saved, as if it had never stopped. Ctrl-C and SIGTERM save the state and raise Stopped.
 
+    `claimed`: the folder, if the caller has made and locked it (`claim`).
+
     Raises OutputError where the folder exists already or cannot be written, ConfigError where target or data are not
     those that the run to resume began with, CheckpointError where it is complete, and EagleError where the loss is not
     finite. Of the processes of a `world` rank 0 calls this, and the others `run_worker`.
     """
     config, stop = resolved(config, target), stop or Stop()
     check_incomplete(resume)
-    with stop.listening(), run_folder(config.run.output, config.run.overwrite, state.exists, resume) as folder:
+    place = run_folder(config.run.output, config.run.overwrite, state.exists, resume, claimed)
+    with stop.listening(), place as folder:
         who = identity.Identity(config, fingerprint(target), identity.fingerprint_of(data.samples), world.size)
         if resume:
             identity.check_same(folder, who)

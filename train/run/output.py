@@ -16,30 +16,58 @@ from eagle_mlx.files import check_free, locked, swap
 
 @contextlib.contextmanager
 def run_folder(
+    output: str | Path,
+    overwrite: bool,
+    worth_keeping: Callable[[Path], bool],
+    resume: Path | None = None,
+    claimed: Path | None = None,
+) -> Iterator[Path]:
+    """The folder that a run writes to: the one that is `claimed` already, or what `claim` gives.
+
+    Raises OutputError if it cannot be written, with what is kept in it and how the run continues.
+    """
+    folder = claimed
+    try:
+        with contextlib.nullcontext(claimed) if claimed else claim(output, overwrite, worth_keeping, resume) as folder:
+            yield folder
+    except OSError as e:
+        kept = folder is not None and worth_keeping(folder)
+        how = f"; what is done is kept: make room, then continue with eagle-train --resume {folder}" if kept else ""
+        raise OutputError(f"{output} could not be written: {e.strerror or e}{how}") from e
+
+
+@contextlib.contextmanager
+def claim(
     output: str | Path, overwrite: bool, worth_keeping: Callable[[Path], bool], resume: Path | None = None
 ) -> Iterator[Path]:
-    """The folder that a run writes to; no second run can write there meanwhile.
+    """Make and lock the folder of a run, so that no second run can write there.
 
     It is `output` itself where that is free, and `resume` where a run continues. Where `output` is to be overwritten it
     is a folder beside it, which takes its place when the block ends well, now or after it was resumed. A new run that
-    fails leaves no folder, unless that is worth keeping.
+    fails leaves no folder, unless that is worth keeping. Raises OutputError, before anything is done, if the folder is
+    taken, cannot be made, or another process writes there.
     """
     path = Path(output) if resume else check_free(output, overwrite)
-    replaces = _replaces(resume, path) if resume else path.exists() and any(path.iterdir())
-    folder = resume or _new(path, beside=replaces)
-    try:
-        with locked(folder):
+    with contextlib.ExitStack() as locks:
+        exists = path.exists()
+        replaces = _replaces(resume, path) if resume else exists and any(path.iterdir())
+        if exists and (replaces or not resume):
+            locks.enter_context(locked(path))
+        folder = resume or _new(path, beside=replaces)
+        if resume or replaces or not exists:
+            locks.enter_context(locked(folder))
+        if not (resume or overwrite):
+            check_free(output)  # another run may have ended meanwhile
+        try:
             yield folder
-        if replaces:
-            swap(folder, path)
-    except BaseException as e:
-        if not resume and not worth_keeping(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-        elif replaces and folder.exists():
-            tqdm.write(f"what the unfinished run has made is in {folder}; {path} is as it was")
-        if isinstance(e, OSError):
-            raise OutputError(f"{path} could not be written: {e.strerror or e}") from e
-        raise
+            if replaces:
+                swap(folder, path)
+        except BaseException:
+            if not resume and not worth_keeping(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+            elif replaces and folder.exists():
+                tqdm.write(f"what the unfinished run has made is in {folder}; {path} is as it was")
+            raise
 
 
 def _new(path: Path, beside: bool) -> Path:
