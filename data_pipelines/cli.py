@@ -15,6 +15,7 @@ from types import FrameType
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError, DataError, EagleError, OutputError, ShardError
 from eagle_mlx.files import check_free, locked
+from eagle_mlx.progress import counted
 from eagle_mlx.shards import BITS, ShardReader, ShardRepair, bytes_per_token, unfinished_folder
 from eagle_mlx.target_options import options_of
 
@@ -120,7 +121,8 @@ def collect(args: argparse.Namespace) -> None:
     if read.left_out or report.unusable:
         print(f"{read}; {report.unusable:,} more refused by the chat template" if report.unusable else read)
     print(
-        f"{report.conversations:,} conversations, {report.tokens:,} tokens, {report.loss_tokens:,} to learn; "
+        f"{counted(report.conversations, 'conversation')}, {counted(report.tokens, 'token')}, "
+        f"{report.loss_tokens:,} to learn; "
         f"{report.cut:,} cut at {args.max_length} tokens, {report.dropped:,} dropped since no answer was left"
     )
     for note in report.template.notes(target.name):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.progress import counted
 
 from .conversation import Conversation
 
@@ -66,7 +67,7 @@ class ReadReport:
         }
         said = ", ".join(f"{count:,} {why}" for why, count in left_out.items() if count)
         first = f"\n  first of those that cannot be used: {self.first_unusable}" if self.unusable else ""
-        return f"{self.kept:,} conversations read" + (f"; left out: {said}{first}" if said else "")
+        return f"{counted(self.kept, 'conversation')} read" + (f"; left out: {said}{first}" if said else "")
 
 
 class Filter:

@@ -10,6 +10,7 @@ from pathlib import Path
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.errors import ConfigError, DataError
+from eagle_mlx.progress import counted
 from eagle_mlx.shards import MANIFEST, ShardReader
 from eagle_mlx.target_options import options_of
 
@@ -111,5 +112,5 @@ def _inspect_shards(folder: Path) -> None:
     for field in fields(reader.meta):
         print(f"{field.name:12} {getattr(reader.meta, field.name) or 'none'}")
     size = sum(f.size for f in reader.files)
-    print(f"{len(reader):,} conversations, {reader.tokens:,} tokens, {reader.loss_tokens:,} to learn")
-    print(f"{len(reader.files):,} shards, {size / 1e6:,.1f} MB; every SHA-256 is right")
+    print(f"{counted(len(reader), 'conversation')}, {counted(reader.tokens, 'token')}, {reader.loss_tokens:,} to learn")
+    print(f"{counted(len(reader.files), 'shard')}, {size / 1e6:,.1f} MB; every SHA-256 is right")

@@ -17,6 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.output import Output
 from eagle_mlx.errors import ConfigError, DataError, TargetError
+from eagle_mlx.progress import counted
 from eagle_mlx.proposers.capturing import CapturingProposer
 from eagle_mlx.request import Request
 from eagle_mlx.sampling_params import SamplingParams
@@ -130,10 +131,11 @@ class MakeReport:
     def summary(self) -> str:
         """The counts in two lines."""
         return (
-            f"{self.tries - self.failed:,} conversations of {self.tokens:,} tokens, {self.answers:,} answers of "
-            f"{self.answer_tokens:,}; {self.heldout:,} on the held-out side, {self.cut:,} answers cut, "
-            f"{self.shortened:,} conversations shorter than planned\n"
-            f"{self.tries:,} tries, {self.failed:,} left out: {self.failures()}"
+            f"{counted(self.tries - self.failed, 'conversation')} of {counted(self.tokens, 'token')}, "
+            f"{counted(self.answers, 'answer')} of "
+            f"{self.answer_tokens:,}; {self.heldout:,} on the held-out side, {counted(self.cut, 'answer')} cut, "
+            f"{counted(self.shortened, 'conversation')} shorter than planned\n"
+            f"{counted(self.tries, 'try')}, {self.failed:,} left out: {self.failures()}"
         )
 
     def failures(self) -> str:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError
 from eagle_mlx.files import write_output
-from eagle_mlx.progress import progress_bar
+from eagle_mlx.progress import counted, progress_bar
 from eagle_mlx.target import Target, text_settings
 
 from .jsonl import as_line
@@ -144,9 +144,9 @@ class Selection:
         self.settled += 1
         if self.settled - self.report.late > FREE_TRIES + TRIES_A_ROW * len(self.rows):
             raise DataError(
-                f"the target writes too little that is usable: of {self.settled:,} tries {len(self.rows):,} gave a "
-                f"conversation; what the others failed by: {self.report.failures()}; give prompts to answer instead "
-                "(eagle-data regenerate --data prompts.jsonl)"
+                f"the target writes too little that is usable: of {counted(self.settled, 'try')} {len(self.rows):,} "
+                f"gave a conversation; what the others failed by: {self.report.failures()}; give prompts to answer "
+                "instead (eagle-data regenerate --data prompts.jsonl)"
             )
 
 
@@ -213,7 +213,7 @@ def _run(
             _make(engine, config, part, selection, shown, limits)
     if not selection.rows:
         raise DataError(
-            f"of {selection.settled:,} tries none has given a conversation yet; what they failed by: "
+            f"of {counted(selection.settled, 'try')} none has given a conversation yet; what they failed by: "
             f"{selection.report.failures()}; give more time"
         )
     return selection

@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import IO
 
+from eagle_mlx.progress import counted
+
 from .chat import Rendered
 from .conversation import Conversation
 
@@ -80,4 +82,4 @@ def histogram(lengths: Sequence[int], unit: str) -> str:
         f"shortest {ordered[0]:,}, median {at[0]:,}, mean {sum(ordered) / len(ordered):,.0f}, "
         f"90 % below {at[1]:,}, 99 % below {at[2]:,}, longest {ordered[-1]:,}"
     )
-    return "\n".join([f"{len(ordered):,} conversations, lengths in {unit}:", *lines, figures])
+    return "\n".join([f"{counted(len(ordered), 'conversation')}, lengths in {unit}:", *lines, figures])

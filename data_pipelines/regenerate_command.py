@@ -8,6 +8,7 @@ from pathlib import Path
 
 from eagle_mlx.decoding.loops import LEAST_DISTINCT
 from eagle_mlx.errors import DataError
+from eagle_mlx.progress import counted
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target_options import options_of
 
@@ -90,7 +91,8 @@ def run(args: argparse.Namespace) -> None:
     if args.stream and report.left_out:
         print(report)
     print(
-        f"{count:,} conversations with {done.answers:,} answers of {done.tokens:,} tokens to {args.output}; "
-        f"{done.cut:,} answers cut at {args.max_tokens} tokens, {done.looping:,} left out as loops, "
-        f"{done.too_long:,} prompts too long for the context, {done.dropped:,} conversations dropped"
+        f"{counted(count, 'conversation')} with {counted(done.answers, 'answer')} of "
+        f"{counted(done.tokens, 'token')} to {args.output}; "
+        f"{counted(done.cut, 'answer')} cut at {args.max_tokens} tokens, {done.looping:,} left out as loops, "
+        f"{counted(done.too_long, 'prompt')} too long for the context, {counted(done.dropped, 'conversation')} dropped"
     )

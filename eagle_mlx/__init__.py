@@ -10,10 +10,18 @@ print(engine.generate(["def fib(n):"], em.SamplingParams(max_tokens=64))[0].text
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import eagle_mlx.cpu  # noqa: F401  (first: it brings the fast BLAS before MLX)
+try:
+    import eagle_mlx.cpu  # noqa: F401  (first: it brings the fast BLAS before MLX)
+except KeyboardInterrupt:
+    if not Path(sys.argv[0]).name.startswith("eagle-"):  # not one of our commands
+        raise
+    print("interrupted", file=sys.stderr)
+    raise SystemExit(130) from None
 
 if TYPE_CHECKING:
     from eagle_mlx.engine import Engine

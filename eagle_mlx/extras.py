@@ -77,7 +77,10 @@ def serve() -> int:
 
 
 def _run(command: str, entry: str, extra: str | None = None) -> int:
-    """The command's exit status; 2 where its extra is missing. The application is imported only after that look."""
+    """The command's exit status; 2 where its extra is missing, 130 after a Ctrl-C that the command did not handle.
+
+    The application is imported only after that look, which takes seconds in which somebody may interrupt it.
+    """
     try:
         if extra is not None:
             require(command, extra)
@@ -85,7 +88,11 @@ def _run(command: str, entry: str, extra: str | None = None) -> int:
         print(e, file=sys.stderr)
         return 2
     module, function = entry.split(":")
-    status: int = getattr(importlib.import_module(f"eagle_mlx.{module}"), function)()
+    try:
+        status: int = getattr(importlib.import_module(f"eagle_mlx.{module}"), function)()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return status
 
 

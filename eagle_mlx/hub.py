@@ -33,6 +33,8 @@ _TORCH = "pytorch_model*.bin"
 """Fetched only from where there are no safetensors."""
 _REPLACED = ("*.safetensors", "*.safetensors.index.json", _TORCH, "pytorch_model*.index.json", "report.json", "plots/*")
 """What of an older head must not stay beside a newer one."""
+_POINTER = b"version https://git-lfs.github.com/spec/"
+"""How a pointer begins (Git LFS, docs/spec.md)."""
 _QUICK = 5.0
 """Seconds for an answer to `quick_file`; a hub that can be reached takes less than one."""
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
@@ -153,6 +155,23 @@ def public_name(name: str | Path) -> str:
     """What a model may be called in a file that others get: its hub id, or the name of its folder without the path."""
     folder = Path(name).expanduser()
     return folder.resolve().name if folder.is_dir() else hub_id(name) or folder.name
+
+
+def is_pointer(file: Path) -> bool:
+    """Whether a file is what Git LFS leaves in place of a large one until it has fetched that."""
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return False
+
+
+def why_damaged(place: Path, otherwise: str) -> str:
+    """What to say of a file of weights, or a folder of them, that cannot be read."""
+    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+    if pointer := next(filter(is_pointer, files), None):
+        return f"{pointer} is a Git LFS pointer and not the weights; type git lfs pull in {pointer.parent}"
+    return otherwise
 
 
 def full_id(name: str) -> bool:

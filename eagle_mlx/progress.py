@@ -16,6 +16,19 @@ LINE_SECONDS = 30.0
 T = TypeVar("T")
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and what it counts: `1 token`, `2,000 tokens`. The plural is made with an s, or ies for y."""
+    if number == 1:
+        return f"1 {noun}"
+    ends = noun[-1] == "y" and noun[-2] not in "aeiou"
+    return f"{number:,} {noun[:-1]}ies" if ends else f"{number:,} {noun}s"
+
+
+def tokens_per_second(rate: float) -> str:
+    """A rate in words, with two digits at least, since small machines make less than one token a second."""
+    return f"{rate:,.0f} tokens/s" if rate >= 10 else f"{rate:.2g} tokens/s"
+
+
 @overload
 def progress_bar(iterable: Iterable[T], **settings: Any) -> tqdm[T]: ...
 

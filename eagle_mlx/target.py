@@ -245,7 +245,8 @@ def load_target(
         loaded = mlx_lm.load(str(folder), settings, lazy=lazy or bool(shard), trust_remote_code=trust_remote_code)
         model, tokenizer = loaded[0], loaded[1]
     except (FileNotFoundError, ValueError, KeyError, RuntimeError) as e:
-        raise TargetError(f"{folder} cannot be loaded as a target: {e}{_on_trust(e, trust_remote_code)}") from e
+        why = hub.why_damaged(folder, f"{e}{_on_trust(e, trust_remote_code)}")
+        raise TargetError(f"{folder} cannot be loaded as a target: {why}") from e
     if adapter is not None:
         _add_adapters(model, adapter)
     for token in extra_eos_tokens:

@@ -127,3 +127,32 @@ def test_a_bench_that_cannot_draw_measures_nothing(tmp_path: Path) -> None:
 
 def test_every_command_is_one_of_the_two() -> None:
     assert {*BASE_COMMANDS, *NEEDS} == set(PROJECT["scripts"])
+
+
+INTERRUPTED = """
+import sys
+
+where, sys.argv = sys.argv[1], ["/some/bin/eagle-train"]
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == where:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupts())
+from eagle_mlx.extras import train
+sys.exit(train())
+"""
+
+
+@pytest.mark.parametrize("where", ["mlx", "mlx.core", "eagle_mlx.train.cli", "eagle_mlx.train.run"])
+def test_29_a_command_that_is_interrupted_while_it_is_imported_says_so_in_one_line(where: str) -> None:
+    ended = run(INTERRUPTED, where)
+    assert ended.stderr == "interrupted\n"
+    assert ended.returncode == 130
+
+
+def test_29_a_program_that_imports_the_library_sees_the_interruption_itself() -> None:
+    ended = run(INTERRUPTED.replace("eagle-train", "program.py"), "mlx")
+    assert "KeyboardInterrupt" in ended.stderr
+    assert ended.returncode != 0

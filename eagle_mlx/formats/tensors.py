@@ -17,6 +17,7 @@ from eagle_mlx.errors import CheckpointError
 from eagle_mlx.files import new_folder
 from eagle_mlx.formats.torchzip import read_torch
 from eagle_mlx.heads.precision import EXACT
+from eagle_mlx.hub import why_damaged
 from eagle_mlx.target import compute_dtype
 
 DTYPE_NAMES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
@@ -246,7 +247,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
     with file.open("rb") as raw:
         length = int.from_bytes(raw.read(8), "little")
         if size < 8 or length > size - 8:
-            raise CheckpointError(f"{file} is cut short ({size} bytes); fetch or make it again")
+            raise CheckpointError(why_damaged(file, f"{file} is cut short ({size} bytes); fetch or make it again"))
         try:
             header = json.loads(raw.read(length))
         except ValueError as e:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from eagle_mlx.errors import CheckpointError
+from eagle_mlx.hub import why_damaged
 
 _MOST_PICKLE = 64 << 20
 """Bytes of a pickle: a head has a few dozen tensors."""
@@ -50,10 +51,8 @@ def read_torch(file: Path) -> dict[str, mx.array]:
         with zipfile.ZipFile(file) as archive:
             loaded = _Reader(file, archive).load()
     except zipfile.BadZipFile as e:
-        raise CheckpointError(
-            f"{file} is no zip file of torch.save's; if it is older than torch 1.6 or cut short, fetch it again or "
-            "save it as safetensors"
-        ) from e
+        told = f"{file} is no zip file of torch.save's; if it is older than torch 1.6 or cut short, fetch it again or "
+        raise CheckpointError(why_damaged(file, f"{told}save it as safetensors")) from e
     except (
         OSError,
         EOFError,

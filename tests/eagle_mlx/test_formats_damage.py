@@ -13,12 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.errors import CheckpointError, EagleError
+from eagle_mlx.errors import CheckpointError, EagleError, TargetError
 from eagle_mlx.formats import load_head, mtp_of_model, save_eagle, save_eagle3, save_mtp, save_speculators
 from eagle_mlx.formats.tensors import read_tensors
+from eagle_mlx.target import load_target
 from tests.eagle_mlx import test_heads_golden as golden
 from tests.eagle_mlx.heads import KINDS, eagle, eagle3, mtp
-from tests.fakes import tiny_target
+from tests.fakes import tiny_target, tiny_target_folder
 from tests.full import some
 
 TARGET = tiny_target(vocab=64)
@@ -236,3 +237,24 @@ def test_an_empty_list_of_layers_names_none(tmp_path: Path) -> None:
     assert load_head(tmp_path / "h", TARGET).aux_layers == (0, 2, 3)
     with pytest.raises(CheckpointError, match="does not name the layers"):
         load_head(tmp_path / "h")
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+def test_29_a_pointer_of_git_lfs_is_called_one(tmp_path: Path) -> None:
+    """Weights of a head, in both kinds of files, and of a target."""
+    said = r"is a Git LFS pointer and not the weights; type git lfs pull in"
+    head = saved(tmp_path / "head")
+    weights = head / "model.safetensors"
+    weights.write_text(POINTER)
+    with pytest.raises(CheckpointError, match=said):
+        load_head(head, TARGET)
+    weights.rename(head / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=said):
+        load_head(head, TARGET)
+    target = tiny_target_folder(tmp_path / "target")
+    for file in target.glob("*.safetensors"):
+        file.write_text(POINTER)
+    with pytest.raises(TargetError, match=said):
+        load_target(target)

@@ -8,7 +8,7 @@ import pytest
 from tqdm import tqdm
 
 from eagle_mlx import progress
-from eagle_mlx.progress import progress_bar
+from eagle_mlx.progress import counted, progress_bar, tokens_per_second
 
 
 class Terminal(io.StringIO):
@@ -69,3 +69,13 @@ def test_a_terminal_gets_a_bar_in_place(monkeypatch: pytest.MonkeyPatch) -> None
     for _ in progress_bar(range(3), mininterval=0):
         pass
     assert screen.getvalue().count("\r") >= 3
+
+
+def test_29_what_is_counted_has_its_number() -> None:
+    assert [counted(n, "conversation") for n in (0, 1, 2000)] == [
+        *("0 conversations", "1 conversation", "2,000 conversations")
+    ]
+    assert [counted(n, "try") for n in (1, 2)] == ["1 try", "2 tries"]
+    assert [tokens_per_second(rate) for rate in (0.04, 1.234, 9.96, 1234.5)] == [
+        *("0.04 tokens/s", "1.2 tokens/s", "10 tokens/s", "1,234 tokens/s")
+    ]

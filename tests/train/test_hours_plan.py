@@ -87,6 +87,21 @@ def test_a_plan_of_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.yaml", "target"]
 
 
+def test_29_small_machines_have_a_rate_and_few_tokens_no_forecast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(preflight, "work_per_second", lambda _: 1e6)
+    monkeypatch.setattr(preflight, "bytes_per_second", lambda: 2e3)
+    target = talking_target_folder(tmp_path / "target")
+    line = ["--target", str(target), "--output", str(tmp_path / "out"), "--hours", "8", "--dry-run"]
+    assert main(line) == 0
+    plan = dict(row.split(maxsplit=1) for row in capsys.readouterr().out.splitlines())
+    assert "at 0 tokens/s" not in plan["made"] + plan["learnt"]
+    assert "at 0." in plan["made"]
+    assert plan["τ"].startswith("not predicted: ")
+    assert plan["τ"].endswith("are too few, the curve was measured from 70,000 on")
+
+
 def test_what_is_read_in_a_second() -> None:
     assert bytes_per_second(lambda size: 0.5) == 4 * 4096**2 / 0.5
     assert bytes_per_second() > 1e6

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from eagle_mlx.train.report.plots import OF_THE_HEAD, PICTURES, interval_speeds, smooth, write_plots
 
@@ -31,6 +32,31 @@ def test_plots_are_pictures(tmp_path: Path, muon: bool) -> None:
     assert tuple(p.name for p in written) == PICTURES
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in written)
     assert set(OF_THE_HEAD) < set(PICTURES)
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_29_every_curve_has_a_name_that_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Few names stand within the picture. Many stand to its right, in a wider picture, over no curve."""
+    drawn: dict[str, Figure] = {}
+    monkeypatch.setattr(Figure, "savefig", lambda self, file, **_: drawn.update({file.name: self}))
+    rows = [
+        {"kind": "eval", "tokens": 100 * i, "acceptance_length": 1.5, "acceptance_by_position": [0.2, 0.1]}
+        for i in range(count)
+    ]
+    write_plots(rows, tmp_path)
+    figure = drawn["acceptance_by_position.png"]
+    [axes] = figure.axes
+    legend = axes.get_legend() or figure.legends[0]
+    names = [f"after {100 * i:,} tokens, τ 1.50" for i in range(count)]
+    assert [text.get_text() for text in legend.get_texts()] == names
+    figure.canvas.draw()
+    box = legend.get_window_extent()
+    assert figure.bbox.x0 <= box.x0
+    assert box.x1 <= figure.bbox.x1
+    assert box.height <= figure.bbox.height
+    assert count == 3 or box.x0 >= axes.get_window_extent().x1
 
 
 def test_what_a_run_does_not_have_is_not_drawn(tmp_path: Path) -> None:

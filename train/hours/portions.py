@@ -26,6 +26,7 @@ from eagle_mlx.data_pipelines import (
 )
 from eagle_mlx.formats import load_head
 from eagle_mlx.heads.precision import quantize_for
+from eagle_mlx.progress import counted
 from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, states_bytes
 from eagle_mlx.target import Target
 
@@ -104,7 +105,7 @@ class Portions:
         parts = [self._samples(number) for number in range(count)]
         kept = all(part.has_states for part in parts)
         samples = Joined(parts if kept else [self._without_states(number) for number in range(count)])
-        states = f"shards of {count} portion{'s' * (count > 1)}, captured while they were made"
+        states = f"shards of {counted(count, 'portion')}, captured while they were made"
         report = {
             **found.report,
             "conversations": len(samples.lengths),

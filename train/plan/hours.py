@@ -11,6 +11,7 @@ import yaml
 
 from eagle_mlx.data_pipelines import FIRST_ROWS
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.progress import counted, tokens_per_second
 
 from ..config import TrainConfig
 from . import estimate
@@ -48,6 +49,7 @@ class Curve:
     source: str
 
     def tau(self, tokens: int) -> float:
+        """By the line alone, which falls below any possible τ if there are too few tokens."""
         return self.a + self.b * math.log10(max(1, tokens))
 
 
@@ -102,10 +104,10 @@ def rows_of(config: TrainConfig, rates: Rates, found: Outlook, curve: Curve | No
     return [
         (
             "made",
-            f"about {found.made:,} tokens in {count} portion{'s' * (count != 1)}, at {rates.made:,.0f} tokens/s while "
-            "nothing drafts: sooner with the head, by as much as it turns out to be worth",
+            f"about {counted(found.made, 'token')} in {counted(count, 'portion')}, at {tokens_per_second(rates.made)} "
+            "while nothing drafts: sooner with the head, by as much as it turns out to be worth",
         ),
-        ("learnt", f"about {found.learnt:,} tokens, at {rates.learnt:,.0f} tokens/s"),
+        ("learnt", f"about {counted(found.learnt, 'token')}, at {tokens_per_second(rates.learnt)}"),
         ("τ", _expected(config.head.kind, found.made, curve)),
     ]
 
@@ -114,6 +116,8 @@ def _expected(kind: str, tokens: int, curve: Curve | None) -> str:
     if curve is None:
         return f"not foretold: no curve was measured for --head {kind} ({CURVES.name})"
     least, most = curve.tokens
+    if curve.tau(tokens) <= 1:  # each forward of the target emits a token, whatever the head drafts
+        return f"not predicted: {counted(tokens, 'token')} are too few, the curve was measured from {least:,.0f} on"
     beyond = "" if least <= tokens <= most else f", beyond the {least:,.0f} to {most:,.0f} tokens that were measured"
     return (
         f"about {curve.tau(tokens):.2f} after {tokens:,} tokens, as {curve.model} had it{beyond} ({curve.source}); "

@@ -12,6 +12,7 @@ from typing import Any
 from eagle_mlx import hub
 from eagle_mlx.data_pipelines import shard_meta
 from eagle_mlx.errors import ConfigError, EagleError, OutputError
+from eagle_mlx.progress import counted
 from eagle_mlx.shards import CacheChoice
 from eagle_mlx.shards.budget import gb
 from eagle_mlx.target import Target
@@ -94,7 +95,7 @@ def assumed(config: TrainConfig, tokens_each: int = _EACH) -> Tokens:
     if config.data.is_self:
         most = min(config.data.self_tokens, config.data.limit * each or config.data.self_tokens)
         return Tokens(most, f"conversations that the target makes up first, in {self_file(config)}; --self-tokens")
-    how = f"{count:,} conversations of {each:,} tokens, assumed" + (
+    how = f"{counted(count, 'conversation')} of {counted(each, 'token')}, assumed" + (
         "" if config.data.limit else "; --limit says how many"
     )
     return Tokens(count * each, how)
@@ -248,9 +249,9 @@ def _unknown(config: TrainConfig, tokens: Tokens, error: EagleError) -> str:
 def _span(config: TrainConfig, tokens: Tokens) -> str:
     """How long a run learns."""
     steps = max(1, round(tokens.count / (config.optimization.rows * config.optimization.length)))
-    span = f"{config.optimization.epochs} epochs of {steps:,} steps"
+    span = f"{counted(config.optimization.epochs, 'epoch')} of {counted(steps, 'step')}"
     if config.optimization.max_steps:
-        span = f"{config.optimization.max_steps:,} steps"
+        span = counted(config.optimization.max_steps, "step")
     if config.optimization.minutes:
         span = f"{config.optimization.minutes:g} minutes"
     if config.optimization.hours:

@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from eagle_mlx.progress import tokens_per_second
+
 from ..config import SELF, TrainConfig, flag
 from .public import public
 from .source import Source
@@ -110,7 +112,7 @@ def _time(report: Mapping[str, Any]) -> str:
     seconds, rate = report.get("train_seconds"), report.get("tokens_per_second")
     if not seconds:
         return ""
-    return f"{seconds / 60:,.1f} minutes" + (f", {rate:,.0f} tokens/s" if rate else "")
+    return f"{seconds / 60:,.1f} minutes" + (f", {tokens_per_second(rate)}" if rate else "")
 
 
 def _draft_steps(config: Mapping[str, Any]) -> str:

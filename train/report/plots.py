@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # matplotlib takes half a second to import, and a run draws a
     from matplotlib.axes import Axes
 
 _BLUE, _GREY, _RED = "#1f4e79", "#bbbbbb", "#b5482a"
+_WITHIN, _IN_COLUMN, _COLUMN_WIDTH = 4, 22, 2.2
+"""Curves whose names leave the curves visible; names of 8 points in a height of 4.4 inches; inches of a name."""
 _SMOOTH = 0.02
 """Share of a run over which its noisy curves are averaged."""
 
@@ -74,18 +76,29 @@ def _accuracy(axes: Axes, rows: Sequence[Row]) -> None:
         values = [row["accuracy_by_step"][step] for row in rows]
         axes.plot(tokens, smooth(values), color=color, label=f"draft step {step + 1}")
     axes.set(title="Accuracy by draft step", xlabel="tokens", ylabel="head's best token is the target's", ylim=(0, 1))
-    axes.legend(frameon=False)
+    _legend(axes, steps)
 
 
 def _by_position(axes: Axes, rows: Sequence[Row]) -> None:
     for row, color in zip(rows, _colors(len(rows)), strict=True):
         values = row["acceptance_by_position"]
-        ends = row is rows[0] or row is rows[-1]
-        label = f"after {row['tokens']:,} tokens, τ {row['acceptance_length']:.2f}" if ends else None
+        label = f"after {row['tokens']:,} tokens, τ {row['acceptance_length']:.2f}"
         axes.plot(range(1, len(values) + 1), values, color=color, marker="o", label=label)
     axes.set(title="Acceptance by draft position", xlabel="position", ylabel="share of rounds accepted", ylim=(0, 1))
     axes.set_xticks(range(1, len(rows[0]["acceptance_by_position"]) + 1))
-    axes.legend(frameon=False)
+    _legend(axes, len(rows))
+
+
+def _legend(axes: Axes, curves: int) -> None:
+    """Name all curves: within the picture if they are few, else to its right, in columns of as many as it is high."""
+    if curves <= _WITHIN:
+        axes.legend(frameon=False)
+    else:
+        columns = -(-curves // _IN_COLUMN)
+        figure = axes.get_figure(root=True)
+        assert figure is not None, "axes that are drawn on"
+        figure.legend(frameon=False, fontsize=8, ncols=columns, loc="outside right upper")
+        figure.set_figwidth(figure.get_figwidth() + _COLUMN_WIDTH * columns)
 
 
 def _length(axes: Axes, rows: Sequence[Row]) -> None:

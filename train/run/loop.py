@@ -15,6 +15,7 @@ from tqdm import tqdm
 from eagle_mlx.errors import CheckpointError, DataError, EagleError
 from eagle_mlx.files import write_whole
 from eagle_mlx.hub import public_name
+from eagle_mlx.progress import counted
 from eagle_mlx.target import Target, fingerprint
 
 from ..command import Stop, Stopped
@@ -262,7 +263,7 @@ class Run:
         tqdm.write(
             f"step {self.progress.step}: τ {found.acceptance_length:.3f} at depth {found.depth}, by position "
             f"{' '.join(f'{a:.2f}' for a in found.acceptance_by_position)} "
-            f"({found.prompts} prompts, {found.left_out} left out as loops, {found.seconds:.0f} s)"
+            f"({counted(found.prompts, 'prompt')}, {found.left_out} left out as loops, {found.seconds:.0f} s)"
         )
         return found
 
@@ -308,7 +309,8 @@ class Run:
         if self.progress.step:
             self._save_head(LAST)
             self.save_state()
-            tqdm.write(f"stopped after {self.progress.step} steps; continue with: eagle-train --resume {self.folder}")
+            steps = counted(self.progress.step, "step")
+            tqdm.write(f"stopped after {steps}; continue with: eagle-train --resume {self.folder}")
 
     def _plan_next_eval(self) -> None:
         if self.config.evaluation.steps:

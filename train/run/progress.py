@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from eagle_mlx.progress import progress_bar
+from eagle_mlx.progress import progress_bar, tokens_per_second
 
 from ..step import Schedule, StepResult
 
@@ -58,7 +58,7 @@ class Bar:
             self._bar.set_postfix_str(
                 f"loss {mean([r.loss for r in recent or [result]]):.3f}, "
                 f"accuracy {' '.join(f'{a:.2f}' for a in accuracy)}, "
-                f"{progress.tokens_per_second:,.0f} tokens/s",
+                f"{tokens_per_second(progress.tokens_per_second)}",
                 refresh=False,
             )
 
