@@ -51,7 +51,7 @@ def test_29_every_curve_has_a_name_that_can_be_read(
     legend = axes.get_legend() or figure.legends[0]
     names = [f"after {100 * i:,} tokens, τ 1.50" for i in range(count)]
     assert [text.get_text() for text in legend.get_texts()] == names
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     box = legend.get_window_extent()
     assert figure.bbox.x0 <= box.x0
     assert box.x1 <= figure.bbox.x1
