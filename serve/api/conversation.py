@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import Discriminator, Field
@@ -41,42 +42,66 @@ class Conversation:
     """
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._turns: list[_Turn] = []
         self._made: set[str] = set()
         """Ids of the calls so far."""
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages so far."""
+        return [turn.message() for turn in self._turns]
+
     def say(self, role: Literal["system", "user"], text: str) -> None:
-        if self.messages and self.messages[-1]["role"] == role:
-            self.messages[-1]["content"] += PARAGRAPH + text
+        if self._turns and self._turns[-1].role == role:
+            self._turns[-1].pieces += [PARAGRAPH, text]
         else:
-            self.messages.append({"role": role, "content": text})
+            self._turns.append(_Turn(role, [text]))
 
     def answer(self, text: str) -> None:
-        """A piece of what the model said, as it was written: nothing comes between it and the next."""
-        self._turn["content"] += text
+        """Add a piece of what the model said; nothing comes between it and the next."""
+        self._open_turn.pieces.append(text)
 
     def think(self, text: str) -> None:
-        self._turn["reasoning_content"] = PARAGRAPH.join(filter(None, (self._turn.get("reasoning_content"), text)))
+        self._open_turn.thoughts.append(text)
 
     def call(self, id: str, name: str, arguments: str) -> None:
         """arguments: the JSON text of an object."""
         self._made.add(id)
         call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        self._turn.setdefault("tool_calls", []).append(call)
+        self._open_turn.calls.append(call)
 
     def result(self, id: str, text: str, where: str) -> None:
         """Add the result of a call. Raises ApiError 400 that names the field `where` if there was no such call."""
         if id not in self._made:
             said = f"there is no call with the id {id[:100]!r} before this result; send that call too"
             raise ApiError(400, f"{where}: {said}", where)
-        self.messages.append({"role": "tool", "tool_call_id": id, "content": text})
+        self._turns.append(_Turn("tool", [text], {"tool_call_id": id}))
 
     @property
-    def _turn(self) -> dict[str, Any]:
+    def _open_turn(self) -> _Turn:
         """The message that the model is saying."""
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": ""})
-        return self.messages[-1]
+        if not self._turns or self._turns[-1].role != "assistant":
+            self._turns.append(_Turn("assistant"))
+        return self._turns[-1]
+
+
+@dataclass
+class _Turn:
+    """A message in pieces, joined once: to extend a text piece by piece takes quadratic time."""
+
+    role: str
+    pieces: list[str] = field(default_factory=list)
+    more: dict[str, Any] = field(default_factory=dict)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def message(self) -> dict[str, Any]:
+        message = {"role": self.role, **self.more, "content": "".join(self.pieces)}
+        if self.thoughts:
+            message["reasoning_content"] = PARAGRAPH.join(filter(None, self.thoughts))
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
 
 
 def one_of(*kinds: str, otherwise: str = "", alike: Mapping[str, str] | None = None) -> Discriminator:

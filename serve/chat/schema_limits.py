@@ -11,7 +11,8 @@ MOST_MULTIPLE = 10_000
 """llguidance's automaton has a state for each remainder: 10,007 takes 25 ms, 100,003 meets its limits, 10^6 hangs."""
 MOST_REPEATS = 100_000
 """A pattern's repeats within repeats, multiplied: (a{1000}){100} takes 1 s and (a{1000}){1000} does not end."""
-_PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\(|\)|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
+_PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|\(|\)|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
+"""A class needs no end. Otherwise a pattern of nothing but `[` would be scanned to its end for each of them."""
 
 
 def why_too_complex(schema: Any) -> str | None:
@@ -26,7 +27,10 @@ def why_too_complex(schema: Any) -> str | None:
 
 
 def repeats(pattern: str) -> int:
-    """How often the most repeated part of a regular expression is written out, by counts such as {3} and {2,5}."""
+    """Return how often the most repeated part of a regular expression is written out, by counts such as {3} and {2,5}.
+
+    Counts stop at one more than `MOST_REPEATS`.
+    """
     open_groups, most_in_group, before = [], 1, 1
     most = 1
     for part in _PART.finditer(pattern):
@@ -37,7 +41,7 @@ def repeats(pattern: str) -> int:
         elif text == ")":
             before, most_in_group = most_in_group, max(most_in_group, open_groups.pop() if open_groups else 1)
         elif part[1]:
-            before *= max(int(part[1]), int(part[2] or 0), 1)
+            before = min(before * max(_count(part[1]), _count(part[2] or ""), 1), MOST_REPEATS + 1)
         else:
             before = 1
         most_in_group = max(most_in_group, before)
@@ -54,6 +58,12 @@ def _objects(schema: Any) -> Iterator[Mapping[str, Any]]:
             left += node.values()
         elif isinstance(node, list):
             left += node
+
+
+def _count(digits: str) -> int:
+    """Return a number of repeats, or one that is too many; Python refuses to read numbers of over 4,300 digits."""
+    digits = digits.lstrip("0")
+    return int(digits or 0) if len(digits) < 10 else MOST_REPEATS + 1
 
 
 def _digits(number: float) -> int:

@@ -19,7 +19,7 @@ from .messages import Message, read_messages, with_argument_texts, with_late_ins
 from .reasoning import ReasoningTags
 from .tool_calls import ToolCallTags
 from .tools import Tool, ToolOffer
-from .volatile import Volatile
+from .volatile import Volatile, certain_text
 
 _FROM_REQUESTS = {"add_generation_prompt"}
 _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - _FROM_REQUESTS
@@ -78,7 +78,7 @@ class ChatFormat:
         no more special tokens than the template wrote), but where the tokenizer has ways of its own with chats. Raises
         PromptError, with the place, for what cannot be used, and where the template would leave tools or calls out.
         """
-        read, offer = self._read(messages), ToolOffer.of(tools, tool_choice)
+        said, offer = read_messages(messages), ToolOffer.of(tools, tool_choice)
         arguments = {"add_generation_prompt": True, **_check_kwargs(template_kwargs or {})}
         if not self.has_chat_template:
             raise PromptError("messages: this model has no chat template; give it text through /v1/completions")
@@ -88,8 +88,9 @@ class ChatFormat:
                 "in the model's tokenizer_config.json"
             )
         arguments["tools"] = [dict(tool) for tool in offer.tools] or None
+        check_text(certain_text(said))  # before anything searches the text, or renders it
         try:
-            read, text = self._rendered(read, arguments)
+            read, text = self._rendered(self.volatile.left_out(said), arguments)
         except Exception as e:  # a template is a program of its own, and raises what it wants
             raise PromptError(f"messages: the model's chat template refuses them: {e}") from e
         check_text(text)

@@ -9,10 +9,15 @@ import pytest
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.serve.chat import ChatFormat, Volatile
 from eagle_mlx.serve.chat.changes import Changes
+from eagle_mlx.serve.chat.volatile import SEARCHED
 from tests.serve.chat.formats import HELLO, format_of, target_of
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.37.fbe; cc_entrypoint=cli; cch={};"
 RULES = "You are a coding agent. Follow the rules: be brief; be kind."
+
+
+def system_text(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
 
 
 def system(*parts: str) -> dict[str, Any]:
@@ -34,6 +39,41 @@ def test_only_what_changes_is_left_out_and_only_of_system_prompts() -> None:
     assert header in str(format.tokenizer.decode(format.prompt(asked)))  # type: ignore[union-attr]
     for text in ("x-anthropic-billing-header: none", "cch=1; x=2;", RULES):
         assert Volatile().left_out([{"role": "system", "content": text}]) == [{"role": "system", "content": text}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Ignore lines such as x-anthropic-billing-header: user=17; in what you read.",
+        "x-anthropic-billing-header: user=17;",
+        f"First: {HEADER.format('a1b2c')}\n{RULES}",
+        HEADER.replace("2.1.37", "2" * 1000),
+    ],
+)
+def test_2_only_a_header_of_known_fields_at_the_start_is_left_out(text: str) -> None:
+    assert Volatile().left_out([system_text(text)]) == [system_text(text)]
+    kept = Volatile().left_out([system_text(HEADER.format("1") + " cc_workload=cron;\n" + text)])
+    assert kept == [system_text(text)]
+
+
+def test_2_no_more_than_a_bounded_text_is_searched() -> None:
+    counter = Volatile.of([r"Tokens used: \d+\n"], known=False)
+    early, late = system_text("Tokens used: 51\n" + RULES), system_text("x" * SEARCHED + "Tokens used: 51\n")
+    assert [each["content"] for each in counter.left_out([early, late])] == [RULES, late["content"]]
+
+
+def test_2_a_text_that_is_too_long_is_refused_before_it_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TooLongError(Exception): ...
+
+    def check(text: str) -> None:
+        if len(text) > 1000:
+            raise TooLongError
+
+    format = format_of("plain")
+    monkeypatch.setattr(format.tokenizer, "apply_chat_template", None)
+    for message in ({"role": "user", "content": "x" * 2000}, system_text("x" * (SEARCHED + 2000))):
+        with pytest.raises(TooLongError):
+            format.prompt([message], check_text=check)
 
 
 def test_the_list_can_be_longer_or_empty() -> None:

@@ -1,0 +1,93 @@
+"""Work on a client's text takes linear time, because the interpreter lock is held meanwhile and others wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import thread_time
+from typing import Any
+
+import pytest
+
+from eagle_mlx.serve.api.conversation import Conversation
+from eagle_mlx.serve.chat import Volatile
+from eagle_mlx.serve.chat.parser import AnswerParser
+from eagle_mlx.serve.chat.schema_limits import MOST_REPEATS, repeats
+from tests.serve.chat.formats import WEATHER, format_with_parser
+
+HEADER = "x-anthropic-billing-header: a="
+
+
+def is_linear(work: Callable[[int], Any], size: int) -> bool:
+    """Whether a text of ten times the size takes less than 40 times as long; quadratic time would be 100 times."""
+
+    def seconds(size: int) -> float:
+        began = thread_time()
+        work(size)
+        return thread_time() - began
+
+    short = min(seconds(size) for _ in range(3))
+    return min(seconds(10 * size) for _ in range(2)) < 40 * max(short, 5e-4)
+
+
+@pytest.mark.parametrize("end", ["", "cch=1;"])
+def test_2_a_system_prompt_of_headers_takes_linear_time(end: str) -> None:
+    """The long one has 200 KB, and took 6.6 s."""
+
+    def leave_out(count: int) -> None:
+        text = HEADER * count + end
+        assert Volatile().left_out([{"role": "system", "content": text}])[0]["content"] == text
+
+    assert is_linear(leave_out, 700)
+
+
+def test_2_a_pattern_with_unclosed_classes_takes_linear_time() -> None:
+    """16 KB took 29 s, and a schema may have 64 KB."""
+    assert is_linear(lambda count: repeats("[" * count), 6000)
+    assert is_linear(lambda count: repeats("[" * count + "\\"), 6000)
+    assert repeats("[a{9}]{3}[b{5}") == 3
+
+
+def test_2_repeats_of_more_digits_than_python_reads_are_counted() -> None:
+    assert repeats("a{" + "9" * 5000 + "}") == MOST_REPEATS + 1
+    assert repeats("a{0003}") == 3
+
+
+@pytest.mark.parametrize("add", [lambda c, t: c.say("user", t), lambda c, t: c.answer(t), lambda c, t: c.think(t)])
+def test_2_a_message_of_many_blocks_takes_linear_time(add: Callable[[Conversation, str], None]) -> None:
+    def join(count: int) -> None:
+        conversation = Conversation()
+        for _ in range(count):
+            add(conversation, "abcdefgh")
+        assert len(conversation.messages) == 1
+
+    assert is_linear(join, 20_000)
+
+
+@pytest.mark.parametrize(
+    ("parser", "answer"),
+    [
+        ("gemma4", "<|tool_call>call:f{x<tool_call|>"),
+        ("gemma4", "<|tool_call>call:get_weather{x<tool_call|>"),
+        ("function_gemma", "<start_function_call>call:f{x<end_function_call>"),
+    ],
+)
+@pytest.mark.parametrize("body", ["call:f{", "{}"])
+def test_2_calls_without_an_end_take_linear_time(parser: str, answer: str, body: str) -> None:
+    """A schema can force a model to write them; the long ones took up to 19 s."""
+    format = format_with_parser(parser)
+
+    def parse(count: int) -> None:
+        reader = AnswerParser(format, [WEATHER])
+        text = answer.replace("x", body * count)
+        deltas = [*reader.push(text), *reader.finish()]
+        assert "".join(delta.content for delta in deltas) == text
+
+    assert is_linear(parse, 400)
+
+
+def test_2_calls_of_gemma_4_with_braces_in_texts_are_read() -> None:
+    reader = AnswerParser(format_with_parser("gemma4"), [WEATHER])
+    deltas = reader.push('<|tool_call>call:get_weather{city:<|"|>{{}}}{<|"|>,more:{a:1}}<tool_call|>')
+    assert [delta.tool_call.arguments for delta in deltas if delta.tool_call] == [
+        '{"city": "{{}}}{", "more": {"a": 1}}'
+    ]
