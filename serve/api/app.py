@@ -11,7 +11,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from . import admin, chat, completions, embeddings, metrics, page, status, tokenize
 from .errors import add_handlers
-from .guard import FramingGuard, HostGuard, KeyGuard
+from .guard import ForwardedFor, FramingGuard, HostGuard, KeyGuard
 from .messages.route import router as messages
 from .middleware import RequestForms
 from .models import Models
@@ -60,6 +60,8 @@ def create_app(models: Models) -> FastAPI:
     if settings.hosts is not None:
         app.add_middleware(HostGuard, allowed=settings.hosts)
     app.add_middleware(FramingGuard)
+    if settings.forwarded_allow_ips:
+        app.add_middleware(ForwardedFor, trusted=settings.forwarded_allow_ips)
     app.add_middleware(RequestForms)  # the outermost: the guards read the path and the host
     add_schema(app, list(models.services))
     return app

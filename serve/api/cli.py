@@ -18,7 +18,7 @@ from eagle_mlx.memory import gb
 
 from ..memory import bytes_of
 from .app import create_app
-from .guard import is_loopback
+from .guard import check_trusted, is_loopback
 from .limits import Limits
 from .loader import LoadConfig, check, load
 from .models import Models
@@ -159,6 +159,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         limits=Limits(int(args.max_body_mb * (1 << 20)), args.max_queue, request_seconds=args.request_seconds),
         api_key=key,
         origins=tuple(args.allow_origin),
+        forwarded_allow_ips=check_trusted(args.forwarded_allow_ips),
         ignore_unknown_fields=args.ignore_unknown_fields,
         drain_seconds=args.drain_seconds,
     )
@@ -196,6 +197,13 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME",
         help="a name of this server in requests, beside localhost; repeatable (default: any, at 127.0.0.1 none)",
+    )
+    where.add_argument(
+        "--forwarded-allow-ips",
+        default="",
+        metavar="LIST",
+        help="proxies whose X-Forwarded-For names the client: addresses or networks with commas between them, or * for "
+        "any (default: none)",
     )
     where.add_argument(
         "--ignore-unknown-fields",

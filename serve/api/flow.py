@@ -75,7 +75,7 @@ def models_of(request: Request) -> Models:
 
 
 def client_of(request: Request) -> str:
-    """Who asks, for taking turns. There is one key for all, so it is the address that tells clients apart."""
+    """Return who asks, for taking turns: an address, because clients may share a key (`guard.ForwardedFor`)."""
     return request.client.host if request.client is not None else ""
 
 

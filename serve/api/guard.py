@@ -1,20 +1,28 @@
-"""Middleware that refuses requests before they are read: without the API key, to other hosts, with two lengths."""
+"""Middleware in front of all routes: refuses requests by key, host or framing, and finds out which client asks."""
 
 from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Collection
-from ipaddress import ip_address
+from collections.abc import Collection, Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from eagle_mlx.errors import ConfigError
+
 from .errors import ApiError
+
+Address = IPv4Address | IPv6Address
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::\d+)?", re.IGNORECASE)
 OPEN = frozenset({"/", "/health", "/metrics"})
 """What needs no key: it tells nothing of what is asked or answered."""
+ANYBODY = "*"
+"""Stands for any peer in `--forwarded-allow-ips`, as in uvicorn's."""
+_MOST_PROXIES = 32
+"""Addresses of a header that are read, from the right: no request passes more proxies, and a header may have 64 KB."""
 
 
 class KeyGuard:
@@ -74,6 +82,69 @@ class FramingGuard:
             return
         said = "the request has both Content-Length and Transfer-Encoding; send one of them"
         await ApiError(400, said, headers={"Connection": "close"}).response(scope["path"])(scope, receive, send)
+
+
+class ForwardedFor:
+    """Takes the word of trusted proxies for the address that asks (`X-Forwarded-For`).
+
+    Each proxy adds the address of its own peer at the right; everything to the left may be made up by the client. So
+    the client is the right-most address that is not trusted. If all are trusted, it is the left-most.
+    """
+
+    def __init__(self, app: ASGIApp, trusted: Sequence[str]):
+        """trusted: addresses and networks of proxies; `*` trusts any peer, but no address in the header."""
+        self.app, self._any = app, ANYBODY in trusted
+        self._networks = [ip_network(each) for each in trusted if each != ANYBODY]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        peer = scope.get("client")
+        if scope["type"] == "http" and peer is not None and (self._any or self._trusts(_address(peer[0]))):
+            given = [value.decode("latin-1") for key, value in scope["headers"] if key == b"x-forwarded-for"]
+            if (client := self._client(",".join(given))) is not None:
+                scope["client"] = (client, 0)
+        await self.app(scope, receive, send)
+
+    def _client(self, given: str) -> str | None:
+        """Return the client's address; None if the header has none, and then the peer is the client."""
+        client = None
+        for text in reversed(given.split(",")[-_MOST_PROXIES:]):
+            address = _address(text)
+            if address is None:
+                break
+            client = str(address)
+            if not self._trusts(address):
+                break
+        return client
+
+    def _trusts(self, address: Address | None) -> bool:
+        return address is not None and any(address in network for network in self._networks)
+
+
+def check_trusted(given: str) -> tuple[str, ...]:
+    """Return the parts of a `--forwarded-allow-ips`. Raises ConfigError for what is no address, network or `*`."""
+    parts = tuple(part for each in given.split(",") if (part := each.strip()))
+    for part in parts:
+        try:
+            if part != ANYBODY:
+                ip_network(part)
+        except ValueError as e:
+            said = f"--forwarded-allow-ips: {e}; give addresses or networks with commas between them, or *"
+            raise ConfigError(said) from e
+    return parts
+
+
+def _address(text: str) -> Address | None:
+    """Return an address, with or without a port, as proxies write it; None for anything else."""
+    text = text.strip()
+    if text.startswith("["):
+        text = text[1:].partition("]")[0]
+    elif text.count(":") == 1:
+        text = text.partition(":")[0]
+    try:
+        address = ip_address(text)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address  # a socket for both families writes IPv4 addresses so
 
 
 def header(scope: Scope, name: bytes) -> str | None:

@@ -35,6 +35,7 @@ class Server(uvicorn.Server):
             lifespan="on",
             http=Connection,
             ws="none",
+            proxy_headers=False,  # `guard.ForwardedFor` reads them, if an operator wants that
         )
         super().__init__(config)
         self.models: Models = app.state.models

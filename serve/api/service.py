@@ -38,6 +38,8 @@ class Settings:
     """Web pages of these origins may use the server; `*` is all."""
     hosts: tuple[str, ...] | None = None
     """Names of this server beside the loopback ones, as clients may write them; None serves any."""
+    forwarded_allow_ips: tuple[str, ...] = ()
+    """Addresses and networks of proxies whose `X-Forwarded-For` names the client; `*` is any peer."""
     ignore_unknown_fields: bool = False
     """Whether fields of requests that nobody would heed are dropped, and not refused."""
     drain_seconds: float = 30.0

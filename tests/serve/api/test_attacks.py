@@ -6,7 +6,7 @@ import json
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import Event
 from typing import Any
 
@@ -255,7 +255,8 @@ def test_texts_that_cannot_fit_are_refused_before_they_are_encoded(
 def test_a_short_request_does_not_wait_for_all_of_another_clients() -> None:
     long = {"prompt": ["x"] * 40, "max_tokens": 20, "ignore_eos": True, "stream": True}
     other = {"X-Forwarded-For": "192.0.2.7"}  # as a proxy on this machine says
-    with live() as server, server.http.stream("POST", COMPLETIONS, json=long) as many:
+    behind = wide(forwarded_allow_ips=("127.0.0.1",))
+    with live(settings=behind) as server, server.http.stream("POST", COMPLETIONS, json=long) as many:
         pieces = many.iter_text()
         assert next(pieces)
         assert server.http.post(CHAT, json=SHORT, headers=other).status_code == 200
@@ -264,9 +265,20 @@ def test_a_short_request_does_not_wait_for_all_of_another_clients() -> None:
         assert "".join(pieces).endswith("data: [DONE]\n\n")
 
 
+def test_15_addresses_that_a_client_makes_up_take_one_clients_places(encoder: LongTexts) -> None:
+    forged = {"X-Forwarded-For": "192.0.2.99"}
+    with ExitStack() as stack:
+        server = stack.enter_context(live(unbounded, wide(Limits(queue=12))))
+        for number in range(14):
+            stack.enter_context(many_long_texts(server, "/tokenize", 1, f"192.0.2.{number}"))
+        server.until(lambda: server.service.slots_taken == 14)
+        assert server.http.post("/tokenize", json={"prompt": "x"}, headers=forged).status_code == 429
+        encoder.go_on.set()
+
+
 def test_one_client_cannot_take_all_places(encoder: LongTexts) -> None:
-    other = {"X-Forwarded-For": "192.0.2.7"}
-    with live(unbounded, wide(Limits(queue=12))) as server, many_long_texts(server, "/tokenize", 14):
+    other, behind = {"X-Forwarded-For": "192.0.2.7"}, wide(Limits(queue=12), forwarded_allow_ips=("127.0.0.1",))
+    with live(unbounded, behind) as server, many_long_texts(server, "/tokenize", 14):
         server.until(lambda: server.service.slots_taken == 14)
         for path, body in [(CHAT, SHORT), ("/tokenize", {"prompt": "x"})]:
             assert server.http.post(path, json=body).status_code == 429

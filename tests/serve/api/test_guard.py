@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
-from eagle_mlx.serve.api.cli import _hosts
+from eagle_mlx.serve.api.cli import _hosts, main
+from eagle_mlx.serve.api.guard import ForwardedFor, check_trusted
 from tests.serve.api.live import Live, live, wide
 
 MODELS = "/v1/models"
@@ -103,3 +107,42 @@ def test_a_body_has_one_length(server: Live) -> None:
 def test_the_scheme_of_a_key_may_be_written_as_one_likes(guarded: Live, given: str, status: int) -> None:
     headers = {"Authorization": given.encode("latin-1")}
     assert guarded.http.get(MODELS, headers=headers).status_code == status  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("trusted", "peer", "named", "client"),
+    [
+        ("10.0.0.0/8", "203.0.113.5", ["192.0.2.1"], "203.0.113.5"),
+        ("10.0.0.0/8", "10.0.0.1", [], "10.0.0.1"),
+        ("10.0.0.0/8", "10.0.0.1", ["192.0.2.1"], "192.0.2.1"),
+        ("10.0.0.0/8", "10.0.0.1", ["192.0.2.66, 192.0.2.1, 10.9.9.9"], "192.0.2.1"),
+        ("10.0.0.0/8", "10.0.0.1", ["192.0.2.66", "192.0.2.1:4711"], "192.0.2.1"),
+        ("10.0.0.0/8", "10.0.0.1", ["192.0.2.66, unknown, 10.9.9.9"], "10.9.9.9"),
+        ("10.0.0.0/8", "10.0.0.1", ["unknown"], "10.0.0.1"),
+        ("10.0.0.0/8", "10.0.0.1", ["10.0.0.3, 10.0.0.2"], "10.0.0.3"),
+        ("10.0.0.1, ::1", "::ffff:10.0.0.1", ["[2001:db8::1]:80"], "2001:db8::1"),
+        ("*", "203.0.113.5", ["192.0.2.66, 192.0.2.1"], "192.0.2.1"),
+    ],
+)
+def test_15_the_client_is_the_right_most_address_that_is_not_trusted(
+    trusted: str, peer: str, named: list[str], client: str
+) -> None:
+    seen = list[str]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope["client"][0])
+
+    async def never(*_: object) -> Any: ...
+
+    headers = [(b"x-forwarded-for", each.encode()) for each in named]
+    scope = {"type": "http", "client": (peer, 4711), "headers": headers}
+    asyncio.run(ForwardedFor(app, check_trusted(trusted))(scope, never, never))
+    assert seen == [client]
+
+
+def test_15_what_is_no_address_is_refused_at_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_trusted("") == ()
+    assert main(["--forwarded-allow-ips", "proxy.local"]) == 2
+    said = capsys.readouterr().err
+    assert "--forwarded-allow-ips: 'proxy.local'" in said
+    assert "give addresses or networks" in said

@@ -67,9 +67,9 @@ class Gate:
 
 
 @contextmanager
-def gated(max_batch: int = 4, limits: Limits | None = None) -> Iterator[tuple[Live, Gate]]:
+def gated(max_batch: int = 4, limits: Limits | None = None, **settings: object) -> Iterator[tuple[Live, Gate]]:
     made = engine(max_batch=max_batch, prefill_chunk=CHUNK)
-    with live(lambda: Loaded(made, "ngram", DEPTH, {"temperature": 0.0}), wide(limits)) as server:
+    with live(lambda: Loaded(made, "ngram", DEPTH, {"temperature": 0.0}), wide(limits, **settings)) as server:
         gate = Gate(server)
         try:
             yield server, gate
@@ -309,7 +309,8 @@ def test_a_time_that_is_none_is_refused(server: Live) -> None:
 
 def test_clients_are_told_apart_by_their_address() -> None:
     """Behind a proxy on this machine, by the one that it names."""
-    with ThreadPoolExecutor(6) as pool, gated(max_batch=1) as (server, gate):
+    behind = {"forwarded_allow_ips": ("127.0.0.1",)}
+    with ThreadPoolExecutor(6) as pool, gated(max_batch=1, **behind) as (server, gate):
         body = {"prompt": [5, 6, 7], "max_tokens": 3}
 
         def ask(address: str) -> httpx.Response:
