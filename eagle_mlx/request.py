@@ -78,6 +78,9 @@ class Request:
     """Tokens of the prompt that later prompts may begin with, where there is more to keep than at its end."""
     client: str = ""
     """Who asks: clients take turns where requests wait. Those of the empty name are one client."""
+    namespace: str = ""
+    """Whose texts in the prefix cache it may go on from, and whose its own text becomes. Those of the empty name share.
+    """
     asked: list[int] | None = None
     """The draft that an AsyncGrammar has been asked about and has not answered."""
     slow: bool = False

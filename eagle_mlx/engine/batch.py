@@ -261,10 +261,10 @@ class Batch:
             return None
         known = request.length if length is None else length
         if self.proposer is None or not self.proposer.aux_layers:
-            return Past(known, self.cache, index)
+            return Past(known, self.cache, index, namespace=request.namespace)
         if not isinstance(self.state, Separable) or not isinstance(self.proposer, CanJoin):
             return None
-        return Past(min(known, self.state.length(index)), self.cache, index, self.state)
+        return Past(min(known, self.state.length(index)), self.cache, index, self.state, request.namespace)
 
     @property
     def may_part(self) -> bool:

@@ -50,6 +50,8 @@ class PrefixCache:
     Keys and values can be cut anywhere. Windows and states cannot, so they are kept for the ends of texts and for the
     boundaries that requests name. The least recently used go first where all hold more than `capacity` bytes.
 
+    A prompt goes on only from texts of its own namespace (`Request.namespace`).
+
     The proposer's past is kept with the target's: a head that had not read the prompt would draft worse.
     """
 
@@ -69,13 +71,13 @@ class PrefixCache:
     def nbytes(self) -> int:
         return self._tree.nbytes
 
-    def find(self, prompt: Sequence[int]) -> Prefix | None:
+    def find(self, prompt: Sequence[int], namespace: str = "") -> Prefix | None:
         """The longest beginning of a prompt that is kept; at least its last two tokens are left to be read.
 
         One is left because a row's newest token is never in its caches, the other because a head needs the target's
         hidden state at the position before it.
         """
-        found = self._tree.find(_findable(prompt), LEAST)
+        found = self._tree.find(_findable(prompt), LEAST, namespace)
         if found is None:
             return None
         cache = found.snapshot.outline.joined([piece.target for piece in found.pieces], found.length)
@@ -85,7 +87,7 @@ class PrefixCache:
         assert isinstance(self.proposer, CanJoin)
         return Prefix(found.length, cache, self.proposer.join(states, found.length, prompt))
 
-    def fetch(self, prompt: Sequence[int]) -> bool:
+    def fetch(self, prompt: Sequence[int], namespace: str = "") -> bool:
         """Have in memory what the disk has of a prompt, where that is more than what is here, and fits.
 
         It reads a bounded amount, for others decode meanwhile; whether there is no more to come.
@@ -93,9 +95,9 @@ class PrefixCache:
         if self.disk is None:
             return True
         keys = _findable(prompt)
-        known = self._tree.find(keys)
+        known = self._tree.find(keys, 1, namespace)
         length = known.length if known is not None else 0
-        while (match := self.disk.find(keys)) is not None and match.length >= length + LEAST:
+        while (match := self.disk.find(keys, namespace)) is not None and match.length >= length + LEAST:
             if match.nbytes > self._limit:
                 return True
             try:
@@ -103,7 +105,8 @@ class PrefixCache:
                 if now is None:
                     return False
                 snapshot = _Snapshot(self.disk.outline(now))
-                kept = self._tree.insert(keys[: now.length], snapshot, partial(self.disk.piece, now), self._limit)
+                piece = partial(self.disk.piece, now)
+                kept = self._tree.insert(keys[: now.length], snapshot, piece, self._limit, namespace)
             except PassedOverError:
                 self.disk.stop()
                 continue  # with what other files have
@@ -136,18 +139,18 @@ class PrefixCache:
             return copies[-1][1]
 
         try:
-            if kept := self._tree.insert(keys, snapshot, piece, self._limit):
+            if kept := self._tree.insert(keys, snapshot, piece, self._limit, past.namespace):
                 # While they wait to be computed they hold on to the batch's own buffers.
                 mx.eval(snapshot.outline.state, [copy.arrays for _, copy in copies])
         except BaseException:
             self._tree = PrefixTree()  # it may be half changed
             raise
-        if self.disk is not None and (kept or self._holds(keys)):
+        if self.disk is not None and (kept or self._holds(keys, past.namespace)):
             self.disk.offer(keys, past, snapshot.outline, copies[0] if copies else None)
 
-    def _holds(self, keys: Keys) -> bool:
+    def _holds(self, keys: Keys, namespace: str) -> bool:
         """Whether all of a text is here."""
-        found = self._tree.find(keys)
+        found = self._tree.find(keys, 1, namespace)
         return found is not None and found.length == len(keys)
 
     def trim(self) -> None:

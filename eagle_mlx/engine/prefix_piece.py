@@ -46,6 +46,8 @@ class Past:
     cache: RaggedCache
     row: int = 0
     state: Separable | None = None
+    namespace: str = ""
+    """The request's; only prompts of the same one may begin with it."""
 
     def piece(self, start: int, end: int) -> PrefixPiece:
         state = self.state.piece(self.row, start, end) if self.state is not None else None

@@ -57,6 +57,8 @@ class _Node(Generic[P, S]):
     """At `end`."""
     least: float = math.inf
     """The least `shortest` of all snapshots here and below."""
+    namespace: str = ""
+    """Of a root: whose texts are below."""
 
     @property
     def end(self) -> int:
@@ -89,11 +91,14 @@ class PrefixTree(Generic[P, S]):
 
     A snapshot serves any text that begins as its own does, from `shortest` positions on. Pieces stay as long as a
     snapshot behind them does. Costs do not depend on how many texts there are.
+
+    Texts of different namespaces have nothing in common. They share the limit of bytes.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._root: _Node[P, S] = _Node(np.empty(0, np.int64), 0, None, None)
+        self._roots: dict[str, _Node[P, S]] = {}
+        """By namespace, those that have texts."""
         self._used: OrderedDict[_Node[P, S], None] = OrderedDict()
         """Those with a snapshot, the least recently used first."""
 
@@ -101,9 +106,9 @@ class PrefixTree(Generic[P, S]):
         """Snapshots."""
         return len(self._used)
 
-    def find(self, keys: Keys, least: int = 1) -> Found[P, S] | None:
+    def find(self, keys: Keys, least: int = 1, namespace: str = "") -> Found[P, S] | None:
         """The longest beginning that can be taken over; None where that is less than `least` positions."""
-        node, matched = self._match(keys)
+        node, matched = self._match(keys, namespace)
         while node.parent is not None:
             length = min(matched, node.end)
             if length < least:
@@ -116,13 +121,15 @@ class PrefixTree(Generic[P, S]):
             node = node.parent
         return None
 
-    def insert(self, keys: Keys, snapshot: S, piece: Callable[[int, int], P], limit: float = math.inf) -> bool:
+    def insert(
+        self, keys: Keys, snapshot: S, piece: Callable[[int, int], P], limit: float = math.inf, namespace: str = ""
+    ) -> bool:
         """Keep a snapshot at the end of a text; whether it is kept, because nothing here serves as well.
 
         `piece`: gives what is to be kept of positions from one to another; it is asked for what is not here. Others go
         until all that is kept is within the limit. A text that has more bytes by itself is not kept.
         """
-        node, matched = self._match(keys)
+        node, matched = self._match(keys, namespace)
         if matched == len(keys) and node.least <= snapshot.shortest:
             self._used.move_to_end(self._holder(node, snapshot.shortest))
             return False
@@ -134,6 +141,8 @@ class PrefixTree(Generic[P, S]):
         if new is not None:
             child = _Node(keys[matched:].copy(), matched, new, node)
             node.children[int(keys[matched])] = child
+            if node.parent is None:
+                self._roots[namespace] = node
             self.nbytes += new.nbytes
             node = child
         for each in node.path:  # whatever these serve for, the new one does
@@ -156,6 +165,8 @@ class PrefixTree(Generic[P, S]):
                 self.nbytes -= node.piece.nbytes
                 del node.parent.children[int(node.keys[0])]
                 node = node.parent
+            if node.parent is None and not node.children:
+                del self._roots[node.namespace]
             _refresh(node)
 
     def _forget(self, node: _Node[P, S]) -> None:
@@ -165,9 +176,10 @@ class PrefixTree(Generic[P, S]):
         node.snapshot = None
         del self._used[node]
 
-    def _match(self, keys: Keys) -> tuple[_Node[P, S], int]:
+    def _match(self, keys: Keys, namespace: str) -> tuple[_Node[P, S], int]:
         """The last node that a text passes, if only in part, and how many positions it has in common with that."""
-        node, at = self._root, 0
+        root: _Node[P, S] = _Node(np.empty(0, np.int64), 0, None, None, namespace=namespace)
+        node, at = self._roots.get(namespace, root), 0
         while at == node.end and at < len(keys) and (child := node.children.get(int(keys[at]))) is not None:
             node, at = child, at + common(child.keys, keys[at:])
         return node, at

@@ -132,7 +132,7 @@ class Scheduler:
             following = self._following(room - len(requests), chunks)
             if following is None or (requests and not self._side_by_side([*requests, following])):
                 break
-            if self.prefixes is not None and not self.prefixes.fetch(following.prompt):
+            if self.prefixes is not None and not self.prefixes.fetch(following.prompt, following.namespace):
                 break  # the rest comes from the disk in the next steps
             known = self._known(following)
             if requests and known is not None:
@@ -202,7 +202,7 @@ class Scheduler:
             self.prefixes.trim()
 
     def _known(self, request: Request) -> Prefix | None:
-        return self.prefixes.find(request.prompt) if self.prefixes is not None else None
+        return self.prefixes.find(request.prompt, request.namespace) if self.prefixes is not None else None
 
     def _side_by_side(self, requests: Sequence[Request]) -> bool:
         """Whether one forward may read these prompts, each padded to the longest, but for their last tokens."""

@@ -52,7 +52,7 @@ def create_app(models: Models) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     if settings.api_key is not None:
-        app.add_middleware(KeyGuard, key=settings.api_key)
+        app.add_middleware(KeyGuard, keys=settings.api_key.split())
     if settings.origins:  # outside of the guard: browsers ask first without a key
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"]

@@ -153,11 +153,14 @@ def _settings(args: argparse.Namespace) -> Settings:
     if not math.isfinite(args.max_body_mb):
         raise ConfigError(f"--max-body-mb must be a number; got {args.max_body_mb}")
     key = args.api_key if args.api_key is not None else os.environ.get("EAGLE_API_KEY")
-    if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
-        raise ConfigError("--api-key (or EAGLE_API_KEY) must be printable ASCII without spaces, and not empty")
+    if key is not None and not (key.split() and key.isascii() and key.isprintable()):
+        raise ConfigError(
+            "--api-key (or EAGLE_API_KEY) must be printable ASCII and not empty; spaces stand between several keys"
+        )
     return Settings(
         limits=Limits(int(args.max_body_mb * (1 << 20)), args.max_queue, request_seconds=args.request_seconds),
         api_key=key,
+        cache_report=not args.no_cache_report,
         origins=tuple(args.allow_origin),
         forwarded_allow_ips=check_trusted(args.forwarded_allow_ips),
         ignore_unknown_fields=args.ignore_unknown_fields,
@@ -186,7 +189,17 @@ def _parser() -> argparse.ArgumentParser:
     where = parser.add_argument_group("where, and for whom")
     where.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1, this machine)")
     where.add_argument("--port", type=int, default=8000, help="default 8000; 0 takes a free one")
-    where.add_argument("--api-key", metavar="KEY", help="what clients must send (default: EAGLE_API_KEY, else nothing)")
+    where.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="what clients must send; several have spaces between them, and each has a prefix cache of its own "
+        "(default: EAGLE_API_KEY, else nothing)",
+    )
+    where.add_argument(
+        "--no-cache-report",
+        action="store_true",
+        help="do not tell clients how many tokens of a prompt came from the prefix cache: the counts read 0",
+    )
     where.add_argument("--served-model-name", metavar="NAME", help="default: the folder's name or the hub id")
     where.add_argument(
         "--allow-origin", action="append", default=[], metavar="URL", help="let web pages from there in; repeatable"

@@ -29,6 +29,8 @@ class Extensions(Body):
     spec_decode: Literal["none", "ngram", "draft", "eagle", "mtp"] | None = None
     num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
     t_max_predict_ms: float | None = Field(None, ge=0)
+    cache_salt: str | None = Field(None, min_length=1)
+    """Only requests with the same one share what the prefix cache has; the name is vLLM's."""
 
     def extensions(self) -> dict[str, Any]:
         """Those that were given, under the names that they have there too."""

@@ -79,6 +79,15 @@ def client_of(request: Request) -> str:
     return request.client.host if request.client is not None else ""
 
 
+def namespace_of(request: Request) -> str:
+    """Return whose texts in the prefix cache a request shares: those with the same key, and the same `cache_salt`.
+
+    Without either, all share. The body must have been read.
+    """
+    key, salt = getattr(request.state, "key", None), request.state.cache_salt
+    return "" if key is None and salt is None else json.dumps([key, salt])
+
+
 def json_response(body: Any, status: int = 200) -> Response:
     text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return Response(text, status, media_type="application/json")
@@ -91,7 +100,9 @@ async def body_of(request: Request, kind: type[B]) -> B:
     body = await read_body(request, models.settings.limits)
     request.state.size = len(body)
     unknown: Literal["forbid", "ignore"] = "ignore" if models.settings.ignore_unknown_fields else "forbid"
-    return await models.pools.read(lambda: read(kind, body, unknown), len(body))
+    found = await models.pools.read(lambda: read(kind, body, unknown), len(body))
+    request.state.cache_salt = getattr(found, "cache_salt", None)
+    return found
 
 
 async def read_request(request: Request, kind: type[R]) -> tuple[R, Service]:
@@ -145,6 +156,7 @@ async def respond(
     the first token.
     """
     call = service.admit(slots, client_of(request))
+    call.namespace = namespace_of(request)
     call.beginning = beginning = asyncio.ensure_future(_begin(request, call, prepare, answer_seconds))
     streaming = False
     try:

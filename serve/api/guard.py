@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Collection, Sequence
+from hashlib import blake2b
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 from starlette.datastructures import Headers
@@ -26,24 +27,35 @@ _MOST_PROXIES = 32
 
 
 class KeyGuard:
-    """Lets requests through that carry `Authorization: Bearer <key>`, or Anthropic's `x-api-key: <key>`."""
+    """Lets requests through that carry `Authorization: Bearer <key>`, or Anthropic's `x-api-key: <key>`.
 
-    def __init__(self, app: ASGIApp, key: str):
+    Tells the routes which key it is, as a hash (`flow.namespace_of`).
+    """
+
+    def __init__(self, app: ASGIApp, keys: Collection[str]):
         self.app = app
-        self._key = key.encode()
+        self._keys = [(key.encode(), blake2b(key.encode(), digest_size=16).hexdigest()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN or self._knows(scope):
+        key = self._key_of(scope) if scope["type"] == "http" else None
+        if key is not None:
+            scope.setdefault("state", {})["key"] = key
+        if scope["type"] != "http" or scope["path"] in OPEN or key is not None:
             await self.app(scope, receive, send)
             return
         headers = {"WWW-Authenticate": "Bearer"}
         refusal = ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=headers)
         await refusal.response(scope["path"], Headers(scope=scope))(scope, receive, send)
 
-    def _knows(self, scope: Scope) -> bool:
+    def _key_of(self, scope: Scope) -> str | None:
+        """Return the hash of the key that a request carries; None for none, or a wrong one."""
         scheme, _, given = (header(scope, b"authorization") or "").partition(" ")
-        keys = [given if scheme.lower() == "bearer" else "", header(scope, b"x-api-key") or ""]
-        return any(hmac.compare_digest(key.strip().encode(), self._key) for key in keys)
+        found = None
+        for text in (given if scheme.lower() == "bearer" else "", header(scope, b"x-api-key") or ""):
+            for key, name in self._keys:  # all of them, so that the time does not depend on which it is
+                if hmac.compare_digest(text.strip().encode(), key) and found is None:
+                    found = name
+        return found
 
 
 class HostGuard:

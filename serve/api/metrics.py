@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -64,6 +65,8 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[Totals], Histogram]], ...] = (
     ("eagle:request_seconds", "From a request's arrival to its end", lambda t: t.whole),
 )
 _DISK = "eagle:prefix_disk"
+_ABOUT_CACHE = re.compile("cached_prompt|prefix_")
+"""Metrics by which one client could tell, between two requests, whether a text was in the prefix cache."""
 _DISK_COUNTERS: tuple[tuple[str, str, Callable[[DiskTier], float]], ...] = (
     (f"{_DISK}_hits", "Prompts that went on from files", lambda d: d.hits),
     (f"{_DISK}_tokens", "Their tokens that came from files", lambda d: d.tokens),
@@ -85,6 +88,11 @@ class ServerCollector(Collector):
         self._models = models
 
     def collect(self) -> Iterator[Metric]:
+        for metric in self._all():
+            if self._models.settings.cache_report or not _ABOUT_CACHE.search(metric.name):
+                yield metric
+
+    def _all(self) -> Iterator[Metric]:
         services = [(each.name, each) for each in self._models.services.values()]
         totals = [(name, each.totals) for name, each in services]
         disks = [(name, each.prefix_files) for name, each in services]

@@ -103,6 +103,8 @@ class Request(Body):
     num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
     t_max_predict_ms: float | None = Field(None, ge=0)
     """From the first token to the end of an answer; 0 is no limit. As in llama.cpp, but at any place in a line."""
+    cache_salt: str | None = Field(None, min_length=1)
+    """Only requests with the same one share what the prefix cache has; the name is vLLM's."""
     # Of no consequence here: who asks, what for, and what OpenAI's own servers do about it.
     user: str | None = None
     safety_identifier: str | None = None

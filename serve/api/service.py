@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from time import perf_counter
 from typing import Any, Literal
@@ -34,6 +34,9 @@ class Settings:
 
     limits: Limits = field(default_factory=Limits)
     api_key: str | None = None
+    """What clients must send: a key, or several with spaces between them. Each has a prefix cache of its own."""
+    cache_report: bool = True
+    """Whether answers, streams and metrics tell how much came from the prefix cache."""
     origins: tuple[str, ...] = ()
     """Web pages of these origins may use the server; `*` is all."""
     hosts: tuple[str, ...] | None = None
@@ -190,6 +193,8 @@ class Call:
 
     def __init__(self, service: Service, slots: int, client: str):
         self.service, self.slots, self.client = service, slots, client
+        self.namespace = ""
+        """Whose texts in the prefix cache it shares."""
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
         self.arrived = perf_counter()
@@ -209,7 +214,7 @@ class Call:
     def submit(self, requests: Sequence[Request], answer_seconds: float = inf) -> None:
         """answer_seconds: for each of them, from its first token."""
         for request in requests:
-            request.client = self.client
+            request.client, request.namespace = self.client, self.namespace
         self.job = self.service.worker.submit(requests, TimeLimits(self.deadline, answer_seconds))
 
     async def has_begun(self, seconds: float) -> bool:
@@ -224,7 +229,7 @@ class Call:
         loaded = self.service.worker.loaded
         if loaded is None or self.job is None:
             return None
-        return waits_for(loaded.engine, self.job.requests)
+        return waits_for(loaded.engine, self.job.requests, self.service.settings.cache_report)
 
     async def events(self) -> list[RequestEvent]:
         """The events of its requests that wait, at least one."""
@@ -236,7 +241,7 @@ class Call:
         for output in (event.output for event in found if event.output is not None):
             self.service.totals.prompt_tokens += output.prompt_tokens
             self.service.totals.cached_tokens += output.cached_tokens
-        return found
+        return found if self.service.settings.cache_report else list(map(_uncounted, found))
 
     def close(self) -> None:
         """Free its slots, and cancel requests that have not ended."""
@@ -252,3 +257,9 @@ class Call:
             self.service.worker.cancel(self.job)
         self.service.totals.ended(how, perf_counter() - self.arrived)
         self.service.release(self)
+
+
+def _uncounted(event: RequestEvent) -> RequestEvent:
+    """An event that does not tell how much of the prompt came from the prefix cache."""
+    output = event.output
+    return event if output is None else replace(event, output=replace(output, cached_tokens=0))

@@ -100,6 +100,26 @@ def written(by: em.Engine) -> None:
     assert disk(by).close(60)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_16_files_of_a_namespace_are_of_no_use_to_another(tmp_path: Path, kind: str) -> None:
+    prompt = list(range(40))
+
+    def cached(by: em.Engine, namespace: str) -> int:
+        row = by.prepare(prompt, GREEDY)
+        row.namespace = namespace
+        by.submit(row)
+        while row.finish_reason is None:
+            by.step()
+        return row.cached_tokens
+
+    first = engine(tmp_path, kind)
+    assert [cached(first, each) for each in ("a", "b", "")] == [0, 0, 0]
+    assert min(cached(first, each) for each in ("a", "b", "")) > 20
+    written(first)
+    again = engine(tmp_path, kind)
+    assert [cached(again, each) > 20 for each in ("c", "b", "a", "")] == [False, True, True, True]
+
+
 @pytest.mark.parametrize(
     ("kind", "drafts", "params"), diagonal(KINDS, ["none", "head", "draft", "hybrid"], [GREEDY, SEEDED])
 )

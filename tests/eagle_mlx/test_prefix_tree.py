@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -150,3 +151,24 @@ def test_a_text_of_very_many_pieces_is_found() -> None:
     found = tree.find(np.arange(399))
     assert found is not None
     assert (found.length, len(found.pieces), len(tree)) == (399, 399, 1)
+
+
+def test_16_namespaces_share_bytes_and_nothing_else() -> None:
+    tree, keys = PrefixTree[Letters, Place](), (1, 2, 3)
+
+    def insert(namespace: str, limit: float = math.inf) -> bool:
+        return tree.insert(np.array(keys), Place(keys, 0, 1), lambda a, b: Letters(keys[a:b]), limit, namespace)
+
+    assert insert("a")
+    one = tree.nbytes
+    assert tree.find(np.array(keys)) is None
+    assert tree.find(np.array(keys), 1, "b") is None
+    assert insert("b")
+    assert insert("")
+    assert tree.nbytes == 3 * one
+    assert all(tree.find(np.array(keys), 1, each) is not None for each in ("b", "", "a"))
+    tree.trim(one)
+    assert [tree.find(np.array(keys), 1, each) is not None for each in ("a", "b", "")] == [True, False, False]
+    tree.trim(0)
+    assert tree.nbytes == len(tree) == 0
+    assert insert("a")

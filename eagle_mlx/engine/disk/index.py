@@ -18,7 +18,7 @@ Of a model of 4B parameters that is 38 MB, which a disk reads at full speed; dam
 and the caches that grow in steps of mlx-lm have blocks of this length too.
 """
 ROOT = "0" * 32
-"""The digest of no text."""
+"""The digest of no text, of requests without a namespace."""
 _NAME = re.compile(r"(block|place)-(\d{8})-([0-9a-f]{32})\.safetensors")
 
 
@@ -75,6 +75,11 @@ class Match:
         return sum(entry.nbytes for entry in self.entries)
 
 
+def root_of(namespace: str) -> str:
+    """Return the digest of no text in a namespace: what all files of its texts begin with, and no others."""
+    return hashlib.blake2b(namespace.encode(), digest_size=16, person=b"namespace").hexdigest() if namespace else ROOT
+
+
 def digest(parent: str, keys: Keys) -> str:
     return hashlib.blake2b(bytes.fromhex(parent) + keys.tobytes(), digest_size=16).hexdigest()
 
@@ -85,9 +90,9 @@ def start_of(name: str) -> int | None:
     return int(found[2]) if found else None
 
 
-def blocks_of(keys: Keys) -> Iterator[tuple[str, int, Keys]]:
+def blocks_of(keys: Keys, namespace: str = "") -> Iterator[tuple[str, int, Keys]]:
     """The blocks of a text: what is before each as a digest, its start and its keys. The last may be short."""
-    parent = ROOT
+    parent = root_of(namespace)
     for start in range(0, len(keys), BLOCK):
         own = keys[start : start + BLOCK]
         yield parent, start, own
@@ -139,13 +144,13 @@ class Index:
         found, shared = self._closest(parent, keys)
         return found.name if found is not None and shared == len(keys) else None
 
-    def find(self, keys: Keys) -> Match | None:
+    def find(self, keys: Keys, namespace: str = "") -> Match | None:
         """The longest beginning of a text that files have.
 
         A place a few positions behind where the texts part is not looked for in the next block.
         """
         best: Match | None = None
-        path, parent, at = list[Entry](), ROOT, 0
+        path, parent, at = list[Entry](), root_of(namespace), 0
         while True:
             rest = keys[at : at + BLOCK]
             block, shared = self._closest(parent, rest)

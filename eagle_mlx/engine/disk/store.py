@@ -75,9 +75,9 @@ class Store:
         except OSError:
             return []
 
-    def find(self, keys: Keys) -> Match | None:
+    def find(self, keys: Keys, namespace: str = "") -> Match | None:
         with self._lock:
-            return self._index.find(keys)
+            return self._index.find(keys, namespace)
 
     def lacks(self, text: Iterable[Entry]) -> tuple[list[Entry], list[str]]:
         """Of the files of a text those that are not here, and the names of those that are."""
@@ -171,10 +171,10 @@ class Store:
             (self.folder / name).unlink(missing_ok=True)
 
 
-def files_of(keys: Keys, positional: bool, shortest: int) -> list[Entry]:
+def files_of(keys: Keys, positional: bool, shortest: int, namespace: str = "") -> list[Entry]:
     """The files that a text is made of: its blocks, and its end where blocks are not all."""
     entries, end = list[Entry](), None
-    for parent, start, own in blocks_of(keys):
+    for parent, start, own in blocks_of(keys, namespace):
         entries.append(Entry("block", parent, start, own))
         end = entries[-1]
     if not positional and end is not None:

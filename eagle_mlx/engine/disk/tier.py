@@ -116,9 +116,9 @@ class DiskTier:
             return True
         return False
 
-    def find(self, keys: Keys) -> Match | None:
-        """The longest beginning of a text that files have."""
-        return self.store.find(keys)
+    def find(self, keys: Keys, namespace: str = "") -> Match | None:
+        """The longest beginning of a text that files have, of texts of a namespace (`Request.namespace`)."""
+        return self.store.find(keys, namespace)
 
     def advance(self, match: Match, known: int) -> Match | None:
         """Read some more of what was found; what can be taken over now, None where it is nothing yet.
@@ -182,7 +182,7 @@ class DiskTier:
         `outline`: at its end. `new`: of its last positions, from the first number on, a piece that has been computed.
         What else is missing is copied from `past`.
         """
-        text = files_of(keys, self.store.positional, outline.shortest(0))
+        text = files_of(keys, self.store.positional, outline.shortest(0), past.namespace)
         missing, here = self.store.lacks(text)
         missing = [entry for entry in missing if not self.writer.is_waiting(entry)]
         if not missing:

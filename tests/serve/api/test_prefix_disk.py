@@ -15,7 +15,7 @@ from eagle_mlx.serve.api.loader import LoadConfig, load
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.speculation import Speculation
 from tests.fakes import tiny_target_folder
-from tests.serve.api.live import NAME, Live, live
+from tests.serve.api.live import NAME, Live, live, wide
 from tests.serve.api.test_life import hold
 from tests.serve.api.test_prefixes import SYSTEM, user
 from tests.serve.api.test_prefixes import load as hybrid
@@ -70,6 +70,26 @@ def test_a_server_that_is_restarted_under_load_goes_on_where_it_was(tmp_path: Pa
     assert numbers["eagle:prefix_disk_read_bytes_total"] > 0
     assert numbers["eagle:prefix_disk_passed_over_total"] == numbers["eagle:prefix_disk_left_out_total"] == 0
     assert 0 < numbers["eagle:prefix_disk_bytes"] <= numbers["eagle:prefix_disk_bytes_max"] == 1 << 30
+
+
+def test_16_after_a_restart_files_serve_the_key_and_salt_that_wrote_them(tmp_path: Path) -> None:
+    keys = wide(api_key="mine yours")
+
+    def cached(running: Live, key: str, salt: str | None = None) -> bool:
+        body = {"messages": [SYSTEM, user(QUESTIONS[0])], "max_tokens": 5} | ({"cache_salt": salt} if salt else {})
+        answer = running.http.post("/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+    with live(with_files(tmp_path), keys) as running:
+        assert [cached(running, "mine"), cached(running, "mine", "pepper")] == [False, False]
+    with live(with_files(tmp_path), keys) as restarted:
+        assert not cached(restarted, "yours")
+        assert not cached(restarted, "mine", "salt")
+        assert cached(restarted, "mine")
+        assert cached(restarted, "mine", "pepper")
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert files
+    assert not any(b"pepper" in file.read_bytes() for file in files)
 
 
 def test_the_flags_open_the_folder_and_say_so(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import eagle_mlx as em
 from eagle_mlx.serve.api.model import Loaded
 from tests.architectures import COMMON, CONFIGS
 from tests.fakes import embedded_tokenizer, randomize
-from tests.serve.api.live import NAME, Live, live
+from tests.serve.api.live import NAME, Live, live, wide
 
 SYSTEM = {"role": "system", "content": "You write Python and nothing else. " * 6}
 HEADER = "x-anthropic-billing-header: cc_version=2.1; cch={};\n"
@@ -72,3 +72,61 @@ def test_a_header_that_changes_is_left_out_and_what_else_changes_is_named_once(
             chat += [{"role": "assistant", "content": str(number)}, user("Go on, please.")]
     [said] = caplog.messages
     assert said.startswith("messages[0] (system) has changed")
+
+
+MESSAGES, RESPONSES, CHAT = "/v1/messages", "/v1/responses", "/v1/chat/completions"
+TEXT = "The password of the door is 4711, and nobody else may know it. " * 3
+
+
+def cached_tokens(running: Live, path: str, key: str = "", **more: Any) -> int:
+    """Tokens of a prompt that were taken over, as this API tells it."""
+    asked = {"input": TEXT} if path == RESPONSES else {"messages": [user(TEXT)], "max_tokens": 3}
+    body = asked | ({"max_output_tokens": 3} if path == RESPONSES else {}) | more
+    answer = running.http.post(path, json=body, headers={"x-api-key": key, "Authorization": ""}).json()
+    usage = answer["usage"]
+    if path == MESSAGES:
+        told: int = usage["cache_read_input_tokens"]
+        assert usage["input_tokens"] + told == len(running_prompt(running))
+        return told
+    told = usage["prompt_tokens_details" if path == CHAT else "input_tokens_details"]["cached_tokens"]
+    assert answer["timings"]["cache_n"] == told
+    return told
+
+
+def running_prompt(running: Live) -> list[int]:
+    assert running.service.loaded is not None
+    return running.service.loaded.chat.prompt([user(TEXT)])
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+def test_16_what_another_key_or_salt_has_sent_cannot_be_told(path: str) -> None:
+    with live(load, wide(api_key="mine yours")) as running:
+        assert cached_tokens(running, path, "mine") == 0
+        assert cached_tokens(running, path, "yours") == 0
+        assert cached_tokens(running, path, "mine") > 16
+        assert cached_tokens(running, path, "mine", cache_salt="pepper") == 0
+        assert cached_tokens(running, path, "yours", cache_salt="pepper") == 0
+        assert cached_tokens(running, path, "mine", cache_salt="pepper") > 16
+        refused = running.http.post(path, json={"cache_salt": ""}, headers={"x-api-key": "mine"})
+        assert refused.status_code == 400
+        assert running.http.post(path, json={}, headers={"x-api-key": "mine yours"}).status_code == 401
+
+
+def test_16_without_keys_requests_share_unless_they_are_salted() -> None:
+    with live(load) as running:
+        assert cached_tokens(running, CHAT) == 0
+        assert cached_tokens(running, MESSAGES) > 16
+        assert cached_tokens(running, CHAT, cache_salt="pepper") == 0
+
+
+def test_16_counts_can_be_hidden() -> None:
+    with live(load, wide(cache_report=False)) as running:
+        for path in (CHAT, CHAT, MESSAGES, RESPONSES):
+            assert cached_tokens(running, path) == 0
+        assert running.service.totals.cached_tokens > 0
+        metrics = running.http.get("/metrics").text
+        assert "eagle:prompt_tokens_total" in metrics
+        assert "cached" not in metrics
+        assert "prefix" not in metrics
+        body = {"messages": [user(TEXT)], "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
+        assert '"cached_tokens":0' in running.http.post(CHAT, json=body).text

@@ -113,6 +113,14 @@ def long_bodies() -> dict[str, dict[str, Any]]:
     }
 
 
+def test_16_a_stream_tells_no_counts_of_a_prompt_if_they_are_hidden() -> None:
+    with gated(max_batch=1, cache_report=False) as (server, gate):
+        stream = Stream(server, COMPLETIONS, {"prompt": LONG, "max_tokens": 2})
+        assert stream.comment() == "waiting, 0 requests before this one"
+        gate.let(2)
+        assert stream.comment() == "reading the prompt"
+
+
 def test_a_stream_says_how_far_its_prompt_has_been_read_and_who_goes_before_it() -> None:
     with gated(max_batch=1) as (server, gate):
         first = Stream(server, COMPLETIONS, {"prompt": LONG, "max_tokens": 2})
