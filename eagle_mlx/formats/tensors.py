@@ -170,7 +170,7 @@ def _check_shards(folder: Path) -> None:
 
 def read_safetensors(file: Path) -> dict[str, mx.array]:
     """The tensors of one file, read when they are used. Raises CheckpointError for a file that is damaged."""
-    _check_length(file)
+    check_length(file)
     try:
         loaded = mx.load(str(file))
     except (RuntimeError, ValueError) as e:
@@ -229,7 +229,7 @@ def check_shapes(where: Path, tensors: Mapping[str, mx.array], expected: Mapping
         raise CheckpointError(f"the tensors in {where} do not fit its config.json; " + "; ".join(problems))
 
 
-def _check_length(file: Path) -> None:
+def check_length(file: Path) -> None:
     """A file cut short loads lazily and fails late, or not at all: compare its size with what its header promises."""
     size = file.stat().st_size
     header, begins = _header(file)

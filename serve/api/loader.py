@@ -83,15 +83,7 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
 
     Raises an EagleError that says what is wrong.
     """
-    target = config.options.load(config.target)
-    if target.tokenizer is None:
-        raise TargetError(f"{config.target} has no tokenizer, so it cannot be served")
-    if config.max_context is not None:
-        if config.max_context > target.context_length:
-            raise ConfigError(
-                f"--max-context {config.max_context} is more than the {target.context_length} tokens of {config.target}"
-            )
-        target.context_length = config.max_context
+    target = load_target(config)
     speculation, proposer = load_proposer(config.speculation, target, config.target, say)
     config.options.wire_active()
     config = replace(config, speculation=speculation)
@@ -119,6 +111,20 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     for line in _description(config, loaded):
         say(line)
     return loaded
+
+
+def load_target(config: LoadConfig, lazy: bool = False) -> Target:
+    """Load the target; with `lazy`, read only the headers of its weights. Raises EagleError if it cannot be served."""
+    target = config.options.load(config.target, lazy=lazy)
+    if target.tokenizer is None:
+        raise TargetError(f"{config.target} has no tokenizer, so it cannot be served")
+    if config.max_context is not None:
+        if config.max_context > target.context_length:
+            raise ConfigError(
+                f"--max-context {config.max_context} is more than the {target.context_length} tokens of {config.target}"
+            )
+        target.context_length = config.max_context
+    return target
 
 
 def check(loaded: Loaded, say: Callable[[str], None]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import Literal
 
@@ -43,6 +44,8 @@ class Models:
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._taken: dict[str, int] = {}
         """Bytes of those that are loaded, or being loaded."""
+        self._checking = ThreadPoolExecutor(1, "checking")
+        """One thread, because MLX keeps something of each that has used it."""
         self._turn = asyncio.Lock()
         self._room = asyncio.Event()
         """Set whenever a model may have become idle."""
@@ -76,6 +79,7 @@ class Models:
     def stop(self) -> None:
         """End the threads, whatever they are doing."""
         self.pools.close()
+        self._checking.shutdown(wait=False, cancel_futures=True)
         for service in self.services.values():
             service.worker.stop()
         for service in self.services.values():
@@ -152,7 +156,7 @@ class Models:
             await self._end(service)  # where its engine has died
             service.state = "loading"
             try:
-                needed = await asyncio.to_thread(service.source.nbytes)
+                needed = await self._checked(service.source)
                 await self._make_room(service, needed)
                 self._taken[service.name] = needed
                 await service.worker.load()
@@ -166,18 +170,27 @@ class Models:
                     service.worker.failure = None  # the next request may have more luck
                 if not isinstance(e, EagleError):
                     log.error("model %s could not be loaded", service.name, exc_info=e)
-                reason = str(e) if isinstance(e, EagleError) else f"{type(e).__name__}: {e}"
-                said = f"model {service.name!r} could not be loaded: {reason}"
+                elif service.name not in self._starting:  # else the server ends, and says it then
+                    log.error("model %s could not be loaded: %s", service.name, e)
+                # The reason may name folders of this machine, which are no client's business.
+                said = f"model {service.name!r} could not be loaded; the server's log says why"
                 raise ApiError(500, said, code="model_not_loaded") from e
             service.state = "loaded"
             self._starting.discard(service.name)
+
+    async def _checked(self, source: Source) -> int:
+        """Return the bytes that a model takes. Raises what its files tell of why it cannot be loaded."""
+        loop = asyncio.get_running_loop()
+        needed = await loop.run_in_executor(self._checking, source.nbytes)
+        if self._nbytes is not None and needed > self._nbytes:
+            raise EagleError(f"it takes {gb(needed)}, and there are {gb(self._nbytes)} for all models (--memory-gb)")
+        await loop.run_in_executor(self._checking, source.check)
+        return needed
 
     async def _make_room(self, service: Service, needed: int) -> None:
         """Unload who has been idle for longest until so many bytes are free. Raises ApiError 503 if it is too late."""
         if self._nbytes is None:
             return
-        if needed > self._nbytes:
-            raise EagleError(f"it takes {gb(needed)}, and there are {gb(self._nbytes)} for all models (--memory-gb)")
         until = monotonic() + self.settings.limits.room_seconds
         while sum(self._taken.values()) + needed > self._nbytes:
             idle = [each for each in self.services.values() if each.state == "loaded" and each.idle]

@@ -61,6 +61,8 @@ class Source:
     max_batch: int = 8
     nbytes: Callable[[], int] = lambda: 0
     """The memory that it takes when it is loaded, keys and values with it. Raises what `load` may raise."""
+    check: Callable[[], None] = lambda: None
+    """Raises what `load` would raise, as far as its files tell that. It takes little time and memory."""
 
 
 class Service:

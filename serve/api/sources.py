@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from eagle_mlx import hub, memory
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.errors import ConfigError, TargetError
+from eagle_mlx.formats.tensors import check_length
 from eagle_mlx.memory import gb
+from eagle_mlx.target_options import TargetOptions
 
 from ..speculation import AUTO, NO_HEAD
-from .loader import LoadConfig, load
+from .loader import LoadConfig, load, load_target
 from .service import Source
 
 Say = Callable[[str], None]
@@ -52,6 +54,7 @@ def _shared(name: str, config: LoadConfig, nbytes: int, count: int, say: Say) ->
         lambda: load(_sized(config, nbytes, count)[0], about),
         config.max_batch,
         lambda: _sized(config, nbytes, count)[1],
+        lambda: check_files(config),
     )
 
 
@@ -68,12 +71,33 @@ def weights_bytes(config: LoadConfig) -> int:
 
     A head that is looked for is not among them. Raises EagleError where a model cannot be had.
     """
+    return sum(file.stat().st_size for folder in _folders(config) for file in _weights(folder))
+
+
+def check_files(config: LoadConfig) -> None:
+    """Raise an EagleError if a model that is named cannot be loaded from its files.
+
+    Reads configs, tokenizer and the headers of weights, and so takes little time and memory. Another model is unloaded
+    only after this.
+    """
+    for folder in _folders(config):
+        if not (files := _weights(folder)):
+            raise TargetError(f"{folder} has no weights; fetch or make them again")
+        for file in files:
+            if file.suffix == ".safetensors":
+                check_length(file)
+    load_target(config, lazy=True)
+    if config.speculation.draft_model is not None:
+        TargetOptions().load(config.speculation.draft_model, lazy=True)
+
+
+def _folders(config: LoadConfig) -> list[Path]:
+    """The folders of the target, and of the head or draft model that is named. Fetches what is not here."""
     speculation = config.speculation
     head = None if speculation.head in (AUTO, NO_HEAD) else speculation.head
     named = [config.target, *(place for place in (head, speculation.draft_model) if place is not None)]
-    return sum(_files_bytes(hub.resolve(place, config.options.trust_remote_code)) for place in named)
+    return [hub.resolve(place, config.options.trust_remote_code) for place in named]
 
 
-def _files_bytes(folder: Path) -> int:
-    files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
-    return sum(file.stat().st_size for file in files)
+def _weights(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from threading import Event
 from typing import NoReturn
 
@@ -20,10 +22,14 @@ import eagle_mlx as em
 from eagle_mlx.errors import TargetError
 from eagle_mlx.serve.api import flow
 from eagle_mlx.serve.api.limits import Limits
+from eagle_mlx.serve.api.loader import LoadConfig
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.models import Models
 from eagle_mlx.serve.api.service import Settings, Source
-from tests.fakes import tiny_target
+from eagle_mlx.serve.api.sources import several as several_sources
+from eagle_mlx.serve.api.sources import weights_bytes
+from eagle_mlx.serve.speculation import Speculation
+from tests.fakes import tiny_target, tiny_target_folder
 from tests.serve.api.live import DEPTH, Live, live, wide
 from tests.serve.api.test_status import samples
 
@@ -212,13 +218,58 @@ def test_a_load_that_fails_is_told_and_may_be_tried_again(wanted: dict[str, str]
             assert answer.status_code == 500
             error = answer.json()["error"]
             assert error["code"] == "model_not_loaded"
-            assert error["message"] == "model 'a' could not be loaded: there is no folder a"
+            assert error["message"] == "model 'a' could not be loaded; the server's log says why"
         answer = server.http.post(MESSAGES, json={"model": "a", "messages": SAID, "max_tokens": 4})
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "api_error")
         assert states(server)["a"] == "failed"
         loads.before = lambda name: None
         assert complete(server, "a").json()["choices"][0]["text"] == wanted["a"]
         assert states(server)["a"] == "loaded"
+
+
+def truncate(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def replace_weights(folder: Path) -> None:
+    shutil.copy(tiny_target_folder(folder / "other", layers=1) / "model.safetensors", folder / "model.safetensors")
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "cannot be loaded as a target"),
+    "unknown": (lambda folder: (folder / "config.json").write_text('{"model_type": "new"}'), "new not supported"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{"), "no tokenizer"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+    "cut short": (truncate, "its header promises"),
+    "others": (replace_weights, "cannot be loaded as a target"),
+    "gone": (shutil.rmtree, "there is no folder"),
+}
+
+
+def test_18_models_that_cannot_be_loaded_leave_one_that_works_where_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    works = tiny_target_folder(tmp_path / "works", layers=2)
+    for name, (damage, _) in DAMAGES.items():
+        damage(Path(shutil.copytree(works, tmp_path / name)))
+    configs = {
+        name: LoadConfig(tmp_path / name, Speculation(mode="none"), kv_bytes=1 << 22) for name in ("works", *DAMAGES)
+    }
+    nbytes = (1 << 22) + weights_bytes(configs["works"]) + 1000  # room for one
+    models = Models(wide(), several_sources(configs, nbytes, lambda _: None), nbytes)
+    with live(models=models) as server:
+        assert complete(server, "works").status_code == 200
+        for name in DAMAGES:
+            answer = complete(server, name)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "model_not_loaded")
+            assert str(tmp_path) not in answer.text
+        assert states(server) == {"works": "loaded"} | dict.fromkeys(DAMAGES, "failed")
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    for line, (name, (_, said)) in zip(errors, DAMAGES.items(), strict=True):
+        assert line.startswith(f"model {name} could not be loaded")
+        assert said in line, (name, line)
 
 
 def test_a_model_whose_engine_dies_is_loaded_anew(wanted: dict[str, str]) -> None:
@@ -251,7 +302,7 @@ def test_a_stream_whose_model_is_being_loaded_gives_signs_of_life(fails: bool, m
             raise TargetError("it is broken")
 
     loads.before = slow
-    told = "model 'a' could not be loaded: it is broken"
+    told = "model 'a' could not be loaded; the server's log says why"
     for path, body, alive, ends in [
         (CHAT, {"messages": SAID, "max_tokens": 4}, ": waiting", "data: [DONE]"),
         (MESSAGES, {"messages": SAID, "max_tokens": 4}, "event: ping", "event: message_stop"),
