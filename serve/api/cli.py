@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import math
 import os
 import socket
@@ -17,6 +18,7 @@ from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.memory import gb
 
 from ..memory import bytes_of
+from . import log
 from .app import create_app
 from .guard import check_trusted, is_loopback
 from .limits import Limits
@@ -76,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command() -> NoReturn:
     """Run eagle-serve as a process, which ends with `main`'s exit status."""
+    log.set_up()
     status = main()
+    logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     # When the engine's thread ends it gives up MLX's compiled functions, which are Python objects. That comes after it
@@ -85,8 +89,13 @@ def command() -> NoReturn:
 
 
 def say(text: str) -> None:
-    """A line about the run."""
+    """Print a line about the start of the server. What comes after it goes to the log, with time and level."""
     print(text, file=sys.stderr, flush=True)
+
+
+def note(text: str) -> None:
+    """Log a line about the running server."""
+    logging.getLogger("eagle_mlx.serve").info("%s", text)
 
 
 def _checked(name: str, config: LoadConfig) -> bool:
@@ -108,7 +117,7 @@ def _serve(configs: dict[str, LoadConfig], settings: Settings, args: argparse.Na
         models = _models(configs, settings, args)
         if settings.api_key is None and not is_local:
             say(f"note: whoever reaches {args.host} can use this server; an --api-key would keep others out")
-        run(Server(create_app(models), say), sock)
+        run(Server(create_app(models), say, note), sock)
 
 
 def _models(configs: dict[str, LoadConfig], settings: Settings, args: argparse.Namespace) -> Models:
@@ -116,9 +125,14 @@ def _models(configs: dict[str, LoadConfig], settings: Settings, args: argparse.N
     if args.models is None:
         ((name, config),) = configs.items()
         say(f"model: {name}")
-        return Models(settings, [single(name, config, say)], at_start=True)
+
+        def tell(text: str) -> None:  # later, the model may be unloaded by hand, and loaded again
+            (say if models.state == "starting" else note)(text)
+
+        models = Models(settings, [single(name, config, tell)], at_start=True)
+        return models
     nbytes = budget(bytes_of("--memory-gb", args.memory_gb))
-    sources = several(configs, nbytes, say)
+    sources = several(configs, nbytes, note)
     say(f"models: {', '.join(configs)}; loaded when they are asked for, within {gb(nbytes)}")
     return Models(settings, sources, nbytes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import re
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
@@ -15,6 +16,7 @@ from eagle_mlx.errors import ConfigError
 
 from .errors import ApiError
 
+log = logging.getLogger("eagle_mlx.serve")
 Address = IPv4Address | IPv6Address
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::\d+)?", re.IGNORECASE)
@@ -43,6 +45,8 @@ class KeyGuard:
         if scope["type"] != "http" or scope["path"] in OPEN or key is not None:
             await self.app(scope, receive, send)
             return
+        client = scope.get("client") or ("unknown", 0)
+        log.warning("refused with 401: the API key is missing or wrong; client %s", client[0])
         headers = {"WWW-Authenticate": "Bearer"}
         refusal = ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=headers)
         await refusal.response(scope["path"], Headers(scope=scope))(scope, receive, send)

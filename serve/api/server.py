@@ -25,10 +25,14 @@ class Server(uvicorn.Server):
     After `drain_seconds`, or at a second signal, those that are left end with an error.
     """
 
-    def __init__(self, app: FastAPI, say: Callable[[str], None] = lambda _: None):
+    def __init__(
+        self, app: FastAPI, say: Callable[[str], None] = lambda _: None, note: Callable[[str], None] = lambda _: None
+    ):
+        """say: told when it is ready. note: told what happens later."""
         config = uvicorn.Config(
             app,
             log_level="warning",
+            log_config=None,  # its lines go where all others go (`log.py`)
             access_log=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=5,
@@ -39,10 +43,11 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.models: Models = app.state.models
-        self._say = say
+        self._say, self._note = say, note
         self._announced = False
         self._end: float | None = None
         """When what is under way must have finished."""
+        self._draining = False
         self._abandoned = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -65,11 +70,14 @@ class Server(uvicorn.Server):
 
     def _drain(self, now: float) -> None:
         assert self._end is not None
+        if not self._draining:
+            self._draining = True
+            self._note(f"draining: no new requests; those under way have {max(0.0, self._end - now):.0f} s")
         if self.models.idle or now > self._end + _LAST_WORDS:
             self.should_exit = True
         elif now > self._end and not self._abandoned:
             self._abandoned = True
-            self._say("the time to drain is over; requests under way end with an error")
+            self._note("the time to drain is over; requests under way end with an error")
             self.models.abort_all("the server is shutting down")
 
     def _addresses(self) -> list[str]:

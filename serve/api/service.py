@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ from .totals import Totals
 from .waits import waits_for
 from .worker import Job, RequestEvent, TimeLimits, Worker
 
+log = logging.getLogger("eagle_mlx.serve")
 _RESERVED_SHARE = 8
 """One of so many slots is reserved for clients that have none, so that no client can take them all."""
 State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
@@ -179,6 +181,7 @@ class Service:
         has_some = self._encoding[client] or any(call.client == client and call.unfinished for call in self._calls)
         if self.slots_taken + count > slots - (slots // _RESERVED_SHARE if has_some else 0):
             self.totals.requests["refused"] += 1
+            log.warning("refused with 429: the queue of model %s is full; client %s", self.name, client or "unknown")
             seconds = str(self._retry_after())
             raise ApiError(
                 429, "the queue is full; try again later", code="queue_full", headers={"Retry-After": seconds}

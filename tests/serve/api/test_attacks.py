@@ -265,7 +265,9 @@ def test_a_short_request_does_not_wait_for_all_of_another_clients() -> None:
         assert "".join(pieces).endswith("data: [DONE]\n\n")
 
 
-def test_15_addresses_that_a_client_makes_up_take_one_clients_places(encoder: LongTexts) -> None:
+def test_15_addresses_that_a_client_makes_up_take_one_clients_places(
+    encoder: LongTexts, caplog: pytest.LogCaptureFixture
+) -> None:
     forged = {"X-Forwarded-For": "192.0.2.99"}
     with ExitStack() as stack:
         server = stack.enter_context(live(unbounded, wide(Limits(queue=12))))
@@ -274,6 +276,7 @@ def test_15_addresses_that_a_client_makes_up_take_one_clients_places(encoder: Lo
         server.until(lambda: server.service.slots_taken == 14)
         assert server.http.post("/tokenize", json={"prompt": "x"}, headers=forged).status_code == 429
         encoder.go_on.set()
+    assert caplog.messages == ["refused with 429: the queue of model tiny is full; client 127.0.0.1"]
 
 
 def test_one_client_cannot_take_all_places(encoder: LongTexts) -> None:

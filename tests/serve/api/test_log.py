@@ -1,0 +1,85 @@
+"""What the log has: times and levels, one line for each refusal, and no endless repeats."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+
+import pytest
+
+from eagle_mlx.serve.api.log import PERIOD, LogHandler
+from tests.serve.api.live import live, wide
+
+LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} (DEBUG|INFO|WARNING|ERROR) [\w.]+: .+")
+
+
+class Log:
+    """A logger whose handler reads its clock here."""
+
+    def __init__(self) -> None:
+        self.now, self._stream = 0.0, io.StringIO()
+        self.handler = LogHandler(self._stream, lambda: self.now)
+        self.logger = logging.Logger("eagle_mlx.test")
+        self.logger.addHandler(self.handler)
+
+    @property
+    def written(self) -> str:
+        return self._stream.getvalue()
+
+    @property
+    def lines(self) -> list[str]:
+        """What was written since this was last asked, without times."""
+        written = self.written.splitlines()
+        self._stream.truncate(0)
+        self._stream.seek(0)
+        assert all(LINE.fullmatch(line) for line in written), written
+        return [line.split(" ", 1)[1] for line in written]
+
+
+def test_20_a_line_that_repeats_is_counted_once_a_minute() -> None:
+    log = Log()
+    for _ in range(3):
+        log.logger.warning("no room for %s", "a")
+    log.logger.warning("no room for %s", "b")
+    assert log.lines == ["WARNING eagle_mlx.test: no room for a", "WARNING eagle_mlx.test: no room for b"]
+    for minute in range(1, 3):
+        log.now = minute * PERIOD
+        log.logger.warning("no room for %s", "a")
+        assert log.lines == [f"WARNING eagle_mlx.test: no room for a; repeated {3 - minute} times in 60 s"]
+    log.now = 3 * PERIOD
+    log.logger.info("100 %")
+    assert log.lines == [
+        "WARNING eagle_mlx.test: no room for a; repeated 1 times in 60 s",
+        "INFO eagle_mlx.test: 100 %",
+    ]
+    log.now = 5 * PERIOD
+    log.logger.warning("no room for %s", "a")
+    log.logger.warning("no room for %s", "a")
+    assert log.lines == ["WARNING eagle_mlx.test: no room for a"]
+    log.handler.close()
+    assert log.lines == ["WARNING eagle_mlx.test: no room for a; repeated 1 times in 60 s"]
+
+
+def test_20_lines_that_differ_in_endless_details_are_bounded() -> None:
+    log = Log()
+    for number in range(10_000):
+        log.logger.warning("refused %d", number)
+    assert len(log.lines) < 300
+
+
+def test_20_the_same_words_about_another_error_are_another_line() -> None:
+    log = Log()
+    for error in (ValueError("a"), ValueError("b"), ValueError("b")):
+        log.logger.error("it failed", exc_info=error)
+    assert log.written.count("it failed") == 2
+
+
+def test_20_a_refused_key_is_one_line_with_the_address_and_no_secret(caplog: pytest.LogCaptureFixture) -> None:
+    with live(settings=wide(api_key="sesame", forwarded_allow_ips=("127.0.0.1",))) as server:
+        headers = {"X-Forwarded-For": "192.0.2.7", "x-api-key": "guessed", "Authorization": "Bearer guessed"}
+        assert server.http.get("/v1/models?key=guessed", headers=headers).status_code == 401
+        assert server.http.get("/v1/models").status_code == 200
+    [record] = [each for each in caplog.records if "401" in each.getMessage()]
+    assert record.getMessage() == "refused with 401: the API key is missing or wrong; client 192.0.2.7"
+    assert not any(secret in caplog.text for secret in ("sesame", "guessed"))
