@@ -22,6 +22,22 @@ _MOST_MALFORMED = 64
 
 _MOST_FUNCTION_GEMMA = 1 << 15
 """Characters of a call: its parser copies what is left for each argument. Its model's context has 32,768 tokens."""
+_MOST_UNCLOSED = 16
+"""Tags between two ends, of which a call has one; a text that is an argument may hold some more."""
+_GLM = (("<arg_key>", "</arg_value>"),)
+_TAGS: dict[str, Sequence[tuple[str, str]]] = {
+    "glm47": _GLM,
+    "laguna": _GLM,
+    "longcat": (("<longcat_arg_key>", "</longcat_arg_value>"),),
+    "kimi_k2": (("<|tool_call_begin|>", "<|tool_call_end|>"),),
+    "kimi_k3": tuple((f"<|open|>{name}", f"<|close|>{name}<|sep|>") for name in ("call", "argument", "json")),
+    "minimax_m2": (("<invoke name=", "</invoke>"), ("<parameter name=", "</parameter>")),
+    "muse_spark": (("<atem:invoke", "</atem:invoke>"), ("<atem:parameter", "</atem:parameter>")),
+    "qwen3_coder": (("<function=", "</function>"), ("<parameter=", "</parameter>")),
+}
+"""By mlx-lm's parser: tags that begin a part of a call, and the text that ends it."""
+_LONG_SPACE = re.compile(r"\s{1024}")
+"""Kimi K2's parser tries each way to divide white space in front of a name."""
 _GEMMA4_QUOTE = '<|"|>'
 _GEMMA4_PART = re.compile(r'<\|"\|>|[{}]|call:[\w-]+\{')
 
@@ -155,15 +171,19 @@ class ToolCallParser:
 
 
 def _is_cheap(parser: str, body: str) -> bool:
-    """Whether mlx-lm's parser reads the body of a call in linear time, as far as is known.
+    """Whether mlx-lm's parser reads the body of a call in about linear time, as far as is known.
 
-    Two parsers search to the end for every call that has no end: 32 KB of `call:f{` took 19 s. A client can make the
-    model write that. What is refused here is no call that they could read.
+    Most parsers search to the end for each tag that lacks its own end: 32 KB of `call:f{` took 19 s. A client can make
+    the model write that. What is refused here is no call that they could read.
     """
     if parser == "function_gemma":
         unclosed = body.count("call:", body.rfind("}") + 1)
         return unclosed <= _MOST_MALFORMED and len(body) <= _MOST_FUNCTION_GEMMA
-    return parser != "gemma4" or _gemma4_closes(body)
+    if parser == "gemma4":
+        return _gemma4_closes(body)
+    if parser == "kimi_k2" and _LONG_SPACE.search(body):
+        return False
+    return all(part.count(start) <= _MOST_UNCLOSED for start, end in _TAGS.get(parser, ()) for part in body.split(end))
 
 
 def _gemma4_closes(body: str) -> bool:

@@ -85,6 +85,29 @@ def test_2_calls_without_an_end_take_linear_time(parser: str, answer: str, body:
     assert is_linear(parse, 400)
 
 
+@pytest.mark.parametrize(
+    ("parser", "answer", "body"),
+    [
+        ("kimi_k3", "<|open|>tools<|sep|>x<|close|>tools<|sep|>", "<|open|>call"),
+        ("kimi_k3", "<|open|>tools<|sep|>x<|close|>tools<|sep|>", "<|open|>call <|sep|><|open|>argument"),
+        ("kimi_k2", "<|tool_calls_section_begin|>x:0<|tool_calls_section_end|>", "  \n " * 4),
+        ("muse_spark", "<atem:function_calls>x</atem:function_calls>", "<atem:invoke "),
+        ("glm47", "<tool_call>f<arg_key>x</arg_value></tool_call>", "</arg_key><arg_key>"),
+        ("longcat", "<longcat_tool_call>fx</longcat_tool_call>", "<longcat_arg_key></longcat_arg_key>"),
+    ],
+)
+def test_2_tags_without_an_end_take_linear_time(parser: str, answer: str, body: str) -> None:
+    """The long ones took 1 to 30 s."""
+    format = format_with_parser(parser)
+
+    def parse(count: int) -> None:
+        reader = AnswerParser(format, [WEATHER])
+        text = answer.replace("x", body * count)
+        assert "".join(delta.content for delta in [*reader.push(text), *reader.finish()]) == text
+
+    assert is_linear(parse, 200)
+
+
 def test_2_calls_of_gemma_4_with_braces_in_texts_are_read() -> None:
     reader = AnswerParser(format_with_parser("gemma4"), [WEATHER])
     deltas = reader.push('<|tool_call>call:get_weather{city:<|"|>{{}}}{<|"|>,more:{a:1}}<tool_call|>')
