@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.errors import ConfigError, PromptError
-from eagle_mlx.sampling_params import Grammar, SamplingParams, StopWatcher
+from eagle_mlx.sampling_params import AsyncGrammar, Grammar, SamplingParams, StopWatcher
 from eagle_mlx.target import Target
 from eagle_mlx.text import IncrementalText
 
@@ -223,14 +223,20 @@ def make_request(target: Target, prompt: Prompt, params: SamplingParams, boundar
     if outside := [boundary for boundary in boundaries if not 0 <= boundary <= len(tokens)]:
         raise PromptError(f"boundaries names {outside[0]}, but the prompt has {len(tokens)} tokens")
     goes_on = params.ignore_eos and params.grammar is None
+    seed = secrets.randbits(63) if params.seed is None else params.seed
+    grammar = params.grammar() if params.grammar else None
+    if isinstance(grammar, AsyncGrammar) and params.rule == "rejection":
+        # A draft whose masks are late is dropped, and what it said decides what of the next one is judged. Rejection
+        # sampling would then be biased. A coupled row draws by (seed, position) alone, whatever is drafted.
+        params = replace(params, acceptance="coupled", seed=seed)
     return Request(
         prompt=tokens,
         params=params,
-        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        seed=seed,
         limit=min(params.max_tokens, context - len(tokens)),
         stop_ids=frozenset(params.stop_token_ids) | (frozenset() if goes_on else target.eos_token_ids),
         stops=_stops(target, params),
-        grammar=params.grammar() if params.grammar else None,
+        grammar=grammar,
         watcher=params.stop_watcher() if params.stop_watcher else None,
         boundaries=tuple(boundaries),
     )

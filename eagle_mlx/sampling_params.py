@@ -99,6 +99,9 @@ class SamplingParams:
     acceptance: Acceptance = "auto"
     """How drafts are accepted when sampling; auto: coupled with a seed, rejection without. Both are lossless.
 
+    A row with an `AsyncGrammar` is always coupled, because its drafts may be dropped while its masks are late. Without
+    a seed it gets a random one. That costs up to 8 % of a model's accepted drafts, and none of those of n-grams.
+
     `threshold` is **not**: it keeps every draft token that the target finds likely enough, so that the text follows the
     proposer as well, and depends on what it drafts.
     """

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from eagle_mlx.decoding.sampling import SamplingBatch, distribution, gumbel, sample
 from eagle_mlx.hooks import Hook
-from eagle_mlx.sampling_params import SamplingParams
+from eagle_mlx.sampling_params import Grammar, SamplingParams
 from tests.architectures import tiny_model
 from tests.fakes import randomize
 
@@ -81,6 +81,8 @@ class Judge:
         for process in params.logits_processors:
             seen = [[*prompt, *tokens[:place]] for place in range(len(tokens))]
             logits = mx.stack([process(text, logits[:, place]) for place, text in enumerate(seen)], axis=1)
+        if params.grammar is not None:
+            logits = mx.where(_masks(params.grammar(), tokens), logits, -mx.inf)
         sampling = SamplingBatch.of([params], [params.seed or 0])
         positions = mx.arange(len(prompt), len(prompt) + len(tokens), dtype=mx.int32)[None]
         wanted = np.array(sample(logits, sampling, positions))[0]
@@ -134,6 +136,15 @@ class Judge:
                 return out
 
         layer.__class__ = Watched
+
+
+def _masks(grammar: Grammar, tokens: Sequence[int]) -> mx.array:
+    """[L, V] bool, what may stand in each token's place."""
+    masks = []
+    for token in tokens:
+        masks.append(grammar.mask())
+        grammar.advance(token)
+    return mx.stack(masks)
 
 
 @lru_cache(maxsize=1)

@@ -7,9 +7,10 @@ says what was judged; `EAGLE_FUZZ_SEED` gives the first one's seed.
 
 from __future__ import annotations
 
+import math
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -23,6 +24,7 @@ import eagle_mlx as em
 import eagle_mlx.engine.batch
 from eagle_mlx.cache import RaggedCache, buffers
 from eagle_mlx.cache.kinds import ONE_ROW
+from eagle_mlx.decoding.masks import walk
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.verify import Verdict
 from eagle_mlx.engine.prefix import LEAST
@@ -112,6 +114,40 @@ def forbids(text: list[int], logits: mx.array) -> mx.array:
     """A logits processor: half of the vocabulary, which half hangs on the text's last tokens."""
     allowed = (np.arange(logits.shape[-1]) + sum(text[-2:])) % 2 == 0
     return mx.where(mx.array(allowed), logits, -mx.inf)
+
+
+class LateMasks:
+    """A grammar that allows half of the vocabulary, which half hangs on its last token; its masks come when they come.
+
+    A row that is sampled is coupled then, so that its text can be told from its seed.
+    """
+
+    def __init__(self, rng: np.random.Generator):
+        self.rng, self.taken, self.draft, self.late = rng, list[int](), list[int](), 0
+
+    def allows(self, token: int) -> bool:
+        return not self.taken or (token + self.taken[-1]) % 2 == 0
+
+    def mask(self) -> mx.array:
+        return mx.array([self.allows(token) for token in range(VOCAB)])
+
+    def advance(self, token: int) -> bool:
+        if not self.allows(token):
+            return False
+        self.taken.append(token)
+        return True
+
+    def rollback(self, count: int) -> None:
+        del self.taken[len(self.taken) - count :]
+
+    def ask(self, draft: Sequence[int]) -> None:
+        self.draft, self.late = list(draft), int(self.rng.integers(0, 4))
+
+    def answer(self, seconds: float) -> list[mx.array] | None:
+        if self.late and seconds < math.inf:
+            self.late -= 1
+            return None
+        return walk(self, self.draft)
 
 
 class History:
@@ -250,6 +286,7 @@ class History:
             stop_token_ids=tuple(stops),
             max_tokens=most,
             logits_processors=(forbids,) if self._chance(0.08) else (),
+            grammar=(lambda: LateMasks(self.rng)) if self._chance(0.15) else None,
             logprobs=self._chance(0.1),
             num_speculative_tokens=int(self.rng.integers(0, 4)) if self._chance(0.1) else None,
         )

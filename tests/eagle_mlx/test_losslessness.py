@@ -6,7 +6,7 @@ is a product of table rows.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, reduce
 from typing import Any
@@ -15,12 +15,18 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+import eagle_mlx as em
 from eagle_mlx.decoding import filters
+from eagle_mlx.decoding.masks import walk
 from eagle_mlx.decoding.sampling import SamplingBatch, Stream, distribution, draft_sample, gumbel, sample
 from eagle_mlx.decoding.verify import Verdict, match, rejection, verify
+from eagle_mlx.plan import Abilities, Plan, RoundResult
+from eagle_mlx.policy import Policy
+from eagle_mlx.request import Request
 from eagle_mlx.sampling_params import SamplingParams
 from tests.eagle_mlx.test_filters import one_step_short
-from tests.full import in_full, mixed
+from tests.fakes import tiny_target
+from tests.full import diagonal, in_full, mixed
 
 Array = np.ndarray[Any, Any]
 Verify = Callable[[mx.array, mx.array, mx.array, mx.array | None, SamplingBatch, mx.array], Verdict]
@@ -88,11 +94,13 @@ def decode(
     ragged: bool = False,
     rule: Verify = verify,
     loses_bonus: bool = False,
+    redrafts: bool = False,
     ends: Callable[[mx.array], mx.array] | None = None,
 ) -> tuple[Array, int]:
     """The first `length` tokens of every row, [B, length], in rounds of up to `depth` drafts; and the rounds taken.
 
-    `ends`: how many drafts [B] of [B, depth] count.
+    `ends`: how many drafts [B] of [B, depth] count. `redrafts`: a certain draft is made first, whose masks are late;
+    then another is judged as far as it begins like the first.
     """
     rows = batch.temperature.shape[0]
     last = position = written = mx.zeros((rows,), mx.int32)
@@ -104,6 +112,9 @@ def decode(
         rounds += 1
         drafts, q = toy.propose(last, depth, batch, position, certain)
         lengths = lengths if ends is None else ends(drafts)
+        if redrafts:
+            first, _ = toy.propose(last, depth, batch, position, certain=True)
+            lengths = mx.sum(mx.cumprod((first == drafts).astype(mx.int32), axis=1), axis=1)
         logits = toy.target[mx.concatenate([last[:, None], drafts], axis=1)]
         steps = mx.arange(depth + 1, dtype=mx.int32)
         verdict = rule(logits, drafts, lengths, q, batch, position[:, None] + steps)
@@ -431,3 +442,145 @@ def test_pure_functions_of_the_noise_given() -> None:
     once = rejection(p, q, drafts, start + 2, u, noise)
     each = rejection(p, q, drafts, start + 2, u, mx.broadcast_to(noise, (30, 3, 9)))
     assert mx.array_equal(once.tokens, each.tokens)
+
+
+# Through the engine: grammars whose masks are late, so that a draft is made and then another is judged.
+
+SMALL = 8
+"""Tokens of the vocabulary, few enough to list every text."""
+LATE_PROMPT = [2, 4, 1, 2, 4, 1, 2, 4]
+LATE_LENGTH = 2
+LATE_DRAWS, LATE_ROWS = in_full(12_000, 1_600), 200
+SHARP = SamplingParams(temperature=0.7, max_tokens=LATE_LENGTH, ignore_eos=True)
+
+
+class Late:
+    """Forbids the token that is three above the last one; its masks are late for some drafts, once for each."""
+
+    def __init__(self, is_late: Callable[[Sequence[int]], bool]):
+        self.is_late, self.taken = is_late, list[int]()
+        self.draft: list[int] = []
+        self.late = 0
+
+    def mask(self) -> mx.array:
+        return allowed_after(self.taken)
+
+    def advance(self, token: int) -> bool:
+        if token >= SMALL or not bool(np.array(self.mask())[token]):
+            return False
+        self.taken.append(token)
+        return True
+
+    def rollback(self, count: int) -> None:
+        del self.taken[len(self.taken) - count :]
+
+    def ask(self, draft: Sequence[int]) -> None:
+        self.draft, self.late = list(draft), int(self.is_late(draft))
+
+    def answer(self, seconds: float) -> list[mx.array] | None:
+        if self.late and seconds < math.inf:
+            self.late -= 1
+            return None
+        return walk(self, self.draft)
+
+
+@cache
+def allowed_by_last(last: int) -> mx.array:
+    return mx.array([token != (last + 3) % SMALL for token in range(SMALL)])
+
+
+def allowed_after(taken: Sequence[int]) -> mx.array:
+    return allowed_by_last(taken[-1] if taken else LATE_PROMPT[-1])
+
+
+class Alternating:
+    """N-grams draft and then a model, or the other way round, whatever they gave."""
+
+    wants_trees = False
+
+    def __init__(self, lookup: bool):
+        self.lookup = lookup
+
+    def plan(self, rows: int, can: Abilities) -> Plan:
+        return Plan(2, lookup=self.lookup if can.lookup else None)
+
+    def observe(self, result: RoundResult) -> None:
+        self.lookup = not self.lookup
+
+
+LATE_FOR: dict[str, Callable[[Sequence[int]], bool]] = {
+    "all drafts": bool,
+    "some drafts": lambda draft: bool(draft) and draft[0] in (1, 5),
+}
+
+
+@cache
+def small_target(seed: int) -> em.Target:
+    return tiny_target(seed, layers=1, hidden=16, vocab=SMALL)
+
+
+@cache
+def late_law() -> Array:
+    """The probability of every text of `LATE_LENGTH` tokens behind the prompt, [SMALL ** LATE_LENGTH]."""
+    texts = np.stack(np.meshgrid(*[np.arange(SMALL)] * LATE_LENGTH, indexing="ij"), axis=-1).reshape(-1, LATE_LENGTH)
+    whole = np.concatenate([np.tile(LATE_PROMPT, (len(texts), 1)), texts], axis=1)
+    logits = small_target(0).forward(mx.array(whole)).logits[:, len(LATE_PROMPT) - 1 : -1]
+    masks = mx.stack([mx.stack([allowed_after(text[:at]) for at in range(LATE_LENGTH)]) for text in texts.tolist()])
+    batch = SamplingBatch.of([SHARP] * len(texts), [0] * len(texts))
+    p = np.array(distribution(mx.where(masks, logits, -math.inf), batch), np.float64)
+    p /= p.sum(axis=-1, keepdims=True)
+    return np.asarray(np.take_along_axis(p, texts[..., None], axis=-1)[..., 0].prod(axis=1))
+
+
+def late_texts(
+    policy: Callable[[], Policy],
+    is_late: Callable[[Sequence[int]], bool],
+    change: Callable[[SamplingParams], SamplingParams],
+) -> tuple[Array, int]:
+    """So many texts by the engine, [N, LATE_LENGTH], and how many draft tokens were kept.
+
+    change: of the parameters that a request has after it is prepared.
+    """
+    drafter = em.HybridProposer(em.DraftModelProposer(small_target(1)), em.NgramProposer(3, 1))
+    params, rows = replace(SHARP, grammar=lambda: Late(is_late)), list[Request]()
+    for _ in range(LATE_DRAWS // LATE_ROWS):  # rows that begin together are drafted for in step
+        engine = em.Engine(small_target(0), drafter, policy(), LATE_ROWS, LATE_ROWS * len(LATE_PROMPT), groups=1)
+        for _ in range(LATE_ROWS):
+            row = engine.prepare(LATE_PROMPT, params)
+            row.params = change(row.params)
+            engine.submit(row)
+            rows.append(row)
+        while not engine.idle:
+            engine.step()
+    assert [row.error for row in rows if row.error] == []
+    return np.array([row.tokens for row in rows]), sum(sum(row.accepted_by_position) for row in rows)
+
+
+LATE_POLICIES: dict[str, Callable[[], Policy]] = {
+    "n-grams, then a model": lambda: Alternating(True),
+    "a model, then n-grams": lambda: Alternating(False),
+    "default": cache(em.HybridPolicy),  # one for all engines, so that it learns
+}
+
+
+@pytest.mark.parametrize(("policy", "late"), diagonal(LATE_POLICIES, LATE_FOR))
+def test_1_texts_follow_the_target_though_masks_are_late(policy: str, late: str) -> None:
+    texts, kept = late_texts(LATE_POLICIES[policy], LATE_FOR[late], lambda params: params)
+    assert not misses(texts, late_law(), SMALL)
+    assert not misses(texts[:, :1], late_law().reshape(SMALL, -1).sum(axis=1), SMALL)
+    assert kept > 0
+
+
+@pytest.mark.parametrize(("policy", "late"), [*zip(LATE_POLICIES, LATE_FOR, strict=False)])
+def test_1_a_late_row_that_is_not_coupled_misses_the_bar(policy: str, late: str) -> None:
+    """Its draft is dropped, and another is judged: whether a token is kept then depends on the token."""
+    texts, _ = late_texts(LATE_POLICIES[policy], LATE_FOR[late], lambda params: replace(params, acceptance="rejection"))
+    assert misses(texts[:, :1], late_law().reshape(SMALL, -1).sum(axis=1), SMALL)
+
+
+@pytest.mark.parametrize(("params", "sound"), [(COUPLED, True), (REJECTION, False)])
+def test_1_only_coupled_rows_may_drop_a_draft_for_what_it_says(params: SamplingParams, sound: bool) -> None:
+    """The same with the acceptance rules alone: a second draft is judged as far as it says what the first one did."""
+    toy = Toy.random(64)
+    texts = chain_texts(toy, params, FEW, redrafts=True)
+    assert chain_misses(texts, toy.law(params, 3), 64) != sound

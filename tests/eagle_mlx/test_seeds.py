@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
 import eagle_mlx as em
 from eagle_mlx.proposers.base import Proposer
+from tests.eagle_mlx.test_masks import END, LateSteps, Steps
 from tests.fakes import tiny_head, tiny_target
-from tests.full import in_full, mixed
+from tests.full import diagonal, in_full, mixed
 
 TARGET = tiny_target()
 RNG = np.random.default_rng(1)
@@ -62,6 +65,52 @@ def test_the_same_tokens_every_time(proposer: str, depth: int, batch: int) -> No
     assert [output.tokens for output in outputs] == expected()
     if proposer == "the target itself" and depth:
         assert sum(o.accepted for o in outputs) > 0.9 * sum(o.drafted for o in outputs)
+
+
+@cache
+def mask_behind(last: int | None) -> mx.array:
+    return mx.array([last is None or 1 <= (token - last) % 128 <= 9 for token in range(128)])
+
+
+class OnTime(Steps):
+    vocab = 128
+
+    def mask(self) -> mx.array:
+        return mask_behind(self.taken[-1] if self.taken else None)
+
+
+class Late(OnTime, LateSteps):
+    """The same, some rounds later."""
+
+
+@cache
+def expected_of_grammars(seeds: tuple[int, ...]) -> list[list[int]]:
+    plain = em.Engine(TARGET, max_batch=1)
+    asked = [
+        replace(each, grammar=OnTime, stop_token_ids=(END,), seed=seed)
+        for each, seed in zip(PARAMS, seeds, strict=True)
+    ]
+    return [plain.generate([p], each)[0].tokens for p, each in zip(PROMPTS, asked, strict=True)]
+
+
+@pytest.mark.parametrize(("proposer", "depth", "seeded"), diagonal(PROPOSERS, [3, 5], [True, False, False]))
+def test_1_the_same_tokens_though_masks_are_late(proposer: str, depth: int, seeded: bool) -> None:
+    """A request without a seed says what the seed says that it was given when it was prepared."""
+    made: list[Late] = []
+
+    def late() -> Late:
+        made.append(Late(len(made)))
+        return made[-1]
+
+    engine = em.Engine(TARGET, PROPOSERS[proposer](), em.FixedPolicy(depth), max_batch=4)
+    asked = [replace(each, grammar=late, stop_token_ids=(END,), seed=each.seed if seeded else None) for each in PARAMS]
+    rows = [engine.prepare(prompt, each) for prompt, each in zip(PROMPTS, asked, strict=True)]
+    for row in rows:
+        engine.submit(row)
+    while not engine.idle:
+        engine.step()
+    assert [row.tokens for row in rows] == expected_of_grammars(tuple(row.seed for row in rows))
+    assert sum(each.late for each in made) > 0
 
 
 def test_another_seed_says_something_else() -> None:
