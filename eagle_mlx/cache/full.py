@@ -83,7 +83,10 @@ class RaggedKV:
         return scattered(buffer, moving, moves.new)
 
     def append(self, other: RaggedKV) -> None:
-        """Take over the other's rows; call before the lengths are joined."""
+        """Take over the other's rows; call before the lengths are joined.
+
+        The rest of their slots is zeroed: a row that has left may have kept entries there that are not numbers.
+        """
         mine, theirs = self.lengths.rows, other.lengths.rows
         if not mine:
             self.keys, self.values = other.keys, other.values
@@ -99,6 +102,7 @@ class RaggedKV:
         if other.keys is not None and other.values is not None:
             self.keys[mine : mine + theirs, :, :end] = other.keys[:theirs, :, :end]
             self.values[mine : mine + theirs, :, :end] = other.values[:theirs, :, :end]
+        self._zero(slice(mine, mine + theirs), end if other.keys is not None else 0)
 
     def _like(self, other: RaggedKV) -> tuple[mx.array | None, mx.array | None]:
         """Keys and values of the shape of either's."""
@@ -130,6 +134,7 @@ class RaggedKV:
             used = last.keys.shape[2]
             self.keys[row : row + 1, :, :used] = last.keys
             self.values[row : row + 1, :, :used] = last.values
+            self._zero(slice(row, row + 1), used)  # a round that was never read may have written behind it
 
     def fork(self, row: int, length: int, lengths: RowLengths) -> Self:
         """The first `length` positions of one row, in arrays of their own; `lengths` are those of the new cache."""
@@ -145,8 +150,12 @@ class RaggedKV:
 
     def zero(self, row: int, start: int = 0) -> None:
         """Forget what a row holds that nobody may see, even multiplied by nothing: entries that are not numbers."""
-        if self.keys is not None and self.values is not None:
-            self.keys[row, :, start:], self.values[row, :, start:] = 0, 0
+        self._zero(slice(row, row + 1), start)
+
+    def _zero(self, rows: slice, start: int) -> None:
+        """Zero the slots of some rows from `start` on."""
+        if self.keys is not None and self.values is not None and start < self.keys.shape[2]:
+            self.keys[rows, :, start:], self.values[rows, :, start:] = 0, 0
 
     @property
     def state(self) -> list[mx.array]:

@@ -202,8 +202,8 @@ class RaggedCache(Sequence[Any]):
     def zero(self, row: int, start: int = 0) -> None:
         """Forget what a row holds from position `start` on, which is no number: masks multiply by 0, and NaN stays.
 
-        All of it before the row leaves, for its place will be another's; what lies behind its length after a draft that
-        reads as no number was rejected.
+        For what lies behind its length after a draft that reads as no number was rejected. `append` clears the slots of
+        rows that have left.
         """
         for layer in self.layers:
             layer.zero(row, start)

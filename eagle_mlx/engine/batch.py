@@ -225,7 +225,6 @@ class Batch:
         for index, (request, answer) in enumerate(zip(self.requests, answers, strict=True)):
             if answer.nan == NaN.KEPT:
                 request.fail("the model's logits are not numbers (NaN)")
-                self.cache.zero(index)
             taken.append(request.take(answer.tokens, answer.drafted, logprobs.get(index, ())))
             if answer.nan == NaN.REJECTED:
                 self.cache.zero(index, request.length)

@@ -274,7 +274,6 @@ class HeadState:
 
     def remove(self, row: int) -> None:
         self._read_pending()
-        self.cache.zero(row)  # its hidden states may not have been numbers
         self.cache.remove(row)
         self._lengths[row], self._gaps[row] = self._lengths[-1], self._gaps[-1]
         self._lengths.pop()
@@ -285,7 +284,7 @@ class HeadState:
         length = self.length(row)
         taken = self.proposer.join([self.piece(row, 0, length)], length)
         taken._hidden = self._hidden[row : row + 1]
-        mx.eval(taken._hidden, taken.cache.state)  # before its place is zeroed
+        mx.eval(taken._hidden, taken.cache.state)  # as long as it is to be computed it holds the buffers
         self.remove(row)
         return taken
 

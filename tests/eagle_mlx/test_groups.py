@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -24,7 +25,7 @@ from eagle_mlx.request import Request
 from tests.architectures import VOCAB, tiny_model
 from tests.eagle_mlx.test_masks import Never, params_of
 from tests.fakes import Oracle, randomize, steps_of, tiny_config, tiny_head, tiny_target
-from tests.full import in_full, mixed
+from tests.full import diagonal, in_full, mixed
 
 TARGET = tiny_target()
 RNG = np.random.default_rng(0)
@@ -123,6 +124,71 @@ def test_text_does_not_depend_on_groups(cache: str, drafts: str, how: str) -> No
         texts.append([row.tokens for row in rows])
         assert [row.finish_reason for row in rows] == ["length"] * len(rows)
     assert texts[0] == texts[1]
+
+
+SICK = 95
+"""A token that `sickly` targets read as no number."""
+
+
+class Silent(Never):
+    """No mask of it ever comes."""
+
+    def answer(self, seconds: float) -> None:
+        """Not yet."""
+
+
+def sickly(cache: str) -> em.Target:
+    if cache == "quantized":
+        config = tiny_config(vocab=VOCAB) | {"head_dim": 32, "tie_word_embeddings": False}
+        made: Any = qwen3.Model(qwen3.ModelArgs(**config))  # type: ignore[arg-type]
+    else:
+        made = tiny_model({"full": "llama", "window": "gpt_oss", "recurrent": "qwen3_next"}[cache])
+    randomize(made, 1, 0.2)
+    made.model.embed_tokens.weight[SICK] = mx.nan
+    return em.Target(made)
+
+
+@pytest.mark.parametrize(
+    ("cache", "why", "drafts"), diagonal(CACHES, ["masks", "turn"], ["none", "head", "draft model"])
+)
+def test_3_a_row_that_was_never_checked_leaves_a_clean_place(cache: str, why: str, drafts: str) -> None:
+    """Its keys are no numbers, and it is cancelled before a round has seen that; a shorter one gets its place.
+
+    Of eight rows one can leave without a copy of the others, so that its place is still there.
+    """
+    if (cache, drafts) == ("recurrent", "draft model"):
+        drafts = "none"
+    target, bits = sickly(cache), 8 if cache == "quantized" else None
+    rng = np.random.default_rng(3)
+    long, sick, short, after = ([int(t) for t in rng.integers(3, 90, n)] for n in (180, 170, 4, 140))
+    sick[100] = SICK
+    lone = em.Engine(target, max_batch=1, kv_bits=bits)
+    params = em.SamplingParams(max_tokens=24, logit_bias={SICK: -1e4})
+    wanted = {tuple(p): lone.generate([p], params)[0].tokens for p in (long, short, after)}
+    engine = em.Engine(target, proposer(drafts, target), em.FixedPolicy(2), 9, prefill_chunk=2000, kv_bits=bits)
+    engine = grouped(engine, ALWAYS if why == "turn" else NEVER)
+    rows = [engine.prepare(prompt, params) for prompt in (*[long] * 7, short)]
+    for row in rows:
+        engine.submit(row)
+    while not all(row.tokens for row in rows):
+        engine.step()
+    never = Silent if why == "masks" else None
+    for _ in range(4):  # whose turn it is when it joins is not known before
+        bad = engine.prepare(sick, em.SamplingParams(max_tokens=60, grammar=never))
+        engine.submit(bad)
+        while bad in engine._scheduler.waiting or bad in engine._scheduler.prefilling:
+            engine.step()
+        if bad.error is None:
+            break
+        engine.step()
+    assert bad.error is None
+    engine.cancel(bad)
+    rows.append(engine.prepare(after, params))
+    engine.submit(rows[-1])
+    while not engine.idle:
+        engine.step()
+    assert [row.error for row in rows] == [None] * 9
+    assert [row.tokens for row in rows] == [wanted[tuple(row.prompt)] for row in rows]
 
 
 @settings(max_examples=in_full(30, 10))
