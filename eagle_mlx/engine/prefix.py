@@ -44,6 +44,10 @@ class _Snapshot:
         return self.outline.shortest(0)
 
 
+class _NotNumbersError(Exception):
+    """Raised for a past that holds NaN."""
+
+
 class PrefixCache:
     """Keys and values of texts, each once, and the windows and states of some places in them.
 
@@ -128,7 +132,10 @@ class PrefixCache:
             self.disk.stop()
 
     def keep(self, tokens: Sequence[int], past: Past) -> None:
-        """Remember the past of a text, of which one token more is given; what is copied is computed where it fits."""
+        """Remember the past of a text, of which one token more is given; what is copied is computed where it fits.
+
+        A past that holds NaN is not kept: every prompt that goes on from it would fail.
+        """
         if past.length < LEAST or past.length < past.cache.shortest(past.row):
             return
         snapshot, copies = _Snapshot(past.cache.outline(past.row, past.length)), list[tuple[int, PrefixPiece]]()
@@ -136,12 +143,17 @@ class PrefixCache:
 
         def piece(start: int, end: int) -> PrefixPiece:
             copies.append((start, past.piece(start, end)))
+            _check_numbers(copies[-1][1].arrays)
             return copies[-1][1]
 
         try:
+            _check_numbers(snapshot.outline.state)
             if kept := self._tree.insert(keys, snapshot, piece, self._limit, past.namespace):
                 # While they wait to be computed they hold on to the batch's own buffers.
                 mx.eval(snapshot.outline.state, [copy.arrays for _, copy in copies])
+        except _NotNumbersError:  # raised before the tree is changed
+            log.warning("a text is not kept for later prompts: its keys and values are not numbers (NaN)")
+            return
         except BaseException:
             self._tree = PrefixTree()  # it may be half changed
             raise
@@ -160,6 +172,14 @@ class PrefixCache:
     @property
     def _limit(self) -> int:
         return self.capacity if self.spare is None else min(self.capacity, self.spare())
+
+
+def _check_numbers(arrays: Sequence[mx.array]) -> None:
+    """Compute some arrays. Raise _NotNumbersError if one holds NaN; a round may not have checked them yet."""
+    found = [mx.any(mx.isnan(x)) for x in arrays if mx.issubdtype(x.dtype, mx.floating)]
+    mx.eval(*arrays, *found)
+    if any(each.item() for each in found):
+        raise _NotNumbersError
 
 
 def _findable(prompt: Sequence[int]) -> Keys:

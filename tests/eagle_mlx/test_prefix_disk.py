@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -426,3 +427,40 @@ def test_by_default_a_share_of_the_disk(tmp_path: Path) -> None:
     found = default_bytes(tmp_path / "not" / "there")
     assert 0 < found <= usage.total // 10
     assert found <= usage.free
+
+
+SICK = 95
+"""A token that `sickly` targets read as no number. It is not in TEXT."""
+
+
+def sickly(name: str) -> em.Target:
+    model: Any = tiny_model(name)
+    randomize(model, 0, 0.2)
+    model.model.embed_tokens.weight[SICK] = mx.nan
+    return em.Target(model, name=name)
+
+
+@pytest.mark.parametrize(("name", "behind"), diagonal(["gemma3_text", "gpt_oss", "qwen3_next"], [1, 9, 40]))
+def test_3_nothing_is_kept_that_is_not_a_number(tmp_path: Path, name: str, behind: int) -> None:
+    """A prompt goes on with a token that reads as none. Later prompts that begin like it read well, also from files."""
+    which = sickly(name)
+    params = em.SamplingParams(max_tokens=8, ignore_eos=True, logit_bias={SICK: -1e4})
+    wanted = answered(em.Engine(which), TEXT[:120], params).tokens
+
+    def made() -> em.Engine:
+        one = em.Engine(which, max_batch=2, prefix_cache_bytes=MANY)
+        assert one.prefixes is not None
+        one.prefixes.disk = DiskTier(tmp_path, MANY, which, None, None, said_of(()))
+        return one
+
+    first = made()
+    bad = answered(first, [*TEXT[:SYSTEM], *TEXT[:behind], SICK, *TEXT[:20]], params, (SYSTEM,))
+    assert "NaN" in (bad.error or "")
+    got = answered(first, TEXT[:120], params, (SYSTEM,))
+    assert (got.error, got.tokens) == (None, wanted)
+    written(first)
+    second = made()
+    again = answered(second, TEXT[:120], params)
+    assert (again.error, again.tokens) == (None, wanted)
+    assert again.cached_tokens > 0
+    written(second)
