@@ -177,7 +177,7 @@ class RaggedCache(Sequence[Any]):
         """All that a fork holds beside what `piece` gives: windows, as small as they can be, and states."""
         other = self.fork(row, length)
         for window in other.windows:
-            window.zero(0, length)  # the row may have read further, tokens that are no part of this text
+            window.forget_after(length)  # the row may have read further, tokens that are no part of this text
         other.compact()
         for part in other.positional:
             part.keys = part.values = None

@@ -101,6 +101,15 @@ class RaggedWindow(RaggedKV):
         slots = mx.minimum(slots, self.keys.shape[2] - 1)  # a buffer that is not full ends behind `start`
         self.keys[row : row + 1, :, slots], self.values[row : row + 1, :, slots] = 0, 0
 
+    def forget_after(self, length: int) -> None:
+        """Zero what the only row holds of positions from `length` on, and nothing of those before it."""
+        if self.keys is None or self.values is None:
+            return
+        written = range(length, self._displaced[0] + self.ring)
+        slots = mx.array([p % self.ring for p in written if p % self.ring < self.keys.shape[2]], mx.int32)
+        if slots.size:
+            self.keys[:, :, slots], self.values[:, :, slots] = 0, 0
+
     def _used(self, length: int) -> int:
         return min(length, self.ring)
 
