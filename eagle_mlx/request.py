@@ -101,6 +101,8 @@ class Request:
     """Prompt tokens that are in the caches, those among them; counted a chunk at a time. Any thread may ask."""
     cut_off: str | None = None
     """What ended it though there was more to say, such as `time`."""
+    rereads: bool = False
+    """Whether a draft read as NaN. Its next round drafts nothing, and tells whether the text itself does."""
     overran: bool = False
     """Whether the caches hold more of the last round than was taken of it."""
     history: list[int] = field(default_factory=list)
@@ -123,7 +125,7 @@ class Request:
         if self.finish_reason or not tokens:
             self.overran = bool(tokens)
             return 0
-        self.rounds += 1
+        self.rounds, self.rereads = self.rounds + 1, False
         before = len(self.tokens)
         for token in tokens:
             self._add(token)
@@ -153,7 +155,7 @@ class Request:
     @property
     def room(self) -> int:
         """Draft tokens that the next round has a use for."""
-        room = self.limit - len(self.tokens) - 1
+        room = 0 if self.rereads else self.limit - len(self.tokens) - 1
         most = self.params.num_speculative_tokens
         return room if most is None else min(room, most)
 

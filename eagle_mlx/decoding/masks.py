@@ -39,8 +39,9 @@ def collect(
     if any(request.slow for request in requests):
         mx.eval(logits)
     until = monotonic() + patience
+    vocab = logits.shape[-1]
     return [
-        _found(request, draft, 0.0 if request.slow and patience < math.inf else max(0.0, until - monotonic()))
+        _found(request, draft, vocab, 0.0 if request.slow and patience < math.inf else max(0.0, until - monotonic()))
         for request, draft in zip(requests, drafts, strict=True)
     ]
 
@@ -61,26 +62,46 @@ def may_decode(requests: Sequence[Request], patience: float = PATIENCE) -> bool:
     return False
 
 
-def _found(request: Request, draft: list[int], seconds: float) -> RequestMasks:
+def _found(request: Request, draft: list[int], vocab: int, seconds: float) -> RequestMasks:
     if request.grammar is None or request.finish_reason:
         return [], len(draft)
     text = _before_end(request, draft)
     try:
         if not isinstance(request.grammar, AsyncGrammar):
-            return walk(request.grammar, text), len(draft)
-        masks = request.grammar.answer(seconds)
+            masks = walk(request.grammar, text)
+            _check(masks, "mask()", vocab)
+            return masks, len(draft)
+        answer = request.grammar.answer(seconds)
+        if answer is not None:
+            _check(answer, "answer()", vocab)
     except Exception as e:
         request.fail_by_grammar(e)
         return [], len(draft)
-    if masks is None:
+    if answer is None:
         request.slow = True
         return [], -1
     asked, request.asked = request.asked or [], None
     if asked == text:
         request.slow = False
-        return masks, len(draft)
+        return answer, len(draft)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, text, strict=False)))
-    return masks, min(same, len(masks) - 1)  # they are of the draft of an earlier round
+    return answer, min(same, len(answer) - 1)  # they are of the draft of an earlier round
+
+
+def _check(masks: object, by: str, vocab: int) -> None:
+    """Raise ValueError unless these are masks, at least one: without any, the row would be decoded unmasked."""
+    if not isinstance(masks, list) or not masks:
+        raise ValueError(f"{by} gave {said(masks)}; give a list of masks, one for each position of the draft")
+    for mask in masks:
+        if not isinstance(mask, mx.array) or mask.shape != (vocab,):
+            raise ValueError(f"{by} gave {said(mask)} as a mask; give [{vocab}] bool, whether each token may come next")
+
+
+def said(value: object) -> str:
+    """What something is, in an error."""
+    if isinstance(value, mx.array):
+        return f"{list(value.shape)} {str(value.dtype).removeprefix('mlx.core.')}"
+    return f"{value!r:.80}"
 
 
 def _before_end(request: Request, draft: Sequence[int]) -> list[int]:

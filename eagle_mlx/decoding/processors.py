@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from eagle_mlx.decoding.draft import Draft
-from eagle_mlx.decoding.masks import PATIENCE, RequestMasks, ask, collect, may_decode
+from eagle_mlx.decoding.masks import PATIENCE, RequestMasks, ask, collect, may_decode, said
 from eagle_mlx.decoding.verify import Verdict
 from eagle_mlx.request import Request
 
@@ -35,6 +35,8 @@ class Processors:
         """[B] int32, how many draft tokens of each row the last round can judge: -1 where a row's masks are late, so
         that not even the token behind its newest can be; None where all can.
         """
+        self.spoiled: mx.array | None = None
+        """[B, n+1] bool, where the last round's processors made NaN of numbers; None if no row has processors."""
         self._all_requests = requests
         self._rows = [requests[index] for index in self.on_host]
         self._count = len(requests)
@@ -68,7 +70,10 @@ class Processors:
         if self.on_host:
             masks = collect(self._rows, drafts, logits, patience)
             self._note(drafts, masks)
+            before = logits
             logits = self._on(mx.array(self.on_host), logits, lambda x: _on_host(x, self._rows, drafts, masks))
+            if any(row.params.logits_processors for row in self._rows):
+                self.spoiled = mx.any(mx.isnan(logits) & ~mx.isnan(before), axis=-1)
         return logits
 
     def _note(self, drafts: Sequence[list[int]], masks: Sequence[RequestMasks]) -> None:
@@ -194,6 +199,9 @@ def _called(logits: mx.array, request: Request, draft: list[int]) -> mx.array:
             part = logits[position : position + 1]
             for processor in request.params.logits_processors:
                 part = processor(text, part)
+                if not isinstance(part, mx.array) or part.shape != (1, logits.shape[-1]):
+                    name = getattr(processor, "__name__", repr(processor))
+                    raise ValueError(f"{name} gave {said(part)}; give [1, {logits.shape[-1]}], as it was given")
             parts.append(part.astype(mx.float32))
             text += draft[position : position + 1]
         del text[len(text) - len(draft) :]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -18,6 +18,8 @@ class Verdict:
     tokens: mx.array  # [B, n+1] int32: the accepted drafts, the target's own token, then anything
     path: mx.array | None = None
     """[B, levels + 1] int32, in a tree the nodes whose tokens' successors `tokens` are; None for chains."""
+    nan: mx.array | None = None
+    """[B, n+1] bool, the positions of the verify whose logits hold NaN; None if nobody has looked."""
 
 
 def verify(
@@ -126,6 +128,24 @@ def threshold(p: mx.array, samples: mx.array, drafts: mx.array, lengths: mx.arra
     accepted = _leading(likely, lengths)
     keep = mx.arange(samples.shape[1]) < accepted[:, None]
     return Verdict(accepted, mx.where(keep, mx.concatenate([drafts, samples[:, -1:]], axis=1), samples))
+
+
+def cut_at_nan(verdict: Verdict, nan: mx.array, may_reread: mx.array) -> Verdict:
+    """Keep what was drawn before the first position whose logits are NaN.
+
+    The last of these tokens then is the row's newest one, and the next round reads it again. If the first position is
+    NaN, a draft behind it may be the reason, because masked attention multiplies by 0. A row that may be read again
+    sits the round out (-1 accepted), and its next round must draft nothing. Other rows stay as they are.
+
+    nan: [B, n+1] bool; may_reread: [B] bool. A row of the rejection rule may not: its draft would be dropped for what
+    it says, and the text would be biased.
+    """
+    said = nan if verdict.path is None else mx.take_along_axis(nan, verdict.path, axis=1)
+    width = said.shape[1]
+    first = mx.min(mx.where(said, mx.arange(width, dtype=mx.int32), width), axis=1)
+    cut = mx.where(first > 0, first - 1, mx.where(may_reread, -1, verdict.accepted))
+    accepted = mx.where(first <= verdict.accepted, cut, verdict.accepted).astype(mx.int32)
+    return replace(verdict, accepted=accepted, nan=nan)
 
 
 def _leading(passed: mx.array, lengths: mx.array) -> mx.array:

@@ -16,7 +16,7 @@ from eagle_mlx.decoding.masks import PATIENCE
 from eagle_mlx.decoding.processors import Processors
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.tree import Tree, along
-from eagle_mlx.decoding.verify import Verdict, verify, verify_tree
+from eagle_mlx.decoding.verify import Verdict, cut_at_nan, verify, verify_tree
 from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.engine.prefix_piece import Past
 from eagle_mlx.engine.round import Answer, Checkpoint, NaN, Round
@@ -112,6 +112,10 @@ class Batch:
         draft_seconds = perf_counter() - started if measured else None
         out = self.forward(draft)
         verdict = self.verify(out.logits, draft)
+        if draft.tokens.shape[1]:
+            # A recurrent state that has read the draft is not put back for a single row.
+            may_reread = (draft.lengths > 0) & ~self.sampling.rejects & (not self.cache.recurrent)
+            verdict = cut_at_nan(verdict, mx.any(mx.isnan(out.logits), axis=-1), may_reread)
         self.commit(verdict, before)
         return self.send(plan, before, draft, verdict, out, draft_seconds)
 
@@ -180,8 +184,10 @@ class Batch:
         """
         width = verdict.tokens.shape[1]
         self.newest = mx.take_along_axis(verdict.tokens, mx.maximum(verdict.accepted, 0)[:, None], axis=1)
-        if before is not None and self.processors is not None and self.processors.reach is not None:
+        late = self.processors is not None and self.processors.reach is not None
+        if before is not None and (late or width > 1):
             self.newest = mx.where(verdict.accepted[:, None] < 0, before.newest, self.newest)
+        if before is not None and late:
             self.cache.advance_some(verdict.accepted + 1, width, before.cache)
         elif width == 1:
             self.cache.advance(1)
@@ -200,7 +206,7 @@ class Batch:
         draft_seconds: float | None = None,
     ) -> Round:
         """A round with its verdict, on its way to the host. out: at all positions of the verify."""
-        answer = Answer.of(out.logits, draft, verdict)
+        answer = Answer.of(out.logits, draft, verdict, self.processors.spoiled if self.processors else None)
         outputs = (out.logits, *out.aux)
         logits, *aux = outputs if verdict.path is None else along(outputs, verdict.path)
         logprobs = Logprobs.of(self.requests, logits, verdict.tokens)
@@ -225,8 +231,11 @@ class Batch:
         for index, (request, answer) in enumerate(zip(self.requests, answers, strict=True)):
             if answer.nan == NaN.KEPT:
                 request.fail("the model's logits are not numbers (NaN)")
+            elif answer.nan == NaN.PROCESSED:
+                request.fail("a logits processor gave NaN; use minus infinity for tokens that may not come")
             taken.append(request.take(answer.tokens, answer.drafted, logprobs.get(index, ())))
             if answer.nan == NaN.REJECTED:
+                request.rereads = not answer.tokens  # without a draft, which may be the reason
                 self.cache.zero(index, request.length)
         if collected.answer.width > 1 or not all(emitted):
             self.cache.sync([request.length for request in self.requests])

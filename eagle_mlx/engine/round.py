@@ -24,6 +24,8 @@ class NaN(IntEnum):
     """Only where a draft was rejected, or there was none."""
     KEPT = 2
     """Where a token was drawn that the row is to emit."""
+    PROCESSED = 3
+    """The same, and the model's own logits there are numbers: a logits processor gave NaN."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,10 @@ class Answer:
     """[B, n+1] int32, for trees: the nodes of those tokens, the newest token of before being node 0."""
 
     @classmethod
-    def of(cls, logits: mx.array, draft: Draft, verdict: Verdict) -> Answer:
-        """logits: [B, n+1, V], of all positions of a verify."""
+    def of(cls, logits: mx.array, draft: Draft, verdict: Verdict, spoiled: mx.array | None = None) -> Answer:
+        """logits: [B, n+1, V], of all positions of a verify; spoiled: [B, n+1] bool, where processors gave NaN."""
         drafted = draft.lengths if draft.tree is None else mx.minimum(draft.lengths, draft.tree.levels)
-        return cls(_nan_in(logits, verdict), verdict.accepted, drafted, verdict.tokens, verdict.path)
+        return cls(_nan_in(logits, verdict, spoiled), verdict.accepted, drafted, verdict.tokens, verdict.path)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -111,9 +113,12 @@ def _row_answer(nan: int, accepted: int, drafted: int, tokens: list[int], path: 
     return RowAnswer(NaN(nan), drafted, accepted, tokens[: accepted + 1], [node - 1 for node in path[1 : accepted + 1]])
 
 
-def _nan_in(logits: mx.array, verdict: Verdict) -> mx.array:
-    """[B] int32, a `NaN` for each row. logits: [B, n+1, V]."""
-    nan = mx.any(mx.isnan(logits), axis=-1)
+def _nan_in(logits: mx.array, verdict: Verdict, spoiled: mx.array | None) -> mx.array:
+    """[B] int32, a `NaN` for each row. logits: [B, n+1, V]; spoiled: [B, n+1] bool, never of a tree."""
+    nan = mx.any(mx.isnan(logits), axis=-1) if verdict.nan is None else verdict.nan
     said = nan if verdict.path is None else mx.take_along_axis(nan, verdict.path, axis=1)
-    kept = said & (mx.arange(said.shape[1]) <= verdict.accepted[:, None])
-    return mx.any(nan, axis=1).astype(mx.int32) + mx.any(kept, axis=1).astype(mx.int32)
+    emitted = mx.arange(said.shape[1]) <= verdict.accepted[:, None]
+    found = mx.any(nan, axis=1).astype(mx.int32) + mx.any(said & emitted, axis=1).astype(mx.int32)
+    if spoiled is None:
+        return found
+    return mx.where((found < NaN.KEPT) & mx.any(spoiled & emitted, axis=1), int(NaN.PROCESSED), found)

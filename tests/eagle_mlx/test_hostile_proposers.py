@@ -368,3 +368,38 @@ def test_a_ring_forgets_what_lies_behind_a_row_and_nothing_that_is_seen(length: 
     assert np.isfinite(held[:2]).all()
     for place in range(max(0, length - 7), length):
         assert (held[:, place % 24] == place + 1).all()
+
+
+@CHAIN_AND_TREE
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_9_a_draft_that_reads_as_no_number_costs_its_own_row_nothing(
+    policy: em.FixedPolicy, params: em.SamplingParams
+) -> None:
+    """Its keys reach the positions before it: masked attention multiplies them by 0."""
+    texts = plain(poisoned([]), params)
+    said = {token for text in [*texts, *PROMPTS] for token in text}
+    bad = [token for token in range(128) if token not in said]
+    rng = np.random.default_rng(2)
+
+    def spoil(draft: Draft) -> Draft:
+        wrong = mx.array(rng.random(draft.tokens.shape) < 0.2)
+        return replace(draft, tokens=mx.where(wrong, bad[0], draft.tokens))
+
+    for seed in range(3):
+        engine = em.Engine(poisoned(bad), Hostile(texts, seed, spoil), policy, max_batch=3)
+        outputs = engine.generate(PROMPTS, params)
+        assert [(output.error, output.tokens) for output in outputs] == [(None, text) for text in texts]
+        assert sum(output.accepted for output in outputs) > 0
+
+
+@CHAIN_AND_TREE
+def test_9_a_text_that_reads_as_no_number_fails_though_it_was_drafted(policy: em.FixedPolicy) -> None:
+    """As far as plain decoding does, and not later."""
+    texts = plain(poisoned([]), GREEDY)
+    bad = texts[1][6]
+    target = poisoned([bad])
+    for seed in range(3):
+        engine = em.Engine(target, Hostile(texts, seed), policy, max_batch=3)
+        output = engine.generate([PROMPTS[1]], GREEDY)[0]
+        assert (output.tokens, output.finish_reason) == (texts[1][: texts[1].index(bad) + 1], "error")
+        assert "NaN" in (output.error or "")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -468,3 +469,97 @@ def test_a_round_that_is_cancelled_was_never_counted() -> None:
         batch.cancel(unwanted)
         batch.collect(current)
     assert batch.requests[0].tokens == plain_text(PROMPTS[0], params)
+
+
+class Misshapen(Steps):
+    """Its masks have another shape than they should have."""
+
+    def __init__(self, shape: Callable[[mx.array], Any]):
+        super().__init__()
+        self.shape = shape
+
+    def mask(self) -> mx.array:
+        out: mx.array = self.shape(super().mask())
+        return out
+
+
+class MisshapenLate(Misshapen):
+    """The same of one that answers."""
+
+    def ask(self, draft: Sequence[int]) -> None: ...
+
+    def answer(self, seconds: float) -> Any:
+        return [self.mask()]
+
+
+class Answers(MisshapenLate):
+    """Its whole answer is something else."""
+
+    def answer(self, seconds: float) -> Any:
+        return self.shape(mx.zeros(0))
+
+
+SHAPES: dict[str, tuple[Callable[[mx.array], Any], str]] = {
+    "shorter": (lambda mask: mask[:5], r"gave \[5\] bool as a mask; give \[128\] bool"),
+    "longer": (lambda mask: mx.concatenate([mask, mask]), r"gave \[256\] bool as a mask; give \[128\] bool"),
+    "none": (lambda mask: None, r"gave None as a mask; give \[128\] bool"),
+    "list": (lambda mask: mask.tolist(), r"gave \[True, .* as a mask; give \[128\] bool"),
+    "two axes": (lambda mask: mask[None], r"gave \[1, 128\] bool as a mask; give \[128\] bool"),
+}
+
+
+def fails_alone(params: SamplingParams, message: str, drafts: bool) -> None:
+    """Between two rows that say what they say alone."""
+    free = SamplingParams(max_tokens=LENGTH)
+    wanted = [plain_text(prompt, free) for prompt in PROMPTS]
+    proposer = Guess([[*p, *t] for p, t in zip(PROMPTS, wanted, strict=True)]) if drafts else None
+    engine = em.Engine(TARGET, proposer, em.FixedPolicy(3), max_batch=3)  # type: ignore[arg-type]
+    outputs = engine.generate(PROMPTS, [free, params, free])
+    assert [outputs[0].tokens, outputs[2].tokens] == [wanted[0], wanted[2]]
+    assert (outputs[1].finish_reason, outputs[0].error, outputs[2].error) == ("error", None, None)
+    assert re.search(message, outputs[1].error or ""), outputs[1].error
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", [Misshapen, MisshapenLate])
+def test_8_masks_of_another_shape_fail_their_row_alone(kind: Any, shape: str, drafts: bool) -> None:
+    change, message = SHAPES[shape]
+    fails_alone(
+        SamplingParams(max_tokens=LENGTH, grammar=lambda: kind(change)), f"the grammar failed: .*{message}", drafts
+    )
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("answer", [[], (), 3])
+def test_9_a_grammar_that_answers_without_masks_fails_its_row(answer: Any, drafts: bool) -> None:
+    """It is never decoded unmasked."""
+    params = SamplingParams(max_tokens=LENGTH, grammar=lambda: Answers(lambda _: answer))
+    fails_alone(params, r"the grammar failed: answer\(\) gave .*; give a list of masks", drafts)
+
+
+def doubled(tokens: list[int], logits: mx.array) -> mx.array:
+    return mx.concatenate([logits, logits])
+
+
+def nothing(tokens: list[int], logits: mx.array) -> Any:
+    return None
+
+
+def spoils(tokens: list[int], logits: mx.array) -> mx.array:
+    return mx.where(mx.arange(VOCAB) == 7, mx.nan, logits) if len(tokens) > 10 else logits
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize(
+    ("processor", "message"),
+    [
+        (doubled, r"a logits processor failed: doubled gave \[2, 128\] float32; give \[1, 128\]"),
+        (nothing, r"a logits processor failed: nothing gave None; give \[1, 128\]"),
+        (spoils, r"a logits processor gave NaN"),
+    ],
+)
+def test_8_9_processors_that_give_something_else_fail_their_row_alone(
+    processor: Any, message: str, drafts: bool
+) -> None:
+    fails_alone(SamplingParams(max_tokens=LENGTH, logits_processors=(processor,)), message, drafts)
