@@ -78,7 +78,8 @@ class HostileProposer:
         self.aux_layers = manners.aux_layers
         self.sights: list[Sight] = []
         """All that there were, for who wants to compare them."""
-        self.vocab = 0
+        self.vocab = self.misplaced = 0
+        """Tokens, and rounds that did not begin where the text ends."""
 
     def bind(self, target: Target) -> None:
         self.vocab = target.vocab_size
@@ -193,7 +194,8 @@ class HostileState:
     def _check(self, positions: mx.array) -> None:
         """A round begins where the text ends that the state was shown."""
         self.proposer.fail_by_chance()
-        assert positions.tolist() == [len(row.text) for row in self.rows]
+        if positions.tolist() != [len(row.text) for row in self.rows]:
+            self.proposer.misplaced += 1  # what `draft` raises, the engine catches
 
     def _chain(self, width: int, sampling: SamplingBatch) -> Draft:
         if not width:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
@@ -25,6 +26,8 @@ from eagle_mlx.proposers.base import CanJoin, CanLookUp, Movable, Observation, P
 from eagle_mlx.proposers.check import Asked, check_draft
 from eagle_mlx.request import Request
 from eagle_mlx.target import Forward, Target
+
+log = logging.getLogger("eagle_mlx.engine")
 
 
 class Batch:
@@ -59,7 +62,7 @@ class Batch:
     @property
     def aux_layers(self) -> tuple[int, ...]:
         """The target's layers that the proposer reads."""
-        return self.proposer.aux_layers if self.proposer is not None else ()
+        return self.proposer.aux_layers if self.proposer is not None and self.state is not None else ()
 
     @property
     def abilities(self) -> Abilities:
@@ -107,6 +110,7 @@ class Batch:
         before = self.checkpoint()
         started = perf_counter()
         draft = self.draft(plan)
+        plan = PLAIN if self.state is None else plan
         if measured:
             mx.eval(draft.tokens)
         draft_seconds = perf_counter() - started if measured else None
@@ -129,12 +133,20 @@ class Batch:
     def draft(self, plan: Plan) -> Draft:
         """What the proposer drafts by a plan, cut where a request has no use for so much, or where it is none.
 
-        Raises ProposerError where it cannot be read at all.
+        If the proposer raises, its state is dropped, and the batch goes on plainly: the target has read nothing yet.
+        Raises ProposerError where the draft cannot be read at all.
         """
         if self.state is None or not plan.depth:
             return self.no_draft()
         assert self.proposer is not None
-        draft = self.state.draft(plan, self.sampling, self._positions(1)[:, 0])
+        try:
+            draft = self.state.draft(plan, self.sampling, self._positions(1)[:, 0])
+        except Exception:
+            log.exception(
+                "the proposer %r raised; its %d rows go on without drafts", self.proposer.name, len(self.requests)
+            )
+            self.state = None
+            return self.no_draft()
         asked = Asked(self.proposer.name, plan, self.rooms(plan), self.target.vocab_size)
         return check_draft(draft, asked, self.newest, self.sampling.rejects if self.sampling.any_rejection else None)
 
@@ -314,7 +326,9 @@ class Batch:
 
     def append(self, other: Batch) -> None:
         """Another batch's rows join behind this one's."""
-        if self.state is not None and other.state is not None:
+        if self.state is None or other.state is None:
+            self.state = None  # of rows whose proposer has raised nothing is known
+        else:
             self.state.append(other.state)
         self.cache.append(other.cache)
         self.newest = mx.concatenate([self.newest, other.newest], axis=0)

@@ -334,6 +334,8 @@ class History:
 
     def _judge_sights(self) -> None:
         """Compare the hidden states that the proposer was shown with those of a fresh forward."""
+        if isinstance(self.proposer, HostileProposer) and self.proposer.misplaced:
+            self._fault(f"{self.proposer.misplaced} drafts were asked for at another place than a text's end")
         for sight in self.proposer.sights if isinstance(self.proposer, HostileProposer) else ():
             if not sight.hidden:
                 continue
