@@ -17,6 +17,7 @@ from eagle_mlx.decoding.sampling import (
     draft_sample,
     gumbel,
     sample,
+    surprise_of,
     uniform,
 )
 from eagle_mlx.errors import ConfigError
@@ -317,3 +318,12 @@ def test_draft_vocabulary_shares_the_noise_of_the_targets_tokens() -> None:
         assert (q is not None) == drawn_from
         if q is not None and expected_q is not None:
             np.testing.assert_allclose(q, expected_q, atol=1e-6)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.5)])
+def test_13_confidences_of_bfloat16_logits_are_float32(params: SamplingParams) -> None:
+    scale = params.temperature or 1.0
+    logits = mx.array([[[scale * (20.0 + 5.0), scale * 20.0, *[-scale * 90.0] * 6]]]).astype(mx.bfloat16)
+    surprise = surprise_of(logits, SamplingBatch.of([params], [0]))
+    assert surprise.dtype == mx.float32
+    assert math.exp(-float(surprise[0, 0])) == pytest.approx(1 / (1 + math.exp(-5.0)), abs=1e-4)  # 0.9933
