@@ -143,14 +143,14 @@ class PrefixCache:
 
         def piece(start: int, end: int) -> PrefixPiece:
             copies.append((start, past.piece(start, end)))
-            _check_numbers(copies[-1][1].arrays)
             return copies[-1][1]
 
+        def check() -> None:
+            # While they wait to be computed they hold on to the batch's own buffers.
+            _check_numbers([*snapshot.outline.state, *(x for _, copy in copies for x in copy.arrays)])
+
         try:
-            _check_numbers(snapshot.outline.state)
-            if kept := self._tree.insert(keys, snapshot, piece, self._limit, past.namespace):
-                # While they wait to be computed they hold on to the batch's own buffers.
-                mx.eval(snapshot.outline.state, [copy.arrays for _, copy in copies])
+            kept = self._tree.insert(keys, snapshot, piece, self._limit, past.namespace, check)
         except _NotNumbersError:  # raised before the tree is changed
             log.warning("a text is not kept for later prompts: its keys and values are not numbers (NaN)")
             return

@@ -122,12 +122,20 @@ class PrefixTree(Generic[P, S]):
         return None
 
     def insert(
-        self, keys: Keys, snapshot: S, piece: Callable[[int, int], P], limit: float = math.inf, namespace: str = ""
+        self,
+        keys: Keys,
+        snapshot: S,
+        piece: Callable[[int, int], P],
+        limit: float = math.inf,
+        namespace: str = "",
+        check: Callable[[], None] | None = None,
     ) -> bool:
         """Keep a snapshot at the end of a text; whether it is kept, because nothing here serves as well.
 
         `piece`: gives what is to be kept of positions from one to another; it is asked for what is not here. Others go
         until all that is kept is within the limit. A text that has more bytes by itself is not kept.
+
+        `check`: called before anything is changed, if the text is to be kept. Nothing is changed if it raises.
         """
         node, matched = self._match(keys, namespace)
         if matched == len(keys) and node.least <= snapshot.shortest:
@@ -136,6 +144,8 @@ class PrefixTree(Generic[P, S]):
         new = piece(matched, len(keys)) if matched < len(keys) else None
         if self._path_bytes(node, matched) + (new.nbytes if new else 0) + snapshot.nbytes > limit:
             return False
+        if check is not None:
+            check()
         if matched < node.end:
             node = self._split(node, matched)
         if new is not None:
