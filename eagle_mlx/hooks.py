@@ -8,6 +8,7 @@ model, and one that is gone leaves nothing behind.
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from eagle_mlx.cpu import RopeCache, use_shortcuts
+from eagle_mlx.cpu import RopeCache, fastmath, use_shortcuts
 
 
 class Hook:
@@ -171,7 +172,7 @@ class BoundedTable(Hook):
         return super().__call__(mx.minimum(positions, self.weight.shape[0] - 1))  # type: ignore[misc, attr-defined]
 
 
-# Attention of a verify, in slices of its queries that Metal's kernel for few queries takes.
+# Attention in slices of its queries: a verify's, as Metal's kernel for few queries takes them; a prompt's, on a CPU.
 
 _ATTENTION = "scaled_dot_product_attention"
 """Under this name mlx-lm's models have it, each in its own file."""
@@ -183,6 +184,18 @@ _LONG_KERNEL = (64, 80, 128)
 """Widths of a head for which there is a kernel for more queries than those."""
 _LONGEST_VERIFY = 64
 """Queries beyond which it is a prompt that is read, whose scores are little beside the rest of the work."""
+_TILE = 128
+"""Queries of a prompt that a CPU attends with at once, to the keys before them alone. MLX computes the scores of all
+keys there, with an exponential that takes most of the time (docs/log.md); smaller tiles lose more to their number.
+"""
+
+
+def suit_attention(model: nn.Module) -> None:
+    """Let the attention of a model's file suit the device: a verify on Metal, a prompt on a CPU."""
+    if mx.metal.is_available() and mx.default_device() == mx.gpu:
+        slice_attention(model)
+    elif mx.default_device() == mx.cpu:
+        _wrap_attention(model, tiled, "tiled")
 
 
 def slice_attention(model: nn.Module) -> None:
@@ -190,11 +203,18 @@ def slice_attention(model: nn.Module) -> None:
 
     Outside of it the scores of all heads are written to memory and read again. Plain decoding and prompts go as before.
     """
+    _wrap_attention(model, sliced, "sliced")
+
+
+def _wrap_attention(
+    model: nn.Module, wrap: Callable[[Callable[..., mx.array]], Callable[..., mx.array]], mark: str
+) -> None:
+    """Replace the attention in a model's file, unless what is there has this mark already."""
     for name in {type(module).__module__ for module in model.modules()}:
         file = sys.modules.get(name)
         attention = getattr(file, _ATTENTION, None)
-        if attention is not None and not hasattr(attention, "sliced"):
-            setattr(file, _ATTENTION, sliced(attention))
+        if attention is not None and not hasattr(attention, mark):
+            setattr(file, _ATTENTION, wrap(attention))
 
 
 def queries_at_once(length: int, sharing: int, width: int) -> int:
@@ -227,6 +247,51 @@ def sliced(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
     attend.sliced = True  # type: ignore[attr-defined]
     return attend
+
+
+def tiled(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Return mlx-lm's `scaled_dot_product_attention` with prompts attending a tile of queries at a time."""
+
+    def attend(
+        queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
+    ) -> mx.array:
+        length, plain = queries.shape[2], sinks is None and not hasattr(cache, "bits")
+        if plain and length > _LONGEST_VERIFY and _is_causal(cache, keys, mask, length):
+            return _in_tiles(queries, keys, values, scale, mask)
+        return attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+    attend.tiled = True  # type: ignore[attr-defined]
+    return attend
+
+
+def _is_causal(cache: Any, keys: mx.array, mask: Any, length: int) -> bool:
+    """Return whether, on a CPU, key s stands at position s, so that query i sees no key behind place `past + i`.
+
+    That is so in caches of this library unless a ring has wrapped: its keys are then not as many as positions.
+    """
+    if not (mx.default_device() == mx.cpu and use_shortcuts() and isinstance(mask, mx.array)):
+        return False
+    lengths = getattr(cache, "lengths", None)
+    is_whole = mask.dtype == mx.bool_ and mask.ndim == 4 and mask.shape[-2:] == (length, keys.shape[2])
+    return is_whole and lengths is not None and lengths.branches is None and lengths.upper + length == keys.shape[2]
+
+
+def _in_tiles(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array) -> mx.array:
+    """Causal attention of a prompt on a CPU, a tile of queries at a time.
+
+    queries: [B, heads, L, D]; keys, values: [B, key heads, T, D]; mask: [B or 1, 1 or heads, L, T] bool.
+    """
+    rows, heads, length, width = queries.shape
+    sharing, past, parts = heads // keys.shape[1], keys.shape[2] - length, []
+    for start in range(0, length, _TILE):
+        end = min(start + _TILE, length)
+        some = (queries[:, :, start:end] * scale).reshape(rows, -1, sharing * (end - start), width)
+        scores = some @ keys[:, :, : past + end].swapaxes(-1, -2)
+        split = scores.reshape(rows, heads, end - start, past + end)
+        weights = fastmath.softmax(mx.where(mask[..., start:end, : past + end], split, -math.inf))
+        out = weights.reshape(scores.shape) @ values[:, :, : past + end]
+        parts.append(out.reshape(rows, heads, end - start, values.shape[-1]))
+    return mx.concatenate(parts, axis=2)
 
 
 # Calls of layers, which a recurrent state repeats for the tokens that were accepted.

@@ -22,7 +22,7 @@ from eagle_mlx import hub
 from eagle_mlx.chat_tokenizer import ChatTokenizer, template_args
 from eagle_mlx.cpu import use_shortcuts
 from eagle_mlx.errors import TargetError
-from eagle_mlx.hooks import CutNorm, Recording, RecordsOutput, bound_positions, hook, place_one_by_one, slice_attention
+from eagle_mlx.hooks import CutNorm, Recording, RecordsOutput, bound_positions, hook, place_one_by_one, suit_attention
 from eagle_mlx.memory import free_memory, limit_mlx
 
 # Where mlx-lm's architectures keep their parts, in the order in which they are looked for.
@@ -98,8 +98,7 @@ class Target:
         self._lm_head = _find(model, _LM_HEADS) or self._embed.as_linear
         self.layers: list[nn.Module] = list(model.layers)
         self._rope_cache = place_one_by_one(model)
-        if mx.metal.is_available() and mx.default_device() == mx.gpu:
-            slice_attention(model)
+        suit_attention(model)
         self.norm_is_last: bool | None = None
         """Whether the final norm is called once, behind all layers; None before the first forward with `ends`."""
         args = getattr(model, "args", None)
