@@ -105,6 +105,13 @@ class Request:
     """Whether a draft read as NaN. Its next round drafts nothing, and tells whether the text itself does."""
     overran: bool = False
     """Whether the caches hold more of the last round than was taken of it."""
+    paused: bool = False
+    """Whether it waits to be resumed: its row was given to another request, or memory was short."""
+    pauses: int = 0
+    rounds_before: int = 0
+    """Rounds that it had when it was last admitted."""
+    tokens_before: int = 0
+    """Tokens that it had then."""
     history: list[int] = field(default_factory=list)
     """Prompt and tokens, kept for logits processors alone."""
 
@@ -116,6 +123,30 @@ class Request:
     def length(self) -> int:
         """Tokens in the caches: all but the newest."""
         return len(self.prompt) + len(self.tokens) - 1
+
+    @property
+    def text(self) -> list[int]:
+        """Prompt and tokens: all that is read when a paused request is resumed."""
+        return [*self.prompt, *self.tokens]
+
+    @property
+    def leaves(self) -> bool:
+        """Whether its row leaves the batch, because it has ended or is paused."""
+        return self.finish_reason is not None or self.paused
+
+    @property
+    def rounds_since(self) -> int:
+        """Rounds since it was last admitted."""
+        return self.rounds - self.rounds_before
+
+    def pause(self) -> None:
+        """Wait to be resumed with the tokens that it has. Grammar, stop strings, seed and counts stay as they are."""
+        self.paused = True
+        self.pauses += 1
+
+    def admit(self) -> None:
+        """Stop waiting: its text is read next."""
+        self.paused, self.rounds_before, self.tokens_before = False, self.rounds, len(self.tokens)
 
     def take(self, tokens: Sequence[int], drafted: int, logprobs: Sequence[TokenLogprob] = ()) -> int:
         """Take a round's tokens in order, up to the first that ends the row, and return how many; only they count.

@@ -28,9 +28,12 @@ from eagle_mlx.data_pipelines.partial import PartialFile
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.tree import Tree
+from eagle_mlx.engine import Engine
+from eagle_mlx.engine.output import Output
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from eagle_mlx.plan import CONFIDENCE_LAG, Abilities, Plan
 from eagle_mlx.proposers.base import Observation, ProposerState
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 from tests.full import FULL
 
@@ -187,7 +190,29 @@ class Oracle:
         self.target = target
 
     def open(self, prompts: Sequence[Sequence[int]]) -> OracleState:
-        return OracleState(self, [(list(self.texts[tuple(p)]), 0) for p in prompts])
+        return OracleState(self, [known_text(self.texts, p) for p in prompts])
+
+
+def known_text(texts: Mapping[tuple[int, ...], Sequence[int]], opened: Sequence[int]) -> tuple[list[int], int]:
+    """Return the continuation of a prompt, and how much of it a row that is opened with this text has said already."""
+    cut = next(n for n in range(len(opened), 0, -1) if tuple(opened[:n]) in texts)
+    return list(texts[tuple(opened[:cut])]), len(opened) - cut
+
+
+def generate(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], pauses: float, seed: int = 0
+) -> list[Output]:
+    """Decode prompts while rows are paused at random: after each step, each with the chance `pauses`."""
+    rng = np.random.default_rng(seed)
+    requests = [engine.prepare(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+    for request in requests:
+        engine.submit(request)
+    while not engine.idle:
+        engine.step()
+        for request in requests:
+            if request.finish_reason is None and rng.random() < pauses:
+                engine.pause(request)
+    return [engine.output(request) for request in requests]
 
 
 class OracleState:

@@ -46,10 +46,11 @@ class Batch:
         self.requests = list(requests)
         self.cache = past.cache if past else RaggedCache.of(target.model, len(self.requests), kv_bits)
         self.state: ProposerState | None = past.state if past else None
+        texts = [request.text for request in self.requests]
         if self.state is None and proposer:
-            self.state = proposer.open([request.prompt for request in self.requests])
+            self.state = proposer.open(texts)
         self._gather()
-        self.newest = mx.array([[request.prompt[-1]] for request in self.requests], mx.int32).reshape(-1, 1)
+        self.newest = mx.array([text[-1:] for text in texts], mx.int32).reshape(-1, 1)
         """[B, 1] int32, the newest token of each row, which the caches do not hold yet."""
 
     def _gather(self) -> None:
@@ -318,11 +319,11 @@ class Batch:
         return other
 
     def ended_pasts(self) -> Iterator[tuple[list[int], Past]]:
-        """The texts of requests that are about to leave, and what the caches hold of them, where that can be had."""
+        """Yield the texts of requests that are about to leave, and what the caches hold of them, if it can be kept."""
         for index, request in enumerate(self.requests):
-            past = self.past(index) if request.finish_reason else None
+            past = self.past(index) if request.leaves else None
             if past is not None:
-                yield [*request.prompt, *request.tokens], past
+                yield request.text, past
 
     def append(self, other: Batch) -> None:
         """Another batch's rows join behind this one's."""
@@ -336,11 +337,12 @@ class Batch:
         self._gather()
 
     def release(self) -> list[Request]:
-        """Let the finished rows leave; the last row moves into each gap."""
-        ended = [index for index, request in enumerate(self.requests) if request.finish_reason]
+        """Let the rows leave that have ended or are paused; the last row moves into each gap."""
+        ended = [index for index, request in enumerate(self.requests) if request.leaves]
         released = [self.requests[index] for index in ended]
         for request in released:
-            request.grammar = None  # it may hold a process
+            if request.finish_reason is not None:
+                request.grammar = None  # it may hold a process
         if len(ended) == len(self.requests):
             self.requests = []
             return released

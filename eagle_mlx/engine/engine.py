@@ -16,7 +16,7 @@ from eagle_mlx.engine.groups import Groups
 from eagle_mlx.engine.kv_budget import KVBudget, check_memory, check_sizes, size_of
 from eagle_mlx.engine.output import Chunk, Output
 from eagle_mlx.engine.pipeline import Pipeline
-from eagle_mlx.engine.prefill import PREFILL_CHUNK
+from eagle_mlx.engine.prefill import PREFILL_CHUNK, PREFILL_MS
 from eagle_mlx.engine.prefix import PrefixCache
 from eagle_mlx.engine.scheduler import Scheduler
 from eagle_mlx.engine.work import Work
@@ -38,14 +38,12 @@ class Engine:
     the target's own, and sampled text follows the target's distribution, unless a request chose otherwise
     (`Output.lossless`).
 
-    Rows of very different lengths decode in two groups where that reads less (`grouping.py`); they take turns, a round
-    each.
+    Rows of very different lengths decode in two groups that take turns, if that reads less (`grouping.py`).
 
-    Every request waits, or decodes in a group, or has its prompt read. Where a step raises (a proposer or an observer
-    did, or memory ran out), what it worked on may be half done. So all rows of its group, of those that it was
-    changing, and whose prompts were being read end with an error, which is in their `Output`; requests of the other
-    group, and those that wait, go on. The engine can be used on, and whoever called `step`, `generate` or `stream` gets
-    the exception.
+    Every request waits, or decodes in a group, or has its prompt read. If a step raises, what it worked on may be half
+    done. So all rows of its group, of those that it was changing, and whose prompts were being read end with an error
+    in their `Output`; requests of the other group, and those that wait, continue. The engine remains usable, and the
+    caller of `step`, `generate` or `stream` gets the exception.
 
     Raises TargetError or HeadError, when it is built, where the parts do not fit together.
     """
@@ -61,19 +59,17 @@ class Engine:
         kv_bits: int | None = None,
         kv_bytes: int | None = None,
         groups: int = GROUPS,
+        prefill_ms: float = PREFILL_MS,
     ):
         """`prefill_chunk`: positions of prompts that one forward reads, over all requests; those that decode wait.
-
+        `prefill_ms`: milliseconds that they wait at most, if 128 positions take no longer.
         `prefix_cache_bytes`: what is kept of texts that were read, for prompts that begin like them.
-
         `kv_bytes`: what keys and values may take, that included; by default a share of the memory that is free.
-        Who would not fit beside others waits; `prepare` refuses a request that never would.
-
+        A request waits if its KV cache does not fit; `prepare` refuses one that never would.
         `groups`: 1 keeps all rows in one batch, for comparison; so does a proposer whose states are not `Movable`.
-        `kv_bits`: 4 or 8 to quantise the keys and values of full attention. That is another model, a little: the text
-        is then what this engine says without a proposer.
+        `kv_bits`: 4 or 8 to quantize keys and values; the text is then what this engine says without a proposer.
         """
-        check_sizes(max_batch, prefill_chunk, prefix_cache_bytes)
+        check_sizes(max_batch, prefill_chunk, prefix_cache_bytes, prefill_ms)
         check_memory(kv_bits, kv_bytes, groups)
         check_cacheable(target.model, max_batch, kv_bits)
         if proposer is not None:
@@ -89,6 +85,8 @@ class Engine:
         """Told of every round after it."""
         self.on_first_round: Callable[[int], None] | None = None
         """Told, before the first round is planned, how many tokens of context its rows have, in the mean."""
+        self.pauses = 0
+        """How often requests were paused so far."""
         self.context = 0
         """Tokens of context of the rows that were decoded last, in the mean, as they were when some joined."""
         self.prefixes = PrefixCache(prefix_cache_bytes, proposer) if prefix_cache_bytes else None
@@ -99,7 +97,7 @@ class Engine:
         share = memory.kv_bytes(target.free_memory, memory.machine_memory()) if kv_bytes is None else kv_bytes
         size = size_of(target, proposer, kv_bits)
         self.kv_budget = KVBudget(share, size, target.context_length, groups)
-        self._scheduler = Scheduler(target, proposer, prefill_chunk, self.prefixes, kv_bits, self.kv_budget)
+        self._scheduler = Scheduler(target, proposer, prefill_chunk, self.prefixes, kv_bits, self.kv_budget, prefill_ms)
         self._pipeline = Pipeline()
         self._groups = Groups(RoundReads.of(target, proposer, size), self.kv_budget)
         self._work = Work(self._fail)
@@ -127,7 +125,7 @@ class Engine:
     @property
     def kv_used(self) -> int:
         """Bytes of keys and values of those that decode, or whose prompts are being read, at most."""
-        return self.kv_budget.used([*(batch.requests for batch in self._groups.batches), *self._scheduler.side_by_side])
+        return self.kv_budget.used([*self._groups.decoding, *self._scheduler.side_by_side])
 
     @property
     def idle(self) -> bool:
@@ -141,9 +139,9 @@ class Engine:
     ) -> list[Output]:
         """Decode all prompts to their ends; the outputs come in the order of the prompts.
 
-        Raises PromptError for a prompt that is empty or longer than the target's context, or params that the target
-        cannot serve, before anything is decoded. Where a step raises, that exception, and these prompts are withdrawn.
-        A prompt that ended in a step that somebody else called, and that raised, has an output with an `error`.
+        Raises PromptError for a prompt that is empty or too long, or params that the target cannot serve, before
+        anything is decoded. If a step raises, these prompts are withdrawn. A prompt that ended in a step that somebody
+        else called, and that raised, has an output with an `error`.
         """
         each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
@@ -162,9 +160,9 @@ class Engine:
         return [self.output(request) for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Decode one prompt and yield what each round adds, in company with whatever else the engine decodes.
+        """Decode one prompt alongside others and yield what each round adds. Raises what `generate` does.
 
-        Needs a tokenizer. A caller that stops listening frees the request. Raises what `generate` does.
+        It needs a tokenizer. A caller that stops listening frees the request.
         """
         tokenizer = self.target.tokenizer
         if tokenizer is None:
@@ -184,12 +182,10 @@ class Engine:
             self.cancel(request)
 
     def prepare(self, prompt: Prompt, params: SamplingParams, boundaries: Sequence[int] = ()) -> Request:
-        """A request as a row to be submitted. Changes nothing here; any thread may call it.
+        """Return a request to be submitted. Any thread may call it.
 
-        `boundaries`: tokens of the prompt that later prompts may begin with, such as those of a system prompt. The
-        prefix cache keeps windows and states there, which cannot be cut, and always at the prompt's end.
-
-        Raises PromptError, also for one whose keys and values would never fit into `kv_bytes`.
+        `boundaries`: tokens of the prompt that later prompts may begin with, where the prefix cache keeps windows and
+        states, which cannot be cut. Raises PromptError, also if its keys and values would never fit into `kv_bytes`.
         """
         request = make_request(self.target, prompt, params, boundaries)
         self.kv_budget.check(request)
@@ -204,14 +200,18 @@ class Engine:
         return Output.of(request, self.target.tokenizer)
 
     def cancel(self, request: Request) -> None:
-        """Let a row go that nobody waits for; nothing happens to one that has finished.
+        """Let a row go that nobody waits for, unless it has finished.
 
-        An observer or a logits processor may call it too: the row gets no more tokens, and leaves at the end of the
-        step that is under way.
+        An observer or a logits processor may call it too: the row gets no more tokens, and leaves after the step.
         """
         if request.finish_reason is None:
             request.finish_reason = "cancelled"
             self._withdraw(request)
+
+    def pause(self, request: Request) -> None:
+        """Have a request that decodes wait once more, from the next step on; its text is the same when it resumes."""
+        if self._groups.holding(request) is not None:
+            self._scheduler.to_pause.append(request)
 
     def cut_off(self, request: Request, by: str, reason: str | None = None) -> None:
         """The same, but the row ends with what it has, or with an error where there is a `reason` (`Request.cut`)."""
@@ -247,17 +247,15 @@ class Engine:
         }
         for requests in (prefilling, *groups.values(), *gone.values()):
             for request in requests:
-                request.fail(reason)
+                if not request.paused:  # it waits, and nothing of it was worked on
+                    request.fail(reason)
         self._scheduler.stop_prefill()
         for batch in gone:
             self._pipeline.forget(batch)
             self._groups.drop(batch)
 
     def step(self) -> list[Request]:
-        """One round for every request of the group whose turn it is. Returns the requests that have finished.
-
-        Raises what anything in it raises; the requests that it worked on have then ended, with `error` (see `Engine`).
-        """
+        """Decode a round of the group whose turn it is; return the requests that have finished. Errors: `Engine`."""
         with self._work.whole(*self._groups.in_turn()[:1]):
             ended = [request for request in self._step() if request.finish_reason != "cancelled"]
         self._scheduler.freed.after_step(is_last=self.idle)
@@ -284,11 +282,16 @@ class Engine:
 
     def _admit(self) -> list[Request]:
         """Read a chunk of the prompts of those who wait; the requests that join, because theirs have been read."""
-        if self._pipeline.busy or not self._scheduler.wants_in(self._places):
+        if self._pipeline.busy or not self._wants_in:
             return []  # a round that is under way is for the requests that it was dispatched with
+        if yielding := self._scheduler.yielding(self._places, self._groups.decoding):
+            self.pauses += len(yielding)
+            self._scheduler.pause(yielding)
+            for batch in self._groups.batches:
+                self._release(batch)
         self._pipeline.lap()
-        joining = self._scheduler.prefill(self._places)
-        seconds = self._pipeline.lap()
+        joining = self._scheduler.prefill(self._places, decoding=bool(self._groups.batches))
+        self._scheduler.took(seconds := self._pipeline.lap())
         if joining is None:
             return []
         joined = list(joining.requests)
@@ -309,24 +312,21 @@ class Engine:
         self._arrange(joining)
 
     def _look_at_context(self, requests: Sequence[Request]) -> None:
-        lengths = [len(request.prompt) + len(request.tokens) for request in requests]
-        self.context = sum(lengths) // len(lengths)
+        self.context = sum(request.length + 1 for request in requests) // len(requests)
         if self.on_first_round is not None:
             self.on_first_round(self.context)
             self.on_first_round = None
 
     def _arrange(self, joining: Batch | None = None) -> None:
         """Have every row in the group where it belongs; while a round is under way all stay where they are."""
-        if self._pipeline.busy:
-            return
-        moves = self._groups.moves(self._scheduler.prefilling, joining)
+        moves = None if self._pipeline.busy else self._groups.moves(self._scheduler.prefilling, joining)
         if moves is not None:
             with self._work.also(*self._groups.touched(moves, joining)):
                 self._groups.arrange(moves, joining)
 
     def _report_first_tokens(self, requests: Sequence[Request], seconds: float) -> None:
         """Show the observer the tokens that requests got with their prompts; it is no round for the policy."""
-        taken = [len(request.tokens) for request in requests]
+        taken = [len(request.tokens) - request.tokens_before for request in requests]
         if self.observer is not None and any(taken):
             nothing = [0] * len(requests)
             self.observer(RoundResult(PLAIN, nothing, nothing, taken, seconds))
@@ -343,7 +343,7 @@ class Engine:
     def _may_run_ahead(self, following: Batch) -> bool:
         """Whether the next round may be dispatched behind the one under way, which is plain, as this one is to be."""
         steady = self._pipeline.is_plain if self.proposer is None else self._pipeline.is_steady
-        if not steady or not following.may_run_ahead or self._scheduler.wants_in(self._places):
+        if not steady or not following.may_run_ahead or self._wants_in:
             return False
         return self._groups.moves(self._scheduler.prefilling) is None
 
@@ -368,6 +368,10 @@ class Engine:
         """Requests that could join."""
         return self.max_batch - len(self._groups.requests)
 
+    @property
+    def _wants_in(self) -> bool:
+        return self._scheduler.wants_in(self._places, self._groups.decoding)
+
     def _observe(self, batch: Batch, result: RoundResult) -> None:
         if self.proposer is not None:
             self._policy(batch).observe(result)
@@ -375,12 +379,8 @@ class Engine:
             self.observer(result)
 
     def _release(self, batch: Batch) -> None:
-        """Let the requests leave that have ended.
-
-        While others wait for a round that was dispatched ahead, they stay for it: one row's share of a round is lost
-        instead of the whole round.
-        """
-        ended = [request.finish_reason is not None for request in batch.requests]
+        """Let the requests leave that have ended or are paused; they stay for a round ahead that others wait for."""
+        ended = [request.leaves for request in batch.requests]
         if not any(ended):
             return
         with self._work.also(batch):

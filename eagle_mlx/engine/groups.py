@@ -37,6 +37,11 @@ class Groups:
     def requests(self) -> list[Request]:
         return [request for batch in self.batches for request in batch.requests]
 
+    @property
+    def decoding(self) -> list[list[Request]]:
+        """The requests of each group."""
+        return [batch.requests for batch in self.batches]
+
     def number(self, batch: Batch) -> int:
         return self._slots.index(batch)
 

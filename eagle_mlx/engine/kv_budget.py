@@ -16,10 +16,7 @@ from eagle_mlx.request import Request
 from eagle_mlx.target import Target
 
 _OPEN_END = 2048
-"""Tokens that are set aside for a request that does not say how many it wants, behind those that it has.
-
-Most answers are shorter. To set aside all that the context leaves would let few such requests decode together.
-"""
+"""Most answers are shorter. To set aside all that the context leaves would let few such requests decode together."""
 
 
 def size_of(target: Target, proposer: Proposer | None, kv_bits: int | None) -> CacheSize:
@@ -39,6 +36,8 @@ class KVBudget:
 
     def __init__(self, nbytes: int, size: CacheSize, context: int, groups: int = 1):
         self.nbytes, self.size, self.groups = nbytes, size, groups
+        self.open_end = _OPEN_END
+        """Tokens that are set aside for a request that names no limit, beyond those that it has."""
         self.longest = self._longest(context)
         """Positions that a row by itself may have."""
 
@@ -52,7 +51,7 @@ class KVBudget:
     def check(self, request: Request) -> None:
         """Raise PromptError for a request that would not fit if it were alone.
 
-        One that does not say how many tokens it wants gets as many as fit.
+        One that does not say how many tokens it wants gets as many as fit, and then ends with `length`.
         """
         prompt = len(request.prompt)
         if prompt + (1 if _is_open(request) else request.limit) > self.longest:
@@ -68,7 +67,7 @@ class KVBudget:
     def reach(self, request: Request) -> int:
         """Positions that are set aside for a request."""
         most = len(request.prompt) + request.limit
-        return min(most, request.length + _OPEN_END) if _is_open(request) else most
+        return min(most, request.length + self.open_end) if _is_open(request) else most
 
     def set_aside(self, requests: Sequence[Request]) -> int:
         """Bytes that these may come to take together."""
@@ -97,8 +96,10 @@ class KVBudget:
         return [group for group in split if group]
 
 
-def check_sizes(max_batch: int, prefill_chunk: int, prefix_cache_bytes: int) -> None:
+def check_sizes(max_batch: int, prefill_chunk: int, prefix_cache_bytes: int, prefill_ms: float) -> None:
     """Raise ConfigError for sizes that leave no room for anything."""
+    if not prefill_ms > 0:
+        raise ConfigError(f"prefill_ms must be above 0; got {prefill_ms}")
     if max_batch < 1 or prefill_chunk < 1 or prefix_cache_bytes < 0:
         raise ConfigError(
             f"max_batch ({max_batch}) and prefill_chunk ({prefill_chunk}) must be at least 1, prefix_cache_bytes "

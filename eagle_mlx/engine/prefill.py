@@ -15,10 +15,37 @@ from eagle_mlx.target import Forward
 
 PREFILL_CHUNK = 2048
 """Positions of prompts, over all rows, that one forward reads: mlx-lm's `prefill_step_size` (0.32, `generate_step`)."""
+PREFILL_MS = 400
+"""Milliseconds that a chunk may take while others decode. A chunk and a round then stay below the second after which a
+reader's flow of thought is interrupted (Nielsen 1993, Usability Engineering, chapter 5).
+"""
+LEAST_CHUNK = 128
+"""Positions that a chunk has in any case: fewer would read the weights too often for what they read."""
 _FIRST_TOKENS = 128
 """Positions, over all rows, that a forward may read of prompts to give their first tokens too: what the last layer
 costs is then less than a forward of its own for the last token.
 """
+
+
+class ChunkSize:
+    """Positions that the next chunk may read: as many as fit the time if others decode, else as many as memory allows.
+
+    The speed is that of the latest chunk of at least `LEAST_CHUNK` positions.
+    """
+
+    def __init__(self, most: int, seconds: float):
+        self.most, self.seconds = most, seconds
+        self._speed = 0.0
+        """Positions a second; 0 until a chunk has been timed."""
+
+    def now(self, decoding: bool) -> int:
+        """Positions over all rows."""
+        return min(self.most, max(LEAST_CHUNK, int(self._speed * self.seconds))) if decoding else self.most
+
+    def took(self, positions: int, seconds: float) -> None:
+        """Learn from a chunk. A short one says little: most of its time is that of reading the weights."""
+        if positions >= min(LEAST_CHUNK, self.most) and seconds > 0:
+            self._speed = positions / seconds
 
 
 class Prefill:
@@ -30,15 +57,19 @@ class Prefill:
         `prefixes`: what takes snapshots at the boundaries of prompts, where keys and values alone are not all.
         """
         self.batch = batch
+        self._texts = [request.text for request in batch.requests]
+        """Of a request that was paused, what it has said too."""
         self._read = known
         self._prefixes = None if batch.cache.is_positional else prefixes
-        self._stops = [stops(each.boundaries, len(each.prompt), known) for each in batch.requests]
+        self._stops = [
+            stops(each.boundaries, len(text), known) for each, text in zip(batch.requests, self._texts, strict=True)
+        ]
         self._count()
 
     @property
     def left(self) -> int:
         """Positions that are to be read, over all rows."""
-        longest = max(len(request.prompt) for request in self.batch.requests) - 1
+        longest = max(map(len, self._texts)) - 1
         return len(self.batch.requests) * max(0, longest - self._read)
 
     def step(self, chunk: int) -> bool:
@@ -48,7 +79,7 @@ class Prefill:
         is read to its last token, and gives the requests their first tokens. Of the rest the last token is left to the
         first round. A recurrent state has its snapshots taken between two forwards, any other behind one.
         """
-        prompts = [request.prompt for request in self.batch.requests]
+        prompts = self._texts
         longest, room = max(map(len, prompts)) - 1, chunk
         while self._read < longest and (room == chunk or room >= len(prompts)):
             left, width = longest - self._read, max(1, room // len(prompts))
@@ -82,11 +113,11 @@ class Prefill:
         """Keep snapshots at what has been passed; rings have not been cut to their windows yet."""
         if self._prefixes is None:
             return
-        for row, (request, found) in enumerate(zip(self.batch.requests, self._stops, strict=True)):
+        for row, (text, found) in enumerate(zip(self._texts, self._stops, strict=True)):
             for stop in found:
                 past = self.batch.past(row, stop) if before < stop <= after else None
                 if past is not None:
-                    self._prefixes.keep(request.prompt, past)
+                    self._prefixes.keep(text, past)
 
     def _read_chunk(self, pieces: list[list[int]]) -> None:
         batch, counts = self.batch, [len(piece) for piece in pieces]
@@ -94,7 +125,7 @@ class Prefill:
         self._show(counts, aux)
         width = max(counts)
         batch.cache.advance(width if min(counts) == width else mx.array(counts, mx.int32), at_most=width)
-        ends = [min(self._read + width, len(request.prompt) - 1) for request in batch.requests]
+        ends = [min(self._read + width, len(text) - 1) for text in self._texts]
         batch.cache.sync(ends)
         mx.eval(batch.cache.state)
 
@@ -122,7 +153,7 @@ class Prefill:
         batch, counts = self.batch, [len(piece) for piece in pieces]
         width = max(counts)
         # The padding is a token that is read anyway: one that reads as no number would spoil what is behind it.
-        last = [request.prompt[-1:] for request in batch.requests]
+        last = [text[-1:] for text in self._texts]
         padded = [piece + end * (width - len(piece)) for piece, end in zip(pieces, last, strict=True)]
         batch.cache.expect(counts)
         return batch.target.forward(mx.array(padded, mx.int32), batch.cache, batch.aux_layers, ends)
@@ -131,7 +162,5 @@ class Prefill:
         """Let the proposer see the next positions of the prompts, counts[i] of them in row i."""
         batch, start = self.batch, self._read + 1
         if batch.state is not None:
-            following = [
-                request.prompt[start : start + count] for request, count in zip(batch.requests, counts, strict=True)
-            ]
+            following = [text[start : start + count] for text, count in zip(self._texts, counts, strict=True)]
             batch.state.prefill(Observation(following, aux))

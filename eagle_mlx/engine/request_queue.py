@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -59,11 +59,14 @@ class RequestQueue:
     Its oldest request is passed at most `MOST_SKIPS` times, so that long prompts have their turn too.
 
     Who comes goes before clients that have had a turn since its own last one: at most `MOST_SKIPS` do so before each.
+
+    Clients that hold fewer rows go first. Of one client, its paused requests go before all others.
     """
 
-    def __init__(self, chunk: int):
-        """`chunk`: positions of a prompt that are read in one step."""
-        self._chunk = chunk
+    def __init__(self, chunk: int, held: Callable[[], Mapping[str, int]] = dict):
+        """`chunk`: positions of a prompt that are read in one step. `held`: returns the rows that each client holds;
+        any thread may call it."""
+        self._chunk, self._held = chunk, held
         self._clients: dict[str, _Client] = {}
         """The one whose turn it is comes first."""
         self._numbers = count()
@@ -81,11 +84,15 @@ class RequestQueue:
         if request.client not in self._clients:
             self._enter(request.client)
         client = self._clients[request.client]
-        client.by_chunks.setdefault(self.chunks(request), deque()).append((next(self._numbers), request))
+        number, line = next(self._numbers), client.by_chunks.setdefault(self.chunks(request), deque())
+        if request.paused:
+            line.appendleft((-number, request))  # the newest is paused first, and resumed last
+        else:
+            line.append((number, request))
 
     def peek(self) -> Request:
         """The next one. The queue must not be empty."""
-        client = next(iter(self._clients.values()))
+        client = self._in_turn()[0][1]
         return client.by_chunks[client.following][0][1]
 
     def first(self, fits: Callable[[Request], bool]) -> Request | None:
@@ -93,7 +100,7 @@ class RequestQueue:
 
         Of a client's prompts that are read in as many chunks only the one that came first is asked about.
         """
-        for client in self._clients.values():
+        for _, client in self._in_turn():
             for chunks in (client.following, *sorted(client.by_chunks)):
                 request = client.by_chunks[chunks][0][1]
                 if fits(request):
@@ -112,7 +119,8 @@ class RequestQueue:
         client.skips = 0 if chunks == client.oldest else client.skips + 1
         client.passed = 0
         self._clients[request.client] = client
-        client.by_chunks[chunks].popleft()
+        waiting = client.by_chunks[chunks]
+        del waiting[next(index for index, (_, each) in enumerate(waiting) if each is request)]
         self._forget_empty(request.client, chunks)
         self._last_turns.pop(request.client, None)
         self._last_turns[request.client] = next(self._numbers)
@@ -134,13 +142,18 @@ class RequestQueue:
 
         Any thread may ask: what it is told then is about right.
         """
-        clients = list(self._clients.items())  # copied in one piece, as is all that is looked at here
+        clients = self._in_turn()  # copied in one piece, as is all that is looked at here
         at = next((at for at, (name, _) in enumerate(clients) if name == request.client), None)
         own = clients[at][1].before(request) if at is not None else None
         if at is None or own is None:
             return None
         lengths = [len(client) for _, client in clients]
         return own + sum(min(length, own + (other < at)) for other, length in enumerate(lengths) if other != at)
+
+    def _in_turn(self) -> list[tuple[str, _Client]]:
+        """The clients, the one whose turn it is first."""
+        held = self._held()
+        return sorted(self._clients.items(), key=lambda named: held.get(named[0], 0))
 
     def clear(self) -> None:
         self._clients.clear()
@@ -163,5 +176,8 @@ class RequestQueue:
             del self._clients[name]
 
     def chunks(self, request: Request) -> int:
-        """Steps that its prompt is read in, without the last token, which the first round reads."""
-        return max(1, -(-(len(request.prompt) - 1) // self._chunk))
+        """Return the steps that its prompt is read in, without the last token, which the first round reads.
+
+        0 for a paused request: most of its text is in the prefix cache, and it has waited before.
+        """
+        return 0 if request.paused else max(1, -(-(len(request.prompt) - 1) // self._chunk))

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from eagle_mlx.cache import may_pad
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.kv_budget import KVBudget
-from eagle_mlx.engine.prefill import Prefill
+from eagle_mlx.engine.prefill import PREFILL_MS, ChunkSize, Prefill
 from eagle_mlx.engine.prefix import Prefix, PrefixCache
 from eagle_mlx.engine.request_queue import MOST_SKIPS, RequestQueue
 from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.request import Request
 from eagle_mlx.target import Target
+
+_SLICE = 64
+"""Rounds after which a client's only row is paused for a client that holds none: one to a few seconds of decoding."""
+_READS_PER_ROUND = 8
+"""Positions of its text for which such a row stays a round longer. To read 8 positions takes less than a round, so
+that more time is spent on decoding than on reading texts again.
+"""
 
 
 class Scheduler:
@@ -27,6 +35,10 @@ class Scheduler:
 
     Whose keys and values would not fit beside those of the rows that decode waits for memory. Others that fit may pass,
     at most `MOST_SKIPS` of them; then nobody joins before it. Prefixes that are kept give way to rows.
+
+    If a request cannot join, a row of a client that holds at least two rows more than its own is paused for it, the
+    newest first. A client's only row is paused for a client that holds none after `_SLICE` rounds. Rows that have grown
+    beyond the memory are paused too, so that one is left at least.
     """
 
     def __init__(
@@ -37,10 +49,16 @@ class Scheduler:
         prefixes: PrefixCache | None = None,
         kv_bits: int | None = None,
         budget: KVBudget | None = None,
+        prefill_ms: float = PREFILL_MS,
     ):
         self.target, self.proposer, self.chunk, self.prefixes = target, proposer, chunk, prefixes
         self.kv_bits, self.budget = kv_bits, budget
-        self.waiting = RequestQueue(chunk)
+        self.waiting = RequestQueue(chunk, self._held)
+        self.to_pause: list[Request] = []
+        """Requests that somebody wants to be paused, whether or not others wait."""
+        self._size = ChunkSize(chunk, prefill_ms / 1000)
+        self._now, self._just_read = chunk, 0
+        """Positions that the latest chunk was allowed, and those that it read."""
         self.freed = FreedBuffers()
         if prefixes is not None and budget is not None:
             prefixes.spare = lambda: budget.nbytes - budget.set_aside(self.admitted)
@@ -75,26 +93,109 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.waiting and not self.prefilling
 
-    def wants_in(self, room: int) -> bool:
-        """Whether somebody will join, or could, with room for so many more requests."""
-        return bool(self._prefills) or (room > 0 and self._following(room) is not None)
+    def wants_in(self, room: int, groups: Sequence[Sequence[Request]]) -> bool:
+        """Return whether a request will join, or could, with room for so many more, or should be paused."""
+        joins = bool(self._prefills) or (room > 0 and self._following(room) is not None)
+        return joins or bool(self.yielding(room, groups))
 
-    def prefill(self, room: int) -> Batch | None:
-        """Read one chunk of the prompts whose turn it is; their batch, once that was the last of it.
+    def yielding(self, room: int, groups: Sequence[Sequence[Request]]) -> list[Request]:
+        """Return the requests that are to be paused, so that memory suffices and whose turn it is can join.
 
-        They are still among `prefilling` then, and so whatever happens to them is somebody's business, until `joined`.
+        groups: the requests that decode. No round of theirs may be under way when they are paused.
         """
+        self.to_pause = [row for row in self.to_pause if row.finish_reason is None]
+        wanted = [row for row in self._pausable() if row in self.to_pause] if self.to_pause else []
+        return wanted or self._outgrown(groups) or self._in_the_way(room)
+
+    def pause(self, requests: Sequence[Request]) -> None:
+        """Have requests wait again, before others of their clients. Rows that decode are still to leave their batch."""
+        self.to_pause = [request for request in self.to_pause if request not in requests]
+        self._admitted = [request for request in self.admitted if request not in requests]
+        self._prefills = [each for each in self._prefills if set(requests).isdisjoint(each.batch.requests)]
+        for request in requests:
+            request.pause()
+            self.waiting.append(request)
+
+    def _outgrown(self, groups: Sequence[Sequence[Request]]) -> list[Request]:
+        """Return the rows without which the others fit into the memory as they are now."""
+        if self.budget is None:
+            return []
+        together, gone = [*groups, *self.side_by_side], list[Request]()
+        while self.budget.used(together) > self.budget.nbytes and len(self.admitted) > len(gone) + 1:
+            victim = _newest(self._pausable(gone), self._held(gone))
+            if victim is None:
+                break
+            gone.append(victim)
+            together = [[each for each in group if each not in gone] for group in together]
+        return gone
+
+    def _in_the_way(self, room: int) -> list[Request]:
+        """Return the rows whose pausing lets the request join whose turn it is; none if it need not, or would not."""
+        if not self.waiting:
+            return []
+        turn, gone = self._turn(), list[Request]()
+        if self._prefills and self._steps(turn.length) >= self._steps(min(each.left for each in self._prefills)):
+            return []  # it would not be begun now
+        room -= len(self.prefilling)
+        while room + len(gone) < 1 or not self._fits(turn, gone):
+            victim = self._victim(turn.client, gone)
+            if victim is None:
+                return []
+            gone.append(victim)
+        return gone
+
+    def _victim(self, client: str, gone: Sequence[Request]) -> Request | None:
+        """Return the next row to be paused for a client, beside those that are `gone`; None if each has its share."""
+        held, able = self._held(gone), self._pausable(gone)
+        if max(held.values(), default=0) >= held[client] + 2:
+            return _newest([row for row in able if held[row.client] >= held[client] + 2], held)
+        if held[client]:
+            return None
+        served = [row for row in able if row.rounds_since >= max(_SLICE, row.length // _READS_PER_ROUND)]
+        return max(served, key=lambda row: row.rounds_since, default=None)
+
+    def _pausable(self, gone: Sequence[Request] = ()) -> list[Request]:
+        """Return the requests that may be paused, in the order in which more is lost by it.
+
+        A row that decodes must have had a round since it was admitted, which has checked its keys and values. A row
+        whose masks are late is verified first. Prompts that are read side by side will have been read in a step or two.
+        """
+        alone = [each.batch.requests[0] for each in self._prefills if len(each.batch.requests) == 1]
+        prefilling = set(self.prefilling)
+        rows = [
+            row
+            for row in self.admitted
+            if row not in gone and row not in prefilling and row.rounds_since and row.asked is None
+        ]
+        return [*(row for row in alone if row not in gone and row.finish_reason is None), *rows]
+
+    def _held(self, gone: Sequence[Request] = ()) -> Counter[str]:
+        """Return how many rows each client holds without those that are `gone`. Any thread may ask."""
+        return Counter(row.client for row in self.admitted if row not in gone)
+
+    def prefill(self, room: int, decoding: bool = False) -> Batch | None:
+        """Read one chunk of the prompts whose turn it is; return their batch if that was the last of it.
+
+        decoding: whether others decode, and so wait for it. The requests of the batch are among `prefilling` until
+        `joined` is called, so that they end with an error if anything fails in between.
+        """
+        self._now, self._just_read = self._size.now(decoding), 0
         prefill = self._due(room)
         if prefill is None:
             return None
-        self._others_are_due = prefill is self._prefills[0]
-        is_read = prefill.step(self.chunk)
+        self._others_are_due, before = prefill is self._prefills[0], prefill.left
+        is_read = prefill.step(self._now)
+        self._just_read = before - prefill.left
         self.freed.after_chunk()
         if not is_read or prefill not in self._prefills:  # all of it may have been withdrawn meanwhile
             return None
         self._prefills.remove(prefill)
         self._entering = list(prefill.batch.requests)
         return prefill.batch
+
+    def took(self, seconds: float) -> None:
+        """Learn how long the latest `prefill` took, from which the size of the next chunk follows."""
+        self._size.took(self._just_read, seconds)
 
     def joined(self) -> None:
         """The requests that `prefill` gave decode now."""
@@ -122,7 +223,7 @@ class Scheduler:
         if not self._others_are_due:
             return self._prefills[0]
         shortest = min(self._prefills, key=lambda each: each.left)
-        chunks = -(-shortest.left // self.chunk)
+        chunks = self._steps(shortest.left)
         return (self._begin(room, chunks) if chunks > 1 else None) or shortest
 
     def _begin(self, room: int, chunks: int | None = None) -> Prefill | None:
@@ -132,7 +233,7 @@ class Scheduler:
             following = self._following(room - len(requests), chunks)
             if following is None or (requests and not self._side_by_side([*requests, following])):
                 break
-            if self.prefixes is not None and not self.prefixes.fetch(following.prompt, following.namespace):
+            if self.prefixes is not None and not self.prefixes.fetch(following.text, following.namespace):
                 break  # the rest comes from the disk in the next steps
             known = self._known(following)
             if requests and known is not None:
@@ -142,7 +243,7 @@ class Scheduler:
             requests.append(following)
         if not requests:
             return None
-        if known is not None:
+        if known is not None and not requests[0].pauses:
             requests[0].cached_tokens = known.length
         batch = Batch(self.target, self.proposer, requests, known, self.kv_bits)
         begun = Prefill(batch, known.length if known is not None else 0, self.prefixes)
@@ -164,7 +265,7 @@ class Scheduler:
         if chunks is not None:
             may_pass = self._passes < MOST_SKIPS
             return self.waiting.first(
-                lambda each: self.waiting.chunks(each) < chunks and (may_pass or each is turn) and self._fits(each)
+                lambda each: self._steps(each.length) < chunks and (may_pass or each is turn) and self._fits(each)
             )
         if self.budget is None:
             return turn
@@ -173,41 +274,58 @@ class Scheduler:
             longest = max(map(reach, rows), default=0)
             beside_longest = self.budget.size.nbytes(len(rows) + room, longest)
             if self.budget.groups == 1 and beside_longest > self.budget.nbytes:
-                like = self.waiting.first(lambda request: 2 * reach(request) > longest and self._fits(request))
+                held = self._held()
+                like = self.waiting.first(
+                    lambda each: (
+                        held[each.client] <= held[turn.client] and 2 * reach(each) > longest and self._fits(each)
+                    )
+                )
                 if like is not None:
                     return like
             return turn if self._fits(turn) else self.waiting.first(self._fits)
         return turn if self._fits(turn) else None
 
     def _turn(self) -> Request:
-        """Whose turn it is, or was when others went before it."""
+        """Return whose turn it is, or was when others went before it, unless its client holds more rows by now."""
         if self._passed is not None and self._passed.finish_reason is None:
-            return self._passed
+            held, following = self._held(), self.waiting.peek()
+            return following if held[following.client] < held[self._passed.client] else self._passed
         self._passed, self._passes = None, 0
         return self.waiting.peek()
 
-    def _fits(self, request: Request) -> bool:
-        return self.budget is None or self.budget.fits([*self.admitted, request])
+    def _fits(self, request: Request, gone: Sequence[Request] = ()) -> bool:
+        return self.budget is None or self.budget.fits([*(row for row in self.admitted if row not in gone), request])
+
+    def _steps(self, positions: int) -> int:
+        """Return the chunks of the present size that so many positions take."""
+        return max(1, -(-positions // self._now))
 
     def _take(self, request: Request, passes: bool = True) -> None:
         """passes: whether whoever goes before the one whose turn it is keeps that one from joining."""
         turn = self._turn()
-        if request is turn:
+        if request is turn or request is self._passed:
             self._passed, self._passes = None, 0
         elif passes:
             self._passed, self._passes = turn, self._passes + 1
         self.waiting.take(request)
+        request.admit()
         self._admitted = [*self.admitted, request]
         if self.prefixes is not None:
             self.prefixes.trim()
 
     def _known(self, request: Request) -> Prefix | None:
-        return self.prefixes.find(request.prompt, request.namespace) if self.prefixes is not None else None
+        return self.prefixes.find(request.text, request.namespace) if self.prefixes is not None else None
 
     def _side_by_side(self, requests: Sequence[Request]) -> bool:
         """Whether one forward may read these prompts, each padded to the longest, but for their last tokens."""
-        width = max(len(request.prompt) for request in requests) - 1
-        if not self._may_pad or len(requests) * width > self.chunk:
+        width = max(request.length for request in requests)
+        if not self._may_pad or len(requests) * width > self._now:
             return False
         others = [request for request in self.admitted if request not in requests]
         return self.budget is None or self.budget.are_together(requests, others)
+
+
+def _newest(rows: Sequence[Request], held: Mapping[str, int]) -> Request | None:
+    """Return the last of the rows whose client holds most of all rows; None if there are none."""
+    most = max((held[row.client] for row in rows), default=0)
+    return next((row for row in reversed(rows) if held[row.client] == most), None)

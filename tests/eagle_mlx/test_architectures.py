@@ -17,7 +17,7 @@ from eagle_mlx.cache.kinds import ONE_ROW, REFUSED, may_pad
 from eagle_mlx.cache.tree_support import why_no_trees
 from eagle_mlx.decoding.sampling import SamplingBatch, gumbel, sample
 from tests.architectures import CONFIGS, VOCAB, tiny_model
-from tests.fakes import Oracle, randomize, tiny_head
+from tests.fakes import Oracle, generate, randomize, tiny_head
 from tests.full import FULL, in_full, in_turn
 
 MARGIN = 1e-3
@@ -70,6 +70,8 @@ def chains_only() -> set[str]:
 
 
 CHAINS_ONLY = [name for name in sorted(CONFIGS) if name.split(":")[0] in chains_only()]
+REPRESENTATIVE = ("gpt_oss", "granitemoehybrid", "llama4", "qwen3", "rwkv7")
+"""Windows; a state with one call for all rows; chunks; full attention alone; a state token by token."""
 WITH_TREES = [name for name in sorted(CONFIGS) if name not in CHAINS_ONLY]
 """Unless in full, one decodes chains and the next one trees."""
 
@@ -84,21 +86,29 @@ def decodings(name: str) -> list[tuple[list[em.SamplingParams], int, int, int]]:
 
 @pytest.mark.parametrize("name", [*CHAINS_ONLY, *in_turn(WITH_TREES)])
 def test_text_is_mlx_lms_own(name: str) -> None:
+    check_text_is_mlx_lms_own(name)
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 20], ids=["read again", "prefix cache"])
+@pytest.mark.parametrize("name", in_full([*CHAINS_ONLY, *WITH_TREES], REPRESENTATIVE))
+def test_05_text_of_rows_that_are_paused_is_mlx_lms_own(name: str, kept: int) -> None:
+    check_text_is_mlx_lms_own(name, pauses=0.3, kept=kept)
+
+
+def check_text_is_mlx_lms_own(name: str, pauses: float = 0.0, kept: int = 0) -> None:
     said: set[int] = set()
     for params, rows, depth, chunk in decodings(name):
         plains = [plain(name, prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
         said |= {token for tokens, _ in plains for token in tokens}
         oracle = Oracle({tuple(p): text for p, (text, _) in zip(PROMPTS, plains, strict=True)}, wrong=0.3)
-        engine = em.Engine(target(name), oracle, em.FixedPolicy(depth), max_batch=rows, prefill_chunk=chunk)
-        outputs = engine.generate(PROMPTS, params)
+        policy = em.FixedPolicy(depth)
+        engine = em.Engine(target(name), oracle, policy, rows, prefill_chunk=chunk, prefix_cache_bytes=kept)
+        outputs = generate(engine, PROMPTS, params, pauses)
+        assert (engine.pauses > 3) == (pauses > 0)
         differences = [first_difference(o.tokens, *p) for o, p in zip(outputs, plains, strict=True)]
         assert differences == [None] * len(PROMPTS)
         assert sum(output.accepted for output in outputs) > 10
     assert len(said) > 5  # texts that could go wrong
-
-
-REPRESENTATIVE = ("gpt_oss", "granitemoehybrid", "llama4", "qwen3", "rwkv7")
-"""Windows; a state with one call for all rows; chunks; full attention alone; a state token by token."""
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -194,7 +194,7 @@ def test_3_a_row_that_was_never_checked_leaves_a_clean_place(cache: str, why: st
 
 @settings(max_examples=in_full(30, 10))
 @given(
-    st.lists(st.sampled_from(["submit", "submit", "cancel", "step", "step", "other costs"]), max_size=40),
+    st.lists(st.sampled_from(["submit", "submit", "cancel", "pause", "step", "step", "other costs"]), max_size=40),
     st.randoms(use_true_random=False),
     st.sampled_from(["none", "n-grams", "head", "hybrid", "draft model"]),
     st.integers(0, 3),
@@ -218,6 +218,8 @@ def test_rows_that_come_go_and_move_keep_their_text(events: list[str], random: A
                 engine.submit(asked[-1][1])
             elif event == "cancel" and asked:
                 engine.cancel(random.choice(asked)[1])
+            elif event == "pause" and asked:
+                engine.pause(random.choice(asked)[1])
             elif event == "other costs":
                 grouped(engine, random.choice([ALWAYS, NEVER, RoundReads(10_000, 100)]))
             step()

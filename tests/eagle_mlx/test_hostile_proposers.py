@@ -23,7 +23,7 @@ from eagle_mlx.decoding.tree import Tree
 from eagle_mlx.errors import ProposerError
 from eagle_mlx.plan import Abilities, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation, ProposerState
-from tests.fakes import randomize, tiny_config, tiny_target
+from tests.fakes import generate, known_text, randomize, tiny_config, tiny_target
 from tests.full import in_full
 
 TARGET = tiny_target()
@@ -60,7 +60,7 @@ class Hostile:
         """Any target will do."""
 
     def open(self, prompts: Sequence[Sequence[int]]) -> HostileState:
-        return HostileState(self, [(self.texts[tuple(prompt)], 0) for prompt in prompts])
+        return HostileState(self, [known_text(self.texts, prompt) for prompt in prompts])
 
 
 class HostileState:
@@ -155,14 +155,15 @@ POLICIES = [em.FixedPolicy(3), em.FixedPolicy(3, nodes=9), Free(4), Free(4, node
     st.sampled_from([GREEDY, SEEDED]),
     st.integers(1, 4),
     st.booleans(),
+    st.sampled_from([0.0, 0.2]),
 )
 def test_text_is_the_targets_own_whatever_is_drafted(
-    seed: int, policy: em.FixedPolicy, params: em.SamplingParams, max_batch: int, stops: bool
+    seed: int, policy: em.FixedPolicy, params: em.SamplingParams, max_batch: int, stops: bool, pauses: float
 ) -> None:
     spoil = spoiler(seed, [mx.int32, mx.int64, mx.uint32])
     engine = em.Engine(TARGET, Hostile(ALONE[params], seed, spoil), policy, max_batch, prefix_cache_bytes=1 << 20)
     each = [replace(params, max_tokens=COUNT - (index if stops else 0)) for index in range(len(PROMPTS))]
-    outputs = engine.generate(PROMPTS, each)
+    outputs = generate(engine, PROMPTS, each, pauses, seed)
     assert [o.tokens for o in outputs] == [t[: p.max_tokens] for t, p in zip(ALONE[params], each, strict=True)]
     assert sum(output.accepted for output in outputs) > 0
     assert all(output.accepted <= output.drafted for output in outputs)

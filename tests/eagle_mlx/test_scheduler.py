@@ -92,7 +92,10 @@ def test_others_go_on_while_a_long_prompt_is_read() -> None:
 
 
 @settings(max_examples=some(25))
-@given(st.lists(st.sampled_from(["submit", "cancel", "step", "step"]), max_size=40), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.sampled_from(["submit", "cancel", "pause", "step", "step"]), max_size=40),
+    st.randoms(use_true_random=False),
+)
 def test_rows_that_stay_are_not_disturbed_by_those_that_go(events: list[str], random: object) -> None:
     busy = engine(max_batch=3, prefill_chunk=16)
     rows: list[tuple[int, Request]] = []
@@ -103,6 +106,8 @@ def test_rows_that_stay_are_not_disturbed_by_those_that_go(events: list[str], ra
             busy.submit(rows[-1][1])
         elif event == "cancel" and rows:
             busy.cancel(random.choice(rows)[1])  # type: ignore[attr-defined]
+        elif event == "pause" and rows:
+            busy.pause(random.choice(rows)[1])  # type: ignore[attr-defined]
         else:
             busy.step()
     while not busy.idle:
@@ -238,3 +243,59 @@ def test_whoever_watches_is_told_of_every_round() -> None:
     assert sum(sum(result.drafted) for result in results) == sum(output.drafted for output in outputs)
     assert max(result.rows for result in results) == 4
     assert all(0 < (result.draft_seconds or 0) < result.seconds for result in results if result.plan.depth)
+
+
+def roomy() -> em.Target:
+    target = tiny_target(layers=1)
+    target.context_length = 4096
+    return target
+
+
+@pytest.mark.parametrize(("speed", "chunk"), [(1000, 400), (100, 128), (1 << 20, 1024)])
+def test_06_a_chunk_takes_no_longer_than_asked_while_others_decode(
+    positions_read: list[int], speed: int, chunk: int
+) -> None:
+    """By a clock on which the model reads so many positions a second. At least 128, at most all that memory allows."""
+    busy = em.Engine(roomy(), prefill_chunk=1024, prefill_ms=400)
+    busy.clock = lambda: sum(positions_read) / speed
+    params = em.SamplingParams(max_tokens=400, ignore_eos=True)
+    talking, reading = busy.prepare([5, 6, 7], params), busy.prepare(PROMPTS[1] * 26, params)
+    busy.submit(talking)
+    while len(talking.tokens) < 3:
+        busy.step()
+    busy.submit(reading)
+    begun = len(positions_read)
+    while not reading.tokens:
+        busy.step()
+    chunks = [count for count in positions_read[begun:] if count > 2]
+    assert chunks[0] == 128  # nothing has been timed before
+    assert set(chunks[1:-1]) <= {chunk - 1, chunk}
+    assert sum(chunks) in (26 * 100 - 1, 26 * 100)
+
+
+def test_06_nobody_waits_for_more_than_a_chunk_where_nobody_decodes(positions_read: list[int]) -> None:
+    busy = em.Engine(roomy(), prefill_chunk=1024)
+    reading = busy.prepare(PROMPTS[1] * 26, em.SamplingParams(max_tokens=1))
+    busy.submit(reading)
+    while not reading.tokens:
+        busy.step()
+    assert [count for count in positions_read if count > 2] == [1024, 1024, 551]
+
+
+def test_06_a_short_chat_passes_many_prompts_of_another_client() -> None:
+    busy = em.Engine(TARGET, max_batch=8)
+    params = em.SamplingParams(max_tokens=8, ignore_eos=True)
+    many = [busy.prepare(PROMPTS[1] * 2, params) for _ in range(64)]
+    for request in many:
+        request.client = "many"
+        busy.submit(request)
+    for _ in range(12):
+        busy.step()
+    other = busy.prepare(PROMPTS[4], params)
+    other.client = "other"
+    busy.submit(other)
+    for _ in range(4):
+        busy.step()
+    assert other.tokens
+    for request in many:
+        busy.cancel(request)

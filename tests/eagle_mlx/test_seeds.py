@@ -13,7 +13,7 @@ import pytest
 import eagle_mlx as em
 from eagle_mlx.proposers.base import Proposer
 from tests.eagle_mlx.test_masks import END, LateSteps, Steps
-from tests.fakes import tiny_head, tiny_target
+from tests.fakes import generate, tiny_head, tiny_target
 from tests.full import diagonal, in_full, mixed
 
 TARGET = tiny_target()
@@ -58,10 +58,16 @@ PROPOSERS: dict[str, Callable[[], Proposer | None]] = {
 }
 
 
-@pytest.mark.parametrize(("proposer", "depth", "batch"), mixed(PROPOSERS, [0, 1, 3, 5], [1, 4, 8]))
-def test_the_same_tokens_every_time(proposer: str, depth: int, batch: int) -> None:
-    engine = em.Engine(TARGET, PROPOSERS[proposer](), em.FixedPolicy(depth), max_batch=batch)
-    outputs = engine.generate(PROMPTS, PARAMS)
+@pytest.mark.parametrize(
+    ("proposer", "depth", "batch", "pauses"), mixed(PROPOSERS, [0, 1, 3, 5], [1, 4, 8], [0.0, 0.2])
+)
+def test_the_same_tokens_every_time(proposer: str, depth: int, batch: int, pauses: float) -> None:
+    prefixes = 1 << 20 if pauses and batch > 1 else 0
+    engine = em.Engine(
+        TARGET, PROPOSERS[proposer](), em.FixedPolicy(depth), max_batch=batch, prefix_cache_bytes=prefixes
+    )
+    outputs = generate(engine, PROMPTS, PARAMS, pauses)
+    assert (engine.pauses > 0) == (pauses > 0)
     assert [output.tokens for output in outputs] == expected()
     if proposer == "the target itself" and depth:
         assert sum(o.accepted for o in outputs) > 0.9 * sum(o.drafted for o in outputs)

@@ -46,6 +46,8 @@ def serve(engine: em.Engine, count: int, rng: np.random.Generator) -> list[Reque
                 engine.submit(rows[-1])
         if rng.random() < 0.1:
             engine.cancel(rows[-1 - int(rng.integers(min(10, len(rows))))])
+        if rng.random() < 0.1:
+            engine.pause(rows[-1 - int(rng.integers(min(10, len(rows))))])
         engine.step()
     return rows
 

@@ -1,0 +1,313 @@
+"""Requests that are paused and resumed: the same text, and rows shared fairly between clients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import eagle_mlx as em
+from eagle_mlx.decoding.sampling import SamplingBatch, distribution
+from eagle_mlx.request import Request
+from tests.eagle_mlx.test_losslessness import misses
+from tests.eagle_mlx.test_masks import END, LateSteps, Steps
+from tests.fakes import generate, steps_of, tiny_head, tiny_target
+from tests.full import diagonal, in_full, some
+
+TARGET = tiny_target()
+RNG = np.random.default_rng(0)
+PROMPTS = [[int(t) for t in RNG.integers(3, 128, n)] for n in (5, 60, 17, 40, 2, 33)]
+OPEN = em.SamplingParams(max_tokens=1 << 30, ignore_eos=True)
+"""No limit: such a row ends where the context does."""
+COUNT = 12
+
+
+class WideSteps(Steps):
+    vocab = 128
+
+
+class LateWideSteps(LateSteps):
+    vocab = 128
+
+
+def halve_repeats(tokens: list[int], logits: mx.array) -> mx.array:
+    repeated = mx.array([token in tokens[-8:] for token in range(logits.shape[-1])])
+    return mx.where(repeated, logits / 2, logits)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 0.9, "seed": 3, "top_p": 0.95},
+    "penalties": {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    "callable": {"logits_processors": (halve_repeats,)},
+    "grammar": {"grammar": WideSteps, "stop_token_ids": (END,)},
+    "late grammar": {"grammar": LateWideSteps, "stop_token_ids": (END,), "temperature": 0.9, "seed": 5},
+    "logprobs": {"top_logprobs": 2},
+}
+PARAMS = [em.SamplingParams(max_tokens=COUNT, **kind) for kind in KINDS.values()]
+ASKED = [PROMPTS[index % len(PROMPTS)] for index in range(len(KINDS))]
+ALONE = [em.Engine(TARGET).generate([prompt], p)[0] for prompt, p in zip(ASKED, PARAMS, strict=True)]
+
+
+def proposer(kind: str) -> Any:
+    made = {
+        "none": lambda: None,
+        "head": lambda: em.HeadProposer(tiny_head(TARGET)),
+        "draft model": lambda: em.DraftModelProposer(tiny_target(seed=3, layers=1)),
+        "hybrid": lambda: em.HybridProposer(em.HeadProposer(tiny_head(TARGET)), em.NgramProposer()),
+    }
+    return made[kind]()
+
+
+@settings(max_examples=some(10), deadline=None)
+@given(
+    st.integers(0, 999),
+    st.sampled_from(["none", "head", "draft model", "hybrid"]),
+    st.sampled_from([0.1, 0.4]),
+    st.integers(1, 7),
+    st.sampled_from([0, 1 << 20]),
+    st.sampled_from([16, 2048]),
+)
+def test_05_pauses_at_any_round_change_nothing_of_an_answer(
+    seed: int, drafts: str, pauses: float, rows: int, kept: int, chunk: int
+) -> None:
+    engine = em.Engine(TARGET, proposer(drafts), em.FixedPolicy(3), rows, chunk, kept)
+    outputs = generate(engine, ASKED, PARAMS, pauses, seed)
+    assert engine.pauses > 0
+    for name, output, alone in zip(KINDS, outputs, ALONE, strict=True):
+        assert (name, output.tokens) == (name, alone.tokens)
+        assert (output.finish_reason, output.prompt_tokens) == (alone.finish_reason, alone.prompt_tokens)
+    wanted, found = ALONE[-1].logprobs, outputs[-1].logprobs
+    assert wanted
+    assert found
+    assert [each.token for each in found] == [each.token for each in wanted]
+    assert [each.logprob for each in found] == pytest.approx([each.logprob for each in wanted], abs=1e-3)
+
+
+def test_05_what_a_pause_reads_again_is_not_counted_as_cached() -> None:
+    engine = em.Engine(TARGET, max_batch=2, prefix_cache_bytes=1 << 22)
+    params = replace(OPEN, max_tokens=12)
+    first = generate(engine, [PROMPTS[1]], [params], 1.0)[0]
+    assert engine.pauses > 2
+    assert first.cached_tokens == 0
+    again = generate(engine, [PROMPTS[1]], [params], 1.0)[0]
+    assert again.cached_tokens == len(PROMPTS[1]) - 2
+    assert again.tokens == first.tokens
+
+
+def test_05_texts_without_a_seed_follow_the_target_though_rows_are_paused() -> None:
+    """By exact enumeration of two tokens."""
+    target, draws = tiny_target(vocab=16, seed=4, layers=2), in_full(6000, 600)
+    sampled = em.SamplingParams(temperature=1.0, max_tokens=2, ignore_eos=True)
+    prompt, batch = [3, 7, 9], SamplingBatch.of([sampled], [0])
+
+    def law_of(texts: list[list[int]]) -> Any:
+        logits = target.forward(mx.array(texts), None).logits[:, -1:]
+        return np.array(distribution(logits, batch), np.float64)[:, 0]
+
+    first = law_of([prompt])[0]
+    law = (first[:, None] * law_of([[*prompt, token] for token in range(16)])).ravel()
+    head = em.HeadProposer(tiny_head(target))
+    engine = em.Engine(target, head, em.FixedPolicy(2), 64)
+    outputs = generate(engine, [prompt] * draws, [sampled] * draws, 0.5)
+    assert engine.pauses > draws / 4
+    assert not misses(np.array([output.tokens for output in outputs]), law / law.sum(), 16)
+
+
+def submit(engine: em.Engine, client: str, prompt: list[int], params: em.SamplingParams = OPEN) -> Request:
+    request = engine.prepare(prompt, params)
+    request.client = client
+    engine.submit(request)
+    return request
+
+
+def steps_until(engine: em.Engine, request: Request) -> int:
+    """Steps until the first token of a request."""
+    steps = 0
+    while not request.tokens and request.finish_reason is None:
+        engine.step()
+        steps += 1
+        assert steps < 1000
+    return steps
+
+
+def finish(engine: em.Engine) -> None:
+    while not engine.idle:
+        engine.step()
+
+
+MOST_STEPS, SLICE = 4, 64
+"""Steps until another client's short prompt has its first token; rounds after which an only row is given back."""
+
+
+def test_05_the_guide_states_the_numbers_that_are_measured_here() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    assert f"first token within {MOST_STEPS} steps" in guide
+    assert f"gets the row after {SLICE} rounds" in guide
+
+
+@pytest.mark.parametrize(("drafts", "kept"), diagonal(["none", "head"], [0, 1 << 22]))
+def test_05_a_client_that_holds_every_row_gives_one_back(drafts: str, kept: int) -> None:
+    target = tiny_target()
+    target.context_length = 100
+    alone = [em.Engine(target).generate([prompt], OPEN)[0].tokens for prompt in PROMPTS]
+    engine = em.Engine(target, proposer(drafts), em.FixedPolicy(2), 4, prefix_cache_bytes=kept)
+    greedy = [submit(engine, "a", prompt) for prompt in PROMPTS]
+    for turn in range(3):
+        for _ in range(8):
+            engine.step()
+        assert engine.active == 4
+        other = submit(engine, "b", PROMPTS[turn][:5], replace(OPEN, max_tokens=6))
+        assert steps_until(engine, other) <= MOST_STEPS
+        while other.finish_reason is None:
+            engine.step()
+        assert other.tokens == em.Engine(target).generate([PROMPTS[turn][:5]], replace(OPEN, max_tokens=6))[0].tokens
+    assert engine.pauses == 3  # once for each, and no more
+    finish(engine)
+    assert [request.tokens for request in greedy] == alone
+    assert {request.finish_reason for request in greedy} == {"length"}
+
+
+def test_05_rows_are_shared_out_and_nobody_is_paused_for_more_than_a_fair_share() -> None:
+    engine = em.Engine(TARGET, max_batch=4)
+    rows = {name: [submit(engine, name, PROMPTS[0]) for _ in range(6)] for name in ("a", "b", "c")}
+
+    def holding(name: str) -> int:
+        return sum(bool(each.tokens) and not each.paused and each.finish_reason is None for each in rows[name])
+
+    for _ in range(40):
+        engine.step()
+    assert sorted(map(holding, rows)) == [1, 1, 2]
+    before = engine.pauses
+    for _ in range(40):
+        engine.step()
+    assert engine.pauses == before  # no ping-pong
+    assert [each.pauses for each in rows["a"][:1]] == [0]  # the newest was paused, not the oldest
+    for requests in rows.values():
+        for request in requests:
+            engine.cancel(request)
+    assert engine.idle
+
+
+def test_05_the_only_row_is_given_back_after_some_rounds() -> None:
+    target = tiny_target()
+    target.context_length = 200
+    text = em.Engine(target).generate([PROMPTS[0]], OPEN)[0].tokens
+    engine = em.Engine(target, max_batch=1, prefix_cache_bytes=1 << 22)
+    first = submit(engine, "a", PROMPTS[0])
+    engine.step()
+    second = submit(engine, "b", PROMPTS[0])
+    assert SLICE - 4 <= steps_until(engine, second) <= SLICE + MOST_STEPS
+    finish(engine)
+    assert first.tokens == second.tokens == text
+    assert 3 <= engine.pauses <= 8  # every 64 rounds, of two times 195
+
+
+def test_05_other_clients_are_not_held_up_by_a_request_that_does_not_fit() -> None:
+    """Of a client that has rows already; others pass it, more often than it may be passed by its own kind."""
+    engine = em.Engine(TARGET, max_batch=4)
+    size = engine.kv_budget.size
+    engine = em.Engine(TARGET, max_batch=4, kv_bytes=size.nbytes(2, 300))
+    named = em.SamplingParams(max_tokens=250, ignore_eos=True)
+    submit(engine, "a", PROMPTS[0], named)
+    engine.step()
+    large = submit(engine, "a", PROMPTS[1], replace(named, max_tokens=400))
+    for turn in range(12):
+        other = submit(engine, "b", PROMPTS[0], replace(named, max_tokens=4, temperature=1.0, seed=turn))
+        assert steps_until(engine, other) <= MOST_STEPS
+        while other.finish_reason is None:
+            engine.step()
+    assert not large.tokens
+
+
+def test_05_memory_is_given_back_too() -> None:
+    size = em.Engine(TARGET).kv_budget.size
+    engine = em.Engine(TARGET, max_batch=4, kv_bytes=size.nbytes(2, 300))
+    named = em.SamplingParams(max_tokens=250, ignore_eos=True)
+    rows = [submit(engine, "a", prompt, named) for prompt in (PROMPTS[0], PROMPTS[2])]
+    for _ in range(4):
+        engine.step()
+    assert engine.active == 2
+    other = submit(engine, "b", PROMPTS[4], named)
+    assert steps_until(engine, other) <= MOST_STEPS
+    assert [row.paused for row in rows] == [False, True]
+    for _ in range(20):
+        engine.step()
+    assert engine.pauses == 1
+
+
+@pytest.mark.parametrize("end", ["cancel", "cut off", "abandon"])
+def test_05_a_paused_request_can_be_ended(end: str) -> None:
+    engine = em.Engine(TARGET, max_batch=2, prefix_cache_bytes=1 << 20)
+    rows = [submit(engine, "a", prompt) for prompt in (PROMPTS[0], PROMPTS[2])]
+    for _ in range(4):
+        engine.step()
+    other = submit(engine, "b", PROMPTS[4], em.SamplingParams(max_tokens=40, ignore_eos=True))
+    steps_until(engine, other)
+    assert [row.paused for row in rows] == [False, True]
+    said = list(rows[1].tokens)
+    if end == "cancel":
+        engine.cancel(rows[1])
+    elif end == "cut off":
+        engine.cut_off(rows[1], "time")
+    else:
+        engine.abandon("enough")
+    assert rows[1].finish_reason == {"cancel": "cancelled", "cut off": "length", "abandon": "error"}[end]
+    engine.cancel(rows[0])
+    finish(engine)
+    assert rows[1].tokens == said
+    assert len(other.tokens) == 40 or end == "abandon"
+
+
+def test_05_a_step_that_fails_leaves_paused_requests_alone() -> None:
+    engine = em.Engine(TARGET, max_batch=2)
+    rows = [submit(engine, "a", prompt, em.SamplingParams(max_tokens=30, ignore_eos=True)) for prompt in PROMPTS[:3:2]]
+    for _ in range(4):
+        engine.step()
+    submit(engine, "b", PROMPTS[4])
+
+    def fail(result: object) -> None:
+        if rows[1].paused:
+            engine.observer = None
+            raise RuntimeError("no more")
+
+    engine.observer = fail
+    with pytest.raises(RuntimeError, match="no more"):
+        finish(engine)
+    assert rows[0].finish_reason == "error"
+    assert rows[1].finish_reason is None
+    finish(engine)
+    alone = em.Engine(TARGET).generate([PROMPTS[2]], em.SamplingParams(max_tokens=30, ignore_eos=True))[0]
+    assert rows[1].tokens == alone.tokens
+
+
+@pytest.mark.parametrize(("drafts", "kept"), diagonal(["none", "head"], [0, 1 << 22]))
+def test_07_rows_without_a_limit_never_outgrow_the_memory(drafts: str, kept: int) -> None:
+    target = tiny_target()
+    target.context_length = 100
+    prompts = [prompt[:20] for prompt in PROMPTS]
+    each = [replace(OPEN, temperature=1.0, seed=seed) for seed in range(8)]
+    asked = [prompts[seed % len(prompts)] for seed in range(8)]
+    alone = [em.Engine(target).generate([p], o)[0].tokens for p, o in zip(asked, each, strict=True)]
+    with steps_of(8):
+        size = em.Engine(target, proposer(drafts)).kv_budget.size
+        allowed = size.nbytes(3, 100)
+        engine = em.Engine(target, proposer(drafts), em.FixedPolicy(2), 8, prefix_cache_bytes=kept, kv_bytes=allowed)
+        engine.kv_budget.open_end = 12  # so that all eight begin, as with a context far longer than what is set aside
+        rows = [engine.prepare(p, o) for p, o in zip(asked, each, strict=True)]
+        for row in rows:
+            engine.submit(row)
+        most, together = 0, 0
+        while not engine.idle:
+            engine.step()
+            most, together = max(most, engine.kv_used), max(together, engine.active)
+    assert together == 8
+    assert engine.pauses >= 5
+    assert most <= allowed + size.nbytes(8, 3)
+    assert [row.tokens for row in rows] == alone
