@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from eagle_mlx.engine.prefill import PREFILL_CHUNK
+from eagle_mlx.engine.prefill import LEAST_CHUNK, PREFILL_CHUNK, PREFILL_MS
 from eagle_mlx.errors import ConfigError
 
 
@@ -30,6 +30,25 @@ def add_prefill_chunk(to: argparse._ActionsContainer) -> None:
         help="tokens of prompts read in one forward, all requests together; more takes more memory, and those that "
         f"decode meanwhile wait longer for their next tokens (default {PREFILL_CHUNK})",
     )
+
+
+def add_prefill_ms(to: argparse._ActionsContainer) -> None:
+    """Add the flag for how long those that decode wait for a chunk."""
+    to.add_argument(
+        "--prefill-ms",
+        type=float,
+        default=PREFILL_MS,
+        metavar="MS",
+        help="milliseconds that reading prompts may hold up those that decode, each time; at least "
+        f"{LEAST_CHUNK} tokens are read (default {PREFILL_MS})",
+    )
+
+
+def prefill_ms_of(args: argparse.Namespace) -> float:
+    """Return what the flag says. Raise ConfigError unless it is above 0."""
+    if not args.prefill_ms > 0:
+        raise ConfigError(f"--prefill-ms must be above 0; got {args.prefill_ms}")
+    return float(args.prefill_ms)
 
 
 def prefill_chunk_of(args: argparse.Namespace) -> int:

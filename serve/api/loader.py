@@ -13,7 +13,7 @@ from eagle_mlx import memory
 from eagle_mlx.cpu import blas
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.disk import DiskTier, default_bytes
-from eagle_mlx.engine.prefill import PREFILL_CHUNK
+from eagle_mlx.engine.prefill import PREFILL_CHUNK, PREFILL_MS
 from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.memory import gb
 from eagle_mlx.policy import FixedPolicy
@@ -57,6 +57,8 @@ class LoadConfig:
     """Where past prompts are kept in files too; None for nowhere."""
     prefix_disk_bytes: int | None = None
     """For these files; None for a share of the disk."""
+    prefill_ms: float = PREFILL_MS
+    """Milliseconds that reading prompts may hold up requests that decode, each time."""
 
     def __post_init__(self) -> None:
         if self.max_batch < 1:
@@ -99,6 +101,7 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
         prefix_cache_bytes=memory.prefix_cache_bytes(target.free_memory) if prefixes is None else prefixes,
         kv_bits=config.kv_bits,
         kv_bytes=config.kv_bytes,
+        prefill_ms=config.prefill_ms,
     )
     if config.prefix_cache_dir is not None and engine.prefixes is not None:
         limit = config.prefix_disk_bytes or default_bytes(config.prefix_cache_dir)

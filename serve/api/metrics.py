@@ -35,6 +35,9 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Totals], float]], ...] = (
     ("eagle:prompt_tokens", "Prompt tokens of requests that have ended", lambda t: t.prompt_tokens),
     ("eagle:cached_prompt_tokens", "Those of them from the prefix cache", lambda t: t.cached_tokens),
 )
+_SERVICE_COUNTERS: tuple[tuple[str, str, Callable[[Service], float]], ...] = (
+    ("vllm:num_preemptions", "Times that a request was paused, to be resumed later", lambda s: s.pauses),
+)
 _BY_LABEL: tuple[tuple[str, str, str, Callable[[Totals], dict[Any, int]]], ...] = (
     (
         "vllm:spec_decode_num_accepted_tokens_per_pos",
@@ -98,6 +101,7 @@ class ServerCollector(Collector):
         disks = [(name, each.prefix_files) for name, each in services]
         kept_in_files = [(name, disk) for name, disk in disks if disk is not None]
         yield from _families(CounterMetricFamily, _COUNTERS, totals)
+        yield from _families(CounterMetricFamily, _SERVICE_COUNTERS, services)
         for name, text, label, counts in _BY_LABEL:
             counter = CounterMetricFamily(name, text, labels=[_MODEL, label])
             for model, each in totals:

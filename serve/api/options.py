@@ -8,7 +8,7 @@ from pathlib import Path
 from eagle_mlx.target_options import add_target_arguments, options_of
 
 from ..chat import Volatile
-from ..memory import add_kv_gb, add_prefill_chunk, bytes_of, prefill_chunk_of
+from ..memory import add_kv_gb, add_prefill_chunk, add_prefill_ms, bytes_of, prefill_chunk_of, prefill_ms_of
 from ..speculation import add_arguments, from_arguments
 from .loader import LoadConfig
 
@@ -23,6 +23,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     much.add_argument("--max-context", type=int, metavar="N", help="tokens of prompt and answer (default: the model's)")
     add_prefill_chunk(much)
+    add_prefill_ms(much)
     add_kv_gb(much)
     much.add_argument(
         "--prefix-cache-gb",
@@ -73,4 +74,5 @@ def load_config_of(args: argparse.Namespace) -> LoadConfig:
         volatile,
         prefix_cache_dir=None if folder is None else Path(folder).expanduser(),
         prefix_disk_bytes=files,
+        prefill_ms=prefill_ms_of(args),
     )

@@ -123,6 +123,12 @@ class Service:
         return self.source.max_batch
 
     @property
+    def pauses(self) -> int:
+        """How often requests were paused since the model was loaded."""
+        loaded = self.worker.loaded
+        return loaded.engine.pauses if loaded else 0
+
+    @property
     def kv_bytes(self) -> tuple[int, int, int]:
         """Of keys and values: of rows, of past prompts, and what both may take together."""
         loaded = self.worker.loaded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ import pytest
 from eagle_mlx.serve.api.encoder import Encoder
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
+from tests.serve.api.given import PATIENCE
 from tests.serve.api.live import DEPTH, Live, engine, live, wide
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -292,3 +294,46 @@ def test_one_client_cannot_take_all_places(encoder: LongTexts) -> None:
             assert waiting.recv(100).startswith(b"HTTP/1.1 200")
             assert encoder.begun <= 4  # its turn was the second
     server.until(lambda: server.idle)
+
+
+ELSEWHERE = pytest.mark.skipif(sys.platform != "linux", reason="only there is 127.0.0.2 an address of this machine")
+
+
+def another_client(server: Live) -> httpx.Client:
+    """Return a client with another address."""
+    return httpx.Client(
+        base_url=server.base, transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=PATIENCE
+    )
+
+
+@ELSEWHERE
+def test_05_unread_streams_of_one_client_do_not_hold_up_another(unread: Callable[[Live], socket.socket]) -> None:
+    with live(unread_bytes=4096) as server, another_client(server) as other:
+        for _ in range(8):
+            unread(server)
+        server.until(lambda: server.service.running == 4)
+        server.until(lambda: server.service.waiting >= 20)
+        assert other.post(CHAT, json=SHORT | {"max_tokens": 4}).status_code == 200
+        assert server.service.slots_taken == 32  # none of theirs has ended
+        metrics = server.http.get("/metrics").text
+        assert 'vllm:num_preemptions_total{model_name="tiny"} 1.0' in metrics
+
+
+@ELSEWHERE
+def test_05_texts_of_a_client_that_gives_a_row_back_are_those_alone() -> None:
+    asked = {"messages": [{"role": "user", "content": "def f"}], "n": 6, "temperature": 1.0, "seed": 3}
+    asked |= {"ignore_eos": True}  # and no max_tokens
+
+    def texts(server: Live) -> list[str]:
+        answer = server.http.post(CHAT, json=asked).json()
+        assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+        return [choice["message"]["content"] for choice in answer["choices"]]
+
+    load = lambda: Loaded(engine(context=150, prefix_cache_bytes=1 << 22), "ngram", DEPTH)  # noqa: E731
+    with live(load) as server, another_client(server) as other, ThreadPoolExecutor(1) as pool:
+        alone = texts(server)
+        again = pool.submit(texts, server)
+        server.until(lambda: server.service.running == 4)
+        assert other.post(CHAT, json=SHORT | {"max_tokens": 4}).status_code == 200
+        assert again.result(PATIENCE) == alone
+        assert server.service.pauses >= 1

@@ -55,6 +55,7 @@ def test_a_target_alone_is_served_with_what_is_found_for_it(
         (["--kv-gb", "0"], "--kv-gb"),
         (["--kv-gb", "inf"], "--kv-gb"),
         (["--prefill-chunk", "0"], "--prefill-chunk must be at least 1; got 0"),
+        (["--prefill-ms", "0"], "--prefill-ms must be above 0; got 0.0"),
         (["--drain-seconds", "-1"], "--drain-seconds"),
         (["--request-seconds", "0"], "--request-seconds"),
         (["--max-body-mb", "0"], "--max-body-mb"),
