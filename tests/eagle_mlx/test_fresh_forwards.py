@@ -277,6 +277,7 @@ class History:
             em.SamplingParams(temperature=1.0, seed=any_seed, acceptance="rejection", top_k=4),
         ][int(self.rng.choice(4, p=[0.82, 0.06, 0.04, 0.08]))]
         most = int(self.rng.choice([1, 2, 6, 12, 20], p=[0.05, 0.05, 0.2, 0.3, 0.4]))
+        processed, guided = self._chance(0.08), self._chance(0.15)  # not both: together they may allow nothing
         return em.SamplingParams(
             temperature=params.temperature,
             top_k=params.top_k,
@@ -285,8 +286,8 @@ class History:
             acceptance=params.acceptance,
             stop_token_ids=tuple(stops),
             max_tokens=most,
-            logits_processors=(forbids,) if self._chance(0.08) else (),
-            grammar=(lambda: LateMasks(self.rng)) if self._chance(0.15) else None,
+            logits_processors=(forbids,) if processed else (),
+            grammar=(lambda: LateMasks(self.rng)) if guided and not processed else None,
             logprobs=self._chance(0.1),
             num_speculative_tokens=int(self.rng.integers(0, 4)) if self._chance(0.1) else None,
         )
