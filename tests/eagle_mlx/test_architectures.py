@@ -104,7 +104,7 @@ def check_text_is_mlx_lms_own(name: str, pauses: float = 0.0, kept: int = 0) -> 
         policy = em.FixedPolicy(depth)
         engine = em.Engine(target(name), oracle, policy, rows, prefill_chunk=chunk, prefix_cache_bytes=kept)
         outputs = generate(engine, PROMPTS, params, pauses)
-        assert (engine.pauses > 3) == (pauses > 0)
+        assert (engine.pauses > 0) == (pauses > 0)
         differences = [first_difference(o.tokens, *p) for o, p in zip(outputs, plains, strict=True)]
         assert differences == [None] * len(PROMPTS)
         assert sum(output.accepted for output in outputs) > 10

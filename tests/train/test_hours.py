@@ -390,7 +390,7 @@ def test_where_no_more_comes_the_rest_of_the_time_is_for_learning(
 
 
 def test_from_the_command_line(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """The time is up at once: what was begun is still ended, learnt from, measured and found by whoever serves."""
+    """The time is up at once: what was begun is still ended, learned from and measured. Such a head gains nothing."""
     out = tmp_path / "out"
     line = ["--target", target.name, "--output", str(out), "--hours", "0.0001", "--head", "eagle", "--length", "64"]
     assert main([*line, "--eval-prompts", "2", "--eval-tokens", "4", "--eval-depth", "2"]) == 0
@@ -398,6 +398,6 @@ def test_from_the_command_line(target: Target, tmp_path: Path, monkeypatch: pyte
     assert f"the head is in {out}/best" in said.out
     report = json.loads((out / "report.json").read_text())
     assert len(report["data"]["portions"]) == 1, "no phase without time"
-    assert f"eagle-serve --target {target.name} finds it" in said.err
+    assert f"no command offers it without --head {out}/best: its τ is below 1.05" in said.err
     assert main(["--resume", str(out)]) == 2
     assert "is complete" in capsys.readouterr().err

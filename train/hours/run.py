@@ -249,7 +249,8 @@ class Hours:
         rates, begun = self._rates(), self._watch.elapsed
         learnt, passes = self._steps.progress.tokens, self._config.optimization.epochs
         cooldown = max(seconds_to_cool(self._steps.progress.train_seconds), EVALUATION * self._total)
-        deadline = Deadline(self._end, self._journal.made, learnt, passes, rates.learnt, cooldown)
+        fresh = sum(one.tokens or 0 for one in self._journal.portions[self._fresh(number) : number])
+        deadline = Deadline(self._end, self._journal.made, learnt, passes, rates.learnt, cooldown, fresh)
         first: int | None = None
         """Tokens that were made before an interruption."""
 

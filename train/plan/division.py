@@ -52,11 +52,13 @@ class Deadline:
     """Tokens learned a second."""
     cooldown: float = 0.0
     """Seconds that the last phase of learning takes at least."""
+    fresh: int = 0
+    """Tokens of earlier portions that were not all learned: they come first again, together with the new ones."""
 
     def left(self, now: float, tokens: int) -> float:
         """Seconds left for making at second `now`, if the portion has so many tokens. Each is learned at least once."""
         passes = seconds_to_learn(self.made + tokens, self.learnt, self.passes, self.rate)
-        return self.end - now - max(passes, tokens / self.rate, self.cooldown)
+        return self.end - now - max(passes, (self.fresh + tokens) / self.rate, self.cooldown)
 
 
 @dataclass(frozen=True)
