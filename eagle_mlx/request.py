@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.errors import ConfigError, PromptError
@@ -59,6 +60,24 @@ class StopStrings:
         return text[:at], self.strings[index]
 
 
+@dataclass(frozen=True)
+class Pending:
+    """The draft tokens of one row that rejection has yet to judge, because the logits at their places were NaN.
+
+    To drop them for what they say would bias the text.
+    """
+
+    tokens: Sequence[int]
+    probs: mx.array | None
+    """[k, V] float32, the distributions that the tokens were drawn from; None if they were chosen without chance."""
+
+    def after(self, token: int) -> Pending | None:
+        """Return what is still to be judged after the row has emitted `token`: nothing, if it is another one."""
+        if token != self.tokens[0] or len(self.tokens) == 1:
+            return None
+        return Pending(self.tokens[1:], None if self.probs is None else self.probs[1:])
+
+
 @dataclass(eq=False)
 class Request:
     """A request and its place in the decoding."""
@@ -103,6 +122,8 @@ class Request:
     """What ended it though there was more to say, such as `time`."""
     rereads: bool = False
     """Whether a draft read as NaN. Its next round drafts nothing, and tells whether the text itself does."""
+    pending: Pending | None = None
+    """Draft tokens that could not be judged because of NaN: plain rounds judge them, one each."""
     overran: bool = False
     """Whether the caches hold more of the last round than was taken of it."""
     paused: bool = False
@@ -157,6 +178,7 @@ class Request:
             self.overran = bool(tokens)
             return 0
         self.rounds, self.rereads = self.rounds + 1, False
+        self.pending = self.pending and self.pending.after(tokens[0])
         before = len(self.tokens)
         for token in tokens:
             self._add(token)
@@ -186,7 +208,7 @@ class Request:
     @property
     def room(self) -> int:
         """Draft tokens that the next round has a use for."""
-        room = 0 if self.rereads else self.limit - len(self.tokens) - 1
+        room = 0 if self.rereads or self.pending else self.limit - len(self.tokens) - 1
         most = self.params.num_speculative_tokens
         return room if most is None else min(room, most)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 
 from eagle_mlx.decoding.tree import Tree
+from eagle_mlx.request import Pending
 
 
 @dataclass(frozen=True)
@@ -24,3 +26,17 @@ class Draft:
     """How the tokens hang together; None for chains. The likeliest come first."""
     confidences: Sequence[Sequence[float]] = ()
     """Of early exits, as in `RoundResult`: the confidence of every row, for each time that the proposer looked."""
+
+    def unjudged(self, row: int, emitted: Sequence[int]) -> Pending | None:
+        """Return the part of a row's chain that follows what the row has emitted, None if nothing does.
+
+        Waits for the draft, which has been computed once the round is collected.
+        """
+        length, count = cast(int, self.lengths[row].item()), len(emitted)
+        tokens = cast(list[int], self.tokens[row, :length].tolist())
+        if count >= length or tokens[:count] != list(emitted):
+            return None
+        probs = None if self.probs is None else self.probs[row, count:length] * 1  # a slice would keep all rows'
+        if probs is not None:
+            mx.eval(probs)
+        return Pending(tokens[count:], probs)

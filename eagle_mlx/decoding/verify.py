@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from eagle_mlx.decoding.sampling import SamplingBatch, distribution, filtered, gumbel, sample, uniform
 from eagle_mlx.decoding.tree import Branches, Tree, walk
+from eagle_mlx.request import Pending
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,10 @@ def cut_at_nan(verdict: Verdict, nan: mx.array, may_reread: mx.array) -> Verdict
     NaN, a draft behind it may be the reason, because masked attention multiplies by 0. A row that may be read again
     sits the round out (-1 accepted), and its next round must draft nothing. Other rows stay as they are.
 
-    nan: [B, n+1] bool; may_reread: [B] bool. A row of the rejection rule may not: its draft would be dropped for what
-    it says, and the text would be biased.
+    A row of the rejection rule must not lose the rest of its draft for what it says: the text would be biased. The
+    rest is judged later, by `judge_pending`.
+
+    nan: [B, n+1] bool; may_reread: [B] bool.
     """
     said = nan if verdict.path is None else mx.take_along_axis(nan, verdict.path, axis=1)
     width = said.shape[1]
@@ -146,6 +150,44 @@ def cut_at_nan(verdict: Verdict, nan: mx.array, may_reread: mx.array) -> Verdict
     cut = mx.where(first > 0, first - 1, mx.where(may_reread, -1, verdict.accepted))
     accepted = mx.where(first <= verdict.accepted, cut, verdict.accepted).astype(mx.int32)
     return replace(verdict, accepted=accepted, nan=nan)
+
+
+def mixture(p: mx.array, q: mx.array, drafts: mx.array) -> mx.array:
+    """Return the distribution of the next token of rows whose draft token rejection has yet to judge.
+
+    Draft d is accepted with probability a = min(1, p(d) / q(d)); else the token comes from the positive part of p - q.
+    One draw from a * one_hot(d) + (1 - a) * residual does both. Averaged over d drawn from q, it is p.
+
+    p, q: [B, V] float32; drafts: [B] int32, with q(d) > 0. Returns [B, V] float32.
+    """
+    at = drafts[:, None]
+    accept = mx.minimum(mx.take_along_axis(p, at, axis=-1) / mx.take_along_axis(q, at, axis=-1), 1.0)
+    residual = mx.maximum(p - q, 0.0)
+    total = residual.sum(axis=-1, keepdims=True)
+    residual = mx.where(total > 0, residual / mx.maximum(total, 1e-38), p)  # p and q may be equal to rounding
+    return accept * _one_hot(drafts, p.shape[-1]) + (1 - accept) * residual
+
+
+def judge_pending(
+    logits: mx.array, batch: SamplingBatch, pending: Sequence[Pending | None]
+) -> tuple[mx.array, SamplingBatch]:
+    """Make the next draw of some rows the judgment of the first draft token that is pending there.
+
+    These rows are of the rejection rule and draft nothing, so that `verify` draws their token by the first logits
+    alone. logits: [B, n+1, V]; pending: for each row. Returns the logits [B, n+1, V] float32 with filters applied, and
+    the rows' parameters without them, as `filtered` does.
+    """
+    logits, batch = filtered(logits, batch)
+    rows = [row for row, each in enumerate(pending) if each is not None]
+    waiting = [each for each in pending if each is not None]
+    drafts = mx.array([each.tokens[0] for each in waiting], mx.int32)
+    certain = _one_hot(drafts, logits.shape[-1])
+    q = mx.stack([row if each.probs is None else each.probs[0] for row, each in zip(certain, waiting, strict=True)])
+    at = mx.array(rows)
+    p = distribution(logits[:, :1], batch)[at, 0]
+    out = logits + 0  # an array of our own to write into
+    out[at, 0] = mx.log(mixture(p, q, drafts)) * batch.temperature[at][:, None]
+    return out, batch
 
 
 def _leading(passed: mx.array, lengths: mx.array) -> mx.array:

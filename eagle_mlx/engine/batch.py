@@ -17,7 +17,7 @@ from eagle_mlx.decoding.masks import PATIENCE
 from eagle_mlx.decoding.processors import Processors
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.tree import Tree, along
-from eagle_mlx.decoding.verify import Verdict, cut_at_nan, verify, verify_tree
+from eagle_mlx.decoding.verify import Verdict, cut_at_nan, judge_pending, verify, verify_tree
 from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.engine.prefix_piece import Past
 from eagle_mlx.engine.round import Answer, Checkpoint, NaN, Round
@@ -96,7 +96,8 @@ class Batch:
         if self.processors is not None and self.processors.on_host:
             return False
         return all(
-            request.finish_reason is None and len(request.tokens) + 1 < request.limit for request in self.requests
+            request.finish_reason is None and request.pending is None and len(request.tokens) + 1 < request.limit
+            for request in self.requests
         )
 
     def may_decode(self, patience: float) -> bool:
@@ -119,7 +120,7 @@ class Batch:
         verdict = self.verify(out.logits, draft)
         if draft.tokens.shape[1]:
             # A recurrent state that has read the draft is not put back for a single row.
-            may_reread = (draft.lengths > 0) & ~self.sampling.rejects & (not self.cache.recurrent)
+            may_reread = (draft.lengths > 0) & (not self.cache.recurrent)
             verdict = cut_at_nan(verdict, mx.any(mx.isnan(out.logits), axis=-1), may_reread)
         self.commit(verdict, before)
         return self.send(plan, before, draft, verdict, out, draft_seconds)
@@ -172,9 +173,12 @@ class Batch:
             return self._verify_tree(logits, draft, draft.tree)
         if positions is None:
             positions = self._positions(logits.shape[1])
+        sampling, pending = self.sampling, [request.pending for request in self.requests]
+        if any(pending):
+            logits, sampling = judge_pending(logits, sampling, pending)
         reach = self.processors.reach if self.processors else None
         lengths = draft.lengths if reach is None else mx.minimum(draft.lengths, mx.maximum(reach, 0))
-        verdict = verify(logits, draft.tokens, lengths, draft.probs, self.sampling, positions)
+        verdict = verify(logits, draft.tokens, lengths, draft.probs, sampling, positions)
         return verdict if reach is None else replace(verdict, accepted=mx.where(reach < 0, -1, verdict.accepted))
 
     def _verify_tree(self, logits: mx.array, draft: Draft, tree: Tree) -> Verdict:
@@ -225,7 +229,8 @@ class Batch:
         logprobs = Logprobs.of(self.requests, logits, verdict.tokens)
         mx.async_eval(*answer.arrays, self.newest, *aux, *(logprobs.arrays if logprobs else ()))
         mx.async_eval(self.cache.recurrent_state)  # after the answer, which does not wait for it
-        return Round(plan, answer, logprobs, tuple(aux), before, draft_seconds, draft.confidences)
+        kept = draft if self.sampling.any_rejection and draft.tokens.shape[1] else None
+        return Round(plan, answer, logprobs, tuple(aux), before, kept, draft_seconds, draft.confidences)
 
     def _positions(self, count: int) -> mx.array:
         """[B, count] int32: the places in each row's sequence of the next `count` tokens, which key the noise."""
@@ -249,6 +254,8 @@ class Batch:
             taken.append(request.take(answer.tokens, answer.drafted, logprobs.get(index, ())))
             if answer.nan == NaN.REJECTED:
                 request.rereads = not answer.tokens  # without a draft, which may be the reason
+                if collected.draft is not None and request.params.rule == "rejection":
+                    request.pending = request.pending or collected.draft.unjudged(index, answer.tokens)
                 self.cache.zero(index, request.length)
         if collected.answer.width > 1 or not all(emitted):
             self.cache.sync([request.length for request in self.requests])

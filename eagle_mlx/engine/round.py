@@ -101,6 +101,8 @@ class Round:
     aux: tuple[mx.array, ...]
     """The proposer's aux layers at the positions of the answer's tokens, each [B, n+1, H]."""
     before: Checkpoint
+    draft: Draft | None = None
+    """The draft, if rows of the rejection rule may have to judge a part of it later."""
     draft_seconds: float | None = None
     """What drafting took, where that was measured."""
     confidences: Sequence[Sequence[float]] = ()

@@ -14,18 +14,20 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models import qwen3
 
 import eagle_mlx as em
 from eagle_mlx.decoding import filters
+from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.masks import walk
 from eagle_mlx.decoding.sampling import SamplingBatch, Stream, distribution, draft_sample, gumbel, sample
 from eagle_mlx.decoding.verify import Verdict, match, rejection, verify
 from eagle_mlx.plan import Abilities, Plan, RoundResult
 from eagle_mlx.policy import Policy
-from eagle_mlx.request import Request
+from eagle_mlx.request import Pending, Request
 from eagle_mlx.sampling_params import SamplingParams
 from tests.eagle_mlx.test_filters import one_step_short
-from tests.fakes import tiny_target
+from tests.fakes import randomize, tiny_config, tiny_target
 from tests.full import diagonal, in_full, mixed
 
 Array = np.ndarray[Any, Any]
@@ -584,3 +586,154 @@ def test_1_only_coupled_rows_may_drop_a_draft_for_what_it_says(params: SamplingP
     toy = Toy.random(64)
     texts = chain_texts(toy, params, FEW, redrafts=True)
     assert chain_misses(texts, toy.law(params, 3), 64) != sound
+
+
+# Through the engine: a draft token that reads as NaN, so that nothing before it can be judged either.
+
+SICK = 7
+"""A token whose keys and values are NaN. The draft model draws it about as often as any other token."""
+SICK_LENGTH = 4
+"""The first token comes with the prompt. The next round then has a use for two draft tokens."""
+SICK_PARAMS = replace(SHARP, temperature=1.0, max_tokens=SICK_LENGTH)
+HEALTHY_PROMPT = [2, 6, 1, 2, 6, 1, 2]
+
+
+@cache
+def sick_target(is_sick: bool) -> em.Target:
+    config = tiny_config(layers=1, hidden=16, vocab=SMALL) | {"tie_word_embeddings": False}
+    model = qwen3.Model(qwen3.ModelArgs(**config))  # type: ignore[arg-type]
+    randomize(model, 23, 0.2)
+    if is_sick:
+        model.model.embed_tokens.weight[SICK] = mx.nan
+    return em.Target(model)
+
+
+@cache
+def sick_law(params: SamplingParams) -> Array:
+    """The probability of every text of `SICK_LENGTH` tokens, of which SICK stands for all that follows it."""
+    texts = np.stack(np.meshgrid(*[np.arange(SMALL)] * SICK_LENGTH, indexing="ij"), axis=-1).reshape(-1, SICK_LENGTH)
+    whole = np.concatenate([np.tile(HEALTHY_PROMPT, (len(texts), 1)), texts], axis=1)
+    logits = sick_target(False).forward(mx.array(whole)).logits[:, len(HEALTHY_PROMPT) - 1 : -1]
+    p = np.array(distribution(logits, SamplingBatch.of([params] * len(texts), [0] * len(texts))), np.float64)
+    p /= p.sum(axis=-1, keepdims=True)
+    each = np.take_along_axis(p, texts[..., None], axis=-1)[..., 0].prod(axis=1)
+    failed = np.cumsum(texts == SICK, axis=1) > 0
+    cells = np.where(failed, SICK, texts) @ SMALL ** np.arange(SICK_LENGTH)[::-1]
+    return np.bincount(cells, weights=each, minlength=len(texts))
+
+
+class Certain:
+    """Drafts the same tokens whatever the text, without probabilities."""
+
+    name, aux_layers, abilities = "certain", (), Abilities()
+
+    def __init__(self, *tokens: int):
+        self.tokens = tokens
+
+    def bind(self, target: em.Target) -> None:
+        """Any target will do."""
+
+    def open(self, prompts: Sequence[Sequence[int]]) -> "CertainState":
+        return CertainState(self.tokens, len(prompts))
+
+
+class CertainState:
+    def __init__(self, tokens: Sequence[int], rows: int):
+        self.tokens, self.rows = tokens, rows
+
+    def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        tokens = list(self.tokens[: plan.depth])
+        return Draft(mx.array([tokens] * self.rows), mx.full((self.rows,), len(tokens), mx.int32))
+
+    def prefill(self, seen: Any) -> None:
+        """The text does not matter."""
+
+    observe = prefill
+
+    def append(self, other: "CertainState") -> None:
+        self.rows += other.rows
+
+    def remove(self, row: int) -> None:
+        self.rows -= 1
+
+
+class EveryThird:
+    """Drafts in every third round alone. Later rounds thus do not draw again, by the same noise, what was dropped."""
+
+    wants_trees = False
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def plan(self, rows: int, can: Abilities) -> Plan:
+        return Plan(0 if self.rounds % 3 else 2)
+
+    def observe(self, result: RoundResult) -> None:
+        self.rounds += 1
+
+
+SICK_DRAFTS: dict[str, Callable[[], Any]] = {
+    "a model": lambda: em.DraftModelProposer(small_target(7)),
+    "sick, well": lambda: Certain(SICK, 6),
+    "well, sick": lambda: Certain(6, SICK),
+}
+
+
+def sick_texts(drafts: str, params: SamplingParams) -> tuple[Array, list[Request]]:
+    """Return texts by the engine, [N, SICK_LENGTH]; some rows are paused. SICK stands for all that follows it."""
+    rows = list[Request]()
+    for _ in range(LATE_DRAWS // LATE_ROWS):
+        engine = em.Engine(sick_target(True), SICK_DRAFTS[drafts](), EveryThird(), LATE_ROWS, LATE_ROWS * 8, groups=1)
+        asked = [engine.prepare(HEALTHY_PROMPT, params) for _ in range(LATE_ROWS)]
+        for row in asked:
+            engine.submit(row)
+        while not engine.idle:
+            engine.step()
+            for row in asked[::4]:
+                if row.pending and not row.paused:
+                    engine.pause(row)  # what is pending stays so until it is resumed
+        rows += asked
+    return np.array([(row.tokens + [SICK] * SICK_LENGTH)[:SICK_LENGTH] for row in rows]), rows
+
+
+def sick_misses(texts: Array, params: SamplingParams) -> bool:
+    """Whether the whole texts miss the law, or their beginnings do."""
+    law = sick_law(params)
+    each = [law.reshape(SMALL**at, SMALL, -1).sum(axis=(0, 2)) for at in range(SICK_LENGTH)]
+    single = any(misses(texts[:, at : at + 1], one, SMALL) for at, one in enumerate(each))
+    return single or misses(texts, law, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "params"),
+    [
+        ("a model", SICK_PARAMS),
+        ("a model", replace(SICK_PARAMS, top_k=5)),
+        ("sick, well", replace(SICK_PARAMS, acceptance="coupled")),
+        ("well, sick", replace(SICK_PARAMS, top_p=0.9)),
+    ],
+)
+def test_9_a_rejected_draft_that_reads_as_nan_fails_no_sampled_row(drafts: str, params: SamplingParams) -> None:
+    """A row fails after it has said SICK, and never before; whether it says so follows the target."""
+    texts, rows = sick_texts(drafts, params)
+    assert all((row.error is not None) == (SICK in row.tokens[: SICK_LENGTH - 1]) for row in rows)
+    assert all(SICK not in row.tokens[:-1] for row in rows)
+    assert not sick_misses(texts, params)
+    assert any(sum(row.accepted_by_position) for row in rows) or drafts != "a model"
+
+
+def first_alone(draft: Draft, row: int, emitted: Sequence[int]) -> Pending | None:
+    whole = rest_of(draft, row, emitted)
+    return None if whole is None else Pending(whole.tokens[:1], None if whole.probs is None else whole.probs[:1])
+
+
+rest_of = Draft.unjudged
+
+
+@pytest.mark.parametrize("broken", [lambda *_: None, first_alone], ids=["dropped", "first alone"])
+def test_9_a_sampler_that_drops_a_draft_for_what_it_says_misses_the_bar(
+    broken: Callable[..., Pending | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Draft, "unjudged", broken)
+    texts, _ = sick_texts("a model", SICK_PARAMS)
+    assert sick_misses(texts, SICK_PARAMS)
