@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 VOCAB = 96
@@ -407,3 +408,10 @@ def _seeing(config: dict[str, Any], window: int) -> dict[str, Any]:
     """The configuration with windows and chunks of another length."""
     inner = {key: _seeing(value, window) for key, value in config.items() if isinstance(value, dict)}
     return {**config, **inner, **{key: window for key in config if key in WINDOWS}}
+
+
+def sicken(model: nn.Module, token: int) -> None:
+    """Let a model read a token as NaN. One that uses its embedding for logits too gives nothing but NaN then."""
+    for part in model.modules():
+        if isinstance(part, nn.Embedding) and part.weight.shape[0] == VOCAB:
+            part.weight[token] = mx.nan

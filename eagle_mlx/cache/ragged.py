@@ -88,9 +88,13 @@ class RaggedCache(Sequence[Any]):
             self.lengths.expect(mx.array(list(counts), mx.int32))
 
     def advance(self, count: int | mx.array, at_most: int | None = None) -> None:
-        """Accept `count` of the positions last read: the same in every row, or [B] int32, bounded by `at_most`."""
+        """Accept `count` of the positions last read: the same in every row, or [B] int32, bounded by `at_most`.
+
+        The recurrent states of rows that accept none are of no use until they are `put_back`.
+        """
+        read = count if isinstance(count, int) else mx.maximum(count, 1)
         for state in self.recurrent:
-            state.commit(count)
+            state.commit(read)
         self.lengths.advance(count, at_most)
 
     def advance_some(self, count: mx.array, at_most: int, saved: Saved) -> None:
@@ -99,6 +103,11 @@ class RaggedCache(Sequence[Any]):
             state.commit(1 if at_most == 1 else mx.maximum(count, 1))
             state.restore_rows(count == 0, before)
         self.lengths.advance(count, at_most)
+
+    def put_back(self, rows: mx.array, saved: Saved) -> None:
+        """After `advance`: give some rows, [B] bool, the recurrent states that they had in `saved`."""
+        for state, before in zip(self.recurrent, saved.states, strict=True):
+            state.restore_rows(rows, before)
 
     def branch(self, branches: Branches) -> None:
         """Before a forward: its positions are those of a tree."""

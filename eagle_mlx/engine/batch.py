@@ -119,9 +119,7 @@ class Batch:
         out = self.forward(draft)
         verdict = self.verify(out.logits, draft)
         if draft.tokens.shape[1]:
-            # A recurrent state that has read the draft is not put back for a single row.
-            may_reread = (draft.lengths > 0) & (not self.cache.recurrent)
-            verdict = cut_at_nan(verdict, mx.any(mx.isnan(out.logits), axis=-1), may_reread)
+            verdict = cut_at_nan(verdict, mx.any(mx.isnan(out.logits), axis=-1), may_reread=draft.lengths > 0)
         self.commit(verdict, before)
         return self.send(plan, before, draft, verdict, out, draft_seconds)
 
@@ -257,6 +255,9 @@ class Batch:
                 if collected.draft is not None and request.params.rule == "rejection":
                     request.pending = request.pending or collected.draft.unjudged(index, answer.tokens)
                 self.cache.zero(index, request.length)
+        reread = [answer.nan == NaN.REJECTED and not answer.tokens for answer in answers]
+        if any(reread):  # rare, so that no round has to choose between two states of every row on the device
+            self.cache.put_back(mx.array(reread), collected.before.cache)
         if collected.answer.width > 1 or not all(emitted):
             self.cache.sync([request.length for request in self.requests])
         if self.state is not None and any(emitted):

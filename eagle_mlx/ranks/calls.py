@@ -12,8 +12,8 @@ import numpy as np
 from eagle_mlx.decoding.tree import Branches
 
 CACHE_CALLS = (
-    *("expect", "branch", "advance", "advance_some", "keep", "sync", "save", "restore", "compact", "zero"),
-    *("append", "remove", "fork", "piece", "outline", "joined"),
+    *("expect", "branch", "advance", "advance_some", "put_back", "keep", "sync", "save", "restore"),
+    *("compact", "zero", "append", "remove", "fork", "piece", "outline", "joined"),
 )
 """What changes a RaggedCache, or makes something of one."""
 PIECE_CALLS = ("split",)

@@ -23,8 +23,10 @@ from eagle_mlx.decoding.tree import Tree
 from eagle_mlx.errors import ProposerError
 from eagle_mlx.plan import Abilities, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation, ProposerState
+from tests.architectures import VOCAB, sicken, tiny_model
 from tests.fakes import generate, known_text, randomize, tiny_config, tiny_target
-from tests.full import in_full
+from tests.full import diagonal, in_full
+from tests.hostile import HostileProposer, Manners
 
 TARGET = tiny_target()
 RNG = np.random.default_rng(0)
@@ -404,3 +406,37 @@ def test_9_a_text_that_reads_as_no_number_fails_though_it_was_drafted(policy: em
         output = engine.generate([PROMPTS[1]], GREEDY)[0]
         assert (output.tokens, output.finish_reason) == (texts[1][: texts[1].index(bad) + 1], "error")
         assert "NaN" in (output.error or "")
+
+
+SICK = 95
+
+
+class Sickening(HostileProposer):
+    """Knows what the rows will say, and drafts SICK now and then."""
+
+    def continuation(self, text: Sequence[int], count: int) -> list[int]:
+        return [SICK if self.rng.random() < 0.15 else token for token in super().continuation(text, count)]
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    diagonal(
+        ["qwen3_next", "mamba2", "olmo_hybrid", "jamba", "baichuan_m1"],
+        [GREEDY, SEEDED, em.SamplingParams(max_tokens=COUNT, temperature=1.0, top_k=1)],
+    ),
+)
+def test_9_a_recurrent_state_that_has_read_such_a_draft_is_put_back(name: str, params: em.SamplingParams) -> None:
+    """For its row alone. Sampling from one token makes a text of the rejection rule known."""
+    params = replace(params, logit_bias={SICK: -1e4})
+    healthy, sick = tiny_model(name), tiny_model(name)
+    for model in (healthy, sick):
+        randomize(model, 1, 0.2)
+    sicken(sick, SICK)
+    prompts = [[token % (VOCAB - 4) for token in prompt] for prompt in PROMPTS]
+    lone = em.Engine(em.Target(healthy), max_batch=1)
+    texts = [lone.generate([prompt], params)[0].tokens for prompt in prompts]
+    known = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
+    proposer = Sickening(np.random.default_rng(0), known, Manners())
+    outputs = em.Engine(em.Target(sick), proposer, em.FixedPolicy(3), max_batch=3).generate(prompts, params)
+    assert [(output.error, output.tokens) for output in outputs] == [(None, text) for text in texts]
+    assert sum(output.accepted for output in outputs) > 0
