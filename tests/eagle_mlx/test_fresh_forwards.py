@@ -30,7 +30,7 @@ from eagle_mlx.decoding.verify import Verdict
 from eagle_mlx.engine.prefix import LEAST
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.request import Request
-from tests.architectures import CONFIGS, VOCAB, tiny_model
+from tests.architectures import CONFIGS, VOCAB, sicken, tiny_model
 from tests.fakes import randomize
 from tests.fresh_forwards import Judge, judge, untouched
 from tests.full import in_full, in_turn
@@ -48,6 +48,8 @@ WEIGHTS_LAST = 10
 """Histories of an architecture with the same weights."""
 MOST_STEPS = 600
 """Many times what eight requests of up to 20 tokens take in chunks of one token."""
+SICK_PROMPTS = 0.2
+"""Prompts with the token that the target reads as NaN, of all in a history that has such a token."""
 EXCUSED = 0.005
 """Tokens that may fall either way, of all: one in two hundred."""
 
@@ -63,7 +65,7 @@ class Figures:
     """By a stop token or their length."""
     cancelled: int = 0
     failed: int = 0
-    """Because their proposer raised."""
+    """Because their proposer raised, or because they have read NaN."""
     taken_over: int = 0
     """Requests that began with a past from the prefix cache."""
     drafted: int = 0
@@ -85,10 +87,21 @@ class Figures:
 
 
 @lru_cache(maxsize=1)
-def target(name: str, weights: int) -> em.Target:
+def target(name: str, weights: int, sick: int | None = None) -> em.Target:
+    """`sick`: a token that it reads as NaN."""
     model = tiny_model(name)
     randomize(model, weights, 0.2)
+    if sick is not None:
+        sicken(model, sick)
     return em.Target(model, name=name)
+
+
+@lru_cache
+def may_be_sick(name: str) -> bool:
+    """Whether one token can read as NaN and all others well: not if the embedding gives the logits too."""
+    model = tiny_model(name)
+    sicken(model, 0)
+    return not bool(mx.any(mx.isnan(model(mx.array([[1, 2]])))))
 
 
 ROOTS = (
@@ -156,7 +169,8 @@ class History:
     def __init__(self, name: str, seed: int):
         self.name, self.seed, self.weights = name, seed, seed // WEIGHTS_LAST
         self.rng = np.random.default_rng([crc32(name.encode()), seed])
-        self.target, self.judge = target(name, self.weights), judge(name, self.weights)
+        self.sick = self._sick()
+        self.target, self.judge = target(name, self.weights, self.sick), judge(name, self.weights)
         self.windows = self.judge.has_windows
         self.known = [list(text) for text in roots(name, self.weights)]
         self.rows: list[Request] = []
@@ -173,6 +187,11 @@ class History:
 
     def _chance(self, share: float) -> bool:
         return bool(self.rng.random() < share)
+
+    def _sick(self) -> int | None:
+        """In half of the histories a token that the target reads as NaN, but the judge does not."""
+        token = int(self.rng.integers(VOCAB))
+        return token if self._chance(0.5) and may_be_sick(self.name) else None
 
     def _proposer(self) -> Proposer | None:
         """A hostile one, but of twelve histories one with none at all and one with one of the library's own."""
@@ -242,7 +261,10 @@ class History:
 
     def _submit(self) -> None:
         prompt, own = self._prompt()
-        row = self.engine.prepare(prompt[: self.target.context_length - 1], self._params(own))
+        prompt = prompt[: self.target.context_length - 1]
+        # A snapshot that ends before the token is taken with the keys behind it, and later prompts begin with it.
+        boundaries = [prompt.index(self.sick)] if self.sick is not None and self.sick in prompt else []
+        row = self.engine.prepare(prompt, self._params(own), boundaries)
         self.rows.append(row)
         self.figures.requests += 1
         self.engine.submit(row)
@@ -265,6 +287,8 @@ class History:
         if kind == "earlier" and row is not None:
             text, own = [*self.rows[row].prompt, *self.rows[row].tokens], self.rows[row].params
         start = text[: int(self.rng.integers(1 if self._chance(0.2) else LEAST, self.reach))]
+        if self.sick is not None and self._chance(SICK_PROMPTS):  # others begin like it, up to that token or further
+            return [*start, self.sick, *fresh[:12]], own
         return ([*start, *fresh[:12]] if self._chance(0.25) else start), own
 
     def _params(self, own: em.SamplingParams) -> em.SamplingParams:
@@ -308,7 +332,8 @@ class History:
         figures.judged += len(tokens)
         if row.finish_reason == "error":
             figures.failed += 1
-            if not self.manners.raises:
+            has_read_nan = self.sick in [*row.prompt, *tokens] and "NaN" in (row.error or "")
+            if not has_read_nan and not self.manners.raises:
                 self._fault(f"{said} failed: {row.error}")
         elif row.finish_reason == "cancelled":
             figures.cancelled += 1
@@ -317,6 +342,8 @@ class History:
             stopped = bool(tokens) and tokens[-1] in row.stop_ids
             if row.finish_reason != ("stop" if stopped else "length") or not (stopped or len(tokens) == row.limit):
                 self._fault(f"{said} ended ({row.finish_reason}) after {len(tokens)} of {row.limit} tokens")
+        if self.sick in [*row.prompt, *tokens[:-1]] and tokens:
+            self._fault(f"{said} went on after a token that reads as NaN")
         if any(token in row.stop_ids for token in tokens[:-1]):
             self._fault(f"{said} went on behind a stop token")
         if not all(0 <= token < VOCAB for token in tokens):
@@ -338,7 +365,7 @@ class History:
         if isinstance(self.proposer, HostileProposer) and self.proposer.misplaced:
             self._fault(f"{self.proposer.misplaced} drafts were asked for at another place than a text's end")
         for sight in self.proposer.sights if isinstance(self.proposer, HostileProposer) else ():
-            if not sight.hidden:
+            if not sight.hidden or self.sick in sight.text:
                 continue
             shown = np.stack(sight.hidden)
             text = sight.text[: len(shown)]
