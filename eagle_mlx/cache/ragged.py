@@ -88,13 +88,9 @@ class RaggedCache(Sequence[Any]):
             self.lengths.expect(mx.array(list(counts), mx.int32))
 
     def advance(self, count: int | mx.array, at_most: int | None = None) -> None:
-        """Accept `count` of the positions last read: the same in every row, or [B] int32, bounded by `at_most`.
-
-        The recurrent states of rows that accept none are of no use until they are `put_back`.
-        """
-        read = count if isinstance(count, int) else mx.maximum(count, 1)
+        """Accept `count` of the positions last read: the same in every row, or [B] int32, bounded by `at_most`."""
         for state in self.recurrent:
-            state.commit(read)
+            state.commit(count)
         self.lengths.advance(count, at_most)
 
     def advance_some(self, count: mx.array, at_most: int, saved: Saved) -> None:
