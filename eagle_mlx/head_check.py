@@ -10,7 +10,7 @@ from eagle_mlx import formats
 from eagle_mlx.cache import check_cacheable
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import EagleError, HeadWarning, TargetError
-from eagle_mlx.formats.fit import named_layers
+from eagle_mlx.formats.load import named_layers
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import check_bits, quantize_for
 from eagle_mlx.policy import FixedPolicy

@@ -15,8 +15,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from eagle_mlx.cache.chunked import RaggedChunked
-from eagle_mlx.cache.full import RaggedGrouped, RaggedKV
+from eagle_mlx.cache.full import RaggedChunked, RaggedGrouped, RaggedKV
 from eagle_mlx.cache.lengths import RowLengths
 from eagle_mlx.cache.quantized import RaggedQuantized
 from eagle_mlx.cache.recurrent import MASKED, RaggedList, RecurrentState

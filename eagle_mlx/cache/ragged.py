@@ -11,8 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from eagle_mlx.cache.buffers import copied
-from eagle_mlx.cache.chunked import RaggedChunked
-from eagle_mlx.cache.full import RaggedKV
+from eagle_mlx.cache.full import RaggedChunked, RaggedKV
 from eagle_mlx.cache.kinds import ragged
 from eagle_mlx.cache.lengths import Moves, RowLengths, SavedLengths
 from eagle_mlx.cache.pieces import KVPiece

@@ -13,7 +13,7 @@ from eagle_mlx.catalog.embedded import embedded, is_embedded_target
 from eagle_mlx.catalog.head_registry import LEAST, HeadRecord, best_first, records_for
 from eagle_mlx.catalog.known_heads import known_heads_for
 from eagle_mlx.formats.fields import read_config
-from eagle_mlx.formats.fit import check_fit
+from eagle_mlx.formats.load import check_fit
 from eagle_mlx.formats.mtp_source import has_mtp_layer, mtp_of_model, published_with_mtp
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.target import Target

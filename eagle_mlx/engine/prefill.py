@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import mlx.core as mx
 
 from eagle_mlx.engine.batch import Batch
-from eagle_mlx.engine.boundaries import stops
-from eagle_mlx.engine.prefix import PrefixCache
+from eagle_mlx.engine.prefix import LEAST, PrefixCache
 from eagle_mlx.plan import PLAIN
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.target import Forward
@@ -164,3 +164,19 @@ class Prefill:
         if batch.state is not None:
             following = [text[start : start + count] for text, count in zip(self._texts, counts, strict=True)]
             batch.state.prefill(Observation(following, aux))
+
+
+def stops(boundaries: Sequence[int], prompt: int, known: int = 0) -> list[int]:
+    """Positions after which snapshots are to be taken, in order.
+
+    boundaries: tokens that other prompts are expected to have in common with this one; all `prompt` tokens of it are
+    always one. known: positions that need not be read. The last token of each is left out, as are a prompt's last two:
+    what is kept of a position depends on the token after it (`PrefixCache.find`). Of two that are closer than `LEAST`
+    the first is taken, which serves more prompts.
+    """
+    found = list[int]()
+    for boundary in sorted({*boundaries, prompt}):
+        stop = min(boundary - 1, prompt - 2)
+        if stop >= (found[-1] if found else known) + LEAST:
+            found.append(stop)
+    return found

@@ -9,12 +9,11 @@ from typing import Any
 import mlx.core as mx
 
 from eagle_mlx import hub
-from eagle_mlx.errors import CheckpointError
+from eagle_mlx.errors import CheckpointError, HeadError
 from eagle_mlx.formats import mtp
 from eagle_mlx.formats.eagle import load_eagle
 from eagle_mlx.formats.eagle3 import load_eagle3
 from eagle_mlx.formats.fields import read_config
-from eagle_mlx.formats.fit import check_fit
 from eagle_mlx.formats.mtp_source import is_source
 from eagle_mlx.formats.speculators import load_speculators
 from eagle_mlx.formats.tensors import read_tensors
@@ -89,3 +88,30 @@ def _width(config: Mapping[str, Any], tensors: Mapping[str, mx.array], layer: st
     if f"{layer}.scales" in found and isinstance(how, dict) and isinstance(how.get("group_size"), int):
         return int(found[f"{layer}.scales"].shape[-1] * how["group_size"])
     return int(found[f"{layer}.weight"].shape[-1])
+
+
+def check_fit(head: DraftHead, target: Target) -> None:
+    """Raise HeadError where the head cannot belong to the target."""
+    embedding = head.embedding_size
+    for what, trained, actual in (
+        ("hidden size", head.target_hidden_size, target.hidden_size),
+        ("embedding width", target.hidden_size if embedding is None else embedding, target.hidden_size),
+        ("vocabulary", head.vocab_size, target.vocab_size),
+    ):
+        if trained != actual:
+            raise HeadError(
+                f"head expects a target of {what} {trained} but the target has {actual}; "
+                "was it trained for another model?"
+            )
+    layers = named_layers(head)
+    if layers and (max(layers) >= target.num_layers or min(layers) < 0):
+        raise HeadError(
+            f"head reads layers {layers} but the target has {target.num_layers} layers; "
+            "was it trained for another model?"
+        )
+
+
+def named_layers(head: DraftHead) -> tuple[int, ...]:
+    """The target layers that a head names itself; none for one that reads the last layer, whichever that is."""
+    named: tuple[int, ...] = getattr(getattr(head, "config", None), "aux_layers", ())
+    return named

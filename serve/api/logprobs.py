@@ -15,7 +15,7 @@ from eagle_mlx.request import TokenLogprob
 from eagle_mlx.target import Target
 from eagle_mlx.text import TextStream
 
-from .tokens import TokenTexts
+from .text_size import TokenTexts
 
 _LEAST = -9999.0
 """In place of minus infinity, which JSON does not have."""

@@ -23,8 +23,7 @@ from eagle_mlx.target import Target
 
 from ..chat import ChatFormat, Grammars, Volatile
 from .encoder import Encoder
-from .text_size import TokenSize, token_size
-from .tokens import TokenTexts
+from .text_size import TokenSize, TokenTexts, token_size
 
 log = logging.getLogger("eagle_mlx.serve")
 _LAST_WRITES = 5.0

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .tags import next_tag, safe_length
+from eagle_mlx.text import held_back
 
 Kind = Literal["content", "reasoning"]
 _OPENING = "opening"
@@ -84,3 +84,20 @@ class ReasoningParser:
     def _emit(self, text: str, parts: list[tuple[Kind, str]]) -> None:
         if text and self._state in ("content", "reasoning"):
             parts.append(("reasoning" if self.thinking else "content", text))
+
+
+def next_tag(text: str, tags: Sequence[str], final: bool = False) -> tuple[int, str] | None:
+    """The place of the first tag, and which; None as long as there is none, or another may begin before it."""
+    found = min(((at, tag) for tag in tags if (at := text.find(tag)) >= 0), default=None)
+    waiting = 0 if final else held_back(text, tags)
+    return None if found is None or len(text) - waiting < found[0] else found
+
+
+def safe_length(text: str, tags: Sequence[str]) -> int:
+    """How many characters come before all that may become a tag, and before the line breaks that would belong to it.
+
+    Models write tags on lines of their own; those line breaks are no content.
+    """
+    if not tags:
+        return len(text)
+    return len(text[: len(text) - held_back(text, tags)].rstrip("\n"))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .tags import safe_length
+from .reasoning import safe_length
 from .tools import Tool, tool_names
 
 ToolParser = Callable[[str, Any], Any]

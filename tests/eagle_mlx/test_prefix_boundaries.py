@@ -10,7 +10,7 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.engine.boundaries import stops
+from eagle_mlx.engine.prefill import stops
 from eagle_mlx.errors import PromptError
 from eagle_mlx.request import Request
 from tests.architectures import tiny_model

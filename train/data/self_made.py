@@ -6,7 +6,7 @@ import sys
 
 import mlx.core as mx
 
-from eagle_mlx.data_pipelines import MakeConfig, ShardPlace, Wanted, made_states, make_once, shard_meta
+from eagle_mlx.data_pipelines import DataConfig, MakeConfig, ShardPlace, Wanted, made_states, make_once, shard_meta
 from eagle_mlx.files import write_output
 from eagle_mlx.shards import ShardReader
 from eagle_mlx.target import Target
@@ -14,8 +14,7 @@ from eagle_mlx.target import Target
 from ..config import TrainConfig
 from ..distributed import SINGLE_PROCESS, World
 from ..kinds import aux_layers_of
-from ..plan import cache_folder, keeps_states, learnt_whole, self_file
-from .reading import data_config
+from ..plan import cache_folder, keeps_states, learnt_whole, self_file, sources_of
 
 
 def make_data(
@@ -74,3 +73,18 @@ def _wanted(config: TrainConfig) -> Wanted:
 def _place(target: Target, config: TrainConfig, head: object) -> ShardPlace:
     meta = shard_meta(target, aux_layers_of(target, config, head), config.data.cache_bits)
     return ShardPlace(cache_folder(config), meta)
+
+
+def data_config(config: TrainConfig) -> DataConfig:
+    """What to read, and what of it to keep."""
+    return DataConfig(
+        sources_of(config),
+        config.data.map,
+        config.data.limit,
+        config.run.seed,
+        config.data.stream,
+        config.data.skip_bad,
+        config.data.keep_turns,
+        config.data.keep_tokens,
+        config.data.dedupe,
+    )

@@ -132,7 +132,7 @@ def step_memory(target: TargetShape, head: HeadShape, config: TrainConfig, onlin
 def _passes(target: TargetShape, head: HeadShape, step: OptimizationConfig, count: int, share: float) -> float:
     """Numbers of 4 bytes at the turn from the forward to the backward pass; `share` of them one of the passes' takes.
 
-    Gradients of draft steps are added as they come (`unroll/relay.py`), so that their number does not multiply them.
+    Gradients of draft steps are added as they come (`unroll/recompute.py`): their number does not multiply them.
     """
     again = step.grad_checkpoint
     kept = (_GATHERED_AGAIN if again else _GATHERED) if head.gathered else (_FEEDBACK_AGAIN if again else _FEEDBACK)

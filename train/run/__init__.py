@@ -2,13 +2,12 @@
 
 from . import identity, state
 from .identity import Identity, resumed_config
-from .loop import BEST, LAST, REPORT, Run, check_incomplete, train
+from .loop import BEST, LAST, REPORT, Run, Stopwatch, check_incomplete, train
 from .output import claim, run_folder
 from .processes import run_worker
 from .progress import Progress, mean
 from .start import existing_head, new_head
 from .state import Checkpoint
-from .stopwatch import Stopwatch
 from .tracker import Tracker
 from .wandb_run import check_wandb
 

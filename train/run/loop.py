@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from .processes import Workers
 from .progress import Bar, Progress, Shows, mean, means
 from .start import new_head
 from .state import Checkpoint, RunState
-from .stopwatch import Stopwatch
 from .tracker import Tracker
 
 BEST, LAST, REPORT = "best", "last", "report.json"
@@ -363,3 +363,20 @@ class Run:
         state.remove(self.folder)
         self.tracker.summarize({k: v for k, v in report.items() if isinstance(v, (int, float))})
         return report
+
+
+class Stopwatch:
+    """Seconds of a run, those before an interruption included."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        """`clock`: seconds since any moment, never less than before."""
+        self._clock = clock
+        self._begin = clock()
+
+    @property
+    def elapsed(self) -> float:
+        return self._clock() - self._begin
+
+    def restart(self, elapsed: float = 0.0) -> None:
+        """Go on from so many seconds."""
+        self._begin = self._clock() - elapsed

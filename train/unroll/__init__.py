@@ -2,7 +2,6 @@
 
 from .eagle3 import unroll
 from .feedback import unroll_feedback
-from .recompute import holding, weights_but
-from .relay import Relay
+from .recompute import Relay, holding, weights_but
 
 __all__ = ["Relay", "holding", "unroll", "unroll_feedback", "weights_but"]

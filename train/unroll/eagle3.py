@@ -12,8 +12,7 @@ import mlx.core as mx
 from eagle_mlx.cpu import fastmath
 from eagle_mlx.heads.eagle3 import Eagle3Head
 
-from .recompute import Step, recomputed
-from .relay import Relay
+from .recompute import Relay, Step, recomputed
 
 NOT_IN_A_STEP = ("fc", "fc_norm", "input_norm", "lm_head", "embed_tokens")
 """Parts of the head that a draft step does not use."""

@@ -14,8 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from .eagle3 import take_rows
-from .recompute import Step, recomputed
-from .relay import Relay
+from .recompute import Relay, Step, recomputed
 
 NOT_IN_A_STEP = ("fc_norm", "input_norm", "lm_head", "embed_tokens")
 """Parts that no head uses in a draft step."""

@@ -6,8 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
 
 from eagle_mlx.cache.pieces import KVPiece
+from eagle_mlx.cache.ragged import RaggedCache
 from eagle_mlx.engine.disk.file import Tensor, joined, on_host
 from eagle_mlx.engine.prefix_piece import PrefixPiece
 from eagle_mlx.proposers.head_piece import Gap, HeadPiece, gaps_between, slots_before
@@ -101,3 +106,34 @@ def _cut(pieces: Sequence[_Layers], ranges: Sequence[tuple[int, int]]) -> _Layer
         count = len(written[0][0]) if written else 0
         found.append([joined([layer[j].cut(*span) for layer, span in written]) for j in range(count)])
     return found
+
+
+def arrays_of(outline: RaggedCache) -> dict[str, mx.array]:
+    """The windows and states of an outline (`RaggedCache.outline`), by names that `outline_from` knows."""
+    windows = {f"window.{i}.{j}": x for i, window in enumerate(outline.windows) for j, x in enumerate(window.state)}
+    states = {
+        f"state.{i}.{j}": x
+        for i, state in enumerate(outline.recurrent)
+        for j, x in enumerate(state.cache)
+        if x is not None
+    }
+    return windows | states
+
+
+def numbers_of(outline: RaggedCache) -> dict[str, Any]:
+    """What else belongs to an outline, as plain values."""
+    return {"length": outline.lengths.upper, "displaced": [window._displaced[0] for window in outline.windows]}
+
+
+def outline_from(
+    model: nn.Module, kv_bits: int | None, arrays: Mapping[str, mx.array], numbers: Mapping[str, Any]
+) -> RaggedCache:
+    """The outline that these came from, of the same model."""
+    cache = RaggedCache.of(model, 1, kv_bits)
+    cache.lengths.sync([numbers["length"]])
+    for i, (window, displaced) in enumerate(zip(cache.windows, numbers["displaced"], strict=True)):
+        window.keys, window.values = arrays.get(f"window.{i}.0"), arrays.get(f"window.{i}.1")
+        window._displaced = [displaced]
+    for i, state in enumerate(cache.recurrent):
+        state.cache = [arrays.get(f"state.{i}.{j}") for j in range(len(state.cache))]
+    return cache

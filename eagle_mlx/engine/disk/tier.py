@@ -14,11 +14,10 @@ from pathlib import Path
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.cache.outline import arrays_of, numbers_of, outline_from
 from eagle_mlx.engine.disk.file import on_host
 from eagle_mlx.engine.disk.identity import digest_of, identity
 from eagle_mlx.engine.disk.index import Entry, Match
-from eagle_mlx.engine.disk.pieces import HostPiece
+from eagle_mlx.engine.disk.pieces import HostPiece, arrays_of, numbers_of, outline_from
 from eagle_mlx.engine.disk.room import NoRoomError, Room, folder_of
 from eagle_mlx.engine.disk.store import Store, files_of
 from eagle_mlx.engine.disk.writer import Job, Place, Writer
