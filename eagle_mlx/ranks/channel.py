@@ -218,11 +218,11 @@ class Channel:
 
 
 def end_process(reason: str) -> None:
-    """Say why and end, whatever other threads wait for, and where nobody is left to read it."""
+    """Say why and end with status 2, as commands do for an error, whatever other threads wait for."""
     try:
         print(f"error: {reason}", file=sys.stderr, flush=True)
     finally:
-        os._exit(1)
+        os._exit(2)
 
 
 def _stop_process() -> None:

@@ -202,7 +202,7 @@ def test_a_rank_ends_where_nobody_reads_what_it_says() -> None:
     process.stderr.close()
     process.stdin.write("now\n")
     process.stdin.flush()
-    assert process.wait(60) == 1
+    assert process.wait(60) == 2
 
 
 def test_arguments_of_calls_survive_their_way() -> None:
