@@ -62,7 +62,8 @@ compared with mlx-lm's greedy text; above temperature 0 with that of the plain e
 
 All modes but mlx-lm-stock decode one model object, as EAGLE-MLX loads it: on a CPU under Linux in float32.
 mlx-lm-stock decodes a second copy as mlx_lm.load loads the folder, in its own type. In another type two tokens that
-tie may come in another order, so its text may differ; that does not change the exit status."""
+tie may come in another order, so its text may differ; that does not change the exit status. mlx-lm takes the largest
+log probability, EAGLE-MLX the largest logit: if a 16-bit model is unsure, rounding the former can make a tie."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

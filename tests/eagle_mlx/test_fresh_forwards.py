@@ -49,7 +49,8 @@ WEIGHTS_LAST = 10
 MOST_STEPS = 600
 """Many times what eight requests of up to 20 tokens take in chunks of one token."""
 SICK_PROMPTS = 0.2
-"""Prompts with the token that the target reads as NaN, of all in a history that has such a token."""
+"""Prompts with the token that the target reads as NaN, of all in a history that has such a token; as many follow one.
+"""
 EXCUSED = 0.005
 """Tokens that may fall either way, of all: one in two hundred."""
 
@@ -173,6 +174,8 @@ class History:
         self.target, self.judge = target(name, self.weights, self.sick), judge(name, self.weights)
         self.windows = self.judge.has_windows
         self.known = [list(text) for text in roots(name, self.weights)]
+        self.interrupted: list[tuple[list[int], em.SamplingParams]] = []
+        """What came before the token that reads as NaN, in prompts that have it; snapshots may end there."""
         self.rows: list[Request] = []
         self.leaving: list[tuple[Request, int, int]] = []
         """Requests that are cancelled: behind so many tokens, or after so many steps."""
@@ -287,7 +290,12 @@ class History:
         if kind == "earlier" and row is not None:
             text, own = [*self.rows[row].prompt, *self.rows[row].tokens], self.rows[row].params
         start = text[: int(self.rng.integers(1 if self._chance(0.2) else LEAST, self.reach))]
-        if self.sick is not None and self._chance(SICK_PROMPTS):  # others begin like it, up to that token or further
+        if self.interrupted and self._chance(SICK_PROMPTS):  # reads on where a snapshot may hold NaN
+            start, own = self.interrupted[-1]
+            return [*start, *fresh[:12]], own
+        if self.sick is not None and self._chance(SICK_PROMPTS):
+            start = text[: max(LEAST + 2, len(start))]  # what is shorter is not kept
+            self.interrupted.append((start, own))
             return [*start, self.sick, *fresh[:12]], own
         return ([*start, *fresh[:12]] if self._chance(0.25) else start), own
 
