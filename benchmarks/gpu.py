@@ -24,11 +24,11 @@ import eagle_mlx as em
 # Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
 import mlx.core as mx
 from random_model import QWEN3_06B, QWEN3_8B, TINY, Shape, in_four_bits, random_model
+from step_costs import StepCosts, measure_costs
 
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from eagle_mlx.machine import describe
 from eagle_mlx.plan import RoundResult
-from eagle_mlx.serve.bench.costs import StepCosts, measure_costs
 
 SHAPES = {"qwen3-8b": QWEN3_8B, "qwen3-0.6b": QWEN3_06B, "tiny": TINY}
 _DRAFTED = 32_000

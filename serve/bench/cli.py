@@ -6,7 +6,6 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import cast, get_args
@@ -36,15 +35,12 @@ from ..speculation import (
 )
 from . import plots, report
 from .baselines import MLX_LM, STOCK, StockModel
-from .breakdown import measure_breakdown
-from .costs import measure_costs
 from .dialogue import dialogues
 from .figures import Run
 from .filler import behind_filler
 from .identity import tolerance_for
 from .measure import BenchConfig, measure, type_name
 from .modes import DEFAULT_MODES, MODE_NAMES, NEEDS, USE_HEAD, EngineMode, Models, ModeName, build_modes, random_head
-from .rollback import measure_rollback
 
 EPILOG = """\
 examples:
@@ -54,7 +50,6 @@ examples:
   eagle-bench --batch 1 4 8 --temperature 0 0.7
   eagle-bench --target Qwen3-4B-4bit --prompts spec_bench.jsonl --limit 80      τ and tokens/s by category
   eagle-bench --head random --modes plain eagle --policy throughput     what a useless head costs
-  eagle-bench --modes eagle --limit 8 --costs --context 1024 4096 16384     where a round's time goes
 
 All modes decode the same prompts in one process, in turns; figures are medians over the repeats. mlx-lm and
 mlx-lm-draft decode one prompt at a time whatever --batch says; mlx-lm-batch stands beside every batch above 1. Text is
@@ -186,12 +181,6 @@ def _add_how(how: argparse._ArgumentGroup, default: BenchConfig) -> None:
         action="store_true",
         help="with --policy throughput: begin with what was learnt on this machine before, and keep what is learnt",
     )
-    how.add_argument(
-        "--costs", action="store_true", help="also time the parts of a round, and roll backs at 256 and 4,096 tokens"
-    )
-    how.add_argument(
-        "--context", type=_positive, nargs="+", default=[128], metavar="N", help="with --costs: tokens before a round"
-    )
 
 
 def _positive(text: str) -> int:
@@ -251,8 +240,6 @@ def _bench(args: argparse.Namespace, command: str) -> int:
         "turn": args.turn,
         "tolerance": tolerance,
     }
-    if args.costs:
-        extra |= _costs(args, target, head)
     if args.json is not None:
         head_text = str(head_name) if head_name is not None else None
         report.write_json(report.document(target.name, head_text, machine, runs, **extra), args.json)
@@ -263,7 +250,7 @@ def _bench(args: argparse.Namespace, command: str) -> int:
 
 
 def _head(name: str | Path | None, target: Target, bits: int | None) -> DraftHead | None:
-    """The head as it drafts, in the target's type, so that the parts of a round are timed as they are."""
+    """The head as it drafts, in the target's type, None without a name."""
     if name is None:
         if bits is not None:
             raise ConfigError("--head-bits needs a --head, and mode eagle")
@@ -280,18 +267,6 @@ def _head(name: str | Path | None, target: Target, bits: int | None) -> DraftHea
 def _digest(name: str | Path | None) -> str | None:
     """Of the head's weights, so that figures can be told to be those of a head."""
     return None if name is None or name == "random" else hub.weights_digest(hub.resolve(name))
-
-
-def _costs(args: argparse.Namespace, target: Target, head: DraftHead | None) -> dict[str, object]:
-    """Print what the parts of a round cost, and return it for the JSON."""
-    steps, rollback = measure_costs(target, head, args.depth), measure_rollback()
-    print(f"{steps}\n{rollback}")
-    rounds = []
-    for context in args.context:
-        for depth in sorted({0, max(args.depth)} if head is not None else {0}):
-            rounds.append(measure_breakdown(target, head, depth, context))
-            print(rounds[-1])
-    return {"costs": asdict(steps), "rollback": asdict(rollback), "rounds": [asdict(each) for each in rounds]}
 
 
 def _modes(args: argparse.Namespace) -> tuple[list[ModeName], str | Path | None]:

@@ -101,19 +101,19 @@ class EngineMode:
         self.model, self.dtype = target.name, target.dtype
         speculation = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy, keep=prior)
         rule = speculation.make_policy()
-        self._engine = Engine(target, proposer, rule, batch, prefill_chunk, kv_bytes=kv_bytes)
-        self.prior = speculation.prior(self._engine)
+        self.engine = Engine(target, proposer, rule, batch, prefill_chunk, kv_bytes=kv_bytes)
+        self.prior = speculation.prior(self.engine)
         """Where what it learns is kept; None where it is not."""
         self._excluded = 0.0
         """Seconds of other modes' turns, which its clock leaves out."""
-        self._engine.clock = lambda: perf_counter() - self._excluded
-        if self._engine.chains_only is not None:
+        self.engine.clock = lambda: perf_counter() - self._excluded
+        if self.engine.chains_only is not None:
             raise ConfigError(
-                f"no trees can be drafted for {target.name}: {self._engine.chains_only}; leave --nodes out"
+                f"no trees can be drafted for {target.name}: {self.engine.chains_only}; leave --nodes out"
             )
 
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
-        engine = self._engine
+        engine = self.engine
         requests = [engine.prepare(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
         for request in requests:
             engine.submit(request)

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from eagle_mlx.machine import describe
 from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.bench import plots, report
-from eagle_mlx.serve.bench.breakdown import measure_breakdown
 from eagle_mlx.serve.bench.cli import main
 from eagle_mlx.serve.bench.continuation import (
     Continuation,
@@ -35,12 +33,10 @@ from eagle_mlx.serve.bench.continuation import (
     acceptance_length,
     finish,
 )
-from eagle_mlx.serve.bench.costs import measure_costs
 from eagle_mlx.serve.bench.figures import Run
 from eagle_mlx.serve.bench.identity import Identity, compare, first_difference
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import DEFAULT_MODES, EngineMode, Models, ModeName, build_modes
-from eagle_mlx.serve.bench.rollback import measure_rollback
 from eagle_mlx.serve.bench.turns import take_turns
 from eagle_mlx.target import compute_dtype
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
@@ -185,7 +181,7 @@ def test_no_round_is_charged_for_the_turns_of_others(monkeypatch: pytest.MonkeyP
     target = tiny_target(tokenizer=True)
     slow, quick = Slow("plain", target, 2), EngineMode("ngram", target, 2, 3, NgramProposer())
     seconds: list[float] = []
-    quick._engine.observer = lambda report: seconds.append(report.seconds)
+    quick.engine.observer = lambda report: seconds.append(report.seconds)
     params = BenchConfig().params(4, 12)
     (_, first), (_, second) = take_turns([(slow, PROMPTS), (quick, PROMPTS)], params, 3)
     assert now[0] >= 7 * 12
@@ -201,11 +197,11 @@ def test_waiting_for_rounds_of_its_own_is_a_modes_own_time(monkeypatch: pytest.M
     monkeypatch.setattr("eagle_mlx.serve.bench.modes.mx.synchronize", lambda: now.append(now.pop() + 5))
     decoding = mode.decode(PROMPTS[:1], BenchConfig().params(1, 4))
     next(decoding)
-    before = mode._engine.clock()
+    before = mode.engine.clock()
     mode.sync()
     now[0] += 20  # the turns of others
     next(decoding)
-    assert mode._engine.clock() - before == 5
+    assert mode.engine.clock() - before == 5
     decoding.close()
 
 
@@ -408,33 +404,6 @@ def test_a_head_in_few_bits_is_measured_and_named(
     assert "--head-bits needs a --head" in capsys.readouterr().err
 
 
-def test_command_times_the_parts_of_a_round(
-    folders: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, few in (("LAYERS", 2), ("HEADS", 2), ("HEAD_DIM", 16)):
-        monkeypatch.setattr(f"eagle_mlx.serve.bench.rollback.{name}", few)
-    for measured in (measure_costs, measure_rollback):
-        monkeypatch.setattr(f"eagle_mlx.serve.bench.cli.{measured.__name__}", partial(measured, repeats=5))
-    target, head = folders
-    figures = tmp_path / "figures.json"
-    modes = ("--modes", "eagle", "--depth", "1", "3", "--costs", "--json", str(figures))
-    assert main(["--target", target, "--head", head, *modes, *QUICK]) == 0
-    written = json.loads(figures.read_text())
-    assert set(written["costs"]["verify_ms"]) == {"1", "3"}
-    assert all(written["costs"][key] > 0 for key in ("target_ms", "draft_ms", "draft_to_target"))
-    assert written["rollback"]["ratio"] > 0
-    shown = capsys.readouterr().out
-    assert "of a target step" in shown
-    assert "roll back: " in shown
-
-
-def test_a_verify_may_be_timed_without_a_head() -> None:
-    costs = measure_costs(tiny_target(), None, [2], context=8, repeats=2)
-    assert costs.draft_ms is costs.draft_to_target is None
-    assert costs.verify_ms[2] > 0
-    assert "draft step" not in str(costs)
-
-
 def test_the_worst_case_is_measured_against_plain_decoding(tmp_path: Path) -> None:
     figures = tmp_path / "worst.json"
     tiny_target_folder(tmp_path / "target")
@@ -453,17 +422,6 @@ def test_the_worst_case_is_measured_against_plain_decoding(tmp_path: Path) -> No
     runs = json.loads(figures.read_text())["runs"]
     assert [run["identical"] for run in runs] == [True, None, None]
     assert json.loads(figures.read_text())["head_sha256"] is None
-
-
-@pytest.mark.parametrize("depth", [0, 3])
-def test_a_round_is_broken_down_at_any_context(depth: int) -> None:
-    target = tiny_target()
-    parts = measure_breakdown(target, tiny_head(target), depth, context=700, rounds=4)  # the model's own is 512
-    assert (parts.context, parts.depth) == (700, depth)
-    assert parts.round_ms > 0 < parts.forwards_ms
-    assert set(parts.stages_ms) == {"propose", "verify", "accept", "roll back", "Python"}
-    assert target.context_length == 512
-    assert "700 tokens" in str(parts)
 
 
 def test_command_with_a_draft_model_measures_it_beside_mlx_lms(

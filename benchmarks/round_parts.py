@@ -1,28 +1,42 @@
-"""Where a round's time goes: the forwards of target and head, and everything else."""
+"""Where a round's time goes: the forwards of target and head, and everything else.
+
+    python benchmarks/round_parts.py
+    python benchmarks/round_parts.py --target Qwen3-4B-4bit --head out/head --depth 1 4 --context 1024 4096 16384
+
+Prints what a target step, a verify, a draft step and a rollback cost, then the parts of whole rounds: plain ones, and
+those of the largest depth.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import cast
 
+import eagle_mlx as em
+
+# isort: split
+# Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
 import mlx.core as mx
+from step_costs import measure_costs, measure_rollback
 
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.engine import Engine
+from eagle_mlx.catalog.embedded import embedded
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.prefill import PREFILL_CHUNK, Prefill
 from eagle_mlx.engine.prefix_piece import Past
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.precision import in_dtype
+from eagle_mlx.machine import describe
 from eagle_mlx.plan import Plan
-from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.proposers.head import HeadProposer, HeadState
-from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.target import Target
 
 _WARM_UP = 5
 
@@ -51,7 +65,7 @@ class Breakdown:
 
 
 def measure_breakdown(
-    target: Target, head: DraftHead | None, depth: int, context: int = 128, rounds: int = 60
+    target: em.Target, head: DraftHead | None, depth: int, context: int = 128, rounds: int = 60
 ) -> Breakdown:
     """Rounds of a greedy row, each followed by its forwards alone. Without a head, or at depth 0, plain rounds.
 
@@ -61,9 +75,9 @@ def measure_breakdown(
     target.context_length = max(target.context_length, 2 * context + 8 * (depth + 1) * rounds)
     proposer = HeadProposer(head) if head is not None and depth else None
     depth = depth if proposer is not None else 0
-    engine = Engine(target, proposer, FixedPolicy(depth), max_batch=1, prefix_cache_bytes=1 << 60)
+    engine = em.Engine(target, proposer, em.FixedPolicy(depth), max_batch=1, prefix_cache_bytes=1 << 60)
     prompt = [1 + (7 * i) % 97 for i in range(context)]
-    long = SamplingParams(max_tokens=(depth + 1) * (rounds + _WARM_UP + 1) + 1, ignore_eos=True)
+    long = em.SamplingParams(max_tokens=(depth + 1) * (rounds + _WARM_UP + 1) + 1, ignore_eos=True)
     row = engine.prepare(prompt, long)
     past = _read(Batch(target, proposer, [row]))
     assert engine.prefixes is not None
@@ -104,7 +118,7 @@ def _read(batch: Batch) -> Past:
 class _Forwards:
     """A round's forwards and nothing more: the head's, draft by draft, and the target's."""
 
-    def __init__(self, target: Target, proposer: HeadProposer | None, past: Past, depth: int):
+    def __init__(self, target: em.Target, proposer: HeadProposer | None, past: Past, depth: int):
         self.target, self.head, self.depth = target, proposer.head if proposer else None, depth
         self.cache = past.cache.fork(0, past.length)
         self.drafts = past.state.cache.fork(0, past.length) if isinstance(past.state, HeadState) else RaggedCache(1, 1)
@@ -170,3 +184,34 @@ def _seconds(work: Callable[[], object]) -> float:
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="folder or hub id of the model (default: the included one, with its head)")
+    parser.add_argument("--head", help="folder or hub id of its head; without one no draft is timed")
+    parser.add_argument("--depth", type=int, nargs="+", default=[4], help="draft tokens a round (default 4)")
+    parser.add_argument("--context", type=int, nargs="+", default=[128], help="tokens before a round (default 128)")
+    parser.add_argument("--repeats", type=int, default=60, help="times that each part is timed (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    args = parser.parse_args(argv)
+    target = em.load_target(args.target or embedded("target"))
+    name = args.head or (None if args.target else embedded("head"))
+    head = None if name is None else in_dtype(em.load_head(name, target, check=False), target.dtype)
+    machine = describe()
+    print(f"{machine}\ntarget: {target.name}\nhead: {name or 'none'}\n")
+    steps = measure_costs(target, head, args.depth, repeats=args.repeats)
+    rollback = measure_rollback(repeats=args.repeats)
+    print(f"{steps}\n{rollback}", flush=True)
+    rounds = []
+    for context in args.context:
+        for depth in sorted({0, max(args.depth)} if head is not None else {0}):
+            rounds.append(measure_breakdown(target, head, depth, context, args.repeats))
+            print(rounds[-1], flush=True)
+    if args.json is not None:
+        content = {"machine": machine.to_json(), "costs": asdict(steps), "rollback": asdict(rollback)}
+        args.json.write_text(json.dumps({**content, "rounds": [asdict(each) for each in rounds]}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

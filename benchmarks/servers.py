@@ -1,10 +1,10 @@
 """eagle-serve against mlx_lm.server and against the bare engine: the same chats, from several clients at once.
 
-    python -m eagle_mlx.serve.bench.servers --clients 1 4 8 --temperature 0 0.7 --json servers.json
+    python benchmarks/servers.py --clients 1 4 8 --temperature 0 0.7 --json servers.json
 
-Both servers run side by side on this machine and take turns; the one whose turn it is not sleeps. The engine decodes
-the same chats in this process. Prompt caches are off, since every turn asks the same. Chats whose greedy answer loops
-are left out, as in eagle-bench. What HTTP itself costs is seen with more clients than slots, so that none stays empty:
+Both servers run on this machine and take turns; the other one sleeps. The engine decodes the same chats in this
+process. Prompt caches are off, because every turn asks the same. Chats whose greedy answer loops are left out, as in
+eagle-bench. To see what HTTP itself costs, use more clients than slots, so that no slot is empty:
 --clients 16 --max-batch 8.
 """
 
@@ -35,11 +35,10 @@ from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.machine import describe
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.sampling_params import SamplingParams
+from eagle_mlx.serve.bench import report
+from eagle_mlx.serve.prompts import read_prompts
+from eagle_mlx.serve.speculation import Speculation
 from eagle_mlx.target import load_target
-
-from ..prompts import read_prompts
-from ..speculation import Speculation
-from . import report
 
 Chat = list[dict[str, str]]
 

@@ -1,0 +1,74 @@
+"""The scripts of benchmarks/ run: on a small shape, or on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle_mlx.formats import save_eagle3
+from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts find their neighbors, as they do when they are run."""
+    monkeypatch.syspath_prepend(FOLDER)
+
+
+def script(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(FOLDER / name))
+
+
+def test_every_part_is_measured_on_a_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    few = "--shape tiny --positions 3 --contexts 16 --rows 1 --depths 2 --nodes 4 --repeats 2"
+    script("gpu.py")["main"]([*few.split(), "--json", str(file)])
+    found = json.loads(file.read_text())
+    assert list(found["steps"][0]["verify_ms"]) == ["1", "2"]
+    assert [(one["depth"], one["nodes"]) for one in found["rounds"]] == [(0, 0), (2, 0), (3, 4)] * 3
+    assert all(one["ms"] > 0 for one in found["rounds"])
+
+
+def test_the_parts_of_a_round_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, few in (("LAYERS", 2), ("HEADS", 2), ("HEAD_DIM", 16)):
+        monkeypatch.setattr(f"step_costs.{name}", few)
+    tiny_target_folder(tmp_path / "target")
+    save_eagle3(tiny_head(tiny_target(tokenizer=True), draft_vocab=64), tmp_path / "head", target_name="tiny")
+    models = ("--target", str(tmp_path / "target"), "--head", str(tmp_path / "head"))
+    flags = ("--depth", "1", "3", "--context", "40", "--repeats", "4", "--json", str(tmp_path / "parts.json"))
+    script("round_parts.py")["main"]([*models, *flags])
+    written = json.loads((tmp_path / "parts.json").read_text())
+    assert set(written["costs"]["verify_ms"]) == {"1", "3"}
+    assert all(written["costs"][key] > 0 for key in ("target_ms", "draft_ms", "draft_to_target"))
+    assert written["rollback"]["ratio"] > 0
+    assert [(one["context"], one["depth"]) for one in written["rounds"]] == [(40, 0), (40, 3)]
+    shown = capsys.readouterr().out
+    assert "of a target step" in shown
+    assert "rollback: " in shown
+
+
+def test_a_verify_may_be_timed_without_a_head() -> None:
+    costs = script("step_costs.py")["measure_costs"](tiny_target(), None, [2], context=8, repeats=2)
+    assert costs.draft_ms is costs.draft_to_target is None
+    assert costs.verify_ms[2] > 0
+    assert "draft step" not in str(costs)
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_a_round_is_broken_down_at_any_context(depth: int) -> None:
+    target = tiny_target()
+    measured = script("round_parts.py")["measure_breakdown"]
+    parts = measured(target, tiny_head(target), depth, context=700, rounds=4)  # the model's own is 512
+    assert (parts.context, parts.depth) == (700, depth)
+    assert parts.round_ms > 0 < parts.forwards_ms
+    assert set(parts.stages_ms) == {"propose", "verify", "accept", "roll back", "Python"}
+    assert target.context_length == 512
+    assert "700 tokens" in str(parts)
