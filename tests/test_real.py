@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from eagle_mlx.formats import save_eagle3
-from eagle_mlx.serve.bench.figures import Category, Run
+from eagle_mlx.serve.bench.report import Category, Run
 from eagle_mlx.serve.questions import read_questions
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 

@@ -26,10 +26,10 @@ from eagle_mlx.files import new_folder
 from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.machine import describe
 from eagle_mlx.serve.bench import report
-from eagle_mlx.serve.bench.continuation import acceptance_length, finish
-from eagle_mlx.serve.bench.figures import Run
+from eagle_mlx.serve.bench.decoding import acceptance_length, finish
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import EngineMode, Models, build_modes
+from eagle_mlx.serve.bench.report import Run
 from eagle_mlx.serve.prompts import encode, read_prompts
 from eagle_mlx.train.kinds.initial import new_head
 

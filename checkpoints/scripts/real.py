@@ -29,11 +29,12 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.machine import describe
 from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
 from eagle_mlx.serve.bench import report
+from eagle_mlx.serve.bench.decoding import Mode
 from eagle_mlx.serve.bench.dialogue import dialogues
-from eagle_mlx.serve.bench.figures import Run
 from eagle_mlx.serve.bench.identity import tolerance_for
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
-from eagle_mlx.serve.bench.modes import Mode, Models, build_modes
+from eagle_mlx.serve.bench.modes import Models, build_modes
+from eagle_mlx.serve.bench.report import Run
 from eagle_mlx.serve.questions import read_questions
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]

@@ -3,9 +3,9 @@
 `build_modes` makes the ways, `measure` times them in turns, `compare` tells whether two gave the same tokens.
 """
 
-from .figures import Run
 from .identity import compare, tolerance_for
 from .measure import BenchConfig, measure
 from .modes import Models, build_modes
+from .report import Run
 
 __all__ = ["BenchConfig", "Models", "Run", "build_modes", "compare", "measure", "tolerance_for"]

@@ -21,7 +21,7 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
 from ..speculation import PolicyName
-from .continuation import Continuation, Decoding
+from .decoding import Continuation, Decoding
 
 MLX_LM = "mlx-lm"
 """What the names of these modes begin with."""

@@ -33,14 +33,14 @@ from ..speculation import (
     load_quantized,
     warn_of_head,
 )
-from . import plots, report
+from . import report
 from .baselines import MLX_LM, STOCK, StockModel
-from .dialogue import dialogues
-from .figures import Run
-from .filler import behind_filler
+from .decoding import ModeName
+from .dialogue import behind_filler, dialogues
 from .identity import tolerance_for
 from .measure import BenchConfig, measure, type_name
-from .modes import DEFAULT_MODES, MODE_NAMES, NEEDS, USE_HEAD, EngineMode, Models, ModeName, build_modes, random_head
+from .modes import DEFAULT_MODES, MODE_NAMES, NEEDS, USE_HEAD, EngineMode, Models, build_modes, random_head
+from .report import Run
 
 EPILOG = """\
 examples:
@@ -244,7 +244,7 @@ def _bench(args: argparse.Namespace, command: str) -> int:
         head_text = str(head_name) if head_name is not None else None
         report.write_json(report.document(target.name, head_text, machine, runs, **extra), args.json)
     if args.plot is not None:
-        plots.plot(runs, args.plot)
+        report.plot(runs, args.plot)
     own = type_name(target.dtype)
     return 1 if any(run.identical is False and run.dtype == own for run in runs) else 0
 

@@ -1,12 +1,18 @@
-"""What is measured: a prompt, or turns that are asked one after the other."""
+"""What modes are asked: a prompt, or turns one after the other; with `--filler`, behind a long text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import ast
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from eagle_mlx.errors import ConfigError
 from eagle_mlx.target import Target
 
+from ..prompts import Prompt
 from ..questions import Question
 
 Next = Callable[[Target, Sequence[str]], list[int]]
@@ -47,3 +53,54 @@ def _dialogue(question: Question, target: Target, max_tokens: int) -> Dialogue:
         later=lambda target, answers: question.encode(target, answers, max_tokens),
         category=question.category,
     )
+
+
+_LEAST_CHARS = 200
+"""Of a text: shorter docstrings are labels."""
+
+
+def behind_filler(questions: Sequence[Question], target: Target, tokens: int) -> list[Question]:
+    """The questions behind so many tokens of text each, another piece for every question.
+
+    The text is what the running Python's standard library says of itself, its longer docstrings. Raises ConfigError
+    for a target without a tokenizer, and where there is too little text.
+    """
+    if target.tokenizer is None:
+        raise ConfigError("--filler puts text before prompts, and the target has no tokenizer")
+    pieces = _pieces(target, tokens)
+    return [replace(each, prompt=_behind(each.prompt, piece)) for each, piece in zip(questions, pieces, strict=False)]
+
+
+def _behind(prompt: Prompt, text: str) -> Prompt:
+    if isinstance(prompt.content, str):
+        return replace(prompt, content=f"{text}\n\n{prompt.content}")
+    first, *others = prompt.content
+    message: Mapping[str, str] = {**first, "content": f"{text}\n\n{first['content']}"}
+    return replace(prompt, content=(message, *others))
+
+
+def _pieces(target: Target, tokens: int) -> Iterator[str]:
+    """Texts of so many tokens, one behind the other."""
+    assert target.tokenizer is not None
+    ids: list[int] = []
+    for text in _texts():
+        ids += target.tokenizer.encode(f"{text}\n\n", add_special_tokens=False)
+        while len(ids) >= tokens:
+            yield target.tokenizer.decode(ids[:tokens])
+            del ids[:tokens]
+    raise ConfigError(f"--filler {tokens}: the standard library has too little text for so many prompts; take fewer")
+
+
+def _texts() -> Iterator[str]:
+    """The longer docstrings of all files, in the order of their paths."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for file in sorted(path for path in library.rglob("*.py") if "site-packages" not in path.parts):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(file.read_text(encoding="utf-8"))
+        except (SyntaxError, ValueError, RecursionError, OSError):
+            continue
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        said = (ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds))
+        yield from (text for text in said if len(text) >= _LEAST_CHARS)

@@ -16,12 +16,11 @@ from eagle_mlx.sampling_params import Acceptance, SamplingParams
 from eagle_mlx.target import Target
 
 from .baselines import MlxLmMode
-from .continuation import Continuation, acceptance_by_position, acceptance_length, finish
+from .decoding import Continuation, Mode, Timed, acceptance_by_position, acceptance_length, finish, take_turns
 from .dialogue import Dialogue
-from .figures import Category, Run
 from .identity import Identity, compare, tolerance_for
-from .modes import BASELINES, EngineMode, Mode
-from .turns import Timed, take_turns
+from .modes import BASELINES, EngineMode
+from .report import Category, Run
 
 GROUP_PER_ROW = 4
 """Prompts per row of the batch between two turns, so that rows that end early are filled again."""

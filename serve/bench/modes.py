@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Literal, Protocol, get_args
+from typing import get_args
 
 import mlx.core as mx
 
@@ -25,11 +25,8 @@ from eagle_mlx.target import Target
 
 from ..speculation import PolicyName, Speculation
 from .baselines import STOCK, MlxLmBatchMode, MlxLmDraftMode, MlxLmMode, MlxLmStockMode, StockModel
-from .continuation import Continuation, Decoding
+from .decoding import Continuation, Decoding, Mode, ModeName
 
-ModeName = Literal[
-    "mlx-lm", "mlx-lm-batch", "mlx-lm-draft", "mlx-lm-stock", "plain", "ngram", "draft", "eagle", "hybrid"
-]
 MODE_NAMES: tuple[ModeName, ...] = get_args(ModeName)
 BASELINES: tuple[ModeName, ...] = ("mlx-lm", "mlx-lm-batch", "mlx-lm-draft", STOCK)
 DEFAULT_MODES: tuple[ModeName, ...] = tuple(name for name in MODE_NAMES if name != STOCK)
@@ -44,41 +41,6 @@ NEEDS: dict[ModeName, str] = {
 """Modes that need a second model, and the flag that names it."""
 USE_HEAD: tuple[ModeName, ...] = ("eagle", "hybrid")
 """Modes in which a head drafts, where there is one."""
-
-
-class Mode(Protocol):
-    @property
-    def name(self) -> ModeName: ...
-
-    @property
-    def batch(self) -> int: ...
-
-    @property
-    def depth(self) -> int: ...
-
-    @property
-    def nodes(self) -> int:
-        """Tokens of a draft tree; 0 for chains."""
-        ...
-
-    @property
-    def policy(self) -> PolicyName: ...
-
-    @property
-    def model(self) -> str:
-        """The model that decodes, and by what it was loaded if that is not EAGLE-MLX."""
-        ...
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        """The type in which that model computes."""
-        ...
-
-    def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
-        """Decode token-id prompts to their ends; the continuations come in their order."""
-
-    def sync(self) -> None:
-        """Wait for work that was dispatched and is not wanted, so that it does not slow what is timed next."""
 
 
 class EngineMode:

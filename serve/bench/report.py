@@ -1,17 +1,78 @@
-"""What a bench writes: a table and JSON."""
+"""The figures of a bench, and what it writes of them: tables, JSON, a picture."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from eagle_mlx.errors import OutputError
 from eagle_mlx.files import write_output
 from eagle_mlx.machine import Machine
 
-from .figures import Category, Run
+
+@dataclass(frozen=True)
+class Category:
+    """The figures of one mode over the prompts of one category; None where all of them loop."""
+
+    name: str
+    prompts: int
+    left_out_looping: int
+    tokens_per_second: float | None
+    ratio_to_mlx_lm: float | None
+    acceptance_length: float | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """The figures of one mode, over the prompts that do not loop."""
+
+    mode: str
+    batch: int
+    depth: int
+    nodes: int
+    """Tokens of a draft tree; 0 for chains."""
+    policy: str
+    """How many of `depth` tokens are drafted: `fixed` for all."""
+    temperature: float
+    tokens_per_second: float
+    """Generated tokens over wall time, reading the prompts included; median over the repeats."""
+    decode_tokens_per_second: float
+    """The same without the time to the first token and without that token."""
+    ratio_to_mlx_lm: float | None
+    """Of tokens_per_second, repeat by repeat, then the median; None where mlx-lm was not measured."""
+    ratio_to_mlx_lm_batch: float | None
+    """The same against mlx-lm's batches of this size."""
+    ratio_to_plain: float | None
+    """The same against the engine's own plain decoding at this batch size."""
+    acceptance_length: float
+    acceptance_by_position: list[float]
+    identical: bool | None
+    """No difference from the reference that rounding does not excuse; None for mlx-lm's own sampling and batches."""
+    identical_count: int | None
+    excused: int | None
+    prompts: int
+    """Prompts that the figures are taken over; identity is judged on those left out, too."""
+    left_out_looping: int
+    tokens: int
+    """Generated in one repeat."""
+    seconds: float
+    """Of one repeat; median."""
+    by_category: tuple[Category, ...] = ()
+    """The same figures category by category, where the prompts have categories."""
+    model: str = ""
+    """The model that decoded, and by what it was loaded if that is not EAGLE-MLX."""
+    dtype: str = ""
+    """The type in which that model computes."""
+    reference: str = ""
+    """What the texts were compared with: mode, model and type."""
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
 
 _HEADINGS = (
     "mode",
@@ -33,11 +94,7 @@ _HEADINGS = (
 
 def table(runs: Sequence[Run]) -> str:
     """The runs as aligned text, one line each."""
-    rows = [_HEADINGS, *(_cells(run) for run in runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-    lines = ["  ".join(_align(cell, widths, column) for column, cell in enumerate(row)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+    return _aligned([_HEADINGS, *(_cells(run) for run in runs)], first=1)
 
 
 def by_category(runs: Sequence[Run]) -> str:
@@ -48,10 +105,7 @@ def by_category(runs: Sequence[Run]) -> str:
     names = dict.fromkeys(each.name for run in runs for each in run.by_category)
     found = [(run, each) for name in names for run in runs for each in run.by_category if each.name == name]
     rows = [heads, *((each.name, *_which(run), *_category_cells(each)) for run, each in found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-    lines = ["  ".join(_align(cell, widths, column, 2) for column, cell in enumerate(row)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines) + "\n\n"
+    return _aligned(rows, first=2) + "\n\n"
 
 
 def _category_cells(one: Category) -> tuple[str, ...]:
@@ -159,6 +213,137 @@ def _identity(run: Run) -> str:
     return f"{'yes' if run.identical else 'NO'} {count}{excused}"
 
 
-def _align(cell: str, widths: Sequence[int], column: int, first: int = 1) -> str:
-    """To the right from column `first` on, as far as there are figures."""
-    return cell.rjust(widths[column]) if first <= column <= 11 else cell.ljust(widths[column])
+def _aligned(rows: Sequence[Sequence[str]], first: int) -> str:
+    """Return lines of cells, a rule under the headings; figures, in columns `first` to 11, are flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = zip(row, widths, strict=True)
+        aligned = [c.rjust(w) if first <= at <= 11 else c.ljust(w) for at, (c, w) in enumerate(cells)]
+        return "  ".join(aligned).rstrip()
+
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([line(rows[0]), rule, *map(line, rows[1:])])
+
+
+# Colours that stay apart for colour-blind readers.
+_COLOURS = {
+    "mlx-lm": "#999999",
+    "mlx-lm-batch": "#bbbbbb",
+    "mlx-lm-draft": "#777777",
+    "mlx-lm-stock": "#555555",
+    "plain": "#56b4e9",
+    "ngram": "#e69f00",
+    "draft": "#cc79a7",
+    "eagle": "#009e73",
+    "hybrid": "#0072b2",
+}
+_CURVES = 3
+"""Sizes of trees from which on they are drawn as curves."""
+_SHOWN = 3
+"""Ways to draft whose acceptance by depth is drawn: the smallest, a middle and the largest of the deepest."""
+
+
+def plot(runs: Sequence[Run], path: Path) -> None:
+    """Bars of tokens per second, with the ratio to mlx-lm and τ written on them. Where fixed trees of several sizes
+    were measured, curves instead: τ and speed over the draft tokens of a round, and acceptance by depth.
+
+    Raises OutputError.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sized = [run for run in runs if run.depth and run.policy == "fixed"]
+    curves = len({run.nodes for run in sized if run.nodes}) >= _CURVES
+    figure = _curves(pyplot, sized) if curves else _bars(pyplot, runs)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as e:
+        raise OutputError(f"{path} cannot be written ({e.strerror}); name another place") from e
+    finally:
+        pyplot.close(figure)
+
+
+def _bars(pyplot: Any, runs: Sequence[Run]) -> Any:
+    figure, axes = pyplot.subplots(figsize=(max(5.0, 1.3 * len(runs)), 4.0), layout="constrained")
+    bars = axes.bar(
+        [_label(run) for run in runs],
+        [run.tokens_per_second for run in runs],
+        color=[_COLOURS[run.mode] for run in runs],
+    )
+    axes.bar_label(bars, [_caption(run) for run in runs], padding=2, fontsize=9)
+    axes.set_ylabel("tokens per second")
+    axes.margins(y=0.18)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _label(run: Run) -> str:
+    parts = [run.mode]
+    if run.depth:
+        parts.append(f"depth {size(run)}")
+    if run.policy != "fixed":
+        parts.append(run.policy)
+    if run.batch > 1:
+        parts.append(f"batch {run.batch}")
+    if run.temperature:
+        parts.append(f"T {run.temperature:g}")
+    return "\n".join(parts)
+
+
+def _caption(run: Run) -> str:
+    speed = f"{run.tokens_per_second:.0f}"
+    if run.ratio_to_mlx_lm is not None and run.mode != "mlx-lm":
+        speed += f" (x{run.ratio_to_mlx_lm:.2f})"
+    return f"{speed}\n\u03c4 {run.acceptance_length:.2f}" if run.depth else speed
+
+
+def _curves(pyplot: Any, runs: Sequence[Run]) -> Any:
+    """A row for each way to draft, batch and temperature."""
+    settings = sorted({(run.mode, run.batch, run.temperature) for run in runs})
+    figure, grid = pyplot.subplots(
+        len(settings), 3, figsize=(13.0, 3.6 * len(settings)), layout="constrained", squeeze=False
+    )
+    for row, (mode, batch, temperature) in zip(grid, settings, strict=True):
+        drawn = [run for run in runs if (run.mode, run.batch, run.temperature) == (mode, batch, temperature)]
+        for axes in row:
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.set_title(f"{mode}, batch {batch}, " + (f"temperature {temperature:g}" if temperature else "greedy"))
+        _over_sizes(row[0], drawn, "tokens a round", [run.acceptance_length for run in drawn])
+        _over_sizes(row[1], drawn, "tokens per second", [run.tokens_per_second for run in drawn])
+        _by_depth(row[2], drawn)
+        row[0].legend(fontsize=8)
+    return figure
+
+
+def _over_sizes(axes: Any, runs: Sequence[Run], what: str, values: Sequence[float]) -> None:
+    """Chains as one curve, trees as one for each depth."""
+    points: dict[int, list[tuple[int, float]]] = {}
+    for run, value in zip(runs, values, strict=True):
+        points.setdefault(run.depth if run.nodes else 0, []).append((run.nodes or run.depth, value))
+    for depth, curve in sorted(points.items()):
+        style: dict[str, Any] = {"color": "black", "linestyle": "--"} if not depth else {}
+        name = f"tree, up to {depth} deep" if depth else "chain"
+        axes.plot(*zip(*sorted(curve), strict=True), marker="o", markersize=4, label=name, **style)
+    sizes = sorted({size for curve in points.values() for size, _ in curve})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.minorticks_off()
+    axes.set_xlabel("draft tokens a round")
+    axes.set_ylabel(what)
+
+
+def _by_depth(axes: Any, runs: Sequence[Run]) -> None:
+    """The share of rounds that get so far, of the deepest drafts."""
+    deepest = sorted((run for run in runs if run.depth == max(each.depth for each in runs)), key=lambda run: run.nodes)
+    shown = deepest if len(deepest) <= _SHOWN else [deepest[0], deepest[len(deepest) // 2], deepest[-1]]
+    for run in shown:
+        shares = run.acceptance_by_position
+        name = f"tree of {run.nodes}" if run.nodes else f"chain of {run.depth}"
+        axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, label=name)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("depth")
+    axes.set_ylabel("share of rounds")
+    axes.legend(fontsize=8)

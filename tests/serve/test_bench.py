@@ -24,20 +24,21 @@ from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.machine import describe
 from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.serve.bench import plots, report
+from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.cli import main
-from eagle_mlx.serve.bench.continuation import (
+from eagle_mlx.serve.bench.decoding import (
     Continuation,
     Decoding,
+    ModeName,
     acceptance_by_position,
     acceptance_length,
     finish,
+    take_turns,
 )
-from eagle_mlx.serve.bench.figures import Run
 from eagle_mlx.serve.bench.identity import Identity, compare, first_difference
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
-from eagle_mlx.serve.bench.modes import DEFAULT_MODES, EngineMode, Models, ModeName, build_modes
-from eagle_mlx.serve.bench.turns import take_turns
+from eagle_mlx.serve.bench.modes import DEFAULT_MODES, EngineMode, Models, build_modes
+from eagle_mlx.serve.bench.report import Run
 from eagle_mlx.target import compute_dtype
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 from tests.full import in_full
@@ -319,7 +320,7 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_plot_is_drawn(tmp_path: Path) -> None:
-    plots.plot([replace(RUN, mode="mlx-lm", depth=0), RUN], tmp_path / "bars.png")
+    report.plot([replace(RUN, mode="mlx-lm", depth=0), RUN], tmp_path / "bars.png")
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -328,7 +329,7 @@ def test_trees_of_several_sizes_are_drawn_as_curves(tmp_path: Path, monkeypatch:
     drawn: list[Any] = []
     chains = [replace(RUN, depth=depth, nodes=0, acceptance_length=1.0 + depth) for depth in (2, 4)]
     trees = [replace(RUN, depth=4, nodes=nodes, acceptance_length=nodes / 4) for nodes in (8, 16, 32)]
-    plots.plot([replace(RUN, mode="plain", depth=0), *reversed(trees), *chains], tmp_path / "curves.png")
+    report.plot([replace(RUN, mode="plain", depth=0), *reversed(trees), *chains], tmp_path / "curves.png")
     [figure] = drawn
     lengths, speeds, by_depth = figure.axes
     chain, tree = lengths.lines

@@ -13,8 +13,7 @@ from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.formats import save_eagle3
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.bench.cli import main
-from eagle_mlx.serve.bench.dialogue import Dialogue
-from eagle_mlx.serve.bench.filler import behind_filler
+from eagle_mlx.serve.bench.dialogue import Dialogue, behind_filler
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import MODE_NAMES, Models, build_modes
 from eagle_mlx.serve.prompts import Prompt

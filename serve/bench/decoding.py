@@ -1,0 +1,137 @@
+"""A way of decoding, what it gives for a prompt, and modes that decode in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from time import perf_counter
+from typing import Literal, Protocol
+
+import mlx.core as mx
+
+from eagle_mlx.sampling_params import SamplingParams
+
+from ..speculation import PolicyName
+
+ModeName = Literal[
+    "mlx-lm", "mlx-lm-batch", "mlx-lm-draft", "mlx-lm-stock", "plain", "ngram", "draft", "eagle", "hybrid"
+]
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What one prompt got, with the end-of-turn token where one was emitted."""
+
+    tokens: tuple[int, ...]
+    text: str
+    rounds: int
+    """Target forwards that emitted tokens."""
+    drafted_by_position: tuple[int, ...] = ()
+    accepted_by_position: tuple[int, ...] = ()
+
+
+Decoding = Generator[int, None, list[Continuation]]
+"""Yields after every step how many tokens it gave; returns the continuation of each prompt."""
+
+
+def finish(decoding: Decoding) -> list[Continuation]:
+    """Decode to the end."""
+    while True:
+        try:
+            next(decoding)
+        except StopIteration as end:
+            continuations: list[Continuation] = end.value
+            return continuations
+
+
+def acceptance_length(continuations: Sequence[Continuation]) -> float:
+    """τ over all of them: tokens emitted per target forward, bonus tokens included."""
+    return sum(len(one.tokens) for one in continuations) / max(1, sum(one.rounds for one in continuations))
+
+
+def acceptance_by_position(continuations: Sequence[Continuation]) -> list[float]:
+    """For each draft position, the share of the rounds that drafted it in which it was accepted."""
+    drafted = [sum(column) for column in zip_longest(*(c.drafted_by_position for c in continuations), fillvalue=0)]
+    accepted = [sum(column) for column in zip_longest(*(c.accepted_by_position for c in continuations), fillvalue=0)]
+    return [hits / count for hits, count in zip_longest(accepted, drafted, fillvalue=0) if count]
+
+
+class Mode(Protocol):
+    @property
+    def name(self) -> ModeName: ...
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def nodes(self) -> int:
+        """Tokens of a draft tree; 0 for chains."""
+        ...
+
+    @property
+    def policy(self) -> PolicyName: ...
+
+    @property
+    def model(self) -> str:
+        """The model that decodes, and by what it was loaded if that is not EAGLE-MLX."""
+        ...
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The type in which that model computes."""
+        ...
+
+    def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
+        """Decode token-id prompts to their ends; the continuations come in their order."""
+
+    def sync(self) -> None:
+        """Wait for work that was dispatched and is not wanted, so that it does not slow what is timed next."""
+
+
+Timed = tuple[float, list[Continuation]]
+"""The seconds that a mode took, and its outputs."""
+
+
+class _Runner:
+    """One mode on its way through the prompts."""
+
+    def __init__(self, mode: Mode, decoding: Decoding):
+        self.mode, self.decoding = mode, decoding
+        self.seconds, self.tokens = 0.0, 0
+        self.outputs: list[Continuation] | None = None
+
+    def run(self, goal: int) -> None:
+        """Continue until there are so many tokens, or the end."""
+        if self.outputs is not None:
+            return
+        mx.clear_cache()  # every turn begins with no buffers of another mode's
+        start = perf_counter()
+        try:
+            while self.tokens < goal:
+                self.tokens += next(self.decoding)
+        except StopIteration as end:
+            self.outputs = end.value
+        self.mode.sync()  # what was dispatched for its next turn must not slow those of others
+        self.seconds += perf_counter() - start
+
+
+def take_turns(
+    jobs: Sequence[tuple[Mode, Sequence[list[int]]]], params: Sequence[SamplingParams], tokens: int
+) -> list[Timed]:
+    """Decode by every mode its prompts; the modes change over whenever one has given `tokens` more a row.
+
+    A mode that gives all its tokens at once has one long turn.
+    """
+    runners = [_Runner(mode, mode.decode(prompts, params)) for mode, prompts in jobs]
+    step = tokens * min(len(params), max(mode.batch for mode, _ in jobs))
+    goal, order = 0, list(runners)
+    while any(runner.outputs is None for runner in runners):
+        goal += step
+        for runner in order:
+            runner.run(goal)
+        order = order[1:] + order[:1]
+    return [(runner.seconds, runner.outputs or []) for runner in runners]
