@@ -12,11 +12,11 @@ from fastapi.middleware.cors import CORSMiddleware
 from . import admin, chat, completions, embeddings, metrics, page, status, tokenize
 from .errors import add_handlers
 from .guard import ForwardedFor, FramingGuard, HostGuard, KeyGuard
+from .limits import Threads
 from .messages.route import router as messages
 from .middleware import RequestForms
 from .models import Models
 from .openapi import add_schema
-from .pools import Threads
 from .responses.memory import ResponseMemory
 from .responses.route import router as responses
 

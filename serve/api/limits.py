@@ -1,16 +1,26 @@
-"""How much one client may ask for, and the reading of bodies that keeps to it."""
+"""Limits: how much one client may ask for, reading bodies within it, and taking turns for threads."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import inf
+from typing import Any, TypeVar
 
 from fastapi import Request
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from starlette.requests import ClientDisconnect
+from tokenizers import Tokenizer
+from tokenizers.models import BPE, Unigram
 
+from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.request import Request as EngineRequest
 
 from .errors import ApiError
 
@@ -113,3 +123,218 @@ def _too_large(limits: Limits) -> ApiError:
     # What may be left of the body is not read, so the connection cannot serve another request.
     message = f"the body is larger than {limits.body_bytes} bytes; shorten it"
     return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
+
+
+def waits_for(engine: Engine, requests: Sequence[EngineRequest], with_counts: bool = True) -> str | None:
+    """What requests wait for that have no token yet: their turn, or their prompts to be read.
+
+    None where there is nothing to tell of either, and where the prompts are short: those are read in one step. Called
+    beside the engine's thread, which may be a step farther by then; it is asked nothing, and waits for nothing.
+
+    with_counts: whether to tell how many tokens have been read, those from the prefix cache among them.
+    """
+    begun = [request for request in requests if request.read_tokens]
+    if begun:
+        read, prompts = sum(each.read_tokens for each in begun), sum(len(each.prompt) for each in begun)
+        is_long = any(len(each.prompt) - 1 > engine.prefill_chunk for each in begun)
+        counts = f", {read} of {prompts} tokens" if with_counts else ""
+        return f"reading the prompt{counts}" if is_long else None
+    places = [place for place in map(engine.before, requests) if place is not None]
+    if not places:
+        return None
+    return f"waiting, {min(places)} request{'' if min(places) == 1 else 's'} before this one"
+
+
+T = TypeVar("T")
+
+
+class Pools:
+    """A pool for each kind of work, so that short requests never wait for long ones, nor for schemas.
+
+    Long ones are taken one at a time: encoding megabytes keeps a core busy for seconds, and the engine needs one too.
+    A schema may take seconds to compile, in a process of its own. Clients take turns for both.
+    Work that has not begun when its request is cancelled never does. Of work that has, the encoding of a long text ends
+    (`encoder.py`).
+    """
+
+    def __init__(self, limits: Limits):
+        self._long_bytes = limits.long_bytes
+        self._reading = ThreadPoolExecutor(1, "reading")
+        self._short = ThreadPoolExecutor(limits.short_threads, "short")
+        self._long = ThreadPoolExecutor(1, "long")
+        self._schemas = ThreadPoolExecutor(limits.schema_threads, "schema")
+        self._long_semaphore, self._schema_semaphore = FairSemaphore(), FairSemaphore(limits.schema_threads)
+
+    async def read(self, work: Callable[[], T], size: int) -> T:
+        """Read a body of so many bytes; a short one at once, which takes less than to hand it over."""
+        return await _in(self._reading, work) if size >= self._long_bytes else work()
+
+    async def encode(self, work: Callable[[], T], size: int, client: str, has_schema: bool = False) -> T:
+        """Make a client's request of so many bytes ready to be decoded. Raises what `work` raises."""
+        if size >= self._long_bytes:
+            pool, semaphore = self._long, self._long_semaphore
+        elif has_schema:
+            pool, semaphore = self._schemas, self._schema_semaphore
+        else:
+            return await _in(self._short, work)
+        async with semaphore.acquire(client):
+            return await _in(pool, work)
+
+    def close(self) -> None:
+        """Begin nothing more; what has begun is not waited for."""
+        for pool in (self._reading, self._short, self._long, self._schemas):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Threads(ThreadPoolExecutor):
+    """A pool whose end waits for nothing: asyncio's own would keep a server from ending while some work hangs."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
+
+
+async def _in(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+
+class FairSemaphore:
+    """A semaphore for which clients take turns: who has many that wait for it keeps nobody else waiting for them all.
+
+    Belongs to the event loop.
+    """
+
+    def __init__(self, at_once: int = 1) -> None:
+        self._free = at_once
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """By client, the one whose turn comes next first."""
+
+    @asynccontextmanager
+    async def acquire(self, client: str) -> AsyncIterator[None]:
+        """Wait for a turn, and have it for as long as this context."""
+        if self._free:
+            self._free -= 1
+        else:
+            await self._wait(client)
+        try:
+            yield
+        finally:
+            self._release()
+
+    async def _wait(self, client: str) -> None:
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(mine)
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if not mine.cancelled():  # the turn had come already
+                self._release()
+            raise
+
+    def _release(self) -> None:
+        """Give a turn that has ended to whoever is next, or to nobody."""
+        while self._waiting:
+            client = next(iter(self._waiting))
+            line = self._waiting.pop(client)
+            following = line.popleft()
+            if line:
+                self._waiting[client] = line  # behind everybody else
+            if not following.done():  # else its client has left
+                following.set_result(None)
+                return
+        self._free += 1
+
+
+_CODE_POINT = 4
+"""Bytes of a character that the vocabulary lacks, at most."""
+_SHRINKS = {"NFC": 3, "Prepend": 1, "ByteLevel": 1}
+"""Normalizers, and how many bytes of text they write as one at most: NFC makes one Hangul syllable of three letters."""
+_KEEPS = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"}
+"""Ways to cut a text into words that leave nothing of it out, unless they are told to."""
+
+
+@dataclass(frozen=True)
+class TokenSize:
+    """What a token stands for at most."""
+
+    most_bytes: int
+    loses_space: bool = False
+    """Whether white space may be left out of the tokens altogether."""
+
+    def least_tokens(self, text: str) -> int:
+        """Tokens that a text is made into, or fewer, never more."""
+        kept = "".join(text.split()) if self.loses_space else text
+        return -(-len(kept.encode()) // self.most_bytes)
+
+
+def token_size(tokenizer: TokenizerWrapper) -> TokenSize | None:
+    """How much of a text one token can stand for; None where that has no bound, or none that is known.
+
+    A normalizer may shorten a text, and an unknown token or a space may stand for any length of it. Known are
+    vocabularies that have every byte, or a token for each character that they lack.
+    """
+    backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        return None
+    normalizer, pre_tokenizer = _state(backend.normalizer), _state(backend.pre_tokenizer)
+    vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=False)
+    letters = any("'ByteLevel'" in str(part) for part in (normalizer, pre_tokenizer))
+    shrinks = _shrinks(normalizer)
+    if shrinks is None or not _keeps(pre_tokenizer) or not _knows_all(backend.model, vocabulary, letters):
+        return None
+    added = list(backend.get_added_tokens_decoder().values())
+    # Byte-level vocabularies write each byte as one letter.
+    longest = max(len(text) if letters else len(text.encode()) for text in vocabulary)
+    longest = max(longest, _CODE_POINT, *(len(token.content.encode()) for token in added), 0)
+    return TokenSize(longest * shrinks, any(token.lstrip or token.rstrip for token in added))
+
+
+def _knows_all(model: Any, vocabulary: Mapping[str, int], letters: bool) -> bool:
+    """Whether no token stands for a whole run of what is not in the vocabulary, and nothing of it is dropped."""
+    if not isinstance(model, BPE | Unigram) or not vocabulary:
+        return False
+    if letters:
+        return isinstance(model, BPE) and all(letter in vocabulary for letter in BYTE_LETTERS)
+    if getattr(model, "byte_fallback", False):
+        return all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    return isinstance(model, BPE) and model.unk_token in vocabulary and not model.fuse_unk
+
+
+def _state(part: Any) -> dict[str, Any]:
+    """A normalizer or a pre-tokenizer, as tokenizer.json has it."""
+    return {} if part is None else dict(json.loads(part.__getstate__()))
+
+
+def _shrinks(normalizer: Mapping[str, Any]) -> int | None:
+    if not normalizer:
+        return 1
+    if normalizer["type"] == "Sequence":
+        product = 1
+        for part in normalizer["normalizers"]:
+            factor = _shrinks(part)
+            if factor is None:
+                return None
+            product *= factor
+        return product
+    if normalizer["type"] == "Replace":
+        old, new = normalizer["pattern"].get("String"), normalizer["content"]
+        return -(-len(old.encode()) // len(new.encode())) if old and new else None
+    return _SHRINKS.get(normalizer["type"])
+
+
+def _keeps(pre_tokenizer: Mapping[str, Any]) -> bool:
+    if not pre_tokenizer:
+        return True
+    if pre_tokenizer["type"] == "Sequence":
+        return all(map(_keeps, pre_tokenizer["pretokenizers"]))
+    return pre_tokenizer["type"] in _KEEPS and pre_tokenizer.get("behavior") != "Removed"
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters with which byte-level vocabularies write bytes: printable ones stand for themselves."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+BYTE_LETTERS = _byte_letters()
+"""Each of the 256 bytes by its letter."""

@@ -1,7 +1,8 @@
-"""The target's log probabilities: of a prompt's own tokens, and in the two shapes of OpenAI's routes."""
+"""Log probabilities in the two shapes of OpenAI's routes, those of a prompt, and the texts of single tokens."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -15,10 +16,45 @@ from eagle_mlx.request import TokenLogprob
 from eagle_mlx.target import Target
 from eagle_mlx.text import TextStream
 
-from .text_size import TokenTexts
+from .limits import BYTE_LETTERS
 
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_ANCHOR = "a"
+"""Text in front of a token, so that its leading space is not taken for the beginning of a text."""
 _LEAST = -9999.0
 """In place of minus infinity, which JSON does not have."""
+
+
+class TokenTexts:
+    """The text and the bytes of each token of a vocabulary, worked out once."""
+
+    def __init__(self, tokenizer: TokenizerWrapper):
+        self._tokenizer: Any = tokenizer
+        self._anchor: list[int] = list(tokenizer.encode(_ANCHOR, add_special_tokens=False))
+        self._before: str = tokenizer.decode(self._anchor)
+        self._known: dict[int, tuple[str, bytes]] = {}
+
+    def __getitem__(self, token: int) -> tuple[str, bytes]:
+        """A token that is only a part of a character reads `bytes:\\xe2\\x82`, so that no two have the same text."""
+        found = self._known.get(token)
+        if found is None:
+            found = self._known[token] = self._find(token)
+        return found
+
+    def _find(self, token: int) -> tuple[str, bytes]:
+        text: str = self._tokenizer.decode([*self._anchor, token])[len(self._before) :]
+        if "\ufffd" not in text:
+            return text, text.encode()
+        written = self._tokenizer.convert_ids_to_tokens(token) or ""
+        raw = text.encode()
+        if match := _BYTE.fullmatch(written):
+            raw = bytes([int(match[1], 16)])
+        elif all(letter in BYTE_LETTERS for letter in written):
+            raw = bytes(BYTE_LETTERS[letter] for letter in written)
+        try:
+            return raw.decode(), raw
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw
 
 
 def chat_logprobs(texts: TokenTexts, found: Iterable[TokenLogprob]) -> dict[str, Any]:

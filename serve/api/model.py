@@ -23,7 +23,8 @@ from eagle_mlx.target import Target
 
 from ..chat import ChatFormat, Grammars, Volatile
 from .encoder import Encoder
-from .text_size import TokenSize, TokenTexts, token_size
+from .limits import TokenSize, token_size
+from .logprobs import TokenTexts
 
 log = logging.getLogger("eagle_mlx.serve")
 _LAST_WRITES = 5.0

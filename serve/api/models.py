@@ -13,8 +13,8 @@ from eagle_mlx.errors import EagleError
 from eagle_mlx.memory import gb
 
 from .errors import ApiError
+from .limits import Pools
 from .model import Loaded
-from .pools import Pools
 from .service import Service, Settings, Source
 
 log = logging.getLogger("eagle_mlx.serve")

@@ -18,10 +18,9 @@ from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.request import Request
 
 from .errors import ApiError
-from .limits import Limits
+from .limits import Limits, waits_for
 from .model import Loaded
 from .totals import Totals
-from .waits import waits_for
 from .worker import Job, RequestEvent, TimeLimits, Worker
 
 log = logging.getLogger("eagle_mlx.serve")

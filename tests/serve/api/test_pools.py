@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle_mlx.serve.api.pools import FairSemaphore
+from eagle_mlx.serve.api.limits import FairSemaphore
 
 
 async def ended(tasks: list[asyncio.Task[None]]) -> None:

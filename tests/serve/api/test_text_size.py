@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from eagle_mlx.serve.api.text_size import TokenSize, token_size
+from eagle_mlx.serve.api.limits import TokenSize, token_size
 from tests.fakes import EMBEDDED_TARGET
 
 CORPUS = ["def f(x):\n        return x", "한국어 문장 각각", "naïve café Ǻ", "the end of the text " * 3, "   " * 20] * 3

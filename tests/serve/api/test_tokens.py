@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from eagle_mlx.serve.api.text_size import TokenTexts
+from eagle_mlx.serve.api.logprobs import TokenTexts
 from tests.fakes import tiny_target
 
 TOKENIZER = tiny_target(tokenizer=True).tokenizer
