@@ -20,7 +20,7 @@ from typing import Any
 import eagle_mlx as em
 from eagle_mlx.decoding.loops import is_loop
 from eagle_mlx.serve.bench.dialogue import behind_filler
-from eagle_mlx.serve.questions import Question, read_questions
+from eagle_mlx.serve.prompts import Question, read_questions
 from eagle_mlx.target import Target
 
 

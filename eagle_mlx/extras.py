@@ -58,7 +58,7 @@ def publish() -> int:
 
 def generate() -> int:
     """`eagle-generate`."""
-    return _run("eagle-generate", "serve.generate.cli:main")
+    return _run("eagle-generate", "serve.generate:main")
 
 
 def bench() -> int:
@@ -68,7 +68,7 @@ def bench() -> int:
 
 def heads() -> int:
     """`eagle-heads`."""
-    return _run("eagle-heads", "serve.heads.cli:main")
+    return _run("eagle-heads", "serve.heads:main")
 
 
 def serve() -> int:

@@ -85,7 +85,7 @@ def test_every_package_of_an_extra_is_looked_for() -> None:
 
 
 def test_the_base_is_what_the_library_and_its_commands_import() -> None:
-    folders = ("eagle_mlx", "serve/generate", "serve/heads", "serve/bench", "train/convert")
+    folders = ("eagle_mlx", "serve/bench", "train/convert")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     paths += (ROOT / "serve").glob("*.py")
     assert imported(paths) == names(PROJECT["dependencies"])

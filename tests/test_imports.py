@@ -14,6 +14,8 @@ ALLOWED_BETWEEN = {("train", "data_pipelines")}
 """The one application that may import another, and then only what the other's `__init__` offers."""
 MODEL_MODULES = ("eagle_mlx.target", "eagle_mlx.cache", "eagle_mlx.heads")
 """The only ones that touch mlx_lm.models."""
+COMMAND_LINES = ("eagle_mlx.serve.generate", "eagle_mlx.serve.heads")
+"""Those whose modules are not called `cli`."""
 HOOKS = "eagle_mlx.hooks"
 """The only one that gives modules another class."""
 
@@ -57,7 +59,7 @@ def breaches(path: Path, source: str) -> list[str]:
         mine, other = application(me), application(whole)
         if under(module, *APPLICATIONS):
             found.append(f"{path}: {whole} is a second name of eagle_mlx.{whole}")
-        if whole.endswith(".cli") or module.endswith(".cli"):
+        if whole.endswith(".cli") or module.endswith(".cli") or under(whole, *COMMAND_LINES):
             found.append(f"{path}: {whole} is a command line, which nobody imports")
         if under(whole, "mlx_lm.models") and not under(me, *MODEL_MODULES):
             found.append(f"{path}: only {', '.join(MODEL_MODULES)} may touch {whole}")
@@ -164,6 +166,7 @@ def test_scripts_import_no_command_line() -> None:
         ("train/loop.py", "from train.step import step", "a second name"),
         ("train/loop.py", "from .cli import main", "a command line"),
         ("serve/bench/x.py", "from . import cli", "a command line"),
+        ("serve/bench/x.py", "from ..generate import main", "a command line"),
         ("eagle_mlx/engine/engine.py", "from mlx_lm.models import cache", "may touch"),
         ("eagle_mlx/engine/engine.py", "from mlx_lm import models", "may touch"),
         ("train/step.py", "import mlx_lm.models.qwen3", "may touch"),

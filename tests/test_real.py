@@ -15,7 +15,7 @@ import pytest
 
 from eagle_mlx.formats import save_eagle3
 from eagle_mlx.serve.bench.report import Category, Run
-from eagle_mlx.serve.questions import read_questions
+from eagle_mlx.serve.prompts import read_questions
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
 SCRIPTS = Path(__file__).parents[1] / "checkpoints" / "scripts"

@@ -35,7 +35,7 @@ from eagle_mlx.serve.bench.identity import tolerance_for
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import Models, build_modes
 from eagle_mlx.serve.bench.report import Run
-from eagle_mlx.serve.questions import read_questions
+from eagle_mlx.serve.prompts import read_questions
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
 HEAD = CHECKPOINTS / make_real_model.NAME

@@ -1,14 +1,16 @@
-"""What all answers carry beside their text: usage, timings, and what speculation did for them."""
+"""What all answers have: their parts, usage, timings, and what speculation did for them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 from eagle_mlx.engine.output import Output
 
+from ..chat import Delta, ToolCall
 from .errors import ApiError
 from .service import Call
 from .worker import TIME
@@ -87,3 +89,34 @@ def _speculation(outputs: Sequence[Output]) -> dict[str, Any]:
         "num_draft_tokens": drafted,
         "num_accepted_draft_tokens": accepted,
     }
+
+
+Kind = Literal["text", "reasoning", "call"]
+
+
+@dataclass
+class Part:
+    kind: Kind
+    text: str = ""
+    call: ToolCall | None = None
+
+    def continues_with(self, other: Part) -> bool:
+        """Whether another is more of the same part. Every call is one by itself."""
+        return self.kind == other.kind != "call"
+
+
+def part_of(delta: Delta) -> Part:
+    if delta.tool_call is not None:
+        return Part("call", call=delta.tool_call)
+    return Part("reasoning", delta.reasoning) if delta.reasoning else Part("text", delta.content)
+
+
+def parts_of(deltas: Iterable[Delta]) -> list[Part]:
+    """The whole parts that deltas make up."""
+    parts: list[Part] = []
+    for part in map(part_of, deltas):
+        if parts and parts[-1].continues_with(part):
+            parts[-1].text += part.text
+        else:
+            parts.append(part)
+    return parts

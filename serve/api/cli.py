@@ -18,17 +18,14 @@ from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.memory import gb
 
 from ..memory import bytes_of
-from . import log
 from .app import create_app
 from .guard import check_trusted, is_loopback
 from .limits import Limits
-from .loader import LoadConfig, check, load
+from .loader import LoadConfig, budget, check, load, several, single
 from .models import Models
-from .models_file import read_models
-from .options import add_model_arguments, load_config_of
-from .server import Server, listen, run
+from .options import add_model_arguments, load_config_of, read_models
+from .server import Server, listen, run, set_up_log
 from .service import Settings
-from .sources import budget, several, single
 
 EPILOG = """\
 examples:
@@ -78,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command() -> NoReturn:
     """Run eagle-serve as a process, which ends with `main`'s exit status."""
-    log.set_up()
+    set_up_log()
     status = main()
     logging.shutdown()
     sys.stdout.flush()

@@ -16,8 +16,7 @@ from prometheus_client.registry import Collector
 from eagle_mlx.engine.disk import DiskTier
 
 from .models import Models
-from .service import Service
-from .totals import SECONDS, Histogram, Totals
+from .service import SECONDS, Histogram, Service, Totals
 
 T = TypeVar("T")
 _MODEL = "model_name"

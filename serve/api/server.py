@@ -1,19 +1,83 @@
-"""The running server: it tells when it is ready, drains when it is told to end, and ends when the one model is lost."""
+"""The running server: its connections, its log, and its end, which is a drain unless the one model is lost."""
 
 from __future__ import annotations
 
+import logging
 import socket
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import inf
 from time import monotonic
 from types import FrameType
+from typing import Any, Literal, TextIO
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from eagle_mlx.errors import ConfigError
 
-from .connection import Connection, close_overdue
+from .limits import Limits
 from .models import Models
+
+Wait = Literal["head", "send", "none"]
+
+
+class Connection(H11Protocol):
+    """Uvicorn's connection, which knows what it is waiting for and since when."""
+
+    _waiting: tuple[Any, ...] = ("none",)
+    _since = 0.0
+
+    def waited(self, now: float) -> tuple[Wait, float]:
+        """What of the client's this waits for, and the seconds since there was any progress.
+
+        Must be asked regularly, because progress is what has changed since it was last asked.
+        """
+        waiting = self._wait()
+        if waiting != self._waiting:
+            self._waiting, self._since = waiting, now
+        return waiting[0], now - self._since
+
+    @property
+    def between_requests(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _wait(self) -> tuple[Any, ...]:
+        """The kind of wait, and what changes with progress."""
+        unsent = self.transport.get_write_buffer_size()
+        if unsent and (self.between_requests or self.flow.write_paused):
+            return "send", unsent
+        if self.between_requests and self.timeout_keep_alive_task is None:  # else uvicorn's own time is running
+            return "head", id(self.cycle)
+        return ("none",)  # a body's time is measured where it is read
+
+    def _should_upgrade(self) -> bool:
+        """There are no websockets here, and nothing to be said of it in the log for everyone who asks."""
+        return False
+
+
+def close_overdue(connections: Iterable[Connection], limits: Limits, now: float) -> None:
+    """Cut off connections that make no progress, and those beyond the limit that have waited longest for a request.
+
+    Aborted, not closed: closing would wait until what is unsent has been read.
+    """
+    allowed: dict[Wait, float] = {"head": limits.head_seconds, "send": limits.send_seconds, "none": inf}
+    kept = []
+    for connection in connections:
+        wait, seconds = connection.waited(now)
+        if seconds > allowed[wait]:
+            connection.transport.abort()
+        else:
+            kept.append((seconds, connection))
+    surplus = len(kept) - limits.connections
+    if surplus > 0:
+        idle = [each for each in kept if each[1].between_requests]
+        for _, connection in sorted(idle, key=lambda each: each[0], reverse=True)[:surplus]:
+            connection.transport.abort()
+
 
 _LAST_WORDS = 2.0
 """Seconds that answers which were cut off have for being sent."""
@@ -32,7 +96,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             log_level="warning",
-            log_config=None,  # its lines go where all others go (`log.py`)
+            log_config=None,  # its lines go where all others go (`LogHandler`)
             access_log=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=5,
@@ -118,3 +182,72 @@ def run(server: Server, sock: socket.socket) -> None:
     failure = server.models.failure
     if failure is not None:
         raise failure
+
+
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+TIME = "%Y-%m-%dT%H:%M:%S%z"
+PERIOD = 60.0
+"""Seconds in which a line that repeats is counted, and not written."""
+_MOST_LINES = 256
+"""Different lines of a period. Beyond them, lines that differ in their details count as the same."""
+_Line = tuple[str, int, str, str]
+
+
+@dataclass
+class _Repeats:
+    until: float
+    """When the period ends, by the handler's clock."""
+    count: int = 0
+
+
+class LogHandler(logging.StreamHandler[TextIO]):
+    """Writes a line once, then once a period how often it was repeated."""
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
+        super().__init__(stream if stream is not None else sys.stderr)
+        self.setFormatter(logging.Formatter(FORMAT, TIME))
+        self._clock = clock
+        self._lines: dict[_Line, _Repeats] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        now = self._clock()
+        self._end_periods(now)
+        line = self._line(record)
+        if line in self._lines:
+            self._lines[line].count += 1
+            return
+        self._lines[line] = _Repeats(now + PERIOD)
+        super().emit(record)
+
+    def close(self) -> None:
+        """Write the counts that are left."""
+        self.acquire()
+        try:
+            self._end_periods(float("inf"))
+        finally:
+            self.release()
+        super().close()
+
+    def _line(self, record: logging.LogRecord) -> _Line:
+        error = record.exc_info[1] if record.exc_info else None
+        line = (record.name, record.levelno, record.getMessage(), "" if error is None else repr(error)[:200])
+        if len(self._lines) < _MOST_LINES or line in self._lines:
+            return line
+        return record.name, record.levelno, str(record.msg), ""
+
+    def _end_periods(self, now: float) -> None:
+        for line, repeats in list(self._lines.items()):
+            if now < repeats.until:
+                continue
+            del self._lines[line]
+            if repeats.count:
+                name, level, text, error = line
+                said = f"{text}{f' ({error})' if error else ''}; repeated {repeats.count} times in {PERIOD:.0f} s"
+                super().emit(logging.LogRecord(name, level, "", 0, said, None, None))
+                self._lines[line] = _Repeats(now + PERIOD)
+
+
+def set_up_log() -> None:
+    """Write the log of this process to stderr: warnings of all libraries, and what the server says of itself."""
+    logging.basicConfig(handlers=[LogHandler()], level=logging.WARNING)
+    logging.getLogger("eagle_mlx").setLevel(logging.INFO)

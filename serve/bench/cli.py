@@ -23,7 +23,7 @@ from eagle_mlx.target_options import add_target_arguments, options_of
 
 from ..head_choice import usable_heads
 from ..memory import add_kv_gb, add_prefill_chunk, bytes_of, prefill_chunk_of
-from ..questions import read_questions
+from ..prompts import read_questions
 from ..speculation import (
     AUTO,
     DEFAULT_TOKENS,

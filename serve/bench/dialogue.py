@@ -12,8 +12,7 @@ from pathlib import Path
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.target import Target
 
-from ..prompts import Prompt
-from ..questions import Question
+from ..prompts import Prompt, Question
 
 Next = Callable[[Target, Sequence[str]], list[int]]
 """The token ids of the turn behind these answers."""

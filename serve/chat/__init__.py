@@ -6,8 +6,7 @@
 from .parser import AnswerParser, Delta, FirstCall
 from .structured import Grammars
 from .template import ChatFormat
-from .tool_calls import ToolCall
-from .tools import ToolOffer
+from .tools import ToolCall, ToolOffer
 from .volatile import Volatile
 
 __all__ = ["AnswerParser", "ChatFormat", "Delta", "FirstCall", "Grammars", "ToolCall", "ToolOffer", "Volatile"]

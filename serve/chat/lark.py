@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .reasoning import ReasoningTags
-from .tool_calls import ToolCallTags
-from .tools import Tool
+from .tools import Tool, ToolCallTags
 
 Schema = Mapping[str, Any]
 TagWriter = Callable[[str], str]

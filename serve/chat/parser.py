@@ -11,8 +11,7 @@ from eagle_mlx.text import IncrementalText
 
 from .reasoning import Kind, ReasoningParser
 from .template import ChatFormat
-from .tool_calls import ToolCall, ToolCallParser
-from .tools import Tool, check_tools
+from .tools import Tool, ToolCall, ToolCallParser, check_tools
 
 
 @dataclass(frozen=True)

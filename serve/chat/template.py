@@ -14,12 +14,10 @@ from eagle_mlx.errors import PromptError
 from eagle_mlx.target import Target
 
 from .boundaries import Boundaries
-from .changes import Changes
 from .messages import Message, read_messages, with_argument_texts, with_late_instructions_said
 from .reasoning import ReasoningTags
-from .tool_calls import ToolCallTags
-from .tools import Tool, ToolOffer
-from .volatile import Volatile, certain_text
+from .tools import Tool, ToolCallTags, ToolOffer
+from .volatile import Changes, Volatile, certain_text
 
 _FROM_REQUESTS = {"add_generation_prompt"}
 _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - _FROM_REQUESTS
@@ -126,7 +124,7 @@ class ChatFormat:
         return self._boundaries.find(self._render, read, arguments, prompt, encoded)
 
     def changed(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> str | None:
-        """What is to be said of a chat that goes on as an earlier one but for one part (`changes.py`)."""
+        """What is to be said of a chat that goes on as an earlier one but for one part (`Changes`)."""
         return self._changes.note(self._read(messages), tools)
 
     def _read(self, messages: Sequence[Message]) -> list[dict[str, Any]]:

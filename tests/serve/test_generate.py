@@ -10,7 +10,7 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx.formats import save_eagle3
-from eagle_mlx.serve.generate.cli import main
+from eagle_mlx.serve.generate import main
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
 SHORT = ("--max-tokens", "12")

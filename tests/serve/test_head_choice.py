@@ -16,9 +16,9 @@ from eagle_mlx.catalog.known_heads import KnownHead
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats import save_eagle3
 from eagle_mlx.proposers.hybrid import model_of
-from eagle_mlx.serve.generate.cli import main as generate
+from eagle_mlx.serve.generate import main as generate
 from eagle_mlx.serve.head_choice import load_proposer
-from eagle_mlx.serve.heads.cli import main as heads
+from eagle_mlx.serve.heads import main as heads
 from eagle_mlx.serve.speculation import AUTO, Speculation
 from eagle_mlx.target import Target
 from tests import hub_server
@@ -33,7 +33,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "registry"))
     known = (KnownHead(TARGET, HEAD, "eagle3", "mit", "https://example.org/table"),)
     monkeypatch.setattr(known_heads, "known_heads", lambda: known)
-    monkeypatch.setattr("eagle_mlx.serve.heads.cli.known_heads", lambda: known)
+    monkeypatch.setattr("eagle_mlx.serve.heads.known_heads", lambda: known)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from eagle_mlx.serve.api.model import Loaded
-from eagle_mlx.serve.api.page import HEADERS, PAGE
+from eagle_mlx.serve.api.routes import HEADERS, PAGE
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
 from tests.serve.browser import Page, browser, chromium
 

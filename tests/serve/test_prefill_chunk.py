@@ -11,7 +11,7 @@ from eagle_mlx.serve.api import cli as serve
 from eagle_mlx.serve.api.loader import LoadConfig
 from eagle_mlx.serve.api.loader import load as load_config
 from eagle_mlx.serve.bench.cli import main as bench
-from eagle_mlx.serve.generate.cli import main as generate
+from eagle_mlx.serve.generate import main as generate
 from tests.fakes import tiny_target_folder
 
 

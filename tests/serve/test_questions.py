@@ -16,8 +16,7 @@ from eagle_mlx.serve.bench.cli import main
 from eagle_mlx.serve.bench.dialogue import Dialogue, behind_filler
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import MODE_NAMES, Models, build_modes
-from eagle_mlx.serve.prompts import Prompt
-from eagle_mlx.serve.questions import Question, read_questions
+from eagle_mlx.serve.prompts import Prompt, Question, read_questions
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 from tests.full import in_full
 

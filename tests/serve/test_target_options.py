@@ -19,7 +19,7 @@ from eagle_mlx.formats import save_eagle3
 from eagle_mlx.serve.api.cli import main as serve
 from eagle_mlx.serve.bench.cli import main as bench
 from eagle_mlx.serve.chat import ChatFormat
-from eagle_mlx.serve.generate.cli import main as generate
+from eagle_mlx.serve.generate import main as generate
 from eagle_mlx.serve.prompts import Prompt, encode
 from eagle_mlx.target import fingerprint
 from eagle_mlx.target_options import TargetOptions, add_target_arguments, options_of

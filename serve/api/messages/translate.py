@@ -9,7 +9,6 @@ from typing import Any
 from ..conversation import EFFORTS, PARAGRAPH, Conversation, named_as
 from ..errors import ApiError
 from ..schema import ChatRequest, validated
-from .known_tools import known_function
 from .schema import (
     AnthropicTool,
     Block,
@@ -22,6 +21,7 @@ from .schema import (
     ToolResultBlock,
     ToolUseBlock,
     Turn,
+    known_function,
 )
 
 FIELDS = {

@@ -1,7 +1,8 @@
-"""An answer as a response of the Responses API."""
+"""An answer as a response of the Responses API, whole or as the events that make it up, each with its number."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,18 +12,197 @@ from pydantic import TypeAdapter
 from eagle_mlx.engine.output import Output
 from eagle_mlx.request import Request as EngineRequest
 
-from ..answer import stats
-from ..chat import ChatAnswer
+from ..answer import Part, part_of, parts_of, stats
+from ..chat import ChatAnswer, DeltaStream
 from ..errors import ApiError
-from ..parts import Part, parts_of
 from ..schema import SERVICE_TIER
 from ..service import Call
-from ..stream import EventWriter, dumps, stream_answer
-from .events import ResponseWriter
-from .memory import ID_PREFIXES, Kept, ResponseMemory
+from ..stream import EventWriter, dumps, named_event, stream_answer
+from ..worker import RequestEvent
 from .schema import Item, ResponsesRequest
-from .tools import Functions, echoed
-from .translate import sealed
+from .translate import Functions, echoed, sealed
+
+ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+"""How ids of items begin, by their type."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    response: dict[str, Any]
+    items: Sequence[Item]
+    """The whole conversation, the response with it."""
+    nbytes: int
+    """Of the conversation as JSON, with all that came before."""
+
+    def input_items(self) -> list[dict[str, Any]]:
+        """The conversation that was answered, oldest item first, each item with an id and a status."""
+        id = str(self.response["id"]).removeprefix("resp_")
+        count = len(self.items) - len(self.response["output"])
+        return [_described(item, f"{id}_in_{index}") for index, item in enumerate(self.items[:count])]
+
+
+def _described(item: Item, place: str) -> dict[str, Any]:
+    """An item as OpenAI lists it. place: makes up its id if the client gave none."""
+    fields = item.model_dump(exclude_none=True)
+    kind = fields.setdefault("type", "message")
+    if kind == "message" and isinstance(fields["content"], str):
+        part = "output_text" if fields["role"] == "assistant" else "input_text"
+        fields["content"] = [{"type": part, "text": fields["content"]}]
+    for part in fields["content"] if kind == "message" else ():
+        if part["type"] == "output_text":
+            part.setdefault("annotations", [])
+    return {"id": f"{ID_PREFIXES[kind]}_{place}", "status": "completed", **fields}
+
+
+class ResponseMemory:
+    """At most so many responses and bytes; the least recently used goes first. Belongs to the event loop.
+
+    A response stands for its whole conversation, so that it may be gone on from when those before it have gone.
+    """
+
+    def __init__(self, most: int, most_bytes: int):
+        self.most, self.most_bytes = most, most_bytes
+        self.nbytes = 0
+        self._kept: OrderedDict[str, Kept] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, id: str, kept: Kept) -> None:
+        self._kept[id] = kept
+        self.nbytes += kept.nbytes
+        while len(self._kept) > self.most or self.nbytes > self.most_bytes:
+            self.nbytes -= self._kept.popitem(last=False)[1].nbytes
+
+    def get(self, id: str, param: str | None = None) -> Kept:
+        """Return a kept response. Raises ApiError if it is not kept: 400 if the field `param` names it, else 404."""
+        found = self._kept.get(id)
+        if found is None:
+            raise self._gone(id, param)
+        self._kept.move_to_end(id)
+        return found
+
+    def delete(self, id: str) -> None:
+        """Raises ApiError 404 where it is not kept."""
+        found = self._kept.pop(id, None)
+        if found is None:
+            raise self._gone(id, None)
+        self.nbytes -= found.nbytes
+
+    def _gone(self, id: str, param: str | None) -> ApiError:
+        said = (
+            f"response {id[:100]!r} is not kept here; it may have been sent with store false, deleted, or forgotten: "
+            f"the last {self.most} are kept, {self.most_bytes >> 20} MB of them. Send the conversation as input"
+        )
+        if param is not None:  # as OpenAI answers
+            return ApiError(400, said, param, "previous_response_not_found")
+        return ApiError(404, said, None, "response_not_found")
+
+
+_INPUT_EVENTS = {
+    "function_call": ("response.function_call_arguments", "arguments"),
+    "custom_tool_call": ("response.custom_tool_call_input", "input"),
+}
+"""By kind of call: how its events begin, and what its input is called."""
+_CONTENT_EVENTS = {"text": "response.output_text", "reasoning": "response.reasoning_text"}
+
+
+class ResponseWriter:
+    """One item after the other: each is added, continued and done before the next."""
+
+    def __init__(self, answer: ResponseAnswer, call: Call):
+        self._answer, self._call = answer, call
+        self._deltas = DeltaStream(answer.chat)
+        self._parts: list[Part] = []
+        """All so far; the last one may go on."""
+        self._is_open = False
+        self._id = ""
+        """Of the item that is the last."""
+        self._number = -1
+
+    def open(self) -> str:
+        begun = self._answer.begun(self._call)
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def write(self, event: RequestEvent) -> str:
+        return "".join(self._piece(part_of(delta)) for delta in self._deltas.push(event))
+
+    def close(self, output: Output) -> str:
+        cut_off = output.finish_reason == "length"
+        last = self._done("incomplete" if cut_off else "completed")
+        response = self._answer.ended(self._call, output, self._parts)
+        return last + self._event(f"response.{response['status']}", response=response)
+
+    def fail(self, error: ApiError) -> str:
+        return self._event("response.failed", response=self._answer.failed(self._call, error))
+
+    def _piece(self, part: Part) -> str:
+        said = ""
+        if self._is_open and self._parts[-1].continues_with(part):
+            self._parts[-1].text += part.text
+        else:
+            said = self._done("completed") + self._added(part)
+        if part.call is not None:
+            item = self._item("completed")
+            name, field = _INPUT_EVENTS[item["type"]]
+            return said + self._of_item(f"{name}.delta", delta=item[field])
+        more: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
+        return said + self._of_item(f"{_CONTENT_EVENTS[part.kind]}.delta", content_index=0, delta=part.text, **more)
+
+    def _added(self, part: Part) -> str:
+        self._parts.append(part)
+        self._is_open = True
+        item = self._item("in_progress")
+        self._id = item["id"]
+        if part.call is not None:
+            item[_INPUT_EVENTS[item["type"]][1]] = ""
+            return self._event("response.output_item.added", output_index=self._index, item=item)
+        item["content"] = []
+        item.pop("encrypted_content", None)
+        added = self._event("response.output_item.added", output_index=self._index, item=item)
+        return added + self._of_item("response.content_part.added", content_index=0, part=self._content(""))
+
+    def _done(self, status: str) -> str:
+        """The end of the item that is open."""
+        if not self._is_open:
+            return ""
+        self._is_open = False
+        part, item = self._parts[-1], self._item(status)
+        if part.call is not None:
+            name, field = _INPUT_EVENTS[item["type"]]
+            said = self._of_item(f"{name}.done", name=item["name"], **{field: item[field]})
+        else:
+            more: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
+            said = self._of_item(f"{_CONTENT_EVENTS[part.kind]}.done", content_index=0, text=part.text, **more)
+            said += self._of_item("response.content_part.done", content_index=0, part=self._content(part.text))
+        return said + self._event("response.output_item.done", output_index=self._index, item=item)
+
+    @property
+    def _index(self) -> int:
+        return len(self._parts) - 1
+
+    def _item(self, status: str) -> dict[str, Any]:
+        return self._answer.item(self._call, self._parts[-1], self._index, status)
+
+    def _content(self, text: str) -> dict[str, Any]:
+        content: dict[str, Any] = self._item("in_progress")["content"][0]
+        return content | {"text": text}
+
+    def _of_item(self, type: str, **fields: Any) -> str:
+        """An event of the item that is the last."""
+        return self._event(type, item_id=self._id, output_index=self._index, **fields)
+
+    def _event(self, type: str, **fields: Any) -> str:
+        self._number += 1
+        return named_event({"type": type, "sequence_number": self._number, **fields})
+
 
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 

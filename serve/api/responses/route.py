@@ -17,12 +17,10 @@ from ..sampling import check
 from ..service import Call
 from ..shapes import ERRORS, EVENTS, documented
 from ..stream import named_event
-from .answer import ResponseAnswer
-from .memory import ResponseMemory
+from .answer import ResponseAnswer, ResponseMemory
 from .schema import ResponsesRequest
 from .shapes import DeletedResponse, InputItemList, ResponseObject
-from .tools import Functions
-from .translate import FIELDS, chat_request, input_items
+from .translate import FIELDS, Functions, chat_request, input_items
 
 router = APIRouter()
 _MOST_ITEMS = 100

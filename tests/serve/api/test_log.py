@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from eagle_mlx.serve.api.log import PERIOD, LogHandler
+from eagle_mlx.serve.api.server import PERIOD, LogHandler
 from tests.serve.api.live import live, wide
 
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} (DEBUG|INFO|WARNING|ERROR) [\w.]+: .+")

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from eagle_mlx.engine.output import Output
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.api.chat import ChatAnswer
-from eagle_mlx.serve.api.messages.events import MessageAnswer
+from eagle_mlx.serve.api.messages.answer import MessageAnswer
 from eagle_mlx.serve.api.messages.schema import MessagesRequest
-from eagle_mlx.serve.api.responses.answer import ResponseAnswer
-from eagle_mlx.serve.api.responses.memory import ResponseMemory
+from eagle_mlx.serve.api.responses.answer import ResponseAnswer, ResponseMemory
 from eagle_mlx.serve.api.responses.schema import ResponsesRequest
-from eagle_mlx.serve.api.responses.tools import Functions
+from eagle_mlx.serve.api.responses.translate import Functions
 from eagle_mlx.serve.api.schema import ChatRequest
 from eagle_mlx.serve.api.service import Call, Service, Source
 from eagle_mlx.serve.api.worker import RequestEvent

@@ -11,7 +11,7 @@ import pytest
 from eagle_mlx.serve.api.conversation import Conversation
 from eagle_mlx.serve.chat import Volatile
 from eagle_mlx.serve.chat.parser import AnswerParser
-from eagle_mlx.serve.chat.schema_limits import MOST_REPEATS, repeats
+from eagle_mlx.serve.chat.structured import MOST_REPEATS, repeats
 from tests.serve.chat.formats import WEATHER, format_with_parser
 
 HEADER = "x-anthropic-billing-header: a="

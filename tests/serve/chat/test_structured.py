@@ -23,8 +23,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import AsyncGrammar, Grammar
 from eagle_mlx.serve.chat import ChatFormat, Grammars, ToolOffer, matcher, structured
 from eagle_mlx.serve.chat.reasoning import ReasoningTags
-from eagle_mlx.serve.chat.schema_limits import repeats
-from eagle_mlx.serve.chat.structured import MOST_SCHEMA_BYTES
+from eagle_mlx.serve.chat.structured import MOST_SCHEMA_BYTES, repeats
 from eagle_mlx.serve.processes import Process
 from tests.fakes import tiny_target
 from tests.serve.chat.formats import (

@@ -20,10 +20,10 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 from eagle_mlx.target_options import add_target_arguments, options_of
 
-from ..head_choice import load_proposer
-from ..memory import add_kv_gb, add_prefill_chunk, bytes_of, prefill_chunk_of
-from ..questions import Question, read_questions
-from ..speculation import add_arguments, from_arguments
+from .head_choice import load_proposer
+from .memory import add_kv_gb, add_prefill_chunk, bytes_of, prefill_chunk_of
+from .prompts import Question, read_questions
+from .speculation import add_arguments, from_arguments
 
 EPILOG = """\
 examples:

@@ -1,0 +1,244 @@
+"""The small routes: models, health, numbers, tokens, loading and unloading, the page, and what is not served."""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from collections.abc import Callable
+from datetime import UTC, datetime
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from prometheus_client import generate_latest
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+
+from .encoder import Encode
+from .errors import ApiError
+from .flow import body_of, client_of, in_thread, json_response, models_of, unless_disconnected
+from .metrics import speculation_json
+from .model import Loaded
+from .schema import AdminRequest, DetokenizeRequest, TokenizeRequest
+from .service import Service
+from .shapes import (
+    ERRORS,
+    AnthropicModel,
+    AnthropicModelList,
+    Health,
+    Model,
+    ModelList,
+    SpeculationSummary,
+    Text,
+    Tokens,
+    Version,
+    documented,
+)
+
+router = APIRouter()
+
+
+@router.get("/health", responses={**documented(Health), 503: {"model": Health}})
+async def health(request: Request) -> Response:
+    """Whether requests are taken: 200 when ready, 503 while starting or draining.
+
+    A model that is loaded when it is asked for keeps nobody waiting here.
+    """
+    state = models_of(request).state
+    return json_response({"status": state}, 200 if state == "ready" else 503)
+
+
+@router.get("/version", responses=documented(Version, 401))
+async def version() -> Response:
+    """The server's version."""
+    return json_response({"version": metadata.version("eagle-mlx")})
+
+
+@router.get("/v1/models", responses=documented(ModelList | AnthropicModelList, 401))
+async def models(request: Request) -> Response:
+    """The models that are served, loaded or not."""
+    services = list(models_of(request).services.values())
+    if "anthropic-version" in request.headers:
+        data = [described_to_anthropic(each) for each in services]
+        return json_response({"data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]})
+    return json_response({"object": "list", "data": [described(each) for each in services]})
+
+
+@router.get("/v1/models/{model:path}", responses=documented(Model | AnthropicModel, 401, 404))
+async def model(request: Request, model: str) -> Response:
+    """A model, by its name."""
+    service = models_of(request).known(model)
+    is_anthropic = "anthropic-version" in request.headers
+    return json_response(described_to_anthropic(service) if is_anthropic else described(service))
+
+
+def described(service: Service) -> dict[str, Any]:
+    """A model as clients see it. What is known of it only when it is loaded is None until then."""
+    loaded = service.loaded
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "eagle-mlx",
+        "max_model_len": loaded.target.context_length if loaded else None,
+        "state": "failed" if service.state == "loaded" and loaded is None else service.state,
+    }
+
+
+def described_to_anthropic(service: Service) -> dict[str, Any]:
+    """Describe a model as Anthropic's API does."""
+    loaded = service.loaded
+    context = loaded.target.context_length if loaded else None
+    return {
+        "type": "model",
+        "id": service.name,
+        "display_name": service.name,
+        "created_at": datetime.fromtimestamp(service.started, UTC).isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": context,
+        "max_tokens": context,
+    }
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """All numbers, for Prometheus."""
+    return Response(generate_latest(request.app.state.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/v1/spec_decode/metrics", responses=documented(SpeculationSummary, 400, 401, 404, 409, 503))
+async def spec_decode_metrics(request: Request, model: str | None = None) -> Response:
+    """What speculation has done so far, for the model of this name."""
+    service = models_of(request).named(model)
+    loaded = service.loaded
+    if loaded is None:
+        said = f"model {service.name!r} is not loaded; ask when it is, or /metrics"
+        raise ApiError(409, said, "model", "model_not_loaded")
+    return json_response(speculation_json(service.totals, loaded.mode, loaded.most_drafts))
+
+
+def _hash(html: str, tag: str) -> str:
+    """A page's one inline script or style, as its policy names it."""
+    (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+HEADERS = {
+    # The page's own script and style, requests to this server, and nothing else.
+    "Content-Security-Policy": "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {_hash(PAGE, 'script')}",
+            f"style-src {_hash(PAGE, 'style')}",
+            "connect-src 'self'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+            "require-trusted-types-for 'script'",
+        )
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+@router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+async def page() -> HTMLResponse:
+    """The page. It asks for nothing but this server's own numbers."""
+    return HTMLResponse(PAGE, headers=HEADERS)
+
+
+_ERRORS = (400, 401, 403, 404, 413, 500, 503)
+
+
+@router.post("/admin/load", responses=documented(Model, *_ERRORS))
+async def load(request: Request) -> Response:
+    """Load a model, and wait until it is there."""
+    service = await _asked(request)
+    await unless_disconnected(request, models_of(request).loaded(service))
+    return json_response(described(service))
+
+
+@router.post("/admin/unload", responses=documented(Model, *_ERRORS, 409))
+async def unload(request: Request) -> Response:
+    """Give a model's memory back. The next request for it loads it again."""
+    service = await _asked(request)
+    await models_of(request).unload(service)
+    return json_response(described(service))
+
+
+async def _asked(request: Request) -> Service:
+    """The model that is meant. Raises ApiError 403 where anybody could ask: without a key, only this machine may."""
+    settings = models_of(request).settings
+    if settings.api_key is None and not settings.is_local:
+        said = "without an API key models are loaded and unloaded only where the server listens at a loopback address"
+        raise ApiError(403, f"{said}; start it with EAGLE_API_KEY", code="api_key_needed")
+    body = await body_of(request, AdminRequest)
+    return models_of(request).named(body.model)
+
+
+@router.post("/v1/embeddings", include_in_schema=False)
+async def embeddings() -> None:
+    """Raises ApiError 501, always."""
+    said = (
+        "this server has no embedding model: it writes text, through /v1/chat/completions, /v1/responses and "
+        "/v1/messages. For embeddings run a server that has one beside it, such as llama.cpp's "
+        "`llama-server --embedding`, and give clients its address for them"
+    )
+    raise ApiError(501, said, code="embeddings_not_supported")
+
+
+@router.post("/tokenize", responses=documented(Tokens, *ERRORS))
+async def tokenize(request: Request) -> Response:
+    """The tokens of a text, or of a conversation as the model would read it."""
+    body = await body_of(request, TokenizeRequest)
+    service = models_of(request).named(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give prompt, a text, or messages", "prompt")
+    return await _respond(request, service, lambda loaded, encode: _tokens(body, loaded, encode))
+
+
+def _tokens(body: TokenizeRequest, loaded: Loaded, encode: Encode) -> dict[str, Any]:
+    tokens = _encode(body, loaded, encode)
+    return {
+        "count": len(tokens),
+        "max_model_len": loaded.target.context_length,
+        "tokens": tokens,
+        "token_strs": [loaded.texts[token][0] for token in tokens] if body.return_token_strs else None,
+    }
+
+
+def _encode(body: TokenizeRequest, loaded: Loaded, encode: Encode) -> list[int]:
+    if body.messages is not None:
+        return loaded.chat.prompt([message.plain() for message in body.messages], encode=encode)
+    assert body.prompt is not None
+    return encode(body.prompt, body.add_special_tokens is not False)
+
+
+@router.post("/detokenize", responses=documented(Text, *ERRORS))
+async def detokenize(request: Request) -> Response:
+    """The text of tokens."""
+    body = await body_of(request, DetokenizeRequest)
+    service = models_of(request).named(body.model)
+    return await _respond(request, service, lambda loaded, _: _text(body, loaded))
+
+
+def _text(body: DetokenizeRequest, loaded: Loaded) -> dict[str, Any]:
+    if max(body.tokens, default=0) >= loaded.target.vocab_size:
+        raise ApiError(400, f"tokens holds an id outside the vocabulary of {loaded.target.vocab_size}", "tokens")
+    return {"prompt": loaded.tokenizer.decode(body.tokens)}
+
+
+async def _respond(request: Request, service: Service, work: Callable[[Loaded, Encode], dict[str, Any]]) -> Response:
+    """Do the work in a slot of the queue, and encode its result in the same thread; both may be long."""
+
+    async def answer() -> Response:
+        loaded = await models_of(request).loaded(service)
+        return await in_thread(request, loaded, lambda encode: json_response(work(loaded, encode)))
+
+    with service.encoding(client_of(request)):
+        return await unless_disconnected(request, answer())

@@ -1,1 +1,0 @@
-"""eagle-generate: one prompt, or a file of them, decoded on the command line. All of it is in `cli`."""
