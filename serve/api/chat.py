@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 from starlette.responses import Response
 
 from eagle_mlx.engine.output import Output
@@ -16,21 +17,43 @@ from eagle_mlx.sampling_params import StopWatcher
 from eagle_mlx.text import TextStream
 
 from ..chat import AnswerParser, Delta, FirstCall, ToolCall, ToolOffer
-from .answer import stats, usage
+from .answer import Completed, stats, usage
 from .encoder import Encode
-from .errors import ApiError
+from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import in_thread, read_request, respond
-from .logprobs import chat_logprobs
+from .logprobs import ChatLogprobs, chat_logprobs
 from .model import Loaded
 from .sampling import check_context, check_text, sampling
 from .schema import ChatRequest
+from .schema import ToolCall as CalledTool
 from .service import Call
-from .shapes import ERRORS, EVENTS, ChatCompletion, documented
 from .stream import Frame, dumps, quote, stream_events
 from .worker import RequestEvent
 
 router = APIRouter()
 log = logging.getLogger("eagle_mlx.serve")
+
+
+class AnsweredMessage(Shape):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str = ""
+    tool_calls: list[CalledTool] = Field(default_factory=list)
+
+
+class ChatChoice(Shape):
+    index: int
+    message: AnsweredMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChatCompletion(Completed):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    service_tier: Literal["default"] = "default"
+    """Only if the request names a tier."""
 
 
 @router.post("/v1/chat/completions", responses=documented(ChatCompletion, *ERRORS, **EVENTS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -15,20 +15,31 @@ from eagle_mlx.request import Request as EngineRequest
 from eagle_mlx.request import TokenLogprob
 from eagle_mlx.text import TextStream
 
-from .answer import stats, usage
+from .answer import Completed, stats, usage
 from .encoder import Encode
-from .errors import ApiError
+from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import in_thread, read_request, respond
-from .logprobs import CompletionLogprobs, joined, score_prompt
+from .logprobs import CompletionLogprobs, LogprobLists, joined, score_prompt
 from .model import Loaded
 from .sampling import check_context, check_text, sampling
 from .schema import CompletionRequest
 from .service import Call
-from .shapes import ERRORS, EVENTS, Completion, documented
 from .stream import Frame, dumps, quote, stream_events
 from .worker import RequestEvent
 
 router = APIRouter()
+
+
+class CompletionChoice(Shape):
+    index: int
+    text: str
+    logprobs: LogprobLists | None
+    finish_reason: Literal["stop", "length"]
+
+
+class Completion(Completed):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
 
 
 @router.post("/v1/completions", responses=documented(Completion, *ERRORS, **EVENTS))

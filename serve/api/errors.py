@@ -1,4 +1,4 @@
-"""What goes wrong with a request, and the shape in which clients of each API hear of it."""
+"""What goes wrong with a request, the shape in which clients of each API hear of it, and what routes publish."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 import re
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
+from types import UnionType
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
+from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -44,6 +46,51 @@ _FIELD = re.compile(r"([a-z_]+(?:[\[.][\w\[\].]*)?)(?::| must| names| has| canno
 """A field, perhaps with a place in it, at the beginning of a message."""
 
 
+ERRORS = (400, 401, 404, 413, 429, 500, 503, 504)
+"""How a POST may end."""
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+EVENTS: dict[str, Any] = {"content": {"text/event-stream": {"schema": _EVENT}}}
+"""What an answer may be instead."""
+
+
+class Shape(BaseModel):
+    """Something that clients get. Fields with a default may be left out."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    def plain(self) -> dict[str, Any]:
+        """Return the fields that were given."""
+        return self.model_dump(exclude_unset=True)
+
+
+class ErrorBody(Shape):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Shape):
+    error: ErrorBody
+
+
+class MessagesErrorBody(Shape):
+    type: str
+    message: str
+
+
+class MessagesError(Shape):
+    type: Literal["error"]
+    error: MessagesErrorBody
+
+
+def documented(
+    answer: type[Shape] | UnionType, *errors: int, error: type[Shape] = Error, **more: Any
+) -> dict[int | str, dict[str, Any]]:
+    """Return a route's `responses`: its answer, and the errors that it may end in."""
+    return {200: {"model": answer, **more}, **{status: {"model": error} for status in errors}}
+
+
 class ApiError(Exception):
     """A refusal: status, message, the field that it is about, a code for programs."""
 
@@ -62,7 +109,8 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        return error_body(self.status, self.message, self.param, self.code)
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return Error(error=ErrorBody(message=self.message, type=kind, param=self.param, code=self.code)).plain()
 
     def response(self, path: str, headers: Mapping[str, str] | None = None) -> Response:
         """The refusal of a request to this path with these headers, in the shape of the client's API."""
@@ -75,7 +123,7 @@ class ApiError(Exception):
         named = self.param is None or self.param in self.message
         message = self.message if named else f"{self.param}: {self.message}"
         kind = _MESSAGES_TYPES.get(self.status, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        return MessagesError(type="error", error=MessagesErrorBody(type=kind, message=message)).plain()
 
 
 class ContextExceeded(ApiError):
@@ -96,11 +144,6 @@ def speaks_messages(path: str, headers: Mapping[str, str]) -> bool:
 def shortened(text: str, most: int) -> str:
     """The text if it is short, else so many characters of it and three points."""
     return text if len(text) <= most else f"{text[:most]}..."
-
-
-def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    kind = _TYPES.get(status, "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def bad_request(error: EagleError) -> ApiError:

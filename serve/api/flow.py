@@ -21,7 +21,7 @@ from eagle_mlx.request import Request as EngineRequest
 from . import schema
 from .answer import failure
 from .encoder import Encode
-from .errors import ApiError, bad_request
+from .errors import ApiError, Shape, bad_request
 from .limits import read_body
 from .model import Loaded
 from .models import Models
@@ -89,8 +89,9 @@ def namespace_of(request: Request) -> str:
 
 
 def json_response(body: Any, status: int = 200) -> Response:
-    text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return Response(text, status, media_type="application/json")
+    """Return a body of plain values, or a shape, as JSON."""
+    plain = body.plain() if isinstance(body, Shape) else body
+    return Response(dumps(plain), status, media_type="application/json")
 
 
 async def body_of(request: Request, kind: type[B]) -> B:

@@ -16,6 +16,7 @@ from eagle_mlx.request import TokenLogprob
 from eagle_mlx.target import Target
 from eagle_mlx.text import TextStream
 
+from .errors import Shape
 from .limits import BYTE_LETTERS
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -23,6 +24,28 @@ _ANCHOR = "a"
 """Text in front of a token, so that its leading space is not taken for the beginning of a text."""
 _LEAST = -9999.0
 """In place of minus infinity, which JSON does not have."""
+
+
+class TopLogprob(Shape):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Shape):
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class LogprobLists(Shape):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
 
 
 class TokenTexts:

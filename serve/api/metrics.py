@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from eagle_mlx.engine.disk import DiskTier
 
+from .errors import Shape
 from .models import Models
 from .service import SECONDS, Histogram, Service, Totals
 
@@ -157,23 +158,40 @@ def registry(models: Models) -> CollectorRegistry:
     return own
 
 
-def speculation_json(totals: Totals, mode: str, most: int) -> dict[str, Any]:
-    """The summary of `/v1/spec_decode/metrics`; a step is a target forward of one request."""
+class SpeculationSummary(Shape):
+    """The answer of `/v1/spec_decode/metrics`. A step is a target forward of one request."""
+
+    spec_decode_enabled: bool
+    spec_decode_mode: str
+    acceptance_rate_ema: float
+    acceptance_rate_overall: float
+    avg_tokens_per_step: float
+    total_steps: int
+    total_fallback_steps: int
+    total_proposed: int
+    total_accepted: int
+    total_bonus_tokens: int
+    current_k: int
+    adaptive_k_current: int
+
+
+def speculation_summary(totals: Totals, mode: str, most: int) -> SpeculationSummary:
+    """Sum up what speculation has done. most: draft tokens a round."""
     steps = totals.row_rounds
-    return {
-        "spec_decode_enabled": mode != "none",
-        "spec_decode_mode": mode,
-        "acceptance_rate_ema": round(totals.acceptance_ema, 4),
-        "acceptance_rate_overall": round(totals.accepted / totals.drafted, 4) if totals.drafted else 0.0,
-        "avg_tokens_per_step": round(totals.emitted / steps, 4) if steps else 0.0,
-        "total_steps": steps,
-        "total_fallback_steps": steps - totals.drafts,
-        "total_proposed": totals.drafted,
-        "total_accepted": totals.accepted,
-        "total_bonus_tokens": totals.emitted - totals.accepted,
-        "current_k": most,
-        "adaptive_k_current": totals.depth,
-    }
+    return SpeculationSummary(
+        spec_decode_enabled=mode != "none",
+        spec_decode_mode=mode,
+        acceptance_rate_ema=round(totals.acceptance_ema, 4),
+        acceptance_rate_overall=round(totals.accepted / totals.drafted, 4) if totals.drafted else 0.0,
+        avg_tokens_per_step=round(totals.emitted / steps, 4) if steps else 0.0,
+        total_steps=steps,
+        total_fallback_steps=steps - totals.drafts,
+        total_proposed=totals.drafted,
+        total_accepted=totals.accepted,
+        total_bonus_tokens=totals.emitted - totals.accepted,
+        current_k=most,
+        adaptive_k_current=totals.depth,
+    )
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:

@@ -9,34 +9,62 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from fastapi import APIRouter, Request
 from prometheus_client import generate_latest
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from .encoder import Encode
-from .errors import ApiError
+from .errors import ERRORS, ApiError, Shape, documented
 from .flow import body_of, client_of, in_thread, json_response, models_of, unless_disconnected
-from .metrics import speculation_json
+from .metrics import SpeculationSummary, speculation_summary
 from .model import Loaded
 from .schema import AdminRequest, DetokenizeRequest, TokenizeRequest
-from .service import Service
-from .shapes import (
-    ERRORS,
-    AnthropicModel,
-    AnthropicModelList,
-    Health,
-    Model,
-    ModelList,
-    SpeculationSummary,
-    Text,
-    Tokens,
-    Version,
-    documented,
-)
+from .service import Service, State
 
 router = APIRouter()
+
+
+class Health(Shape):
+    status: Literal["starting", "ready", "draining"]
+
+
+class Version(Shape):
+    version: str
+
+
+class Model(Shape):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+    state: State
+
+
+class ModelList(Shape):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class AnthropicModel(Shape):
+    """For clients that send `anthropic-version`."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int | None
+    max_tokens: int | None
+
+
+class AnthropicModelList(Shape):
+    data: list[AnthropicModel]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str
 
 
 @router.get("/health", responses={**documented(Health), 503: {"model": Health}})
@@ -46,13 +74,13 @@ async def health(request: Request) -> Response:
     A model that is loaded when it is asked for keeps nobody waiting here.
     """
     state = models_of(request).state
-    return json_response({"status": state}, 200 if state == "ready" else 503)
+    return json_response(Health(status=state), 200 if state == "ready" else 503)
 
 
 @router.get("/version", responses=documented(Version, 401))
 async def version() -> Response:
     """The server's version."""
-    return json_response({"version": metadata.version("eagle-mlx")})
+    return json_response(Version(version=metadata.version("eagle-mlx")))
 
 
 @router.get("/v1/models", responses=documented(ModelList | AnthropicModelList, 401))
@@ -61,8 +89,8 @@ async def models(request: Request) -> Response:
     services = list(models_of(request).services.values())
     if "anthropic-version" in request.headers:
         data = [described_to_anthropic(each) for each in services]
-        return json_response({"data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]})
-    return json_response({"object": "list", "data": [described(each) for each in services]})
+        return json_response(AnthropicModelList(data=data, has_more=False, first_id=data[0].id, last_id=data[-1].id))
+    return json_response(ModelList(object="list", data=[described(each) for each in services]))
 
 
 @router.get("/v1/models/{model:path}", responses=documented(Model | AnthropicModel, 401, 404))
@@ -73,32 +101,31 @@ async def model(request: Request, model: str) -> Response:
     return json_response(described_to_anthropic(service) if is_anthropic else described(service))
 
 
-def described(service: Service) -> dict[str, Any]:
+def described(service: Service) -> Model:
     """A model as clients see it. What is known of it only when it is loaded is None until then."""
     loaded = service.loaded
-    return {
-        "id": service.name,
-        "object": "model",
-        "created": service.started,
-        "owned_by": "eagle-mlx",
-        "max_model_len": loaded.target.context_length if loaded else None,
-        "state": "failed" if service.state == "loaded" and loaded is None else service.state,
-    }
+    return Model(
+        id=service.name,
+        object="model",
+        created=service.started,
+        owned_by="eagle-mlx",
+        max_model_len=loaded.target.context_length if loaded else None,
+        state="failed" if service.state == "loaded" and loaded is None else service.state,
+    )
 
 
-def described_to_anthropic(service: Service) -> dict[str, Any]:
+def described_to_anthropic(service: Service) -> AnthropicModel:
     """Describe a model as Anthropic's API does."""
-    loaded = service.loaded
-    context = loaded.target.context_length if loaded else None
-    return {
-        "type": "model",
-        "id": service.name,
-        "display_name": service.name,
-        "created_at": datetime.fromtimestamp(service.started, UTC).isoformat().replace("+00:00", "Z"),
-        "lifecycle": "active",
-        "max_input_tokens": context,
-        "max_tokens": context,
-    }
+    context = service.loaded.target.context_length if service.loaded else None
+    return AnthropicModel(
+        type="model",
+        id=service.name,
+        display_name=service.name,
+        created_at=datetime.fromtimestamp(service.started, UTC).isoformat().replace("+00:00", "Z"),
+        lifecycle="active",
+        max_input_tokens=context,
+        max_tokens=context,
+    )
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
@@ -115,7 +142,7 @@ async def spec_decode_metrics(request: Request, model: str | None = None) -> Res
     if loaded is None:
         said = f"model {service.name!r} is not loaded; ask when it is, or /metrics"
         raise ApiError(409, said, "model", "model_not_loaded")
-    return json_response(speculation_json(service.totals, loaded.mode, loaded.most_drafts))
+    return json_response(speculation_summary(service.totals, loaded.mode, loaded.most_drafts))
 
 
 def _hash(html: str, tag: str) -> str:
@@ -192,6 +219,17 @@ async def embeddings() -> None:
     raise ApiError(501, said, code="embeddings_not_supported")
 
 
+class Tokens(Shape):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(Shape):
+    prompt: str
+
+
 @router.post("/tokenize", responses=documented(Tokens, *ERRORS))
 async def tokenize(request: Request) -> Response:
     """The tokens of a text, or of a conversation as the model would read it."""
@@ -202,21 +240,18 @@ async def tokenize(request: Request) -> Response:
     return await _respond(request, service, lambda loaded, encode: _tokens(body, loaded, encode))
 
 
-def _tokens(body: TokenizeRequest, loaded: Loaded, encode: Encode) -> dict[str, Any]:
-    tokens = _encode(body, loaded, encode)
-    return {
-        "count": len(tokens),
-        "max_model_len": loaded.target.context_length,
-        "tokens": tokens,
-        "token_strs": [loaded.texts[token][0] for token in tokens] if body.return_token_strs else None,
-    }
-
-
-def _encode(body: TokenizeRequest, loaded: Loaded, encode: Encode) -> list[int]:
+def _tokens(body: TokenizeRequest, loaded: Loaded, encode: Encode) -> Tokens:
     if body.messages is not None:
-        return loaded.chat.prompt([message.plain() for message in body.messages], encode=encode)
-    assert body.prompt is not None
-    return encode(body.prompt, body.add_special_tokens is not False)
+        tokens = loaded.chat.prompt([message.plain() for message in body.messages], encode=encode)
+    else:
+        assert body.prompt is not None
+        tokens = encode(body.prompt, body.add_special_tokens is not False)
+    return Tokens(
+        count=len(tokens),
+        max_model_len=loaded.target.context_length,
+        tokens=tokens,
+        token_strs=[loaded.texts[token][0] for token in tokens] if body.return_token_strs else None,
+    )
 
 
 @router.post("/detokenize", responses=documented(Text, *ERRORS))
@@ -227,13 +262,13 @@ async def detokenize(request: Request) -> Response:
     return await _respond(request, service, lambda loaded, _: _text(body, loaded))
 
 
-def _text(body: DetokenizeRequest, loaded: Loaded) -> dict[str, Any]:
+def _text(body: DetokenizeRequest, loaded: Loaded) -> Text:
     if max(body.tokens, default=0) >= loaded.target.vocab_size:
         raise ApiError(400, f"tokens holds an id outside the vocabulary of {loaded.target.vocab_size}", "tokens")
-    return {"prompt": loaded.tokenizer.decode(body.tokens)}
+    return Text(prompt=loaded.tokenizer.decode(body.tokens))
 
 
-async def _respond(request: Request, service: Service, work: Callable[[Loaded, Encode], dict[str, Any]]) -> Response:
+async def _respond(request: Request, service: Service, work: Callable[[Loaded, Encode], Shape]) -> Response:
     """Do the work in a slot of the queue, and encode its result in the same thread; both may be long."""
 
     async def answer() -> Response:

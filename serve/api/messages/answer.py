@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from sse_starlette import ServerSentEvent
@@ -14,23 +14,51 @@ from starlette.responses import Response
 from eagle_mlx.engine.output import Output
 from eagle_mlx.request import Request as EngineRequest
 
-from ..answer import Kind, Part, part_of, parts_of, stats
+from ..answer import Kind, Measured, Part, part_of, parts_of, stats
 from ..chat import ChatAnswer, DeltaStream, finish_reason, prepare_chat, read_prompt
 from ..conversation import named_as
-from ..errors import ApiError, ContextExceeded
+from ..errors import ERRORS, EVENTS, ApiError, ContextExceeded, MessagesError, Shape, documented
 from ..flow import body_of, client_of, in_thread, json_response, models_of, respond, unless_disconnected
 from ..model import Loaded
 from ..sampling import check
 from ..service import Call
-from ..shapes import ERRORS, EVENTS, documented
 from ..stream import EventWriter, named_event, quote, stream_answer
 from ..worker import RequestEvent
-from .schema import CountTokensRequest, MessagesRequest
-from .shapes import MessageObject, MessagesError, TokenCount
+from .schema import CountTokensRequest, MessagesRequest, TextBlock, ThinkingBlock, ToolUseBlock
 from .translate import FIELDS, chat_request, tool_places
 
 PING = 'event: ping\ndata: {"type":"ping"}\n\n'
 _DELTAS: dict[Kind, tuple[str, str]] = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
+
+
+class MessageOutputDetails(Shape):
+    thinking_tokens: int
+
+
+class MessageUsage(Shape):
+    """Anthropic's counts, in which what came from the cache is no input."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: MessageOutputDetails
+    service_tier: Literal["standard"]
+
+
+class MessageObject(Measured):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(Shape):
+    input_tokens: int
 
 
 @dataclass(frozen=True)
@@ -75,15 +103,14 @@ class MessageAnswer:
         }
 
     def usage(self, output: Output) -> dict[str, Any]:
-        """Anthropic's counts, in which what came from the cache is no input."""
-        return {
-            "input_tokens": output.prompt_tokens - output.cached_tokens,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": output.cached_tokens,
-            "output_tokens": len(output.tokens),
-            "output_tokens_details": {"thinking_tokens": self.chat.thought_tokens(output)},
-            "service_tier": "standard",
-        }
+        return MessageUsage(
+            input_tokens=output.prompt_tokens - output.cached_tokens,
+            cache_creation_input_tokens=0,
+            cache_read_input_tokens=output.cached_tokens,
+            output_tokens=len(output.tokens),
+            output_tokens_details=MessageOutputDetails(thinking_tokens=self.chat.thought_tokens(output)),
+            service_tier="standard",
+        ).plain()
 
     def ended(self, output: Output, calls: bool) -> dict[str, Any]:
         """Why a message ended."""

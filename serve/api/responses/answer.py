@@ -19,7 +19,7 @@ from ..schema import SERVICE_TIER
 from ..service import Call
 from ..stream import EventWriter, dumps, named_event, stream_answer
 from ..worker import RequestEvent
-from .schema import Item, ResponsesRequest
+from .schema import InputTokensDetails, Item, OutputTokensDetails, ResponsesRequest, ResponsesUsage
 from .translate import Functions, echoed, sealed
 
 ID_PREFIXES = {
@@ -306,10 +306,10 @@ class ResponseAnswer:
         return {"id": f"{ID_PREFIXES[item['type']]}_{call.id}_{index}", **item, "status": status}
 
     def _usage(self, output: Output) -> dict[str, Any]:
-        return {
-            "input_tokens": output.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": output.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": len(output.tokens),
-            "output_tokens_details": {"reasoning_tokens": self.chat.thought_tokens(output)},
-            "total_tokens": output.prompt_tokens + len(output.tokens),
-        }
+        return ResponsesUsage(
+            input_tokens=output.prompt_tokens,
+            input_tokens_details=InputTokensDetails(cached_tokens=output.cached_tokens, cache_write_tokens=0),
+            output_tokens=len(output.tokens),
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=self.chat.thought_tokens(output)),
+            total_tokens=output.prompt_tokens + len(output.tokens),
+        ).plain()

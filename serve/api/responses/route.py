@@ -10,16 +10,14 @@ from starlette.responses import Response
 
 from ..chat import prepare_chat
 from ..conversation import named_as
-from ..errors import ApiError
+from ..errors import ERRORS, EVENTS, ApiError, documented
 from ..flow import body_of, json_response, models_of, respond
 from ..model import Loaded
 from ..sampling import check
 from ..service import Call
-from ..shapes import ERRORS, EVENTS, documented
 from ..stream import named_event
 from .answer import ResponseAnswer, ResponseMemory
-from .schema import ResponsesRequest
-from .shapes import DeletedResponse, InputItemList, ResponseObject
+from .schema import DeletedResponse, InputItemList, ResponseObject, ResponsesRequest
 from .translate import FIELDS, Functions, chat_request, input_items
 
 router = APIRouter()
@@ -100,4 +98,4 @@ def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, An
 async def delete_response(request: Request, id: str) -> Response:
     """Forget a response."""
     memory_of(request).delete(id)
-    return json_response({"id": id, "object": "response", "deleted": True})
+    return json_response(DeletedResponse(id=id, object="response", deleted=True))

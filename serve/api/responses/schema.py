@@ -1,4 +1,4 @@
-"""What clients of OpenAI's Responses API may send."""
+"""What clients of OpenAI's Responses API may send, and what they get."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
+from ..answer import Measured
 from ..conversation import Extensions, one_of, without_details
+from ..errors import Shape
 from ..schema import Body, Many, ServiceTier, Temperature, supported
 
 Ignored = Any
@@ -204,53 +206,103 @@ class ResponsesStreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(Extensions):
-    model: str | None = None
-    input: str | Annotated[Many[Item], Field(min_length=1)]
+Included = Literal[
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+
+
+class Echoed(Body):
+    """What a client may ask of a response, and reads again in it."""
+
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    stream: bool | None = None
-    stream_options: ResponsesStreamOptions | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     """As many at most: the context may leave fewer."""
     temperature: Temperature | None = None
     top_p: float | None = None
-    top_k: int | None = None
     tools: Many[ResponsesTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
-    include: (
-        Many[
-            Literal[
-                "reasoning.encrypted_content",
-                "file_search_call.results",
-                "web_search_call.results",
-                "web_search_call.action.sources",
-                "message.input_image.image_url",
-                "computer_call_output.output.image_url",
-                "code_interpreter_call.outputs",
-            ]
-        ]
-        | None
-    ) = None
     truncation: Literal["disabled"] | None = None
-    top_logprobs: Literal[0] | None = None
     background: Literal[False] | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: ServiceTier | None = None
+
+
+class ResponsesRequest(Echoed, Extensions):
+    model: str | None = None
+    input: str | Annotated[Many[Item], Field(min_length=1)]
+    stream: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    top_k: int | None = None
+    include: Many[Included] | None = None
+    top_logprobs: Literal[0] | None = None
     conversation: None = None
     prompt: None = None
     max_tool_calls: None = None
     # Of no consequence here: who asks, what for, and what OpenAI's own servers do about it.
-    metadata: dict[str, str] | None = None
     client_metadata: dict[str, Any] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    service_tier: ServiceTier | None = None
 
     @property
     def wants_encrypted_thoughts(self) -> bool:
         return "reasoning.encrypted_content" in (self.include or ())
+
+
+class InputTokensDetails(Shape):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(Shape):
+    reasoning_tokens: int
+
+
+class ResponsesUsage(Shape):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(Shape):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseObject(Echoed, Measured):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    error: None
+    incomplete_details: IncompleteDetails | None
+    model: str
+    output: list[Item]
+    usage: ResponsesUsage
+
+
+class InputItemList(Shape):
+    object: Literal["list"]
+    data: list[Item]
+    first_id: str
+    last_id: str
+    has_more: bool
+
+
+class DeletedResponse(Shape):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
