@@ -7,10 +7,9 @@ says what was judged; `EAGLE_FUZZ_SEED` gives the first one's seed.
 
 from __future__ import annotations
 
-import math
 import os
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -24,7 +23,6 @@ import eagle_mlx as em
 import eagle_mlx.engine.batch
 from eagle_mlx.cache import RaggedCache, buffers
 from eagle_mlx.cache.kinds import ONE_ROW
-from eagle_mlx.decoding.masks import walk
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.verify import Verdict
 from eagle_mlx.engine.prefix import LEAST
@@ -34,6 +32,7 @@ from tests.architectures import CONFIGS, VOCAB, sicken, tiny_model
 from tests.fakes import randomize
 from tests.fresh_forwards import Judge, judge, untouched
 from tests.full import in_full, in_turn
+from tests.grammars import LateSteps
 from tests.hostile import HostileProposer, Manners, ProposerRaised, RandomPolicy
 
 ROUNDS = int(os.environ.get("EAGLE_FUZZ_ROUNDS", "1"))
@@ -130,38 +129,16 @@ def forbids(text: list[int], logits: mx.array) -> mx.array:
     return mx.where(mx.array(allowed), logits, -mx.inf)
 
 
-class LateMasks:
-    """A grammar that allows half of the vocabulary, which half hangs on its last token; its masks come when they come.
+class LateMasks(LateSteps):
+    """Allows half of the vocabulary, which half hangs on its last token.
 
     A row that is sampled is coupled then, so that its text can be told from its seed.
     """
 
-    def __init__(self, rng: np.random.Generator):
-        self.rng, self.taken, self.draft, self.late = rng, list[int](), list[int](), 0
+    vocab, end = VOCAB, None
 
-    def allows(self, token: int) -> bool:
+    def allowed(self, token: int) -> bool:
         return not self.taken or (token + self.taken[-1]) % 2 == 0
-
-    def mask(self) -> mx.array:
-        return mx.array([self.allows(token) for token in range(VOCAB)])
-
-    def advance(self, token: int) -> bool:
-        if not self.allows(token):
-            return False
-        self.taken.append(token)
-        return True
-
-    def rollback(self, count: int) -> None:
-        del self.taken[len(self.taken) - count :]
-
-    def ask(self, draft: Sequence[int]) -> None:
-        self.draft, self.late = list(draft), int(self.rng.integers(0, 4))
-
-    def answer(self, seconds: float) -> list[mx.array] | None:
-        if self.late and seconds < math.inf:
-            self.late -= 1
-            return None
-        return walk(self, self.draft)
 
 
 class History:

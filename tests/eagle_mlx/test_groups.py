@@ -23,9 +23,10 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import Abilities, Plan, RoundResult
 from eagle_mlx.request import Request
 from tests.architectures import VOCAB, tiny_model
-from tests.eagle_mlx.test_masks import Never, params_of
+from tests.eagle_mlx.test_masks import params_of
 from tests.fakes import Oracle, randomize, steps_of, tiny_config, tiny_head, tiny_target
 from tests.full import diagonal, in_full, mixed
+from tests.grammars import Never
 
 TARGET = tiny_target()
 RNG = np.random.default_rng(0)

@@ -19,7 +19,6 @@ from mlx_lm.models import qwen3
 import eagle_mlx as em
 from eagle_mlx.decoding import filters
 from eagle_mlx.decoding.draft import Draft
-from eagle_mlx.decoding.masks import walk
 from eagle_mlx.decoding.sampling import SamplingBatch, Stream, distribution, draft_sample, gumbel, sample
 from eagle_mlx.decoding.verify import Verdict, match, rejection, verify
 from eagle_mlx.plan import Abilities, Plan, RoundResult
@@ -29,6 +28,7 @@ from eagle_mlx.sampling_params import SamplingParams
 from tests.eagle_mlx.test_filters import one_step_short
 from tests.fakes import randomize, tiny_config, tiny_target
 from tests.full import diagonal, in_full, mixed
+from tests.grammars import LateSteps
 
 Array = np.ndarray[Any, Any]
 Verify = Callable[[mx.array, mx.array, mx.array, mx.array | None, SamplingBatch, mx.array], Verdict]
@@ -456,34 +456,23 @@ LATE_DRAWS, LATE_ROWS = in_full(12_000, 1_600), 200
 SHARP = SamplingParams(temperature=0.7, max_tokens=LATE_LENGTH, ignore_eos=True)
 
 
-class Late:
+class Late(LateSteps):
     """Forbids the token that is three above the last one; its masks are late for some drafts, once for each."""
 
+    vocab, end = SMALL, None
+
     def __init__(self, is_late: Callable[[Sequence[int]], bool]):
-        self.is_late, self.taken = is_late, list[int]()
-        self.draft: list[int] = []
-        self.late = 0
+        super().__init__()
+        self.is_late = is_late
 
     def mask(self) -> mx.array:
         return allowed_after(self.taken)
 
-    def advance(self, token: int) -> bool:
-        if token >= SMALL or not bool(np.array(self.mask())[token]):
-            return False
-        self.taken.append(token)
-        return True
+    def allowed(self, token: int) -> bool:
+        return token < self.vocab and bool(np.array(self.mask())[token])
 
-    def rollback(self, count: int) -> None:
-        del self.taken[len(self.taken) - count :]
-
-    def ask(self, draft: Sequence[int]) -> None:
-        self.draft, self.late = list(draft), int(self.is_late(draft))
-
-    def answer(self, seconds: float) -> list[mx.array] | None:
-        if self.late and seconds < math.inf:
-            self.late -= 1
-            return None
-        return walk(self, self.draft)
+    def delay(self, draft: Sequence[int]) -> int:
+        return int(self.is_late(draft))
 
 
 @cache

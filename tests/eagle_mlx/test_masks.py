@@ -2,76 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 import eagle_mlx as em
-from eagle_mlx.decoding.masks import walk
 from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.sampling_params import AsyncGrammar, SamplingParams
 from tests.architectures import tiny_model
 from tests.eagle_mlx.test_processors import Guess
 from tests.fakes import tiny_head, tiny_target
 from tests.full import FULL, diagonal
-
-END = 5
-
-
-class Steps:
-    """Each token is 1 to 9 above the one before it; the text may end where the next could be the token that ends it."""
-
-    vocab = 96
-
-    def __init__(self) -> None:
-        self.taken: list[int] = []
-
-    def allowed(self, token: int) -> bool:
-        return not self.taken or 1 <= (token - self.taken[-1]) % self.vocab <= 9
-
-    def mask(self) -> mx.array:
-        return mx.array([self.allowed(token) for token in range(self.vocab)])
-
-    def advance(self, token: int) -> bool:
-        assert token != END, "a token that ends the text is not passed"
-        if self.allowed(token):
-            self.taken.append(token)
-            return True
-        return False
-
-    def rollback(self, count: int) -> None:
-        assert 0 <= count <= len(self.taken)
-        del self.taken[len(self.taken) - count :]
-
-
-class LateSteps(Steps):
-    """Its masks come when they are asked for the n-th time, n drawn anew for each draft."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        self.rng = np.random.default_rng(seed)
-        self.draft: list[int] = []
-        self.waiting = False
-        self.left = self.late = 0
-
-    def ask(self, draft: Sequence[int]) -> None:
-        assert not self.waiting, "nothing else is called before the answer"
-        assert END not in draft
-        self.draft, self.waiting, self.left = list(draft), True, int(self.rng.integers(0, 4))
-
-    def answer(self, seconds: float) -> list[mx.array] | None:
-        if self.left and seconds < math.inf:
-            self.left -= 1
-            self.late += 1
-            return None
-        self.waiting = False
-        return walk(self, self.draft)
-
+from tests.grammars import END, LateSteps, Never, Steps
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 7, 8, 7, 8, 7], [90, 3]]
 KINDS: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 0.9, "seed": 3, "top_p": 0.95}}
@@ -138,22 +82,6 @@ def test_heads_and_draft_models_go_on_behind_rows_that_sat_out(drafts: str, kind
     assert sum(grammar.late for grammar in made) > 0
     if drafts == "model" and kind == "greedy":  # the target itself, whose drafts are all kept where the grammar lets
         assert sum(output.accepted for output in outputs) > 0
-
-
-class Never(LateSteps):
-    """Its first mask is known; no other comes until it is let go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waited, self.broken = 0.0, False
-
-    def answer(self, seconds: float) -> list[mx.array] | None:
-        if self.broken:
-            raise RuntimeError("it takes too long")
-        if not self.taken:
-            return super().answer(math.inf)
-        self.waited += seconds
-        return None
 
 
 def test_a_row_whose_masks_never_come_holds_nobody_up_and_fails_alone() -> None:

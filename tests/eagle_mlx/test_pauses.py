@@ -16,9 +16,9 @@ import eagle_mlx as em
 from eagle_mlx.decoding.sampling import SamplingBatch, distribution
 from eagle_mlx.request import Request
 from tests.eagle_mlx.test_losslessness import misses
-from tests.eagle_mlx.test_masks import END, LateSteps, Steps
 from tests.fakes import generate, steps_of, tiny_head, tiny_target
 from tests.full import diagonal, in_full, some
+from tests.grammars import END, LateSteps, Steps
 
 TARGET = tiny_target()
 RNG = np.random.default_rng(0)

@@ -29,6 +29,7 @@ from eagle_mlx.plan import PLAIN, Abilities, Plan
 from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.request import Request, StopStrings
 from eagle_mlx.sampling_params import SamplingParams
+from tests import grammars
 from tests.fakes import tiny_head, tiny_target
 from tests.full import FULL, diagonal, some
 
@@ -178,29 +179,8 @@ def by_length(tokens: list[int], logits: mx.array) -> mx.array:
     return logits + mx.where(mx.arange(VOCAB) % 7 == (len(tokens) + tokens[-1]) % 7, 1.0, 0.0)
 
 
-class Steps:
-    """Each token must be 1 to 9 above the one before it, modulo the vocabulary."""
-
-    def __init__(self) -> None:
-        self.taken: list[int] = []
-        self.deepest = 0
-
-    def allowed(self, token: int) -> bool:
-        return not self.taken or 1 <= (token - self.taken[-1]) % VOCAB <= 9
-
-    def mask(self) -> mx.array:
-        return mx.array([self.allowed(token) for token in range(VOCAB)])
-
-    def advance(self, token: int) -> bool:
-        if not self.allowed(token):
-            return False
-        self.taken.append(token)
-        return True
-
-    def rollback(self, count: int) -> None:
-        assert 0 <= count <= len(self.taken)
-        self.deepest = max(self.deepest, count)
-        del self.taken[len(self.taken) - count :]
+class Steps(grammars.Steps):
+    vocab, end = VOCAB, None
 
 
 ASKING: dict[str, dict[str, Any]] = {

@@ -12,9 +12,9 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx.proposers.base import Proposer
-from tests.eagle_mlx.test_masks import END, LateSteps, Steps
 from tests.fakes import generate, tiny_head, tiny_target
 from tests.full import diagonal, in_full, mixed
+from tests.grammars import END, LateSteps, Steps
 
 TARGET = tiny_target()
 RNG = np.random.default_rng(1)
