@@ -27,8 +27,7 @@ from .chat import prompt_tokens, render
 from .conversation import Conversation, Message
 from .domains import DOMAINS, Domain
 from .regenerate import seed_of
-from .usable import loops_so_far, why_no_answer, why_no_question
-from .user_place import UserPlace, find_user_place
+from .usable import UserPlace, find_user_place, loops_so_far, why_no_answer, why_no_question
 
 A = TypeVar("A")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from eagle_mlx.cpu import use_shortcuts
+from eagle_mlx.decoding.filters import best_columns, has_columns
 from eagle_mlx.decoding.fused import fused
-from eagle_mlx.decoding.largest import best_columns, has_columns
 from eagle_mlx.decoding.noise import gumbel_at, gumbel_ceiling
 
 CANDIDATES = 64

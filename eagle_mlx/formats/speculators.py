@@ -24,8 +24,9 @@ from eagle_mlx.formats.fields import (
     window_json,
 )
 from eagle_mlx.formats.tensors import DTYPE_NAMES, read_weights, with_embedding, without_copy, write_head
-from eagle_mlx.formats.vocabulary import vocabulary_tensors
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+
+from .eagle3 import vocabulary_tensors
 
 VERSION = "0.9.0"
 """The release whose fields are written."""

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cpu import fastmath
-from eagle_mlx.decoding.largest import largest
+from eagle_mlx.decoding.filters import largest
 from eagle_mlx.decoding.tree import Branches, Tree
 from eagle_mlx.heads.base import DraftHead
 

@@ -13,8 +13,6 @@ from safetensors import safe_open
 
 from eagle_mlx.errors import ConfigError
 
-from .quantize import blocks, dequantize, quantize
-
 BITS = (16, 8)
 SUFFIX = ".safetensors"
 
@@ -112,3 +110,48 @@ def decode(path: str, rows: slice, meta: ShardMeta) -> Sample:
 
         tokens, loss_mask = file.get_slice("tokens")[rows], file.get_slice("loss_mask")[rows]
         return Sample(tokens, loss_mask, states("aux"), states("last"))
+
+
+BLOCK = 64
+"""Values that share a scale."""
+
+_LIMIT = float(np.finfo(np.float16).max)
+
+
+def blocks(hidden_size: int) -> int:
+    """Scales for one layer of one token."""
+    return -(-hidden_size // BLOCK)
+
+
+def quantize(states: NDArray[np.floating[Any]], hidden_size: int) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
+    """States [T, n * H], finite and within float16's range -> integers [T, n * H] and scales [T, n * blocks(H)]."""
+    parts = _split(states.astype(np.float32), hidden_size)
+    exact = np.abs(parts).max(-1) / np.float32(127)
+    scales = exact.astype(np.float16)
+    scales = np.where(scales < exact, np.nextafter(scales, np.float16(np.inf)), scales)
+    divisors = np.where(scales == 0, np.float16(1), scales).astype(np.float32)
+    integers = np.rint(parts / divisors[..., None]).astype(np.int8)
+    return _join(integers, states.shape, hidden_size), scales.reshape(len(scales), scales.shape[1] * scales.shape[2])
+
+
+def dequantize(integers: NDArray[np.int8], scales: NDArray[np.float16], hidden_size: int) -> NDArray[np.float16]:
+    """The way back: float16 [T, n * H]."""
+    parts = _split(integers.astype(np.float32), hidden_size)
+    parts *= scales.astype(np.float32).reshape(parts.shape[:-1])[..., None]
+    np.clip(parts, -_LIMIT, _LIMIT, out=parts)
+    return _join(parts.astype(np.float16), integers.shape, hidden_size)
+
+
+def _split(states: NDArray[np.float32], hidden_size: int) -> NDArray[np.float32]:
+    """[T, n * H] -> [T, n, blocks, BLOCK], the last block of a layer filled with zeros."""
+    rows, layers, count = len(states), states.shape[1] // hidden_size, blocks(hidden_size)
+    parts = states.reshape(rows, layers, hidden_size)
+    if hidden_size % BLOCK:
+        parts = np.pad(parts, ((0, 0), (0, 0), (0, count * BLOCK - hidden_size)))
+    return parts.reshape(rows, layers, count, BLOCK)
+
+
+def _join(parts: NDArray[Any], shape: tuple[int, ...], hidden_size: int) -> NDArray[Any]:
+    """[T, n, blocks, BLOCK] -> [T, n * H]."""
+    rows, layers = parts.shape[:2]
+    return parts.reshape(rows, layers, blocks(hidden_size) * BLOCK)[..., :hidden_size].reshape(shape)

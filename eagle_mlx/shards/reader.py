@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from eagle_mlx.errors import ShardError
+from eagle_mlx.shards.manifest import MANIFEST, Manifest, fault, from_json
 
-from .files import fault
 from .format import Sample, decode
-from .manifest import MANIFEST, Manifest, from_json
 from .unfinished import unfinished_at
 
 

@@ -11,10 +11,9 @@ from typing import Self
 
 from eagle_mlx.errors import OutputError, ShardError
 from eagle_mlx.files import locked, remove_parts, write_whole
+from eagle_mlx.shards.manifest import MANIFEST, Manifest, differences, fault, to_json, write_shard
 
-from .files import fault, write_shard
 from .format import Sample, ShardFile, check_sample
-from .manifest import MANIFEST, Manifest, differences, to_json
 from .reader import read_manifest
 
 

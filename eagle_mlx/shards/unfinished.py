@@ -9,10 +9,9 @@ from pathlib import Path
 
 from eagle_mlx.errors import OutputError, ShardError
 from eagle_mlx.files import PART, sync, write_whole
+from eagle_mlx.shards.manifest import MANIFEST, Manifest, differences, fault, from_json, to_json
 
-from .files import fault
 from .format import SUFFIX, ShardFile, shard_name
-from .manifest import MANIFEST, Manifest, differences, from_json, to_json
 
 JOURNAL = "unfinished.jsonl"
 

@@ -11,10 +11,9 @@ from typing import Self
 
 from eagle_mlx.errors import OutputError
 from eagle_mlx.files import check_free, locked, swap, sync_folder, write_whole
+from eagle_mlx.shards.manifest import MANIFEST, Manifest, to_json, write_shard
 
-from .files import write_shard
 from .format import Sample, ShardFile, ShardMeta, check_sample, shard_name
-from .manifest import MANIFEST, Manifest, to_json
 from .unfinished import JOURNAL, append_to_journal, check_ours, read_kept, start_journal, unfinished_folder
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from eagle_mlx.data_pipelines import Rendered, cli
-from eagle_mlx.data_pipelines.preview import escape_control_characters, histogram, marked, wants_colour
+from eagle_mlx.data_pipelines.inspect_command import escape_control_characters, histogram, marked, wants_colour
 from tests.fakes import tiny_target_folder
 
 

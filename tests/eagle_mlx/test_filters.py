@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from eagle_mlx.decoding import filters
-from eagle_mlx.decoding.filters import Filters, bisect
-from eagle_mlx.decoding.largest import largest
+from eagle_mlx.decoding.filters import Filters, bisect, largest
 from eagle_mlx.sampling_params import SamplingParams
 from tests.fakes import uncompiled
 from tests.full import some

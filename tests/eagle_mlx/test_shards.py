@@ -27,7 +27,7 @@ from eagle_mlx.shards import (
     choose_cache,
     states_bytes,
 )
-from eagle_mlx.shards.quantize import BLOCK, blocks, dequantize, quantize
+from eagle_mlx.shards.format import BLOCK, blocks, dequantize, quantize
 from tests.full import some
 
 META = ShardMeta("tiny", hidden_size=4, vocab_size=50, aux_layers=(1, 3))

@@ -4,7 +4,7 @@ import numpy as np
 
 from eagle_mlx.data_pipelines import capture
 from eagle_mlx.train.data.batches import Rows
-from eagle_mlx.train.data.capture import capture_rows, unpack
+from eagle_mlx.train.data.sources import capture_rows, unpack
 from tests.fakes import tiny_target
 
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 0, 0, 0]], np.int32)

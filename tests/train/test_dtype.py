@@ -22,8 +22,7 @@ from eagle_mlx.train.data.batches import Rows
 from eagle_mlx.train.kinds import KINDS, resolved
 from eagle_mlx.train.run import state
 from eagle_mlx.train.step.batch_plan import make_plan
-from eagle_mlx.train.step.precision import in_pass_type
-from eagle_mlx.train.step.step import Stepper, objective_of, part_arrays, part_loss
+from eagle_mlx.train.step.step import Stepper, in_pass_type, objective_of, part_arrays, part_loss
 from tests.fakes import tiny_target
 
 CONFIG = TrainConfig.of(target="tiny", rows=4, length=24, unroll=3, lr=3e-3, lanes=1)

@@ -27,9 +27,9 @@ from eagle_mlx.target import load_target
 from eagle_mlx.train.cli import _parser as train_parser
 from eagle_mlx.train.cli import main as train
 from eagle_mlx.train.config import TrainConfig, load_config
+from eagle_mlx.train.publish.bundle import public, public_command
 from eagle_mlx.train.publish.cli import main
 from eagle_mlx.train.publish.figures import of_bench, of_training
-from eagle_mlx.train.publish.public import public, public_command
 from eagle_mlx.train.publish.recipe import data_sets, train_command
 from eagle_mlx.train.publish.source import read_source
 from tests import hub_server

@@ -15,8 +15,8 @@ import wandb
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
-from eagle_mlx.train.report.metrics import METRICS, read_rows
 from eagle_mlx.train.report.plots import write_plots
+from eagle_mlx.train.report.runs import METRICS, read_rows
 from eagle_mlx.train.run.tracker import Tracker
 from eagle_mlx.train.run.wandb_run import check_wandb, end_service, flatten
 from tests.train.test_plots import a_run

@@ -2,7 +2,6 @@
 
 from eagle_mlx.setting import Setting, flag, settings_of
 
-from .dtype import file_type, pass_type
 from .groups import (
     NOT_BESIDE_HOURS,
     SELF,
@@ -15,7 +14,7 @@ from .groups import (
     find,
     groups,
 )
-from .load import from_mapping, load_config, named_settings
+from .load import file_type, from_mapping, load_config, named_settings, pass_type
 
 __all__ = [
     "NOT_BESIDE_HOURS",

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.yaml_files import read_yaml
 
@@ -59,3 +61,25 @@ def _coerce(value: Any, type_: Any) -> Any:
         except ValueError:
             return value
     return float(value) if type_ is float and type(value) is int else value
+
+
+_NAMED = {"float32": mx.float32, "bfloat16": mx.bfloat16}
+
+
+def pass_type(config: TrainConfig, device: mx.Device | None = None) -> mx.Dtype:
+    """The type of the forward and backward pass on a device, the default one unless another is given.
+
+    What is left open is bfloat16 on a GPU, as in the field's trainers: it halves what is kept for the gradient, and the
+    result is the same (karpathy/nanochat#793, on MPS: 26 % less memory, 0.04 % of the loss). MLX's float32 products on
+    an M5 keep 11 bits anyway (ml-explore/mlx#4411). On a CPU only float32 goes through BLAS, which is ten times faster.
+    """
+    asked = config.optimization.dtype
+    if asked != "auto":
+        return _NAMED[asked]
+    on_gpu = (device or mx.default_device()).type == mx.DeviceType.gpu
+    return mx.bfloat16 if on_gpu else mx.float32
+
+
+def file_type(config: TrainConfig) -> mx.Dtype:
+    """The type in which the head is written: as asked, else bfloat16, which is what the field publishes."""
+    return _NAMED.get(config.optimization.dtype, mx.bfloat16)

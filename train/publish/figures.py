@@ -13,7 +13,7 @@ from eagle_mlx.errors import ConfigError
 
 from ..config import SELF
 from ..run import BEST
-from .public import last_name, public, public_command
+from .bundle import last_name, public, public_command
 from .recipe import train_command
 from .source import Source
 

@@ -10,7 +10,7 @@ from typing import Any
 from eagle_mlx.progress import tokens_per_second
 
 from ..config import SELF, TrainConfig, flag
-from .public import public
+from .bundle import public
 from .source import Source
 
 _LEFT_OUT = (

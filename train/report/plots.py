@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .metrics import Row
+from .runs import Row
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import, and a run draws at its end
     from matplotlib.axes import Axes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread, use_shortcuts
 from eagle_mlx.errors import CheckpointError, EagleError
+from eagle_mlx.heads.precision import EXACT
 from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.target import Target
 
@@ -24,12 +26,12 @@ from ..config import TrainConfig, pass_type
 from ..data import Rows, capture_rows
 from ..distributed import SINGLE_PROCESS, World
 from ..kinds import Head, kind_of, resolved
+from ..unroll import holding, weights_but
 from .batch_plan import Plan, make_plan
 from .chunked_loss import ChunkedLoss
 from .losses import CROSS_ENTROPY, Objective, feature_losses, step_weights
 from .noise import Noise, add_noise, noise_of
 from .optimizers import Optimizers
-from .precision import in_pass_type
 
 _COMPILED_MULTIPLE = 256
 """Positions are padded to multiples of this where steps are compiled."""
@@ -323,3 +325,22 @@ def weights_of_steps(config: TrainConfig) -> NDArray[np.float32]:
 def objective_of(config: TrainConfig) -> Objective:
     feature, token = config.optimization.loss_weights or (0.0, 1.0)
     return Objective(config.optimization.loss == "hard", token, feature)
+
+
+def in_pass_type(head: nn.Module, dtype: mx.Dtype) -> contextlib.AbstractContextManager[None]:
+    """The head with its trainable weights in a type within the block; gradients reach those that it has outside."""
+    names, weights = weights_but(head)
+    cast = [w if name.endswith(EXACT) else _cast(w, dtype) for name, w in zip(names, weights, strict=True)]
+    return holding(head, names, cast)
+
+
+def _cast(weight: mx.array, dtype: mx.Dtype) -> mx.array:
+    """A weight in a type. Its gradient may come in either: MLX's own cast takes none but of its result's type."""
+    forward: Any = mx.custom_function(lambda given: given.astype(dtype))
+
+    @forward.vjp  # type: ignore[untyped-decorator]
+    def backward(_: mx.array, cotangent: mx.array, __: mx.array) -> mx.array:
+        return cotangent.astype(weight.dtype)
+
+    made: mx.array = forward(weight)
+    return made
