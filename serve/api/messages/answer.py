@@ -24,7 +24,7 @@ from ..sampling import check
 from ..service import Call
 from ..stream import EventWriter, named_event, quote, stream_answer
 from ..worker import RequestEvent
-from .schema import CountTokensRequest, MessagesRequest, TextBlock, ThinkingBlock, ToolUseBlock
+from .schema import CountTokensRequest, MessagesRequest
 from .translate import FIELDS, chat_request, tool_places
 
 PING = 'event: ping\ndata: {"type":"ping"}\n\n'
@@ -46,12 +46,30 @@ class MessageUsage(Shape):
     service_tier: Literal["standard"]
 
 
+class MessageTextBlock(Shape):
+    type: Literal["text"]
+    text: str
+
+
+class MessageThinkingBlock(Shape):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class MessageToolUseBlock(Shape):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
 class MessageObject(Measured):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
+    content: list[MessageTextBlock | MessageThinkingBlock | MessageToolUseBlock]
     stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
     stop_sequence: str | None
     usage: MessageUsage

@@ -14,6 +14,7 @@ from ..schema import Body, Many, ServiceTier, Temperature, supported
 Ignored = Any
 """What clients send back of an answer, or say of its making, and what no prompt holds."""
 Status = Literal["in_progress", "completed", "incomplete"]
+Ended = Literal["completed", "incomplete"]
 
 
 class TextPart(Body):
@@ -217,9 +218,9 @@ Included = Literal[
 ]
 
 
-class Echoed(Body):
-    """What a client may ask of a response, and reads again in it."""
-
+class ResponsesRequest(Extensions):
+    model: str | None = None
+    input: str | Annotated[Many[Item], Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -236,11 +237,6 @@ class Echoed(Body):
     background: Literal[False] | None = None
     metadata: dict[str, str] | None = None
     service_tier: ServiceTier | None = None
-
-
-class ResponsesRequest(Echoed, Extensions):
-    model: str | None = None
-    input: str | Annotated[Many[Item], Field(min_length=1)]
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     top_k: int | None = None
@@ -282,21 +278,98 @@ class IncompleteDetails(Shape):
     reason: Literal["max_output_tokens"]
 
 
-class ResponseObject(Echoed, Measured):
+class OutputText(Shape):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+
+
+class OutputThought(Shape):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputItem(Shape):
+    """What all items of an answer have."""
+
+    id: str
+    status: Ended
+
+
+class OutputMessage(OutputItem):
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class OutputReasoning(OutputItem):
+    type: Literal["reasoning"]
+    summary: list[Any]
+    content: list[OutputThought]
+    encrypted_content: str = ""
+
+
+class OutputCall(OutputItem):
+    """What both kinds of calls have."""
+
+    call_id: str
+    name: str
+    namespace: str = ""
+
+
+class OutputFunctionCall(OutputCall):
+    type: Literal["function_call"]
+    arguments: str
+
+
+class OutputCustomCall(OutputCall):
+    type: Literal["custom_tool_call"]
+    input: str
+
+
+class ResponseObject(Measured):
+    """A response. What the request asked for stands in it again, with defaults filled in."""
+
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["completed", "incomplete"]
+    status: Ended
+    background: Literal[False]
     error: None
     incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
     model: str
-    output: list[Item]
+    output: list[OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, str | None] | None
+    service_tier: Literal["default"]
+    store: bool
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float | None
+    truncation: Literal["disabled"]
     usage: ResponsesUsage
+
+
+class InputItem(Shape):
+    """An item as the client sent it, or an earlier response gave it; its other fields depend on its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    type: str
+    status: str
 
 
 class InputItemList(Shape):
     object: Literal["list"]
-    data: list[Item]
+    data: list[InputItem]
     first_id: str
     last_id: str
     has_more: bool

@@ -170,3 +170,28 @@ def test_answers_of_all_kinds_are_as_published(short: Live) -> None:
         assert answer.status_code == 200
         shape = published["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
         Draft202012Validator({**shape, "components": published["components"]}).validate(json.loads(answer.text))
+
+
+def test_what_every_answer_has_is_published_as_required(short: Live) -> None:
+    """Clients made from the schema need no checks for fields that are always there, nor for items of requests."""
+    shapes = short.http.get("/openapi.json").json()["components"]["schemas"]
+
+    def parts(answer: str, field: str) -> dict[str, set[str]]:
+        kinds = shapes[answer]["properties"][field]["items"]["anyOf"]
+        found = [shapes[kind["$ref"].rpartition("/")[2]] for kind in kinds]
+        return {shape["properties"]["type"]["const"]: set(shape["required"]) for shape in found}
+
+    call = {"id", "type", "call_id", "name", "status"}
+    assert parts("ResponseObject", "output") == {
+        "message": {"id", "type", "role", "content", "status"},
+        "reasoning": {"id", "type", "summary", "content", "status"},
+        "function_call": {*call, "arguments"},
+        "custom_tool_call": {*call, "input"},
+    }
+    assert parts("MessageObject", "content") == {
+        "text": {"type", "text"},
+        "thinking": {"type", "thinking", "signature"},
+        "tool_use": {"type", "id", "name", "input"},
+    }
+    assert set(shapes["ResponseObject"]["required"]) == set(shapes["ResponseObject"]["properties"])
+    assert set(shapes["InputItem"]["required"]) == {"id", "type", "status"}
