@@ -130,7 +130,7 @@ def _filled(context: int) -> RaggedCache:
 
 
 def _round(cache: RaggedCache, new: mx.array, accepted: list[int]) -> float:
-    """Seconds for one verify's writes and for giving back what was rejected, row by row."""
+    """Return the seconds that a verify's writes take, with the rollback of what each row rejected."""
     before, context = cache.lengths.save(), cache.lengths.upper
     begin = time.perf_counter()
     for layer in cache:

@@ -87,9 +87,9 @@ class UserPlace:
     tokens: tuple[int, ...]
     """All that stands in front of them."""
     stop_token_ids: tuple[int, ...]
-    """The special token that the template puts behind them, beside the model's own end-of-sequence tokens."""
+    """The special token that the template puts after them. The model's own end-of-sequence tokens end a turn too."""
     stop: tuple[str, ...]
-    """The text that the template puts behind them, where that does not begin with a special token."""
+    """The text that the template puts after them, if it does not begin with a special token."""
 
 
 def find_user_place(
@@ -119,7 +119,7 @@ def find_user_place(
 
 
 def _around(tokenizer: TokenizerWrapper, messages: Sequence[Message], mark: str, name: str) -> tuple[str, str]:
-    """What the template puts before and behind the user's words, up to the answer to them."""
+    """Return what the template puts before the user's words, and after them up to the answer."""
     chat = [*(m.as_dict() for m in messages), {"role": "user", "content": mark}]
     try:
         text: str = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

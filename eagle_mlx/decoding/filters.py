@@ -173,9 +173,9 @@ _HEIGHT = 64
 def largest(x: mx.array, count: int) -> tuple[mx.array, mx.array]:
     """The `count` greatest along the last axis and their places, both [..., count], in any order.
 
-    It reads x once, for the greatest of each column. The `count` columns whose greatest are the greatest hold `count`
-    entries that no entry of another column exceeds, so what is wanted is in them. Where x has no columns that are short
-    and many enough, its entries are partitioned as they are. `count` is at most the length of the axis.
+    The axis is cut into columns, and one pass over x finds the maximum of each. The `count` columns with the largest
+    maxima hold at least `count` entries that no other column exceeds, so only these columns are partitioned. If x
+    cannot be cut into enough short columns, all of it is. `count` is at most the length of the axis.
     """
     if not has_columns(x.shape[-1], count):
         return _partitioned(x, count)

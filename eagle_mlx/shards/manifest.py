@@ -85,7 +85,7 @@ def write_shard(folder: Path, index: int, samples: Sequence[Sample], meta: Shard
 
 
 def fault(path: Path, entry: ShardFile) -> str | None:
-    """What is wrong with a file, in words that follow its name; None where it is the one of the manifest."""
+    """Return what is wrong with a file, in words that follow its name; None if it is as the manifest says."""
     try:
         size = path.stat().st_size
         if size != entry.size:

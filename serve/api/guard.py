@@ -185,7 +185,7 @@ _ABSOLUTE = re.compile(r"https?://([^/?#]*)(/.*)?", re.IGNORECASE | re.DOTALL)
 class RequestForms:
     """Brings a request into the form that the other layers read, and gives its answer an id.
 
-    An absolute target becomes a path, and its host replaces `Host`. HEAD becomes GET, whose body is not sent. The id
+    An absolute target becomes a path, and its host replaces `Host`. HEAD is answered as GET, without the body. The id
     is in the header that the client's API has for it.
     """
 

@@ -128,8 +128,8 @@ def _too_large(limits: Limits) -> ApiError:
 def waits_for(engine: Engine, requests: Sequence[EngineRequest], with_counts: bool = True) -> str | None:
     """What requests wait for that have no token yet: their turn, or their prompts to be read.
 
-    None where there is nothing to tell of either, and where the prompts are short: those are read in one step. Called
-    beside the engine's thread, which may be a step farther by then; it is asked nothing, and waits for nothing.
+    None if there is nothing to tell of either, or if the prompts are short: those are read in one step. Any thread may
+    call it. It does not wait for the engine, which may be a step farther by then.
 
     with_counts: whether to tell how many tokens have been read, those from the prefix cache among them.
     """

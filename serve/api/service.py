@@ -25,9 +25,9 @@ from .model import Loaded
 from .worker import Job, RequestEvent, TimeLimits, Worker
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-"""Upper bounds of the histograms' buckets."""
+"""Upper bounds of the histograms' buckets: the defaults of Prometheus's Go client, and three for long answers."""
 _ALPHA = 0.1
-"""Weight of a round in the moving average of the acceptance rate."""
+"""Weight of a round in the moving average of the acceptance rate, which so tells of the last ten or so."""
 
 
 @dataclass

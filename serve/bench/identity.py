@@ -24,7 +24,7 @@ class Identity:
 
     identical: int = 0
     excused: int = 0
-    """Different, but first at two tokens that are both within the tolerance of the target's best."""
+    """Different. At the first difference, both tokens are within the tolerance of the target's best."""
     different: int = 0
 
     @property

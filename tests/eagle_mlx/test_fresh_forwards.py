@@ -48,8 +48,8 @@ WEIGHTS_LAST = 10
 MOST_STEPS = 600
 """Many times what eight requests of up to 20 tokens take in chunks of one token."""
 SICK_PROMPTS = 0.2
-"""Prompts with the token that the target reads as NaN, of all in a history that has such a token; as many follow one.
-"""
+"""If a history has a token that the target reads as NaN, so many of its prompts hold it. As many others begin like the
+last of them and go on without it."""
 EXCUSED = 0.005
 """Tokens that may fall either way, of all: one in two hundred."""
 
