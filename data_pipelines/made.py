@@ -27,7 +27,8 @@ from .chat import prompt_tokens, render
 from .conversation import Conversation, Message
 from .domains import DOMAINS, Domain
 from .regenerate import seed_of
-from .usable import UserPlace, find_user_place, loops_so_far, why_no_answer, why_no_question
+from .usable import loops_so_far, why_no_answer, why_no_question
+from .user_place import UserPlace, find_user_place
 
 A = TypeVar("A")
 

@@ -113,7 +113,7 @@ def decode(path: str, rows: slice, meta: ShardMeta) -> Sample:
 
 
 BLOCK = 64
-"""Values that share a scale."""
+"""Values that share a scale: the size of a group in `mx.quantize`, if nothing else is asked for."""
 
 _LIMIT = float(np.finfo(np.float16).max)
 

@@ -28,7 +28,8 @@ from eagle_mlx.data_pipelines.made_once import prompt_keys
 from eagle_mlx.data_pipelines.made_shards import ShardPlace
 from eagle_mlx.data_pipelines.partial import PartialFile, partial_path
 from eagle_mlx.data_pipelines.shard_capture import capture_to_shards, shard_meta
-from eagle_mlx.data_pipelines.usable import LOOK, find_user_place, loops, loops_so_far, why_no_answer, why_no_question
+from eagle_mlx.data_pipelines.usable import LOOK, loops, loops_so_far, why_no_answer, why_no_question
+from eagle_mlx.data_pipelines.user_place import find_user_place
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError, OutputError, ShardError, TargetError
 from eagle_mlx.policy import FixedPolicy
