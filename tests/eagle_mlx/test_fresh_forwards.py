@@ -66,6 +66,8 @@ class Figures:
     cancelled: int = 0
     failed: int = 0
     """Because their proposer raised, or because they have read NaN."""
+    pauses: int = 0
+    """How often a row was put back to wait."""
     taken_over: int = 0
     """Requests that began with a past from the prefix cache."""
     drafted: int = 0
@@ -162,6 +164,10 @@ class History:
         """Tokens of a beginning, at most."""
         self.manners = self._manners()
         self.leaves_inside = self._chance(0.3)
+        self.clients = int(self.rng.choice([1, 3]))
+        """Who takes turns: a client that holds more rows than another gives one back."""
+        self.pauses = float(self.rng.choice([0.0, 0.4]))
+        """Share of steps before which a row is paused."""
         self.proposer = self._proposer()
         self.engine = self._engine()
 
@@ -224,6 +230,8 @@ class History:
                     self._submit()
             try:
                 self._cancel()
+                if self.rows and self._chance(self.pauses):
+                    self.engine.pause(self.rows[int(self.rng.integers(len(self.rows)))])
                 self.engine.step()
             except ProposerRaised:
                 if not self.manners.raises:
@@ -245,6 +253,7 @@ class History:
         # A snapshot that ends before the token is taken with the keys behind it, and later prompts begin with it.
         boundaries = [prompt.index(self.sick)] if self.sick is not None and self.sick in prompt else []
         row = self.engine.prepare(prompt, self._params(own), boundaries)
+        row.client = f"client {int(self.rng.integers(self.clients))}"
         self.rows.append(row)
         self.figures.requests += 1
         self.engine.submit(row)
@@ -311,6 +320,7 @@ class History:
         figures, tokens, params = self.figures, row.tokens, row.params
         said = f"request {number} ({params.rule}, {len(row.prompt)} tokens, {row.cached_tokens} of them cached)"
         figures.taken_over += row.cached_tokens > 0
+        figures.pauses += row.pauses
         figures.rounds += row.rounds
         figures.drafted += sum(row.drafted_by_position)
         figures.accepted += sum(row.accepted_by_position)

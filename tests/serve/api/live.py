@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from threading import Event, Thread
 
 import httpx
 import openai
+import pytest
 
 import eagle_mlx as em
 from eagle_mlx.request import Request
@@ -132,3 +134,13 @@ def live(
         thread.join(timeout=20)
         sock.close()
         assert not thread.is_alive()
+
+
+ELSEWHERE = pytest.mark.skipif(sys.platform != "linux", reason="only there is 127.0.0.2 an address of this machine")
+
+
+def another_client(server: Live) -> httpx.Client:
+    """Return a client with another address."""
+    return httpx.Client(
+        base_url=server.base, transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=PATIENCE
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,7 @@ from eagle_mlx.serve.api.encoder import Encoder
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
 from tests.serve.api.given import PATIENCE
-from tests.serve.api.live import DEPTH, Live, engine, live, wide
+from tests.serve.api.live import DEPTH, ELSEWHERE, Live, another_client, engine, live, wide
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SHORT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
@@ -294,16 +293,6 @@ def test_one_client_cannot_take_all_places(encoder: LongTexts) -> None:
             assert waiting.recv(100).startswith(b"HTTP/1.1 200")
             assert encoder.begun <= 4  # its turn was the second
     server.until(lambda: server.idle)
-
-
-ELSEWHERE = pytest.mark.skipif(sys.platform != "linux", reason="only there is 127.0.0.2 an address of this machine")
-
-
-def another_client(server: Live) -> httpx.Client:
-    """Return a client with another address."""
-    return httpx.Client(
-        base_url=server.base, transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=PATIENCE
-    )
 
 
 @ELSEWHERE

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -27,7 +28,7 @@ from schemathesis.checks import (
 from eagle_mlx.serve.api.model import Loaded
 from tests.full import in_full
 from tests.serve.api.given import PATIENCE
-from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
+from tests.serve.api.live import DEPTH, ELSEWHERE, NAME, Live, another_client, engine, live, wide
 
 LONG = "SCHEMA_CASES" in os.environ
 CASES = int(os.environ.get("SCHEMA_CASES", in_full("30", "12")))
@@ -152,8 +153,8 @@ def test_every_route_is_published(short: Live) -> None:
         assert {"400", "413", "500", "503"} <= set(published["paths"][path]["post"]["responses"])
 
 
-def test_answers_of_all_kinds_are_as_published(short: Live) -> None:
-    published = short.http.get("/openapi.json").json()
+def answers_are_as_published(http: httpx.Client) -> None:
+    published = http.get("/openapi.json").json()
     asked = {"max_tokens": 4, "n": 2}
     for path, body in [
         ("/v1/completions", {**asked, "prompt": ["x", "y"], "logprobs": 2, "echo": True}),
@@ -166,10 +167,28 @@ def test_answers_of_all_kinds_are_as_published(short: Live) -> None:
         ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]}),
         ("/v1/responses", {"input": "x", "max_output_tokens": 4}),
     ]:
-        answer = short.http.post(path, json=body)
+        answer = http.post(path, json=body)
         assert answer.status_code == 200
         shape = published["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
         Draft202012Validator({**shape, "components": published["components"]}).validate(json.loads(answer.text))
+
+
+def test_answers_of_all_kinds_are_as_published(short: Live) -> None:
+    answers_are_as_published(short.http)
+
+
+@ELSEWHERE
+def test_05_answers_are_as_published_while_another_client_holds_every_row() -> None:
+    endless = {"messages": [{"role": "user", "content": "x"}], "n": 8, "ignore_eos": True, "stream": True}
+    with (
+        live(lambda: Loaded(engine(context=2048), "ngram", DEPTH), wide()) as server,
+        another_client(server) as other,
+        other.stream("POST", "/v1/chat/completions", json=endless),
+    ):
+        server.until(lambda: server.service.running == 4)
+        answers_are_as_published(server.http)
+        assert server.service.pauses >= 1
+        assert server.service.running + server.service.waiting == 8  # none of theirs has ended
 
 
 def test_what_every_answer_has_is_published_as_required(short: Live) -> None:
