@@ -54,6 +54,16 @@ class Abilities:
 
 
 @dataclass(frozen=True)
+class Context:
+    """What a policy is told before a round."""
+
+    rows: int
+    can: Abilities = Abilities()
+    group: int = 0
+    """The number of the group of rows that the round is for."""
+
+
+@dataclass(frozen=True)
 class RoundResult:
     """What a round came to, row by row."""
 
@@ -74,6 +84,8 @@ class RoundResult:
     confidences: Sequence[Sequence[float]] = ()
     """Of early exits: for each time that the proposer looked, the confidence of every row. The i-th look decides
     whether the draft token number i + 1 + CONFIDENCE_LAG, from 0 on, is drafted."""
+    group: int = 0
+    """The number of the group of rows that decoded."""
 
     @property
     def rows(self) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.tree import Tree
-from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Plan, RoundResult
+from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation, ProposerState, StatePiece
 from eagle_mlx.target import Target
 
@@ -287,8 +287,8 @@ class RandomPolicy:
             return Plan(depth, depth + int(self.rng.integers(1, 12)))
         return Plan(depth, stop_below=float(self.rng.random()) if kind == "early exit" else None)
 
-    def plan(self, rows: int, can: Abilities) -> Plan:
-        plan = self._next
+    def plan(self, context: Context) -> Plan:
+        plan, can = self._next, context.can
         return Plan(plan.depth, plan.nodes if can.trees else 0, plan.stop_below if can.early_exit else None)
 
     def observe(self, result: RoundResult) -> None:

@@ -21,8 +21,8 @@ from eagle_mlx.engine.prefix import PrefixCache
 from eagle_mlx.engine.scheduler import Scheduler
 from eagle_mlx.engine.work import Work
 from eagle_mlx.errors import ConfigError, PromptError
-from eagle_mlx.plan import PLAIN, Plan, RoundResult
-from eagle_mlx.policy import HasTwin, HybridPolicy, Policy
+from eagle_mlx.plan import PLAIN, Context, Plan, RoundResult
+from eagle_mlx.policy import HybridPolicy, Policy
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.request import Prompt, Request, make_request
@@ -78,8 +78,6 @@ class Engine:
             target.forward(mx.zeros((1, 2), mx.int32), RaggedCache.of(target.model, 1), proposer.aux_layers)
         self.target, self.proposer = target, proposer
         self.policy: Policy = policy or HybridPolicy()
-        self._policies = [self.policy]
-        """By the numbers of the groups; the second shares what the first has learnt."""
         self.max_batch, self.prefill_chunk, self.kv_bits = max_batch, prefill_chunk, kv_bits
         self.observer: Callable[[RoundResult], None] | None = None
         """Told of every round after it."""
@@ -354,14 +352,8 @@ class Engine:
         can = batch.abilities
         if self.chains_only is not None or not self.policy.wants_trees:
             can = replace(can, trees=False)
-        return batch.fitted(self._policy(batch).plan(len(batch.requests), can))
-
-    def _policy(self, batch: Batch) -> Policy:
-        """Each group has decisions of its own, where the policy remembers any."""
-        number = self._groups.number(batch)
-        if number == len(self._policies):
-            self._policies.append(self.policy.twin() if isinstance(self.policy, HasTwin) else self.policy)
-        return self._policies[number]
+        context = Context(len(batch.requests), can, self._groups.number(batch))
+        return batch.fitted(self.policy.plan(context))
 
     @property
     def _places(self) -> int:
@@ -374,7 +366,7 @@ class Engine:
 
     def _observe(self, batch: Batch, result: RoundResult) -> None:
         if self.proposer is not None:
-            self._policy(batch).observe(result)
+            self.policy.observe(replace(result, group=self._groups.number(batch)))
         if self.observer is not None:
             self.observer(result)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.plan import PLAIN, Abilities, Plan, RoundResult
+from eagle_mlx.plan import PLAIN, Context, Plan, RoundResult
 from eagle_mlx.policy.base import check_depth, check_share
 
 _INITIAL_RATE = 0.7
@@ -45,8 +45,8 @@ class AcceptancePolicy:
     def wants_trees(self) -> bool:
         return False
 
-    def plan(self, rows: int, can: Abilities) -> Plan:
-        if self.disable_at_rows is not None and rows >= self.disable_at_rows:
+    def plan(self, context: Context) -> Plan:
+        if self.disable_at_rows is not None and context.rows >= self.disable_at_rows:
             return PLAIN
         return Plan(self._depth())
 

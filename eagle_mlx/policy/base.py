@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.plan import Abilities, Plan, RoundResult
+from eagle_mlx.plan import Context, Plan, RoundResult
 
 
 class Policy(Protocol):
-    """Asked before each round, told after it. One that learns serves one engine with one proposer."""
+    """Is asked before each round and told its result. One that learns serves one engine with one proposer."""
 
     @property
     def wants_trees(self) -> bool:
         """Whether it ever plans trees."""
         ...
 
-    def plan(self, rows: int, can: Abilities) -> Plan:
-        """What to draft in the next round of `rows` rows.
+    def plan(self, context: Context) -> Plan:
+        """Return what to draft in the next round.
 
-        Asking changes nothing: while a plain round is under way the engine asks about the one after it, and starts
-        that too if it is to be plain.
+        This changes nothing: while a plain round is under way, the engine asks about the next one, and dispatches it
+        too if it is plain.
         """
         ...
 
     def observe(self, result: RoundResult) -> None:
-        """A round has ended."""
-        ...
-
-
-@runtime_checkable
-class HasTwin(Protocol):
-    """What a policy whose plans depend on the rounds before them has, for two groups of rows that take turns."""
-
-    def twin(self) -> Policy:
-        """A policy for the other group's rounds. It learns from all, and remembers only its own."""
+        """Learn from a round that has ended. Nothing else changes a policy."""
         ...
 
 
@@ -60,7 +51,8 @@ class FixedPolicy:
     def wants_trees(self) -> bool:
         return self.nodes > self.k > 0
 
-    def plan(self, rows: int, can: Abilities) -> Plan:
+    def plan(self, context: Context) -> Plan:
+        can = context.can
         plan = Plan(self.k, self.nodes) if can.trees and self.wants_trees else Plan(self.k)
         return replace(plan, lookup=True) if can.lookup and self.k else plan
 

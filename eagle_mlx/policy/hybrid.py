@@ -108,10 +108,10 @@ class HybridPolicy(ThroughputPolicy):
         self._asked: ThroughputPolicy | None = None
         """Whose the newest plan is; None for that of the model where nothing repeats."""
 
-    def twin(self) -> HybridPolicy:
-        other = super().twin()
+    def _twin(self) -> HybridPolicy:
+        other = super()._twin()
         assert isinstance(other, HybridPolicy)
-        other.ngrams, other.repeating = self.ngrams.twin(), self.repeating.twin()
+        other.ngrams, other.repeating = self.ngrams._twin(), self.repeating._twin()
         return other
 
     @property
@@ -131,12 +131,12 @@ class HybridPolicy(ThroughputPolicy):
             check_positive("pause", pause)
             self._contests[int(rows)] = _Contest(_Yield.of(ngrams), _Yield.of(model), pause=math.ceil(pause))
 
-    def plan(self, rows: int, can: Abilities) -> Plan:
+    def _plan(self, rows: int, can: Abilities) -> Plan:
         if not can.lookup:
             self._asked = None
-            return super().plan(rows, can)
-        model = self.repeating.plan(rows, replace(can, lookup=False))
-        ngrams = self.ngrams.plan(rows, replace(can, lookup=False, early_exit=False))
+            return super()._plan(rows, can)
+        model = self.repeating._plan(rows, replace(can, lookup=False))
+        ngrams = self.ngrams._plan(rows, replace(can, lookup=False, early_exit=False))
         lookup = self._prefers_ngrams(rows, ngrams, model)
         self._asked, plan = (self.ngrams, ngrams) if lookup else (self.repeating, model)
         return replace(plan, lookup=lookup) if plan.depth else PLAIN
@@ -152,14 +152,14 @@ class HybridPolicy(ThroughputPolicy):
     def _contest(self, rows: int) -> _Contest:
         return self._contests.setdefault(rows, _Contest())
 
-    def observe(self, result: RoundResult) -> None:
+    def _observe(self, result: RoundResult) -> None:
         plan = result.plan
         by = self._asked if not plan.depth else {None: None, True: self.ngrams, False: self.repeating}[plan.lookup]
         alone = replace(result, plan=replace(plan, lookup=None))
         if by is None:
-            super().observe(alone)
+            super()._observe(alone)
         else:
-            by.observe(alone)
+            by._observe(alone)
         if not plan.depth:
             (self if by is self.ngrams else self.ngrams).time_plain(result)
         elif plan.lookup is not None:

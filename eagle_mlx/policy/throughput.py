@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Plan, RoundResult
+from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult
 from eagle_mlx.policy.base import check_depth, check_share
 from eagle_mlx.policy.budget import RegretBudget
 from eagle_mlx.policy.costs import Costs, Drift
@@ -145,12 +145,20 @@ class ThroughputPolicy:
         self._decisions: dict[tuple[int, Abilities], _Decision] = {}
         self._decision = _Decision(PLAIN, PLAIN)
         """The newest."""
+        self._groups = {0: self}
+        """The policy of each group of rows."""
 
-    def twin(self) -> ThroughputPolicy:
+    def _twin(self) -> ThroughputPolicy:
         """One that shares costs, acceptance and budgets, for rounds that alternate with this one's."""
         other = copy(self)
         other._seen, other._decisions = Counter(self._seen), {}
         return other
+
+    def _of(self, group: int) -> ThroughputPolicy:
+        """Each group has decisions of its own, and learns from all."""
+        if group not in self._groups:
+            self._groups[group] = self._twin()
+        return self._groups[group]
 
     def apart(self) -> ThroughputPolicy:
         """One for rounds of another kind, that take as long: it shares costs and budgets, and learns what is kept."""
@@ -209,7 +217,10 @@ class ThroughputPolicy:
             self._decision = _Decision(self._chains[-1], self._chains[-1])
             self._baseline_check = _CHECK_AFTER_PRIOR
 
-    def plan(self, rows: int, can: Abilities) -> Plan:
+    def plan(self, context: Context) -> Plan:
+        return self._of(context.group)._plan(context.rows, context.can)
+
+    def _plan(self, rows: int, can: Abilities) -> Plan:
         if (rows, can) not in self._decisions:
             self._decisions[rows, can] = self._choose(rows, can)
         self._decision = self._decisions[rows, can]
@@ -328,6 +339,9 @@ class ThroughputPolicy:
         return self._seconds(rows, plan, plan.size) * (1 - self._speed(rows, plan) / self._speed(rows, best))
 
     def observe(self, result: RoundResult) -> None:
+        self._of(result.group)._observe(result)
+
+    def _observe(self, result: RoundResult) -> None:
         plan, rows = result.plan, result.rows
         if _is_early(plan):
             plan = self._early if plan.depth > _SHORT else Plan(plan.depth)

@@ -22,7 +22,7 @@ from eagle_mlx.cache.tree_support import why_no_trees
 from eagle_mlx.catalog.embedded import embedded
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import TargetError
-from eagle_mlx.plan import Abilities, Plan, RoundResult
+from eagle_mlx.plan import Context, Plan, RoundResult
 from eagle_mlx.ranks import Channel, LeadingTarget, World, follow, shard_layers, shard_tensors
 from eagle_mlx.request import Request
 from eagle_mlx.serve.bench.identity import compare, tolerance_for
@@ -49,8 +49,8 @@ class Always:
     def wants_trees(self) -> bool:
         return self.next.is_tree
 
-    def plan(self, rows: int, can: Abilities) -> Plan:
-        return self.next if can.trees or not self.next.is_tree else Plan(self.next.depth)
+    def plan(self, context: Context) -> Plan:
+        return self.next if context.can.trees or not self.next.is_tree else Plan(self.next.depth)
 
     def observe(self, result: RoundResult) -> None:
         """Nothing to learn."""

@@ -15,7 +15,7 @@ import eagle_mlx as em
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch, draft_sample
 from eagle_mlx.errors import TargetError
-from eagle_mlx.plan import Abilities, Plan, RoundResult
+from eagle_mlx.plan import Context, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Forward
@@ -138,7 +138,7 @@ class Phases:
     def __init__(self, *depths: int):
         self.depths = list(depths)
 
-    def plan(self, rows: int, can: Abilities) -> Plan:
+    def plan(self, context: Context) -> Plan:
         return Plan(self.depths[0] if self.depths else 2)
 
     def observe(self, result: RoundResult) -> None:

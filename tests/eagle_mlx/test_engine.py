@@ -16,7 +16,7 @@ import eagle_mlx as em
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.round import Round
 from eagle_mlx.errors import ConfigError, PromptError
-from eagle_mlx.plan import CONFIDENCE_LAG, Abilities, Plan, RoundResult
+from eagle_mlx.plan import CONFIDENCE_LAG, Context, Plan, RoundResult
 from tests.fakes import Oracle, tiny_head, tiny_target
 from tests.full import in_full
 
@@ -295,7 +295,7 @@ class Recording:
         self.depths = depths
         self.results: list[RoundResult] = []
 
-    def plan(self, rows: int, can: Abilities) -> Plan:
+    def plan(self, context: Context) -> Plan:
         return Plan(self.depths[len(self.results) % len(self.depths)])
 
     def observe(self, result: RoundResult) -> None:
@@ -314,8 +314,8 @@ class Capricious(Recording):
         self.rng = np.random.default_rng(k)
         self.next = Plan(k, stop_below=0.5)
 
-    def plan(self, rows: int, can: Abilities) -> Plan:
-        return self.next if can.trees or not self.next.is_tree else Plan(self.k)
+    def plan(self, context: Context) -> Plan:
+        return self.next if context.can.trees or not self.next.is_tree else Plan(self.k)
 
     def observe(self, result: RoundResult) -> None:
         super().observe(result)
@@ -436,7 +436,7 @@ def test_a_look_at_plain_decoding_is_one_round_and_takes_the_time_of_one(monkeyp
     monkeypatch.setattr(Batch, "dispatch", slow)
 
     class Looking(Recording):
-        def plan(self, rows: int, can: Abilities) -> Plan:
+        def plan(self, context: Context) -> Plan:
             return Plan(0 if len(self.results) % 4 == 3 or 20 <= len(self.results) < 30 else 2)
 
         def observe(self, result: RoundResult) -> None:
@@ -515,9 +515,9 @@ class Turns:
     def __init__(self, nodes: int):
         self.nodes, self.lookup = nodes, False
 
-    def plan(self, rows: int, can: Abilities) -> Plan:
-        nodes = self.nodes if can.trees else 0
-        return Plan(3, nodes, lookup=self.lookup if can.lookup else None)
+    def plan(self, context: Context) -> Plan:
+        nodes = self.nodes if context.can.trees else 0
+        return Plan(3, nodes, lookup=self.lookup if context.can.lookup else None)
 
     def observe(self, result: RoundResult) -> None:
         self.lookup = not self.lookup

@@ -20,7 +20,7 @@ from eagle_mlx.engine.grouping import RoundReads
 from eagle_mlx.engine.kv_budget import size_of
 from eagle_mlx.engine.round import Round
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.plan import Abilities, Plan, RoundResult
+from eagle_mlx.plan import Context, Plan, RoundResult
 from eagle_mlx.request import Request
 from tests.architectures import VOCAB, tiny_model
 from tests.eagle_mlx.test_masks import params_of
@@ -75,9 +75,9 @@ class Wandering:
         self.plans = [Plan(0), Plan(3), Plan(0), Plan(0), Plan(5, stop_below=0.4), Plan(2, 6), Plan(0), Plan(1)]
         self.rounds = 0
 
-    def plan(self, rows: int, can: Abilities) -> Plan:
+    def plan(self, context: Context) -> Plan:
         plan = self.plans[self.rounds % len(self.plans)]
-        return plan if can.trees or not plan.is_tree else replace(plan, nodes=0)
+        return plan if context.can.trees or not plan.is_tree else replace(plan, nodes=0)
 
     def observe(self, result: RoundResult) -> None:
         self.rounds += 1
@@ -518,11 +518,12 @@ def test_each_group_has_decisions_of_its_own_and_both_learn() -> None:
     """
     policy = em.ThroughputPolicy(max_depth=4)
     plans: dict[int, list[int]] = {7: [], 1: []}
-    for each, rows, per_token in ((policy, 7, 2.0), (policy.twin(), 1, 0.01)) * 100:
-        plan = each.plan(rows, Abilities())
+    for group, rows, per_token in ((0, 7, 2.0), (1, 1, 0.01)) * 100:
+        plan = policy.plan(Context(rows, group=group))
         drafted = [plan.depth] * rows
         plans[rows].append(plan.depth)
-        each.observe(RoundResult(plan, drafted, drafted, [1 + plan.depth] * rows, 1 + per_token * plan.depth))
+        taken, seconds = [1 + plan.depth] * rows, 1 + per_token * plan.depth
+        policy.observe(RoundResult(plan, drafted, drafted, taken, seconds, group=group))
     assert plans[7].count(0) > 80
     assert plans[1].count(4) > 80
 

@@ -21,7 +21,7 @@ from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch, distribution
 from eagle_mlx.decoding.tree import Tree
 from eagle_mlx.errors import ProposerError
-from eagle_mlx.plan import Abilities, Plan, RoundResult
+from eagle_mlx.plan import Abilities, Context, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation, ProposerState
 from tests.architectures import VOCAB, sicken, tiny_model
 from tests.fakes import generate, known_text, randomize, tiny_config, tiny_target
@@ -140,8 +140,8 @@ def spoiler(seed: int, dtypes: Sequence[mx.Dtype]) -> Change:
 class Free(em.FixedPolicy):
     """Asks for early exits, of trees too."""
 
-    def plan(self, rows: int, can: Abilities) -> Plan:
-        return replace(super().plan(rows, can), stop_below=0.5)
+    def plan(self, context: Context) -> Plan:
+        return replace(super().plan(context), stop_below=0.5)
 
     def observe(self, result: RoundResult) -> None:
         assert all(0 <= a <= d for a, d in zip(result.accepted, result.drafted, strict=True))

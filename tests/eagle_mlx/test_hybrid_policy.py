@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eagle_mlx.plan import PLAIN, Abilities
+from eagle_mlx.plan import PLAIN, Abilities, Context
 from eagle_mlx.policy import HybridPolicy, ThroughputPolicy
 from tests.eagle_mlx.worlds import Repeating
 from tests.full import in_full
@@ -72,8 +72,7 @@ def test_what_it_learnt_is_where_the_next_begins() -> None:
 
 def test_a_twin_learns_from_the_other_group() -> None:
     policy, world = HybridPolicy(), Repeating(chance=0.2, ngrams=0.9)
-    twin = policy.twin()
     world.decode(policy)
-    plans = {twin.plan(1, Abilities(lookup=True)) for _ in range(3)}
+    plans = {policy.plan(Context(1, Abilities(lookup=True), group=1)) for _ in range(3)}
     assert plans != {PLAIN}
     assert all(plan.lookup for plan in plans)

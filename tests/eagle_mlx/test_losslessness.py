@@ -21,7 +21,7 @@ from eagle_mlx.decoding import filters
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch, Stream, distribution, draft_sample, gumbel, sample
 from eagle_mlx.decoding.verify import Verdict, match, rejection, verify
-from eagle_mlx.plan import Abilities, Plan, RoundResult
+from eagle_mlx.plan import Abilities, Context, Plan, RoundResult
 from eagle_mlx.policy import Policy
 from eagle_mlx.request import Pending, Request
 from eagle_mlx.sampling_params import SamplingParams
@@ -492,8 +492,8 @@ class Alternating:
     def __init__(self, lookup: bool):
         self.lookup = lookup
 
-    def plan(self, rows: int, can: Abilities) -> Plan:
-        return Plan(2, lookup=self.lookup if can.lookup else None)
+    def plan(self, context: Context) -> Plan:
+        return Plan(2, lookup=self.lookup if context.can.lookup else None)
 
     def observe(self, result: RoundResult) -> None:
         self.lookup = not self.lookup
@@ -654,7 +654,7 @@ class EveryThird:
     def __init__(self) -> None:
         self.rounds = 0
 
-    def plan(self, rows: int, can: Abilities) -> Plan:
+    def plan(self, context: Context) -> Plan:
         return Plan(0 if self.rounds % 3 else 2)
 
     def observe(self, result: RoundResult) -> None:

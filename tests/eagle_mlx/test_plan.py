@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import eagle_mlx as em
-from eagle_mlx.plan import PLAIN, Plan, RoundResult
+from eagle_mlx.plan import PLAIN, Context, Plan, RoundResult
 from tests.fakes import tiny_head, tiny_target
 
 PLANS = st.builds(Plan, st.integers(0, 16), st.integers(0, 64), st.none() | st.floats(0, 2))
@@ -52,7 +52,7 @@ def test_a_result_can_be_sent(
 @pytest.mark.parametrize("plan", [Plan(3), Plan(6, stop_below=1e-3), Plan(3, 9)])
 def test_what_an_engine_tells_of_a_round_can_be_sent(plan: Plan) -> None:
     class Planned(em.FixedPolicy):
-        def plan(self, rows: int, can: object) -> Plan:
+        def plan(self, context: Context) -> Plan:
             return plan
 
     target, results = tiny_target(), list[RoundResult]()

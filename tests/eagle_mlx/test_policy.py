@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Plan
+from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
 from eagle_mlx.policy.costs import Costs, Drift
 from eagle_mlx.policy.trials import AcceptanceByPosition, AcceptanceByRank, Calibration
@@ -19,9 +19,9 @@ from tests.eagle_mlx.worlds import CHAINS, World, result
 @pytest.mark.parametrize("k", [0, 1, 7])
 def test_fixed_policy_drafts_k_whatever_happens(k: int) -> None:
     policy: Policy = FixedPolicy(k)
-    assert policy.plan(1, CHAINS) == Plan(k)
+    assert policy.plan(Context(1, CHAINS)) == Plan(k)
     policy.observe(result(Plan(k), [k, k], [0, 0], 1.0))
-    assert policy.plan(64, CHAINS) == Plan(k)
+    assert policy.plan(Context(64, CHAINS)) == Plan(k)
 
 
 @pytest.mark.parametrize("k", [-1, 1.5, True, "4", None])
@@ -44,7 +44,7 @@ def test_shares_and_sizes_out_of_range_are_refused() -> None:
 
 def test_acceptance_average_by_hand() -> None:
     policy = AcceptancePolicy(k=6)
-    assert (policy.rate, policy.plan(1, CHAINS)) == (0.7, Plan(4))
+    assert (policy.rate, policy.plan(Context(1, CHAINS))) == (0.7, Plan(4))
     policy.observe(result(Plan(4), [4, 4], [4, 2], 1.0))
     assert policy.rate == pytest.approx(0.7 + 0.1 * (6 / 8 - 0.7))
     policy.observe(result(Plan(4), [0, 0], [0, 0], 1.0))  # nothing was found to draft
@@ -59,15 +59,15 @@ def test_acceptance_average_by_hand() -> None:
 def test_bands_of_the_acceptance_rate(rate: float, k: int, depth: int) -> None:
     policy = AcceptancePolicy(k)
     policy.rate = rate
-    assert policy.plan(1, CHAINS) == Plan(depth)
+    assert policy.plan(Context(1, CHAINS)) == Plan(depth)
     fixed = AcceptancePolicy(k, adaptive=False)
     fixed.rate = rate
-    assert fixed.plan(1, CHAINS) == Plan(k if rate >= 0.3 else 0)
+    assert fixed.plan(Context(1, CHAINS)) == Plan(k if rate >= 0.3 else 0)
 
 
 def test_acceptance_policy_is_off_in_large_batches() -> None:
     policy = AcceptancePolicy(k=4, disable_at_rows=8)
-    assert [policy.plan(rows, CHAINS).depth for rows in (1, 7, 8, 64)] == [2, 2, 0, 0]
+    assert [policy.plan(Context(rows, CHAINS)).depth for rows in (1, 7, 8, 64)] == [2, 2, 0, 0]
 
 
 def test_acceptance_policy_turns_off_probes_and_comes_back() -> None:
@@ -83,8 +83,8 @@ def test_acceptance_policy_turns_off_probes_and_comes_back() -> None:
 def test_fixed_policy_draws_the_tree_that_it_was_given() -> None:
     policy = FixedPolicy(4, nodes=12)
     trees = Abilities(trees=True)
-    assert policy.plan(3, trees) == Plan(4, 12)
-    assert policy.plan(3, CHAINS) == Plan(4) == FixedPolicy(4).plan(3, trees)
+    assert policy.plan(Context(3, trees)) == Plan(4, 12)
+    assert policy.plan(Context(3, CHAINS)) == Plan(4) == FixedPolicy(4).plan(Context(3, trees))
     assert (policy.wants_trees, FixedPolicy(4).wants_trees) == (True, False)
     with pytest.raises(ConfigError, match="^nodes, the number of draft tokens"):
         FixedPolicy(4, nodes=-1)

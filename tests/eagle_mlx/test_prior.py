@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import eagle_mlx as em
 from eagle_mlx.engine.prior import Prior, start
-from eagle_mlx.plan import Plan
+from eagle_mlx.plan import Context, Plan
 from eagle_mlx.policy import HybridPolicy, ThroughputPolicy
 from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.target import Target
@@ -69,7 +69,7 @@ def test_what_led_leads_from_the_first_round_on_though_plain_decoding_is_close()
     knowledge["tried"] = [[depth, 0, False, 20] for depth in range(3)]
     policy = ThroughputPolicy(2)
     policy.start_from(knowledge)
-    assert policy.plan(1, CHAINS) == Plan(1)
+    assert policy.plan(Context(1, CHAINS)) == Plan(1)
 
 
 def test_without_it_the_first_rounds_are_slower() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Plan
+from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan
 from eagle_mlx.policy import ThroughputPolicy
 from eagle_mlx.policy.throughput import levels_for
 from tests.eagle_mlx.worlds import CHAINS, EARLY_EXITS, Cost, Forest, Moods, World, result
@@ -87,7 +87,7 @@ def test_plain_rounds_of_a_busy_moment_are_soon_taken_again(seed: int) -> None:
     policy = ThroughputPolicy()
     world.run(policy, 300)
     for _ in range(40):
-        if policy.plan(1, CHAINS) == PLAIN:
+        if policy.plan(Context(1, CHAINS)) == PLAIN:
             policy.observe(result(PLAIN, [0], [0], 1.5))
     depths, *_ = world.run(policy, 200)
     assert sum(map(bool, depths)) < 100
@@ -200,7 +200,7 @@ def test_longer_chains_than_were_tried_are_not_judged_by_what_drafting_takes_at_
 
 
 def test_short_drafts_do_not_exit_early() -> None:
-    assert ThroughputPolicy(CONFIDENCE_LAG + 1).plan(1, EARLY_EXITS).stop_below is None
+    assert ThroughputPolicy(CONFIDENCE_LAG + 1).plan(Context(1, EARLY_EXITS)).stop_below is None
     plans, _ = Moods(0.9).draft(ThroughputPolicy(CONFIDENCE_LAG + 1), 100)
     assert all(plan.stop_below is None for plan in plans)
 
@@ -240,19 +240,19 @@ def test_rounds_that_are_cut_because_rows_end_are_learned_from_and_begin_no_look
     forest, policy = Forest(0.5, lambda rows, nodes: 1 + 0.01 * nodes, gain=0.9), ThroughputPolicy(5, max_nodes=32)
     forest.grow(policy, 300)
     trees = Abilities(trees=True)
-    wanted = policy.plan(1, trees)
+    wanted = policy.plan(Context(1, trees))
     assert wanted.is_tree
     for most in (3, 2, 3, 1):
-        for asked in (wanted, policy.plan(1, trees)):
+        for asked in (wanted, policy.plan(Context(1, trees))):
             cut = asked.cut(most)
             policy.observe(result(cut, [cut.depth], [1], 1 + 0.01 * asked.nodes, paths=[[0]]))
     chains = ThroughputPolicy(8)
     World(0.9).run(chains, 400)
     short = 0
     for _ in range(20):
-        cut = chains.plan(1, CHAINS).depth - 1
+        cut = chains.plan(Context(1, CHAINS)).depth - 1
         chains.observe(result(Plan(cut), [cut], [cut], 1.1 + 0.1 * cut))
-        short += chains.plan(1, CHAINS).depth == cut
+        short += chains.plan(Context(1, CHAINS)).depth == cut
         World(0.9).run(chains, 1)
     assert short <= 3
 

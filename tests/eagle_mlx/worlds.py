@@ -9,7 +9,7 @@ from itertools import product
 
 import numpy as np
 
-from eagle_mlx.plan import CONFIDENCE_LAG, Abilities, Plan, RoundResult
+from eagle_mlx.plan import CONFIDENCE_LAG, Abilities, Context, Plan, RoundResult
 from eagle_mlx.policy import Policy, ThroughputPolicy
 from tests.full import in_full
 
@@ -55,9 +55,9 @@ class World:
 
     def planned(self, policy: Policy, rows: int, can: Abilities) -> Plan:
         """What the policy plans, however often it is asked."""
-        plan = policy.plan(rows, can)
+        plan = policy.plan(Context(rows, can))
         self.asked += 1
-        assert self.asked % ASKED_TWICE or policy.plan(rows, can) == plan
+        assert self.asked % ASKED_TWICE or policy.plan(Context(rows, can)) == plan
         return plan
 
     def kept(self, depth: int, chance: float) -> int:
