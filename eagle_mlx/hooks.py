@@ -185,8 +185,8 @@ _LONG_KERNEL = (64, 80, 128)
 _LONGEST_VERIFY = 64
 """Queries beyond which it is a prompt that is read, whose scores are little beside the rest of the work."""
 _TILE = 128
-"""Queries of a prompt that a CPU attends with at once, to the keys before them alone. MLX computes the scores of all
-keys there, with an exponential that takes most of the time (docs/log.md); smaller tiles lose more to their number.
+"""Queries of a prompt that attend together on a CPU, to earlier keys only. Without tiles MLX computes all scores there,
+and their exponentials take most of the time (docs/decisions.md). Smaller tiles lose more to their number.
 """
 
 

@@ -18,7 +18,7 @@ GROUPS = 2
 """Groups that there are at most: a third would read the weights a third time, for less padding than the second saves.
 """
 _ROUND = 32 << 20
-"""Bytes in whose time a round begins and ends, whatever it reads: twice what was measured on a CPU (docs/log.md).
+"""Bytes in whose time a round begins and ends, whatever it reads: twice what was measured on a CPU (docs/decisions.md).
 
 It keeps small models from a second round that costs more than it saves; of a model of a gigabyte it is 3 %.
 """

@@ -27,7 +27,7 @@ from eagle_mlx.target import Target
 MIN_NGRAM, MAX_NGRAM = 2, 4
 """Of the n-grams beside a model: one token that has come before says less than the model does.
 
-With a head for SmolLM2-135M, 2 and 3 were as good, and 1 was worse (docs/log.md)."""
+With a head for SmolLM2-135M, 2 and 3 were as good, and 1 was worse (docs/decisions.md)."""
 
 
 class HybridProposer:

@@ -118,7 +118,7 @@ def tie_queries_to_keys(attention: Attention) -> None:
     """Let queries begin as the keys of their group, so that each position sees itself and what is like it.
 
     The newest token reaches an EAGLE-3 head by its attention alone. Queries and keys that have nothing to do with each
-    other see all positions alike, and of the newest token only a share that falls with the context (docs/log.md).
+    other see all positions alike, and of the newest token only a share that falls with the context (docs/decisions.md).
     """
     keys = attention.k_proj.weight
     dim, width = keys.shape[0] // attention.kv_heads, keys.shape[1]

@@ -1,7 +1,7 @@
 """A new head's start by least squares: the best linear guess of the target's next hidden state.
 
 A head's first task is nearly linear: from the layers read at one token and the embedding of the next to the target's
-last state at that next token. Its solution costs one pass over some thousand tokens, and no gradient (docs/log.md).
+last state at that next token. Solving it takes one pass over some thousand tokens and no gradient (docs/decisions.md).
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def _text(value: Any) -> str:
 
 
 _TOKENS_PER_INPUT = 32
-"""Tokens that are taken for each number that the guess is made of; by the figures in docs/log.md, where it is found."""
+"""Tokens read for each input value of the guess, if they are captured already (figures: docs/decisions.md)."""
 _READ_PER_INPUT = 8
 """The same where the target has to read them first. By those figures a quarter gives nine tenths of the guess."""
 _SLOW = 2.0
