@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,16 +15,15 @@ from eagle_mlx.catalog.head_registry import LEAST, register
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.setting import Setting, argument, flag, settings_of
-from eagle_mlx.shards.budget import gb
 from eagle_mlx.target import Target, fingerprint
 
 from .command import Stop, exit_code
 from .config import NOT_BESIDE_HOURS, SELF, TrainConfig, from_mapping, groups, named_settings
-from .data import heldout_prompts, make_data, training_data
+from .data import data_config, heldout_prompts, make_data, training_data
 from .distributed import SINGLE_PROCESS, World
 from .hours import train_for_hours, was_begun
 from .kinds import KINDS, Head, resolved
-from .plan import Recipe, check, describe_memory, forecast, load_recipe, plan_of, recipe_for, recipe_names
+from .plan import Recipe, bound_of, load_recipe, plan_of, probe, recipe_for, recipe_names
 from .report import command as report_command
 from .run import BEST, check_incomplete, check_wandb, claim, existing_head, resumed_config, run_worker, state, train
 
@@ -163,19 +161,20 @@ _Done = tuple[TrainConfig, Mapping[str, Any], Path | None, Target]
 
 def _run(config: TrainConfig, stop: Stop, resume: Path | None, world: World, folder: Path | None) -> _Done | None:
     """Load, read and train in a folder that is made and locked; None in processes that write nothing."""
-    found = forecast(config, fetch=True)
-    check(found)
-    if world.is_rank_zero:
-        step = dataclasses.replace(found.memory, states=0)  # how many states there are is not known before the data
-        print(f"memory: {gb(step.total)} expected besides hidden states: {describe_memory(step)}", file=sys.stderr)
+    if not config.data.shards:
+        data_config(config)  # settings that cannot be meant are refused before anything is loaded
+    bound_of(config).check()
     target = config.loading.load(config.head.target)
     config.loading.wire_active()
     head = existing_head(target, config)
     if head is None:
         KINDS[config.head.kind].check(target, config)
+    measured = probe(target, config, head)
+    reserve = measured.memory
+    if world.is_rank_zero:
+        print(f"measured: {measured}", file=sys.stderr)
     if config.optimization.hours:
         return config, train_for_hours(target, config, head, resume, stop, claimed=folder), resume, target
-    reserve = found.memory.head + found.memory.optimizer + found.memory.step
     prompts = _prompts(target, config, world, head, reserve)
     alone = world.size == 1
     data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, reserve, alone))

@@ -16,8 +16,8 @@ from eagle_mlx.errors import ConfigError, DataError, OutputError, ShardError
 from eagle_mlx.shards import Sample, ShardWriter
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
+from eagle_mlx.train.data import storage
 from eagle_mlx.train.data.sources import TrainData, heldout_prompts, training_data
-from eagle_mlx.train.plan import cache
 from tests.fakes import tiny_target
 
 TARGET = tiny_target(vocab=4096, tokenizer=True)
@@ -103,7 +103,7 @@ def test_states_go_where_there_is_room(tmp_path: Path, monkeypatch: pytest.Monke
     settings = config(source, output=output).changed(cache_gb=1.0)
     in_memory = training_data(TARGET, settings)
     assert (in_memory.place, in_memory.report["states"]) == ("memory", "captured once, in memory")
-    monkeypatch.setattr(cache, "free_memory", lambda: 1000)
+    monkeypatch.setattr(storage, "free_memory", lambda: 1000)
     on_disk = training_data(TARGET, settings)
     assert on_disk.place == "disk"
     assert on_disk.report["states"] == f"shards {output}.shards"
@@ -111,12 +111,12 @@ def test_states_go_where_there_is_room(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(held) > 50
     for tokens, states in places(in_memory).items():
         assert all(np.array_equal(a, b) for a, b in zip(states, held[tokens], strict=True))
-    monkeypatch.setattr(cache, "free_disk", lambda folder: 0)
+    monkeypatch.setattr(storage, "free_disk", lambda folder: 0)
     assert training_data(TARGET, settings).place == "disk"  # what is there already needs no more room
     elsewhere = settings.changed(cache_dir=str(tmp_path / "none"))
     assert training_data(TARGET, elsewhere).place == "online"
     assert training_data(TARGET, config(source)).place == "online"  # a cache of nothing
-    monkeypatch.setattr(cache, "free_memory", lambda: 10**9)
+    monkeypatch.setattr(storage, "free_memory", lambda: 10**9)
     assert training_data(TARGET, elsewhere).place == "memory"
     assert training_data(TARGET, elsewhere, reserve=10**9).place == "online"
 
@@ -157,8 +157,8 @@ def test_a_place_that_is_asked_for_is_kept_to(tmp_path: Path, monkeypatch: pytes
     source = chats(tmp_path, "a", 20)
     assert training_data(TARGET, config(source, states="memory")).place == "memory"  # whatever --cache-gb is
     assert training_data(TARGET, config(source, states="online", cache_bits=8)).place == "online"
-    monkeypatch.setattr(cache, "free_memory", lambda: 1000)
-    monkeypatch.setattr(cache, "free_disk", lambda folder: 1000)
+    monkeypatch.setattr(storage, "free_memory", lambda: 1000)
+    monkeypatch.setattr(storage, "free_disk", lambda folder: 1000)
     with pytest.raises(ConfigError, match="kept in memory: .* of memory are left for them; .*--states disk"):
         training_data(TARGET, config(source, states="memory"))
     with pytest.raises(OutputError, match=r"are left at .*kept; make room, .*--cache-bits 8"):

@@ -33,7 +33,7 @@ from eagle_mlx.train.command import Stop, Stopped
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.evaluation import Evaluator
 from eagle_mlx.train.hours import portions, train_for_hours
-from eagle_mlx.train.plan.division import Next, Rates, is_last, next_portion, seconds_to_learn
+from eagle_mlx.train.hours.division import Next, Rates, is_last, next_portion, seconds_to_learn
 from eagle_mlx.train.run import Stopwatch, loop
 from eagle_mlx.train.step import Phase, Stepper
 from tests.fakes import talking_target_folder

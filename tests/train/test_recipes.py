@@ -16,11 +16,10 @@ from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads.precision import quantize
 from eagle_mlx.train.cli import _new_run, _parser, main
 from eagle_mlx.train.config import from_mapping, load_config
-from eagle_mlx.train.kinds import resolved
-from eagle_mlx.train.plan.estimate import FLOAT
-from eagle_mlx.train.plan.preflight import as_text, assumed, forecast
+from eagle_mlx.train.kinds import KINDS, resolved
+from eagle_mlx.train.plan.bound import FLOAT, bound_of, described_target, parameters_of
+from eagle_mlx.train.plan.dry_run import as_text, assumed
 from eagle_mlx.train.plan.recipe import FOLDER, load_recipe, recipe_names
-from eagle_mlx.train.plan.shapes import blank_head, described_target, shape_of_target
 from tests import hub_server
 from tests.fakes import EMBEDDED_TARGET
 
@@ -48,6 +47,8 @@ BILLIONS = {
     "qwen3.5-35b-a3b": 34.66,
 }
 """Parameters as published (of the language model alone), which what a recipe says of its model must come to."""
+SMALL = ("--draft-vocab", "512", "--rows", "1", "--accumulate", "1", "--length", "16")
+"""A batch that is measured at once."""
 
 
 def test_every_recipe_is_known() -> None:
@@ -58,16 +59,18 @@ def test_every_recipe_is_known() -> None:
 def test_a_recipe_makes_a_plan(name: str) -> None:
     recipe = load_recipe(name)
     config = from_mapping(recipe.settings)
-    found = forecast(config, recipe.model, assumed(config, recipe.tokens_each))
-    assert found.target.parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
-    assert found.target.weights < found.target.parameters * (6 / 8 if FLOAT == 4 else 5 / 8)  # 4 bits, and scales
-    assert found.head.draft_vocab == 32_000
-    assert found.memory.step > found.memory.head > 0
+    found = bound_of(config, described_target(config.head.target, recipe.model))
+    parameters = parameters_of(found.target.model)
+    assert parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
+    assert found.weights < parameters * 6 / 8  # 4 bits, and scales
+    assert found.head.token_ids is not None
+    assert found.head.token_ids.size == 32_000
+    assert found.training > FLOAT * found.trained > 0
     assert [spec.partition(":")[0] for spec in DataConfig(config.data.sources).specs] == ["preset"] * len(
         config.data.sources
     )
-    text = as_text(found, 1e13)
-    assert f"{found.target.layers} layers" in text
+    text = as_text(found, assumed(config, recipe.tokens_each), free=10**11)
+    assert f"{found.target.num_layers} layers" in text
     assert "tokens      " in text
     assert "assumed" in text
     assert not re.search(r"\b(nan|inf)\b", text)
@@ -81,6 +84,8 @@ def test_a_plan_is_printed_without_a_network(capsys: pytest.CaptureFixture[str])
     ]
     assert plan["target"].startswith("mlx-community/Qwen3-32B-4bit: 64 layers of 5,120, vocabulary 151,936, 32.8 b")
     assert plan["layers"].startswith("1, 31, 60, 63")
+    assert plan["memory"].startswith("at least ")
+    assert plan["time"] == "measured by a probe when the target is loaded"
 
 
 @pytest.mark.parametrize(
@@ -193,12 +198,12 @@ def test_flags_go_over_the_recipe(capsys: pytest.CaptureFixture[str], tmp_path: 
     (tmp_path / "own.yaml").write_text("lr: 5e-4\nrows: 3\n")
     config = load_config(tmp_path / "own.yaml", {"rows": 5}, load_recipe("qwen3-0.6b").settings)
     assert (config.optimization.lr, config.optimization.rows, config.optimization.unroll) == (5e-4, 5, 7)
-    assert main(["--recipe", "qwen3-32b", "--dry-run", "--target", str(EMBEDDED_TARGET), "--draft-vocab", "512"]) == 0
+    assert main(["--recipe", "qwen3-32b", "--dry-run", "--target", str(EMBEDDED_TARGET), *SMALL]) == 0
     assert "14 layers of 192" in capsys.readouterr().out  # another target than the recipe's is read itself
 
 
 def test_a_target_at_hand_needs_no_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--target", str(EMBEDDED_TARGET), "--dry-run", "--head", "mtp"]) == 0
+    assert main(["--target", str(EMBEDDED_TARGET), "--dry-run", "--head", "mtp", "--rows", "1", "--length", "16"]) == 0
     assert "MTP, " in capsys.readouterr().out
     assert main(["--dry-run"]) == 2
     assert "--target, or a --recipe" in capsys.readouterr().err
@@ -222,10 +227,10 @@ def test_recipes_are_packaged() -> None:
 def test_the_bytes_of_heads_in_few_bits_are_those_of_the_guide(name: str) -> None:
     recipe = load_recipe(name)
     target, config = described_target(name, recipe.model), resolved(from_mapping(recipe.settings))
-    whole = shape_of_target(target).weights
+    whole = bound_of(config, target).weights
     cells = [f"`{name}`", f"{whole / 1e9:.2f} GB"]
     for bits in (16, 8, 4):
-        head = blank_head(target, config)
+        head = KINDS[config.head.kind].blank(target, config)
         head.set_dtype(mx.bfloat16)
         if bits < 16:
             quantize(head, bits, 64)

@@ -16,8 +16,7 @@ from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Rows
 from eagle_mlx.train.kinds import KINDS as TRAINED
-from eagle_mlx.train.kinds import kind_of, resolved
-from eagle_mlx.train.run.start import freeze_embedding
+from eagle_mlx.train.kinds import freeze_embedding, kind_of, resolved
 from eagle_mlx.train.step.batch_plan import make_plan
 from eagle_mlx.train.step.losses import Objective
 from eagle_mlx.train.step.step import Stepper, part_arrays, part_loss

@@ -3,8 +3,9 @@
 from .batches import Batches, Rows
 from .packing import Piece
 from .samples import InMemory, Joined, OnDisk, Samples, Tokens
-from .self_made import make_data
+from .self_made import data_config, make_data
 from .sources import TrainData, capture_rows, data_on_disk, heldout_prompts, training_data
+from .storage import as_asked, choose_states, free_disk, self_file, sources_of
 
 __all__ = [
     "Batches",
@@ -16,9 +17,15 @@ __all__ = [
     "Samples",
     "Tokens",
     "TrainData",
+    "as_asked",
     "capture_rows",
+    "choose_states",
+    "data_config",
     "data_on_disk",
+    "free_disk",
     "heldout_prompts",
     "make_data",
+    "self_file",
+    "sources_of",
     "training_data",
 ]

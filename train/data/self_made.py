@@ -14,7 +14,7 @@ from eagle_mlx.target import Target
 from ..config import TrainConfig
 from ..distributed import SINGLE_PROCESS, World
 from ..kinds import aux_layers_of
-from ..plan import cache_folder, keeps_states, learnt_whole, self_file, sources_of
+from .storage import cache_folder, keeps_states, learnt_whole, self_file, sources_of
 
 
 def make_data(

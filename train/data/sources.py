@@ -34,10 +34,10 @@ from eagle_mlx.target import Target
 
 from ..config import TrainConfig
 from ..kinds import KINDS, aux_layers_of, kind_of, resolved
-from ..plan import cache_folder, choose_states, sources_of
 from .batches import Rows
 from .samples import InMemory, Joined, OnDisk, Samples, Tokens
 from .self_made import data_config, states_of_made
+from .storage import cache_folder, choose_states, sources_of
 
 _IN_WORDS: dict[Place, str] = {
     "memory": "captured once, in memory",

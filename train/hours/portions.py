@@ -31,9 +31,8 @@ from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, states_bytes
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
-from ..data import InMemory, Joined, OnDisk, Tokens, TrainData, data_on_disk, heldout_prompts
+from ..data import InMemory, Joined, OnDisk, Tokens, TrainData, data_on_disk, free_disk, heldout_prompts
 from ..kinds import Head, aux_layers_of
-from ..plan import free_disk
 
 FOLDER = "made"
 _HELD_OUT = "held-out.jsonl"

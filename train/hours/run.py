@@ -19,22 +19,6 @@ from ..config import TrainConfig
 from ..data import Piece
 from ..evaluation import Acceptance
 from ..kinds import Head, resolved
-from ..plan.division import (
-    EVALUATION,
-    FIRST,
-    HELD_OUT,
-    LONGEST,
-    WRITING,
-    Deadline,
-    Next,
-    Rates,
-    is_last,
-    next_portion,
-    prompts_to_judge,
-    seconds_to_cool,
-    seconds_to_end,
-    seconds_to_learn,
-)
 from ..run import (
     BEST,
     Checkpoint,
@@ -51,6 +35,22 @@ from ..run import (
 from ..step import Phase
 from . import journal as journals
 from .bar import HoursBar
+from .division import (
+    EVALUATION,
+    FIRST,
+    HELD_OUT,
+    LONGEST,
+    WRITING,
+    Deadline,
+    Next,
+    Rates,
+    is_last,
+    next_portion,
+    prompts_to_judge,
+    seconds_to_cool,
+    seconds_to_end,
+    seconds_to_learn,
+)
 from .journal import Journal, Portion
 from .portions import Portions, was_begun
 

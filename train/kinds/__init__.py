@@ -8,7 +8,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig, flag
-from .base import Head, Kind
+from .base import Head, Kind, freeze_embedding
 from .eagle import EagleKind
 from .eagle3 import Eagle3Kind
 from .mtp import MTPKind
@@ -19,7 +19,7 @@ OPEN = TrainConfig().flat()
 RATE, RATE_WIDTH = 1e-4, 4096
 """The peak learning rate of AdamW for heads of targets of a width."""
 
-__all__ = ["KINDS", "OPEN", "Head", "Kind", "aux_layers_of", "kind_of", "resolved"]
+__all__ = ["KINDS", "OPEN", "Head", "Kind", "aux_layers_of", "freeze_embedding", "kind_of", "resolved"]
 
 
 def kind_of(head: object) -> Kind[Any]:

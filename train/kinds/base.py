@@ -44,8 +44,15 @@ class Kind(ABC, Generic[H]):
     head_class: type[H]
 
     @abstractmethod
+    def blank(self, target: Target, config: TrainConfig) -> H:
+        """Return a head of the shape that the settings ask for, without values.
+
+        A draft vocabulary has the size that is asked for. Raises ConfigError if the target cannot have such a head.
+        """
+
     def check(self, target: Target, config: TrainConfig) -> None:
-        """Raise ConfigError, before anything is captured, where no such head can be made for the target."""
+        """Raise ConfigError, before anything is captured, if no such head can be made for the target."""
+        self.blank(target, config)
 
     def aux_layers(self, target: Target, config: TrainConfig) -> tuple[int, ...]:
         """Target layers, besides the last one, whose outputs a new head reads."""
@@ -116,6 +123,12 @@ class Kind(ABC, Generic[H]):
         self, head: H, folder: Path, target_name: str, extra: Mapping[str, Any], dtype: mx.Dtype = mx.bfloat16
     ) -> None:
         """Write the head in the layout of its kind, its numbers in a type; what was there is replaced."""
+
+
+def freeze_embedding(head: nn.Module) -> None:
+    """Leave a head's own embedding, if it has one, out of what is trained."""
+    if "embed_tokens" in head:
+        head["embed_tokens"].freeze()
 
 
 def plain_weights(module: nn.Module) -> dict[str, mx.array]:

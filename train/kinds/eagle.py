@@ -42,8 +42,8 @@ class EagleKind(Kind[EagleHead]):
         "norm_before_residual": "it has no such norm",
     }
 
-    def check(self, target: Target, config: TrainConfig) -> None:
-        EagleConfig(**layer_shape(target, config))
+    def blank(self, target: Target, config: TrainConfig) -> EagleHead:
+        return EagleHead(EagleConfig(**layer_shape(target, config)))
 
     def new(
         self, target: Target, config: TrainConfig, kept: NDArray[np.int64] | None, aux_layers: tuple[int, ...]
@@ -53,7 +53,7 @@ class EagleKind(Kind[EagleHead]):
         To begin with a copy of the feature was worse: after 150,000 tokens of the included target τ at depth 3 was
         1.45, and 1.50 without it.
         """
-        head = EagleHead(EagleConfig(**layer_shape(target, config)))
+        head = self.blank(target, config)
         randomize(head, config.run.seed)
         head.attach(target)
         mx.eval(head.parameters())

@@ -38,6 +38,13 @@ class Eagle3Kind(Kind[Eagle3Head]):
     }
     foreign: ClassVar[Mapping[str, str]] = {"loss_weights": "its loss is the cross entropy alone"}
 
+    def blank(self, target: Target, config: TrainConfig) -> Eagle3Head:
+        """The vocabulary of a head to continue from is not known before it is loaded: the usual size stands for it."""
+        wanted = config.head.draft_vocab or (self.defaults["draft_vocab"] if config.head.init_from else 0)
+        size = wanted if 0 < wanted < target.vocab_size else target.vocab_size
+        d2t = mx.zeros(size, mx.int32) if size < target.vocab_size else None
+        return Eagle3Head(head_config(target, config, size), d2t)
+
     def check(self, target: Target, config: TrainConfig) -> None:
         check_shape(target, config)
         if config.head.layers > 1:

@@ -47,8 +47,8 @@ class MTPKind(Kind[MTPHead]):
         "loss_weights": "its loss is the cross entropy alone",
     }
 
-    def check(self, target: Target, config: TrainConfig) -> None:
-        MTPHead(mtp_config(target))
+    def blank(self, target: Target, config: TrainConfig) -> MTPHead:
+        return MTPHead(mtp_config(target))
 
     def new(
         self, target: Target, config: TrainConfig, kept: NDArray[np.int64] | None, aux_layers: tuple[int, ...]
@@ -58,7 +58,7 @@ class MTPKind(Kind[MTPHead]):
         To begin with a copy of the hidden state was worse, and with the target's last layer as well worse still: after
         150,000 tokens of the included target τ at depth 3 was 1.88, 1.73 and 1.62.
         """
-        head = MTPHead(mtp_config(target))
+        head = self.blank(target, config)
         randomize(head, config.run.seed)
         head.norm.weight = final_norm(target)
         head.attach(target)

@@ -1,28 +1,19 @@
-"""What a run will take before it begins: recipes, shapes, memory, disk, time, and where hidden states go."""
+"""What a run will take: a bound before the target is loaded, measured steps after that, and recipes."""
 
-from .cache import cache_folder, choose_states
-from .estimate import describe_memory
-from .memory import free_disk, memory_gb
-from .preflight import Forecast, check, forecast, plan_of
+from .bound import Bound, bound_of
+from .dry_run import duration, plan_of
+from .probe import Probe, probe
 from .recipe import Recipe, load_recipe, recipe_for, recipe_names
-from .self_made import keeps_states, learnt_whole, self_file, sources_of
 
 __all__ = [
-    "Forecast",
+    "Bound",
+    "Probe",
     "Recipe",
-    "cache_folder",
-    "check",
-    "choose_states",
-    "describe_memory",
-    "forecast",
-    "free_disk",
-    "keeps_states",
-    "learnt_whole",
+    "bound_of",
+    "duration",
     "load_recipe",
-    "memory_gb",
     "plan_of",
+    "probe",
     "recipe_for",
     "recipe_names",
-    "self_file",
-    "sources_of",
 ]

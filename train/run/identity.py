@@ -16,8 +16,7 @@ from eagle_mlx.errors import CheckpointError, ConfigError
 from eagle_mlx.files import write_whole
 
 from ..config import TrainConfig, flag, from_mapping
-from ..data import Samples
-from ..plan import sources_of
+from ..data import Samples, sources_of
 
 RUN_FILE = "run.json"
 _COMPARED_SAMPLES = 256

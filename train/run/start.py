@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
@@ -18,7 +17,7 @@ from eagle_mlx.target import Target
 
 from ..config import TrainConfig, flag
 from ..data import Samples, Tokens, TrainData
-from ..kinds import KINDS, OPEN, Head, kind_of
+from ..kinds import KINDS, OPEN, Head, freeze_embedding, kind_of
 from ..kinds.least_squares import best_map
 
 
@@ -56,12 +55,6 @@ def new_head(target: Target, data: TrainData, config: TrainConfig, begin: bool =
     if begin and config.head.start == "linear":
         start_linear(head, target, data.samples, config.run.seed)
     return head
-
-
-def freeze_embedding(head: nn.Module) -> None:
-    """Leave a head's own embedding, where it has one, out of what is trained."""
-    if "embed_tokens" in head:
-        head["embed_tokens"].freeze()
 
 
 def _as_float32(weight: mx.array) -> mx.array:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import resource
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import mlx.core as mx
+
 from ..config import TrainConfig
 from ..evaluation import write_generations
-from ..plan import memory_gb
 from ..report import METRICS, PICTURES, Row, truncate
 from .wandb_run import WandbRun
 
@@ -79,3 +82,10 @@ class Tracker:
         self._file.close()
         if self._wandb is not None:
             self._wandb.finish(failed=error is not None)
+
+
+def memory_gb() -> dict[str, float]:
+    """Return gigabytes (10⁹ bytes): MLX's arrays now and at most, and what the process took of the system at most."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    found = {"active": mx.get_active_memory(), "peak": mx.get_peak_memory(), "process_peak": most}
+    return {name: round(size / 1e9, 4) for name, size in found.items()}

@@ -1,0 +1,209 @@
+"""What `--dry-run` prints: a run's plan, line by line, and whether this machine can do it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle_mlx import hub
+from eagle_mlx.data_pipelines import shard_meta
+from eagle_mlx.errors import ConfigError, EagleError
+from eagle_mlx.memory import free_memory
+from eagle_mlx.progress import counted
+from eagle_mlx.shards.budget import gb
+
+from ..config import TrainConfig, pass_type
+from ..data import as_asked, choose_states, free_disk, self_file
+from ..kinds import KINDS, resolved
+from .bound import FLOAT, PROGRAM, Bound, bound_of, described_target, parameters_of
+from .probe import Probe, probe
+from .recipe import Recipe, described, described_by_name
+
+_COUNT, _EACH = 10_000, 1000
+"""Conversations, and tokens of each, if nothing is known of the data."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How much there is to learn from."""
+
+    count: int
+    how: str
+    """What was assumed."""
+
+
+def assumed(config: TrainConfig, tokens_each: int = _EACH) -> Tokens:
+    """Return the amount of data that nobody has looked at yet."""
+    count = config.data.limit or _COUNT
+    each = min(tokens_each, config.data.max_length)
+    if config.data.is_self:
+        most = min(config.data.self_tokens, config.data.limit * each or config.data.self_tokens)
+        return Tokens(most, f"conversations that the target makes up first, in {self_file(config)}; --self-tokens")
+    how = f"{counted(count, 'conversation')} of {counted(each, 'token')}, assumed" + (
+        "" if config.data.limit else "; --limit says how many"
+    )
+    return Tokens(count * each, how)
+
+
+def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
+    """Return what `--dry-run` prints: the plan, and a line on whether this machine could do it.
+
+    No data are read: their amount is assumed. A target whose weights are on this machine is loaded and measured, if it
+    fits. For any other one the plan has its least memory, from the recipe or the hub's config.json; without either it
+    says what is not known. Raises ConfigError without a target.
+    """
+    if not config.head.target:
+        raise ConfigError("no target: name the model that the head is for with --target, or a --recipe")
+    tokens = assumed(config, recipe.tokens_each if recipe is not None else _EACH)
+    try:
+        bound, here = _bound(config, recipe)
+    except hub.UnreachableError as e:
+        return _unknown(resolved(config), tokens, e)
+    try:
+        bound.check()
+        measured = probe(config.loading.load(config.head.target), config) if here else None
+    except EagleError as e:
+        return f"{as_text(bound, tokens)}\nhere        {e}"
+    room = f"{gb(free_memory())} of memory and {gb(free_disk(config.run.output))} of disk free"
+    return f"{as_text(bound, tokens, measured)}\nhere        fits, with {room}"
+
+
+def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: int | None = None) -> str:
+    """Return the plan for people, a line for each thing. `free`: bytes of memory, by default those of this machine."""
+    target, head, config = bound.target, bound.head, bound.config
+    kind = KINDS[config.head.kind]
+    drafted = target.vocab_size if head.token_ids is None else head.token_ids.size
+    read = ", ".join(map(str, (*kind.aux_layers_of(head), f"{target.num_layers - 1} (for labels)")))
+    parts = f" in {config.optimization.accumulate} parts" if config.optimization.accumulate > 1 else ""
+    place, states, on_disk = _states(bound, tokens.count, measured, free_memory() if free is None else free)
+    rows = [
+        (
+            "target",
+            f"{target.name}: {target.num_layers} layers of {target.hidden_size:,}, vocabulary {target.vocab_size:,}, "
+            f"{_count(parameters_of(target.model))} parameters",
+        ),
+        ("head", f"{kind.title}, {_count(bound.trained)} parameters; {config.optimization.unroll} draft steps"),
+        ("layers", f"{read}, counted from 0"),
+        ("vocabulary", f"drafts {drafted:,} of {target.vocab_size:,} tokens"),
+        ("data", ", ".join(config.data.shards or config.data.sources)),
+        ("tokens", f"{tokens.count:,}: {tokens.how}"),
+        ("run", f"{_span(config, tokens)}, {_batch(config)}{parts}, in {str(pass_type(config)).rpartition('.')[2]}"),
+        ("memory", _memory(bound, measured)),
+        ("states", states),
+        (
+            "disk",
+            f"{gb(bound.heads_on_disk + bound.checkpoints_on_disk + on_disk)}: heads {gb(bound.heads_on_disk)}, states "
+            f"to resume from {gb(bound.checkpoints_on_disk)}" + (f", hidden states {gb(on_disk)}" if on_disk else ""),
+        ),
+    ]
+    if not (config.optimization.minutes or config.optimization.hours or config.optimization.max_steps):
+        rows.append(("time", _time(config, tokens, measured, place == "online")))
+    elif measured is not None:
+        rows.append(("speed", str(measured)))
+    return "\n".join(f"{name:<10}  {text}" for name, text in rows)
+
+
+def _states(bound: Bound, tokens: int, measured: Probe | None, free: int) -> tuple[str, str, int]:
+    """Return where hidden states go, the same in words, and their bytes on the disk."""
+    config, layers = bound.config, KINDS[bound.config.head.kind].aux_layers_of(bound.head)
+    if config.data.shards:
+        return "disk", f"those in {', '.join(config.data.shards)}", 0
+    meta = shard_meta(bound.target, layers, config.data.cache_bits)
+    if config.data.states != "auto":
+        choice = as_asked(config, tokens, meta)
+    else:
+        choice = choose_states(config, tokens, meta, measured.memory if measured else bound.memory, free)
+    return choice.place, choice.text, choice.size if choice.place == "disk" else 0
+
+
+def _memory(bound: Bound, measured: Probe | None) -> str:
+    if measured is not None:
+        whole = bound.weights + measured.memory + PROGRAM
+        parts = f"training {gb(measured.memory)} at the peak of a step, program {gb(PROGRAM)}"
+        return f"{gb(whole)} besides hidden states: target {gb(bound.weights)}, {parts}"
+    weights = gb(FLOAT * bound.trained)
+    return (
+        f"at least {gb(bound.memory)}: target {gb(bound.weights)}, head {weights}, its gradients and moments or its "
+        f"start {gb(bound.training - FLOAT * bound.trained)}, program {gb(PROGRAM)}; activations are measured by a "
+        "probe when the target is loaded"
+    )
+
+
+def _time(config: TrainConfig, tokens: Tokens, measured: Probe | None, online: bool) -> str:
+    if measured is None:
+        return "measured by a probe when the target is loaded"
+    hours = measured.seconds(tokens.count, config.optimization.epochs, online) / 3600
+    after = ", after the making of conversations" if config.data.is_self else ""
+    return f"{duration(hours)} on this machine{after}: {measured}"
+
+
+def _bound(config: TrainConfig, recipe: Recipe | None) -> tuple[Bound, bool]:
+    """Return the bound of a run that has not begun, and whether the target's weights are on this machine.
+
+    Raises UnreachableError if nothing is known of the target and the hub does not answer.
+    """
+    name = config.head.target
+    repo = None if Path(name).expanduser().exists() else hub.hub_id(name)
+    if repo is None or hub.cached(repo) is not None:
+        return bound_of(config), True
+    model = described(recipe, name)
+    if model is None:
+        try:
+            model = _published(repo)
+        except hub.UnreachableError:
+            model = described_by_name(name)
+            if model is None:
+                raise
+            told = f"the hub cannot be reached: {repo} is planned as its recipe and its name describe it"
+            print(told, file=sys.stderr)
+    return bound_of(config, described_target(name, model)), False
+
+
+def _published(repo: str) -> Mapping[str, Any]:
+    """Return the fields of a model's config.json on the hub. Raises UnreachableError if the hub does not answer."""
+    model = json.loads(hub.quick_file(repo, "config.json").read_text(encoding="utf-8"))
+    how = model.get("quantization") or {}
+    return {**model, "quantization": {key: how[key] for key in ("group_size", "bits", "mode") if key in how}}
+
+
+def _unknown(config: TrainConfig, tokens: Tokens, error: EagleError) -> str:
+    """Return the plan of a target of which only the name is known."""
+    rows = [
+        ("target", f"{hub.hub_id(config.head.target)}, of which nothing is known here: {error}"),
+        ("head", f"{config.head.kind}; {config.optimization.unroll} draft steps"),
+        ("data", ", ".join(config.data.shards or config.data.sources)),
+        ("tokens", f"{tokens.count:,}: {tokens.how}"),
+        ("run", f"{_span(config, tokens)}, {_batch(config)}"),
+        ("unknown", "layers, vocabulary, memory, disk and time: these need the target's config.json"),
+    ]
+    return "\n".join(f"{name:<10}  {text}" for name, text in rows)
+
+
+def _span(config: TrainConfig, tokens: Tokens) -> str:
+    """Return how long a run learns."""
+    how = config.optimization
+    if how.hours:
+        return f"{how.hours:g} hours of making data and learning in turns"
+    if how.minutes:
+        return f"{how.minutes:g} minutes"
+    if how.max_steps:
+        return counted(how.max_steps, "step")
+    return f"{counted(how.epochs, 'epoch')} of {counted(max(1, round(tokens.count / (how.rows * how.length))), 'step')}"
+
+
+def _batch(config: TrainConfig) -> str:
+    return f"{config.optimization.rows} rows of {config.optimization.length:,} tokens"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:,.1f} billion" if number >= 1e9 else f"{number / 1e6:,.1f} million"
+
+
+def duration(hours: float) -> str:
+    if hours >= 48:
+        return f"about {hours / 24:,.0f} days"
+    return f"about {hours:.1f} hours" if hours >= 1 else f"about {max(1, round(60 * hours))} minutes"

@@ -1,0 +1,151 @@
+"""A few measured steps after the target is loaded: what a run's memory and time will be."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from eagle_mlx.cpu import default_streams, use_shortcuts
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.memory import free_memory
+from eagle_mlx.progress import tokens_per_second
+from eagle_mlx.shards.budget import gb
+from eagle_mlx.target import Target
+
+from ..config import TrainConfig
+from ..data import Rows, capture_rows
+from ..kinds import KINDS, Head, freeze_embedding, resolved
+from ..step import NotFiniteError, Stepper
+from .bound import FLOAT, MOST, leaves
+
+_LONG = 1.0
+"""Seconds after which a step is long enough to be measured."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What steps on random tokens took on this machine."""
+
+    captured: float
+    """Tokens a second that the target reads for their hidden states."""
+    learned: float
+    """Tokens a second that a step learns from."""
+    memory: int
+    """Bytes at the peak of a step, besides the target's weights."""
+
+    def seconds(self, tokens: int, passes: int, online: bool) -> float:
+        """Return how long a run learns from so many tokens. With `online` states are captured in each pass."""
+        return tokens * (passes / self.learned + (passes if online else 1) / self.captured)
+
+    def __str__(self) -> str:
+        return (
+            f"a step learns from {tokens_per_second(self.learned)} and takes {gb(self.memory)} besides the target, "
+            f"which reads {tokens_per_second(self.captured)}"
+        )
+
+
+def probe(target: Target, config: TrainConfig, head: Head | None = None, free: int | None = None) -> Probe:
+    """Take a few steps with a head that is thrown away, and measure them.
+
+    A `head` to continue from gives the shape. The steps start with few rows and grow up to those that are computed at
+    once, or until a step takes a second; what more rows take follows from the last. Raises ConfigError, with settings
+    that fit, if that is more than the `free` bytes of memory, by default those of this machine.
+    """
+    config = resolved(config, target)
+    free = free_memory() if free is None else free
+    kind: Any = KINDS[config.head.kind]
+    trained = kind.blank(target, config) if head is None else kind.like(head, head.config)
+    freeze_embedding(trained)
+    begin = mx.get_active_memory()
+    stepper = Stepper(trained, target, config)
+    layers = kind.aux_layers_of(trained)
+    batch = _random_rows(target, config)
+
+    def read(rows: Rows) -> None:
+        mx.eval(capture_rows(target, layers, rows))
+
+    def step(rows: Rows) -> None:
+        with contextlib.suppress(NotFiniteError):  # the run says more of it
+            stepper(rows, 1.0)
+
+    at_once = math.ceil(config.optimization.rows / config.optimization.accumulate)
+    count = min(at_once, default_streams())
+    while True:
+        part = _first_rows(batch, count)
+        reading_peak, reading = _measured(partial(read, part), begin)
+        part = _with_states(target, layers, part)
+        taken, learning = _measured(partial(step, part), begin)
+        gradients = FLOAT * sum(weight.size for weight in leaves(trained.trainable_parameters()))
+        fixed = min(taken, mx.get_active_memory() - begin + gradients)
+        each = max(0, taken - fixed) // count
+        check_memory(config, fixed, each, free)
+        if count == at_once or learning > _LONG:
+            break
+        count = min(at_once, 2 * count)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    tokens = count * config.optimization.length
+    return Probe(tokens / reading, tokens / learning, max(reading_peak, fixed + at_once * each))
+
+
+def check_memory(config: TrainConfig, fixed: int, each: int, free: int) -> None:
+    """Raise ConfigError, with settings that fit, if a step takes too much of so many free bytes.
+
+    `fixed`: bytes that it takes whatever the number of rows; `each`: what a row adds.
+    """
+    step = config.optimization
+    needed = fixed + math.ceil(step.rows / step.accumulate) * each
+    room = int(MOST * free)
+    if needed <= room:
+        return
+    advice = []
+    if fixed + each <= room:
+        advice.append(f"--accumulate {math.ceil(step.rows / ((room - fixed) // each))}")
+    if not step.grad_checkpoint:
+        advice.append("--grad-checkpoint")
+    advice += ["a shorter --length", "a smaller --unroll"]
+    if "draft_vocab" not in KINDS[config.head.kind].foreign:
+        advice.append("a smaller --draft-vocab")
+    raise ConfigError(
+        f"a step of this run would take {gb(needed)} besides the target, and {gb(free)} are free; use "
+        f"{' or '.join(advice)}"
+    )
+
+
+def _measured(work: Callable[[], object], begin: int) -> tuple[int, float]:
+    """Return the peak of MLX's memory above `begin` bytes, and the seconds of some work."""
+    mx.reset_peak_memory()
+    for _ in range(2):
+        since = time.perf_counter()
+        work()
+        seconds = time.perf_counter() - since
+        if seconds > _LONG and use_shortcuts():  # elsewhere the first call compiles
+            break
+    return max(0, mx.get_peak_memory() - begin), seconds
+
+
+def _random_rows(target: Target, config: TrainConfig) -> Rows:
+    """Return a batch of the run's size, as full as one can be: every token is learned."""
+    shape = (config.optimization.rows, config.optimization.length)
+    most = min(config.data.max_length, target.context_length)
+    segments = np.broadcast_to(np.arange(shape[1], dtype=np.int32) // most + 1, shape)
+    tokens = np.random.default_rng(0).integers(0, target.vocab_size, shape).astype(np.int32)
+    return Rows(tokens, np.ones(shape, np.uint8), np.ascontiguousarray(segments), None)
+
+
+def _first_rows(rows: Rows, count: int) -> Rows:
+    return replace(rows, tokens=rows.tokens[:count], loss_mask=rows.loss_mask[:count], segments=rows.segments[:count])
+
+
+def _with_states(target: Target, layers: tuple[int, ...], rows: Rows) -> Rows:
+    """Return the rows with their states, which are captured row by row."""
+    states = [np.array(capture_rows(target, layers, part).astype(mx.float32)) for part in rows.split(len(rows.tokens))]
+    return replace(rows, states=np.concatenate(states))
