@@ -29,6 +29,7 @@ from eagle_mlx.engine.kv_budget import size_of
 from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.plan import PLAIN
 from eagle_mlx.request import make_request
+from eagle_mlx.request_state import RequestState
 
 SHAPES = {"middling": MIDDLING, "qwen3-0.6b": QWEN3_06B}
 PARAMS = em.SamplingParams(max_tokens=1000, ignore_eos=True)
@@ -47,7 +48,9 @@ def make_target(name: str, layers: int | None) -> em.Target:
 
 def make_batch(target: em.Target, lengths: list[int]) -> Batch:
     """Rows that have read so many zeros."""
-    rows = [Batch(target, None, [make_request(target, [5] * n, PARAMS)], past(target, n - 1)) for n in lengths]
+    rows = [
+        Batch(target, None, [RequestState(make_request(target, [5] * n, PARAMS))], past(target, n - 1)) for n in lengths
+    ]
     for other in rows[1:]:
         rows[0].append(other)
     mx.eval(rows[0].cache.state)

@@ -32,7 +32,7 @@ from eagle_mlx.engine.disk.pieces import HostPiece
 from eagle_mlx.engine.disk.store import files_of
 from eagle_mlx.engine.disk.writer import Job
 from eagle_mlx.engine.prefix_piece import keys_of
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 
 ROOM_TEXTS = 8
 """Texts that the files may hold: then each one that is written drives out the oldest."""
@@ -52,7 +52,7 @@ class Decoding:
         self.engine = em.Engine(target, max_batch=1)
         self.row = self._begin()
 
-    def _begin(self) -> Request:
+    def _begin(self) -> RequestState:
         most = self.engine.target.context_length - 9
         row = self.engine.prepare([1] * 8, em.SamplingParams(max_tokens=most, ignore_eos=True))
         self.engine.submit(row)

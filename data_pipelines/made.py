@@ -15,11 +15,11 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.engine import Engine
-from eagle_mlx.engine.output import Output
 from eagle_mlx.errors import ConfigError, DataError, TargetError
 from eagle_mlx.progress import counted
 from eagle_mlx.proposers.capturing import CapturingProposer
-from eagle_mlx.request import Request
+from eagle_mlx.request import Output
+from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.shards import Sample
 
@@ -260,7 +260,7 @@ class ConversationWriter:
             one_of("opening", domain.openings),
         )
 
-    def submit(self, attempt: Attempt) -> Request:
+    def submit(self, attempt: Attempt) -> RequestState:
         """Have the next turn written."""
         seed = seed_of(self.config.seed, attempt.number, "answer" if attempt.answering else "user", attempt.turn)
         if attempt.answering:
@@ -275,17 +275,17 @@ class ConversationWriter:
         self.engine.submit(request)
         return request
 
-    def take(self, attempt: Attempt, request: Request) -> bool:
+    def take(self, attempt: Attempt, request: RequestState) -> bool:
         """Put a turn that has been written into its conversation; whether another one follows."""
         output = self.engine.output(request)
         if output.finish_reason == "error":
             raise DataError(f"try {attempt.number}: nothing could be written: {output.error}")
-        said = output.tokens[:-1] if output.tokens[-1] in request.stop_ids else output.tokens
+        said = output.tokens[:-1] if output.tokens[-1] in request.request.stop_ids else output.tokens
         take = self._answered if attempt.answering else self._asked
         follows = take(attempt, request, output, said)
         return follows and self._fits(attempt)
 
-    def give_up(self, attempt: Attempt, request: Request) -> bool:
+    def give_up(self, attempt: Attempt, request: RequestState) -> bool:
         """Whether the turn under way cannot be used any more; then its conversation ends."""
         if not loops_so_far(request.tokens):
             return False
@@ -294,13 +294,13 @@ class ConversationWriter:
         attempt.fail("answer_loops" if attempt.answering else "question_loops")
         return True
 
-    def stop(self, attempt: Attempt, request: Request) -> None:
+    def stop(self, attempt: Attempt, request: RequestState) -> None:
         """End a conversation because the time is over; turns with complete answers are kept."""
         if self.capture is not None and attempt.answering:
             self.capture.forget(request.prompt)
         attempt.fail("late")
 
-    def _sample(self, attempt: Attempt, request: Request) -> Sample | None:
+    def _sample(self, attempt: Attempt, request: RequestState) -> Sample | None:
         """The conversation's tokens with the states of the forwards that read and wrote them."""
         if self.capture is None:
             return None
@@ -316,7 +316,7 @@ class ConversationWriter:
         mask = rendered.loss_mask[: min(len(prompt), len(rendered.tokens)) if same is None else same]
         return [*mask, *([0] * (len(prompt) - len(mask)))]
 
-    def _asked(self, attempt: Attempt, request: Request, output: Output, said: list[int]) -> bool:
+    def _asked(self, attempt: Attempt, request: RequestState, output: Output, said: list[int]) -> bool:
         text = (attempt.begun + output.text).strip()
         why = why_no_question(text, said, output.finish_reason == "stop", self._special)
         if why is None and not output.text.strip():  # an opening alone
@@ -327,7 +327,7 @@ class ConversationWriter:
         attempt.messages.append(Message("user", text))
         return True
 
-    def _answered(self, attempt: Attempt, request: Request, output: Output, said: list[int]) -> bool:
+    def _answered(self, attempt: Attempt, request: RequestState, output: Output, said: list[int]) -> bool:
         sample, why = self._sample(attempt, request), why_no_answer(output.text, said, self._special)
         if why is not None:
             attempt.fail(why)
@@ -356,7 +356,7 @@ class ConversationWriter:
         return find_user_place(self.tokenizer, said, self.engine.target.name, attempt.begun)
 
 
-def captured(engine: Engine, capture: CapturingProposer, request: Request, mask: list[int], number: int) -> Sample:
+def captured(engine: Engine, capture: CapturingProposer, request: RequestState, mask: list[int], number: int) -> Sample:
     """A try's tokens, with the loss mask of as many, and the states of the forwards that read and wrote them.
 
     Raises DataError where states are missing.

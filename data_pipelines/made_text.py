@@ -9,7 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError, TargetError
 from eagle_mlx.proposers.capturing import CapturingProposer
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.shards import Sample
 
@@ -57,7 +57,7 @@ class TextWriter:
         """A try as its number and the seed have it."""
         return TextAttempt(number)
 
-    def submit(self, attempt: TextAttempt) -> Request:
+    def submit(self, attempt: TextAttempt) -> RequestState:
         """Have the text written."""
         params = SamplingParams(
             temperature=self.config.user_temperature,
@@ -71,7 +71,7 @@ class TextWriter:
         self.engine.submit(request)
         return request
 
-    def give_up(self, attempt: TextAttempt, request: Request) -> bool:
+    def give_up(self, attempt: TextAttempt, request: RequestState) -> bool:
         """Whether the text under way cannot be used any more."""
         if not loops_so_far(request.tokens):
             return False
@@ -80,13 +80,13 @@ class TextWriter:
         attempt.report.answer_loops = 1
         return True
 
-    def stop(self, attempt: TextAttempt, request: Request) -> None:
+    def stop(self, attempt: TextAttempt, request: RequestState) -> None:
         """Drop a text because the time is over."""
         if self._capture is not None:
             self._capture.forget(request.prompt)
         attempt.report.late = 1
 
-    def take(self, attempt: TextAttempt, request: Request) -> bool:
+    def take(self, attempt: TextAttempt, request: RequestState) -> bool:
         """Keep the text where it is worth learning from; nothing follows it."""
         output = self.engine.output(request)
         if output.finish_reason == "error":
@@ -94,7 +94,7 @@ class TextWriter:
         if self._capture is not None:
             mask = [*([0] * len(request.prompt)), *([1] * len(request.tokens))]
             attempt.sample = captured(self.engine, self._capture, request, mask, attempt.number)
-        said = output.tokens[:-1] if output.tokens[-1] in request.stop_ids else output.tokens
+        said = output.tokens[:-1] if output.tokens[-1] in request.request.stop_ids else output.tokens
         why = why_no_answer(output.text, said, self._special)
         report = attempt.report
         if why is not None:

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import TargetError
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 
 from .made import ConversationWriter, Made, MakeConfig
 from .made_text import TextWriter
@@ -37,16 +37,16 @@ class Writer(Protocol[A]):
     def open(self, number: int) -> A:
         """Begin a try."""
 
-    def submit(self, attempt: A) -> Request:
+    def submit(self, attempt: A) -> RequestState:
         """Have its next part written."""
 
-    def take(self, attempt: A, request: Request) -> bool:
+    def take(self, attempt: A, request: RequestState) -> bool:
         """Put a part that has been written into it; whether another one follows. Raises DataError for none."""
 
-    def give_up(self, attempt: A, request: Request) -> bool:
+    def give_up(self, attempt: A, request: RequestState) -> bool:
         """Whether the part under way cannot be used any more; then the try ends without it."""
 
-    def stop(self, attempt: A, request: Request) -> None:
+    def stop(self, attempt: A, request: RequestState) -> None:
         """End a try before its next part is written, because the time is over. Parts that are complete are kept."""
 
 
@@ -55,7 +55,7 @@ class _Running(Generic[A]):
     """A try and the request that writes its next part."""
 
     attempt: A
-    request: Request
+    request: RequestState
     looks: int = 0
     """How often the part has been looked at while it was written."""
 

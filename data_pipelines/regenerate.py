@@ -15,7 +15,7 @@ from eagle_mlx.decoding.loops import is_loop
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError
 from eagle_mlx.progress import progress_bar
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
 
 from .chat import prompt_tokens
@@ -133,7 +133,7 @@ def regenerate_all(
     kept full across conversations and turns. Raises DataError for a target without a chat template.
     """
     remaining = iter(conversations)
-    running: dict[int, tuple[_Regeneration, Request]] = {}
+    running: dict[int, tuple[_Regeneration, RequestState]] = {}
     speed = Speed(shown)
     try:
         while True:
@@ -228,7 +228,7 @@ def _submit(
     engine: Engine,
     regeneration: _Regeneration,
     config: RegenerateConfig,
-    running: dict[int, tuple[_Regeneration, Request]],
+    running: dict[int, tuple[_Regeneration, RequestState]],
 ) -> bool:
     """Have the conversation's next answer generated; False where there is none to generate."""
     if not regeneration.advance():
@@ -252,7 +252,7 @@ def _submit(
     return True
 
 
-def _add_answer(engine: Engine, regeneration: _Regeneration, request: Request, config: RegenerateConfig) -> None:
+def _add_answer(engine: Engine, regeneration: _Regeneration, request: RequestState, config: RegenerateConfig) -> None:
     """Put an answer that has been made into its conversation, which it may end."""
     output = engine.output(request)
     if output.finish_reason == "error":
@@ -278,7 +278,7 @@ class Speed:
         self.finished = 0
         self._started = self._last = monotonic()
 
-    def show(self, running: Iterable[Request]) -> None:
+    def show(self, running: Iterable[RequestState]) -> None:
         now = monotonic()
         if self.shown is None or self.shown.disable or now - self._last < _SHOW_SECONDS:
             return

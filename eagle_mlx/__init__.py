@@ -25,7 +25,6 @@ except KeyboardInterrupt:
 
 if TYPE_CHECKING:
     from eagle_mlx.engine import Engine
-    from eagle_mlx.engine.output import Chunk, Output
     from eagle_mlx.errors import EagleError, HeadWarning
     from eagle_mlx.head_check import load_head
     from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, HybridPolicy, ThroughputPolicy
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from eagle_mlx.proposers.head import HeadProposer
     from eagle_mlx.proposers.hybrid import HybridProposer
     from eagle_mlx.proposers.ngram import NgramProposer
+    from eagle_mlx.request import Chunk, Output
     from eagle_mlx.sampling_params import SamplingParams
     from eagle_mlx.target import Target, load_target
 
@@ -58,7 +58,7 @@ __all__ = [
 
 _HOMES = {
     "AcceptancePolicy": "policy",
-    "Chunk": "engine.output",
+    "Chunk": "request",
     "DraftModelProposer": "proposers.draft_model",
     "EagleError": "errors",
     "Engine": "engine",
@@ -68,7 +68,7 @@ _HOMES = {
     "HybridPolicy": "policy",
     "HybridProposer": "proposers.hybrid",
     "NgramProposer": "proposers.ngram",
-    "Output": "engine.output",
+    "Output": "request",
     "SamplingParams": "sampling_params",
     "Target": "target",
     "ThroughputPolicy": "policy",

@@ -99,3 +99,34 @@ def held_back(text: str, stop: Sequence[str]) -> int:
     longest = min(len(text), max(map(len, stop), default=1) - 1)
     ends = ((n, text[len(text) - n :]) for n in range(longest, 0, -1))
     return next((n for n, end in ends if any(s.startswith(end) and s != end for s in stop)), 0)
+
+
+class StopStrings:
+    """Watches a text, token by token, for the first of some strings; the work per token does not grow with the text."""
+
+    def __init__(self, strings: Sequence[str], tokenizer: TokenizerWrapper):
+        self.strings = strings
+        self._texts = IncrementalText(tokenizer)
+        self._reach = max(map(len, strings)) - 1
+        self._tail = ""
+        """The end of the text, as far as a string that is not complete can reach back."""
+
+    @property
+    def window(self) -> int:
+        """Tokens that the next one is decoded with."""
+        return self._texts.length
+
+    def complete(self, token: int) -> bool:
+        """Take the next token; whether a string is in the text now."""
+        certain, open_end = self._texts.add([token])
+        seen = self._tail + certain
+        self._tail = seen[len(seen) - min(self._reach, len(seen)) :]
+        return any(text in seen + open_end for text in self.strings)
+
+    def cut(self, text: str) -> tuple[str, str | None]:
+        """The text up to the earliest string, and that string; of several there, the first that was given."""
+        found = [(at, index) for index, string in enumerate(self.strings) if (at := text.find(string)) >= 0]
+        if not found:
+            return text, None
+        at, index = min(found)
+        return text[:at], self.strings[index]

@@ -12,9 +12,9 @@ from time import perf_counter
 
 from eagle_mlx.cpu import blas
 from eagle_mlx.engine import Engine
-from eagle_mlx.engine.output import Output
 from eagle_mlx.errors import EagleError, OutputError, PromptError
 from eagle_mlx.files import write_output
+from eagle_mlx.request import Output
 from eagle_mlx.request import Prompt as EnginePrompt
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target

@@ -29,10 +29,10 @@ from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.tree import Tree
 from eagle_mlx.engine import Engine
-from eagle_mlx.engine.output import Output
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from eagle_mlx.plan import CONFIDENCE_LAG, Abilities, Plan
 from eagle_mlx.proposers.base import Observation, ProposerState
+from eagle_mlx.request import Output
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 from tests.full import FULL

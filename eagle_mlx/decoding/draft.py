@@ -9,7 +9,7 @@ from typing import cast
 import mlx.core as mx
 
 from eagle_mlx.decoding.tree import Tree
-from eagle_mlx.request import Pending
+from eagle_mlx.request_state import Pending
 
 
 @dataclass(frozen=True)

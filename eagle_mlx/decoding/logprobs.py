@@ -8,7 +8,8 @@ from typing import cast
 
 import mlx.core as mx
 
-from eagle_mlx.request import Request, TokenLogprob
+from eagle_mlx.request import TokenLogprob
+from eagle_mlx.request_state import RequestState
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Logprobs:
         return self.chosen, self.ids, self.values
 
     @classmethod
-    def of(cls, requests: Sequence[Request], logits: mx.array, tokens: mx.array) -> Logprobs | None:
+    def of(cls, requests: Sequence[RequestState], logits: mx.array, tokens: mx.array) -> Logprobs | None:
         """logits: [B, n+1, V], the target's own; tokens: [B, n+1] int32. None where no row asks."""
         places = [index for index, request in enumerate(requests) if request.params.wants_logprobs]
         if not places:

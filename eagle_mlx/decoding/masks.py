@@ -9,7 +9,7 @@ from time import monotonic
 
 import mlx.core as mx
 
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import AsyncGrammar, Grammar
 
 PATIENCE = 0.05
@@ -19,18 +19,14 @@ RequestMasks = tuple[list[mx.array], int]
 """A row's masks, each [V] bool, and how many of its draft tokens can be judged by them, -1 where they are late."""
 
 
-def ask(request: Request, draft: Sequence[int]) -> None:
+def ask(request: RequestState, draft: Sequence[int]) -> None:
     """Begin to find masks, where that is done elsewhere and none are on their way."""
     if request.finish_reason is None and request.asked is None and isinstance(request.grammar, AsyncGrammar):
-        request.asked = _before_end(request, draft)
-        try:
-            request.grammar.ask(request.asked)
-        except Exception as e:  # whatever a grammar raises is no other row's trouble
-            request.fail_by_grammar(e)
+        request.ask_grammar(_before_end(request, draft))
 
 
 def collect(
-    requests: Sequence[Request], drafts: Sequence[list[int]], logits: mx.array, patience: float
+    requests: Sequence[RequestState], drafts: Sequence[list[int]], logits: mx.array, patience: float
 ) -> list[RequestMasks]:
     """The masks of some requests, for which those that were late before are not waited for again.
 
@@ -46,7 +42,7 @@ def collect(
     ]
 
 
-def may_decode(requests: Sequence[Request], patience: float = PATIENCE) -> bool:
+def may_decode(requests: Sequence[RequestState], patience: float = PATIENCE) -> bool:
     """Whether some row does not wait for masks. Where all do, the first's are waited for, so many seconds."""
     if any(request.finish_reason or request.asked is None for request in requests):
         return True
@@ -62,7 +58,7 @@ def may_decode(requests: Sequence[Request], patience: float = PATIENCE) -> bool:
     return False
 
 
-def _found(request: Request, draft: list[int], vocab: int, seconds: float) -> RequestMasks:
+def _found(request: RequestState, draft: list[int], vocab: int, seconds: float) -> RequestMasks:
     if request.grammar is None or request.finish_reason:
         return [], len(draft)
     text = _before_end(request, draft)
@@ -78,11 +74,10 @@ def _found(request: Request, draft: list[int], vocab: int, seconds: float) -> Re
         request.fail_by_grammar(e)
         return [], len(draft)
     if answer is None:
-        request.slow = True
+        request.masks_are_late()
         return [], -1
-    asked, request.asked = request.asked or [], None
+    asked = request.masks_came(text)
     if asked == text:
-        request.slow = False
         return answer, len(draft)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, text, strict=False)))
     return answer, min(same, len(answer) - 1)  # they are of the draft of an earlier round
@@ -104,9 +99,9 @@ def said(value: object) -> str:
     return f"{value!r:.80}"
 
 
-def _before_end(request: Request, draft: Sequence[int]) -> list[int]:
+def _before_end(request: RequestState, draft: Sequence[int]) -> list[int]:
     """The draft up to a token that ends the text, which no grammar is given and behind which nothing counts."""
-    return list(takewhile(lambda token: token not in request.stop_ids, draft))
+    return list(takewhile(lambda token: token not in request.request.stop_ids, draft))
 
 
 def walk(grammar: Grammar, draft: Sequence[int]) -> list[mx.array]:

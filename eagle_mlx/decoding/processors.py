@@ -17,7 +17,7 @@ import numpy as np
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.masks import PATIENCE, RequestMasks, ask, collect, may_decode, said
 from eagle_mlx.decoding.verify import Verdict
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 
 _MOST_DRAFTS = 2**31 - 1
 """Of rows without a grammar, all of whose draft tokens can be judged: the largest int32."""
@@ -26,7 +26,7 @@ _MOST_DRAFTS = 2**31 - 1
 class Processors:
     """Of one batch, in its present arrangement of rows."""
 
-    def __init__(self, requests: Sequence[Request], vocab: int):
+    def __init__(self, requests: Sequence[RequestState], vocab: int):
         self.penalties = Penalties.of(requests, vocab)
         self.biased, self.bias = _dense_bias(requests, vocab)
         self.on_host = [index for index, request in enumerate(requests) if request.params.needs_host]
@@ -42,7 +42,7 @@ class Processors:
         self._count = len(requests)
 
     @classmethod
-    def of(cls, requests: Sequence[Request], vocab: int) -> Processors | None:
+    def of(cls, requests: Sequence[RequestState], vocab: int) -> Processors | None:
         """None where no row asks for any."""
         asking = (
             request.params.penalizes or request.params.logit_bias or request.params.needs_host for request in requests
@@ -131,7 +131,7 @@ class Penalties:
         """[M, V] int32, how often each token is in the generated text."""
 
     @classmethod
-    def of(cls, requests: Sequence[Request], vocab: int) -> Penalties | None:
+    def of(cls, requests: Sequence[RequestState], vocab: int) -> Penalties | None:
         places = [index for index, request in enumerate(requests) if request.params.penalizes]
         if not places:
             return None
@@ -166,7 +166,7 @@ class Penalties:
         self.counts = self.counts.at[mx.arange(tokens.shape[0])[:, None], tokens].add(emitted.astype(mx.int32))
 
 
-def _dense_bias(requests: Sequence[Request], vocab: int) -> tuple[mx.array, mx.array]:
+def _dense_bias(requests: Sequence[RequestState], vocab: int) -> tuple[mx.array, mx.array]:
     """The places [M] int32 of the rows that have a bias, and their biases [M, 1, V] float32."""
     places = [index for index, request in enumerate(requests) if request.params.logit_bias]
     bias = np.zeros((len(places), 1, vocab), np.float32)
@@ -176,7 +176,7 @@ def _dense_bias(requests: Sequence[Request], vocab: int) -> tuple[mx.array, mx.a
 
 
 def _on_host(
-    logits: mx.array, requests: Sequence[Request], drafts: Sequence[list[int]], masks: Sequence[RequestMasks]
+    logits: mx.array, requests: Sequence[RequestState], drafts: Sequence[list[int]], masks: Sequence[RequestMasks]
 ) -> mx.array:
     """Callables and grammars, row by row. logits: [M, n+1, V] float32; drafts: row by row, at most n tokens."""
     out = []
@@ -190,12 +190,11 @@ def _on_host(
     return mx.stack(out)
 
 
-def _called(logits: mx.array, request: Request, draft: list[int]) -> mx.array:
+def _called(logits: mx.array, request: RequestState, draft: list[int]) -> mx.array:
     """The row's callables at every position that its draft reaches. logits: [n+1, V] float32."""
-    text = request.history
     parts = []
     try:
-        for position in range(len(draft) + 1):
+        for position, text in enumerate(request.texts(draft)):
             part = logits[position : position + 1]
             for processor in request.params.logits_processors:
                 part = processor(text, part)
@@ -203,8 +202,6 @@ def _called(logits: mx.array, request: Request, draft: list[int]) -> mx.array:
                     name = getattr(processor, "__name__", repr(processor))
                     raise ValueError(f"{name} gave {said(part)}; give [1, {logits.shape[-1]}], as it was given")
             parts.append(part.astype(mx.float32))
-            text += draft[position : position + 1]
-        del text[len(text) - len(draft) :]
         return mx.concatenate([*parts, logits[len(parts) :]])
     except Exception as e:  # whatever a request's own callables raise is no other row's trouble
         request.fail(f"a logits processor failed: {e}")

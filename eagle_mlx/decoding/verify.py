@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from eagle_mlx.decoding.sampling import SamplingBatch, distribution, filtered, gumbel, sample, uniform
 from eagle_mlx.decoding.tree import Branches, Tree, walk
-from eagle_mlx.request import Pending
+from eagle_mlx.request_state import Pending
 
 
 @dataclass(frozen=True)

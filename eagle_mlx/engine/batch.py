@@ -24,7 +24,7 @@ from eagle_mlx.engine.round import Answer, Checkpoint, NaN, Round
 from eagle_mlx.plan import PLAIN, Abilities, Plan, RoundResult
 from eagle_mlx.proposers.base import CanJoin, CanLookUp, Movable, Observation, Proposer, ProposerState, Separable
 from eagle_mlx.proposers.check import Asked, check_draft
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 from eagle_mlx.target import Forward, Target
 
 log = logging.getLogger("eagle_mlx.engine")
@@ -37,7 +37,7 @@ class Batch:
         self,
         target: Target,
         proposer: Proposer | None,
-        requests: Sequence[Request],
+        requests: Sequence[RequestState],
         past: Prefix | None = None,
         kv_bits: int | None = None,
     ):
@@ -56,7 +56,7 @@ class Batch:
     def _gather(self) -> None:
         """Gather what the requests ask for; they have joined or left, and no round is under way."""
         self.sampling = SamplingBatch.of(
-            [request.params for request in self.requests], [request.seed for request in self.requests]
+            [request.params for request in self.requests], [request.request.seed for request in self.requests]
         )
         self.processors = Processors.of(self.requests, self.target.vocab_size)
 
@@ -251,9 +251,9 @@ class Batch:
                 request.fail("a logits processor gave NaN; use minus infinity for tokens that may not come")
             taken.append(request.take(answer.tokens, answer.drafted, logprobs.get(index, ())))
             if answer.nan == NaN.REJECTED:
-                request.rereads = not answer.tokens  # without a draft, which may be the reason
-                if collected.draft is not None and request.params.rule == "rejection":
-                    request.pending = request.pending or collected.draft.unjudged(index, answer.tokens)
+                left = collected.draft if request.params.rule == "rejection" and not request.pending else None
+                pending = left.unjudged(index, answer.tokens) if left is not None else None
+                request.reread(without_draft=not answer.tokens, pending=pending)  # the draft may be the reason
                 self.cache.zero(index, request.length)
         reread = [answer.nan == NaN.REJECTED and not answer.tokens for answer in answers]
         if any(reread):  # rare, so that no round has to choose between two states of every row on the device
@@ -290,10 +290,10 @@ class Batch:
             return None
         known = request.length if length is None else length
         if self.proposer is None or not self.proposer.aux_layers:
-            return Past(known, self.cache, index, namespace=request.namespace)
+            return Past(known, self.cache, index, namespace=request.request.namespace)
         if not isinstance(self.state, Separable) or not isinstance(self.proposer, CanJoin):
             return None
-        return Past(min(known, self.state.length(index)), self.cache, index, self.state, request.namespace)
+        return Past(min(known, self.state.length(index)), self.cache, index, self.state, request.request.namespace)
 
     @property
     def may_part(self) -> bool:
@@ -344,13 +344,13 @@ class Batch:
         self.requests.extend(other.requests)
         self._gather()
 
-    def release(self) -> list[Request]:
+    def release(self) -> list[RequestState]:
         """Let the rows leave that have ended or are paused; the last row moves into each gap."""
         ended = [index for index, request in enumerate(self.requests) if request.leaves]
         released = [self.requests[index] for index in ended]
         for request in released:
             if request.finish_reason is not None:
-                request.grammar = None  # it may hold a process
+                request.close()
         if len(ended) == len(self.requests):
             self.requests = []
             return released

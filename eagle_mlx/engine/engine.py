@@ -14,7 +14,6 @@ from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.grouping import GROUPS, RoundReads
 from eagle_mlx.engine.groups import Groups
 from eagle_mlx.engine.kv_budget import KVBudget, check_memory, check_sizes, size_of
-from eagle_mlx.engine.output import Chunk, Output
 from eagle_mlx.engine.pipeline import Pipeline
 from eagle_mlx.engine.prefill import PREFILL_CHUNK, PREFILL_MS
 from eagle_mlx.engine.prefix import PrefixCache
@@ -25,7 +24,8 @@ from eagle_mlx.plan import PLAIN, Context, Plan, RoundResult
 from eagle_mlx.policy import HybridPolicy, Policy
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.request import Prompt, Request, make_request
+from eagle_mlx.request import Chunk, Output, Prompt, make_request
+from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 from eagle_mlx.text import TextStream
@@ -179,49 +179,60 @@ class Engine:
         finally:
             self.cancel(request)
 
-    def prepare(self, prompt: Prompt, params: SamplingParams, boundaries: Sequence[int] = ()) -> Request:
-        """Return a request to be submitted. Any thread may call it.
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        boundaries: Sequence[int] = (),
+        client: str = "",
+        namespace: str = "",
+        limit: int | None = None,
+    ) -> RequestState:
+        """Return a request to be submitted. Any thread may call it. `client` and `namespace`: as in `Request`.
 
         `boundaries`: tokens of the prompt that later prompts may begin with, where the prefix cache keeps windows and
-        states, which cannot be cut. Raises PromptError, also if its keys and values would never fit into `kv_bytes`.
+        states, which cannot be cut. `limit`: tokens of the answer, of which context and memory may leave fewer; params
+        then name no number. Raises PromptError, also if its keys and values would never fit into `kv_bytes`.
         """
-        request = make_request(self.target, prompt, params, boundaries)
-        self.kv_budget.check(request)
-        return request
+        request = make_request(self.target, prompt, params, boundaries, client, namespace)
+        request = self.kv_budget.limited(request)
+        if limit is not None:
+            request = replace(request, limit=min(request.limit, limit))
+        return RequestState.open(request, self.target.tokenizer)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: RequestState) -> None:
         """The row waits for its turn; its tokens grow with every step, until it has a finish reason."""
         self._scheduler.waiting.append(request)
 
-    def output(self, request: Request) -> Output:
+    def output(self, request: RequestState) -> Output:
         """What has become of a request."""
-        return Output.of(request, self.target.tokenizer)
+        return request.output(self.target.tokenizer)
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: RequestState) -> None:
         """Let a row go that nobody waits for, unless it has finished.
 
         An observer or a logits processor may call it too: the row gets no more tokens, and leaves after the step.
         """
         if request.finish_reason is None:
-            request.finish_reason = "cancelled"
+            request.finish("cancelled")
             self._withdraw(request)
 
-    def pause(self, request: Request) -> None:
+    def pause(self, request: RequestState) -> None:
         """Have a request that decodes wait once more, from the next step on; its text is the same when it resumes."""
         if self._groups.holding(request) is not None:
             self._scheduler.to_pause.append(request)
 
-    def cut_off(self, request: Request, by: str, reason: str | None = None) -> None:
+    def cut_off(self, request: RequestState, by: str, reason: str | None = None) -> None:
         """The same, but the row ends with what it has, or with an error where there is a `reason` (`Request.cut`)."""
         if request.finish_reason is None:
             request.cut(by, reason)
             self._withdraw(request)
 
-    def before(self, request: Request) -> int | None:
+    def before(self, request: RequestState) -> int | None:
         """How many waiting requests go before one, about; None where it does not wait. Any thread may ask."""
         return self._scheduler.waiting.before(request)
 
-    def _withdraw(self, request: Request) -> None:
+    def _withdraw(self, request: RequestState) -> None:
         """Let a row go that has ended."""
         self._scheduler.withdraw(request)
         batch = self._groups.holding(request)
@@ -237,7 +248,7 @@ class Engine:
         self._scheduler.waiting.clear()
         self._fail(reason, {batch: batch.requests for batch in self._groups.batches})
 
-    def _fail(self, reason: str, groups: Mapping[Batch, list[Request]]) -> None:
+    def _fail(self, reason: str, groups: Mapping[Batch, list[RequestState]]) -> None:
         """Fail these requests, and those whose prompts are being read, and forget what was known of them."""
         prefilling, batches = self._scheduler.prefilling, self._groups.batches
         gone = {
@@ -252,14 +263,14 @@ class Engine:
             self._pipeline.forget(batch)
             self._groups.drop(batch)
 
-    def step(self) -> list[Request]:
+    def step(self) -> list[RequestState]:
         """Decode a round of the group whose turn it is; return the requests that have finished. Errors: `Engine`."""
         with self._work.whole(*self._groups.in_turn()[:1]):
             ended = [request for request in self._step() if request.finish_reason != "cancelled"]
         self._scheduler.freed.after_step(is_last=self.idle)
         return ended
 
-    def _step(self) -> list[Request]:
+    def _step(self) -> list[RequestState]:
         first = not self._groups.batches
         ended = [request for request in self._admit() if request.finish_reason]
         if first and any(request.tokens for request in self._groups.requests):
@@ -278,7 +289,7 @@ class Engine:
             self._release(each)
         return ended + [request for request in decoding if request.finish_reason]
 
-    def _admit(self) -> list[Request]:
+    def _admit(self) -> list[RequestState]:
         """Read a chunk of the prompts of those who wait; the requests that join, because theirs have been read."""
         if self._pipeline.busy or not self._wants_in:
             return []  # a round that is under way is for the requests that it was dispatched with
@@ -309,7 +320,7 @@ class Engine:
             self.kv_budget.groups = 1
         self._arrange(joining)
 
-    def _look_at_context(self, requests: Sequence[Request]) -> None:
+    def _look_at_context(self, requests: Sequence[RequestState]) -> None:
         self.context = sum(request.length + 1 for request in requests) // len(requests)
         if self.on_first_round is not None:
             self.on_first_round(self.context)
@@ -322,7 +333,7 @@ class Engine:
             with self._work.also(*self._groups.touched(moves, joining)):
                 self._groups.arrange(moves, joining)
 
-    def _report_first_tokens(self, requests: Sequence[Request], seconds: float) -> None:
+    def _report_first_tokens(self, requests: Sequence[RequestState], seconds: float) -> None:
         """Show the observer the tokens that requests got with their prompts; it is no round for the policy."""
         taken = [len(request.tokens) - request.tokens_before for request in requests]
         if self.observer is not None and any(taken):

@@ -8,7 +8,7 @@ from eagle_mlx.decoding.masks import PATIENCE
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.grouping import GROUPS, RoundReads, Row, arrange
 from eagle_mlx.engine.kv_budget import KVBudget
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 
 _LOOK = 16
 """Rounds between two looks at whether rows have outgrown their group: 0.4 ms for 64 rows, on a CPU."""
@@ -25,7 +25,7 @@ class Groups:
         self.reads, self.budget = reads, budget
         self._served = self._rounds = 0
         """The number of the group that had the last round, and how many there were."""
-        self._settled: list[tuple[Request, int]] | None = None
+        self._settled: list[tuple[RequestState, int]] | None = None
         """Who was where when all were found to be where they belong."""
         self._slots: list[Batch | None] = [None] * GROUPS
 
@@ -34,18 +34,18 @@ class Groups:
         return [batch for batch in self._slots if batch is not None]
 
     @property
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[RequestState]:
         return [request for batch in self.batches for request in batch.requests]
 
     @property
-    def decoding(self) -> list[list[Request]]:
+    def decoding(self) -> list[list[RequestState]]:
         """The requests of each group."""
         return [batch.requests for batch in self.batches]
 
     def number(self, batch: Batch) -> int:
         return self._slots.index(batch)
 
-    def holding(self, request: Request) -> Batch | None:
+    def holding(self, request: RequestState) -> Batch | None:
         """The group that a request is in."""
         return next((batch for batch in self.batches if request in batch.requests), None)
 
@@ -67,7 +67,7 @@ class Groups:
         """A group has had a round."""
         self._served, self._rounds = self.number(batch), self._rounds + 1
 
-    def moves(self, prefilling: Sequence[Request], joining: Batch | None = None) -> dict[Request, int] | None:
+    def moves(self, prefilling: Sequence[RequestState], joining: Batch | None = None) -> dict[RequestState, int] | None:
         """The group that each request is to be in, if some are not there yet; those being read have places too.
 
         Looked for where somebody has come or gone, and every so many rounds, for rows grow slowly.
@@ -82,8 +82,8 @@ class Groups:
         return places if moving else None
 
     def _places(
-        self, groups: Mapping[Request, int], prefilling: Sequence[Request], joining: Sequence[Request]
-    ) -> dict[Request, int]:
+        self, groups: Mapping[RequestState, int], prefilling: Sequence[RequestState], joining: Sequence[RequestState]
+    ) -> dict[RequestState, int]:
         asked = list(dict.fromkeys([*groups, *prefilling]))
         if self.budget.groups == 1:
             return dict.fromkeys(asked, min(groups.values(), default=0))
@@ -93,7 +93,7 @@ class Groups:
         rows = [Row(*row) for row in zip(lengths, reaches, map(groups.get, asked), strict=True)]
         return dict(zip(asked, arrange(rows, self.reads, self.budget.size, self.budget.nbytes), strict=True))
 
-    def touched(self, places: Mapping[Request, int], joining: Batch | None = None) -> list[Batch]:
+    def touched(self, places: Mapping[RequestState, int], joining: Batch | None = None) -> list[Batch]:
         """The groups that somebody is to leave or to enter."""
         numbers = {places[request] for request in joining.requests} if joining is not None else set()
         for number, batch in self._numbered():
@@ -102,7 +102,7 @@ class Groups:
                     numbers |= {number, places[request]}
         return [batch for number, batch in self._numbered() if number in numbers]
 
-    def arrange(self, places: Mapping[Request, int], joining: Batch | None = None) -> None:
+    def arrange(self, places: Mapping[RequestState, int], joining: Batch | None = None) -> None:
         """Move rows to their groups, and have those of another batch join. No round of theirs may be under way."""
         parts: list[list[Batch]] = [[] for _ in self._slots]
         for number, batch in enumerate((*self._slots, joining)):
@@ -123,7 +123,7 @@ class Groups:
         return [(number, batch) for number, batch in enumerate(self._slots) if batch is not None]
 
 
-def _parted(batch: Batch, places: Mapping[Request, int], number: int) -> list[tuple[int, Batch]]:
+def _parted(batch: Batch, places: Mapping[RequestState, int], number: int) -> list[tuple[int, Batch]]:
     """A batch by the groups that its rows go to. What stays in the group of this number is not copied."""
     wanted = [places[request] for request in batch.requests]
     stays = number if number in wanted else wanted[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -13,6 +14,7 @@ from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.memory import gb
 from eagle_mlx.proposers.base import HasCacheSize, Proposer
 from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 from eagle_mlx.target import Target
 
 _OPEN_END = 2048
@@ -48,8 +50,8 @@ class KVBudget:
             low, high = (middle, high) if self.size.nbytes(1, middle) <= self.nbytes else (low, middle - 1)
         return low
 
-    def check(self, request: Request) -> None:
-        """Raise PromptError for a request that would not fit if it were alone.
+    def limited(self, request: Request) -> Request:
+        """Return a request with a limit that fits. Raise PromptError if it would not fit even alone.
 
         One that does not say how many tokens it wants gets as many as fit, and then ends with `length`.
         """
@@ -62,32 +64,32 @@ class KVBudget:
                 f"there are {gb(self.nbytes)} for them, enough for {self.longest} tokens; ask for less, or let there "
                 "be more with kv_bytes (--kv-gb)"
             )
-        request.limit = min(request.limit, self.longest - prompt)
+        return replace(request, limit=min(request.limit, self.longest - prompt))
 
-    def reach(self, request: Request) -> int:
+    def reach(self, request: RequestState) -> int:
         """Positions that are set aside for a request."""
         most = len(request.prompt) + request.limit
         return min(most, request.length + self.open_end) if _is_open(request) else most
 
-    def set_aside(self, requests: Sequence[Request]) -> int:
+    def set_aside(self, requests: Sequence[RequestState]) -> int:
         """Bytes that these may come to take together."""
         grouped = self._grouped(requests)
         return sum(self.size.nbytes(len(group), max(map(self.reach, group))) for group in grouped)
 
-    def fits(self, requests: Sequence[Request]) -> bool:
+    def fits(self, requests: Sequence[RequestState]) -> bool:
         """Whether these may decode together. One alone always may."""
         return len(requests) <= 1 or self.set_aside(requests) <= self.nbytes
 
-    def are_together(self, some: Sequence[Request], others: Sequence[Request]) -> bool:
+    def are_together(self, some: Sequence[RequestState], others: Sequence[RequestState]) -> bool:
         """Whether some of these requests share a group where memory decides."""
         return any(set(some) <= set(group) for group in self._grouped([*some, *others]))
 
-    def used(self, groups: Sequence[Sequence[Request]]) -> int:
+    def used(self, groups: Sequence[Sequence[RequestState]]) -> int:
         """Bytes that these take now, at most, in batches of their own."""
         lengths = [[request.length for request in group] for group in groups]
         return sum(self.size.nbytes(len(group), max(group, default=0)) for group in lengths)
 
-    def _grouped(self, requests: Sequence[Request]) -> list[list[Request]]:
+    def _grouped(self, requests: Sequence[RequestState]) -> list[list[RequestState]]:
         """As memory wants them, none of them empty."""
         if self.groups == 1:
             return [list(requests)] if requests else []
@@ -117,6 +119,6 @@ def check_memory(kv_bits: int | None, kv_bytes: int | None, groups: int) -> None
         raise ConfigError(f"kv_bytes must be at least 1, or None for a share of the free memory; got {kv_bytes}")
 
 
-def _is_open(request: Request) -> bool:
+def _is_open(request: Request | RequestState) -> bool:
     """Whether a request ends where the context does, and not at a number of tokens that it has named."""
     return request.limit < request.params.max_tokens

@@ -62,7 +62,8 @@ class Prefill:
         self._read = known
         self._prefixes = None if batch.cache.is_positional else prefixes
         self._stops = [
-            stops(each.boundaries, len(text), known) for each, text in zip(batch.requests, self._texts, strict=True)
+            stops(each.request.boundaries, len(text), known)
+            for each, text in zip(batch.requests, self._texts, strict=True)
         ]
         self._count()
 
@@ -101,7 +102,7 @@ class Prefill:
 
     def _count(self) -> None:
         for request in self.batch.requests:
-            request.read_tokens = min(self._read, len(request.prompt))
+            request.read(self._read)
 
     def _next_stop(self) -> int | None:
         """Where the next forward must end, because a state cannot be cut."""

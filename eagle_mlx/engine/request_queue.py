@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 
 MOST_SKIPS = 8
 """Shorter prompts that may pass a client's oldest request: as many as the default batch has requests."""
@@ -19,7 +19,7 @@ _REMEMBERED = 1024
 class _Client:
     """The requests of one client, by the chunks that their prompts take, each list in the order in which they came."""
 
-    by_chunks: dict[int, deque[tuple[int, Request]]] = field(default_factory=dict)
+    by_chunks: dict[int, deque[tuple[int, RequestState]]] = field(default_factory=dict)
     """With the number of each request, which counts up."""
     skips: int = 0
     """How often the oldest has been passed."""
@@ -37,7 +37,7 @@ class _Client:
     def __len__(self) -> int:
         return sum(map(len, list(self.by_chunks.values())))
 
-    def before(self, request: Request) -> int | None:
+    def before(self, request: RequestState) -> int | None:
         """How many of the same client go before one; None where it does not wait. Any thread may ask."""
         waiting = {chunks: deque(line) for chunks, line in sorted(self.by_chunks.items()) if line}
         skips, place = self.skips, 0
@@ -76,11 +76,11 @@ class RequestQueue:
     def __len__(self) -> int:
         return sum(map(len, self._clients.values()))
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[RequestState]:
         lists = (waiting for client in self._clients.values() for waiting in client.by_chunks.values())
         return (request for waiting in lists for _, request in waiting)
 
-    def append(self, request: Request) -> None:
+    def append(self, request: RequestState) -> None:
         if request.client not in self._clients:
             self._enter(request.client)
         client = self._clients[request.client]
@@ -90,12 +90,12 @@ class RequestQueue:
         else:
             line.append((number, request))
 
-    def peek(self) -> Request:
+    def peek(self) -> RequestState:
         """The next one. The queue must not be empty."""
         client = self._in_turn()[0][1]
         return client.by_chunks[client.following][0][1]
 
-    def first(self, fits: Callable[[Request], bool]) -> Request | None:
+    def first(self, fits: Callable[[RequestState], bool]) -> RequestState | None:
         """The next one for which this is true: clients in turn, of each the one that is next, then short before long.
 
         Of a client's prompts that are read in as many chunks only the one that came first is asked about.
@@ -107,13 +107,13 @@ class RequestQueue:
                     return request
         return None
 
-    def pop(self) -> Request:
+    def pop(self) -> RequestState:
         """Take the next one; its client's next turn comes behind everybody else's."""
         request = self.peek()
         self.take(request)
         return request
 
-    def take(self, request: Request) -> None:
+    def take(self, request: RequestState) -> None:
         """The same with one that `peek` or `first` gave."""
         client, chunks = self._clients.pop(request.client), self.chunks(request)
         client.skips = 0 if chunks == client.oldest else client.skips + 1
@@ -127,7 +127,7 @@ class RequestQueue:
         if len(self._last_turns) > _REMEMBERED:
             del self._last_turns[next(iter(self._last_turns))]
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: RequestState) -> None:
         """Let a request go that waits. Raises KeyError or StopIteration where it does not."""
         chunks, client = self.chunks(request), self._clients[request.client]
         waiting = client.by_chunks[chunks]
@@ -137,7 +137,7 @@ class RequestQueue:
         del waiting[index]
         self._forget_empty(request.client, chunks)
 
-    def before(self, request: Request) -> int | None:
+    def before(self, request: RequestState) -> int | None:
         """How many go before a request if nobody comes and all fit; None where it does not wait.
 
         Any thread may ask: what it is told then is about right.
@@ -175,7 +175,7 @@ class RequestQueue:
         if not client.by_chunks:
             del self._clients[name]
 
-    def chunks(self, request: Request) -> int:
+    def chunks(self, request: RequestState) -> int:
         """Return the steps that its prompt is read in, without the last token, which the first round reads.
 
         0 for a paused request: most of its text is in the prefix cache, and it has waited before.

@@ -13,7 +13,7 @@ from eagle_mlx.engine.prefix import Prefix, PrefixCache
 from eagle_mlx.engine.request_queue import MOST_SKIPS, RequestQueue
 from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 from eagle_mlx.target import Target
 
 _SLICE = 64
@@ -54,7 +54,7 @@ class Scheduler:
         self.target, self.proposer, self.chunk, self.prefixes = target, proposer, chunk, prefixes
         self.kv_bits, self.budget = kv_bits, budget
         self.waiting = RequestQueue(chunk, self._held)
-        self.to_pause: list[Request] = []
+        self.to_pause: list[RequestState] = []
         """Requests that somebody wants to be paused, whether or not others wait."""
         self._size = ChunkSize(chunk, prefill_ms / 1000)
         self._now, self._just_read = chunk, 0
@@ -67,25 +67,25 @@ class Scheduler:
         """Those under way, the one that was begun first in front."""
         self._others_are_due = False
         """Whether the chunk read last was of the prompts that were begun first."""
-        self._entering: list[Request] = []
+        self._entering: list[RequestState] = []
         """Those that have stopped waiting and are not among the prefills, or not any more."""
-        self._admitted: list[Request] = []
-        self._passed: Request | None = None
+        self._admitted: list[RequestState] = []
+        self._passed: RequestState | None = None
         """Whose turn it was when others went before it."""
         self._passes = 0
 
     @property
-    def admitted(self) -> list[Request]:
+    def admitted(self) -> list[RequestState]:
         """Those that decode, or whose prompts are being read. Any thread may ask."""
         return [request for request in self._admitted if request.finish_reason is None]
 
     @property
-    def side_by_side(self) -> list[list[Request]]:
+    def side_by_side(self) -> list[list[RequestState]]:
         """Those whose prompts are being read, as they share caches, from when they stop waiting until `joined`."""
         return [*(prefill.batch.requests for prefill in self._prefills), *([self._entering] if self._entering else [])]
 
     @property
-    def prefilling(self) -> list[Request]:
+    def prefilling(self) -> list[RequestState]:
         """All of them."""
         return [request for requests in self.side_by_side for request in requests]
 
@@ -93,12 +93,12 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.waiting and not self.prefilling
 
-    def wants_in(self, room: int, groups: Sequence[Sequence[Request]]) -> bool:
+    def wants_in(self, room: int, groups: Sequence[Sequence[RequestState]]) -> bool:
         """Return whether a request will join, or could, with room for so many more, or should be paused."""
         joins = bool(self._prefills) or (room > 0 and self._following(room) is not None)
         return joins or bool(self.yielding(room, groups))
 
-    def yielding(self, room: int, groups: Sequence[Sequence[Request]]) -> list[Request]:
+    def yielding(self, room: int, groups: Sequence[Sequence[RequestState]]) -> list[RequestState]:
         """Return the requests that are to be paused, so that memory suffices and whose turn it is can join.
 
         groups: the requests that decode. No round of theirs may be under way when they are paused.
@@ -107,7 +107,7 @@ class Scheduler:
         wanted = [row for row in self._pausable() if row in self.to_pause] if self.to_pause else []
         return wanted or self._outgrown(groups) or self._in_the_way(room)
 
-    def pause(self, requests: Sequence[Request]) -> None:
+    def pause(self, requests: Sequence[RequestState]) -> None:
         """Have requests wait again, before others of their clients. Rows that decode are still to leave their batch."""
         self.to_pause = [request for request in self.to_pause if request not in requests]
         self._admitted = [request for request in self.admitted if request not in requests]
@@ -116,11 +116,11 @@ class Scheduler:
             request.pause()
             self.waiting.append(request)
 
-    def _outgrown(self, groups: Sequence[Sequence[Request]]) -> list[Request]:
+    def _outgrown(self, groups: Sequence[Sequence[RequestState]]) -> list[RequestState]:
         """Return the rows without which the others fit into the memory as they are now."""
         if self.budget is None:
             return []
-        together, gone = [*groups, *self.side_by_side], list[Request]()
+        together, gone = [*groups, *self.side_by_side], list[RequestState]()
         while self.budget.used(together) > self.budget.nbytes and len(self.admitted) > len(gone) + 1:
             victim = _newest(self._pausable(gone), self._held(gone))
             if victim is None:
@@ -129,11 +129,11 @@ class Scheduler:
             together = [[each for each in group if each not in gone] for group in together]
         return gone
 
-    def _in_the_way(self, room: int) -> list[Request]:
+    def _in_the_way(self, room: int) -> list[RequestState]:
         """Return the rows whose pausing lets the request join whose turn it is; none if it need not, or would not."""
         if not self.waiting:
             return []
-        turn, gone = self._turn(), list[Request]()
+        turn, gone = self._turn(), list[RequestState]()
         if self._prefills and self._steps(turn.length) >= self._steps(min(each.left for each in self._prefills)):
             return []  # it would not be begun now
         room -= len(self.prefilling)
@@ -144,7 +144,7 @@ class Scheduler:
             gone.append(victim)
         return gone
 
-    def _victim(self, client: str, gone: Sequence[Request]) -> Request | None:
+    def _victim(self, client: str, gone: Sequence[RequestState]) -> RequestState | None:
         """Return the next row to be paused for a client, beside those that are `gone`; None if each has its share."""
         held, able = self._held(gone), self._pausable(gone)
         if max(held.values(), default=0) >= held[client] + 2:
@@ -154,7 +154,7 @@ class Scheduler:
         served = [row for row in able if row.rounds_since >= max(_SLICE, row.length // _READS_PER_ROUND)]
         return max(served, key=lambda row: row.rounds_since, default=None)
 
-    def _pausable(self, gone: Sequence[Request] = ()) -> list[Request]:
+    def _pausable(self, gone: Sequence[RequestState] = ()) -> list[RequestState]:
         """Return the requests that may be paused, in the order in which more is lost by it.
 
         A row that decodes must have had a round since it was admitted, which has checked its keys and values. A row
@@ -169,7 +169,7 @@ class Scheduler:
         ]
         return [*(row for row in alone if row not in gone and row.finish_reason is None), *rows]
 
-    def _held(self, gone: Sequence[Request] = ()) -> Counter[str]:
+    def _held(self, gone: Sequence[RequestState] = ()) -> Counter[str]:
         """Return how many rows each client holds without those that are `gone`. Any thread may ask."""
         return Counter(row.client for row in self.admitted if row not in gone)
 
@@ -201,7 +201,7 @@ class Scheduler:
         """The requests that `prefill` gave decode now."""
         self._entering = []
 
-    def withdraw(self, request: Request) -> None:
+    def withdraw(self, request: RequestState) -> None:
         """A request that has ended while it waited, or while its prompt was read."""
         if request in self.waiting:
             self.waiting.remove(request)
@@ -233,7 +233,7 @@ class Scheduler:
             following = self._following(room - len(requests), chunks)
             if following is None or (requests and not self._side_by_side([*requests, following])):
                 break
-            if self.prefixes is not None and not self.prefixes.fetch(following.text, following.namespace):
+            if self.prefixes is not None and not self.prefixes.fetch(following.text, following.request.namespace):
                 break  # the rest comes from the disk in the next steps
             known = self._known(following)
             if requests and known is not None:
@@ -244,14 +244,14 @@ class Scheduler:
         if not requests:
             return None
         if known is not None and not requests[0].pauses:
-            requests[0].cached_tokens = known.length
+            requests[0].begin_with(known.length)
         batch = Batch(self.target, self.proposer, requests, known, self.kv_bits)
         begun = Prefill(batch, known.length if known is not None else 0, self.prefixes)
         self._prefills.append(begun)
         self._entering = []
         return begun
 
-    def _following(self, room: int, chunks: int | None = None) -> Request | None:
+    def _following(self, room: int, chunks: int | None = None) -> RequestState | None:
         """Who is to join next, with room for so many more; None where nobody waits, or whoever may join does not fit.
 
         chunks: more than a prompt may take, where others are being read that have so many left.
@@ -285,7 +285,7 @@ class Scheduler:
             return turn if self._fits(turn) else self.waiting.first(self._fits)
         return turn if self._fits(turn) else None
 
-    def _turn(self) -> Request:
+    def _turn(self) -> RequestState:
         """Return whose turn it is, or was when others went before it, unless its client holds more rows by now."""
         if self._passed is not None and self._passed.finish_reason is None:
             held, following = self._held(), self.waiting.peek()
@@ -293,14 +293,14 @@ class Scheduler:
         self._passed, self._passes = None, 0
         return self.waiting.peek()
 
-    def _fits(self, request: Request, gone: Sequence[Request] = ()) -> bool:
+    def _fits(self, request: RequestState, gone: Sequence[RequestState] = ()) -> bool:
         return self.budget is None or self.budget.fits([*(row for row in self.admitted if row not in gone), request])
 
     def _steps(self, positions: int) -> int:
         """Return the chunks of the present size that so many positions take."""
         return max(1, -(-positions // self._now))
 
-    def _take(self, request: Request, passes: bool = True) -> None:
+    def _take(self, request: RequestState, passes: bool = True) -> None:
         """passes: whether whoever goes before the one whose turn it is keeps that one from joining."""
         turn = self._turn()
         if request is turn or request is self._passed:
@@ -313,10 +313,10 @@ class Scheduler:
         if self.prefixes is not None:
             self.prefixes.trim()
 
-    def _known(self, request: Request) -> Prefix | None:
-        return self.prefixes.find(request.text, request.namespace) if self.prefixes is not None else None
+    def _known(self, request: RequestState) -> Prefix | None:
+        return self.prefixes.find(request.text, request.request.namespace) if self.prefixes is not None else None
 
-    def _side_by_side(self, requests: Sequence[Request]) -> bool:
+    def _side_by_side(self, requests: Sequence[RequestState]) -> bool:
         """Whether one forward may read these prompts, each padded to the longest, but for their last tokens."""
         width = max(request.length for request in requests)
         if not self._may_pad or len(requests) * width > self._now:
@@ -325,7 +325,7 @@ class Scheduler:
         return self.budget is None or self.budget.are_together(requests, others)
 
 
-def _newest(rows: Sequence[Request], held: Mapping[str, int]) -> Request | None:
+def _newest(rows: Sequence[RequestState], held: Mapping[str, int]) -> RequestState | None:
     """Return the last of the rows whose client holds most of all rows; None if there are none."""
     most = max((held[row.client] for row in rows), default=0)
     return next((row for row in reversed(rows) if held[row.client] == most), None)

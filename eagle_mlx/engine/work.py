@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 from eagle_mlx.engine.batch import Batch
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 
 
 class Work:
     """Knows what would be half done if the work under way failed now, and has it given up if it does."""
 
-    def __init__(self, give_up: Callable[[str, Mapping[Batch, list[Request]]], None]):
+    def __init__(self, give_up: Callable[[str, Mapping[Batch, list[RequestState]]], None]):
         """`give_up`: told why, and which batches were worked on, with the requests that they had before."""
         self.under_way = False
         self._give_up = give_up
-        self._on: dict[Batch, list[Request]] = {}
+        self._on: dict[Batch, list[RequestState]] = {}
 
     @contextmanager
     def whole(self, *batches: Batch) -> Iterator[None]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Any, Literal
 
-from eagle_mlx.engine.output import Output
+from eagle_mlx.request import Output
 
 from ..chat import Delta, ToolCall
 from .errors import ApiError, Shape

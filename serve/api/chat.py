@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from eagle_mlx.engine.output import Output
-from eagle_mlx.request import Request as EngineRequest
+from eagle_mlx.request import Output
+from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import StopWatcher
 from eagle_mlx.text import TextStream
 
@@ -20,7 +20,7 @@ from ..chat import AnswerParser, Delta, FirstCall, ToolCall, ToolOffer
 from .answer import Completed, stats, usage
 from .encoder import Encode
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
-from .flow import in_thread, read_request, respond
+from .flow import Owner, in_thread, owner_of, read_request, respond
 from .logprobs import ChatLogprobs, chat_logprobs
 from .model import Loaded
 from .sampling import check_context, check_text, sampling
@@ -76,7 +76,8 @@ async def prepare_chat(request: Request, loaded: Loaded, body: ChatRequest, at_m
     forced = body.tool_choice not in (None, "none", "auto")
     strict = any(tool.function.strict for tool in body.tools or ())
     has_schema = forced or strict or body.response_format is not None
-    return await in_thread(request, loaded, lambda encode: _prepare(body, loaded, encode, at_most), has_schema)
+    owner = owner_of(request)
+    return await in_thread(request, loaded, lambda encode: _prepare(body, loaded, encode, owner, at_most), has_schema)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class ChatAnswer:
 
     body: ChatRequest
     loaded: Loaded
-    requests: Sequence[EngineRequest]
+    requests: Sequence[RequestState]
     offer: ToolOffer
     starts_in_reasoning: bool
 
@@ -168,7 +169,7 @@ def finish_reason(output: Output, calls: bool) -> str:
     return "tool_calls" if calls and output.finish_reason == "stop" else output.finish_reason
 
 
-def _prepare(body: ChatRequest, loaded: Loaded, encode: Encode, at_most: int | None = None) -> ChatAnswer:
+def _prepare(body: ChatRequest, loaded: Loaded, encode: Encode, owner: Owner, at_most: int | None = None) -> ChatAnswer:
     """Write the prompt and check everything.
 
     at_most: tokens of the answer, of which the context and the memory may leave fewer; the body then names no number.
@@ -189,9 +190,7 @@ def _prepare(body: ChatRequest, loaded: Loaded, encode: Encode, at_most: int | N
 
     params = sampling(body, loaded, body.most_tokens, top, grammar, only_call)
     shared = chat.boundaries(prompt, loaded, encode)
-    requests = [loaded.engine.prepare(prompt, each, shared) for each in params]
-    for each in requests:
-        each.limit = min(each.limit, at_most or each.limit)
+    requests = [loaded.engine.prepare(prompt, each, shared, **owner, limit=at_most) for each in params]
     return ChatAnswer(body, loaded, requests, offer, thinking)
 
 

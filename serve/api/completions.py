@@ -9,16 +9,15 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from eagle_mlx.engine.output import Output
 from eagle_mlx.errors import PromptError
-from eagle_mlx.request import Request as EngineRequest
-from eagle_mlx.request import TokenLogprob
+from eagle_mlx.request import Output, TokenLogprob
+from eagle_mlx.request_state import RequestState
 from eagle_mlx.text import TextStream
 
 from .answer import Completed, stats, usage
 from .encoder import Encode
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
-from .flow import in_thread, read_request, respond
+from .flow import Owner, in_thread, owner_of, read_request, respond
 from .logprobs import CompletionLogprobs, LogprobLists, joined, score_prompt
 from .model import Loaded
 from .sampling import check_context, check_text, sampling
@@ -54,7 +53,9 @@ async def completions(request: Request) -> Response:
 
     async def prepare(call: Call, loaded: Loaded) -> CompletionAnswer:
         has_schema = body.response_format is not None
-        answer = await in_thread(request, loaded, lambda encode: _prepare(body, loaded, encode), has_schema)
+        answer = await in_thread(
+            request, loaded, lambda encode: _prepare(body, loaded, encode, owner_of(request)), has_schema
+        )
         if body.echo and body.logprobs is not None:
             for prompt in answer.prompts:
                 prompt.scores = await call.service.worker.score(
@@ -74,7 +75,7 @@ class _Prompt:
     """Of all tokens but the first, where they are echoed with log probabilities."""
 
 
-def _prepare(body: CompletionRequest, loaded: Loaded, encode: Encode) -> CompletionAnswer:
+def _prepare(body: CompletionRequest, loaded: Loaded, encode: Encode, owner: Owner) -> CompletionAnswer:
     """Encode and check the prompts. Raises PromptError or ApiError."""
     for given in body.prompts:
         if isinstance(given, str):
@@ -86,10 +87,10 @@ def _prepare(body: CompletionRequest, loaded: Loaded, encode: Encode) -> Complet
     params = sampling(body, loaded, body.max_tokens, body.logprobs, grammar)
     for prompt in prompts:
         check_context(len(prompt.tokens), body.max_tokens, loaded, "prompt")
-    requests = [loaded.engine.prepare(prompt.tokens, each) for prompt in prompts for each in params]
+    requests = [loaded.engine.prepare(prompt.tokens, each, **owner) for prompt in prompts for each in params]
     if body.max_tokens == 0:  # the echo is all that is wanted
         for engine_request in requests:
-            engine_request.finish_reason = "length"
+            engine_request.finish("length")
     return CompletionAnswer(body, loaded, prompts, requests)
 
 
@@ -106,7 +107,7 @@ class CompletionAnswer:
     """The engine's requests for a completion: for each prompt its answers, one after the other."""
 
     def __init__(
-        self, body: CompletionRequest, loaded: Loaded, prompts: list[_Prompt], requests: Sequence[EngineRequest]
+        self, body: CompletionRequest, loaded: Loaded, prompts: list[_Prompt], requests: Sequence[RequestState]
     ):
         self.body, self.loaded, self.prompts, self.requests = body, loaded, prompts, requests
 

@@ -7,16 +7,16 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from math import inf
 from threading import Event
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 from fastapi import Request
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from eagle_mlx.engine.output import Output
 from eagle_mlx.errors import EagleError
-from eagle_mlx.request import Request as EngineRequest
+from eagle_mlx.request import Output
+from eagle_mlx.request_state import RequestState
 
 from . import schema
 from .answer import failure
@@ -44,7 +44,7 @@ class Answer(Protocol):
     """What a route makes of a request before it decodes."""
 
     @property
-    def requests(self) -> Sequence[EngineRequest]: ...
+    def requests(self) -> Sequence[RequestState]: ...
 
     def response(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
         """The whole, once all requests have ended."""
@@ -86,6 +86,18 @@ def namespace_of(request: Request) -> str:
     """
     key, salt = getattr(request.state, "key", None), request.state.cache_salt
     return "" if key is None and salt is None else json.dumps([key, salt])
+
+
+class Owner(TypedDict):
+    """Whose a request is, as `Engine.prepare` takes it."""
+
+    client: str
+    namespace: str
+
+
+def owner_of(request: Request) -> Owner:
+    """Return whose a request is. The body must have been read."""
+    return Owner(client=client_of(request), namespace=namespace_of(request))
 
 
 def json_response(body: Any, status: int = 200) -> Response:
@@ -157,7 +169,6 @@ async def respond(
     the first token.
     """
     call = service.admit(slots, client_of(request))
-    call.namespace = namespace_of(request)
     call.beginning = beginning = asyncio.ensure_future(_begin(request, call, prepare, answer_seconds))
     streaming = False
     try:

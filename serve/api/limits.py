@@ -20,7 +20,7 @@ from tokenizers.models import BPE, Unigram
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.request import Request as EngineRequest
+from eagle_mlx.request_state import RequestState
 
 from .errors import ApiError
 
@@ -125,7 +125,7 @@ def _too_large(limits: Limits) -> ApiError:
     return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
 
 
-def waits_for(engine: Engine, requests: Sequence[EngineRequest], with_counts: bool = True) -> str | None:
+def waits_for(engine: Engine, requests: Sequence[RequestState], with_counts: bool = True) -> str | None:
     """What requests wait for that have no token yet: their turn, or their prompts to be read.
 
     None if there is nothing to tell of either, or if the prompts are short: those are read in one step. Any thread may

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.plan import RoundResult
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 
 from .errors import ApiError
 from .limits import Limits, waits_for
@@ -284,8 +284,6 @@ class Call:
 
     def __init__(self, service: Service, slots: int, client: str):
         self.service, self.slots, self.client = service, slots, client
-        self.namespace = ""
-        """Whose texts in the prefix cache it shares."""
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
         self.arrived = perf_counter()
@@ -302,10 +300,8 @@ class Call:
         """Requests that have not ended, and those that are still to be made."""
         return self.slots if self.job is None else self.job.unfinished
 
-    def submit(self, requests: Sequence[Request], answer_seconds: float = inf) -> None:
+    def submit(self, requests: Sequence[RequestState], answer_seconds: float = inf) -> None:
         """answer_seconds: for each of them, from its first token."""
-        for request in requests:
-            request.client, request.namespace = self.client, self.namespace
         self.job = self.service.worker.submit(requests, TimeLimits(self.deadline, answer_seconds))
 
     async def has_begun(self, seconds: float) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from json.encoder import encode_basestring as quote
 from typing import Any, Literal, Protocol
 
-from eagle_mlx.engine.output import Output
+from eagle_mlx.request import Output
 
 from .answer import failure, stats, usage
 from .errors import ApiError

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from eagle_mlx.engine import Engine
-from eagle_mlx.engine.output import Output
 from eagle_mlx.errors import EagleError, RanksError
 from eagle_mlx.plan import RoundResult
-from eagle_mlx.request import Request, TokenLogprob
+from eagle_mlx.request import Output, TokenLogprob
+from eagle_mlx.request_state import RequestState
 
 from .errors import ApiError
 from .model import Loaded
@@ -66,7 +66,7 @@ class TimeLimits:
 class Job:
     """The engine's requests of one HTTP request, and their events. Belongs to the event loop."""
 
-    requests: Sequence[Request]
+    requests: Sequence[RequestState]
     limits: TimeLimits = field(default_factory=TimeLimits)
     unfinished: int = 0
     begun: asyncio.Event = field(default_factory=asyncio.Event)
@@ -93,7 +93,7 @@ class Job:
 class _Slot:
     """A request in the engine, and how many of its tokens have been reported."""
 
-    request: Request
+    request: RequestState
     job: Job
     index: int
     deadline: float
@@ -147,12 +147,12 @@ class Worker:
         self._commands.put(self._begin_unloading)
         await self._ask(lambda result: lambda: self._give_back(result))
 
-    def submit(self, requests: Sequence[Request], limits: TimeLimits | None = None) -> Job:
+    def submit(self, requests: Sequence[RequestState], limits: TimeLimits | None = None) -> Job:
         """Queue requests; the job reports their events. Those that have ended already are reported at once."""
         job = Job(requests, limits or TimeLimits())
         for index, request in enumerate(requests):
             if request.finish_reason is not None:
-                job.report(RequestEvent(index, [], [], Output.of(request, None)))
+                job.report(RequestEvent(index, [], [], request.output(None)))
         self._commands.put(lambda: self._submit(job))
         return job
 
@@ -186,7 +186,7 @@ class Worker:
         slots, self._slots = self._slots, []
         for slot in slots:
             slot.request.fail(str(error))
-            slot.job.report(RequestEvent(slot.index, [], [], Output.of(slot.request, None)))
+            slot.job.report(RequestEvent(slot.index, [], [], slot.request.output(None)))
         while not self._commands.empty():
             self._commands.get()()  # requests that it has not seen end at once, since nothing is loaded
         while self._scorings:
@@ -392,6 +392,6 @@ def _close(loaded: Loaded) -> None:
         log.exception("what belongs to a model could not be ended")
 
 
-def _failed(request: Request) -> Output:
+def _failed(request: RequestState) -> Output:
     request.fail(_DIED)
-    return Output.of(request, None)
+    return request.output(None)

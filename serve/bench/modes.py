@@ -10,7 +10,6 @@ from typing import get_args
 import mlx.core as mx
 
 from eagle_mlx.engine import Engine
-from eagle_mlx.engine.output import Output
 from eagle_mlx.engine.prefill import PREFILL_CHUNK
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.base import DraftHead
@@ -20,6 +19,7 @@ from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.hybrid import HybridProposer
 from eagle_mlx.proposers.ngram import NgramProposer
+from eagle_mlx.request import Output
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 

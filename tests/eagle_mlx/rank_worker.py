@@ -24,7 +24,7 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.errors import TargetError
 from eagle_mlx.plan import Context, Plan, RoundResult
 from eagle_mlx.ranks import Channel, LeadingTarget, World, follow, shard_layers, shard_tensors
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 from eagle_mlx.serve.bench.identity import compare, tolerance_for
 from eagle_mlx.serve.prompts import encode, read_prompts
 from eagle_mlx.target import Target
@@ -224,8 +224,8 @@ def life(world: World, shard: str, name: str, kv_bits: str = "") -> dict[str, An
 
 def joined_and_cancelled(engine: Engine, params: list[em.SamplingParams], turn: int) -> list[list[int]]:
     """Texts of requests that join while others decode; beside them some are cancelled in between."""
-    requests: list[Request] = []
-    cancelled: list[Request] = []
+    requests: list[RequestState] = []
+    cancelled: list[RequestState] = []
     step = 0
     while len(requests) < len(PROMPTS) or not engine.idle:
         if step % 2 == 0 and len(requests) < len(PROMPTS):
@@ -321,7 +321,7 @@ def faulty(world: World, seed: str, timeout: str, shard: str = "tensor") -> dict
     texts = plain_texts(whole, params, FEW)
 
     def work(target: LeadingTarget) -> dict[str, Any]:
-        requests: list[Request] = []
+        requests: list[RequestState] = []
         engine = Engine(target, em.NgramProposer(), Always(Plan(2)), 3, kv_bytes=1 << 28)
         for prompt, each in zip(FEW, params, strict=True):
             requests.append(engine.prepare(prompt, each))

@@ -17,7 +17,7 @@ from eagle_mlx.cache.buffers import capacity, fit, room
 from eagle_mlx.cache.quantized import RaggedQuantized
 from eagle_mlx.cache.window import RaggedWindow
 from eagle_mlx.proposers.head import HeadState
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 from tests.fakes import steps_of, tiny_head, tiny_target
 from tests.full import some
 
@@ -191,7 +191,7 @@ def test_no_batch_takes_more_than_its_rows_need(events: list[str], random: objec
     with steps_of(4):
         head = em.HeadProposer(tiny_head(TARGET))
         busy = em.Engine(TARGET, head, em.FixedPolicy(DEPTH), max_batch=4, prefill_chunk=16)
-        rows: list[tuple[int, Request]] = []
+        rows: list[tuple[int, RequestState]] = []
         for event in events:
             if event == "submit":
                 which = random.randrange(6)  # type: ignore[attr-defined]

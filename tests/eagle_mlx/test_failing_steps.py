@@ -20,7 +20,7 @@ from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.prefill import Prefill
 from eagle_mlx.plan import Abilities, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation, ProposerState
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 from tests.fakes import tiny_target
 from tests.full import in_full
 
@@ -97,14 +97,14 @@ class FailingState:
         self.rows.pop()
 
 
-def assert_owned(engine: em.Engine, rows: Sequence[Request]) -> None:
+def assert_owned(engine: em.Engine, rows: Sequence[RequestState]) -> None:
     """Whoever has not ended is known to the engine, in one place."""
     known = [*engine._scheduler.waiting, *engine._scheduler.prefilling, *engine._groups.requests]
     assert len({id(row) for row in known}) == len(known)
     assert {id(row) for row in rows if row.finish_reason is None} <= {id(row) for row in known}
 
 
-def run(engine: em.Engine, rows: Sequence[Request], caught: type[BaseException]) -> int:
+def run(engine: em.Engine, rows: Sequence[RequestState], caught: type[BaseException]) -> int:
     """Step to the end as a server does; how many steps raised."""
     raised = 0
     while not engine.idle:
@@ -121,7 +121,7 @@ def run(engine: em.Engine, rows: Sequence[Request], caught: type[BaseException])
     return raised
 
 
-def assert_sound(rows: Sequence[Request], error: str) -> None:
+def assert_sound(rows: Sequence[RequestState], error: str) -> None:
     """Every text is the target's own, as far as it goes, and those that end early say why."""
     for row in rows:
         expected = ALONE[PROMPTS.index(row.prompt)]
@@ -310,7 +310,7 @@ def test_an_observer_may_cancel_whoever_it_likes(gone: list[int], after: int, de
 def test_a_logits_processor_may_cancel_a_request(victim: int, own: bool) -> None:
     """Its own, one that decodes beside it, and one that waits."""
     engine = em.Engine(TARGET, em.NgramProposer(), em.FixedPolicy(2), max_batch=3)
-    rows: list[Request] = []
+    rows: list[RequestState] = []
     at = len(PROMPTS[victim if own else 1]) + 4
 
     def processor(tokens: list[int], logits: mx.array) -> mx.array:

@@ -27,7 +27,7 @@ from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.verify import Verdict
 from eagle_mlx.engine.prefix import LEAST
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 from tests.architectures import CONFIGS, VOCAB, sicken, tiny_model
 from tests.fakes import randomize
 from tests.fresh_forwards import Judge, judge, untouched
@@ -155,8 +155,8 @@ class History:
         self.known = [list(text) for text in roots(name, self.weights)]
         self.interrupted: list[tuple[list[int], em.SamplingParams]] = []
         """What came before the token that reads as NaN, in prompts that have it; snapshots may end there."""
-        self.rows: list[Request] = []
-        self.leaving: list[tuple[Request, int, int]] = []
+        self.rows: list[RequestState] = []
+        self.leaving: list[tuple[RequestState, int, int]] = []
         """Requests that are cancelled: behind so many tokens, or after so many steps."""
         self.figures = Figures(histories=1)
         self.step = 0
@@ -252,8 +252,8 @@ class History:
         prompt = prompt[: self.target.context_length - 1]
         # A snapshot that ends before the token is taken with the keys behind it, and later prompts begin with it.
         boundaries = [prompt.index(self.sick)] if self.sick is not None and self.sick in prompt else []
-        row = self.engine.prepare(prompt, self._params(own), boundaries)
-        row.client = f"client {int(self.rng.integers(self.clients))}"
+        params, client = self._params(own), f"client {int(self.rng.integers(self.clients))}"
+        row = self.engine.prepare(prompt, params, boundaries, client)
         self.rows.append(row)
         self.figures.requests += 1
         self.engine.submit(row)
@@ -316,7 +316,7 @@ class History:
             if len(row.tokens) >= tokens or self.step >= step:
                 self.engine.cancel(row)
 
-    def _judge(self, number: int, row: Request) -> None:
+    def _judge(self, number: int, row: RequestState) -> None:
         figures, tokens, params = self.figures, row.tokens, row.params
         said = f"request {number} ({params.rule}, {len(row.prompt)} tokens, {row.cached_tokens} of them cached)"
         figures.taken_over += row.cached_tokens > 0
@@ -334,12 +334,12 @@ class History:
             figures.cancelled += 1
         elif row.finish_reason is not None:
             figures.ended += 1
-            stopped = bool(tokens) and tokens[-1] in row.stop_ids
+            stopped = bool(tokens) and tokens[-1] in row.request.stop_ids
             if row.finish_reason != ("stop" if stopped else "length") or not (stopped or len(tokens) == row.limit):
                 self._fault(f"{said} ended ({row.finish_reason}) after {len(tokens)} of {row.limit} tokens")
         if self.sick in [*row.prompt, *tokens[:-1]] and tokens:
             self._fault(f"{said} went on after a token that reads as NaN")
-        if any(token in row.stop_ids for token in tokens[:-1]):
+        if any(token in row.request.stop_ids for token in tokens[:-1]):
             self._fault(f"{said} went on behind a stop token")
         if not all(0 <= token < VOCAB for token in tokens):
             self._fault(f"{said} said {tokens}, outside the vocabulary")

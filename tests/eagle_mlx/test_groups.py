@@ -21,7 +21,7 @@ from eagle_mlx.engine.kv_budget import size_of
 from eagle_mlx.engine.round import Round
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import Context, Plan, RoundResult
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 from tests.architectures import VOCAB, tiny_model
 from tests.eagle_mlx.test_masks import params_of
 from tests.fakes import Oracle, randomize, steps_of, tiny_config, tiny_head, tiny_target
@@ -43,7 +43,7 @@ def grouped(engine: em.Engine, reads: RoundReads = ALWAYS) -> em.Engine:
     return engine
 
 
-def decode(engine: em.Engine, rows: Sequence[Request]) -> int:
+def decode(engine: em.Engine, rows: Sequence[RequestState]) -> int:
     """Step to the end; the most groups that there were."""
     for row in rows:
         engine.submit(row)
@@ -54,7 +54,7 @@ def decode(engine: em.Engine, rows: Sequence[Request]) -> int:
     return most
 
 
-def requests(engine: em.Engine, params: em.SamplingParams = GREEDY) -> list[Request]:
+def requests(engine: em.Engine, params: em.SamplingParams = GREEDY) -> list[RequestState]:
     return [engine.prepare(prompt, params) for prompt in PROMPTS]
 
 
@@ -203,7 +203,7 @@ def test_3_a_row_that_was_never_checked_leaves_a_clean_place(cache: str, why: st
 def test_rows_that_come_go_and_move_keep_their_text(events: list[str], random: Any, drafts: str, depth: int) -> None:
     """Costs change at random, so that rows are parted and put together at any moment."""
     engine = grouped(em.Engine(TARGET, proposer(drafts, TARGET), em.FixedPolicy(depth), 4, 32, 1 << 20))
-    asked: list[tuple[int, Request]] = []
+    asked: list[tuple[int, RequestState]] = []
 
     def step() -> None:
         engine.step()
@@ -399,7 +399,7 @@ def test_there_are_one_or_two_groups(groups: int) -> None:
         em.Engine(TARGET, groups=groups)
 
 
-def parted(depth: int = 2, **settings: Any) -> tuple[em.Engine, list[Request], list[Request]]:
+def parted(depth: int = 2, **settings: Any) -> tuple[em.Engine, list[RequestState], list[RequestState]]:
     """An engine with a group of two short rows and one of two long ones, and both."""
     engine = grouped(em.Engine(TARGET, em.NgramProposer(), em.FixedPolicy(depth), 4, **settings), RoundReads(50, 1))
     rows = [engine.prepare(PROMPTS[i], GREEDY) for i in (0, 4, 1, 5)]

@@ -19,6 +19,7 @@ from eagle_mlx.engine.request_queue import MOST_SKIPS
 from eagle_mlx.engine.scheduler import Scheduler
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 from tests.architectures import VOCAB, tiny_model
 from tests.fakes import steps_of, tiny_head, tiny_target
 from tests.full import diagonal, some
@@ -98,7 +99,7 @@ def test_rows_and_prefixes_stay_within_the_budget(
         busy = em.Engine(
             TARGET, HEAD, em.FixedPolicy(3), 4, 16, prefix_cache_bytes=allowed if keeps else 0, kv_bytes=allowed
         )
-        asked: list[tuple[int, Request]] = []
+        asked: list[tuple[int, RequestState]] = []
 
         def step() -> None:
             busy.step()
@@ -171,10 +172,9 @@ def test_prefixes_give_way_to_rows() -> None:
     assert engine.prefixes.nbytes + engine.kv_budget.set_aside(rows) <= allowed
 
 
-def request(prompt: int, tokens: int = 10, client: str = "") -> Request:
-    return Request(
-        [3] * prompt, em.SamplingParams(max_tokens=tokens), seed=0, limit=tokens, stop_ids=frozenset(), client=client
-    )
+def request(prompt: int, tokens: int = 10, client: str = "") -> RequestState:
+    params = em.SamplingParams(max_tokens=tokens)
+    return RequestState(Request([3] * prompt, params, seed=0, limit=tokens, stop_ids=frozenset(), client=client))
 
 
 class Seats:
@@ -184,14 +184,14 @@ class Seats:
         self.budget = KVBudget(nbytes, CacheSize(position=1), context=10_000)
         self.admission = Scheduler(TARGET, None, 512, budget=self.budget)
         self.seats = seats
-        self.let_in: list[Request] = []
+        self.let_in: list[RequestState] = []
 
-    def submit(self, *requests: Request) -> None:
+    def submit(self, *requests: RequestState) -> None:
         for each in requests:
-            self.budget.check(each)
+            self.budget.limited(each.request)
             self.admission.waiting.append(each)
 
-    def admit(self) -> list[Request]:
+    def admit(self) -> list[RequestState]:
         new = []
         while (room := self.seats - len(self.admission.admitted)) > 0:
             following = self.admission._following(room)
@@ -204,9 +204,9 @@ class Seats:
         return new
 
     @staticmethod
-    def end(requests: Sequence[Request]) -> None:
+    def end(requests: Sequence[RequestState]) -> None:
         for each in requests:
-            each.finish_reason = "length"
+            each.finish("length")
 
 
 BYTES = CacheSize(position=1).nbytes(4, 1000)
@@ -283,8 +283,7 @@ def test_a_long_request_is_answered_though_short_ones_keep_coming() -> None:
         params = em.SamplingParams(max_tokens=TOKENS)
         long = engine.prepare(PROMPTS[6], params)
         for steps in range(400):
-            short = engine.prepare(PROMPTS[4], params)
-            short.client = str(steps % 3)
+            short = engine.prepare(PROMPTS[4], params, client=str(steps % 3))
             engine.submit(short)
             if steps == 6:
                 engine.submit(long)
@@ -305,6 +304,6 @@ def test_one_that_is_withdrawn_while_it_waits_for_memory_holds_nobody_up() -> No
         seats.admit()
     seats.end(seats.admission.admitted[:1])
     assert seats.admit() == []
-    long.finish_reason = "cancelled"
+    long.finish("cancelled")
     seats.admission.withdraw(long)
     assert len(seats.admit()) == 1

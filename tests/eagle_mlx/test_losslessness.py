@@ -23,7 +23,7 @@ from eagle_mlx.decoding.sampling import SamplingBatch, Stream, distribution, dra
 from eagle_mlx.decoding.verify import Verdict, match, rejection, verify
 from eagle_mlx.plan import Abilities, Context, Plan, RoundResult
 from eagle_mlx.policy import Policy
-from eagle_mlx.request import Pending, Request
+from eagle_mlx.request_state import Pending, RequestState
 from eagle_mlx.sampling_params import SamplingParams
 from tests.eagle_mlx.test_filters import one_step_short
 from tests.fakes import randomize, tiny_config, tiny_target
@@ -533,12 +533,12 @@ def late_texts(
     change: of the parameters that a request has after it is prepared.
     """
     drafter = em.HybridProposer(em.DraftModelProposer(small_target(1)), em.NgramProposer(3, 1))
-    params, rows = replace(SHARP, grammar=lambda: Late(is_late)), list[Request]()
+    params, rows = replace(SHARP, grammar=lambda: Late(is_late)), list[RequestState]()
     for _ in range(LATE_DRAWS // LATE_ROWS):  # rows that begin together are drafted for in step
         engine = em.Engine(small_target(0), drafter, policy(), LATE_ROWS, LATE_ROWS * len(LATE_PROMPT), groups=1)
         for _ in range(LATE_ROWS):
             row = engine.prepare(LATE_PROMPT, params)
-            row.params = change(row.params)
+            row = RequestState(replace(row.request, params=change(row.params)), grammar=row.grammar)
             engine.submit(row)
             rows.append(row)
         while not engine.idle:
@@ -668,9 +668,9 @@ SICK_DRAFTS: dict[str, Callable[[], Any]] = {
 }
 
 
-def sick_texts(drafts: str, params: SamplingParams) -> tuple[Array, list[Request]]:
+def sick_texts(drafts: str, params: SamplingParams) -> tuple[Array, list[RequestState]]:
     """Return texts by the engine, [N, SICK_LENGTH]; some rows are paused. SICK stands for all that follows it."""
-    rows = list[Request]()
+    rows = list[RequestState]()
     for _ in range(LATE_DRAWS // LATE_ROWS):
         engine = em.Engine(sick_target(True), SICK_DRAFTS[drafts](), EveryThird(), LATE_ROWS, LATE_ROWS * 8, groups=1)
         asked = [engine.prepare(HEALTHY_PROMPT, params) for _ in range(LATE_ROWS)]

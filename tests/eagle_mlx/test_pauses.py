@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import eagle_mlx as em
 from eagle_mlx.decoding.sampling import SamplingBatch, distribution
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 from tests.eagle_mlx.test_losslessness import misses
 from tests.fakes import generate, steps_of, tiny_head, tiny_target
 from tests.full import diagonal, in_full, some
@@ -120,14 +120,13 @@ def test_05_texts_without_a_seed_follow_the_target_though_rows_are_paused() -> N
     assert not misses(np.array([output.tokens for output in outputs]), law / law.sum(), 16)
 
 
-def submit(engine: em.Engine, client: str, prompt: list[int], params: em.SamplingParams = OPEN) -> Request:
-    request = engine.prepare(prompt, params)
-    request.client = client
+def submit(engine: em.Engine, client: str, prompt: list[int], params: em.SamplingParams = OPEN) -> RequestState:
+    request = engine.prepare(prompt, params, client=client)
     engine.submit(request)
     return request
 
 
-def steps_until(engine: em.Engine, request: Request) -> int:
+def steps_until(engine: em.Engine, request: RequestState) -> int:
     """Steps until the first token of a request."""
     steps = 0
     while not request.tokens and request.finish_reason is None:

@@ -12,7 +12,7 @@ import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine.prefill import stops
 from eagle_mlx.errors import PromptError
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 from tests.architectures import tiny_model
 from tests.fakes import randomize, tiny_head, tiny_target
 from tests.full import diagonal
@@ -33,7 +33,7 @@ def target(name: str) -> em.Target:
     return em.Target(model, name=name)
 
 
-def answered(engine: em.Engine, prompt: Sequence[int], boundaries: Sequence[int] = ()) -> Request:
+def answered(engine: em.Engine, prompt: Sequence[int], boundaries: Sequence[int] = ()) -> RequestState:
     row = engine.prepare(list(prompt), PARAMS, boundaries)
     engine.submit(row)
     while row.finish_reason is None:

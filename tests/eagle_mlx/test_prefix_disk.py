@@ -21,7 +21,7 @@ import eagle_mlx as em
 from eagle_mlx.engine.disk import DiskTier, default_bytes
 from eagle_mlx.engine.prefix_tree import PrefixTree
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 from tests.architectures import tiny_model
 from tests.fakes import randomize, tiny_config, tiny_head, tiny_target
 from tests.full import diagonal, in_full
@@ -89,7 +89,7 @@ def disk(of: em.Engine) -> DiskTier:
 
 def answered(
     by: em.Engine, prompt: Sequence[int], params: em.SamplingParams = GREEDY, ends: Sequence[int] = ()
-) -> Request:
+) -> RequestState:
     row = by.prepare(list(prompt), params, ends)
     by.submit(row)
     while row.finish_reason is None:
@@ -106,8 +106,7 @@ def test_16_files_of_a_namespace_are_of_no_use_to_another(tmp_path: Path, kind: 
     prompt = list(range(40))
 
     def cached(by: em.Engine, namespace: str) -> int:
-        row = by.prepare(prompt, GREEDY)
-        row.namespace = namespace
+        row = by.prepare(prompt, GREEDY, namespace=namespace)
         by.submit(row)
         while row.finish_reason is None:
             by.step()

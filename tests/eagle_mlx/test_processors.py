@@ -27,8 +27,10 @@ from eagle_mlx.engine.prefill import Prefill
 from eagle_mlx.errors import PromptError
 from eagle_mlx.plan import PLAIN, Abilities, Plan
 from eagle_mlx.proposers.base import Observation, ProposerState
-from eagle_mlx.request import Request, StopStrings
+from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
+from eagle_mlx.text import StopStrings
 from tests import grammars
 from tests.fakes import tiny_head, tiny_target
 from tests.full import FULL, diagonal, some
@@ -109,8 +111,8 @@ some_params = st.builds(
 )
 
 
-def row(params: SamplingParams, prompt: list[int], tokens: list[int]) -> Request:
-    return Request(prompt, params, 0, 99, frozenset(), grammar=None, tokens=list(tokens))
+def row(params: SamplingParams, prompt: list[int], tokens: list[int]) -> RequestState:
+    return RequestState(Request(prompt, params, 0, 99, frozenset()), tokens=tokens)
 
 
 @settings(max_examples=some(60), deadline=None)
@@ -442,7 +444,7 @@ def test_of_two_stop_strings_the_earliest_in_the_text_cuts_it() -> None:
 
 def test_a_round_that_is_cancelled_was_never_counted() -> None:
     params = SamplingParams(max_tokens=LENGTH, frequency_penalty=2.0)
-    batch = Batch(TARGET, None, [Request(PROMPTS[0], params, 0, LENGTH, frozenset())])
+    batch = Batch(TARGET, None, [RequestState(Request(PROMPTS[0], params, 0, LENGTH, frozenset()))])
     assert Prefill(batch).step(512)
     while not batch.requests[0].finish_reason:
         current, unwanted = batch.dispatch(PLAIN), batch.dispatch(PLAIN)

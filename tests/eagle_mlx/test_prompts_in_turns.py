@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eagle_mlx as em
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 from tests.fakes import tiny_head, tiny_target
 from tests.full import some
 
@@ -24,14 +24,14 @@ def engine(max_batch: int = 4, **settings: int) -> em.Engine:
     return em.Engine(TARGET, head, em.FixedPolicy(2), max_batch, prefill_chunk=CHUNK, **settings)
 
 
-def submit(busy: em.Engine, length: int, client: str = "", tokens: int = 4, at: int = 0) -> Request:
-    request = busy.prepare(TEXT[at : at + length], em.SamplingParams(max_tokens=tokens, ignore_eos=True))
-    request.client = client
+def submit(busy: em.Engine, length: int, client: str = "", tokens: int = 4, at: int = 0) -> RequestState:
+    params = em.SamplingParams(max_tokens=tokens, ignore_eos=True)
+    request = busy.prepare(TEXT[at : at + length], params, client=client)
     busy.submit(request)
     return request
 
 
-def steps_until(busy: em.Engine, request: Request) -> int:
+def steps_until(busy: em.Engine, request: RequestState) -> int:
     """Steps until the first token of a request."""
     steps = 0
     while not request.tokens:
@@ -150,7 +150,7 @@ def test_whoever_comes_and_goes_all_say_what_they_would_say_alone(
 ) -> None:
     """events: the client, the prompt's length, the steps before the next one comes, and whether somebody leaves."""
     busy = engine(max_batch=3, prefix_cache_bytes=(1 << 22) * cached)
-    rows: list[Request] = []
+    rows: list[RequestState] = []
     for client, length, steps, leaves in events:
         rows.append(submit(busy, length, client, tokens=5, at=length))
         for _ in range(steps):

@@ -12,24 +12,25 @@ from hypothesis import strategies as st
 import eagle_mlx as em
 from eagle_mlx.engine.request_queue import MOST_SKIPS, RequestQueue
 from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 from tests.fakes import tiny_target
 
 CHUNK = 10
 
 
-def row(client: str = "", length: int = 5) -> Request:
+def row(client: str = "", length: int = 5) -> RequestState:
     params = em.SamplingParams(max_tokens=4)
-    return Request([3] * length, params, seed=0, limit=4, stop_ids=frozenset(), client=client)
+    return RequestState(Request([3] * length, params, seed=0, limit=4, stop_ids=frozenset(), client=client))
 
 
-def queue(*rows: Request) -> RequestQueue:
+def queue(*rows: RequestState) -> RequestQueue:
     made = RequestQueue(CHUNK)
     for each in rows:
         made.append(each)
     return made
 
 
-def drained(waiting: RequestQueue) -> list[Request]:
+def drained(waiting: RequestQueue) -> list[RequestState]:
     order = []
     while waiting:
         first = waiting.peek()
@@ -158,15 +159,13 @@ def test_a_request_is_told_how_many_go_before_it(events: list[tuple[str, int, bo
 def test_a_short_request_does_not_wait_for_all_of_another_clients() -> None:
     engine = em.Engine(tiny_target(), max_batch=2)
     rng = np.random.default_rng(0)
-    long = [
-        engine.prepare([int(t) for t in rng.integers(3, 128, 50)], em.SamplingParams(max_tokens=30)) for _ in range(12)
-    ]
+    params = em.SamplingParams(max_tokens=30)
+    prompts = rng.integers(3, 128, (12, 50)).tolist()
+    long = [engine.prepare(prompt, params, client="many") for prompt in prompts]
     for each in long:
-        each.client = "many"
         engine.submit(each)
     engine.step()
-    short = engine.prepare([5, 6, 7], em.SamplingParams(max_tokens=2))
-    short.client = "one"
+    short = engine.prepare([5, 6, 7], em.SamplingParams(max_tokens=2), client="one")
     engine.submit(short)
     while short.finish_reason is None:
         engine.step()

@@ -16,7 +16,7 @@ from mlx_lm.models import qwen3
 import eagle_mlx as em
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.plan import RoundResult
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 from tests.fakes import randomize, tiny_config, tiny_head, tiny_target
 from tests.full import some
 
@@ -98,7 +98,7 @@ def test_others_go_on_while_a_long_prompt_is_read() -> None:
 )
 def test_rows_that_stay_are_not_disturbed_by_those_that_go(events: list[str], random: object) -> None:
     busy = engine(max_batch=3, prefill_chunk=16)
-    rows: list[tuple[int, Request]] = []
+    rows: list[tuple[int, RequestState]] = []
     for event in events:
         if event == "submit":
             which = random.randrange(len(PROMPTS))  # type: ignore[attr-defined]
@@ -285,14 +285,12 @@ def test_06_nobody_waits_for_more_than_a_chunk_where_nobody_decodes(positions_re
 def test_06_a_short_chat_passes_many_prompts_of_another_client() -> None:
     busy = em.Engine(TARGET, max_batch=8)
     params = em.SamplingParams(max_tokens=8, ignore_eos=True)
-    many = [busy.prepare(PROMPTS[1] * 2, params) for _ in range(64)]
+    many = [busy.prepare(PROMPTS[1] * 2, params, client="many") for _ in range(64)]
     for request in many:
-        request.client = "many"
         busy.submit(request)
     for _ in range(12):
         busy.step()
-    other = busy.prepare(PROMPTS[4], params)
-    other.client = "other"
+    other = busy.prepare(PROMPTS[4], params, client="other")
     busy.submit(other)
     for _ in range(4):
         busy.step()

@@ -115,7 +115,7 @@ def test_1_the_same_tokens_though_masks_are_late(proposer: str, depth: int, seed
         engine.submit(row)
     while not engine.idle:
         engine.step()
-    assert [row.tokens for row in rows] == expected_of_grammars(tuple(row.seed for row in rows))
+    assert [row.tokens for row in rows] == expected_of_grammars(tuple(row.request.seed for row in rows))
     assert sum(each.late for each in made) > 0
 
 

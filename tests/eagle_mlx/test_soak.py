@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 import eagle_mlx as em
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 from tests.fakes import tiny_head, tiny_target
 from tests.full import in_full
 
@@ -35,9 +35,9 @@ def random_params(rng: np.random.Generator) -> em.SamplingParams:
     )
 
 
-def serve(engine: em.Engine, count: int, rng: np.random.Generator) -> list[Request]:
+def serve(engine: em.Engine, count: int, rng: np.random.Generator) -> list[RequestState]:
     """Decode so many requests, which arrive a few at a time and of which some are cancelled."""
-    rows: list[Request] = []
+    rows: list[RequestState] = []
     while len(rows) < count or not engine.idle:
         if len(rows) < count and engine.waiting < 8:
             for _ in range(min(int(rng.integers(1, 6)), count - len(rows))):

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.request import StopStrings
-from eagle_mlx.text import TextStream, held_back
+from eagle_mlx.text import StopStrings, TextStream, held_back
 from tests.fakes import tiny_target
 from tests.full import some
 

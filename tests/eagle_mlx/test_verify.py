@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch, distribution, draft_sample, sample
 from eagle_mlx.decoding.verify import Verdict, judge_pending, match, mixture, rejection, threshold, verify
-from eagle_mlx.request import Pending
+from eagle_mlx.request_state import Pending
 from eagle_mlx.sampling_params import SamplingParams
 from tests.full import some
 

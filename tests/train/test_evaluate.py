@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eagle_mlx.engine.output import Output
+from eagle_mlx.request import Output
 from eagle_mlx.train.evaluation.acceptance import Evaluator, summarize
 from tests.fakes import tiny_head, tiny_target
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from eagle_mlx.decoding.loops import is_loop
 from eagle_mlx.engine import Engine
-from eagle_mlx.engine.output import Output
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.head import HeadProposer
-from eagle_mlx.request import Prompt
+from eagle_mlx.request import Output, Prompt
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
-from eagle_mlx.engine.output import Output
 from eagle_mlx.files import write_whole
-from eagle_mlx.request import Prompt
+from eagle_mlx.request import Output, Prompt
 from eagle_mlx.target import Target
 
 from ..report import Row

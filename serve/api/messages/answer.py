@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request
 from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
-from eagle_mlx.engine.output import Output
-from eagle_mlx.request import Request as EngineRequest
+from eagle_mlx.request import Output
+from eagle_mlx.request_state import RequestState
 
 from ..answer import Kind, Measured, Part, part_of, parts_of, stats
 from ..chat import ChatAnswer, DeltaStream, finish_reason, prepare_chat, read_prompt
@@ -87,7 +87,7 @@ class MessageAnswer:
     chat: ChatAnswer
 
     @property
-    def requests(self) -> Sequence[EngineRequest]:
+    def requests(self) -> Sequence[RequestState]:
         return self.chat.requests
 
     @property

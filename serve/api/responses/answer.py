@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from eagle_mlx.engine.output import Output
-from eagle_mlx.request import Request as EngineRequest
+from eagle_mlx.request import Output
+from eagle_mlx.request_state import RequestState
 
 from ..answer import Part, part_of, parts_of, stats
 from ..chat import ChatAnswer, DeltaStream
@@ -221,7 +221,7 @@ class ResponseAnswer:
     memory: ResponseMemory
 
     @property
-    def requests(self) -> Sequence[EngineRequest]:
+    def requests(self) -> Sequence[RequestState]:
         return self.chat.requests
 
     def response(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 import eagle_mlx as em
-from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
 from eagle_mlx.serve.api.app import create_app
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
@@ -73,7 +73,7 @@ class Live:
         assert loaded is not None
         step = loaded.engine.step
 
-        def slow() -> list[Request]:
+        def slow() -> list[RequestState]:
             over.wait(seconds)
             return step()
 

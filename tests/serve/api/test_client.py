@@ -13,7 +13,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 import eagle_mlx as em
-from eagle_mlx.engine.output import Output
+from eagle_mlx.request import Output
 from eagle_mlx.serve.api.model import Loaded
 from tests.serve.api.given import TARGET
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live

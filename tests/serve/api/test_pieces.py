@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.engine.output import Output
+from eagle_mlx.request import Output
+from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.api.chat import ChatAnswer
 from eagle_mlx.serve.api.messages.answer import MessageAnswer
@@ -34,12 +35,12 @@ def written() -> tuple[Call, ChatAnswer, Output]:
     """An answer with a part of every kind, as a model would write it."""
     loaded = loaded_format("thinking")
     service = Service(wide(), Source("tiny", lambda: loaded))
-    request = loaded.engine.prepare([5], SamplingParams(max_tokens=500))
-    request.tokens = loaded.tokenizer.encode(WRITTEN, add_special_tokens=False)
-    request.finish_reason = "stop"
+    asked = loaded.engine.prepare([5], SamplingParams(max_tokens=500)).request
+    request = RequestState(asked, tokens=loaded.tokenizer.encode(WRITTEN, add_special_tokens=False))
+    request.finish("stop")
     body = ChatRequest.model_validate({"messages": USER})
     answer = ChatAnswer(body, loaded, [request], ToolOffer.of([WEATHER, CLOCK]), False)
-    return Call(service, 1, ""), answer, Output.of(request, loaded.tokenizer)
+    return Call(service, 1, ""), answer, request.output(loaded.tokenizer)
 
 
 @settings(max_examples=some(40), deadline=None)

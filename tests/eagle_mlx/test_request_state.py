@@ -1,0 +1,51 @@
+"""The progress of a request changes by its own methods alone."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from eagle_mlx.request import Request
+from eagle_mlx.request_state import RequestState
+from eagle_mlx.sampling_params import SamplingParams
+
+ROOT = Path(__file__).parents[2]
+FIELDS = frozenset(vars(RequestState(Request([1], SamplingParams(), 0, 1, frozenset()))))
+OTHERS = {
+    "timings.cut_off",
+    "report.tokens",
+    "regeneration.report.tokens",
+    "self.service.totals.cached_tokens",
+    "self.progress.tokens",
+}
+"""What other classes have under the same names."""
+CHANGES = {"append", "extend", "insert", "pop", "remove", "clear", "sort", "reverse"}
+"""Methods of lists."""
+
+
+def changed(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Yield the attributes that the code assigns, deletes or changes in place, but for those of `self`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            found: ast.expr = node
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            found = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+            found = node.func.value
+        else:
+            continue
+        if isinstance(found, ast.Attribute) and ast.unparse(found.value) not in ("self", "cls"):
+            yield found
+
+
+def test_no_other_module_changes_the_state_of_a_request() -> None:
+    files = [path for part in ("eagle_mlx", "serve", "data_pipelines", "train") for path in (ROOT / part).rglob("*.py")]
+    faults = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for path in files
+        if path.name != "request_state.py"
+        for node in changed(ast.parse(path.read_text(encoding="utf-8")))
+        if node.attr in FIELDS and ast.unparse(node) not in OTHERS
+    ]
+    assert faults == []
