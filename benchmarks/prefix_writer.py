@@ -23,15 +23,14 @@ import eagle_mlx as em
 
 # isort: split
 # Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
+import mlx.core as mx
 import numpy as np
 
+from eagle_mlx.cache import RaggedCache
 from eagle_mlx.catalog.embedded import embedded
 from eagle_mlx.engine.disk import DiskTier
-from eagle_mlx.engine.disk.index import BLOCK
-from eagle_mlx.engine.disk.pieces import HostPiece
-from eagle_mlx.engine.disk.store import files_of
-from eagle_mlx.engine.disk.writer import Job
-from eagle_mlx.engine.prefix_piece import keys_of
+from eagle_mlx.engine.disk.database import BLOCK
+from eagle_mlx.engine.prefix_piece import Past, keys_of
 from eagle_mlx.request_state import RequestState
 
 ROOM_TEXTS = 8
@@ -72,34 +71,31 @@ class Decoding:
 
 
 class Writing:
-    """A disk tier in a folder, and a text of so many blocks that it can be given under ever new names."""
+    """A disk tier in a folder, and a text of so many blocks, which is offered under ever new names."""
 
     def __init__(self, folder: Path, target: em.Target, blocks: int):
-        engine = em.Engine(target, max_batch=1, prefix_cache_bytes=1 << 30)
-        assert engine.prefixes is not None
-        tier = engine.prefixes.disk = DiskTier(folder, 1 << 40, target)
-        if not tier.store.positional:
+        cache = RaggedCache.of(target.model, 1)
+        if not cache.is_positional:
             raise SystemExit("error: a target whose layers keep every position is needed; name another --target")
-        prompt = [1 + i % 64 for i in range(BLOCK)]
-        engine.generate([prompt], em.SamplingParams(max_tokens=2, ignore_eos=True))
-        tier.close(600)
-        match = tier.find(keys_of(prompt))
-        assert match is not None
-        words, tensors = tier.store.read(match.blocks[0])
-        block = HostPiece.read(words["about"], tensors).target
-        self.pieces = [HostPiece(i * BLOCK, (i + 1) * BLOCK, block) for i in range(blocks)]
-        self.nbytes = blocks * sum(x.data.nbytes for layer in block for x in layer)
+        self.tokens = blocks * BLOCK
+        for _ in range(blocks):
+            target.forward(mx.array([[1 + i % 64 for i in range(BLOCK)]]), cache)
+            cache.advance(BLOCK)
+            mx.eval(cache.state)
+        self.past = Past(self.tokens, cache)
+        self.nbytes = self.past.piece(0, self.tokens).nbytes
         self.tier = DiskTier(folder, ROOM_TEXTS * self.nbytes, target)
+        self.outline = cache.outline(0, self.tokens)
         self.rng, self.vocab = np.random.default_rng(0), target.vocab_size
 
     def offer(self) -> None:
         """One more text."""
-        tokens = [int(token) for token in self.rng.integers(0, self.vocab, len(self.pieces) * BLOCK)]
-        self.tier.writer.submit(Job(files_of(keys_of(tokens), True, 0), (), self.pieces, nbytes=self.nbytes))
+        tokens = [int(token) for token in self.rng.integers(0, self.vocab, self.tokens + 1)]
+        self.tier.offer(keys_of(tokens), self.past, self.outline)
 
     @property
     def is_busy(self) -> bool:
-        return self.tier.writer.waiting_bytes > 0
+        return self.tier.bytes_waiting > 0
 
     def wait(self) -> None:
         while self.is_busy:
@@ -109,12 +105,12 @@ class Writing:
 def turn(decoding: Decoding, writing: Writing, tokens: int, busy: bool) -> Turn:
     """So many tokens, of which the writer is given texts as long as it has fewer than two."""
     writing.wait()
-    before, seconds = writing.tier.writer.bytes_written, 0.0
+    before, seconds = writing.tier.bytes_written, 0.0
     for _ in range(tokens):
-        while busy and writing.tier.writer.waiting_bytes < 2 * writing.nbytes:
+        while busy and writing.tier.bytes_waiting < 2 * writing.nbytes:
             writing.offer()
         seconds += decoding.tokens(1)
-    return Turn(seconds, writing.tier.writer.bytes_written - before)
+    return Turn(seconds, writing.tier.bytes_written - before)
 
 
 def main() -> int:
@@ -147,9 +143,7 @@ def main() -> int:
     print("| tokens/s alone | with the writer busy | of alone, median | quartiles | written, MB/s |")
     print("|---|---|---|---|---|")
     print(f"| {speed[False]:.1f} | {speed[True]:.1f} | {middle:.3f} | {low:.3f} to {high:.3f} | {written / 1e6:.0f} |")
-    print(
-        f"\na text of {len(writing.pieces) * BLOCK} tokens, {writing.nbytes / 1e6:.0f} MB, is written in {alone:.2f} s"
-    )
+    print(f"\na text of {writing.tokens} tokens, {writing.nbytes / 1e6:.0f} MB, is written in {alone:.2f} s")
     return 0
 
 

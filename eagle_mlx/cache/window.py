@@ -31,7 +31,7 @@ class RaggedWindow(RaggedKV):
         super().__init__(lengths)
         self.window = window
         self.ring = window + SLACK
-        self._displaced = [0] * lengths.rows
+        self.displaced = [0] * lengths.rows
         """Row by row, the position from which on no entry of its text has been displaced."""
 
     def make_mask(
@@ -61,7 +61,7 @@ class RaggedWindow(RaggedKV):
     def _displace(self, count: int) -> None:
         """Note that entries up to `count` positions behind each row's length have a place in the ring."""
         ends = (bound + count for bound in self.lengths.bounds)
-        self._displaced = [max(old, end - self.ring) for old, end in zip(self._displaced, ends, strict=True)]
+        self.displaced = [max(old, end - self.ring) for old, end in zip(self.displaced, ends, strict=True)]
 
     def _moved(self, buffer: mx.array, moves: Moves) -> mx.array:
         old = (moves.old % self.ring)[:, None, :, None]
@@ -105,7 +105,7 @@ class RaggedWindow(RaggedKV):
         """Zero what the only row holds of positions from `length` on, and nothing of those before it."""
         if self.keys is None or self.values is None:
             return
-        written = range(length, self._displaced[0] + self.ring)
+        written = range(length, self.displaced[0] + self.ring)
         slots = mx.array([p % self.ring for p in written if p % self.ring < self.keys.shape[2]], mx.int32)
         if slots.size:
             self.keys[:, :, slots], self.values[:, :, slots] = 0, 0
@@ -126,20 +126,20 @@ class RaggedWindow(RaggedKV):
         else:
             self.ring = other.ring
         super().append(other)
-        self._displaced = [*self._displaced, *other._displaced]
+        self.displaced = [*self.displaced, *other.displaced]
 
     def remove(self, row: int, last: Self | None) -> None:
         super().remove(row, last)
-        self._displaced = swap_removed(self._displaced, row)
+        self.displaced = swap_removed(self.displaced, row)
 
     def fork(self, row: int, length: int, lengths: RowLengths) -> Self:
         other = super().fork(row, length, lengths)
-        other._displaced = [self._displaced[row]]
+        other.displaced = [self.displaced[row]]
         return other
 
     def shortest(self, row: int) -> int:
         """The fewest positions behind which the whole window is still there."""
-        displaced = self._displaced[row]
+        displaced = self.displaced[row]
         return displaced + self.window - 1 if displaced else 0
 
 

@@ -138,16 +138,16 @@ class PrefixCache:
         """
         if past.length < LEAST or past.length < past.cache.shortest(past.row):
             return
-        snapshot, copies = _Snapshot(past.cache.outline(past.row, past.length)), list[tuple[int, PrefixPiece]]()
+        snapshot, copies = _Snapshot(past.cache.outline(past.row, past.length)), list[PrefixPiece]()
         keys = keys_of(tokens[: past.length + 1])
 
         def piece(start: int, end: int) -> PrefixPiece:
-            copies.append((start, past.piece(start, end)))
-            return copies[-1][1]
+            copies.append(past.piece(start, end))
+            return copies[-1]
 
         def check() -> None:
             # While they wait to be computed they hold on to the batch's own buffers.
-            _check_numbers([*snapshot.outline.state, *(x for _, copy in copies for x in copy.arrays)])
+            _check_numbers([*snapshot.outline.state, *(x for copy in copies for x in copy.arrays)])
 
         try:
             kept = self._tree.insert(keys, snapshot, piece, self._limit, past.namespace, check)
@@ -158,7 +158,7 @@ class PrefixCache:
             self._tree = PrefixTree()  # it may be half changed
             raise
         if self.disk is not None and (kept or self._holds(keys, past.namespace)):
-            self.disk.offer(keys, past, snapshot.outline, copies[0] if copies else None)
+            self.disk.offer(keys, past, snapshot.outline)
 
     def _holds(self, keys: Keys, namespace: str) -> bool:
         """Whether all of a text is here."""

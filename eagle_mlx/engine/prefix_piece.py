@@ -58,8 +58,3 @@ def keys_of(tokens: Sequence[int]) -> Keys:
     """[T - 1], for each position its token and the next one: a head's entry at a position is made with both."""
     text = np.asarray(tokens, np.int64)
     return (text[:-1] << 32) | text[1:]
-
-
-def tokens_of(keys: Keys) -> list[int]:
-    """The tokens that such keys are made of; none for none."""
-    return [*(keys >> 32).tolist(), int(keys[-1]) & 0xFFFFFFFF] if len(keys) else []

@@ -191,7 +191,7 @@ def _about_disk(disk: DiskTier | None) -> list[str]:
     """Where past prompts are kept in files, and how much is there already."""
     if disk is None:
         return []
-    return [f"prefix files: {disk.folder}, {gb(disk.store.nbytes)} there, up to {gb(disk.room.limit)} of all models"]
+    return [f"prefix files: {disk.folder}, {gb(disk.nbytes)} there, up to {gb(disk.limit)} of all models"]
 
 
 Say = Callable[[str], None]

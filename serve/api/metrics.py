@@ -74,13 +74,13 @@ _DISK_COUNTERS: tuple[tuple[str, str, Callable[[DiskTier], float]], ...] = (
     (f"{_DISK}_hits", "Prompts that went on from files", lambda d: d.hits),
     (f"{_DISK}_tokens", "Their tokens that came from files", lambda d: d.tokens),
     (f"{_DISK}_read_bytes", "Bytes read of files of past prompts", lambda d: d.bytes_read),
-    (f"{_DISK}_written_bytes", "Bytes written to files of past prompts", lambda d: d.writer.bytes_written),
-    (f"{_DISK}_passed_over", "Damaged files of past prompts", lambda d: d.store.passed_over),
+    (f"{_DISK}_written_bytes", "Bytes written to files of past prompts", lambda d: d.bytes_written),
+    (f"{_DISK}_passed_over", "Damaged files of past prompts", lambda d: d.passed_over),
     (f"{_DISK}_left_out", "Texts not written because too much was waiting", lambda d: d.left_out),
 )
 _DISK_GAUGES: tuple[tuple[str, str, Callable[[DiskTier], float]], ...] = (
-    (f"{_DISK}_bytes", "Files of past prompts of this model", lambda d: d.store.nbytes),
-    (f"{_DISK}_bytes_max", "What files of all models may take together", lambda d: d.room.limit),
+    (f"{_DISK}_bytes", "Files of past prompts of this model", lambda d: d.nbytes),
+    (f"{_DISK}_bytes_max", "What files of all models may take together", lambda d: d.limit),
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,7 +12,8 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx.engine.disk import DiskTier
-from eagle_mlx.engine.disk.weights import KNOWN, hash_of_arrays, hash_of_files
+from eagle_mlx.engine.disk.database import Database
+from eagle_mlx.engine.disk.identity import hash_of_arrays, hash_of_files
 from tests.fakes import tiny_adapters, tiny_head, tiny_target, tiny_target_folder
 
 TEXT = [(7 * i * i + 3 * i) % 90 + 1 for i in range(60)]
@@ -148,7 +148,7 @@ def test_04_a_file_is_read_once_and_again_when_it_has_changed(tmp_path: Path, mo
 
     def hashed() -> tuple[str, list[str]]:
         read.clear()
-        found = hash_of_files(folder, cache)
+        found = hash_of_files(folder, Database(cache, 1, print))
         return found, sorted(read)
 
     first, names = hashed()
@@ -164,29 +164,10 @@ def test_04_a_file_is_read_once_and_again_when_it_has_changed(tmp_path: Path, mo
     assert hashed()[0] not in (first, second)
 
 
-@pytest.mark.parametrize("damage", ["", "nonsense", "[]", '{"x": 1}', "null", "fifo", "cut", "wrong"])
-def test_04_a_damaged_record_of_hashes_is_computed_again(tmp_path: Path, damage: str) -> None:
-    folder, record = tmp_path / "model", tmp_path / "cache" / KNOWN
-    folder.mkdir()
-    (folder / "a.safetensors").write_bytes(b"a" * 5000)
-    wanted = hash_of_files(folder, tmp_path / "cache")
-    text = record.read_text()
-    record.unlink()
-    if damage == "fifo":
-        os.mkfifo(record)
-    elif damage == "wrong":
-        [path] = json.loads(text)
-        record.write_text(json.dumps({path: [5000, True, "x", None], "there": 5}))
-    else:
-        record.write_text(text[:50] if damage == "cut" else damage)
-    assert hash_of_files(folder, tmp_path / "cache") == wanted
-    assert record.read_text() == text
-    assert [path.name for path in record.parent.iterdir()] == [KNOWN]
-
-
 def test_04_a_folder_that_cannot_be_written_costs_the_record_alone(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
+    folder, heard = tmp_path / "model", list[str]()
     folder.mkdir()
     (folder / "a.safetensors").write_bytes(b"a")
     (tmp_path / "file").touch()
-    assert hash_of_files(folder, tmp_path / "file" / "below") == hash_of_files(folder, tmp_path / "cache")
+    wanted = hash_of_files(folder, Database(tmp_path / "cache", 1, heard.append))
+    assert hash_of_files(folder, Database(tmp_path / "file" / "below", 1, heard.append)) == wanted

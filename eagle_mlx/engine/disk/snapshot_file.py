@@ -1,0 +1,151 @@
+"""Files of the disk tier as safetensors: blocks of positions, and the boundary states between them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from eagle_mlx.cache import RaggedCache
+from eagle_mlx.cache.pieces import KVPiece
+from eagle_mlx.engine.prefix_piece import PrefixPiece
+from eagle_mlx.proposers.head_piece import Gap, HeadPiece, gaps_between, joined_gaps, slots_before
+
+FORMAT = "eagle-mlx-prefix-2"
+"""Of what the files hold. It is one of the facts that name a model's folder, so that no other version reads them."""
+Layers = list[list[mx.array]]
+"""Layer by layer [1, heads, L, D], as in `KVPiece`."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a file holds: arrays in the host's memory, and a few plain values."""
+
+    about: dict[str, Any]
+    arrays: dict[str, NDArray[Any]]
+    """numpy has no bfloat16, so these arrays are uint16 here; `about` names them."""
+
+    @classmethod
+    def of(cls, about: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Content:
+        """Compute arrays, and hold them without a copy."""
+        wide = [name for name, x in arrays.items() if x.dtype == mx.bfloat16]
+        views = {name: x.view(mx.uint16) if name in wide else x for name, x in arrays.items()}
+        mx.eval(views)  # together: each call waits for the device
+        on_host = {name: np.array(x, copy=False) for name, x in views.items()}
+        return cls({**about, "bfloat16": wide}, on_host)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.arrays.values())
+
+    def encode(self) -> bytes:
+        """Return the bytes of a safetensors file."""
+        arrays = {name: np.ascontiguousarray(x) for name, x in self.arrays.items()}
+        return safetensors.numpy.save(arrays, {"about": json.dumps(self.about)})
+
+
+def read(path: Path) -> bytes:
+    """Return the content of a regular file. Raises OSError for anything else: opening a FIFO must not wait for data."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError("it is no regular file")
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read()
+
+
+def decode(content: bytes) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    """Return what `Content.encode` was given, on the device."""
+    found: Any = mx.load(io.BytesIO(content), format="safetensors", return_metadata=True)
+    arrays, words = found
+    about = json.loads(words["about"])
+    arrays |= {name: arrays[name].view(mx.bfloat16) for name in about["bfloat16"]}
+    mx.eval(arrays)
+    return about, arrays
+
+
+def content_of(piece: PrefixPiece) -> Content:
+    """Return what target and head have of some positions of a text."""
+    parts = {"target": piece.target.layers}
+    about: dict[str, Any] = {"gaps": []}
+    if piece.state is not None:
+        assert isinstance(piece.state, HeadPiece)
+        parts["head"] = piece.state.entries.layers
+        about["gaps"] = [[gap.slot, gap.count] for gap in piece.state.gaps]
+    about["layers"] = {part: list(map(len, layers)) for part, layers in parts.items()}
+    named = {f"{p}.{i}.{j}": x for p, layers in parts.items() for i, of in enumerate(layers) for j, x in enumerate(of)}
+    return Content.of(about, named)
+
+
+def cut(content: Content, start: int, end: int) -> Content:
+    """Return positions `start` to `end` of what `content_of` gave, without a copy."""
+    gaps = [Gap(*gap) for gap in content.about["gaps"]]
+    spans = {"target": slice(start, end), "head": slice(slots_before(gaps, start), slots_before(gaps, end))}
+    ours = [[gap.slot, gap.count] for gap in gaps_between(gaps, start, end)]
+    arrays = {name: x[:, :, spans[name.split(".")[0]]] for name, x in content.arrays.items()}
+    return Content({**content.about, "gaps": ours, "length": end - start}, arrays)
+
+
+def piece_from(about: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> PrefixPiece:
+    """Return the piece that a block's file holds."""
+    parts = {
+        part: KVPiece([[arrays[f"{part}.{i}.{j}"] for j in range(count)] for i, count in enumerate(counts)])
+        for part, counts in about["layers"].items()
+    }
+    gaps = [Gap(*gap) for gap in about["gaps"]]
+    return PrefixPiece(parts["target"], HeadPiece(parts["head"], gaps, about["length"]) if "head" in parts else None)
+
+
+def joined(pieces: Sequence[PrefixPiece]) -> PrefixPiece:
+    """Return one piece of several that follow one another."""
+    heads = [piece.state for piece in pieces if isinstance(piece.state, HeadPiece)]
+    target = KVPiece(_joined([piece.target.layers for piece in pieces]))
+    if not heads:
+        return PrefixPiece(target, None)
+    length = sum(head.length for head in heads)
+    entries = KVPiece(_joined([head.entries.layers for head in heads]))
+    return PrefixPiece(target, HeadPiece(entries, joined_gaps(heads, length), length))
+
+
+def _joined(pieces: Sequence[Layers]) -> Layers:
+    """Join layer by layer; a layer that nothing was written to is empty."""
+    written = [[layer for layer in same if layer] for same in zip(*pieces, strict=True)]
+    return [[mx.concatenate(list(x), axis=2) for x in zip(*same, strict=True)] for same in written]
+
+
+def content_of_state(state: RaggedCache) -> Content:
+    """Return the windows and states of a boundary state (`RaggedCache.outline`)."""
+    windows = {f"window.{i}.{j}": x for i, window in enumerate(state.windows) for j, x in enumerate(window.state)}
+    recurrent = {
+        f"state.{i}.{j}": x
+        for i, layer in enumerate(state.recurrent)
+        for j, x in enumerate(layer.cache)
+        if x is not None
+    }
+    displaced = [window.displaced[0] for window in state.windows]
+    return Content.of({"length": state.lengths.upper, "displaced": displaced}, windows | recurrent)
+
+
+def state_from(
+    model: nn.Module, kv_bits: int | None, about: Mapping[str, Any], arrays: Mapping[str, mx.array]
+) -> RaggedCache:
+    """Return the boundary state that a file of the same model holds."""
+    cache = RaggedCache.of(model, 1, kv_bits)
+    cache.lengths.sync([about["length"]])
+    for i, (window, displaced) in enumerate(zip(cache.windows, about["displaced"], strict=True)):
+        window.keys, window.values = arrays.get(f"window.{i}.0"), arrays.get(f"window.{i}.1")
+        window.displaced = [displaced]
+    for i, state in enumerate(cache.recurrent):
+        state.cache = [arrays.get(f"state.{i}.{j}") for j in range(len(state.cache))]
+    return cache

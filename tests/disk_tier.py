@@ -1,0 +1,115 @@
+"""Engines with the disk tier, for tests of what it promises."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.models import qwen3
+
+import eagle_mlx as em
+from eagle_mlx.engine.disk import DiskTier
+from eagle_mlx.request_state import RequestState
+from tests.architectures import tiny_model
+from tests.fakes import randomize, tiny_config, tiny_head, tiny_target
+
+MANY = 1 << 30
+TEXT = [(7 * i * i + 3 * i) % 90 + 1 for i in range(150)]
+SYSTEM = 100
+"""Tokens of TEXT that other prompts begin with."""
+GREEDY = em.SamplingParams(max_tokens=8, ignore_eos=True)
+SEEDED = em.SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.0, seed=7)
+KINDS = ["full", "quantised", "gemma3_text", "qwen3_next", "mamba2"]
+
+
+@cache
+def target(kind: str, seed: int = 0) -> em.Target:
+    if kind == "full":
+        return tiny_target(seed)
+    wide = {**tiny_config(), "head_dim": 64}
+    model = qwen3.Model(qwen3.ModelArgs(**wide)) if kind == "quantised" else tiny_model(kind)  # type: ignore[arg-type]
+    randomize(model, seed, 0.2)
+    return em.Target(model, name=kind)
+
+
+def engine(folder: Path | None, kind: str = "full", drafts: str = "none", seed: int = 0, **more: Any) -> em.Engine:
+    """With files in this folder, or none and cold. `more`: `limit`, `say`, `which` for another target."""
+    which, bits = more.get("which") or target(kind, seed), 8 if kind == "quantised" else None
+    makers: dict[str, Callable[[], Any]] = {
+        "none": lambda: None,
+        "head": lambda: em.HeadProposer(tiny_head(which)),
+        "hybrid": lambda: em.HybridProposer(em.HeadProposer(tiny_head(which)), em.NgramProposer()),
+        "draft": lambda: em.DraftModelProposer(which),
+    }
+    proposer = makers[drafts]()
+    made = em.Engine(which, proposer, em.FixedPolicy(3), 2, prefix_cache_bytes=MANY if folder else 0, kv_bits=bits)
+    if folder is not None:
+        assert made.prefixes is not None
+        say = more.get("say", said_of(()))
+        made.prefixes.disk = DiskTier(folder, more.get("limit", MANY), which, proposer, bits, say)
+    return made
+
+
+def said_of(allowed: Sequence[str], heard: list[str] | None = None) -> Callable[[str], None]:
+    """What the tier has to say: anything but this fails the test."""
+
+    def say(text: str) -> None:
+        assert any(each in text for each in allowed), text
+        if heard is not None:
+            heard.append(text)
+
+    return say
+
+
+def disk(of: em.Engine) -> DiskTier:
+    assert of.prefixes is not None
+    assert of.prefixes.disk is not None
+    return of.prefixes.disk
+
+
+def answered(
+    by: em.Engine, prompt: Sequence[int], params: em.SamplingParams = GREEDY, ends: Sequence[int] = ()
+) -> RequestState:
+    row = by.prepare(list(prompt), params, ends)
+    by.submit(row)
+    while row.finish_reason is None:
+        by.step()
+    return row
+
+
+@cache
+def cold(prompt: tuple[int, ...], kind: str = "full", drafts: str = "none", seed: int = 0) -> list[int]:
+    """What an engine without files says."""
+    return answered(engine(None, kind, drafts, seed), prompt).tokens
+
+
+def written(by: em.Engine) -> None:
+    assert disk(by).close(60)
+
+
+@cache
+def _kept(kind: str, drafts: str) -> tuple[tempfile.TemporaryDirectory[str], list[int]]:
+    folder = tempfile.TemporaryDirectory()
+    first = engine(Path(folder.name), kind, drafts)
+    said = answered(first, TEXT, ends=(SYSTEM,)).tokens
+    written(first)
+    return folder, said
+
+
+def with_text(folder: Path, kind: str = "full", drafts: str = "none") -> list[int]:
+    """Have in a folder the files of TEXT, as an engine wrote them that has ended; what was said after it."""
+    kept, said = _kept(kind, drafts)
+    shutil.copytree(kept.name, folder, dirs_exist_ok=True)
+    return said
+
+
+def blocks(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/block-*"), key=lambda path: path.name)
+
+
+def nbytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*/*.safetensors"))

@@ -1,0 +1,187 @@
+"""The disk tier's database: the limit of several servers, damage, what a killed process leaves, and what is found."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle_mlx.engine.disk.database import NAME, Database, Entry, entries_of
+from eagle_mlx.engine.prefix_piece import keys_of
+from eagle_mlx.engine.prefix_tree import common
+from tests.disk_tier import nbytes, said_of
+from tests.full import in_full
+
+MODEL, OTHER = "0" * 32, "1" * 32
+
+
+def opened(root: Path, say: Callable[[str], None] | None = None) -> Database:
+    return Database(root, 1000, say or said_of(()))
+
+
+def entry(number: int, model: str = MODEL) -> Entry:
+    return Entry(model, "block", MODEL, 0, np.array([number, number], np.int64))
+
+
+def put(database: Database, number: int, size: int, model: str = MODEL) -> int:
+    return database.write(entry(number, model), b"x" * size, number)
+
+
+def test_19_servers_that_share_a_folder_count_each_others_files_at_once(tmp_path: Path) -> None:
+    databases = [opened(tmp_path) for _ in range(2)]
+    for number in range(14):
+        assert put(databases[number % 2], number, 100, (MODEL, OTHER)[number % 2]) == 100
+        assert nbytes(tmp_path) == databases[0].used == databases[1].used == min(100 * (number + 1), 1000)
+    assert databases[0].used_by(MODEL) == databases[0].used_by(OTHER) == 500
+    assert not (tmp_path / entry(0).path).exists(), "it was not used for longest"
+    assert put(databases[0], 20, 1001) == 0, "it would never fit"
+
+
+def test_19_a_file_that_both_write_is_counted_once(tmp_path: Path) -> None:
+    databases = [opened(tmp_path) for _ in range(2)]
+    found = [put(database, number, 100) for database in databases for number in range(10)]
+    assert found == [100] * 10 + [0] * 10
+    assert [database.used for database in databases] == [1000, 1000]
+
+
+def test_19_a_write_that_failed_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    database = opened(tmp_path)
+    put(database, 0, 600)
+
+    def fails(*_: object) -> None:
+        raise OSError("no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", fails)
+        for _ in range(3):
+            with pytest.raises(OSError, match="no space"):
+                put(database, 1, 300)
+    put(database, 2, 400)
+    assert nbytes(tmp_path) == database.used == 1000
+
+
+def test_19_servers_that_write_and_delete_at_the_same_time_keep_the_limit(tmp_path: Path) -> None:
+    failed, most = list[BaseException](), list[int]()
+
+    def serve(number: int) -> None:
+        try:
+            database = opened(tmp_path)
+            for step in range(12):
+                put(database, (7 * step + number * (step % 3)) % 20, 100)
+                most.append(nbytes(tmp_path))
+        except BaseException as e:
+            failed.append(e)
+
+    threads = [Thread(target=serve, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert max(most) == 1000
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from eagle_mlx.engine.disk import database
+from tests.eagle_mlx.test_prefix_database import opened, put
+
+here = opened(Path(sys.argv[1]))
+put(here, 0, 400)
+sync = database.sync_folder
+database.sync_folder = lambda folder: os.kill(os.getpid(), 9)
+put(here, 1, 700)
+"""
+
+
+def test_of_a_killed_process_nothing_is_left_that_counts(tmp_path: Path) -> None:
+    """It had deleted a file to have room, and written another one that has no row yet."""
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    assert done.returncode == -9
+    assert [path.stat().st_size for path in tmp_path.glob("*/*.safetensors")] == [700]
+    (tmp_path / MODEL / "notes.txt").touch()
+    database = opened(tmp_path)
+    assert nbytes(tmp_path) == database.used == 0
+    assert [path.name for path in (tmp_path / MODEL).iterdir()] == ["notes.txt"]
+    assert put(database, 0, 400) == 400
+
+
+@pytest.mark.parametrize("damage", ["text", "cut", "version", "middle", "deleted"])
+def test_19_a_damaged_database_starts_over_with_its_files(tmp_path: Path, damage: str) -> None:
+    database, path, heard = opened(tmp_path), tmp_path / NAME, list[str]()
+    for number in range(9):
+        put(database, number, 100)
+    database.close()
+    content = path.read_bytes()
+    if damage == "version":
+        sqlite3.connect(path).execute("PRAGMA user_version = 77").connection.close()
+    elif damage == "deleted":
+        path.unlink()
+    else:
+        middle = content[:2000] + b"\xff" * 20000 + content[22000:]
+        path.write_bytes({"text": b"nonsense" * 999, "cut": content[:5000], "middle": middle}[damage])
+    again = opened(tmp_path, say=said_of(["is damaged"], heard))
+    assert len(heard) == (damage != "deleted")
+    assert nbytes(tmp_path) == again.used == 0
+    assert put(again, 1, 100) == again.used == 100
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_19_without_a_database_nothing_is_written_and_that_is_said_once(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / NAME)
+    heard = list[str]()
+    database = opened(tmp_path, say=said_of(["is no regular file; delete it"], heard))
+    with pytest.raises(OSError, match="no regular file"):
+        put(database, 0, 100)
+    assert (database.used, len(heard)) == (0, 1)
+
+
+def test_the_database_is_for_its_owner_alone(tmp_path: Path) -> None:
+    """It holds the tokens of prompts."""
+    put(opened(tmp_path / "cache"), 0, 100)
+    modes = {path.name: path.stat().st_mode & 0o77 for path in (tmp_path / "cache").rglob("*")}
+    assert len(modes) >= 3
+    assert not any(modes.values()), modes
+
+
+TEXTS = st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=16), max_size=6)
+
+
+@settings(max_examples=in_full(100, 15))
+@given(TEXTS, st.lists(st.integers(0, 1), min_size=2, max_size=18), st.sampled_from(["positions", "windows", "states"]))
+def test_the_longest_beginning_is_found(texts: list[list[int]], prompt: list[int], kind: str) -> None:
+    """Of what can be cut anywhere, at its end alone, or up to a token before it within the last block."""
+    keys, wanted, positional = keys_of(prompt), 0, kind == "positions"
+    with pytest.MonkeyPatch.context() as patched, TemporaryDirectory() as name:
+        patched.setattr("eagle_mlx.engine.disk.database.BLOCK", 4)
+        patched.setattr("os.fsync", lambda _: None)
+        found = opened(Path(name))
+        for text in texts:
+            own = keys_of(text)
+            shortest = {"positions": 0, "windows": max(len(own) - 1, (len(own) - 1) // 4 * 4), "states": len(own)}[kind]
+            for each in found.lacks(entries_of(own, MODEL, "", None if positional else shortest))[0]:
+                found.write(each, b"x", 0)
+            shared = common(own, keys)
+            wanted = max(wanted, shared if shared >= shortest else 0)
+        match = found.find(keys, MODEL, "", positional)
+        assert found.find(keys, OTHER, "", positional) is found.find(keys, MODEL, "their", positional) is None
+        length = match.length if match is not None else 0
+        assert length >= wanted if kind == "windows" else length == wanted
+        if match is not None:
+            held = [key for block in match.blocks for key in block.keys.tolist()]
+            assert held[:length] == keys.tolist()[:length]
+            assert match.state is None or match.state.shortest <= length <= match.state.end
+        found.close()
