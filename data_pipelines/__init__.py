@@ -3,8 +3,12 @@
 `eagle-data` is in `cli`. Training uses the names below and nothing else of this package.
 """
 
-from .answers import regenerate_to_file
-from .chat import (
+from __future__ import annotations
+
+from .capturing import ShardCapture, capture, capture_to_shards, shard_meta
+from .conversation import Conversation, Message
+from .jsonl import write_jsonl
+from .rendering import (
     Rendered,
     RenderReport,
     TemplateReport,
@@ -15,28 +19,15 @@ from .chat import (
     render_all,
     unrendered,
 )
-from .collect import capture
-from .conversation import Conversation, Message, parse_row
-from .filters import ReadReport
-from .growing_batch import FIRST_ROWS
-from .jsonl import write_jsonl
-from .made import MakeConfig, MakeReport, steerable
-from .made_file import Enough, Limits, Wanted, make_to_file
-from .made_once import made_states, make_once, making_engine, prompt_keys
-from .made_shards import ShardPlace
-from .made_text import beginning
-from .mapping import FieldMap
-from .regenerate import RegenerateConfig, RegenerateReport, regenerate
-from .shard_capture import ShardCapture, capture_to_shards, shard_meta
-from .sources import DataConfig, load_conversations, read_conversations
-from .vocab import (
-    choose_draft_vocab,
-    count_tokens,
-    coverage,
-    draft_to_target,
-    special_token_ids,
-    target_to_draft,
-)
+from .sources.reading import DataConfig, ReadReport, load_conversations, read_conversations
+from .sources.rows import FieldMap, parse_row
+from .synthesis.file import Enough, Limits, Wanted, made_states, make_once, make_to_file, making_engine, prompt_keys
+from .synthesis.loop import FIRST_ROWS
+from .synthesis.regeneration import RegenerateConfig, RegenerateReport, regenerate, regenerate_to_file
+from .synthesis.report import MakeReport
+from .synthesis.shards import ShardPlace
+from .synthesis.tries import MakeConfig, beginning
+from .synthesis.user_turns import steerable
 
 __all__ = [
     "FIRST_ROWS",
@@ -62,10 +53,6 @@ __all__ = [
     "beginning",
     "capture",
     "capture_to_shards",
-    "choose_draft_vocab",
-    "count_tokens",
-    "coverage",
-    "draft_to_target",
     "load_conversations",
     "made_states",
     "make_once",
@@ -80,9 +67,7 @@ __all__ = [
     "render",
     "render_all",
     "shard_meta",
-    "special_token_ids",
     "steerable",
-    "target_to_draft",
     "unrendered",
     "write_jsonl",
 ]

@@ -20,12 +20,12 @@ from eagle_mlx.shards import BITS, ShardReader, ShardRepair, bytes_per_token, un
 from eagle_mlx.target_options import options_of
 
 from . import inspect_command, make_command, regenerate_command
-from .chat import render_all
-from .conversation import SHAPES
-from .filters import ReadReport
+from .capturing import ShardCapture
 from .options import add_data, aux_layers_of, conversations, positive, tokenizer_of
-from .shard_capture import ShardCapture
-from .spec import SPECS
+from .rendering import render_all
+from .sources.reading import ReadReport
+from .sources.rows import SHAPES
+from .sources.spec import SPECS
 
 _HELP = f"""\
 Prepare data for training a draft head.

@@ -19,12 +19,11 @@ from eagle_mlx.progress import counted
 from eagle_mlx.shards import MANIFEST, ShardReader
 from eagle_mlx.target_options import options_of
 
-from . import presets
-from .chat import Rendered, TemplateReport, all_tokens, render, unrendered
 from .conversation import Conversation
-from .filters import ReadReport
 from .options import add_choice, add_target, data_config, positive, tokenizer_of
-from .sources import read_conversations
+from .rendering import Rendered, TemplateReport, all_tokens, render, unrendered
+from .sources import presets
+from .sources.reading import ReadReport, read_conversations
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -13,15 +13,13 @@ from eagle_mlx.shards import BITS
 from eagle_mlx.target import Target
 from eagle_mlx.target_options import options_of
 
-from .domains import DOMAINS, FILE, choose_domains
-from .jsonl import check_new
-from .made import MakeConfig, steerable
-from .made_file import Limits, Wanted, make_to_file
-from .made_shards import ShardPlace
-from .made_text import beginning
+from .capturing import shard_meta
+from .jsonl import check_idle, check_new, partial_path
 from .options import add_drafting, add_target, aux_layers_of, engine_of, positive, tokenizer_of
-from .partial import check_idle, partial_path
-from .shard_capture import shard_meta
+from .synthesis.file import Limits, Wanted, make_to_file
+from .synthesis.shards import ShardPlace
+from .synthesis.tries import MakeConfig, beginning
+from .synthesis.user_turns import DOMAINS, FILE, choose_domains, steerable
 
 _SHARES = textwrap.indent(textwrap.fill(", ".join(f"{domain.name}={domain.weight:g}" for domain in DOMAINS), 110), "  ")
 HELP = f"""\

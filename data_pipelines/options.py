@@ -24,9 +24,8 @@ from eagle_mlx.target import Target
 from eagle_mlx.target_options import add_target_arguments, options_of
 
 from .conversation import Conversation
-from .filters import Dedupe, ReadReport
-from .growing_batch import FIRST_ROWS, MOST_ROWS, let_grow
-from .sources import SPLITS, DataConfig, read_conversations
+from .sources.reading import SPLITS, DataConfig, Dedupe, ReadReport, read_conversations
+from .synthesis.loop import FIRST_ROWS, MOST_ROWS, let_grow
 
 _SPLIT_HELP = (
     "train leaves out one conversation in 25, chosen by a hash of its prompt (of its file for builtin:), heldout is "

@@ -12,12 +12,10 @@ from eagle_mlx.progress import counted
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target_options import options_of
 
-from .answers import regenerate_to_file
-from .filters import ReadReport
-from .jsonl import check_new
+from .jsonl import check_idle, check_new, partial_path
 from .options import add_data, add_drafting, conversations, data_config, engine_of, tokenizer_of
-from .partial import check_idle, partial_path
-from .regenerate import RegenerateConfig
+from .sources.reading import ReadReport
+from .synthesis.regeneration import RegenerateConfig, regenerate_to_file
 
 HELP = """\
 Replace every assistant answer by the target's own, which is what a draft head has to predict.

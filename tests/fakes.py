@@ -24,7 +24,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from eagle_mlx.cache import buffers
-from eagle_mlx.data_pipelines.partial import PartialFile
+from eagle_mlx.data_pipelines.jsonl import PartialFile
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.tree import Tree

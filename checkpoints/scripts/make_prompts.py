@@ -13,7 +13,7 @@ import json
 import random
 from pathlib import Path
 
-from eagle_mlx.data_pipelines.stdlib_source import Function, iter_functions
+from eagle_mlx.data_pipelines.sources.stdlib import Function, iter_functions
 
 
 def heldout_prompts(count: int, seed: int) -> list[Function]:

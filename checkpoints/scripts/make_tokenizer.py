@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from eagle_mlx.data_pipelines.stdlib_source import iter_files
+from eagle_mlx.data_pipelines.sources.stdlib import iter_files
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = [END_OF_TEXT, TURN_START, TURN_END]

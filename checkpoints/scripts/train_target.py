@@ -34,7 +34,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import qwen3
 from tokenizers import Tokenizer
 
-from eagle_mlx.data_pipelines.stdlib_source import Function, Split, functions_of, iter_files
+from eagle_mlx.data_pipelines.sources.stdlib import Function, Split, functions_of, iter_files
 
 END_OF_TEXT = 0
 MAX_ANSWER_CHARS = 700

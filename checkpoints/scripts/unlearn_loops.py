@@ -36,7 +36,7 @@ from train_target import (
 )
 
 from eagle_mlx.cpu import fastmath
-from eagle_mlx.data_pipelines.stdlib_source import iter_functions
+from eagle_mlx.data_pipelines.sources.stdlib import iter_functions
 
 N = 4
 CONTINUATION = 128

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from eagle_mlx.data_pipelines import Conversation, Message, RegenerateConfig, cli, regenerate_to_file
-from eagle_mlx.data_pipelines.partial import PartialFile, open_partial, partial_path
+from eagle_mlx.data_pipelines.jsonl import PartialFile, open_partial, partial_path
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError, OutputError
 from eagle_mlx.formats import save_eagle3
@@ -205,7 +205,7 @@ def test_a_full_disk_keeps_what_is_done(
 
     path = tmp_path / "a.jsonl"
     with monkeypatch.context() as patch:
-        patch.setattr("eagle_mlx.data_pipelines.partial._FLUSH_SECONDS", -1.0)
+        patch.setattr("eagle_mlx.data_pipelines.jsonl._FLUSH_SECONDS", -1.0)
         stop_after(4, patch, lambda: patch.setattr(os, "fsync", full))
         with pytest.raises(
             OutputError, match=r"a.jsonl.partial could not be written: No space left.* the same command"
@@ -219,7 +219,7 @@ def test_a_full_disk_keeps_what_is_done(
 KILLED = """
 import os, signal, sys
 from eagle_mlx.data_pipelines import cli
-from eagle_mlx.data_pipelines.partial import PartialFile
+from eagle_mlx.data_pipelines.jsonl import PartialFile
 
 how, rows = sys.argv.pop(1), int(sys.argv.pop(1))
 add, count = PartialFile.add, 0

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from eagle_mlx.data_pipelines import builtin, cli, collect
-from eagle_mlx.data_pipelines.stdlib_source import SourceFile
+from eagle_mlx.data_pipelines import capturing, cli
+from eagle_mlx.data_pipelines.sources import stdlib
+from eagle_mlx.data_pipelines.sources.stdlib import SourceFile
 from eagle_mlx.shards import ShardReader
 from tests.data_pipelines.rows import ROWS
 from tests.fakes import tiny_target_folder
@@ -59,7 +60,7 @@ def test_regenerate_collect_inspect(
 
 def test_the_built_in_source(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = SourceFile("m.py", "def f():\n    return 1\n")
-    monkeypatch.setattr(builtin, "iter_files", lambda _: [file])
+    monkeypatch.setattr(stdlib, "iter_files", lambda _: [file])
     argv = ["collect", "--target", target, "--data", "builtin:python", "--output", str(tmp_path / "s")]
     assert cli.main([*argv, "--max-length", "128"]) == 0
     assert len(ShardReader(tmp_path / "s")) == 2
@@ -120,7 +121,7 @@ def test_an_interruption_leaves_nothing(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(collect, "_hidden_states", interrupt)
+    monkeypatch.setattr(capturing, "_hidden_states", interrupt)
     argv = ["collect", "--target", target, "--data", chats, "--output", str(tmp_path / "s"), "--max-length", "64"]
     assert cli.main(argv) == 130
     assert [p.name for p in tmp_path.iterdir()] == ["chats.jsonl"]

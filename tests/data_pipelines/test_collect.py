@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from eagle_mlx.data_pipelines import capture, capture_to_shards, collect
+from eagle_mlx.data_pipelines import capture, capture_to_shards, capturing
 from eagle_mlx.errors import OutputError, TargetError
 from eagle_mlx.shards import Sample, ShardReader
 from tests.fakes import tiny_target
@@ -29,7 +29,7 @@ def by_tokens(samples: list[Sample]) -> dict[tuple[int, ...], Sample]:
 @pytest.mark.parametrize("streams", [1, 2])
 @pytest.mark.parametrize("batch_tokens", [1, 64, 4096])
 def test_batching_changes_nothing(batch_tokens: int, streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collect, "default_streams", lambda: streams)
+    monkeypatch.setattr(capturing, "default_streams", lambda: streams)
     target = tiny_target()
     found = by_tokens(list(capture(target, AUX, conversations(), batch_tokens)))
     assert len(found) == 9
@@ -67,8 +67,8 @@ def test_batches_stay_within_their_tokens(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_windows_bound_what_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collect, "WINDOW", 4)
-    monkeypatch.setattr(collect, "default_streams", lambda: 1)
+    monkeypatch.setattr(capturing, "WINDOW", 4)
+    monkeypatch.setattr(capturing, "default_streams", lambda: 1)
     rows = iter(conversations(9))
     first = next(capture(tiny_target(), AUX, rows))
     assert len(list(rows)) == 5

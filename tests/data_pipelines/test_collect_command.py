@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eagle_mlx.data_pipelines import cli, shard_capture
+from eagle_mlx.data_pipelines import capturing, cli
 from eagle_mlx.shards import Sample, ShardReader, ShardWriter, unfinished_folder
 from tests.fakes import tiny_target_folder
 
@@ -103,12 +103,12 @@ def test_what_cannot_be_repaired(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     if what == "no command":
-        opened = shard_capture.ShardCapture.open
+        opened = capturing.ShardCapture.open
 
         def silent(self: Any, folder: Path, overwrite: bool, resume: bool, _: object) -> object:
             return opened(self, folder, overwrite, resume)
 
-        monkeypatch.setattr(shard_capture.ShardCapture, "open", silent)
+        monkeypatch.setattr(capturing.ShardCapture, "open", silent)
     assert what == "no folder" or cli.main(command) == 0
     if what == "other data":
         (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[1:]))

@@ -12,8 +12,8 @@ import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from eagle_mlx.data_pipelines import Conversation, DataConfig, Message, ReadReport, all_tokens, read_conversations
-from eagle_mlx.data_pipelines.filters import Range
-from eagle_mlx.data_pipelines.spec import parse
+from eagle_mlx.data_pipelines.sources.reading import Range
+from eagle_mlx.data_pipelines.sources.spec import parse
 from eagle_mlx.errors import ConfigError, DataError
 from tests.fakes import EMBEDDED_TARGET
 

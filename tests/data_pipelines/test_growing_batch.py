@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle_mlx.data_pipelines import cli, growing_batch
-from eagle_mlx.data_pipelines.growing_batch import Doubling
+from eagle_mlx.data_pipelines import cli
+from eagle_mlx.data_pipelines.synthesis import loop
+from eagle_mlx.data_pipelines.synthesis.loop import Doubling
 from eagle_mlx.engine import Engine
 from tests.fakes import talking_target_folder
 
@@ -57,12 +58,12 @@ def test_a_file_is_the_same_while_rows_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("eagle_mlx.data_pipelines.options.FIRST_ROWS", 1)
-    monkeypatch.setattr(growing_batch, "_ROUNDS", 2)
-    monkeypatch.setattr(growing_batch, "_WORTH", 0.0)
+    monkeypatch.setattr(loop, "_ROUNDS", 2)
+    monkeypatch.setattr(loop, "_WORTH", 0.0)
     engines: list[Engine] = []
     monkeypatch.setattr(
         "eagle_mlx.data_pipelines.options.let_grow",
-        lambda engine: engines.append(engine) or growing_batch.let_grow(engine),
+        lambda engine: engines.append(engine) or loop.let_grow(engine),
     )
     model = talking_target_folder(tmp_path / "model")
     flags = ["--target", str(model), "--max-tokens", "8", "--output"]

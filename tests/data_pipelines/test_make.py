@@ -19,17 +19,40 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from eagle_mlx.data_pipelines import DataConfig, cli, made_tries, read_conversations, render, usable
-from eagle_mlx.data_pipelines.conversation import Conversation, Message, parse_row
-from eagle_mlx.data_pipelines.domains import DOMAINS, Domain, choose_domains, read_domains
-from eagle_mlx.data_pipelines.made import MakeConfig, MakeReport, steerable
-from eagle_mlx.data_pipelines.made_file import FREE_TRIES, TRIES_A_ROW, Limits, Selection, Wanted, make_to_file
-from eagle_mlx.data_pipelines.made_once import prompt_keys
-from eagle_mlx.data_pipelines.made_shards import ShardPlace
-from eagle_mlx.data_pipelines.partial import PartialFile, partial_path
-from eagle_mlx.data_pipelines.shard_capture import capture_to_shards, shard_meta
-from eagle_mlx.data_pipelines.usable import LOOK, loops, loops_so_far, why_no_answer, why_no_question
-from eagle_mlx.data_pipelines.user_place import find_user_place
+from eagle_mlx.data_pipelines import DataConfig, cli, read_conversations, render
+from eagle_mlx.data_pipelines.capturing import capture_to_shards, shard_meta
+from eagle_mlx.data_pipelines.conversation import Conversation, Message
+from eagle_mlx.data_pipelines.jsonl import PartialFile, partial_path
+from eagle_mlx.data_pipelines.sources.rows import parse_row
+from eagle_mlx.data_pipelines.synthesis import loop as loop_module
+from eagle_mlx.data_pipelines.synthesis import report as report_module
+from eagle_mlx.data_pipelines.synthesis.file import (
+    FREE_TRIES,
+    TRIES_A_ROW,
+    Limits,
+    Selection,
+    Wanted,
+    make_to_file,
+    prompt_keys,
+)
+from eagle_mlx.data_pipelines.synthesis.report import (
+    LOOK,
+    MakeReport,
+    loops,
+    loops_so_far,
+    why_no_answer,
+    why_no_question,
+)
+from eagle_mlx.data_pipelines.synthesis.shards import ShardPlace
+from eagle_mlx.data_pipelines.synthesis.tries import MakeConfig
+from eagle_mlx.data_pipelines.synthesis.user_turns import (
+    DOMAINS,
+    Domain,
+    choose_domains,
+    find_user_place,
+    read_domains,
+    steerable,
+)
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError, OutputError, ShardError, TargetError
 from eagle_mlx.policy import FixedPolicy
@@ -322,7 +345,7 @@ def test_requests_with_one_prompt_are_told_apart(target: Target) -> None:
 def test_an_interrupted_capture_is_continued_to_the_row(
     target: Target, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eagle_mlx.data_pipelines.made_shards.TOKENS_PER_SHARD", 60)
+    monkeypatch.setattr("eagle_mlx.data_pipelines.synthesis.shards.TOKENS_PER_SHARD", 60)
     straight = tmp_path / "straight"
     make_to_file(
         capturing(target, 0), CONFIG, Wanted(rows=ROWS), tmp_path / "s.jsonl", place=place_at(straight, target, bits=8)
@@ -615,14 +638,14 @@ def test_loops_are_not_written_to_their_end(
     tmp_path: Path, positions_read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same conversations come of it as of looks at the end alone, for fewer forwards."""
-    monkeypatch.setattr(usable, "LOOK", 8)
+    monkeypatch.setattr(report_module, "LOOK", 8)
     target = talker()
     assert target.tokenizer is not None
     target.tokenizer.eos_token_ids = {2, *range(5, 4096, 25)}  # fewer ends, longer turns
     greedy = replace(CONFIG, user_tokens=100, max_tokens=100, temperatures=(0.0,), turns=(1.0,))
     reports, read = [], []
     for number, look in enumerate((1000, 8, 8)):
-        monkeypatch.setattr(made_tries, "LOOK", look)
+        monkeypatch.setattr(loop_module, "LOOK", look)
         engine = capturing(target, 1) if number == 2 else Engine(target, max_batch=1)
         place = place_at(tmp_path / "shards", target) if number == 2 else None
         positions_read.clear()
@@ -660,7 +683,7 @@ def test_a_target_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from eagle_mlx.data_pipelines import cli
-from eagle_mlx.data_pipelines.partial import PartialFile
+from eagle_mlx.data_pipelines.jsonl import PartialFile
 
 add, count = PartialFile.add, 0
 

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_mlx.data_pipelines import DataConfig, ReadReport, cli, read_conversations
-from eagle_mlx.data_pipelines.presets import PRESETS
-from eagle_mlx.data_pipelines.spec import parse
+from eagle_mlx.data_pipelines.sources.presets import PRESETS
+from eagle_mlx.data_pipelines.sources.spec import parse
 from eagle_mlx.errors import ConfigError, DataError
 
 U, A, S = "user", "assistant", "system"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from eagle_mlx.data_pipelines import Conversation, Message, RegenerateReport, parse_row, regenerate
-from eagle_mlx.data_pipelines.regenerate import seed_of
+from eagle_mlx.data_pipelines.synthesis.regeneration import seed_of
 from eagle_mlx.decoding.loops import distinct_ratio
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError

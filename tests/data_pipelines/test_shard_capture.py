@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.data_pipelines import ShardCapture, capture, capture_to_shards, shard_capture
+from eagle_mlx.data_pipelines import ShardCapture, capture, capture_to_shards, capturing
 from eagle_mlx.errors import OutputError, ShardError, TargetError
 from eagle_mlx.shards import Sample, ShardReader, unfinished_folder
 from tests.data_pipelines.test_collect import AUX, conversations
@@ -151,7 +151,7 @@ def interrupt(captured: ShardCapture, folder: Path, after: int = 2) -> None:
 class Stopping:
     """Shards that take so many and are then interrupted."""
 
-    def __init__(self, shards: shard_capture.Shards, after: int):
+    def __init__(self, shards: capturing.Shards, after: int):
         self.shards, self.files, self.left = shards, shards.files, after
 
     def write(self, index: int, samples: Sequence[Sample]) -> None:

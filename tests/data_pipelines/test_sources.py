@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_mlx.data_pipelines import Conversation, load_conversations
-from eagle_mlx.data_pipelines import builtin as builtin_module
-from eagle_mlx.data_pipelines.stdlib_source import SourceFile, iter_files
+from eagle_mlx.data_pipelines.sources import stdlib
+from eagle_mlx.data_pipelines.sources.stdlib import SourceFile, iter_files
 from eagle_mlx.errors import ConfigError, DataError
 
 ROWS: list[dict[str, Any]] = [
@@ -145,7 +145,7 @@ def test_the_seed_fixes_the_order_and_the_limit_cuts_it(tmp_path: Path) -> None:
 
 def test_the_standard_library_is_held_out_by_file(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"heldout": list(islice(iter_files("heldout"), 25))}
-    monkeypatch.setattr(builtin_module, "iter_files", files.__getitem__)
+    monkeypatch.setattr(stdlib, "iter_files", files.__getitem__)
     held_out = list(load_conversations("builtin:python", "heldout"))
     answers = said(held_out)
     assert len(set(answers)) == len(answers) > 200
@@ -159,7 +159,7 @@ def test_the_standard_library_is_held_out_by_file(monkeypatch: pytest.MonkeyPatc
 def _small_library(monkeypatch: pytest.MonkeyPatch) -> None:
     code = 'def f{n}(x):\n    """Say {n}."""\n    return {n}\n\ndef g():\n    return 0\n\ndef h{n}():\n    return {n}\n'
     files = [SourceFile(f"m{n}.py", code.format(n=n)) for n in range(40)]
-    monkeypatch.setattr(builtin_module, "iter_files", lambda split: files if split == "train" else [])
+    monkeypatch.setattr(stdlib, "iter_files", lambda split: files if split == "train" else [])
 
 
 @pytest.mark.usefixtures("_small_library")
@@ -184,9 +184,9 @@ def test_the_built_in_sources() -> None:
 
 def test_pieces_of_a_file_are_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "".join(f"line_{n} = {n * n}\n" for n in range(500))
-    monkeypatch.setattr(builtin_module, "iter_files", lambda _: [SourceFile("m.py", text)])
+    monkeypatch.setattr(stdlib, "iter_files", lambda _: [SourceFile("m.py", text)])
     pieces = read("builtin:python-files")
     assert "".join(str(c.text) for c in pieces) == text
-    assert all(len(str(c.text)) <= builtin_module.PIECE_CHARS for c in pieces)
+    assert all(len(str(c.text)) <= stdlib.PIECE_CHARS for c in pieces)
     lines = [int(c.origin.rsplit(":", 1)[1]) for c in pieces]
     assert [text.splitlines()[n - 1] for n in lines] == [str(c.text).splitlines()[0] for c in pieces]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle_mlx.data_pipelines import Conversation, DataConfig, ReadReport, read_conversations
-from eagle_mlx.data_pipelines.sources import shuffled
+from eagle_mlx.data_pipelines.sources.reading import shuffled
 from eagle_mlx.errors import DataError
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from eagle_mlx.data_pipelines import cli, render
-from eagle_mlx.data_pipelines.conversation import parse_row
+from eagle_mlx.data_pipelines.sources.rows import parse_row
 from eagle_mlx.shards import ShardReader
 from eagle_mlx.target import load_target
 from tests.data_pipelines.rows import ROWS

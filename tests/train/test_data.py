@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from eagle_mlx.data_pipelines import shard_capture
+from eagle_mlx.data_pipelines import capturing
 from eagle_mlx.errors import ConfigError, DataError, OutputError, ShardError
 from eagle_mlx.shards import Sample, ShardWriter
 from eagle_mlx.train.cli import main
@@ -146,7 +146,7 @@ def test_a_capture_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytes
         assert tokens == others
         assert all(np.array_equal(a, b) for a, b in zip(states, same, strict=True))
     with monkeypatch.context() as patch:
-        patch.setattr(shard_capture, "capture_batches", None)
+        patch.setattr(capturing, "capture_batches", None)
         assert training_data(TARGET, settings).place == "disk"  # a later run finds them
     other = settings.changed(data=(chats(tmp_path, "b", 20),))
     with pytest.raises(ShardError, match=r"made from something else .*--cache-dir"):

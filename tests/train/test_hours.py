@@ -23,7 +23,7 @@ from eagle_mlx.data_pipelines import (
     prompt_keys,
     shard_meta,
 )
-from eagle_mlx.data_pipelines.partial import PartialFile
+from eagle_mlx.data_pipelines.jsonl import PartialFile
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import CheckpointError, ConfigError, DataError
 from eagle_mlx.shards.format import bytes_per_token

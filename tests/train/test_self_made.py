@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from eagle_mlx.data_pipelines import MakeConfig, capture
-from eagle_mlx.data_pipelines.partial import PartialFile, partial_path
+from eagle_mlx.data_pipelines.jsonl import PartialFile, partial_path
 from eagle_mlx.shards import Sample
 from eagle_mlx.target import load_target
 from eagle_mlx.train.cli import _new_run, _parser, main
@@ -173,7 +173,7 @@ def no_making(patch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("nothing is to be made")
 
-    patch.setattr("eagle_mlx.data_pipelines.made_once.make_to_file", refuse)
+    patch.setattr("eagle_mlx.data_pipelines.synthesis.file.make_to_file", refuse)
 
 
 def test_what_is_made_is_found_again_and_by_no_other_run(

@@ -17,14 +17,10 @@ from eagle_mlx.data_pipelines import (
     Rendered,
     capture,
     capture_to_shards,
-    choose_draft_vocab,
-    count_tokens,
-    coverage,
     prompt_tokens,
     read_conversations,
     render_all,
     shard_meta,
-    special_token_ids,
 )
 from eagle_mlx.errors import DataError, ShardError, TargetError
 from eagle_mlx.heads.base import DraftHead
@@ -35,6 +31,7 @@ from eagle_mlx.target import Target
 from ..config import TrainConfig
 from ..kinds import KINDS, aux_layers_of, kind_of, resolved
 from .batches import Rows
+from .draft_vocab import count_tokens, draft_vocabulary
 from .samples import InMemory, Joined, OnDisk, Samples, Tokens
 from .self_made import data_config, states_of_made
 from .storage import cache_folder, choose_states, sources_of
@@ -86,7 +83,7 @@ def training_data(
         return _from_made(target, config, made, head)
     rendered, read = _render(target, config, progress)
     aux_layers = aux_layers_of(target, config, head)
-    kept, share = _draft_vocabulary(target, config, count_tokens(rendered, target.vocab_size), head)
+    kept, share = draft_vocabulary(target, config, count_tokens(rendered, target.vocab_size), head)
     tokens = sum(len(one.tokens) for one in rendered)
     choice = choose_states(config, tokens, shard_meta(target, aux_layers, config.data.cache_bits), reserve)
     if progress:
@@ -208,7 +205,7 @@ def data_on_disk(
     """Samples whose states are there, with the draft vocabulary of a `head`, or of a new one for them."""
     counts = sum((part.count_tokens(target.vocab_size) for part in parts), np.zeros(target.vocab_size, np.int64))
     samples = parts[0] if len(parts) == 1 else Joined(parts)
-    kept, share = _draft_vocabulary(target, config, counts, head)
+    kept, share = draft_vocabulary(target, config, counts, head)
     report = {
         "conversations": len(samples.lengths),
         "tokens": sum(samples.lengths),
@@ -256,20 +253,6 @@ def _places(target: Target, reader: ShardReader, aux_layers: tuple[int, ...]) ->
             f"{','.join(map(str, aux_layers))}"
         )
     return [held.index(layer) for layer in aux_layers]
-
-
-def _draft_vocabulary(
-    target: Target, config: TrainConfig, counts: NDArray[np.int64], head: DraftHead | None
-) -> tuple[NDArray[np.int64] | None, float]:
-    """The kept ids, None for all, and the share of the learnt tokens that they cover."""
-    if head is not None:
-        ids = None if head.token_ids is None else np.array(head.token_ids, np.int64)
-        return ids, 1.0 if ids is None else coverage(counts, ids)
-    if not 0 < config.head.draft_vocab < target.vocab_size:
-        return None, 1.0
-    always = special_token_ids(target.tokenizer) if target.tokenizer is not None else frozenset[int]()
-    kept = choose_draft_vocab(counts, config.head.draft_vocab, always)
-    return kept, coverage(counts, kept)
 
 
 def _prompt(target: Target, conversation: Conversation, room: int) -> list[int] | None:

@@ -9,6 +9,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.target import Target
+
+from ..config import TrainConfig
 
 
 def count_tokens(samples: Iterable[tuple[Sequence[int], Sequence[int]]], vocab_size: int) -> NDArray[np.int64]:
@@ -37,18 +41,6 @@ def choose_draft_vocab(counts: NDArray[np.int64], size: int, always: Collection[
     return np.sort(np.concatenate([kept, rest]))
 
 
-def draft_to_target(kept: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`d2t` [Vd]: what to add to a draft id to have the target's id."""
-    return kept - np.arange(len(kept), dtype=np.int64)
-
-
-def target_to_draft(kept: NDArray[np.int64], vocab_size: int) -> NDArray[np.bool_]:
-    """`t2d` [V]: whether a target id is in the draft vocabulary."""
-    inside = np.zeros(vocab_size, bool)
-    inside[kept] = True
-    return inside
-
-
 def coverage(counts: NDArray[np.int64], kept: NDArray[np.int64]) -> float:
     """The share of counted tokens that the draft vocabulary can say; 1.0 where nothing was counted."""
     total = int(counts.sum())
@@ -58,3 +50,17 @@ def coverage(counts: NDArray[np.int64], kept: NDArray[np.int64]) -> float:
 def special_token_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:
     """The ids that a draft vocabulary should always hold: end of turn and the tokenizer's other special tokens."""
     return frozenset(tokenizer.eos_token_ids) | frozenset(tokenizer.all_special_ids)
+
+
+def draft_vocabulary(
+    target: Target, config: TrainConfig, counts: NDArray[np.int64], head: DraftHead | None
+) -> tuple[NDArray[np.int64] | None, float]:
+    """The kept ids, None for all, and the share of the learnt tokens that they cover."""
+    if head is not None:
+        ids = None if head.token_ids is None else np.array(head.token_ids, np.int64)
+        return ids, 1.0 if ids is None else coverage(counts, ids)
+    if not 0 < config.head.draft_vocab < target.vocab_size:
+        return None, 1.0
+    always = special_token_ids(target.tokenizer) if target.tokenizer is not None else frozenset[int]()
+    kept = choose_draft_vocab(counts, config.head.draft_vocab, always)
+    return kept, coverage(counts, kept)

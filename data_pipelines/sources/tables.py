@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from eagle_mlx.errors import DataError
 
-from .conversation import SHAPES
-from .jsonl import GZ, open_lines
+from ..jsonl import GZ, open_lines
+from .rows import SHAPES
 from .spec import Source
 
 Row = dict[str, Any]

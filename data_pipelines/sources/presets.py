@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from eagle_mlx.errors import ConfigError
 
-from .mapping import FieldMap
+from .rows import FieldMap
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How a source of conversations is named: `chats.jsonl`, `user/name:config:split=0.3`, `preset:gsm8k@rows.parquet`."""
+"""How a source is named: `chats.jsonl`, `user/name:config:split=0.3`, `preset:gsm8k@rows.parquet`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 from eagle_mlx.errors import ConfigError, DataError
 
 from . import presets
-from .mapping import FieldMap
+from .rows import FieldMap
 
 Kind = Literal["builtin", "file", "folder", "hub"]
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")

@@ -1,0 +1,1 @@
+"""Where conversations come from, what of them is kept, and in which order."""

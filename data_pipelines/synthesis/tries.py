@@ -1,0 +1,387 @@
+"""Conversations that a target makes up by itself: it writes the user's turns, and answers them.
+
+The user's turns come as in Magpie (Xu et al. 2024, arXiv 2406.08464): the target is given its own chat template up to
+the place where the user speaks. A target without a chat template writes plain texts.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from eagle_mlx.engine import Engine
+from eagle_mlx.errors import ConfigError, DataError, TargetError
+from eagle_mlx.proposers.capturing import CapturingProposer
+from eagle_mlx.request import Output
+from eagle_mlx.request_state import RequestState
+from eagle_mlx.sampling_params import SamplingParams
+from eagle_mlx.shards import Sample
+
+from ..conversation import Conversation, Message
+from ..rendering import prompt_tokens, render
+from .loop import seed_of
+from .report import MakeReport, loops_so_far, why_no_answer, why_no_question
+from .user_turns import DOMAINS, Domain, UserPlace, find_user_place, steerable
+
+A = TypeVar("A")
+
+
+@dataclass(frozen=True)
+class MakeConfig:
+    """How conversations are made up. Raises ConfigError, when it is made, for what cannot be."""
+
+    seed: int = 0
+    domains: tuple[Domain, ...] = DOMAINS
+    turns: tuple[float, ...] = (0.7, 0.2, 0.1)
+    """The shares of conversations in which the user is to speak once, twice, …"""
+    user_temperature: float = 1.0
+    """Of the user's turns; Magpie's own scripts take 1."""
+    user_top_p: float = 1.0
+    user_tokens: int = 256
+    """Tokens by which a user's turn must have ended."""
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    """Of the answers; each conversation gets one of them. Magpie's scripts answer at 0, SpecForge's at 0.8: what is
+    served is both."""
+    top_p: float = 1.0
+    """Of the answers."""
+    max_tokens: int = 512
+    """Of one answer."""
+    systems: tuple[str, ...] = ("",)
+    """System prompts to answer under, of which each conversation gets one; empty for the template's own."""
+
+    def __post_init__(self) -> None:
+        for name in ("domains", "turns", "temperatures", "systems"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} must name at least one")
+        if min(self.turns) < 0 or not sum(self.turns) > 0:
+            raise ConfigError(f"turns {self.turns}: these are shares, none below 0 and one above it")
+        for temperature in self.temperatures:
+            self.answer(temperature)
+        self.question(UserPlace((), (), ()))
+
+    def question(self, place: UserPlace) -> SamplingParams:
+        """How a user's turn is drawn."""
+        return SamplingParams(
+            temperature=self.user_temperature,
+            top_p=self.user_top_p,
+            max_tokens=self.user_tokens,
+            stop_token_ids=place.stop_token_ids,
+            stop=place.stop,
+        )
+
+    def answer(self, temperature: float) -> SamplingParams:
+        """How an answer is drawn."""
+        return SamplingParams(temperature=temperature, top_p=self.top_p, max_tokens=self.max_tokens)
+
+
+class Made(NamedTuple):
+    """What came of a try."""
+
+    number: int
+    conversation: Conversation | None
+    """None if it failed."""
+    domain: str
+    key: int
+    """A hash of what the user says first; tries that have it in common are duplicates."""
+    report: MakeReport
+    """Of this try alone."""
+    sample: Sample | None = None
+    """Its tokens with their hidden states, if the engine captures."""
+
+
+class Try:
+    """A try to make something up, as a task of `run_tasks`: a function of the seed and its number alone."""
+
+    domain: str
+
+    def __init__(self, engine: Engine, config: MakeConfig, number: int):
+        self.engine, self.config, self.number = engine, config, number
+        self.report = MakeReport(tries=1)
+        self.sample: Sample | None = None
+        self.ended = False
+        self._capture = engine.proposer if isinstance(engine.proposer, CapturingProposer) else None
+
+    answering = True
+    """Whether the text being written is one to learn from."""
+
+    def prompt(self) -> tuple[list[int], SamplingParams]:
+        """The tokens that the next text follows, and how it is drawn."""
+        raise NotImplementedError
+
+    def add(self, request: RequestState, output: Output, said: list[int]) -> bool:
+        """Put a text into its place, `said` being its tokens without the end; return whether another one follows."""
+        raise NotImplementedError
+
+    def result(self) -> Made:
+        """What came of it, once it has ended."""
+        raise NotImplementedError
+
+    def fail(self, why: str) -> None:
+        """End the try; `why` is a field of `MakeReport`."""
+        setattr(self.report, why, 1)
+
+    def submit(self) -> RequestState | None:
+        if self.ended:
+            return None
+        prompt, params = self.prompt()
+        if self._capture is not None and self.answering:
+            self._capture.want(prompt)
+        request = self.engine.prepare(prompt, params)
+        self.engine.submit(request)
+        return request
+
+    def take(self, request: RequestState) -> None:
+        output = self.engine.output(request)
+        if output.finish_reason == "error":
+            raise DataError(f"try {self.number}: nothing could be written: {output.error}")
+        said = output.tokens[:-1] if output.tokens[-1] in request.request.stop_ids else output.tokens
+        self.ended = not self.add(request, output, said)
+
+    def give_up(self, request: RequestState) -> bool:
+        if not loops_so_far(request.tokens):
+            return False
+        self._forget(request)
+        self.fail("answer_loops" if self.answering else "question_loops")
+        return True
+
+    def stop(self, request: RequestState) -> None:
+        self._forget(request)
+        self.fail("late")
+
+    def answered(self, request: RequestState, output: Output, said: list[int], mask: list[int]) -> bool:
+        """Count an answer and take its hidden states; return False if it cannot be used. `mask` is the prompt's."""
+        sample = self._captured(request, [*mask, *([1] * len(request.tokens))]) if self._capture is not None else None
+        why = why_no_answer(output.text, said, self._special)
+        if why is not None:
+            self.fail(why)
+            return False
+        self.sample = sample
+        self.report.answers += 1
+        self.report.answer_tokens += len(output.tokens)
+        self.report.cut += output.finish_reason == "length"
+        self.report.tokens = output.prompt_tokens + len(output.tokens)
+        return True
+
+    def made(self, conversation: Conversation | None, key: int) -> Made:
+        """What came of it; `key` is a hash of its beginning."""
+        if conversation is None:
+            return Made(self.number, None, self.domain, key, self.report)
+        self.report.heldout = int(conversation.is_held_out)
+        return Made(self.number, conversation, self.domain, key, self.report, self.sample)
+
+    def _forget(self, request: RequestState) -> None:
+        if self._capture is not None and self.answering:
+            self._capture.forget(request.prompt)
+
+    @property
+    def _special(self) -> frozenset[int]:
+        assert self.engine.target.tokenizer is not None
+        return frozenset(self.engine.target.tokenizer.all_special_ids)
+
+    def _captured(self, request: RequestState, mask: list[int]) -> Sample:
+        """The tokens with the states of the forwards that read and wrote them. Raises DataError if some are missing."""
+        assert self._capture is not None
+        states = self._capture.take(request.prompt, request.tokens)
+        if states is None:
+            raise DataError(f"try {self.number}: the hidden states of its answer were not captured whole")
+        # Nothing read the last token, and no loss reads its state: see `train.step.batch_plan`.
+        states = np.pad(states, ((0, 1), (0, 0)))
+        split = self.engine.target.hidden_size * (len(self._capture.layers) - 1)
+        tokens = np.array([*request.prompt, *request.tokens], np.int32)
+        return Sample(tokens, np.array(mask, np.uint8), states[:, :split].copy(), states[:, split:].copy())
+
+
+class ConversationTry(Try):
+    """A conversation of which a target with a chat template writes both sides."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: MakeConfig,
+        number: int,
+        tokenizer: TokenizerWrapper,
+        domains: tuple[Domain, ...],
+    ):
+        """`domains`: those that `steerable` finds, of which the try's number draws one."""
+        super().__init__(engine, config, number)
+        self._tokenizer = tokenizer
+
+        def share(what: str) -> float:
+            return seed_of(config.seed, number, what) / (1 << 63)
+
+        def one_of(what: str, choices: tuple[A, ...]) -> A:
+            return choices[int(share(what) * len(choices))]
+
+        domain = domains[_drawn([d.weight for d in domains], share("domain"))]
+        self.domain, self._steering = domain.name, domain.system
+        self.turns = 1 + _drawn(config.turns, share("turns"))
+        """The user's turns that are planned."""
+        self.system = one_of("system", config.systems)
+        self.temperature = one_of("temperature", config.temperatures)
+        self._opening = one_of("opening", domain.openings)
+        self.messages: list[Message] = []
+        """Without a system prompt. The user's word is the last while it is answered."""
+        self.kept = 0
+        """Messages up to the last answer that is good."""
+
+    @property
+    def answering(self) -> bool:  # type: ignore[override]
+        """Whether the next to speak is the assistant."""
+        return bool(self.messages) and self.messages[-1].role == "user"
+
+    @property
+    def begun(self) -> str:
+        """What the user's next turn begins with."""
+        return "" if self.messages else self._opening
+
+    def under(self, system: str) -> list[Message]:
+        return [Message("system", system), *self.messages] if system else list(self.messages)
+
+    def prompt(self) -> tuple[list[int], SamplingParams]:
+        turn = self.kept // 2
+        seed = seed_of(self.config.seed, self.number, "answer" if self.answering else "user", turn)
+        if self.answering:
+            prompt = prompt_tokens(self._tokenizer, Conversation(tuple(self.under(self.system))))
+            return prompt, replace(self.config.answer(self.temperature), seed=seed)
+        place = find_user_place(self._tokenizer, self.under(self._steering), self.engine.target.name, self.begun)
+        return list(place.tokens), replace(self.config.question(place), seed=seed)
+
+    def add(self, request: RequestState, output: Output, said: list[int]) -> bool:
+        follows = self._add_answer(request, output, said) if self.answering else self._add_question(output, said)
+        return follows and self._fits()
+
+    def fail(self, why: str) -> None:
+        """End the conversation before the turn that failed, or altogether if it is the first."""
+        if self.kept:
+            self.report.shortened += 1
+        else:
+            super().fail(why)
+
+    def result(self) -> Made:
+        first = Conversation(tuple(self.messages[:1])).prompt_key() if self.messages else 0
+        said = self.messages[: self.kept]
+        if not said:
+            return self.made(None, first)
+        messages = (Message("system", self.system), *said) if self.system else tuple(said)
+        return self.made(Conversation(messages, origin=f"self:{self.number}"), first)
+
+    def _add_question(self, output: Output, said: list[int]) -> bool:
+        text = (self.begun + output.text).strip()
+        why = why_no_question(text, said, output.finish_reason == "stop", self._special)
+        if why is None and not output.text.strip():  # an opening alone
+            why = "short"
+        if why is not None:
+            self.fail(why)
+            return False
+        self.messages.append(Message("user", text))
+        return True
+
+    def _add_answer(self, request: RequestState, output: Output, said: list[int]) -> bool:
+        mask = self._mask(request.prompt) if self._capture is not None else []
+        if not self.answered(request, output, said, mask):
+            return False
+        self.messages.append(Message("assistant", output.text))
+        self.kept = len(self.messages)
+        return output.finish_reason != "length" and self.kept // 2 < self.turns
+
+    def _mask(self, prompt: list[int]) -> list[int]:
+        """The loss mask of a prompt: 1 on the answers in it."""
+        if not self.kept:
+            return [0] * len(prompt)
+        rendered = render(self._tokenizer, Conversation(tuple(self.under(self.system))))
+        same = next((i for i, (a, b) in enumerate(zip(rendered.tokens, prompt, strict=False)) if a != b), None)
+        mask = rendered.loss_mask[: min(len(prompt), len(rendered.tokens)) if same is None else same]
+        return [*mask, *([0] * (len(prompt) - len(mask)))]
+
+    def _fits(self) -> bool:
+        """Whether the next turn has room in the target's context."""
+        room = self.config.max_tokens if self.answering else self.config.user_tokens
+        used = self.report.tokens + (self.config.user_tokens if self.answering else 0)
+        fits = used + room < self.engine.target.context_length or not self.kept
+        if not fits:
+            self.fail("")
+        return fits
+
+
+class TextTry(Try):
+    """A plain text, which a target without a chat template writes from its beginning on.
+
+    It is drawn as a user's turns are, so that texts are as varied as the target has them: at temperature 0 all would be
+    one.
+    """
+
+    domain = "text"
+
+    def __init__(self, engine: Engine, config: MakeConfig, number: int, begin: list[int]):
+        """`begin`: the tokens of `beginning`."""
+        super().__init__(engine, config, number)
+        self._begin, self._text = begin, ""
+
+    def prompt(self) -> tuple[list[int], SamplingParams]:
+        seed, config = seed_of(self.config.seed, self.number, self.domain), self.config
+        params = SamplingParams(
+            temperature=config.user_temperature, top_p=config.user_top_p, max_tokens=config.max_tokens, seed=seed
+        )
+        return self._begin, params
+
+    def add(self, request: RequestState, output: Output, said: list[int]) -> bool:
+        if self.answered(request, output, said, [0] * len(request.prompt)):
+            self._text = output.text
+        return False
+
+    def result(self) -> Made:
+        if not self._text:
+            return self.made(None, 0)
+        conversation = Conversation(text=self._text, origin=f"self:{self.number}")
+        return self.made(conversation, conversation.prompt_key())
+
+
+def tries(engine: Engine, config: MakeConfig) -> Callable[[int], Try]:
+    """What gives the try of a number: a conversation, or a text if the target has no chat template.
+
+    If the engine's proposer is a CapturingProposer, whose last layer must be the target's, each comes with the hidden
+    states of the forwards that wrote it. Raises TargetError for a target that cannot speak as its user, or that has no
+    tokenizer.
+    """
+    target = engine.target
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        raise TargetError(f"{target.name} has no tokenizer, so it can make up nothing")
+    if not tokenizer.has_chat_template:
+        begin = beginning(tokenizer, target.name)
+        return lambda number: TextTry(engine, config, number, begin)
+    domains = steerable(tokenizer, config.domains, target.name)
+    return lambda number: ConversationTry(engine, config, number, tokenizer, domains)
+
+
+def beginning(tokenizer: TokenizerWrapper, name: str) -> list[int]:
+    """The tokens that a text begins with; `name` is the target's, for the error message.
+
+    They are those that the tokenizer puts in front of every text; where it puts none, its token for the beginning of a
+    text; where it has none, the one for the end, which stands between the texts that such models were trained on.
+    Raises TargetError where it has neither.
+    """
+    before: list[int] = list(tokenizer.encode(""))
+    while before and before[-1] == tokenizer.eos_token_id:  # some put the end behind every text as well
+        before.pop()
+    if before:
+        return before
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return [int(token)]
+    raise TargetError(
+        f"{name} has neither a chat template nor a token that begins or ends a text, so it can make up nothing; give "
+        "it data to learn from: texts or conversations as FILE.jsonl, or a data set of the hub (docs/data.md)"
+    )
+
+
+def _drawn(weights: tuple[float, ...] | list[float], share: float) -> int:
+    """The index at which a share, 0 to 1, of all weights is reached."""
+    sums = list(accumulate(weights))
+    return min(bisect.bisect_right(sums, share * sums[-1]), len(sums) - 1)

@@ -1,0 +1,182 @@
+"""The user's turns that a target writes: what they are about, and where in the chat template they begin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from eagle_mlx.errors import ConfigError, TargetError
+from eagle_mlx.yaml_files import read_yaml
+
+from ..conversation import Message
+
+FILE = Path(__file__).parent / "domains.yaml"
+"""The project's own domains."""
+
+
+@dataclass(frozen=True)
+class Domain:
+    """A kind of conversation. Raises ConfigError, when it is made, for a weight that cannot be."""
+
+    name: str
+    weight: float
+    """Its share of the conversations, relative to the other weights."""
+    system: str = ""
+    """The system prompt that a user turn is written under; empty for the chat template's own. No answer sees it."""
+    openings: tuple[str, ...] = ("",)
+    """What the first user turn begins with: each conversation gets one of them."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """What stands in front of the user's first turn."""
+        return [Message("system", self.system)] if self.system else []
+
+    def __post_init__(self) -> None:
+        weight = self.weight
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+            raise ConfigError(f"{self.name}: a weight must be a number above 0, such as 2, not {weight!r}")
+
+
+def read_domains(file: Path) -> tuple[Domain, ...]:
+    """The domains of a YAML file: under each name a weight, and if need be a system prompt and openings.
+
+    Raises ConfigError, naming the file and the domain, for what cannot be used.
+    """
+    found = read_yaml(file, "file of domains")
+    if not isinstance(found, dict) or not found:
+        raise ConfigError(f"{file} must hold domains, each with a weight under its name; see {FILE}")
+    try:
+        return tuple(_domain(str(name), entry) for name, entry in found.items())
+    except ConfigError as e:
+        raise ConfigError(f"{file}: {e}") from e
+
+
+def choose_domains(wishes: Sequence[str], file: Path = FILE) -> tuple[Domain, ...]:
+    """The domains of a file that are named by `NAME` or `NAME=WEIGHT`; all where none is.
+
+    Raises ConfigError for a name, a weight or a file that cannot be used.
+    """
+    domains = read_domains(file)
+    if not wishes:
+        return domains
+    chosen: dict[str, Domain] = {}
+    for wish in wishes:
+        name, given, weight = wish.partition("=")
+        found = next((domain for domain in domains if domain.name == name), None)
+        if found is None:
+            raise ConfigError(f"--domain {wish}: the domains are {', '.join(domain.name for domain in domains)}")
+        chosen[name] = _weighed(found, wish, weight) if given else found
+    return tuple(chosen.values())
+
+
+def _domain(name: str, entry: Any) -> Domain:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{name}: must have `weight: 2` or the like under it, not {entry!r}")
+    if unknown := [key for key in entry if key not in ("weight", "system", "openings")]:
+        raise ConfigError(f"{name}: {unknown[0]!r} is neither weight nor system nor openings")
+    system, openings = entry.get("system", ""), entry.get("openings", [""])
+    if not isinstance(system, str):
+        raise ConfigError(f"{name}: system must be a text, not {system!r}")
+    if not (isinstance(openings, list) and openings and all(isinstance(opening, str) for opening in openings)):
+        raise ConfigError(f"{name}: openings must be a list of texts, not {openings!r}")
+    return Domain(name, entry.get("weight", 1.0), system, tuple(openings))
+
+
+def _weighed(domain: Domain, wish: str, weight: str) -> Domain:
+    try:
+        return replace(domain, weight=float(weight))
+    except (ValueError, ConfigError) as e:
+        raise ConfigError(f"--domain {wish}: a weight must be a number above 0, such as code=2") from e
+
+
+DOMAINS = read_domains(FILE)
+
+
+_MARKS = ("\ue0f0\ue0f1", "\ue0f2 \ue0f3\ue0f4")
+"""Private-use characters that stand for the user's words. Two, of different make: a place that depends on the words is
+none where other words can be written."""
+
+
+@dataclass(frozen=True)
+class UserPlace:
+    """Where the user's words begin, and how they end."""
+
+    tokens: tuple[int, ...]
+    """All that stands in front of them."""
+    stop_token_ids: tuple[int, ...]
+    """The special token that the template puts after them. The model's own end-of-sequence tokens end a turn too."""
+    stop: tuple[str, ...]
+    """The text that the template puts after them, if it does not begin with a special token."""
+
+
+def find_user_place(
+    tokenizer: TokenizerWrapper, messages: Sequence[Message], name: str, opening: str = ""
+) -> UserPlace:
+    """The place of the user's next turn behind `messages`; `name` is the target's, for error messages.
+
+    With an `opening` it is the place behind these words, with which the user's turn begins.
+
+    Raises TargetError, with what to do instead, where the template refuses the conversation, hides or changes what was
+    said before, or puts something else in front of other words.
+    """
+    found = {_around(tokenizer, messages, mark, name) for mark in _MARKS}
+    if len(found) != 1:
+        raise _closed(name, "what stands around the user's words depends on them")
+    before, after = found.pop()
+    if hidden := [m for m in messages if m.content.strip() and m.content.strip() not in before]:
+        raise _closed(name, f"it does not show what the {hidden[0].role} says in front of the user's turn")
+    # A space at the end would be a token by itself, which no text that the model has read begins with.
+    tokens = tuple(tokenizer.encode(before + opening if opening else before.rstrip(" "), add_special_tokens=False))
+    if not tokens:
+        raise _closed(name, "it puts nothing in front of the user's words, so there is nothing to continue")
+    behind = list(tokenizer.encode(after.strip(), add_special_tokens=False))
+    if behind and behind[0] in tokenizer.all_special_ids:
+        return UserPlace(tokens, (behind[0],), ())
+    return UserPlace(tokens, (), (after.strip(),) if after.strip() else ())
+
+
+def _around(tokenizer: TokenizerWrapper, messages: Sequence[Message], mark: str, name: str) -> tuple[str, str]:
+    """Return what the template puts before the user's words, and after them up to the answer."""
+    chat = [*(m.as_dict() for m in messages), {"role": "user", "content": mark}]
+    try:
+        text: str = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    except Exception as e:  # whatever a template raises
+        raise _closed(name, f"it refuses the conversation: {e}") from e
+    before, found, after = text.partition(mark)
+    if not found or mark in after:
+        raise _closed(name, "the user's words do not stand in it once, as they were said")
+    return before, after
+
+
+def _closed(name: str, why: str) -> TargetError:
+    return TargetError(
+        f"the chat template of {name} cannot be opened before the user's turn: {why}; give prompts to answer instead "
+        "(eagle-data regenerate --data prompts.jsonl), or another template with --chat-template FILE"
+    )
+
+
+def steerable(tokenizer: TokenizerWrapper, domains: tuple[Domain, ...], name: str) -> tuple[Domain, ...]:
+    """The domains that the template lets something steer: their system prompt, or else their openings alone.
+
+    Those that have neither need none. Raises TargetError, as `find_user_place` does, where there are no such domains.
+    """
+    usable: list[Domain] = []
+    refused: TargetError | None = None
+    for domain in domains:
+        ways = (domain, replace(domain, system="")) if any(domain.openings) else (domain,)
+        for way in ways:
+            try:
+                find_user_place(tokenizer, way.messages, name)
+            except TargetError as e:
+                refused = e
+                continue
+            usable.append(way)
+            break
+    if not usable and refused is not None:
+        raise refused
+    return tuple(usable)
