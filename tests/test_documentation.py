@@ -12,7 +12,16 @@ import eagle_mlx as em
 from tests.fakes import tiny_target
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = (
+    ".",
+    "benchmarks",
+    "benchmarks/results",
+    "checkpoints",
+    "checkpoints/smollm2-135m-instruct",
+    "docs",
+    "tests/clients",
+)
+PAGES = [page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))]
 
 
 def python_blocks(name: str) -> list[str]:
