@@ -69,3 +69,26 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert there.exists(), link
         if anchor:
             assert anchor in anchors(there.read_text(encoding="utf-8")), f"{link}#{anchor}"
+
+
+def known_flags() -> dict[str, set[str]]:
+    """The flags of each command and subcommand, as docs/flags.md lists them."""
+    found: dict[str, set[str]] = {}
+    for section in (ROOT / "docs" / "flags.md").read_text(encoding="utf-8").split("\n## ")[1:]:
+        command, _, body = section.partition("\n")
+        rows = re.findall(r"^\| `([^`]+)`", body, re.MULTILINE)
+        found[command.strip()] = {flag for row in rows for flag in re.findall(r"(?<![\w-])--?[a-z][\w-]*", row)}
+        for other in re.findall(r": as for `([^`]+)`", body):
+            found[command.strip()] |= found[other]
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent in (ROOT, ROOT / "docs")], ids=lambda p: p.name)
+def test_examples_of_commands_use_flags_that_exist(page: Path) -> None:
+    known = known_flags()
+    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+        for command, rest in re.findall(r"(eagle-[a-z]+) +([^#]*)", re.sub(r"'[^']*'", "text", line)):
+            section = f"{command} {rest.split()[0]}" if rest.split() else command
+            flags = known.get(section, known.get(command, set()))
+            assert set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", rest)) <= flags, line
