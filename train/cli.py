@@ -21,11 +21,11 @@ from .command import Stop, exit_code
 from .config import NOT_BESIDE_HOURS, SELF, TrainConfig, from_mapping, groups, named_settings
 from .data import data_config, heldout_prompts, make_data, training_data
 from .distributed import SINGLE_PROCESS, World
-from .hours import train_for_hours, was_begun
+from .hours import train_for_hours
 from .kinds import KINDS, Head, resolved
 from .plan import Recipe, bound_of, load_recipe, plan_of, probe, recipe_for, recipe_names
 from .report import command as report_command
-from .run import BEST, check_incomplete, check_wandb, claim, existing_head, resumed_config, run_worker, state, train
+from .run import BEST, check_incomplete, check_wandb, claim, existing_head, resumed_config, run_worker, train
 
 OWN_RECIPE = ""
 """What a bare `--recipe` says: the one for the target."""
@@ -145,14 +145,10 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
     with contextlib.ExitStack() as held:
         folder = None
         if world.is_rank_zero:
-            folder = held.enter_context(claim(config.run.output, config.run.overwrite, _worth_keeping, resume))
+            folder = held.enter_context(claim(config.run.output, config.run.overwrite, resume))
         done = _run(config, stop, resume, world, folder)
     if done is not None:
         _say(*done)
-
-
-def _worth_keeping(folder: Path) -> bool:
-    return state.exists(folder) or was_begun(folder)
 
 
 _Done = tuple[TrainConfig, Mapping[str, Any], Path | None, Target]
@@ -174,7 +170,8 @@ def _run(config: TrainConfig, stop: Stop, resume: Path | None, world: World, fol
     if world.is_rank_zero:
         print(f"measured: {measured}", file=sys.stderr)
     if config.optimization.hours:
-        return config, train_for_hours(target, config, head, resume, stop, claimed=folder), resume, target
+        report = train_for_hours(target, config, head, resume, stop, claimed=folder, rate=measured.learned)
+        return config, report, resume, target
     prompts = _prompts(target, config, world, head, reserve)
     alone = world.size == 1
     data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, reserve, alone))

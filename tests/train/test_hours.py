@@ -35,7 +35,7 @@ from eagle_mlx.train.evaluation import Evaluator
 from eagle_mlx.train.hours import portions, train_for_hours
 from eagle_mlx.train.hours.division import Next, Rates, is_last, next_portion, seconds_to_learn
 from eagle_mlx.train.run import Stopwatch, loop
-from eagle_mlx.train.step import Phase, Stepper
+from eagle_mlx.train.step import Stepper, WarmupStableDecay
 from tests.fakes import talking_target_folder
 from tests.train.conftest import _touch
 
@@ -330,14 +330,14 @@ def test_the_time_goes_to_learning_where_there_is_none_to_make() -> None:
 
 
 def test_the_rate_rises_stays_and_falls_with_the_last_phase() -> None:
-    first = Phase(begins=50, seconds=80, steps=10, total=1000)
+    first = WarmupStableDecay(begins=50, seconds=80, steps=10, total=1000)
     assert first.factor(0, 50, 0.02, 0.0) == 0
     assert first.factor(0, 60, 0.02, 0.0) == pytest.approx(0.5)
     assert first.factor(0, 75, 0.02, 0.0) == 1
     assert first.is_over(10, 60)
     assert first.is_over(3, 80)
     assert not first.is_over(9, 79)
-    last = Phase(begins=500, seconds=1000, before=100, total=1000, last=True)
+    last = WarmupStableDecay(begins=500, seconds=1000, before=100, total=1000, last=True)
     factors = [last.factor(0, at, 0.02, 0.1) for at in (500, 799, 800, 850, 900, 1000)]
     assert factors[:3] == [1, 1, 1]
     assert factors == sorted(factors, reverse=True)

@@ -15,15 +15,11 @@ from eagle_mlx.train.convert.cli import main as convert
 from eagle_mlx.train.run.output import claim, run_folder
 
 
-def worth_keeping(folder: Path) -> bool:
-    return (folder / "last").exists()
-
-
 def fail(output: Path, error: BaseException, checkpoint: bool, overwrite: bool = False) -> None:
-    with run_folder(output, overwrite, worth_keeping) as folder:
+    with run_folder(output, overwrite) as folder:
         (folder / "metrics").write_text("")
         if checkpoint:
-            (folder / "last").mkdir()
+            (folder / "checkpoints" / "step-1").mkdir(parents=True)
         raise error
 
 
@@ -33,7 +29,7 @@ def test_a_run_that_fails_leaves_only_checkpoints(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(OutputError, match="No space left"):
         fail(tmp_path / "out", OSError(errno.ENOSPC, "No space left on device"), checkpoint=True)
-    assert (tmp_path / "out" / "last").exists()
+    assert (tmp_path / "out" / "checkpoints").exists()
 
 
 def test_29_a_full_disk_names_what_is_kept_and_how_to_continue(tmp_path: Path) -> None:
@@ -48,12 +44,12 @@ def test_an_output_that_exists(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "old").write_text("")
-    with pytest.raises(OutputError, match="exists already"), run_folder(out, False, worth_keeping):
+    with pytest.raises(OutputError, match="exists already"), run_folder(out, False):
         pass
     with pytest.raises(ValueError, match="boom"):
         fail(out, ValueError("boom"), checkpoint=False, overwrite=True)
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "old"]
-    with run_folder(out, True, worth_keeping) as folder:
+    with run_folder(out, True) as folder:
         (folder / "new").write_text("")
         assert (out / "old").exists()
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "new"]
@@ -103,14 +99,14 @@ def test_25_the_second_run_in_a_folder_ends_at_once(
 ) -> None:
     """The first one has made the folder, and nothing in it yet; the second one takes nothing away."""
     out, line = tmp_path / "out", ["--target", "tiny", "--data", "x.jsonl", "--output", str(tmp_path / "out"), *more]
-    with claim(out, False, worth_keeping) as folder:
+    with claim(out, False) as folder:
         assert main(line) == 2
         assert f"another process is writing to {out}" in capsys.readouterr().err
-        (folder / "last").mkdir()
+        (folder / "checkpoints" / "step-1").mkdir(parents=True)
         if more:
             assert main(line) == 2
             assert f"another process is writing to {out}" in capsys.readouterr().err
-        assert (out / "last").exists()
+        assert (out / "checkpoints").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

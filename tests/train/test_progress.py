@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from eagle_mlx.train.run.progress import Bar, Progress
-from eagle_mlx.train.step.schedule import Span
+from eagle_mlx.train.step.schedule import Cosine
 from eagle_mlx.train.step.step import StepResult
 
 RESULT = StepResult(
@@ -15,7 +15,7 @@ RESULT = StepResult(
 
 
 def test_the_bar_tells_how_long_a_run_will_take(capsys: Any) -> None:
-    with Bar(Span(steps=40)) as bar:
+    with Bar(Cosine(steps=40)) as bar:
         bar.show(Progress(step=30, tokens=3000, train_seconds=3.0), 3.0, RESULT, [])
     shown = capsys.readouterr().err
     assert "30/40 steps" in shown
@@ -23,8 +23,8 @@ def test_the_bar_tells_how_long_a_run_will_take(capsys: Any) -> None:
     assert "loss 2.500, accuracy 0.50 0.25, 1,000 tokens/s" in shown
 
 
-@pytest.mark.parametrize("span", [Span(steps=1000), Span(seconds=1000.0)])
-def test_a_run_that_goes_on_does_not_count_what_it_did_before_as_done_now(span: Span, capsys: Any) -> None:
+@pytest.mark.parametrize("span", [Cosine(steps=1000), Cosine(seconds=1000.0)])
+def test_a_run_that_goes_on_does_not_count_what_it_did_before_as_done_now(span: Cosine, capsys: Any) -> None:
     with Bar(span, done=500) as bar:
         bar._bar.start_t -= 100  # 100 steps or seconds have taken 100 seconds since
         bar.show(Progress(step=600), 600.0, RESULT, [])
@@ -33,6 +33,6 @@ def test_a_run_that_goes_on_does_not_count_what_it_did_before_as_done_now(span: 
 
 
 def test_seconds_do_not_go_beyond_the_budget(capsys: Any) -> None:
-    with Bar(Span(seconds=60.0)) as bar:
+    with Bar(Cosine(seconds=60.0)) as bar:
         bar.show(Progress(step=1), 75.0, None, [])
     assert "60/60 s" in capsys.readouterr().err

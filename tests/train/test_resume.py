@@ -100,7 +100,7 @@ def save_at_the_end(patch: pytest.MonkeyPatch) -> None:
     from eagle_mlx.train.run.loop import Run
 
     finish = Run.finish
-    patch.setattr(Run, "finish", lambda self, last: self.save_state() or finish(self, last))
+    patch.setattr(Run, "finish", lambda self, *args: self.save_state() or finish(self, *args))
 
 
 def test_what_may_change_and_what_may_not(

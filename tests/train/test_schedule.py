@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle_mlx.train.config import TrainConfig
-from eagle_mlx.train.step.schedule import Span, learning_rate_factor, span_of
+from eagle_mlx.train.step.schedule import Cosine, learning_rate_factor, span_of
 
 
 def test_warm_up_then_cosine() -> None:
@@ -24,13 +24,13 @@ def test_the_factor_stays_between_zero_and_one(progress: float, warmup: float, f
 
 
 def test_minutes_before_steps_before_epochs() -> None:
-    assert span_of(TrainConfig.of(minutes=2.0, max_steps=5), 10) == Span(seconds=120.0)
-    assert span_of(TrainConfig.of(max_steps=5), 10) == Span(steps=5)
-    assert span_of(TrainConfig.of(epochs=3), 10) == Span(steps=30)
+    assert span_of(TrainConfig.of(minutes=2.0, max_steps=5), 10) == Cosine(seconds=120.0)
+    assert span_of(TrainConfig.of(max_steps=5), 10) == Cosine(steps=5)
+    assert span_of(TrainConfig.of(epochs=3), 10) == Cosine(steps=30)
 
 
 def test_a_span_of_steps_and_one_of_time() -> None:
-    steps, time = Span(steps=10), Span(seconds=60.0)
+    steps, time = Cosine(steps=10), Cosine(seconds=60.0)
     assert 0 < steps.progress(0, 99.0) < steps.progress(9, 0.0) < 1
     assert not steps.is_over(9, 1e9)
     assert steps.is_over(10, 0.0)

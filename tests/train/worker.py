@@ -21,7 +21,7 @@ from eagle_mlx.train.data.sources import TrainData
 from eagle_mlx.train.distributed import World
 from eagle_mlx.train.kinds import KINDS, resolved
 from eagle_mlx.train.run.loop import train
-from eagle_mlx.train.run.processes import run_worker
+from eagle_mlx.train.run.workers import run_worker
 from eagle_mlx.train.step.step import Stepper
 from tests.fakes import tiny_target
 

@@ -1,6 +1,5 @@
 """A run of so many hours: portions of data, each drafted by the head as it is, and learning in between."""
 
-from .portions import was_begun
-from .run import train_for_hours
+from .phases import train_for_hours
 
-__all__ = ["train_for_hours", "was_begun"]
+__all__ = ["train_for_hours"]

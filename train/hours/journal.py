@@ -10,7 +10,7 @@ from typing import Any, Self
 from eagle_mlx.errors import CheckpointError, OutputError
 from eagle_mlx.files import write_whole
 
-from ..step import Phase
+from ..step import WarmupStableDecay
 
 FILE = "hours.json"
 
@@ -31,8 +31,8 @@ class Portion:
     made_seconds: float = 0.0
     rows: int = 0
     """Conversations that were made at once; 0 where this is not known."""
-    phase: Phase | None = None
-    """The learning behind it; None before that begins."""
+    schedule: WarmupStableDecay | None = None
+    """Of the learning after it; None before that begins."""
     epoch: int = 0
     """The first one of that."""
     fresh: int = 0
@@ -93,5 +93,5 @@ def read(folder: Path) -> Journal:
 
 
 def _portion(values: dict[str, Any]) -> Portion:
-    phase = Phase(**values["phase"]) if values["phase"] else None
-    return Portion(**{**values, "phase": phase, "until": tuple(values.get("until", (0, 0)))})
+    schedule = WarmupStableDecay(**values["schedule"]) if values["schedule"] else None
+    return Portion(**{**values, "schedule": schedule, "until": tuple(values.get("until", (0, 0)))})

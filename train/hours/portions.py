@@ -33,8 +33,8 @@ from eagle_mlx.target import Target
 from ..config import TrainConfig
 from ..data import InMemory, Joined, OnDisk, Tokens, TrainData, data_on_disk, free_disk, heldout_prompts
 from ..kinds import Head, aux_layers_of
+from ..run import MADE
 
-FOLDER = "made"
 _HELD_OUT = "held-out.jsonl"
 _ANSWER = 16
 """Tokens of the answers to held-out prompts: the prompts alone are used, an answer that loops or refuses shows soon."""
@@ -53,7 +53,7 @@ class Portions:
         """`head`: one to continue from, which decides what is captured and what is drafted."""
         self._target, self._config, self._head = target, config, head
         self._aux_layers = aux_layers_of(target, config, head)
-        self._folder = run / FOLDER
+        self._folder = run / MADE
         self._read: dict[int, OnDisk | InMemory] = {}
         self._first: TrainData | None = None
 
@@ -178,8 +178,3 @@ class Portions:
 
     def _shards(self, number: int) -> Path:
         return self._folder / f"{number:02d}.shards"
-
-
-def was_begun(run: Path) -> bool:
-    """Whether a run's folder holds anything that was made, or is in the making."""
-    return any((run / FOLDER).glob("*"))

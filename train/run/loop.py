@@ -1,4 +1,4 @@
-"""A whole run: batches, steps, acceptance at intervals, states to resume from, report and plots."""
+"""A whole run: phases of batches and steps, acceptance at intervals, states to resume from, report and plots."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,20 @@ from eagle_mlx.target import Target, fingerprint
 
 from ..command import Stop, Stopped
 from ..config import TrainConfig, file_type
-from ..data import Batches, Piece, Rows, TrainData
+from ..data import Batches, Rows, TrainData
 from ..distributed import SINGLE_PROCESS, World
 from ..evaluation import Acceptance, Evaluator
 from ..kinds import Head, kind_of, resolved
 from ..report import write_plots
-from ..step import NotFiniteError, Schedule, Stepper, StepResult, span_of
+from ..step import NotFiniteError, Schedule, Stepper, StepResult
 from . import identity, state
-from .outcome import outcome
 from .output import run_folder
-from .processes import Workers
-from .progress import Bar, Progress, Shows, mean, means
+from .phases import OnePhase, Phase, Phases
+from .progress import Progress, Stopwatch, mean, means
 from .start import new_head
 from .state import Checkpoint, RunState
-from .tracker import Tracker
+from .tracker import Tracker, outcome
+from .workers import Workers
 
 BEST, LAST, REPORT = "best", "last", "report.json"
 _DEFAULT_EVALS = 10
@@ -52,30 +51,46 @@ def train(
     world: World = SINGLE_PROCESS,
     claimed: Path | None = None,
 ) -> dict[str, Any]:
+    """Train a head on data that are there, in one phase; see `train_phases`."""
+    return train_phases(target, OnePhase(data, prompts), config, head, resume, stop, world, claimed=claimed)
+
+
+def train_phases(
+    target: Target,
+    phases: Phases,
+    config: TrainConfig,
+    head: Head | None = None,
+    resume: Path | None = None,
+    stop: Stop | None = None,
+    world: World = SINGLE_PROCESS,
+    watch: Stopwatch | None = None,
+    claimed: Path | None = None,
+) -> dict[str, Any]:
     """Train a head, a new one unless one is given, into `config.run.output`; returns the report that is written there.
 
     The folder gets `best` (highest τ) and `last`, both checkpoints in the layout of their kind, metrics.jsonl,
-    report.json and plots. With `resume`, the folder of a run that was cut short, that run continues where its newest
-    whole state was saved, as if it had never stopped. Ctrl-C and SIGTERM save the state and raise Stopped.
+    report.json and plots. With `resume`, the folder of a run that was cut short, that run continues from its newest
+    whole state, as if it had never stopped. Ctrl-C and SIGTERM save the state and raise Stopped.
 
-    `claimed`: the folder, if the caller has made and locked it (`claim`).
+    `watch`: the run's time, a new one by default. `claimed`: the folder, if the caller has made and locked
+    it (`claim`).
 
-    Raises OutputError where the folder exists already or cannot be written, ConfigError where target or data are not
-    those that the run to resume began with, CheckpointError where it is complete, and EagleError where the loss is not
-    finite. Of the processes of a `world` rank 0 calls this, and the others `run_worker`.
+    Raises OutputError if the folder exists already or cannot be written, ConfigError if target or data are not those
+    that the run to resume began with, CheckpointError if it is complete, and EagleError if the loss is not finite. Of
+    the processes of a `world` rank 0 calls this, and the others `run_worker`.
     """
     config, stop = resolved(config, target), stop or Stop()
     check_incomplete(resume)
-    place = run_folder(config.run.output, config.run.overwrite, state.exists, resume, claimed)
+    place = run_folder(config.run.output, config.run.overwrite, resume, claimed)
     with stop.listening(), place as folder:
-        who = identity.Identity(config, fingerprint(target), identity.fingerprint_of(data.samples), world.size)
+        who = identity.Identity(config, fingerprint(target), phases.fingerprint, world.size)
         if resume:
             identity.check_same(folder, who)
         identity.write(folder, who)
         saved = state.newest(folder, tqdm.write) if resume else None
-        head = head or new_head(target, data, config, begin=saved is None)
         with Tracker(folder, config, saved.state.progress.step if saved else None) as tracker:
-            return Run(target, data, prompts, config, head, folder, tracker, stop, world).run(saved)
+            run = Run(target, config, head, folder, tracker, stop, world, watch or Stopwatch(), saved)
+            return run.run(phases)
 
 
 def check_incomplete(resume: Path | None) -> None:
@@ -90,35 +105,39 @@ def check_incomplete(resume: Path | None) -> None:
 class Run:
     """The state of a run between its steps."""
 
+    head: Head
+    data: TrainData
+    batches: Batches
+    stepper: Stepper
+    evaluator: Evaluator
+    schedule: Schedule
+    untrained: Acceptance
+    latest: Acceptance
+    """As it was measured last, after a step."""
+
     def __init__(
         self,
         target: Target,
-        data: TrainData,
-        prompts: list[list[int]],
         config: TrainConfig,
-        head: Head,
+        head: Head | None,
         folder: Path,
         tracker: Tracker,
         stop: Stop,
-        world: World = SINGLE_PROCESS,
-        watch: Stopwatch | None = None,
+        world: World,
+        watch: Stopwatch,
+        saved: Checkpoint | None = None,
     ):
-        self.watch = watch or Stopwatch()
-        self.target, self.data, self.config, self.folder, self.tracker = target, data, config, folder, tracker
-        self.head, self.stop = head, stop
-        self._world = world
-        self.learn_from(data)
-        self.span: Schedule = span_of(config, self.batches.steps_per_epoch())
-        self.evaluator = Evaluator(
-            target, prompts, config.evaluation.depth, config.evaluation.tokens, config.evaluation.batch
-        )
-        self.stepper = Stepper(head, target, config, world)
-        self.workers = Workers(world, stop)
-        self.progress = Progress()
-        self.untrained: Acceptance | None = None
+        """`head`: one to continue from. `saved`: where a resumed run stands."""
+        self.target, self.config, self.folder, self.tracker, self.stop = target, config, folder, tracker, stop
+        self.existing, self.watch, self.saved = head, watch, saved
+        self.progress = saved.state.progress if saved else Progress()
         self.best: tuple[int, Acceptance] | None = None
+        self.begun = False
+        self.learned_until = 0.0
+        """Second of the run at which the latest phase's steps ended."""
+        self._world, self._workers = world, Workers(world, stop)
         self._recent: list[StepResult] = []
-        self._next_eval = math.inf
+        self._next_eval: float | None = None
         self._next_save = math.inf
 
     @property
@@ -126,43 +145,51 @@ class Run:
         """Seconds of the run so far, those before an interruption included."""
         return self.watch.elapsed
 
+    def run(self, phases: Phases) -> dict[str, Any]:
+        """Learn phase after phase, to the report."""
+        last: Acceptance | None = None
+        try:
+            with contextlib.closing(phases.of(self)) as coming:
+                for phase in coming:
+                    with self._interruptible():
+                        self._learn(phase)
+                        last = self.evaluate()
+            with self._interruptible():
+                report = self.finish(last or self.evaluate(), phases)
+        except Stopped:
+            phases.stopped()
+            raise
+        finally:
+            self._workers.end()
+        phases.ended(report)
+        return report
+
+    def begin(self, data: TrainData, prompts: list[list[int]]) -> None:
+        """Make the head for these data and measure it, or continue from where it was saved.
+
+        `prompts`: tokens of what acceptance is measured on. Raises DataError as `learn_from` does.
+        """
+        self.begun = True
+        self.learn_from(data)
+        self.head = self.existing or new_head(self.target, data, self.config, begin=self.saved is None)
+        how = self.config.evaluation
+        self.evaluator = Evaluator(self.target, prompts, how.depth, how.tokens, how.batch)
+        self.stepper = Stepper(self.head, self.target, self.config, self._world)
+        if self.saved:
+            self._restore(self.saved)
+        else:
+            self.untrained = self._measure()
+
     def learn_from(self, data: TrainData) -> None:
-        """Take batches from these data from now on. Raises DataError where they hold none."""
+        """Take batches from these data from now on. Raises DataError if they hold none."""
         step = self.config.optimization
         self.data = data
         self.batches = Batches(data.samples, step.rows, step.length, self.config.run.seed, self._world)
         if not self.batches.steps_per_epoch():
             raise DataError("no conversation is long enough to learn from; check the data")
 
-    def run(self, saved: Checkpoint | None = None) -> dict[str, Any]:
-        """From the head as it begins, or as it was saved, to the report."""
-        try:
-            return self._run(saved)
-        finally:
-            self.workers.end()
-
-    def _run(self, saved: Checkpoint | None) -> dict[str, Any]:
-        self.begin(saved)
-        if not saved:
-            self.watch.restart()
-            self._plan_next_eval()
-        self._plan_next_save()
-        done = self.elapsed if self.span.seconds else self.progress.step
-        with self.interruptible():
-            with Bar(self.span, done) as bar:
-                self.learn(bar)
-            return self.finish(self.evaluate())
-
-    def begin(self, saved: Checkpoint | None = None) -> None:
-        """Measure the head as it begins, or continue from where it was saved."""
-        if saved:
-            self._restore(saved)
-        else:
-            self.untrained = self._measure()
-        self._plan_next_save()
-
     @contextlib.contextmanager
-    def interruptible(self) -> Generator[None, None, None]:
+    def _interruptible(self) -> Generator[None, None, None]:
         """Within the block a signal waits for the end of a step, and then the state is saved."""
         with self.stop.deferred():
             try:
@@ -171,11 +198,19 @@ class Run:
                 self._save_interrupted()
                 raise
 
-    def learn(self, bar: Shows) -> None:
-        """Step after step, until the span is over."""
+    def _learn(self, phase: Phase) -> None:
+        """Take step after step, until the phase's schedule is over."""
+        self.schedule = phase.schedule
+        if phase.fresh:
+            self.batches.put_first(phase.epoch, phase.fresh)
+        if self.progress.epoch < phase.epoch:
+            self.progress.epoch, self.progress.batch = phase.epoch, 0
+        if self._next_eval is None:
+            self._plan_next_eval()
+        self._plan_next_save()
         with contextlib.closing(self._all_batches()) as stream:
             for rows in stream:
-                if self.span.is_over(self.progress.step, self.elapsed):
+                if self.schedule.is_over(self.progress.step, self.elapsed):
                     break
                 self.stop.check()
                 if self._eval_is_due():
@@ -185,8 +220,9 @@ class Run:
                 elif self.elapsed >= self._next_save:
                     self.save_state()
                 result = self._step(rows)
-                bar.show(self.progress, self.elapsed, result, self._recent)
+                phase.bar.show(self.progress, self.elapsed, result, self._recent)
         self._log_recent()
+        self.learned_until = self.elapsed
 
     def _all_batches(self) -> Generator[Rows, None, None]:
         """Batch after batch, epoch after epoch, without end."""
@@ -199,7 +235,7 @@ class Run:
     def _step(self, rows: Rows) -> StepResult | None:
         begin = self.elapsed
         factor = self._rate_factor(self.progress.step)
-        self.workers.step(self.progress.epoch, self.progress.batch, factor)
+        self._workers.step(self.progress.epoch, self.progress.batch, factor)
         try:
             result = self.stepper(rows, factor)
         except NotFiniteError as e:
@@ -218,7 +254,7 @@ class Run:
     def _rate_factor(self, step: int) -> float:
         """Of the peak learning rates, at a step and now."""
         how = self.config.optimization
-        return self.span.factor(step, self.elapsed, how.warmup, how.final_lr)
+        return self.schedule.factor(step, self.elapsed, how.warmup, how.final_lr)
 
     def _explained(self, error: NotFiniteError, rows: Rows) -> EagleError:
         """Where to look, and what can be done."""
@@ -269,7 +305,7 @@ class Run:
 
     def evaluate(self) -> Acceptance:
         """Measure acceptance, keep the head as `last`, and as `best` where no earlier one was better."""
-        found = self._measure()
+        found = self.latest = self._measure()
         self._save_head(LAST, found)
         if self.best is None or found.acceptance_length > self.best[1].acceptance_length:
             self.best = (self.progress.step, found)
@@ -286,9 +322,9 @@ class Run:
         kind_of(self.head).save(self.head, self.folder / name, called, extra, file_type(self.config))
 
     def save_state(self) -> None:
-        assert self.untrained is not None
         best_step, best = self.best or (None, None)
-        now = RunState(self.progress, self.elapsed, self._next_eval, self.untrained, best_step, best, self._recent)
+        due = self._next_eval or 0.0
+        now = RunState(self.progress, self.elapsed, due, self.untrained, best_step, best, self._recent)
         saved = Checkpoint(now, state.weights_of(self.head), self.stepper.state())
         state.save(self.folder, saved, self.config.run.checkpoints)
         self._plan_next_save()
@@ -296,7 +332,7 @@ class Run:
     def _restore(self, saved: Checkpoint) -> None:
         state.load_weights(self.head, saved.head)
         self.stepper.restore(saved.stepper)
-        self.workers.sync(self.stepper)
+        self._workers.sync(self.stepper)
         now = saved.state
         self.progress, self.untrained, self._recent = now.progress, now.untrained, now.recent
         self.best = (now.best_step, now.best) if now.best_step is not None and now.best else None
@@ -318,41 +354,36 @@ class Run:
         elif self.config.evaluation.minutes:
             self._next_eval = self.elapsed + 60 * self.config.evaluation.minutes
         else:
-            self._next_eval = self.span.progress(self.progress.step, self.elapsed) + 1 / _DEFAULT_EVALS
+            self._next_eval = self.schedule.progress(self.progress.step, self.elapsed) + 1 / _DEFAULT_EVALS
 
     def _eval_is_due(self) -> bool:
+        due = self._next_eval or 0.0
         if self.config.evaluation.steps:
-            return self.progress.step >= self._next_eval
+            return self.progress.step >= due
         if self.config.evaluation.minutes:
-            return self.elapsed >= self._next_eval
-        return self.span.progress(self.progress.step, self.elapsed) >= self._next_eval
+            return self.elapsed >= due
+        return self.schedule.progress(self.progress.step, self.elapsed) >= due
 
     def _plan_next_save(self) -> None:
         minutes = self.config.run.checkpoint_minutes
         self._next_save = self.elapsed + 60 * minutes if minutes else math.inf
 
-    def finish(self, last: Acceptance, learned: set[Piece] | None = None) -> dict[str, Any]:
-        """Write the report and the plots; the states go, since a finished run is not resumed.
-
-        `learned`: what was learned from, if it is not the same data from the first step on.
-        """
-        if learned is None:
-            learned = self.batches.learned(0, (self.progress.epoch, self.progress.batch))
+    def finish(self, last: Acceptance, phases: Phases) -> dict[str, Any]:
+        """Write the report and the plots; the states go, because a finished run is not resumed."""
+        data, learned = phases.summary(self)
         conversations, tokens = self.batches.count(learned)
         assert self.best is not None
-        assert self.untrained is not None
         best_step, best = self.best
-        acceptance = {"untrained": self.untrained, "best": best, "last": last}
         report = outcome(
             self.target.name,
             self.head,
             self.config,
             self.progress,
-            acceptance,
+            {"untrained": self.untrained, "best": best, "last": last},
             best_step,
             self.tracker.rows,
             {
-                **self.data.report,
+                **data,
                 "learned_conversations": conversations,
                 "learned_tokens": tokens,
                 "padding": round(self.batches.padding, 4),
@@ -363,20 +394,3 @@ class Run:
         state.remove(self.folder)
         self.tracker.summarize({k: v for k, v in report.items() if isinstance(v, (int, float))})
         return report
-
-
-class Stopwatch:
-    """Seconds of a run, those before an interruption included."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        """`clock`: seconds since any moment, never less than before."""
-        self._clock = clock
-        self._begin = clock()
-
-    @property
-    def elapsed(self) -> float:
-        return self._clock() - self._begin
-
-    def restart(self, elapsed: float = 0.0) -> None:
-        """Go on from so many seconds."""
-        self._begin = self._clock() - elapsed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from tqdm import tqdm
@@ -13,14 +13,15 @@ from tqdm import tqdm
 from eagle_mlx.errors import OutputError
 from eagle_mlx.files import check_free, locked, swap
 
+from . import state
+
+MADE = "made"
+"""The folder of what the target makes up, within that of a run of so many hours."""
+
 
 @contextlib.contextmanager
 def run_folder(
-    output: str | Path,
-    overwrite: bool,
-    worth_keeping: Callable[[Path], bool],
-    resume: Path | None = None,
-    claimed: Path | None = None,
+    output: str | Path, overwrite: bool, resume: Path | None = None, claimed: Path | None = None
 ) -> Iterator[Path]:
     """The folder that a run writes to: the one that is `claimed` already, or what `claim` gives.
 
@@ -28,7 +29,7 @@ def run_folder(
     """
     folder = claimed
     try:
-        with contextlib.nullcontext(claimed) if claimed else claim(output, overwrite, worth_keeping, resume) as folder:
+        with contextlib.nullcontext(claimed) if claimed else claim(output, overwrite, resume) as folder:
             yield folder
     except OSError as e:
         kept = folder is not None and worth_keeping(folder)
@@ -37,9 +38,7 @@ def run_folder(
 
 
 @contextlib.contextmanager
-def claim(
-    output: str | Path, overwrite: bool, worth_keeping: Callable[[Path], bool], resume: Path | None = None
-) -> Iterator[Path]:
+def claim(output: str | Path, overwrite: bool, resume: Path | None = None) -> Iterator[Path]:
     """Make and lock the folder of a run, so that no second run can write there.
 
     It is `output` itself where that is free, and `resume` where a run continues. Where `output` is to be overwritten it
@@ -68,6 +67,11 @@ def claim(
             elif replaces and folder.exists():
                 tqdm.write(f"what the unfinished run has made is in {folder}; {path} is as it was")
             raise
+
+
+def worth_keeping(run: Path) -> bool:
+    """Return whether a run's folder holds a state to resume from, or data that were made or are in the making."""
+    return state.exists(run) or any((run / MADE).glob("*"))
 
 
 def _new(path: Path, beside: bool) -> Path:

@@ -1,20 +1,27 @@
-"""What a run reports while it goes: metrics.jsonl always, Weights & Biases where it is asked for."""
+"""What a run reports: metrics.jsonl while it goes, report.json at its end, Weights & Biases if it is asked for."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.metadata
 import json
+import platform
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import mlx.core as mx
 
-from ..config import TrainConfig
-from ..evaluation import write_generations
+from eagle_mlx.cpu import blas
+
+from ..config import TrainConfig, pass_type
+from ..evaluation import Acceptance, write_generations
+from ..kinds import Head, kind_of
 from ..report import METRICS, PICTURES, Row, truncate
+from .progress import Progress
 from .wandb_run import WandbRun
 
 Kind = Literal["train", "eval"]
@@ -82,6 +89,47 @@ class Tracker:
         self._file.close()
         if self._wandb is not None:
             self._wandb.finish(failed=error is not None)
+
+
+def outcome(
+    target_name: str,
+    head: Head,
+    config: TrainConfig,
+    progress: Progress,
+    acceptance: Mapping[str, Acceptance],
+    best_step: int,
+    rows: Sequence[Row],
+    data: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The report of a run; `acceptance` has the head `untrained`, at its `best` and at the `last` step."""
+    logged = [row for row in rows if row["kind"] == "train"]
+    best = acceptance["best"]
+    return {
+        "target": target_name,
+        "kind": kind_of(head).name,
+        "started_from": config.head.init_from or None,
+        "acceptance_length": best.acceptance_length,
+        "acceptance_by_position": best.acceptance_by_position,
+        "untrained_acceptance_length": acceptance["untrained"].acceptance_length,
+        "best_step": best_step,
+        "acceptance": {name: dataclasses.asdict(found) for name, found in acceptance.items()},
+        "loss": logged[-1]["loss"] if logged else None,
+        "accuracy_by_step": logged[-1]["accuracy_by_step"] if logged else None,
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "train_seconds": progress.train_seconds,
+        "tokens_per_second": progress.tokens_per_second,
+        "data": data,
+        "head": dataclasses.asdict(head.config),
+        "config": config.flat(),
+        "machine": {
+            "platform": platform.platform(),
+            "device": str(mx.default_device()),
+            "blas": str(blas.activate()),
+            "dtype": str(pass_type(config)).rpartition(".")[2],
+            "mlx": importlib.metadata.version("mlx"),
+        },
+    }
 
 
 def memory_gb() -> dict[str, float]:

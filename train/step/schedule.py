@@ -41,8 +41,8 @@ class Schedule(Protocol):
 
 
 @dataclass(frozen=True)
-class Span:
-    """What a run is measured by: a time, or a number of steps."""
+class Cosine:
+    """A run over a time or a number of steps, whose rate falls as half a cosine."""
 
     seconds: float = 0.0
     steps: int = 0
@@ -64,7 +64,7 @@ with which Haegele et al. (2024, arXiv 2405.18392) reach the loss of a cosine.""
 
 
 @dataclass(frozen=True)
-class Phase:
+class WarmupStableDecay:
     """Learning between two makings of data: until a step, the last one until a time.
 
     The rate rises over `warmup` of the run's time, counted in time of learning. Then it stays, so that data can be
@@ -100,8 +100,8 @@ class Phase:
         return rise * (final + (1 - final) * (1 - fallen))
 
 
-def span_of(config: TrainConfig, steps_per_epoch: int) -> Span:
+def span_of(config: TrainConfig, steps_per_epoch: int) -> Cosine:
     """Minutes where they are given, else steps, else epochs."""
     if config.optimization.minutes:
-        return Span(seconds=60 * config.optimization.minutes)
-    return Span(steps=config.optimization.max_steps or config.optimization.epochs * steps_per_epoch)
+        return Cosine(seconds=60 * config.optimization.minutes)
+    return Cosine(steps=config.optimization.max_steps or config.optimization.epochs * steps_per_epoch)

@@ -1,8 +1,9 @@
-"""A run of so many hours, from nothing to a head."""
+"""The phases of a run of so many hours: a portion of data is made, then all that is there is learned from."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,27 +15,13 @@ from eagle_mlx.data_pipelines import FIRST_ROWS, Limits
 from eagle_mlx.errors import DataError
 from eagle_mlx.target import Target, fingerprint
 
-from ..command import Stop, Stopped
+from ..command import Stop
 from ..config import TrainConfig
 from ..data import Piece
-from ..evaluation import Acceptance
-from ..kinds import Head, resolved
-from ..run import (
-    BEST,
-    Checkpoint,
-    Identity,
-    Run,
-    Stopwatch,
-    Tracker,
-    check_incomplete,
-    identity,
-    new_head,
-    run_folder,
-    state,
-)
-from ..step import Phase
+from ..kinds import Head
+from ..run import BEST, HoursBar, Phase, Phases, Run, Stopwatch, train_phases
+from ..step import WarmupStableDecay
 from . import journal as journals
-from .bar import HoursBar
 from .division import (
     EVALUATION,
     FIRST,
@@ -52,12 +39,10 @@ from .division import (
     seconds_to_learn,
 )
 from .journal import Journal, Portion
-from .portions import Portions, was_begun
+from .portions import Portions
 
 _BEAT = 30.0
 """Seconds of making after which the time that has passed is written down."""
-_MADE = "made in the run"
-"""What its identity says of the data."""
 
 
 def train_for_hours(
@@ -68,74 +53,71 @@ def train_for_hours(
     stop: Stop | None = None,
     watch: Stopwatch | None = None,
     claimed: Path | None = None,
+    rate: float = 0.0,
 ) -> dict[str, Any]:
     """Make data, train a head and have it draft the next data, for `config.optimization.hours`; returns the report.
 
-    The folder `config.run.output` gets what `train` puts there, and the conversations in `made`. Behind each portion of
+    The folder `config.run.output` gets what `train` puts there, and the conversations in `made`. After each portion of
     data acceptance is measured, the best head is kept and registered for the target. With `resume`, the folder of a run
-    that was cut short, that run continues at the phase it was in, with the time that it had left. Ctrl-C and SIGTERM
-    save the state and raise Stopped. `claimed`: the folder, if the caller has made and locked it (`claim`).
+    that was cut short, that run continues at the phase it was in, with the time that it had left. `rate`: tokens a
+    second that a step was measured to learn from, for a run that has no time for a step.
 
-    Raises as `train` does, DataError where the target writes nothing usable.
+    Other arguments and errors as in `train_phases`; also raises DataError if the target writes nothing usable.
     """
-    config, stop = resolved(config, target), stop or Stop()
-    check_incomplete(resume)
-    place = run_folder(config.run.output, config.run.overwrite, was_begun, resume, claimed)
-    with stop.listening(), place as folder:
-        who = Identity(config, fingerprint(target), _MADE)
-        if resume:
-            identity.check_same(folder, who)
-        identity.write(folder, who)
-        saved = state.newest(folder, tqdm.write) if resume else None
-        with Tracker(folder, config, saved.state.progress.step if saved else None) as tracker:
-            hours = Hours(target, config, head, folder, tracker, stop, watch or Stopwatch(), saved)
-            with contextlib.closing(hours.bar):
-                return hours.run()
+    return train_phases(target, HoursPhases(rate), config, head, resume, stop, watch=watch, claimed=claimed)
 
 
-class Hours:
-    """The state of such a run between its phases."""
+class HoursPhases(Phases):
+    """Portions of data that the head drafts, and learning after each of them, in the time that is given."""
 
-    def __init__(
-        self,
-        target: Target,
-        config: TrainConfig,
-        head: Head | None,
-        folder: Path,
-        tracker: Tracker,
-        stop: Stop,
-        watch: Stopwatch,
-        saved: Checkpoint | None = None,
-    ):
-        self._target, self._config, self._head, self._folder = target, config, head, folder
-        self._tracker, self._stop, self._watch, self._saved = tracker, stop, watch, saved
-        self._total = 3600 * config.optimization.hours
-        self._journal = journals.read(folder)
-        self._portions = Portions(target, config, folder, head)
-        self._trainer: Run | None = None
+    fingerprint = "made in the run"
+
+    def __init__(self, rate: float = 0.0):
+        """`rate` as in `train_for_hours`."""
+        self._rate = rate
+
+    def of(self, run: Run) -> Generator[Phase, None, None]:
+        self._run, self._target, self._config, self._folder = run, run.target, run.config, run.folder
+        self._watch = run.watch
+        self._total = 3600 * run.config.optimization.hours
+        self._journal = journals.read(run.folder)
+        self._portions = Portions(run.target, run.config, run.folder, run.existing)
         self._evaluation = EVALUATION * self._total
         """Seconds that measuring acceptance took the last time; before the first, what it may take."""
-        self.bar = HoursBar(self._total)
-        self.bar.made = self._journal.made
-        watch.restart(self._journal.elapsed)
-
-    def run(self) -> dict[str, Any]:
-        """From what is done to the report."""
-        try:
-            self._write()
-            begun = self._watch.elapsed
+        self._watch.restart(self._journal.elapsed)
+        self._write()
+        begun = self._watch.elapsed
+        with contextlib.closing(HoursBar(self._total, self._journal.made)) as self._bar:
             self._portions.make_prompts(lambda *_: self._beat() >= begun + HELD_OUT * self._total)
-            last: Acceptance | None = None
+            if self._journal.made:
+                self._begin()
             while (number := self._next()) is not None:
                 self._make(number)
-                last = self._learn(number)
-        except Stopped:
-            self._write()
-            best = self._folder / BEST
-            there = f"the best head so far is in {best}; " if best.exists() else ""
-            tqdm.write(f"{there}what is made is kept; continue with: eagle-train --resume {self._folder}")
-            raise
-        return self._finish(last)
+                if not run.begun:
+                    self._begin()
+                yield self._phase(number)
+                self._end_phase(number)
+
+    def stopped(self) -> None:
+        self._write()
+        best = self._folder / BEST
+        there = f"the best head so far is in {best}; " if best.exists() else ""
+        tqdm.write(f"{there}what is made is kept; continue with: eagle-train --resume {self._folder}")
+
+    def summary(self, run: Run) -> tuple[Mapping[str, Any], set[Piece]]:
+        told = ("tokens", "made_seconds", "acceptance_length")
+        portions = [{name: getattr(one, name) for name in told} for one in self._journal.portions]
+        hours = round(self._watch.elapsed / 3600, 4)
+        return {**run.data.report, "portions": portions, "hours": hours}, self._learned()
+
+    def ended(self, report: Mapping[str, Any]) -> None:
+        made, learned = report["data"]["tokens"], report["data"]["learned_tokens"]
+        if learned < made:
+            tqdm.write(
+                f"{made - learned:,} of the {made:,} tokens that were made were not learned from: the time was over "
+                "before; the report and the card count the others"
+            )
+        self._portions.remove_states(len(self._journal.portions))
 
     @property
     def _end(self) -> float:
@@ -147,33 +129,22 @@ class Hours:
         """Seconds until then."""
         return self._end - self._watch.elapsed
 
-    @property
-    def _steps(self) -> Run:
-        """The steps, from the first portion on."""
-        if self._trainer is None:
-            self._trainer = self._open()
-        return self._trainer
-
-    def _open(self) -> Run:
-        data = self._portions.data(1)
-        head = self._head or new_head(self._target, data, self._config, begin=self._saved is None)
-        first = self._journal.portions[0]
-        rate = (first.tokens or 0) / max(first.made_seconds, 1e-9)
+    def _begin(self) -> None:
+        """Begin or restore the run's steps, once there is a portion."""
+        first, saved = self._journal.portions[0], self._run.saved
         if not self._journal.prompts:
             evaluation = self._config.evaluation
+            rate = (first.tokens or 0) / max(first.made_seconds, 1e-9)
             asked = prompts_to_judge(evaluation.prompts, self._total, rate, evaluation.tokens)
             self._write(replace(self._journal, prompts=asked))
         prompts = self._portions.prompts()[: self._journal.prompts]
-        trainer = Run(
-            self._target, data, prompts, self._config, head, self._folder, self._tracker, self._stop, watch=self._watch
-        )
+        whole = sum(1 for portion in self._journal.portions if portion.tokens)
         begin = self._watch.elapsed
-        trainer.begin(self._saved)
-        if self._saved is None:
+        self._run.begin(self._portions.data(whole), prompts)
+        if saved is None:
             self._evaluation = self._watch.elapsed - begin
         else:
-            self._watch.restart(max(begin, self._saved.state.elapsed))
-        return trainer
+            self._watch.restart(max(begin, saved.state.elapsed))
 
     def _next(self) -> int | None:
         """The number of the portion to continue with; None after the last phase, in which the rate falls."""
@@ -191,7 +162,7 @@ class Hours:
 
     def _following(self, left: float, learning: float = 0.0) -> Next:
         """The portion that comes next if so many seconds are left, after so many more seconds of learning."""
-        rates, progress = self._rates(), self._steps.progress
+        rates, progress = self._rates(), self._run.progress
         return next_portion(
             left,
             self._journal.made,
@@ -208,11 +179,11 @@ class Hours:
 
     @property
     def _learnt_rate(self) -> float:
-        """Tokens a second in the latest phase that had time for a step; hardly any if there was none."""
+        """Tokens a second in the latest phase that had time for a step; before it, as a probe measured them."""
         for portion in reversed(self._journal.portions):
             if portion.learned:
                 return portion.learned / max(portion.learned_seconds, 1e-9)
-        return max(self._steps.progress.tokens_per_second, 1e-3)
+        return self._rate or max(self._run.progress.tokens_per_second, 1e-3)
 
     def _fewest(self) -> int:
         """Tokens of one batch of conversations, as long as those of the latest portion."""
@@ -238,7 +209,7 @@ class Hours:
             tqdm.write(f"{e}; the rest of the time goes to learning from what there is")
             self._write(self._journal.changed(number, tokens=0, makes=False, last=True))
             return
-        self.bar.made += tokens
+        self._bar.made += tokens
         seconds = self._watch.elapsed - portion.begun
         self._write(self._journal.changed(number, tokens=tokens, made_seconds=seconds, rows=rows))
 
@@ -247,8 +218,8 @@ class Hours:
         if not number:
             return self._first_limits(portion)
         rates, begun = self._rates(), self._watch.elapsed
-        learnt, passes = self._steps.progress.tokens, self._config.optimization.epochs
-        cooldown = max(seconds_to_cool(self._steps.progress.train_seconds), EVALUATION * self._total)
+        learnt, passes = self._run.progress.tokens, self._config.optimization.epochs
+        cooldown = max(seconds_to_cool(self._run.progress.train_seconds), EVALUATION * self._total)
         fresh = sum(one.tokens or 0 for one in self._journal.portions[self._fresh(number) : number])
         deadline = Deadline(self._end, self._journal.made, learnt, passes, rates.learnt, cooldown, fresh)
         first: int | None = None
@@ -258,7 +229,7 @@ class Hours:
             nonlocal first
             first = tokens if first is None else first
             now = self._beat()
-            self.bar.making(number, now, tokens)
+            self._bar.making(number, now, tokens)
             rate = (tokens - first) / (now - begun) if tokens > first and now > begun else rates.made
             return deadline.left(now, tokens + coming) <= seconds_to_end(coming, rate)
 
@@ -270,43 +241,43 @@ class Hours:
 
         def enough(tokens: int, coming: int) -> bool:
             now = self._beat()
-            self.bar.making(0, now, tokens)
+            self._bar.making(0, now, tokens)
             return now >= portion.begun + FIRST * self._total
 
         return Limits(enough=enough, over=lambda tokens: tokens > 0 and self._beat() >= latest)
 
-    def _learn(self, number: int) -> Acceptance:
-        """Learn from all that is made, measure acceptance, keep the state."""
-        steps = self._steps
-        count = number + bool(self._journal.portions[number].makes)
-        steps.learn_from(self._portions.data(count))
-        if self._journal.portions[number].phase is None:
-            phase = self._phase(number)
-            epoch = steps.progress.epoch + bool(number)
-            fresh = self._fresh(number)
-            self._write(self._journal.changed(number, phase=phase, epoch=epoch, fresh=fresh, last=phase.last))
+    def _phase(self, number: int) -> Phase:
+        """Return the learning after a portion, from all that is made; it is written down before it begins."""
+        run = self._run
+        run.learn_from(self._portions.data(number + bool(self._journal.portions[number].makes)))
+        if self._journal.portions[number].schedule is None:
+            schedule = self._schedule(number)
+            epoch = run.progress.epoch + bool(number)
+            begun = {"schedule": schedule, "epoch": epoch, "fresh": self._fresh(number), "last": schedule.last}
+            self._write(self._journal.changed(number, **begun))
         portion = self._journal.portions[number]
-        assert portion.phase is not None
-        steps.batches.put_first(portion.epoch, self._portions.conversations(portion.fresh))
-        if steps.progress.epoch < portion.epoch:
-            steps.progress.epoch, steps.progress.batch = portion.epoch, 0
-        steps.span = portion.phase
-        with steps.interruptible():
-            steps.learn(self.bar.learning(number))
-            begin = self._watch.elapsed
-            found = steps.evaluate()
-        self._evaluation = self._watch.elapsed - begin
-        steps.save_state()
-        learned = steps.progress.tokens - sum(one.learned for one in self._journal.portions[:number])
+        assert portion.schedule is not None
+        fresh = self._portions.conversations(portion.fresh)
+        return Phase(portion.schedule, self._bar.learning(number), portion.epoch, fresh)
+
+    def _end_phase(self, number: int) -> None:
+        """Keep the state after a phase that was measured, and let others find the best head, whatever follows."""
+        run, schedule = self._run, self._journal.portions[number].schedule
+        assert schedule is not None
+        assert run.best is not None
+        self._evaluation = self._watch.elapsed - run.learned_until
+        run.save_state()
         done = {
-            "learned": learned,
-            "learned_seconds": begin - portion.phase.begins,
-            "until": (steps.progress.epoch, steps.progress.batch),
-            "acceptance_length": found.acceptance_length,
+            "learned": run.progress.tokens - sum(one.learned for one in self._journal.portions[:number]),
+            "learned_seconds": run.learned_until - schedule.begins,
+            "until": (run.progress.epoch, run.progress.batch),
+            "acceptance_length": run.latest.acceptance_length,
         }
         self._write(self._journal.changed(number, **done))
-        self._announce(found)
-        return found
+        self._bar.judged(run.latest.acceptance_length)
+        if self._folder.resolve() == Path(self._config.run.output).resolve():
+            name, mark, best = self._config.head.target, fingerprint(self._target), run.best[1]
+            register(self._folder / BEST, name, "trained", mark, best.acceptance_length, best.prompts)
 
     def _fresh(self, number: int) -> int:
         """The first portion of which something may not have been learned before the learning after a portion."""
@@ -316,19 +287,19 @@ class Hours:
         fresh = sum(one.tokens or 0 for one in self._journal.portions[before.fresh : number])
         return number if before.learned >= fresh else before.fresh
 
-    def _phase(self, number: int) -> Phase:
-        """The learning behind a portion, as long as its share of the passes takes."""
-        steps, passes, now = self._steps, self._config.optimization.epochs, self._watch.elapsed
-        made, learnt, left = self._journal.made, self._steps.progress.tokens, max(0.0, self._left)
+    def _schedule(self, number: int) -> WarmupStableDecay:
+        """The learning after a portion, as long as its share of the passes takes."""
+        run, passes, now = self._run, self._config.optimization.epochs, self._watch.elapsed
+        made, learnt, left = self._journal.made, self._run.progress.tokens, max(0.0, self._left)
         last = self._journal.portions[number].last or self._is_last(number, left)
         # The rate falls in any case, if need be in as much more time as one measurement may take.
         longest = max(left, EVALUATION * self._total) if last else LONGEST * left
-        count = max(1, round(max(0, passes * made - learnt) / made * steps.batches.steps_per_epoch()))
-        return Phase(
+        count = max(1, round(max(0, passes * made - learnt) / made * run.batches.steps_per_epoch()))
+        return WarmupStableDecay(
             begins=now,
             seconds=now + longest,
-            steps=0 if last else steps.progress.step + count,
-            before=steps.progress.train_seconds,
+            steps=0 if last else run.progress.step + count,
+            before=run.progress.train_seconds,
             total=self._total,
             last=last,
         )
@@ -337,34 +308,10 @@ class Hours:
         """Whether nothing can be made and learned after the learning of a portion, which has so many seconds left."""
         if not number:
             return left * (1 - LONGEST) <= 2 * self._evaluation
-        made, learnt, passes = self._journal.made, self._steps.progress.tokens, self._config.optimization.epochs
+        made, learnt, passes = self._journal.made, self._run.progress.tokens, self._config.optimization.epochs
         needed = seconds_to_learn(made, learnt, passes, self._learnt_rate)
         seconds = min(needed, LONGEST * left)
         return is_last(left, needed) or not self._following(left - seconds - self._evaluation, seconds).tokens
-
-    def _announce(self, found: Acceptance) -> None:
-        """The best head is there for others, whatever comes of the rest of the time."""
-        best = self._steps.best
-        self.bar.judged(found.acceptance_length)
-        if best is not None and self._folder.resolve() == Path(self._config.run.output).resolve():
-            name, mark = self._config.head.target, fingerprint(self._target)
-            register(self._folder / BEST, name, "trained", mark, best[1].acceptance_length, best[1].prompts)
-
-    def _finish(self, last: Acceptance | None) -> dict[str, Any]:
-        steps = self._steps
-        told = ("tokens", "made_seconds", "acceptance_length")
-        portions = [{name: getattr(one, name) for name in told} for one in self._journal.portions]
-        report = {**steps.data.report, "portions": portions, "hours": round(self._watch.elapsed / 3600, 4)}
-        steps.data = replace(steps.data, report=report)
-        found = steps.finish(last or steps.evaluate(), self._learned())
-        made, learned = report["tokens"], found["data"]["learned_tokens"]
-        if learned < made:
-            tqdm.write(
-                f"{made - learned:,} of the {made:,} tokens that were made were not learned from: the time was over "
-                "before; the report and the card count the others"
-            )
-        self._portions.remove_states(len(portions))
-        return found
 
     def _learned(self) -> set[Piece]:
         """What the phases learned from, each from the data that there were by then."""
@@ -372,7 +319,7 @@ class Hours:
         for number, portion in enumerate(self._journal.portions):
             count = self._portions.conversations(number + bool(portion.makes))
             first = self._portions.conversations(portion.fresh)
-            found |= self._steps.batches.learned(portion.epoch, portion.until, count, first)
+            found |= self._run.batches.learned(portion.epoch, portion.until, count, first)
         return found
 
     def _beat(self) -> float:
