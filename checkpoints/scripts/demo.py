@@ -26,9 +26,8 @@ from eagle_mlx.files import new_folder
 from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.machine import describe
 from eagle_mlx.serve.bench import report
-from eagle_mlx.serve.bench.decoding import acceptance_length, finish
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
-from eagle_mlx.serve.bench.modes import EngineMode, Models, build_modes
+from eagle_mlx.serve.bench.modes import Models, build_modes
 from eagle_mlx.serve.bench.report import Run
 from eagle_mlx.serve.prompts import encode, read_prompts
 from eagle_mlx.train.kinds.initial import new_head
@@ -66,9 +65,10 @@ def untrained_like(head: Eagle3Head, target: em.Target) -> Eagle3Head:
 
 def tau(target: em.Target, head: Eagle3Head, prompts: list[list[int]], config: BenchConfig, depth: int) -> float:
     """τ of a head over the continuations that do not loop."""
-    mode = EngineMode("eagle", target, TAU_BATCH, depth, em.HeadProposer(head))
-    said = finish(mode.decode(prompts, config.params(len(prompts), config.max_tokens)))
-    return acceptance_length([one for one in said if not is_loop(one.tokens, config.least_distinct)])
+    engine = em.Engine(target, em.HeadProposer(head), em.FixedPolicy(depth), max_batch=TAU_BATCH)
+    said = engine.generate(prompts, config.params(len(prompts), config.max_tokens), progress=True)
+    kept = [one for one in said if not is_loop(one.tokens, config.least_distinct)]
+    return sum(len(one.tokens) for one in kept) / max(1, sum(one.rounds for one in kept))
 
 
 def trained_head(folder: Path) -> Path:
