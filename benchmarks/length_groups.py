@@ -27,6 +27,7 @@ from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.grouping import RoundReads
 from eagle_mlx.engine.kv_budget import size_of
 from eagle_mlx.engine.prefix import Prefix
+from eagle_mlx.engine.round import Round
 from eagle_mlx.plan import PLAIN
 from eagle_mlx.request import make_request
 from eagle_mlx.request_state import RequestState
@@ -82,7 +83,9 @@ class Way:
         clock, cpu = time.perf_counter(), time.process_time()
         for _ in range(rounds):
             for batch in self.batches:
-                batch.collect(batch.dispatch(PLAIN))
+                one = Round(batch, PLAIN)
+                one.dispatch()
+                one.collect()
         self.clock.append((time.perf_counter() - clock) / rounds)
         self.cpu.append((time.process_time() - cpu) / rounds)
 

@@ -108,8 +108,8 @@ def measure_breakdown(
 def _read(batch: Batch) -> Past:
     """The past of a single row whose prompt has been read."""
     prefill = Prefill(batch)
-    while not prefill.step(PREFILL_CHUNK):
-        pass
+    while prefill.left:
+        prefill.step(PREFILL_CHUNK)
     past = batch.past(0)
     assert past is not None
     return past
@@ -154,7 +154,7 @@ def _stages(batch: Batch, depth: int, rounds: int) -> dict[str, float]:
 
 
 def _staged_round(batch: Batch, depth: int) -> dict[str, float]:
-    """A round as `Batch.dispatch` and `Batch.collect` do it, with a wait behind each stage."""
+    """A round as `Round.dispatch` and `Round.collect` do it, with a wait behind each stage."""
     clock = [time.perf_counter()]
     draft = batch.draft(Plan(depth))
     mx.eval(draft.tokens)

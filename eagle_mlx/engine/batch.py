@@ -1,33 +1,40 @@
-"""The requests that decode together, and one round of theirs: draft, verify, commit; then collect."""
+"""The requests that decode together: their caches, and what a round does with them: draft, verify, commit."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import replace
-from time import perf_counter
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from eagle_mlx.cache import RaggedCache, without_row
+from eagle_mlx.cache import RaggedCache, Saved, without_row
 from eagle_mlx.decoding.draft import Draft
-from eagle_mlx.decoding.logprobs import Logprobs
 from eagle_mlx.decoding.masks import PATIENCE
 from eagle_mlx.decoding.processors import Processors
 from eagle_mlx.decoding.sampling import SamplingBatch
-from eagle_mlx.decoding.tree import Tree, along
-from eagle_mlx.decoding.verify import Verdict, cut_at_nan, judge_pending, verify, verify_tree
+from eagle_mlx.decoding.tree import Tree
+from eagle_mlx.decoding.verify import Verdict, judge_pending, verify, verify_tree
 from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.engine.prefix_piece import Past
-from eagle_mlx.engine.round import Answer, Checkpoint, NaN, Round
-from eagle_mlx.plan import PLAIN, Abilities, Plan, RoundResult
-from eagle_mlx.proposers.base import CanJoin, CanLookUp, Movable, Observation, Proposer, ProposerState, Separable
+from eagle_mlx.plan import PLAIN, Abilities, Plan
+from eagle_mlx.proposers.base import CanJoin, CanLookUp, Movable, Proposer, ProposerState, Separable
 from eagle_mlx.proposers.check import Asked, check_draft
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.target import Forward, Target
 
 log = logging.getLogger("eagle_mlx.engine")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a round changes on the device, as it was before."""
+
+    cache: Saved
+    newest: mx.array
+    counts: mx.array | None
+    """Of the processors."""
 
 
 class Batch:
@@ -59,6 +66,7 @@ class Batch:
             [request.params for request in self.requests], [request.request.seed for request in self.requests]
         )
         self.processors = Processors.of(self.requests, self.target.vocab_size)
+        self.wants_logprobs = any(request.params.wants_logprobs for request in self.requests)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -104,27 +112,8 @@ class Batch:
         """Whether a round gives anything, now or after so many seconds: not every request's masks are late."""
         return self.processors is None or self.processors.may_decode(patience)
 
-    def dispatch(self, plan: Plan, measured: bool = False) -> Round:
-        """Start a round on the device, at most `most_drafts` deep.
-
-        Nothing is waited for but a draft that is to be measured, and the confidences of one that may exit early.
-        """
-        before = self.checkpoint()
-        started = perf_counter()
-        draft = self.draft(plan)
-        plan = PLAIN if self.state is None else plan
-        if measured:
-            mx.eval(draft.tokens)
-        draft_seconds = perf_counter() - started if measured else None
-        out = self.forward(draft)
-        verdict = self.verify(out.logits, draft)
-        if draft.tokens.shape[1]:
-            verdict = cut_at_nan(verdict, mx.any(mx.isnan(out.logits), axis=-1), may_reread=draft.lengths > 0)
-        self.commit(verdict, before)
-        return self.send(plan, before, draft, verdict, out, draft_seconds)
-
     def checkpoint(self) -> Checkpoint:
-        """What a round will change, to be put back by `cancel`."""
+        """What a round will change, to be put back by `restore`."""
         return Checkpoint(self.cache.save(), self.newest, self.processors.save() if self.processors else None)
 
     def no_draft(self) -> Draft:
@@ -211,76 +200,16 @@ class Batch:
         if self.processors:
             self.processors.commit(verdict)
 
-    def send(
-        self,
-        plan: Plan,
-        before: Checkpoint,
-        draft: Draft,
-        verdict: Verdict,
-        out: Forward,
-        draft_seconds: float | None = None,
-    ) -> Round:
-        """A round with its verdict, on its way to the host. out: at all positions of the verify."""
-        answer = Answer.of(out.logits, draft, verdict, self.processors.spoiled if self.processors else None)
-        outputs = (out.logits, *out.aux)
-        logits, *aux = outputs if verdict.path is None else along(outputs, verdict.path)
-        logprobs = Logprobs.of(self.requests, logits, verdict.tokens)
-        mx.async_eval(*answer.arrays, self.newest, *aux, *(logprobs.arrays if logprobs else ()))
-        mx.async_eval(self.cache.recurrent_state)  # after the answer, which does not wait for it
-        kept = draft if self.sampling.any_rejection and draft.tokens.shape[1] else None
-        return Round(plan, answer, logprobs, tuple(aux), before, kept, draft_seconds, draft.confidences)
-
     def _positions(self, count: int) -> mx.array:
         """[B, count] int32: the places in each row's sequence of the next `count` tokens, which key the noise."""
         return self.cache.lengths.positions(count) + 1
 
-    def collect(self, collected: Round) -> RoundResult:
-        """Wait for a round and give every request its tokens: the one place where the host reads the device.
-
-        The result has no seconds yet.
-        """
-        answers = collected.answer.read()
-        emitted = [answer.tokens for answer in answers]
-        self.cache.keep([answer.path for answer in answers], [request.length for request in self.requests])
-        logprobs = collected.logprobs.read(emitted) if collected.logprobs else {}
-        taken = []
-        for index, (request, answer) in enumerate(zip(self.requests, answers, strict=True)):
-            if answer.nan == NaN.KEPT:
-                request.fail("the model's logits are not numbers (NaN)")
-            elif answer.nan == NaN.PROCESSED:
-                request.fail("a logits processor gave NaN; use minus infinity for tokens that may not come")
-            taken.append(request.take(answer.tokens, answer.drafted, logprobs.get(index, ())))
-            if answer.nan == NaN.REJECTED:
-                left = collected.draft if request.params.rule == "rejection" and not request.pending else None
-                pending = left.unjudged(index, answer.tokens) if left is not None else None
-                request.reread(without_draft=not answer.tokens, pending=pending)  # the draft may be the reason
-                self.cache.zero(index, request.length)
-        reread = [answer.nan == NaN.REJECTED and not answer.tokens for answer in answers]
-        if any(reread):  # rare, so that no round has to choose between two states of every row on the device
-            self.cache.put_back(mx.array(reread), collected.before.cache)
-        if collected.answer.width > 1 or not all(emitted):
-            self.cache.sync([request.length for request in self.requests])
-        if self.state is not None and any(emitted):
-            numbers = all(answer.nan == NaN.NOWHERE for answer in answers)
-            aux = collected.aux if numbers else tuple(map(mx.nan_to_num, collected.aux))
-            self.state.observe(Observation(emitted, aux))
-        return RoundResult(
-            collected.plan,
-            drafted=[answer.drafted for answer in answers],
-            accepted=[answer.accepted for answer in answers],
-            taken=taken,
-            seconds=0.0,
-            draft_seconds=collected.draft_seconds,
-            paths=[answer.path for answer in answers] if collected.plan.is_tree else (),
-            confidences=collected.confidences,
-        )
-
-    def cancel(self, unwanted: Round) -> None:
-        """Undo a round that was dispatched and is not wanted, the newest first."""
-        self.cache.restore(unwanted.before.cache)
-        self.newest = unwanted.before.newest
+    def restore(self, before: Checkpoint) -> None:
+        """Undo what was done since a checkpoint."""
+        self.cache.restore(before.cache)
+        self.newest = before.newest
         if self.processors:
-            self.processors.restore(unwanted.before.counts)
+            self.processors.restore(before.counts)
 
     def past(self, index: int, length: int | None = None) -> Past | None:
         """What a row's caches hold, or so many positions of it, for prompts that begin like it; None where it cannot

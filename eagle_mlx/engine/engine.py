@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import mlx.core as mx
@@ -10,15 +10,15 @@ import mlx.core as mx
 from eagle_mlx import memory
 from eagle_mlx.cache import RaggedCache, check_cacheable
 from eagle_mlx.cache.tree_support import why_no_trees
+from eagle_mlx.engine.admission import Admission
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.grouping import GROUPS, RoundReads
 from eagle_mlx.engine.groups import Groups
 from eagle_mlx.engine.kv_budget import KVBudget, check_memory, check_sizes, size_of
-from eagle_mlx.engine.pipeline import Pipeline
-from eagle_mlx.engine.prefill import PREFILL_CHUNK, PREFILL_MS
+from eagle_mlx.engine.prefill import PREFILL_CHUNK, PREFILL_MS, Prefill
 from eagle_mlx.engine.prefix import PrefixCache
-from eagle_mlx.engine.scheduler import Scheduler
-from eagle_mlx.engine.work import Work
+from eagle_mlx.engine.round import Round
+from eagle_mlx.engine.schedule import Schedule
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.plan import PLAIN, Context, Plan, RoundResult
 from eagle_mlx.policy import HybridPolicy, Policy
@@ -83,8 +83,6 @@ class Engine:
         """Told of every round after it."""
         self.on_first_round: Callable[[int], None] | None = None
         """Told, before the first round is planned, how many tokens of context its rows have, in the mean."""
-        self.pauses = 0
-        """How often requests were paused so far."""
         self.context = 0
         """Tokens of context of the rows that were decoded last, in the mean, as they were when some joined."""
         self.prefixes = PrefixCache(prefix_cache_bytes, proposer) if prefix_cache_bytes else None
@@ -95,39 +93,42 @@ class Engine:
         share = memory.kv_bytes(target.free_memory, memory.machine_memory()) if kv_bytes is None else kv_bytes
         size = size_of(target, proposer, kv_bits)
         self.kv_budget = KVBudget(share, size, target.context_length, groups)
-        self._scheduler = Scheduler(target, proposer, prefill_chunk, self.prefixes, kv_bits, self.kv_budget, prefill_ms)
-        self._pipeline = Pipeline()
-        self._groups = Groups(RoundReads.of(target, proposer, size), self.kv_budget)
-        self._work = Work(self._fail)
-        """A step that is under way, or a request that is being let go."""
+        self.admission = Admission(target, proposer, prefill_chunk, self.prefixes, kv_bits, self.kv_budget, prefill_ms)
+        self.groups = Groups(RoundReads.of(target, proposer, size), self.kv_budget)
+        self.schedule = Schedule(self.admission, self.groups, self._plan, drafts=proposer is not None)
 
     @property
     def clock(self) -> Callable[[], float]:
         """Seconds by which rounds are timed."""
-        return self._pipeline.clock
+        return self.schedule.clock
 
     @clock.setter
     def clock(self, clock: Callable[[], float]) -> None:
-        self._pipeline.clock = clock
+        self.schedule.clock = clock
+
+    @property
+    def pauses(self) -> int:
+        """How often requests were paused so far."""
+        return self.schedule.pauses
 
     @property
     def active(self) -> int:
         """Requests that decode."""
-        return sum(request.finish_reason is None for request in self._groups.requests)
+        return sum(request.finish_reason is None for request in self.groups.requests)
 
     @property
     def waiting(self) -> int:
         """Requests that do not decode yet."""
-        return len(self._scheduler.waiting) + len(self._scheduler.prefilling)
+        return len(self.admission.waiting) + len(self.admission.prefilling)
 
     @property
     def kv_used(self) -> int:
         """Bytes of keys and values of those that decode, or whose prompts are being read, at most."""
-        return self.kv_budget.used([*self._groups.decoding, *self._scheduler.side_by_side])
+        return self.kv_budget.used([*self.groups.decoding, *self.admission.side_by_side])
 
     @property
     def idle(self) -> bool:
-        return not self._groups.batches and self._scheduler.idle
+        return self.schedule.idle
 
     def generate(
         self,
@@ -202,7 +203,7 @@ class Engine:
 
     def submit(self, request: RequestState) -> None:
         """The row waits for its turn; its tokens grow with every step, until it has a finish reason."""
-        self._scheduler.waiting.append(request)
+        self.admission.waiting.append(request)
 
     def output(self, request: RequestState) -> Output:
         """What has become of a request."""
@@ -215,123 +216,73 @@ class Engine:
         """
         if request.finish_reason is None:
             request.finish("cancelled")
-            self._withdraw(request)
+            self.schedule.withdraw(request)
 
     def pause(self, request: RequestState) -> None:
         """Have a request that decodes wait once more, from the next step on; its text is the same when it resumes."""
-        if self._groups.holding(request) is not None:
-            self._scheduler.to_pause.append(request)
+        if self.groups.holding(request) is not None:
+            self.admission.to_pause.append(request)
 
     def cut_off(self, request: RequestState, by: str, reason: str | None = None) -> None:
         """The same, but the row ends with what it has, or with an error where there is a `reason` (`Request.cut`)."""
         if request.finish_reason is None:
             request.cut(by, reason)
-            self._withdraw(request)
+            self.schedule.withdraw(request)
 
     def before(self, request: RequestState) -> int | None:
         """How many waiting requests go before one, about; None where it does not wait. Any thread may ask."""
-        return self._scheduler.waiting.before(request)
-
-    def _withdraw(self, request: RequestState) -> None:
-        """Let a row go that has ended."""
-        self._scheduler.withdraw(request)
-        batch = self._groups.holding(request)
-        if not self._work.under_way and batch is not None:
-            with self._work.whole(batch):
-                self._pipeline.cancel(batch)
-                self._release(batch)
+        return self.admission.waiting.before(request)
 
     def abandon(self, reason: str) -> None:
         """Fail every row there is, those that wait included, and begin anew."""
-        for request in self._scheduler.waiting:
-            request.fail(reason)
-        self._scheduler.waiting.clear()
-        self._fail(reason, {batch: batch.requests for batch in self._groups.batches})
-
-    def _fail(self, reason: str, groups: Mapping[Batch, list[RequestState]]) -> None:
-        """Fail these requests, and those whose prompts are being read, and forget what was known of them."""
-        prefilling, batches = self._scheduler.prefilling, self._groups.batches
-        gone = {
-            each: each.requests for each in batches if each in groups or not set(prefilling).isdisjoint(each.requests)
-        }
-        for requests in (prefilling, *groups.values(), *gone.values()):
-            for request in requests:
-                if not request.paused:  # it waits, and nothing of it was worked on
-                    request.fail(reason)
-        self._scheduler.stop_prefill()
-        for batch in gone:
-            self._pipeline.forget(batch)
-            self._groups.drop(batch)
+        self.schedule.abandon(reason)
 
     def step(self) -> list[RequestState]:
-        """Decode a round of the group whose turn it is; return the requests that have finished. Errors: `Engine`."""
-        with self._work.whole(*self._groups.in_turn()[:1]):
-            ended = [request for request in self._step() if request.finish_reason != "cancelled"]
-        self._scheduler.freed.after_step(is_last=self.idle)
-        return ended
+        """Read a chunk of prompts, if any wait, and decode a round of a group; return the requests that have finished.
 
-    def _step(self) -> list[RequestState]:
-        first = not self._groups.batches
-        ended = [request for request in self._admit() if request.finish_reason]
-        if first and any(request.tokens for request in self._groups.requests):
-            return ended  # first tokens are given out before a round is waited for
-        self._arrange()
-        batch = self._pipeline.batch or self._groups.ready()
-        if batch is None:
-            return ended
-        with self._work.also(batch):
-            decoding = [request for request in batch.requests if request.finish_reason is None]
-            self._dispatch(batch)
-            result = self._pipeline.collect()
-            self._groups.serve(batch)
-            self._observe(batch, result)
-        for each in self._groups.batches:
-            self._release(each)
-        return ended + [request for request in decoding if request.finish_reason]
+        Errors: see `Engine`.
+        """
+        schedule = self.schedule
+        with schedule.whole(*self.groups.in_turn()[:1]):
+            ended, work = list[RequestState](), schedule.next(self.max_batch)
+            if isinstance(work, Prefill):
+                was_idle = not self.groups.batches
+                ended = self._read(work)
+                begun = was_idle and any(request.tokens for request in self.groups.requests)
+                work = None if begun else schedule.next_round()  # first tokens are given out before a round
+            if work is not None:
+                ended += self._decode(work)
+        self.admission.freed.after_step(is_last=self.idle)
+        return [request for request in ended if request.finish_reason != "cancelled"]
 
-    def _admit(self) -> list[RequestState]:
-        """Read a chunk of the prompts of those who wait; the requests that join, because theirs have been read."""
-        if self._pipeline.busy or not self._wants_in:
-            return []  # a round that is under way is for the requests that it was dispatched with
-        if yielding := self._scheduler.yielding(self._places, self._groups.decoding):
-            self.pauses += len(yielding)
-            self._scheduler.pause(yielding)
-            for batch in self._groups.batches:
-                self._release(batch)
-        self._pipeline.lap()
-        joining = self._scheduler.prefill(self._places, decoding=bool(self._groups.batches))
-        self._scheduler.took(seconds := self._pipeline.lap())
+    def _read(self, prefill: Prefill) -> list[RequestState]:
+        seconds = self.schedule.read(prefill)
+        joining = self.admission.has_read(prefill, seconds)
         if joining is None:
             return []
         joined = list(joining.requests)
         self._report_first_tokens(joined, seconds)
-        self._look_at_context([*self._groups.requests, *joined])
-        self._remember(joining)
-        joining.release()
-        if joining.requests:
-            self._join(joining)
-        self._scheduler.joined()
-        return joined
+        self._look_at_context([*self.groups.requests, *joined])
+        self.schedule.join(joining)
+        return [request for request in joined if request.finish_reason]
 
-    def _join(self, joining: Batch) -> None:
-        if not self._groups.batches:
-            self._pipeline.reset()
-        if not joining.may_part:
-            self.kv_budget.groups = 1
-        self._arrange(joining)
+    def _decode(self, planned: Round) -> list[RequestState]:
+        decoding = [request for request in planned.batch.requests if request.finish_reason is None]
+        self.schedule.dispatch(planned, self.max_batch, measured=self.observer is not None)
+        result = self.schedule.collect()
+        if self.proposer is not None:
+            self.policy.observe(result)
+        if self.observer is not None:
+            self.observer(result)
+        for each in self.groups.batches:
+            self.schedule.release(each)
+        return [request for request in decoding if request.finish_reason]
 
     def _look_at_context(self, requests: Sequence[RequestState]) -> None:
         self.context = sum(request.length + 1 for request in requests) // len(requests)
         if self.on_first_round is not None:
             self.on_first_round(self.context)
             self.on_first_round = None
-
-    def _arrange(self, joining: Batch | None = None) -> None:
-        """Have every row in the group where it belongs; while a round is under way all stay where they are."""
-        moves = None if self._pipeline.busy else self._groups.moves(self._scheduler.prefilling, joining)
-        if moves is not None:
-            with self._work.also(*self._groups.touched(moves, joining)):
-                self._groups.arrange(moves, joining)
 
     def _report_first_tokens(self, requests: Sequence[RequestState], seconds: float) -> None:
         """Show the observer the tokens that requests got with their prompts; it is no round for the policy."""
@@ -340,64 +291,11 @@ class Engine:
             nothing = [0] * len(requests)
             self.observer(RoundResult(PLAIN, nothing, nothing, taken, seconds))
 
-    def _dispatch(self, batch: Batch) -> None:
-        """Have a round under way, and another behind it where that is sure to be plain and wanted."""
-        if not self._pipeline.busy:
-            self._pipeline.dispatch(batch, self._plan(batch), measured=self.observer is not None)
-        following = self._groups.following(batch)
-        if self._may_run_ahead(following) and self._plan(following) == PLAIN:
-            with self._work.only(following):  # the round in front of it can be collected whatever happens
-                self._pipeline.dispatch(following, PLAIN)
-
-    def _may_run_ahead(self, following: Batch) -> bool:
-        """Whether the next round may be dispatched behind the one under way, which is plain, as this one is to be."""
-        steady = self._pipeline.is_plain if self.proposer is None else self._pipeline.is_steady
-        if not steady or not following.may_run_ahead or self._wants_in:
-            return False
-        return self._groups.moves(self._scheduler.prefilling) is None
-
-    def _plan(self, batch: Batch) -> Plan:
-        """What the next round is to draft."""
+    def _plan(self, batch: Batch, group: int) -> Plan:
+        """Return what the next round of a group is to draft."""
         if self.proposer is None:
             return PLAIN
         can = batch.abilities
         if self.chains_only is not None or not self.policy.wants_trees:
             can = replace(can, trees=False)
-        context = Context(len(batch.requests), can, self._groups.number(batch))
-        return batch.fitted(self.policy.plan(context))
-
-    @property
-    def _places(self) -> int:
-        """Requests that could join."""
-        return self.max_batch - len(self._groups.requests)
-
-    @property
-    def _wants_in(self) -> bool:
-        return self._scheduler.wants_in(self._places, self._groups.decoding)
-
-    def _observe(self, batch: Batch, result: RoundResult) -> None:
-        if self.proposer is not None:
-            self.policy.observe(replace(result, group=self._groups.number(batch)))
-        if self.observer is not None:
-            self.observer(result)
-
-    def _release(self, batch: Batch) -> None:
-        """Let the requests leave that have ended or are paused; they stay for a round ahead that others wait for."""
-        ended = [request.leaves for request in batch.requests]
-        if not any(ended):
-            return
-        with self._work.also(batch):
-            if self._pipeline.works_on(batch):
-                if not all(ended) and not (self.prefixes is not None and batch.cache.recurrent):
-                    return
-                self._pipeline.cancel(batch)  # nobody waits for it, or a state would go past the text to be kept
-            self._remember(batch)
-            batch.release()
-            if not batch.requests:
-                self._groups.drop(batch)
-
-    def _remember(self, batch: Batch) -> None:
-        """Keep the pasts of requests that are about to leave."""
-        if self.prefixes is not None:
-            for tokens, past in batch.ended_pasts():
-                self.prefixes.keep(tokens, past)
+        return batch.fitted(self.policy.plan(Context(len(batch.requests), can, group)))

@@ -29,6 +29,10 @@ class Groups:
         """Who was where when all were found to be where they belong."""
         self._slots: list[Batch | None] = [None] * GROUPS
 
+    def weigh(self, reads: RoundReads) -> None:
+        """Have rows part or join by other costs from now on."""
+        self.reads, self._settled = reads, None
+
     @property
     def batches(self) -> list[Batch]:
         return [batch for batch in self._slots if batch is not None]

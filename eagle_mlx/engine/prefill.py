@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.prefix import LEAST, PrefixCache
+from eagle_mlx.engine.round import Round
 from eagle_mlx.plan import PLAIN
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.target import Forward
@@ -73,8 +74,8 @@ class Prefill:
         longest = max(map(len, self._texts)) - 1
         return len(self.batch.requests) * max(0, longest - self._read)
 
-    def step(self, chunk: int) -> bool:
-        """Read the next positions of each prompt; whether the requests can decode now.
+    def step(self, chunk: int) -> None:
+        """Read the next positions of each prompt; the requests can decode when nothing is `left`.
 
         At most `chunk` positions are read, the rows' padding included, but at least one of each prompt. What is short
         is read to its last token, and gives the requests their first tokens. Of the rest the last token is left to the
@@ -95,10 +96,8 @@ class Prefill:
             self._read += width
             room -= len(prompts) * width
         self._count()
-        if self._read < longest:
-            return False
-        self.batch.cache.compact()
-        return True
+        if not self.left:
+            self.batch.cache.compact()
 
     def _count(self) -> None:
         for request in self.batch.requests:
@@ -132,7 +131,7 @@ class Prefill:
 
     def _read_to_end(self, prompts: list[list[int]]) -> None:
         """Read the rest of each prompt and draw the token behind it: a forward less until the first token."""
-        batch, before, draft = self.batch, self.batch.checkpoint(), self.batch.no_draft()
+        batch, draft, first = self.batch, self.batch.no_draft(), Round(self.batch, PLAIN)
         pieces = [prompt[self._read :] for prompt in prompts]
         counts = [len(piece) for piece in pieces]
         out = self._forward(pieces, [count - 1 for count in counts])
@@ -144,9 +143,9 @@ class Prefill:
         if batch.processors:
             batch.processors.commit(verdict)
         at_end = tuple(mx.take_along_axis(x, (read - 1)[:, None, None], axis=1) for x in out.aux)
-        first = batch.send(PLAIN, before, draft, verdict, Forward(out.logits, at_end))
+        first.send(draft, verdict, Forward(out.logits, at_end))
         self._show([count - 1 for count in counts], tuple(x[:, : max(counts) - 1] for x in out.aux))
-        batch.collect(first)
+        first.collect()
         batch.cache.sync([request.length for request in batch.requests])
 
     def _forward(self, pieces: list[list[int]], ends: list[int] | None = None) -> Forward:

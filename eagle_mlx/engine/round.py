@@ -1,19 +1,22 @@
-"""A round between its dispatch and its collection: what the device works on, and what the host reads of it."""
+"""A round: drafted, verified and committed on the device, then collected by the host or cancelled."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from time import perf_counter
 from typing import cast
 
 import mlx.core as mx
 
-from eagle_mlx.cache import Saved
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.logprobs import Logprobs
-from eagle_mlx.decoding.verify import Verdict
-from eagle_mlx.plan import Plan
+from eagle_mlx.decoding.tree import along
+from eagle_mlx.decoding.verify import Verdict, cut_at_nan
+from eagle_mlx.engine.batch import Batch
+from eagle_mlx.plan import PLAIN, Plan, RoundResult
+from eagle_mlx.proposers.base import Observation
+from eagle_mlx.target import Forward
 
 
 class NaN(IntEnum):
@@ -81,32 +84,99 @@ class Answer:
         return [_row_answer(*row) for row in zip(nan, accepted, drafted, tokens, paths, strict=True)]
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """What a round changes on the device, as it was before."""
-
-    cache: Saved
-    newest: mx.array
-    counts: mx.array | None
-    """Of the processors."""
-
-
-@dataclass(frozen=True)
 class Round:
-    """A round that has been dispatched."""
+    """One round of a batch by a plan. It is dispatched, and then either collected or cancelled."""
 
-    plan: Plan
-    answer: Answer
-    logprobs: Logprobs | None
-    aux: tuple[mx.array, ...]
-    """The proposer's aux layers at the positions of the answer's tokens, each [B, n+1, H]."""
-    before: Checkpoint
-    draft: Draft | None = None
-    """The draft, if rows of the rejection rule may have to judge a part of it later."""
-    draft_seconds: float | None = None
-    """What drafting took, where that was measured."""
-    confidences: Sequence[Sequence[float]] = ()
-    """As of the draft."""
+    def __init__(self, batch: Batch, plan: Plan, group: int = 0):
+        """`group`: the number of the batch among the groups, which a policy is told."""
+        self.batch, self.plan, self.group = batch, plan, group
+        self.before = batch.checkpoint()
+        """The batch as it was."""
+        self.ahead = 0.0
+        """Seconds of its dispatch while another round was under way: they count for this round, not for that one."""
+        self.draft_seconds: float | None = None
+        """Seconds of drafting, if they were measured."""
+        self._answer: Answer
+        self._logprobs: Logprobs | None
+        self._aux: tuple[mx.array, ...]
+        """The proposer's aux layers at the positions of the answer's tokens, each [B, n+1, H]."""
+        self._draft: Draft
+
+    def dispatch(self, measured: bool = False) -> None:
+        """Start the round on the device.
+
+        The host waits for nothing but the confidences of an early exit, and for a draft whose time is `measured`.
+        """
+        batch, started = self.batch, perf_counter()
+        draft = batch.draft(self.plan)
+        if batch.state is None:
+            self.plan = PLAIN
+        if measured:
+            mx.eval(draft.tokens)
+            self.draft_seconds = perf_counter() - started
+        out = batch.forward(draft)
+        verdict = batch.verify(out.logits, draft)
+        if draft.tokens.shape[1]:
+            verdict = cut_at_nan(verdict, mx.any(mx.isnan(out.logits), axis=-1), may_reread=draft.lengths > 0)
+        batch.commit(verdict, self.before)
+        self.send(draft, verdict, out)
+
+    def send(self, draft: Draft, verdict: Verdict, out: Forward) -> None:
+        """Have the device work on the answer, which the host can then read. `out`: at all positions of the verify."""
+        batch, spoiled = self.batch, self.batch.processors.spoiled if self.batch.processors else None
+        self._draft, self._answer = draft, Answer.of(out.logits, draft, verdict, spoiled)
+        outputs = (out.logits, *out.aux)
+        logits, *aux = outputs if verdict.path is None else along(outputs, verdict.path)
+        self._aux = tuple(aux)
+        self._logprobs = Logprobs.of(batch.requests, logits, verdict.tokens) if batch.wants_logprobs else None
+        mx.async_eval(*self._answer.arrays, batch.newest, *aux, *(self._logprobs.arrays if self._logprobs else ()))
+        mx.async_eval(batch.cache.recurrent_state)  # after the answer, which does not wait for it
+
+    def collect(self) -> RoundResult:
+        """Wait for the round and give every request its tokens: the one place where the host reads the device.
+
+        The result has no seconds yet.
+        """
+        batch, answers = self.batch, self._answer.read()
+        emitted = [answer.tokens for answer in answers]
+        batch.cache.keep([answer.path for answer in answers], [request.length for request in batch.requests])
+        logprobs = self._logprobs.read(emitted) if self._logprobs else {}
+        taken = []
+        for index, (request, answer) in enumerate(zip(batch.requests, answers, strict=True)):
+            if answer.nan == NaN.KEPT:
+                request.fail("the model's logits are not numbers (NaN)")
+            elif answer.nan == NaN.PROCESSED:
+                request.fail("a logits processor gave NaN; use minus infinity for tokens that may not come")
+            taken.append(request.take(answer.tokens, answer.drafted, logprobs.get(index, ())))
+            if answer.nan == NaN.REJECTED:
+                judges = request.params.rule == "rejection" and not request.pending
+                pending = self._draft.unjudged(index, answer.tokens) if judges else None
+                request.reread(without_draft=not answer.tokens, pending=pending)  # the draft may be the reason
+                batch.cache.zero(index, request.length)
+        reread = [answer.nan == NaN.REJECTED and not answer.tokens for answer in answers]
+        if any(reread):  # rare, so that no round has to choose between two states of every row on the device
+            batch.cache.put_back(mx.array(reread), self.before.cache)
+        if self._answer.width > 1 or not all(emitted):
+            batch.cache.sync([request.length for request in batch.requests])
+        if batch.state is not None and any(emitted):
+            numbers = all(answer.nan == NaN.NOWHERE for answer in answers)
+            aux = self._aux if numbers else tuple(map(mx.nan_to_num, self._aux))
+            batch.state.observe(Observation(emitted, aux))
+        return RoundResult(
+            self.plan,
+            drafted=[answer.drafted for answer in answers],
+            accepted=[answer.accepted for answer in answers],
+            taken=taken,
+            seconds=0.0,
+            draft_seconds=self.draft_seconds,
+            paths=[answer.path for answer in answers] if self.plan.is_tree else (),
+            confidences=self._draft.confidences,
+            group=self.group,
+        )
+
+    def cancel(self) -> None:
+        """Undo the round, which must be the newest of its batch."""
+        self.batch.restore(self.before)
 
 
 def _row_answer(nan: int, accepted: int, drafted: int, tokens: list[int], path: list[int]) -> RowAnswer:

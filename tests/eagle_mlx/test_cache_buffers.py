@@ -211,7 +211,7 @@ def test_no_batch_takes_more_than_its_rows_need(events: list[str], random: objec
 
 def check(engine: em.Engine) -> None:
     """The target's and the head's buffers, with a draft behind the longest row."""
-    for batch in engine._groups.batches:
+    for batch in engine.groups.batches:
         rows, longest = len(batch.requests), max(request.length for request in batch.requests)
         assert isinstance(batch.state, HeadState)
         for caches in (batch.cache, batch.state.cache):

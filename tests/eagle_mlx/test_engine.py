@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 
 import eagle_mlx as em
-from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.round import Round
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.plan import CONFIDENCE_LAG, Context, Plan, RoundResult
@@ -126,7 +125,7 @@ def test_what_rounds_read_is_as_long_as_the_longest_row_however_many_have_left()
         engine.submit(row)
     while not all(row.finish_reason for row in rows):
         engine.step()
-        for batch in engine._groups.batches:
+        for batch in engine.groups.batches:
             assert batch.cache.lengths.upper <= max(row.length for row in batch.requests) + 2
 
 
@@ -403,16 +402,16 @@ def test_a_policy_is_told_of_all_the_time_that_passes(monkeypatch: pytest.Monkey
             super().observe(result)
             seconds.append((result.plan.depth, result.seconds))
 
-    collect = Batch.collect
+    collect = Round.collect
 
-    def slow(batch: Batch, collected: Round) -> RoundResult:
+    def slow(collected: Round) -> RoundResult:
         now[0] += 10 if collected.plan.depth else 4
-        return collect(batch, collected)
+        return collect(collected)
 
     texts = {p: t for p, (t, _) in GREEDY.items()}
     engine = em.Engine(TARGET, Oracle(texts, 1.0), Timed([2, 2, 0, 0, 0]))  # type: ignore[arg-type]
     engine.clock = lambda: now[0]
-    monkeypatch.setattr(Batch, "collect", slow)
+    monkeypatch.setattr(Round, "collect", slow)
     row = engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=13))
     engine.submit(row)
     engine.step()
@@ -427,13 +426,13 @@ def test_a_policy_is_told_of_all_the_time_that_passes(monkeypatch: pytest.Monkey
 def test_a_look_at_plain_decoding_is_one_round_and_takes_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device that is done when the dispatch returns, a second round dispatched ahead would count for the first."""
     now = [100.0]
-    dispatch = Batch.dispatch
+    dispatch = Round.dispatch
 
-    def slow(batch: Batch, plan: Plan, *args: Any) -> Round:
-        now[0] += 10 if plan.depth else 4
-        return dispatch(batch, plan, *args)
+    def slow(planned: Round, *args: Any) -> None:
+        now[0] += 10 if planned.plan.depth else 4
+        dispatch(planned, *args)
 
-    monkeypatch.setattr(Batch, "dispatch", slow)
+    monkeypatch.setattr(Round, "dispatch", slow)
 
     class Looking(Recording):
         def plan(self, context: Context) -> Plan:

@@ -18,6 +18,7 @@ from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.prefill import Prefill
+from eagle_mlx.engine.round import Round
 from eagle_mlx.plan import Abilities, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.request_state import RequestState
@@ -99,7 +100,7 @@ class FailingState:
 
 def assert_owned(engine: em.Engine, rows: Sequence[RequestState]) -> None:
     """Whoever has not ended is known to the engine, in one place."""
-    known = [*engine._scheduler.waiting, *engine._scheduler.prefilling, *engine._groups.requests]
+    known = [*engine.admission.waiting, *engine.admission.prefilling, *engine.groups.requests]
     assert len({id(row) for row in known}) == len(known)
     assert {id(row) for row in rows if row.finish_reason is None} <= {id(row) for row in known}
 
@@ -108,7 +109,7 @@ def run(engine: em.Engine, rows: Sequence[RequestState], caught: type[BaseExcept
     """Step to the end as a server does; how many steps raised."""
     raised = 0
     while not engine.idle:
-        touched = [*engine._scheduler.prefilling, *engine._groups.requests]
+        touched = [*engine.admission.prefilling, *engine.groups.requests]
         before = [row for row in touched if row.finish_reason is None]
         try:
             engine.step()
@@ -178,8 +179,8 @@ def test_10_rows_whose_proposer_raises_in_a_draft_go_on_plainly(
 PLACES: list[tuple[type, str]] = [
     (Batch, "__init__"),
     (Prefill, "step"),
-    (Batch, "dispatch"),
-    (Batch, "collect"),
+    (Round, "dispatch"),
+    (Round, "collect"),
     (Batch, "append"),
     (Batch, "release"),
     (Batch, "past"),
@@ -255,14 +256,14 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_nothing_behind(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = em.Engine(TARGET, max_batch=2)
-    collect, rounds = Batch.collect, count()
+    collect, rounds = Round.collect, count()
 
-    def interrupted(batch: Batch, *args: Any) -> Any:
+    def interrupted(collected: Round) -> Any:
         if next(rounds) == 4:
             raise error
-        return collect(batch, *args)
+        return collect(collected)
 
-    monkeypatch.setattr(Batch, "collect", interrupted)
+    monkeypatch.setattr(Round, "collect", interrupted)
     with pytest.raises(error):
         engine.generate(PROMPTS, em.SamplingParams(max_tokens=COUNT))
     assert engine.idle

@@ -39,7 +39,7 @@ ALWAYS, NEVER = RoundReads(fixed=0, position=1 << 20), RoundReads(fixed=1 << 60,
 
 
 def grouped(engine: em.Engine, reads: RoundReads = ALWAYS) -> em.Engine:
-    engine._groups.reads, engine._groups._settled = reads, None
+    engine.groups.weigh(reads)
     return engine
 
 
@@ -50,7 +50,7 @@ def decode(engine: em.Engine, rows: Sequence[RequestState]) -> int:
     most = 0
     while not engine.idle:
         engine.step()
-        most = max(most, len(engine._groups.batches))
+        most = max(most, len(engine.groups.batches))
     return most
 
 
@@ -177,7 +177,7 @@ def test_3_a_row_that_was_never_checked_leaves_a_clean_place(cache: str, why: st
     for attempt in range(6):  # whose turn it is when it joins is not known before
         bad = engine.prepare(sick, em.SamplingParams(max_tokens=60, grammar=never))
         engine.submit(bad)
-        while bad in engine._scheduler.waiting or bad in engine._scheduler.prefilling:
+        while bad in engine.admission.waiting or bad in engine.admission.prefilling:
             engine.step()
         if bad.error is None:
             break
@@ -207,7 +207,7 @@ def test_rows_that_come_go_and_move_keep_their_text(events: list[str], random: A
 
     def step() -> None:
         engine.step()
-        known = [*engine._scheduler.waiting, *engine._scheduler.prefilling, *engine._groups.requests]
+        known = [*engine.admission.waiting, *engine.admission.prefilling, *engine.groups.requests]
         assert len(set(known)) == len(known)
         assert {row for _, row in asked if row.finish_reason is None} == {r for r in known if r.finish_reason is None}
 
@@ -237,14 +237,14 @@ def test_a_long_row_does_not_make_short_ones_take_its_room() -> None:
     target.context_length, long = 10_000, step * 125 // 4
     with steps_of(step):
         engine = em.Engine(target, max_batch=8)
-        engine._groups.reads = RoundReads(10, 1)
+        engine.groups.weigh(RoundReads(10, 1))
         params = em.SamplingParams(max_tokens=40, ignore_eos=True)
         rows = [engine.prepare([5] * n, params) for n in (long, *[step // 4] * 7)]
         for row in rows:
             engine.submit(row)
         while engine.active < 8:
             engine.step()
-    keys = [batch.cache.layers[0].keys for batch in engine._groups.batches]
+    keys = [batch.cache.layers[0].keys for batch in engine.groups.batches]
     assert sorted(x.shape[0] for x in keys) == [1, 7]
     assert sum(x.shape[0] * x.shape[2] for x in keys) <= 1.2 * long + 7 * 2 * step
 
@@ -262,7 +262,7 @@ def test_a_row_is_parted_from_others_only_when_its_padding_is_dearer() -> None:
         engine.step()
         if engine.active == 4 and rows[0].finish_reason is None:
             padding = 3 * (rows[0].length - rows[1].length)
-            crossed.append((padding, len(engine._groups.batches)))
+            crossed.append((padding, len(engine.groups.batches)))
     apart = [padding for padding, groups in crossed if groups == 2]
     together = [padding for padding, groups in crossed if groups == 1]
     assert crossed == [(padding, 1) for padding in together] + [(padding, 2) for padding in apart]
@@ -307,7 +307,7 @@ def test_a_group_whose_masks_are_late_lets_the_other_go_on_without_a_wait() -> N
         engine.submit(row)
     while not stuck.waited:
         engine.step()
-    assert len(engine._groups.batches) == 2
+    assert len(engine.groups.batches) == 2
     waited = stuck.waited
     while free.finish_reason is None:
         before = len(free.tokens)
@@ -325,16 +325,16 @@ def test_plain_rounds_are_dispatched_behind_those_of_the_other_group(
 ) -> None:
     """And each is told the time that it took, on a device that is done when the dispatch returns."""
     now, log, told = [100.0], list[tuple[str, int]](), list[tuple[int, float]]()
-    dispatch, collect = Batch.dispatch, Batch.collect
+    dispatch, collect = Round.dispatch, Round.collect
 
-    def slow(batch: Batch, plan: Plan, *args: Any) -> Round:
-        now[0] += 10.0 if len(batch.requests) == 1 else 4.0
-        log.append(("dispatch", len(batch.requests)))
-        return dispatch(batch, plan, *args)
+    def slow(planned: Round, *args: Any) -> None:
+        now[0] += 10.0 if len(planned.batch.requests) == 1 else 4.0
+        log.append(("dispatch", len(planned.batch.requests)))
+        dispatch(planned, *args)
 
-    def noted(batch: Batch, *args: Any) -> RoundResult:
-        log.append(("collect", len(batch.requests)))
-        return collect(batch, *args)
+    def noted(collected: Round) -> RoundResult:
+        log.append(("collect", len(collected.batch.requests)))
+        return collect(collected)
 
     engine = grouped(em.Engine(TARGET, proposer(drafts, TARGET), em.FixedPolicy(0), 4))
     engine.clock = lambda: now[0]
@@ -345,8 +345,8 @@ def test_plain_rounds_are_dispatched_behind_those_of_the_other_group(
         engine.step()
     for _ in range(3):
         engine.step()
-    monkeypatch.setattr(Batch, "dispatch", slow)
-    monkeypatch.setattr(Batch, "collect", noted)
+    monkeypatch.setattr(Round, "dispatch", slow)
+    monkeypatch.setattr(Round, "collect", noted)
     engine.observer = lambda result: told.append((result.rows, result.seconds))
     for _ in range(8):
         engine.step()
@@ -375,9 +375,9 @@ def test_memory_for_long_rows_is_counted_once_and_lets_more_in() -> None:
             most = 0
             while not engine.idle:
                 engine.step()
-                real = sum(x.nbytes for batch in engine._groups.batches for x in batch.cache.state)
+                real = sum(x.nbytes for batch in engine.groups.batches for x in batch.cache.state)
                 most = max(most, engine.active)
-                assert real <= engine.kv_budget.set_aside(engine._scheduler.admitted) <= allowed
+                assert real <= engine.kv_budget.set_aside(engine.admission.admitted) <= allowed
                 assert engine.kv_used <= allowed
             together[groups] = most
             assert [row.tokens[:TOKENS] for row in short] == [ALONE[3]] * 3
@@ -407,7 +407,7 @@ def parted(depth: int = 2, **settings: Any) -> tuple[em.Engine, list[RequestStat
         engine.submit(row)
     while engine.active < 4:
         engine.step()
-    sizes = [[len(row.prompt) for row in batch.requests] for batch in engine._groups.batches]
+    sizes = [[len(row.prompt) for row in batch.requests] for batch in engine.groups.batches]
     assert sorted(map(max, sizes)) == [5, 150]
     return engine, rows[:2], rows[2:]
 
@@ -421,7 +421,7 @@ def test_a_group_whose_rows_are_cancelled_leaves_the_other_whole(depth: int, whi
     engine.cancel(gone[0])
     engine.step()
     engine.cancel(gone[1])
-    assert len(engine._groups.batches) == 1
+    assert len(engine.groups.batches) == 1
     while not engine.idle:
         engine.step()
     assert [row.finish_reason for row in (*gone, *left)] == ["cancelled"] * 2 + ["length"] * 2
@@ -437,14 +437,16 @@ def test_a_round_that_raises_ends_its_own_group_alone(
 ) -> None:
     engine, short, long = parted(depth)
     gone, left = (short, long) if which == "short" else (long, short)
-    real = getattr(Batch, name)
+    owner: type = Batch if name == "release" else Round
+    real = getattr(owner, name)
 
-    def broken(batch: Batch, *args: Any) -> Any:
+    def broken(self: Any, *args: Any) -> Any:
+        batch = self if name == "release" else self.batch
         if gone[0] in batch.requests and (name != "release" or gone[0].finish_reason):
             raise MemoryError("no room left")
-        return real(batch, *args)
+        return real(self, *args)
 
-    monkeypatch.setattr(Batch, name, broken)
+    monkeypatch.setattr(owner, name, broken)
     raised = 0
     for _ in range(40):
         try:

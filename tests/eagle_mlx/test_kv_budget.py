@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.size import CacheSize
+from eagle_mlx.engine.admission import Admission
 from eagle_mlx.engine.kv_budget import KVBudget, size_of
 from eagle_mlx.engine.request_queue import MOST_SKIPS
-from eagle_mlx.engine.scheduler import Scheduler
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.request import Request
 from eagle_mlx.request_state import RequestState
@@ -38,7 +38,7 @@ ALONE = [
 
 def taken(engine: em.Engine) -> int:
     """Bytes that the caches of all rows, of the proposer and of those whose prompts are being read really have."""
-    batches = [*engine._groups.batches, *(prefill.batch for prefill in engine._scheduler._prefills)]
+    batches = [*engine.groups.batches, *(prefill.batch for prefill in engine.admission.prefills)]
     states = [batch.state for batch in batches]
     caches = [batch.cache for batch in batches] + [state.cache for state in states if hasattr(state, "cache")]
     return sum(x.nbytes for cache in caches for x in cache.state)
@@ -103,7 +103,7 @@ def test_rows_and_prefixes_stay_within_the_budget(
 
         def step() -> None:
             busy.step()
-            set_aside = busy.kv_budget.set_aside(busy._scheduler.admitted)
+            set_aside = busy.kv_budget.set_aside(busy.admission.admitted)
             assert taken(busy) <= set_aside <= allowed
             assert busy.kv_used <= set_aside
             if busy.prefixes is not None:
@@ -182,7 +182,7 @@ class Seats:
 
     def __init__(self, nbytes: int, seats: int = 4):
         self.budget = KVBudget(nbytes, CacheSize(position=1), context=10_000)
-        self.admission = Scheduler(TARGET, None, 512, budget=self.budget)
+        self.admission = Admission(TARGET, None, 512, budget=self.budget)
         self.seats = seats
         self.let_in: list[RequestState] = []
 
@@ -194,10 +194,10 @@ class Seats:
     def admit(self) -> list[RequestState]:
         new = []
         while (room := self.seats - len(self.admission.admitted)) > 0:
-            following = self.admission._following(room)
+            following = self.admission.following(room)
             if following is None:
                 break
-            self.admission._take(following)
+            self.admission.take(following)
             new.append(following)
             assert self.budget.set_aside(self.admission.admitted) <= self.budget.nbytes
         self.let_in += new
@@ -258,11 +258,11 @@ def test_nobody_waits_for_ever(arrivals: list[tuple[str, int, int]], random: obj
     for client, prompt, leave in arrivals:
         asked.append(request(prompt, client=client))
         seats.submit(asked[-1])
-        turn = seats.admission._turn()
+        turn = seats.admission.turn()
         for each in seats.admit():
             if each is not turn:
                 passes[id(turn)] = passes.get(id(turn), 0) + 1
-            turn = seats.admission._turn() if seats.admission.waiting else None
+            turn = seats.admission.turn() if seats.admission.waiting else None
         rows = list(seats.admission.admitted)
         random.shuffle(rows)  # type: ignore[attr-defined]
         seats.end(rows[:leave])

@@ -98,7 +98,7 @@ def test_freed_buffers_go_back_behind_each_chunk_now_and_then_and_when_nobody_is
 def test_an_engine_gives_them_back_behind_each_chunk_and_when_it_is_empty(chunk: int) -> None:
     given_back: list[int] = []
     engine = em.Engine(tiny_target(), prefill_chunk=chunk)
-    engine._scheduler.freed = FreedBuffers(lambda: given_back.append(engine.active))
+    engine.admission.freed = FreedBuffers(lambda: given_back.append(engine.active))
     engine.generate([[5] * 40], em.SamplingParams(max_tokens=300, ignore_eos=True))
     chunks = 39 // chunk + 1
     assert len(given_back) == chunks + 2  # 300 rounds, the last of them the end

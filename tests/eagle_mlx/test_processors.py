@@ -24,6 +24,7 @@ from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.verify import Verdict
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.prefill import Prefill
+from eagle_mlx.engine.round import Round
 from eagle_mlx.errors import PromptError
 from eagle_mlx.plan import PLAIN, Abilities, Plan
 from eagle_mlx.proposers.base import Observation, ProposerState
@@ -445,11 +446,16 @@ def test_of_two_stop_strings_the_earliest_in_the_text_cuts_it() -> None:
 def test_a_round_that_is_cancelled_was_never_counted() -> None:
     params = SamplingParams(max_tokens=LENGTH, frequency_penalty=2.0)
     batch = Batch(TARGET, None, [RequestState(Request(PROMPTS[0], params, 0, LENGTH, frozenset()))])
-    assert Prefill(batch).step(512)
+    prefill = Prefill(batch)
+    prefill.step(512)
+    assert not prefill.left
     while not batch.requests[0].finish_reason:
-        current, unwanted = batch.dispatch(PLAIN), batch.dispatch(PLAIN)
-        batch.cancel(unwanted)
-        batch.collect(current)
+        current = Round(batch, PLAIN)
+        current.dispatch()
+        unwanted = Round(batch, PLAIN)
+        unwanted.dispatch()
+        unwanted.cancel()
+        current.collect()
     assert batch.requests[0].tokens == plain_text(PROMPTS[0], params)
 
 

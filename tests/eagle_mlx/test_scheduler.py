@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlx_lm.models import qwen3
 
 import eagle_mlx as em
-from eagle_mlx.engine.batch import Batch
+from eagle_mlx.engine.round import Round
 from eagle_mlx.plan import RoundResult
 from eagle_mlx.request_state import RequestState
 from tests.fakes import randomize, tiny_config, tiny_head, tiny_target
@@ -220,8 +220,8 @@ def test_an_engine_goes_on_after_a_step_that_raised() -> None:
 def test_a_row_that_ends_does_not_cost_the_others_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds that were launched ahead are thrown away only where nobody is left to want them."""
     thrown_away = []
-    cancel = Batch.cancel
-    monkeypatch.setattr(Batch, "cancel", lambda self, ahead: (thrown_away.append(ahead), cancel(self, ahead)))
+    cancel = Round.cancel
+    monkeypatch.setattr(Round, "cancel", lambda self: (thrown_away.append(self), cancel(self)))
     sampled = em.SamplingParams(max_tokens=24, temperature=1.0, seed=5)
     texts = [output.tokens for output in em.Engine(TARGET, max_batch=1).generate(PROMPTS, sampled)]
     ends = [next(i for i in range(3 * k, 24) if text[i] not in text[:i]) for k, text in enumerate(texts, 1)]

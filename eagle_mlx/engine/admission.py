@@ -24,7 +24,7 @@ that more time is spent on decoding than on reading texts again.
 """
 
 
-class Scheduler:
+class Admission:
     """Reads the prompts of those whose turn it is, a chunk at a time, so that nobody waits long for a long prompt.
 
     Prompts that fit into one chunk together are read side by side, which bounds what a forward takes of memory. A
@@ -63,7 +63,7 @@ class Scheduler:
         if prefixes is not None and budget is not None:
             prefixes.spare = lambda: budget.nbytes - budget.set_aside(self.admitted)
         self._may_pad = may_pad(target.model)
-        self._prefills: list[Prefill] = []
+        self.prefills: list[Prefill] = []
         """Those under way, the one that was begun first in front."""
         self._others_are_due = False
         """Whether the chunk read last was of the prompts that were begun first."""
@@ -82,7 +82,7 @@ class Scheduler:
     @property
     def side_by_side(self) -> list[list[RequestState]]:
         """Those whose prompts are being read, as they share caches, from when they stop waiting until `joined`."""
-        return [*(prefill.batch.requests for prefill in self._prefills), *([self._entering] if self._entering else [])]
+        return [*(prefill.batch.requests for prefill in self.prefills), *([self._entering] if self._entering else [])]
 
     @property
     def prefilling(self) -> list[RequestState]:
@@ -95,7 +95,7 @@ class Scheduler:
 
     def wants_in(self, room: int, groups: Sequence[Sequence[RequestState]]) -> bool:
         """Return whether a request will join, or could, with room for so many more, or should be paused."""
-        joins = bool(self._prefills) or (room > 0 and self._following(room) is not None)
+        joins = bool(self.prefills) or (room > 0 and self.following(room) is not None)
         return joins or bool(self.yielding(room, groups))
 
     def yielding(self, room: int, groups: Sequence[Sequence[RequestState]]) -> list[RequestState]:
@@ -111,7 +111,7 @@ class Scheduler:
         """Have requests wait again, before others of their clients. Rows that decode are still to leave their batch."""
         self.to_pause = [request for request in self.to_pause if request not in requests]
         self._admitted = [request for request in self.admitted if request not in requests]
-        self._prefills = [each for each in self._prefills if set(requests).isdisjoint(each.batch.requests)]
+        self.prefills = [each for each in self.prefills if set(requests).isdisjoint(each.batch.requests)]
         for request in requests:
             request.pause()
             self.waiting.append(request)
@@ -133,8 +133,8 @@ class Scheduler:
         """Return the rows whose pausing lets the request join whose turn it is; none if it need not, or would not."""
         if not self.waiting:
             return []
-        turn, gone = self._turn(), list[RequestState]()
-        if self._prefills and self._steps(turn.length) >= self._steps(min(each.left for each in self._prefills)):
+        turn, gone = self.turn(), list[RequestState]()
+        if self.prefills and self._steps(turn.length) >= self._steps(min(each.left for each in self.prefills)):
             return []  # it would not be begun now
         room -= len(self.prefilling)
         while room + len(gone) < 1 or not self._fits(turn, gone):
@@ -160,7 +160,7 @@ class Scheduler:
         A row that decodes must have had a round since it was admitted, which has checked its keys and values. A row
         whose masks are late is verified first. Prompts that are read side by side will have been read in a step or two.
         """
-        alone = [each.batch.requests[0] for each in self._prefills if len(each.batch.requests) == 1]
+        alone = [each.batch.requests[0] for each in self.prefills if len(each.batch.requests) == 1]
         prefilling = set(self.prefilling)
         rows = [
             row
@@ -173,56 +173,63 @@ class Scheduler:
         """Return how many rows each client holds without those that are `gone`. Any thread may ask."""
         return Counter(row.client for row in self.admitted if row not in gone)
 
-    def prefill(self, room: int, decoding: bool = False) -> Batch | None:
-        """Read one chunk of the prompts whose turn it is; return their batch if that was the last of it.
+    def due(self, room: int, decoding: bool = False) -> Prefill | None:
+        """Return the prompts of which a chunk is to be read next, with room for so many more requests.
 
-        decoding: whether others decode, and so wait for it. The requests of the batch are among `prefilling` until
-        `joined` is called, so that they end with an error if anything fails in between.
+        decoding: whether others decode, and so wait for it.
         """
-        self._now, self._just_read = self._size.now(decoding), 0
+        self._now = self._size.now(decoding)
         prefill = self._due(room)
-        if prefill is None:
-            return None
-        self._others_are_due, before = prefill is self._prefills[0], prefill.left
-        is_read = prefill.step(self._now)
+        if prefill is not None:
+            self._others_are_due = prefill is self.prefills[0]
+        return prefill
+
+    def read(self, prefill: Prefill) -> None:
+        """Read the chunk of the prompts that are due."""
+        before = prefill.left
+        prefill.step(self._now)
         self._just_read = before - prefill.left
         self.freed.after_chunk()
-        if not is_read or prefill not in self._prefills:  # all of it may have been withdrawn meanwhile
+
+    def has_read(self, prefill: Prefill, seconds: float) -> Batch | None:
+        """Learn the time of the chunk, for the size of the next one; return the batch if that was the last chunk.
+
+        The requests of the batch are among `prefilling` until `joined` is called: they end with an error if anything
+        fails in between.
+        """
+        self._size.took(self._just_read, seconds)
+        if prefill.left or prefill not in self.prefills:  # all of it may have been withdrawn meanwhile
             return None
-        self._prefills.remove(prefill)
+        self.prefills.remove(prefill)
         self._entering = list(prefill.batch.requests)
         return prefill.batch
 
-    def took(self, seconds: float) -> None:
-        """Learn how long the latest `prefill` took, from which the size of the next chunk follows."""
-        self._size.took(self._just_read, seconds)
-
     def joined(self) -> None:
-        """The requests that `prefill` gave decode now."""
+        """Note that the requests that `has_read` gave decode now."""
         self._entering = []
 
     def withdraw(self, request: RequestState) -> None:
         """A request that has ended while it waited, or while its prompt was read."""
         if request in self.waiting:
             self.waiting.remove(request)
-        self._prefills = [each for each in self._prefills if not all(row.finish_reason for row in each.batch.requests)]
-        if self.prefixes is not None and not self._prefills:
+        self.prefills = [each for each in self.prefills if not all(row.finish_reason for row in each.batch.requests)]
+        if self.prefixes is not None and not self.prefills:
             self.prefixes.stop_fetching()
 
     def stop_prefill(self) -> None:
         """Forget those whose prompts are being read, and what has been read of them."""
-        self._prefills, self._entering = [], []
+        self.prefills, self._entering = [], []
         if self.prefixes is not None:
             self.prefixes.stop_fetching()
 
     def _due(self, room: int) -> Prefill | None:
         """Whose chunk is to be read: in turn the prompts that were begun first, and those that have least left."""
         room -= len(self.prefilling)
-        if not self._prefills:
+        if not self.prefills:
             return self._begin(room)
         if not self._others_are_due:
-            return self._prefills[0]
-        shortest = min(self._prefills, key=lambda each: each.left)
+            return self.prefills[0]
+        shortest = min(self.prefills, key=lambda each: each.left)
         chunks = self._steps(shortest.left)
         return (self._begin(room, chunks) if chunks > 1 else None) or shortest
 
@@ -230,7 +237,7 @@ class Scheduler:
         """Begin with those who are to join next, of prompts of fewer chunks than this where others are being read."""
         requests, known = self._entering, None
         while known is None and len(requests) < room:
-            following = self._following(room - len(requests), chunks)
+            following = self.following(room - len(requests), chunks)
             if following is None or (requests and not self._side_by_side([*requests, following])):
                 break
             if self.prefixes is not None and not self.prefixes.fetch(following.text, following.request.namespace):
@@ -239,7 +246,7 @@ class Scheduler:
             if requests and known is not None:
                 known = None
                 break
-            self._take(following, passes=chunks is None or not self._fits(self._turn()))
+            self.take(following, passes=chunks is None or not self._fits(self.turn()))
             requests.append(following)
         if not requests:
             return None
@@ -247,11 +254,11 @@ class Scheduler:
             requests[0].begin_with(known.length)
         batch = Batch(self.target, self.proposer, requests, known, self.kv_bits)
         begun = Prefill(batch, known.length if known is not None else 0, self.prefixes)
-        self._prefills.append(begun)
+        self.prefills.append(begun)
         self._entering = []
         return begun
 
-    def _following(self, room: int, chunks: int | None = None) -> RequestState | None:
+    def following(self, room: int, chunks: int | None = None) -> RequestState | None:
         """Who is to join next, with room for so many more; None where nobody waits, or whoever may join does not fit.
 
         chunks: more than a prompt may take, where others are being read that have so many left.
@@ -261,7 +268,7 @@ class Scheduler:
         """
         if not self.waiting:
             return None
-        turn = self._turn()
+        turn = self.turn()
         if chunks is not None:
             may_pass = self._passes < MOST_SKIPS
             return self.waiting.first(
@@ -285,7 +292,7 @@ class Scheduler:
             return turn if self._fits(turn) else self.waiting.first(self._fits)
         return turn if self._fits(turn) else None
 
-    def _turn(self) -> RequestState:
+    def turn(self) -> RequestState:
         """Return whose turn it is, or was when others went before it, unless its client holds more rows by now."""
         if self._passed is not None and self._passed.finish_reason is None:
             held, following = self._held(), self.waiting.peek()
@@ -300,9 +307,9 @@ class Scheduler:
         """Return the chunks of the present size that so many positions take."""
         return max(1, -(-positions // self._now))
 
-    def _take(self, request: RequestState, passes: bool = True) -> None:
+    def take(self, request: RequestState, passes: bool = True) -> None:
         """passes: whether whoever goes before the one whose turn it is keeps that one from joining."""
-        turn = self._turn()
+        turn = self.turn()
         if request is turn or request is self._passed:
             self._passed, self._passes = None, 0
         elif passes:

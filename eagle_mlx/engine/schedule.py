@@ -1,0 +1,239 @@
+"""What the engine does next, and the rounds that are under way: dispatched, at most one ahead, cancelled, timed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from time import perf_counter
+
+from eagle_mlx.engine.admission import Admission
+from eagle_mlx.engine.batch import Batch
+from eagle_mlx.engine.groups import Groups
+from eagle_mlx.engine.prefill import Prefill
+from eagle_mlx.engine.round import Round
+from eagle_mlx.plan import PLAIN, Plan, RoundResult
+from eagle_mlx.request_state import RequestState
+
+_MEASURED = 32
+"""Of so many drafting rounds one waits for its draft, so that it is known what drafting takes."""
+
+
+class Schedule:
+    """Decides between a chunk of prompts and a round of a group, and keeps the device at work.
+
+    A plain round may be dispatched before the
+    one in front of it is collected. Rounds are collected in the order in which they were dispatched.
+
+    A round's seconds run from the end of what came before it: what the host does between rounds is part of them.
+    """
+
+    def __init__(self, admission: Admission, groups: Groups, plan: Callable[[Batch, int], Plan], drafts: bool):
+        """`plan`: asked what a batch drafts next, by the number of its group. `drafts`: whether that is ever more than
+        nothing."""
+        self.admission, self.groups, self.plan, self.drafts = admission, groups, plan, drafts
+        self.clock: Callable[[], float] = perf_counter
+        """Seconds by which rounds are timed."""
+        self.pauses = 0
+        """How often requests were paused so far."""
+        self.working_on: list[Batch] | None = None
+        """The batches that may be half changed if what is under way fails now; None between steps."""
+        self._rounds: deque[Round] = deque()
+        """Those that were dispatched and are not collected, the oldest first."""
+        self._last_plain = False
+        """Whether the round that was collected last was plain."""
+        self._drafting = 0
+        """Drafting rounds so far."""
+        self._draft_share = 0.0
+        """What drafting takes of a round, as last measured."""
+        self._lap_began = 0.0
+
+    @property
+    def idle(self) -> bool:
+        return not self.groups.batches and self.admission.idle
+
+    @contextmanager
+    def whole(self, *batches: Batch) -> Iterator[None]:
+        """Do work that begins with these batches. If it raises, the requests end of those that it was working on."""
+        self.working_on = list(batches)
+        try:
+            yield
+        except BaseException as e:  # an interrupt from the keyboard leaves as much behind as an error does
+            self.fail(f"the engine failed: {type(e).__name__}: {e}")
+            raise
+        finally:
+            self.working_on = None
+
+    def next(self, max_batch: int) -> Prefill | Round | None:
+        """Return a chunk of prompts to read, or the round to collect next; None if nothing can be done now."""
+        return self._next_prefill(max_batch) or self.next_round()
+
+    def next_round(self) -> Round | None:
+        """Return the round to collect next; None if no group can decode now."""
+        self.arrange()
+        if self._rounds:
+            return self._rounds[0]
+        batch = self.groups.ready()
+        return self._planned(batch) if batch is not None else None
+
+    def _next_prefill(self, max_batch: int) -> Prefill | None:
+        """A round that is under way is for the requests that it was dispatched with: nobody joins before its end."""
+        if self._rounds or not self._wants_in(max_batch):
+            return None
+        if yielding := self.admission.yielding(self._places(max_batch), self.groups.decoding):
+            self.pauses += len(yielding)
+            self.admission.pause(yielding)
+            for batch in self.groups.batches:
+                self.release(batch)
+        return self.admission.due(self._places(max_batch), decoding=bool(self.groups.batches))
+
+    def _places(self, max_batch: int) -> int:
+        """Requests that could join."""
+        return max_batch - len(self.groups.requests)
+
+    def _wants_in(self, max_batch: int) -> bool:
+        return self.admission.wants_in(self._places(max_batch), self.groups.decoding)
+
+    def _planned(self, batch: Batch) -> Round:
+        group = self.groups.number(batch)
+        return Round(batch, self.plan(batch, group), group)
+
+    def read(self, prefill: Prefill) -> float:
+        """Read a chunk of prompts; return the seconds that it took."""
+        self.lap()
+        self.admission.read(prefill)
+        return self.lap()
+
+    def join(self, batch: Batch) -> None:
+        """Have the rows of a batch, whose prompts have been read, decode in the groups where they belong."""
+        self._remember(batch)
+        batch.release()
+        if batch.requests:
+            if not self.groups.batches:
+                self._last_plain = False
+            if not batch.may_part:
+                self.groups.budget.groups = 1
+            self.arrange(batch)
+        self.admission.joined()
+
+    def arrange(self, joining: Batch | None = None) -> None:
+        """Have every row in the group where it belongs; while a round is under way all stay where they are."""
+        moves = None if self._rounds else self.groups.moves(self.admission.prefilling, joining)
+        if moves is not None:
+            before = self.working_on or []
+            self.working_on = [*before, *self.groups.touched(moves, joining)]
+            self.groups.arrange(moves, joining)
+            self.working_on = before
+
+    def dispatch(self, planned: Round, max_batch: int, measured: bool = False) -> None:
+        """Have a round under way, and another after it if that is sure to be plain and wanted.
+
+        `measured`: whether somebody asks now and then what drafting takes.
+        """
+        if planned not in self._rounds:
+            self._dispatch(planned, measured)
+        if (ahead := self._next_ahead(planned, max_batch)) is not None:
+            self._dispatch(ahead)
+
+    def _dispatch(self, planned: Round, measured: bool = False) -> None:
+        self.working_on = [planned.batch]  # a round in front of it can be collected whatever happens
+        self._drafting += planned.plan.depth > 0
+        began = self.clock()
+        planned.dispatch(measured and planned.plan.depth > 0 and self._drafting % _MEASURED == 1)
+        planned.ahead = self.clock() - began if self._rounds else 0.0
+        self._rounds.append(planned)
+
+    def _next_ahead(self, planned: Round, max_batch: int) -> Round | None:
+        """Return the plain round that can be dispatched while a plain one is under way.
+
+        A single plain round between drafts is there to be timed, so nothing is dispatched ahead of its end.
+        """
+        batch = self.groups.following(planned.batch)
+        steady = [each.plan for each in self._rounds] == [PLAIN] and (self._last_plain or not self.drafts)
+        if not steady or not batch.may_run_ahead or self._wants_in(max_batch):
+            return None
+        if self.groups.moves(self.admission.prefilling) is not None:
+            return None
+        ahead = self._planned(batch)
+        return ahead if ahead.plan == PLAIN else None
+
+    def collect(self) -> RoundResult:
+        """Wait for the oldest round under way and give its requests their tokens."""
+        done = self._rounds.popleft()
+        self.working_on = [done.batch]
+        result = done.collect()
+        self._last_plain = done.plan == PLAIN
+        # A dispatch that waits for the device, as on a CPU, takes the time of the round that is dispatched.
+        seconds = self.lap() + done.ahead - sum(each.ahead for each in self._rounds)
+        if done.draft_seconds is not None:
+            self._draft_share = done.draft_seconds / seconds
+        self.groups.serve(done.batch)
+        return replace(result, seconds=seconds, draft_seconds=self._draft_share * seconds if result.plan.depth else 0.0)
+
+    def lap(self) -> float:
+        """Return the seconds since this was last asked."""
+        before, self._lap_began = self._lap_began, self.clock()
+        return self._lap_began - before
+
+    def release(self, batch: Batch) -> None:
+        """Let the requests leave that have ended or are paused; they stay for a round ahead that others wait for."""
+        ended = [request.leaves for request in batch.requests]
+        if not any(ended):
+            return
+        self.working_on = [batch]
+        if any(each.batch is batch for each in self._rounds):
+            if not all(ended) and not (self.admission.prefixes is not None and batch.cache.recurrent):
+                return
+            self._cancel(batch)  # nobody waits for it, or a state would go past the text to be kept
+        self._remember(batch)
+        batch.release()
+        if not batch.requests:
+            self.groups.drop(batch)
+
+    def _cancel(self, batch: Batch) -> None:
+        """Undo what was dispatched for other requests than there are now, the newest first."""
+        for each in reversed(self._rounds):
+            if each.batch is batch:
+                each.cancel()
+        self._rounds = deque(each for each in self._rounds if each.batch is not batch)
+
+    def _remember(self, batch: Batch) -> None:
+        """Keep the pasts of requests that are about to leave."""
+        if self.admission.prefixes is not None:
+            for tokens, past in batch.ended_pasts():
+                self.admission.prefixes.keep(tokens, past)
+
+    def withdraw(self, request: RequestState) -> None:
+        """Let a row go that has ended. During a step it stays until the step's end."""
+        self.admission.withdraw(request)
+        batch = self.groups.holding(request)
+        if self.working_on is None and batch is not None:
+            with self.whole(batch):
+                self._cancel(batch)
+                self.release(batch)
+
+    def abandon(self, reason: str) -> None:
+        """Fail every request, those that wait included."""
+        for request in self.admission.waiting:
+            request.fail(reason)
+        self.admission.waiting.clear()
+        self.working_on = self.groups.batches
+        self.fail(reason)
+        self.working_on = None
+
+    def fail(self, reason: str) -> None:
+        """Fail the requests of the batches that are worked on, and those whose prompts are being read."""
+        gone, prefilling = self.working_on or [], set(self.admission.prefilling)
+        sound = [each for each in self.groups.batches if each not in gone and prefilling.isdisjoint(each.requests)]
+        kept = {request for batch in sound for request in batch.requests}
+        for request in self.admission.admitted:
+            if request not in kept:
+                request.fail(reason)
+        self.admission.stop_prefill()
+        for batch in self.groups.batches:
+            if batch not in sound:
+                self.groups.drop(batch)
+        if any(each.batch not in sound for each in self._rounds):
+            self._last_plain = False
+        self._rounds = deque(each for each in self._rounds if each.batch in sound)
