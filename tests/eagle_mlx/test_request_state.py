@@ -12,14 +12,8 @@ from eagle_mlx.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 FIELDS = frozenset(vars(RequestState(Request([1], SamplingParams(), 0, 1, frozenset()))))
-OTHERS = {
-    "timings.cut_off",
-    "report.tokens",
-    "regeneration.report.tokens",
-    "self.service.totals.cached_tokens",
-    "self.progress.tokens",
-}
-"""What other classes have under the same names."""
+OTHERS = {"progress", "report", "timings", "totals"}
+"""Names of objects of other classes, which have fields of the same names."""
 CHANGES = {"append", "extend", "insert", "pop", "remove", "clear", "sort", "reverse"}
 """Methods of lists."""
 
@@ -46,6 +40,6 @@ def test_no_other_module_changes_the_state_of_a_request() -> None:
         for path in files
         if path.name != "request_state.py"
         for node in changed(ast.parse(path.read_text(encoding="utf-8")))
-        if node.attr in FIELDS and ast.unparse(node) not in OTHERS
+        if node.attr in FIELDS and ast.unparse(node.value).split(".")[-1] not in OTHERS
     ]
     assert faults == []
