@@ -22,7 +22,7 @@ import mlx.core as mx
 from random_model import MIDDLING, QWEN3_06B, random_model
 
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.catalog.embedded import embedded
+from eagle_mlx.catalog import embedded
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.grouping import RoundReads
 from eagle_mlx.engine.kv_budget import size_of

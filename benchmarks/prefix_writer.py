@@ -27,7 +27,7 @@ import mlx.core as mx
 import numpy as np
 
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.catalog.embedded import embedded
+from eagle_mlx.catalog import embedded
 from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.engine.disk.database import BLOCK
 from eagle_mlx.engine.prefix_piece import Past, keys_of

@@ -27,7 +27,7 @@ import mlx.core as mx
 from step_costs import measure_costs, measure_rollback
 
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.catalog.embedded import embedded
+from eagle_mlx.catalog import embedded
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.prefill import PREFILL_CHUNK, Prefill
 from eagle_mlx.engine.prefix_piece import Past

@@ -28,7 +28,7 @@ from typing import Any
 
 import httpx
 
-from eagle_mlx.catalog.embedded import embedded
+from eagle_mlx.catalog import embedded
 from eagle_mlx.decoding.loops import LEAST_DISTINCT, is_loop
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, EagleError

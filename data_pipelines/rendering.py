@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from eagle_mlx.chat_tokenizer import template_args
 from eagle_mlx.errors import DataError
+from eagle_mlx.text import template_args
 
 from .conversation import Conversation, Message
 

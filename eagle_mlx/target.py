@@ -19,11 +19,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model
 
 from eagle_mlx import hub
-from eagle_mlx.chat_tokenizer import ChatTokenizer, template_args
 from eagle_mlx.cpu import use_shortcuts
 from eagle_mlx.errors import TargetError
 from eagle_mlx.hooks import CutNorm, Recording, RecordsOutput, bound_positions, hook, place_one_by_one, suit_attention
 from eagle_mlx.memory import free_memory, limit_mlx
+from eagle_mlx.text import ChatTokenizer, template_args
 
 # Where mlx-lm's architectures keep their parts, in the order in which they are looked for.
 _BACKBONES = ("model", "language_model.model", "model.language_model", "transformer", "backbone", "model.model")

@@ -1,8 +1,9 @@
-"""The text of tokens that keep coming: what it is, what can be shown already, and what must wait."""
+"""Tokens as text: what tokens that keep coming say so far, and a tokenizer whose chat template takes arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -130,3 +131,21 @@ class StopStrings:
             return text, None
         at, index = min(found)
         return text[:at], self.strings[index]
+
+
+class ChatTokenizer(TokenizerWrapper):
+    """mlx-lm's tokenizer, with arguments for its chat template: a call that renders a chat need not know them."""
+
+    def __init__(self, tokenizer: TokenizerWrapper, template_args: Mapping[str, Any]):
+        """`tokenizer` is given away: the two share all that they know."""
+        vars(self).update(vars(tokenizer))
+        self._template_args = dict(template_args)
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+        """As in mlx-lm: messages, `tokenize`, and what the template takes; text, or token ids."""
+        return super().apply_chat_template(*args, **{**self._template_args, **kwargs})
+
+
+def template_args(tokenizer: TokenizerWrapper | None) -> Mapping[str, Any]:
+    """What a tokenizer's chat template takes beside messages; empty where nothing was said."""
+    return tokenizer._template_args if isinstance(tokenizer, ChatTokenizer) else {}

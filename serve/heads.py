@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import names_of
 from eagle_mlx.catalog.head_registry import records, register
-from eagle_mlx.catalog.head_search import find_heads, where_mtp_layers_are
-from eagle_mlx.catalog.known_heads import KnownHead, known_heads, known_heads_for
+from eagle_mlx.catalog.head_search import KnownHead, find_heads, known_heads, known_heads_for, where_mtp_layers_are
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.formats.fields import read_config
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import mlx.core as mx
 import mlx.nn as nn
 
-from eagle_mlx.catalog.embedded import embedded
+from eagle_mlx.catalog import embedded
 from eagle_mlx.catalog.head_search import load_found
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.prior import Prior

@@ -171,7 +171,7 @@ def test_scripts_import_no_command_line() -> None:
         ("eagle_mlx/engine/engine.py", "from mlx_lm import models", "may touch"),
         ("train/step.py", "import mlx_lm.models.qwen3", "may touch"),
         ("eagle_mlx/decoding/sampling.py", "from eagle_mlx.cpu.fastmath import exp", "what its __init__ offers"),
-        ("train/step.py", "from eagle_mlx.cpu.flag import use_shortcuts", "what its __init__ offers"),
+        ("train/step.py", "from eagle_mlx.cpu.shortcuts import use_shortcuts", "what its __init__ offers"),
     ],
 )
 def test_a_breach_is_noticed(path: str, source: str, said: str) -> None:
@@ -188,7 +188,7 @@ def test_a_breach_is_noticed(path: str, source: str, said: str) -> None:
         ("eagle_mlx/cache/kinds.py", "from mlx_lm.models import cache"),
         ("eagle_mlx/engine/engine.py", "from .sampling import sample\nimport mlx_lm"),
         ("eagle_mlx/decoding/sampling.py", "from eagle_mlx.cpu import fastmath"),
-        ("eagle_mlx/cpu/streams.py", "from eagle_mlx.cpu.flag import use_shortcuts"),
+        ("eagle_mlx/cpu/fastmath.py", "from eagle_mlx.cpu.shortcuts import use_shortcuts"),
     ],
 )
 def test_what_is_allowed_is_not_a_breach(path: str, source: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle_mlx.catalog.embedded import is_embedded_target
+from eagle_mlx.catalog import is_embedded_target
 from eagle_mlx.catalog.head_registry import LEAST, register
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError

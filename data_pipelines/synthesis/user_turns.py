@@ -11,7 +11,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.errors import ConfigError, TargetError
-from eagle_mlx.yaml_files import read_yaml
+from eagle_mlx.files import read_yaml
 
 from ..conversation import Message
 

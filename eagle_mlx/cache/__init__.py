@@ -4,6 +4,17 @@ from eagle_mlx.cache.buffers import STEP
 from eagle_mlx.cache.full import RaggedKV
 from eagle_mlx.cache.kinds import check_cacheable, may_pad
 from eagle_mlx.cache.lengths import RowLengths, without_row
-from eagle_mlx.cache.ragged import RaggedCache, Saved
+from eagle_mlx.cache.ragged import CacheSize, KVPiece, RaggedCache, Saved
 
-__all__ = ["STEP", "RaggedCache", "RaggedKV", "RowLengths", "Saved", "check_cacheable", "may_pad", "without_row"]
+__all__ = [
+    "STEP",
+    "CacheSize",
+    "KVPiece",
+    "RaggedCache",
+    "RaggedKV",
+    "RowLengths",
+    "Saved",
+    "check_cacheable",
+    "may_pad",
+    "without_row",
+]

@@ -1,8 +1,8 @@
-"""The caches of a whole model for a batch of rows."""
+"""The caches of a whole model for a batch of rows, what they hold of some positions, and what they take of memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -10,16 +10,41 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from eagle_mlx.cache.buffers import copied
+from eagle_mlx.cache.buffers import copied, most_slots
 from eagle_mlx.cache.full import RaggedChunked, RaggedKV
 from eagle_mlx.cache.kinds import ragged
 from eagle_mlx.cache.lengths import Moves, RowLengths, SavedLengths
-from eagle_mlx.cache.pieces import KVPiece
 from eagle_mlx.cache.quantized import RaggedQuantized
 from eagle_mlx.cache.recurrent import RaggedList, RecurrentState
 from eagle_mlx.cache.window import RaggedWindow
 from eagle_mlx.decoding.tree import Branches
 from eagle_mlx.hooks import NotesCalls, hook
+
+
+@dataclass(frozen=True)
+class KVPiece:
+    """Keys and values of some positions of one row, of all layers that keep every position."""
+
+    layers: list[list[mx.array]]
+    """Layer by layer [1, heads, L, D], keys before values; empty for a layer that nothing was written to."""
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [x for layer in self.layers for x in layer]
+
+    def split(self, at: int) -> tuple[KVPiece, KVPiece]:
+        """The first `at` positions and the others. This piece is given away: at most one array is there twice."""
+        heads, tails = KVPiece([]), KVPiece([])
+        for layer in self.layers:
+            heads.layers.append([])
+            tails.layers.append([])
+            for index, x in enumerate(layer):
+                head, tail = copied(x[:, :, :at]), copied(x[:, :, at:])
+                mx.eval(head, tail)
+                layer[index] = head
+                heads.layers[-1].append(head)
+                tails.layers[-1].append(tail)
+        return heads, tails
 
 
 @dataclass(frozen=True)
@@ -221,3 +246,46 @@ class RaggedCache(Sequence[Any]):
     @property
     def recurrent_state(self) -> list[mx.array]:
         return [x for state in self.recurrent for x in state.state]
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """Bytes that the caches of a batch take, by its rows and the longest of them.
+
+    It is worked out from one row's caches, before there are others.
+    """
+
+    position: int = 0
+    """Of a row and position, over all layers of full attention."""
+    windows: tuple[tuple[int, int], ...] = ()
+    """For each layer that sees a window: its slots, and the bytes of a row and slot."""
+    row: int = 0
+    """Of a row, whatever its length: recurrent and convolutional states."""
+
+    @classmethod
+    def of(cls, cache: RaggedCache) -> CacheSize:
+        """Of caches of one row that has read something, or is about to: shapes are enough, nothing is computed."""
+        position, windows, row = 0, [], 0
+        for part in cache._parts():
+            if isinstance(part, RaggedWindow):
+                windows.append((part.ring, _slot_bytes(part.state)))
+            elif isinstance(part, (RaggedKV, RaggedQuantized)):
+                position += _slot_bytes(part.state)
+            else:
+                row += sum(x.nbytes for x in part.state)
+        return cls(position, tuple(windows), row)
+
+    def nbytes(self, rows: int, longest: int) -> int:
+        """The most that so many rows ever take, of which the longest has so many positions."""
+        if not rows:
+            return 0
+        windows = sum(most_slots(rows, min(longest, slots)) * each for slots, each in self.windows)
+        return most_slots(rows, longest) * self.position + windows + rows * self.row
+
+    def __add__(self, other: CacheSize) -> CacheSize:
+        return CacheSize(self.position + other.position, self.windows + other.windows, self.row + other.row)
+
+
+def _slot_bytes(buffers: Iterable[mx.array]) -> int:
+    """Of one slot of one row, over buffers [1, heads, capacity, D]."""
+    return sum(x.nbytes // x.shape[2] for x in buffers)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
+import yaml
+
 from eagle_mlx import formats, hub
-from eagle_mlx.catalog.base_model import names_of
-from eagle_mlx.catalog.embedded import embedded, is_embedded_target
+from eagle_mlx.catalog import embedded, is_embedded_target
+from eagle_mlx.catalog.base_model import names_of, same_model
 from eagle_mlx.catalog.head_registry import LEAST, HeadRecord, best_first, records_for
-from eagle_mlx.catalog.known_heads import known_heads_for
 from eagle_mlx.formats.fields import read_config
 from eagle_mlx.formats.load import check_fit
 from eagle_mlx.formats.mtp_source import has_mtp_layer, mtp_of_model, published_with_mtp
@@ -137,3 +139,45 @@ def _folders(target: str | Path, names: tuple[str, ...]) -> list[tuple[str, Path
         found = [(names[0], hub.cached(names[0]))]
     found += [(name, hub.cached(name)) for name in names[1:]]
     return [(name, folder) for name, folder in found if folder is not None and (folder / _CONFIG).is_file()]
+
+
+TABLE = Path(__file__).with_name("known_heads.yaml")
+UNKNOWN = "unknown"
+_NAMES = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1", "mtp": "MTP"}
+
+
+@dataclass(frozen=True)
+class KnownHead:
+    target: str
+    """Hub id of the model that it was trained for."""
+    head: str
+    """Its own hub id."""
+    kind: Literal["eagle3", "eagle", "mtp"]
+    licence: str
+    """As its page names it, or `UNKNOWN`."""
+    source: str
+    """Address of the page that says so."""
+    licence_from: str = ""
+    """Address of the page that names the licence."""
+
+    @property
+    def mode(self) -> Literal["eagle", "mtp"]:
+        """How it drafts, as `--spec-decode` calls it."""
+        return "mtp" if self.kind == "mtp" else "eagle"
+
+    def __str__(self) -> str:
+        return f"{self.head}, {_NAMES[self.kind]} for {self.target}, licence {self.licence}"
+
+
+@cache
+def known_heads() -> tuple[KnownHead, ...]:
+    """The table; of several heads for one target the first is the one to take."""
+    table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    sources = table["sources"]
+    rows = ((target, row) for target, rows in table["heads"].items() for row in rows)
+    return tuple(KnownHead(target, **{**row, "source": sources[row["source"]]}) for target, row in rows)
+
+
+def known_heads_for(names: tuple[str, ...]) -> list[KnownHead]:
+    """Those for a target that goes by any of these names, in the order of the table."""
+    return [known for known in known_heads() if any(same_model(name, known.target) for name in names)]

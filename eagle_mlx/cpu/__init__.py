@@ -12,15 +12,14 @@ from eagle_mlx.cpu import blas
 blas.activate()  # before anything imports MLX
 
 from eagle_mlx.cpu import fastmath  # noqa: E402
-from eagle_mlx.cpu.flag import use_shortcuts, without_shortcuts  # noqa: E402
+from eagle_mlx.cpu.blas import blas_threads, one_blas_thread, set_blas_threads  # noqa: E402
 from eagle_mlx.cpu.rope_cache import RopeCache  # noqa: E402
-from eagle_mlx.cpu.streams import (  # noqa: E402
-    blas_threads,
+from eagle_mlx.cpu.shortcuts import (  # noqa: E402
     default_streams,
     make_streams,
-    one_blas_thread,
-    set_blas_threads,
     tune_process,
+    use_shortcuts,
+    without_shortcuts,
 )
 
 __all__ = [

@@ -1,12 +1,15 @@
-"""On Linux, a fast BLAS before MLX is loaded: the wheel's own is about 40 times slower."""
+"""On Linux, a fast BLAS before MLX is loaded: the wheel's own is about 40 times slower. And its threads."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
+import functools
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -90,3 +93,34 @@ def _provider() -> str | None:
     if not dladdr(symbol, ctypes.byref(info)) or not info.file:
         return None
     return os.fsdecode(info.file)
+
+
+@contextlib.contextmanager
+def one_blas_thread(wanted: bool) -> Iterator[None]:
+    """OpenBLAS on one thread within the block, as streams side by side want it; nothing happens with another BLAS."""
+    before = blas_threads()
+    if wanted:
+        set_blas_threads(1)
+    try:
+        yield
+    finally:
+        set_blas_threads(before)
+
+
+def blas_threads() -> int:
+    """Threads of OpenBLAS; 0 with another BLAS. A product's last bits depend on them."""
+    openblas = _openblas()
+    return int(openblas.openblas_get_num_threads()) if openblas else 0
+
+
+def set_blas_threads(count: int) -> None:
+    """Set what `blas_threads` tells."""
+    openblas = _openblas()
+    if openblas and count:
+        openblas.openblas_set_num_threads(count)
+
+
+@functools.cache
+def _openblas() -> ctypes.CDLL | None:
+    library = activate()
+    return ctypes.CDLL(library.path) if library.kind == "openblas" else None

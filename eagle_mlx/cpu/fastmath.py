@@ -6,7 +6,7 @@ import math
 
 import mlx.core as mx
 
-from eagle_mlx.cpu.flag import use_shortcuts
+from eagle_mlx.cpu.shortcuts import use_shortcuts
 
 # On two cores, [2048, 768] float32: exp 8.5 ns an element, sigmoid 13.3, softmax 9.1; power(e, x) 2.9, a sum or a
 # product 0.1 to 0.4. A GPU fuses the library's forms better than these, so they are used on the CPU only.

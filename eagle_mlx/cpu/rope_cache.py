@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from eagle_mlx.cpu.flag import use_shortcuts
+from eagle_mlx.cpu.shortcuts import use_shortcuts
 
 Rotary = Callable[[mx.array, mx.array], mx.array]
 """Inputs [N, H, 1, D] and a position [N] int32 for each of them -> turned, of the same shape."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from eagle_mlx.cache.size import CacheSize
+from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.proposers.base import HasWeights, Proposer
 from eagle_mlx.target import Target
 

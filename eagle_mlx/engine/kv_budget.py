@@ -8,7 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.cache.size import CacheSize
+from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.engine.grouping import GROUPS, by_reach
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.memory import gb

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.cache.pieces import KVPiece
+from eagle_mlx.cache.ragged import KVPiece
 from eagle_mlx.engine.prefix_tree import Keys
 from eagle_mlx.proposers.base import Separable, StatePiece
 

@@ -13,7 +13,7 @@ from typing import Protocol, Self, runtime_checkable
 
 import mlx.core as mx
 
-from eagle_mlx.cache.size import CacheSize
+from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.plan import Abilities, Plan

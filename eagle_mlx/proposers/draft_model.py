@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, check_cacheable
-from eagle_mlx.cache.size import CacheSize
+from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import TargetError

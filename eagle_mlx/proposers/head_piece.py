@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from eagle_mlx.cache.pieces import KVPiece
+from eagle_mlx.cache.ragged import KVPiece
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 from eagle_mlx.ranks.channel import TIMEOUT, Channel, RankStatus
 from eagle_mlx.ranks.follower import follow
 from eagle_mlx.ranks.leader import LeadingTarget
-from eagle_mlx.ranks.load import load_over_ranks
-from eagle_mlx.ranks.shard import shard_layers, shard_tensors
+from eagle_mlx.ranks.load import load_over_ranks, shard_layers, shard_tensors
 from eagle_mlx.ranks.world import World
 
 __all__ = [

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -21,6 +22,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from eagle_mlx.decoding.tree import Branches
 from eagle_mlx.errors import RanksError
 from eagle_mlx.ranks.world import World
 
@@ -39,6 +41,10 @@ REST = 0.02
 """Seconds that all ranks sleep between two messages while there is nothing to do: MLX waits without resting.
 
 The first token behind a pause comes so much later at most."""
+
+
+_KINDS = {"int32": mx.int32, "bool": mx.bool_, "float32": mx.float32}
+"""Types of the arrays that go with messages."""
 
 
 class State(IntEnum):
@@ -103,11 +109,11 @@ class Channel:
         """Tell the others something, plain values as JSON has them. Raises RanksError where they are gone."""
         with self._lock:
             self._said = monotonic()
-            self._exchange(json.dumps(message, separators=(",", ":")).encode())
+            self.exchange(json.dumps(message, separators=(",", ":")).encode())
 
     def receive(self) -> Any:
         """What rank 0 says next; None where it only says that it is there, behind which nothing comes for `REST`."""
-        text = self._exchange(b"")
+        text = self.exchange(b"")
         if text:
             return json.loads(text)
         sleep(REST)
@@ -116,7 +122,7 @@ class Channel:
     def check(self) -> None:
         """Raise RanksError where the others are gone."""
         with self._lock:
-            self._exchange(b"")
+            self.exchange(b"")
 
     @property
     def closed(self) -> bool:
@@ -127,7 +133,7 @@ class Channel:
         """There will be no more messages."""
         self._ended.set()
 
-    def _exchange(self, text: bytes) -> bytes:
+    def exchange(self, text: bytes) -> bytes:
         """One message; rank 0 gives its text, and every rank gets it."""
         if self.lost is not None:
             raise RanksError(self.lost)
@@ -196,7 +202,7 @@ class Channel:
                 if not idle:
                     continue
                 try:
-                    self._exchange(b"")
+                    self.exchange(b"")
                 except RanksError as e:
                     self._lose(str(e))
                     return
@@ -227,3 +233,45 @@ def end_process(reason: str) -> None:
 
 def _stop_process() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def encode(value: Any) -> Any:
+    """An argument as JSON has it: numbers, lists of them, arrays, what a tree is read by, and objects by their numbers.
+
+    An array that has not been computed is waited for.
+    """
+    if isinstance(value, mx.array):
+        return _encode_array(value)
+    if isinstance(value, Branches):
+        return {"seen": encode(value.seen), "depths": encode(value.depths)}
+    if isinstance(value, list | tuple):
+        return [encode(each) for each in value]
+    return {"number": value.number} if hasattr(value, "number") else value
+
+
+def decode(value: Any, named: Callable[[int], Any]) -> Any:
+    """The argument that `encode` made this of; `named` gives an object by its number."""
+    if isinstance(value, list):
+        return [decode(each, named) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "number" in value:
+        return named(value["number"])
+    if "seen" in value:
+        return Branches(decode(value["seen"], named), decode(value["depths"], named))
+    return _decode_array(value)
+
+
+def _encode_array(array: mx.array) -> dict[str, Any]:
+    values = np.array(array)
+    packed = np.packbits(values) if values.dtype == np.bool_ else values
+    return {"array": b64encode(packed.tobytes()).decode(), "shape": list(values.shape), "type": str(values.dtype)}
+
+
+def _decode_array(value: dict[str, Any]) -> mx.array:
+    data, shape, kind = b64decode(value["array"]), value["shape"], value["type"]
+    if kind == "bool":
+        values = np.unpackbits(np.frombuffer(data, np.uint8), count=int(np.prod(shape))).astype(np.bool_)
+    else:
+        values = np.frombuffer(data, kind)
+    return mx.array(values.reshape(shape), _KINDS[kind])

@@ -11,9 +11,8 @@ import numpy as np
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.errors import RanksError
 from eagle_mlx.memory import FreedBuffers
-from eagle_mlx.ranks.calls import CACHE_CALLS, PIECE_CALLS, decode
-from eagle_mlx.ranks.channel import Channel, State
-from eagle_mlx.ranks.leader import lengths_of, size_of
+from eagle_mlx.ranks.channel import Channel, State, decode
+from eagle_mlx.ranks.leader import CACHE_CALLS, PIECE_CALLS, lengths_of, size_of
 from eagle_mlx.target import Target
 
 _ROUNDING = 0.05

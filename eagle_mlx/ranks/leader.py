@@ -14,11 +14,18 @@ import mlx.core as mx
 import numpy as np
 
 from eagle_mlx.cache import RaggedCache, Saved
-from eagle_mlx.cache.pieces import KVPiece
+from eagle_mlx.cache.ragged import KVPiece
 from eagle_mlx.errors import RanksError, TargetError
-from eagle_mlx.ranks.calls import CACHE_CALLS, PIECE_CALLS, encode
-from eagle_mlx.ranks.channel import Channel, end_process
+from eagle_mlx.ranks.channel import Channel, encode, end_process
 from eagle_mlx.target import Forward, Target
+
+CACHE_CALLS = (
+    *("expect", "branch", "advance", "advance_some", "put_back", "keep", "sync", "save", "restore"),
+    *("compact", "zero", "append", "remove", "fork", "piece", "outline", "joined"),
+)
+"""What changes a RaggedCache, or makes something of one."""
+PIECE_CALLS = ("split",)
+"""The same of a KVPiece."""
 
 
 class Calls:

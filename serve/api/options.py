@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 from eagle_mlx import hub
 from eagle_mlx.errors import ConfigError, EagleError
+from eagle_mlx.files import read_yaml
 from eagle_mlx.target_options import add_target_arguments, options_of
-from eagle_mlx.yaml_files import read_yaml
 
 from ..chat import Volatile
 from ..memory import add_kv_gb, add_prefill_chunk, add_prefill_ms, bytes_of, prefill_chunk_of, prefill_ms_of

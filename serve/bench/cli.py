@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 from eagle_mlx import hub
-from eagle_mlx.catalog.embedded import embedded
+from eagle_mlx.catalog import embedded
 from eagle_mlx.cpu import blas
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.extras import require

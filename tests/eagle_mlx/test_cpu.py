@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from eagle_mlx.cpu import default_streams, fastmath, flag, use_shortcuts, without_shortcuts
+from eagle_mlx.cpu import default_streams, fastmath, shortcuts, use_shortcuts, without_shortcuts
 from eagle_mlx.heads.layers import Attention
 from eagle_mlx.target import compute_dtype
 from tests.fakes import tiny_head, tiny_target
@@ -39,10 +39,10 @@ def test_the_environment_switches_shortcuts_off(
 ) -> None:
     """By what the module reads when it is loaded."""
     if setting is None:
-        monkeypatch.delenv(flag.ENVIRONMENT, raising=False)
+        monkeypatch.delenv(shortcuts.ENVIRONMENT, raising=False)
     else:
-        monkeypatch.setenv(flag.ENVIRONMENT, setting)
-    assert runpy.run_path(flag.__file__)["use_shortcuts"]() == expected
+        monkeypatch.setenv(shortcuts.ENVIRONMENT, setting)
+    assert runpy.run_path(shortcuts.__file__)["use_shortcuts"]() == expected
 
 
 @on_a_cpu

@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 
 import eagle_mlx as em
-from eagle_mlx.catalog import head_registry, known_heads
-from eagle_mlx.catalog.embedded import embedded
+from eagle_mlx.catalog import embedded, head_registry
 from eagle_mlx.catalog.head_registry import records, register
-from eagle_mlx.catalog.head_search import find_heads, load_found, where_mtp_layers_are
-from eagle_mlx.catalog.known_heads import known_heads_for
+from eagle_mlx.catalog.head_search import (
+    UNKNOWN,
+    find_heads,
+    known_heads,
+    known_heads_for,
+    load_found,
+    where_mtp_layers_are,
+)
 from eagle_mlx.errors import EagleError
 from eagle_mlx.formats import save_eagle3
 from eagle_mlx.heads.mtp import MTPHead
@@ -38,14 +43,14 @@ def head_folder(path: Path, seed: int = 0) -> Path:
 
 
 def test_every_entry_of_the_table_says_where_it_was_read() -> None:
-    found = known_heads.known_heads()
+    found = known_heads()
     assert len(found) > 50
     for one in found:
         assert full_id(one.target)
         assert full_id(one.head)
         assert one.kind in ("eagle3", "eagle", "mtp")
         assert one.source.startswith("https://")
-        assert bool(one.licence_from) == (one.licence != known_heads.UNKNOWN), one.head
+        assert bool(one.licence_from) == (one.licence != UNKNOWN), one.head
     assert len({(one.target, one.head) for one in found}) == len(found)
 
 

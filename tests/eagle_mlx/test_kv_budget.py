@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.cache.size import CacheSize
+from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.engine.admission import Admission
 from eagle_mlx.engine.kv_budget import KVBudget, size_of
 from eagle_mlx.engine.request_queue import MOST_SKIPS

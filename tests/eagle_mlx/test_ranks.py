@@ -7,7 +7,9 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -18,17 +20,17 @@ import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.decoding.tree import Tree
 from eagle_mlx.errors import ConfigError, TargetError
-from eagle_mlx.ranks.calls import CACHE_CALLS, decode, encode
-from eagle_mlx.ranks.leader import LeadingTarget
-from eagle_mlx.ranks.load import _check_readable
-from eagle_mlx.ranks.shard import shard_layers, shard_tensors
+from eagle_mlx.ranks import shard_layers, shard_tensors
+from eagle_mlx.ranks.channel import decode, encode
+from eagle_mlx.ranks.leader import CACHE_CALLS, LeadingTarget
+from eagle_mlx.ranks.load import check_readable
 from eagle_mlx.target import Target, digest_of, fingerprint, load_target, nbytes_of
 from eagle_mlx.target_options import TargetOptions
 from eagle_mlx.train.config import TrainConfig
 from tests.architectures import tiny_model
 from tests.eagle_mlx.rank_worker import Fault
 from tests.fakes import tiny_adapters, tiny_head, tiny_target, tiny_target_folder
-from tests.full import in_full, in_turn
+from tests.full import in_full
 from tests.processes import MPI, ended, needs_mpi, needs_ring, printed, printed_over_mpi, start
 from tests.serve.api.given import HEAD, TARGET
 from tests.serve.api.over_ranks import RANKS
@@ -47,9 +49,42 @@ PIPELINES = (
 """Those whose layers are compared on several ranks."""
 
 
-def rank_zero(count: int, folder: Path, *arguments: str, seconds: float = 300) -> Any:
-    """What rank 0 has found."""
-    return json.loads(printed(count, folder, WORKER, *arguments, seconds=seconds)[0].splitlines()[-1])
+EVERY_WAY = [
+    (2, "every_way tensor qwen3"),
+    (2, "every_way pipeline qwen2"),
+    *in_full(
+        [(3, "every_way tensor qwen3"), (3, "every_way pipeline qwen2"), (3, "every_way pipeline ministral3")], []
+    ),
+]
+ARCHITECTURES = [
+    (2, f"architectures tensor {' '.join(in_full(DIVIDED, DIVIDED[1:3]))}"),
+    (2, f"architectures pipeline {' '.join(in_full(PIPELINES, PIPELINES[1:3]))}"),
+    (3, "architectures tensor llama"),
+]
+LIVES = [
+    (2, "life tensor qwen3 8"),
+    (2, "life pipeline qwen3_5"),
+    *in_full(
+        [
+            (3, "life tensor llama"),
+            (2, "life tensor qwen3_5"),
+            (2, "life tensor gpt_oss"),
+            (2, "life pipeline qwen3_moe 8"),
+            (3, "life pipeline ministral3"),
+        ],
+        [],
+    ),
+]
+IDLE = (2, "idle")
+
+
+@cache
+def ranks(count: int) -> list[dict[str, Any]]:
+    """What each of so many ranks has found in all of the cases above: they are started once."""
+    cases = [case for number, case in [*EVERY_WAY, *ARCHITECTURES, *LIVES, IDLE] if number == count]
+    with TemporaryDirectory() as folder:
+        said = printed(count, Path(folder), WORKER, *cases, seconds=in_full(3600, 600))
+    return [json.loads(out.splitlines()[-1]) for out in said]
 
 
 def check(compared: list[int], drafted: bool = True) -> None:
@@ -60,18 +95,11 @@ def check(compared: list[int], drafted: bool = True) -> None:
 
 
 @needs_ring
-@pytest.mark.parametrize(
-    ("count", "shard", "name"),
-    [
-        (2, "tensor", "qwen3"),
-        (2, "pipeline", "qwen2"),
-        *in_full([(3, "tensor", "qwen3"), (3, "pipeline", "qwen2"), (3, "pipeline", "ministral3")], []),
-    ],
-)
-def test_every_way_to_decode_gives_the_text_of_one_process(count: int, shard: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "case"), EVERY_WAY)
+def test_every_way_to_decode_gives_the_text_of_one_process(count: int, case: str) -> None:
     """Greedy and seeded, one row and four: plain, chains, trees and early exits."""
-    found = rank_zero(count, tmp_path, "every_way", shard, name, seconds=900)
-    assert len(found) == in_full(16, 8) * (4 if shard == "tensor" else 3) // 4
+    found = ranks(count)[0][case]
+    assert len(found) == in_full(16, 8) * (4 if "tensor" in case else 3) // 4
     for name, compared in found.items():
         check(compared, drafted="depth=0" not in name)
 
@@ -81,19 +109,17 @@ def test_every_way_to_decode_gives_the_text_of_one_process(count: int, shard: st
 def test_messages_over_mpi_give_the_same_text(count: int, shard: str) -> None:
     """What carries the messages is MLX's affair: nothing here knows of rings."""
     model = "qwen3" if shard == "tensor" else "qwen2"
-    found = json.loads(printed_over_mpi(count, WORKER, "every_way", shard, model, seconds=900))
+    case = f"every_way {shard} {model}"
+    found = json.loads(printed_over_mpi(count, WORKER, case, seconds=900))[case]
     for name, compared in found.items():
         check(compared, drafted="depth=0" not in name)
 
 
 @needs_ring
-@pytest.mark.parametrize(("shard", "known", "fewer"), [("tensor", DIVIDED, 3), ("pipeline", PIPELINES, 4)])
-def test_architectures_give_the_text_of_one_process(
-    shard: str, known: tuple[str, ...], fewer: int, tmp_path: Path
-) -> None:
-    names = in_full(known, known[:fewer])
-    found = rank_zero(2, tmp_path, "architectures", shard, *names, seconds=in_full(300, 60) * len(names))
-    for name in names:
+@pytest.mark.parametrize(("count", "case"), ARCHITECTURES)
+def test_architectures_give_the_text_of_one_process(count: int, case: str) -> None:
+    found = ranks(count)[0][case]
+    for name in case.split(" ")[2:]:
         assert isinstance(found[name], dict), found[name]
         for compared in found[name].values():
             check(compared)
@@ -104,33 +130,21 @@ def test_architectures_give_the_text_of_one_process(
 @pytest.mark.skipif(TARGET is None, reason="for a target that is named: tests/clients/README.md")
 def test_a_target_that_is_named_gives_the_text_of_one_process(tmp_path: Path) -> None:
     """EAGLE_TEST_TARGET and EAGLE_TEST_HEAD over EAGLE_TEST_RANKS processes."""
-    case = ("given", str(TARGET), str(HEAD))
+    case = f"given {TARGET} {HEAD}"
     if MPI:
-        found = json.loads(printed_over_mpi(RANKS, WORKER, *case, seconds=3600))
+        said = printed_over_mpi(RANKS, WORKER, case, seconds=3600)
     else:
-        found = rank_zero(RANKS, tmp_path, *case, seconds=3600)
+        said = printed(RANKS, tmp_path, WORKER, case, seconds=3600)[0].splitlines()[-1]
+    found = json.loads(said)[case]
     print(json.dumps(found, indent=1))
     assert all(different == 0 for _, _, different, _ in found.values())
     assert all(identical >= 36 for identical, *_ in found.values())
 
 
 @needs_ring
-@pytest.mark.parametrize(
-    ("count", "arguments"),
-    in_turn(
-        [
-            (3, ["tensor", "llama"]),
-            (2, ["tensor", "qwen3_5"]),
-            (2, ["tensor", "qwen3", "8"]),
-            (2, ["tensor", "gpt_oss"]),
-            (2, ["pipeline", "qwen3_moe", "8"]),
-            (2, ["pipeline", "qwen3_5"]),
-            (3, ["pipeline", "ministral3"]),
-        ]
-    ),
-)
-def test_requests_come_and_go_with_a_prefix_cache(count: int, arguments: list[str], tmp_path: Path) -> None:
-    found = rank_zero(count, tmp_path, "life", *arguments)
+@pytest.mark.parametrize(("count", "case"), LIVES)
+def test_requests_come_and_go_with_a_prefix_cache(count: int, case: str) -> None:
+    found = ranks(count)[0][case]
     for identical, _, different in found["equal"]:
         assert different == 0
         assert identical > 2
@@ -149,16 +163,16 @@ def test_a_rank_that_has_come_to_other_numbers_ends_the_run(tmp_path: Path) -> N
 
 
 @needs_ring
-def test_ranks_rest_while_there_is_nothing_to_do(tmp_path: Path) -> None:
+def test_ranks_rest_while_there_is_nothing_to_do() -> None:
     """MLX waits for a message without resting, which took a core of each machine."""
-    followed = json.loads(printed(2, tmp_path, WORKER, "idle")[1].splitlines()[-1])
-    assert followed["worked"] < 0.3
+    count, case = IDLE
+    assert ranks(count)[1][case]["worked"] < 0.3
 
 
 TIMEOUT = 8.0
 FAULTS = in_full([(seed, "tensor") for seed in range(200)], [(2, "tensor"), (13, "tensor")])
 """Seeds. Of those of `make test`, one kills rank 0 of two, and one stops rank 1 of three."""
-PIPELINE_FAULTS = in_full([(seed, "pipeline") for seed in range(40)], [(2, "pipeline")])
+PIPELINE_FAULTS = in_full([(seed, "pipeline") for seed in range(40)], [])
 
 
 @needs_ring
@@ -167,7 +181,7 @@ def test_all_ranks_end_where_one_is_gone(seed: int, shard: str, tmp_path: Path) 
     """Killed, stopped, ended, or only late: no text is wrong, and nobody waits for ever."""
     count = 2 + seed % 2
     fault = Fault.drawn(seed, count)
-    processes = start(count, tmp_path, WORKER, "faulty", str(seed), str(TIMEOUT), shard)
+    processes = start(count, tmp_path, WORKER, f"faulty {seed} {TIMEOUT} {shard}")
     left = [process for rank, process in enumerate(processes) if rank != fault.rank or fault.how != "stop"]
     try:
         found = [process.communicate(timeout=90) for process in left]
@@ -299,9 +313,9 @@ def test_a_part_of_a_target_has_the_fingerprint_of_the_whole(tmp_path: Path) -> 
 
 
 def test_outputs_of_layers_must_be_readable() -> None:
-    _check_readable(Target(tiny_model("llama")))
+    check_readable(Target(tiny_model("llama")))
     with pytest.raises(TargetError, match="models of type iquestloopcoder cannot be sharded"):
-        _check_readable(Target(tiny_model("iquestloopcoder")))
+        check_readable(Target(tiny_model("iquestloopcoder")))
 
 
 class Group:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import eagle_mlx as em
-from eagle_mlx.catalog.embedded import embedded
+from eagle_mlx.catalog import embedded
 from eagle_mlx.extras import EXTRAS
 from eagle_mlx.serve.api import cli
 from eagle_mlx.serve.api.loader import LoadConfig, load

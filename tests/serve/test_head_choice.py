@@ -10,9 +10,9 @@ from huggingface_hub import constants
 
 import eagle_mlx as em
 from eagle_mlx import hub
-from eagle_mlx.catalog import known_heads
+from eagle_mlx.catalog import head_search
 from eagle_mlx.catalog.head_registry import records, register
-from eagle_mlx.catalog.known_heads import KnownHead
+from eagle_mlx.catalog.head_search import KnownHead
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats import save_eagle3
 from eagle_mlx.proposers.hybrid import model_of
@@ -32,7 +32,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A registry of its own, and one published head, for the tiny target."""
     monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "registry"))
     known = (KnownHead(TARGET, HEAD, "eagle3", "mit", "https://example.org/table"),)
-    monkeypatch.setattr(known_heads, "known_heads", lambda: known)
+    monkeypatch.setattr(head_search, "known_heads", lambda: known)
     monkeypatch.setattr("eagle_mlx.serve.heads.known_heads", lambda: known)
 
 

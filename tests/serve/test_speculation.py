@@ -13,7 +13,7 @@ import mlx.nn as nn
 import pytest
 
 import eagle_mlx as em
-from eagle_mlx.catalog.embedded import embedded
+from eagle_mlx.catalog import embedded
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.formats import save_eagle3, save_mtp
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, ThroughputPolicy

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.yaml_files import read_yaml
+from eagle_mlx.files import read_yaml
 
 from .groups import TrainConfig, find
 

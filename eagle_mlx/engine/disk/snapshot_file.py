@@ -18,7 +18,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.cache.pieces import KVPiece
+from eagle_mlx.cache.ragged import KVPiece
 from eagle_mlx.engine.prefix_piece import PrefixPiece
 from eagle_mlx.proposers.head_piece import Gap, HeadPiece, gaps_between, joined_gaps, slots_before
 
