@@ -7,16 +7,16 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice
 from pathlib import Path
-from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread
 from eagle_mlx.errors import TargetError
+from eagle_mlx.hidden_states import Example, HiddenStates, in_16_bits, read_states
 from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.progress import progress_bar
-from eagle_mlx.shards import MANIFEST, Sample, ShardFile, ShardMeta, ShardRepair, ShardWriter
+from eagle_mlx.shards import ShardMeta, ShardWriter
 from eagle_mlx.target import Target, fingerprint
 
 TokensAndMask = tuple[Sequence[int], Sequence[int]]
@@ -32,7 +32,7 @@ def capture(
     samples: Iterable[TokensAndMask],
     batch_tokens: int = 2048,
     progress: bool = False,
-) -> Iterator[Sample]:
+) -> Iterator[Example]:
     """Yield each conversation with the outputs of `aux_layers` and of the last layer (before the final norm).
 
     Conversations of like length go through the target together, right-padded and without a cache, `batch_tokens`
@@ -48,16 +48,14 @@ def capture(
 
 def capture_batches(
     target: Target, aux_layers: Sequence[int], batches: Iterable[list[TokensAndMask]]
-) -> Iterator[Sample]:
+) -> Iterator[Example]:
     """`capture` of batches already made, in their order. A batch comes out the same whatever goes before and after it.
 
     Raises TargetError where the target's hidden states are no numbers.
     """
-    layers = (*aux_layers, target.num_layers - 1)
-    split = target.hidden_size * len(aux_layers)
     streams = make_streams(default_streams())
     for group in _groups(iter(batches), len(streams)):
-        hidden = _hidden_states(target, layers, group, streams)
+        hidden = _hidden_states(target, aux_layers, group, streams)
         for (tokens, mask), states in zip(chain.from_iterable(group), chain.from_iterable(hidden), strict=True):
             states = states[: len(tokens)]
             if np.isnan(states).any():
@@ -65,8 +63,7 @@ def capture_batches(
                     f"{target.name} gives hidden states that are no numbers, for a conversation of {len(tokens)} "
                     "tokens; its weights are damaged, or its type is too narrow for it: load it in float32"
                 )
-            aux, last = states[:, :split].copy(), states[:, split:].copy()
-            yield Sample(np.array(tokens, np.int32), np.array(mask, np.uint8), aux, last)
+            yield Example.of(tokens, mask, HiddenStates.split(aux_layers, states))
 
 
 def make_batches(samples: Iterable[TokensAndMask], batch_tokens: int) -> Iterator[list[TokensAndMask]]:
@@ -88,32 +85,22 @@ def _groups(batches: Iterator[list[TokensAndMask]], size: int) -> Iterator[list[
 
 
 def _hidden_states(
-    target: Target, layers: Sequence[int], group: Sequence[list[TokensAndMask]], streams: Sequence[mx.Stream]
+    target: Target, aux_layers: Sequence[int], group: Sequence[list[TokensAndMask]], streams: Sequence[mx.Stream]
 ) -> list[np.ndarray]:
-    """Hidden states of n layers side by side, float16 [B, L, n * H], for each batch; one stream for each."""
-    limit = float(np.finfo(np.float16).max)
+    """Whole hidden states in 16 bits, [B, L, (n + 1) * H], for each batch; one stream for each."""
     states = []
     for batch, stream in zip(group, streams, strict=False):
         padded = np.zeros((len(batch), max(len(tokens) for tokens, _ in batch)), np.int32)
         for row, (tokens, _) in enumerate(batch):
             padded[row, : len(tokens)] = tokens
         with mx.stream(stream):
-            hidden = mx.concatenate(list(target.forward(mx.array(padded), aux_layers=layers).aux), axis=-1)
-            states.append(mx.clip(hidden, -limit, limit).astype(mx.float16))
+            states.append(in_16_bits(read_states(target, mx.array(padded), aux_layers)))
     with one_blas_thread(len(streams) > 1):
         mx.eval(states)
     found = [np.array(state) for state in states]
-    del hidden, states
+    del states
     FreedBuffers().after_chunk()
     return found
-
-
-class Shards(Protocol):
-    """What ShardWriter and ShardRepair have in common."""
-
-    files: dict[int, ShardFile]
-
-    def write(self, index: int, samples: Sequence[Sample]) -> None: ...
 
 
 class ShardCapture:
@@ -150,21 +137,21 @@ class ShardCapture:
 
     def open(
         self, folder: str | Path, overwrite: bool = False, resume: bool = False, command: Sequence[str] = ()
-    ) -> ShardWriter | ShardRepair:
+    ) -> ShardWriter:
         """Where the shards go, to be entered with `with`; it knows those that are whole already.
 
         An unfinished capture made from the same continues. With `resume` a finished folder is repaired: what is damaged
         is set aside. `command` is kept in the manifest.
         """
-        if resume and (Path(folder) / MANIFEST).exists():
-            return ShardRepair(folder, self.made_from)
-        return ShardWriter(folder, self.meta, overwrite=overwrite, made_from=self.made_from, command=command)
+        return ShardWriter(
+            folder, self.meta, overwrite=overwrite, made_from=self.made_from, command=command, resume=resume
+        )
 
     def __len__(self) -> int:
         """Shards in all."""
         return len(self._bounds)
 
-    def missing(self, shards: Shards) -> list[int]:
+    def missing(self, shards: ShardWriter) -> list[int]:
         """The shards that are still to be captured."""
         return [index for index in range(len(self)) if index not in shards.files]
 
@@ -172,7 +159,7 @@ class ShardCapture:
         """Tokens of these shards, or of all."""
         return sum(self._tokens) if indexes is None else sum(self._tokens[index] for index in indexes)
 
-    def run(self, shards: Shards, progress: bool = False) -> None:
+    def run(self, shards: ShardWriter, progress: bool = False) -> None:
         """Capture what is missing. Raises OutputError where the disk refuses; what was written stays."""
         missing, total = self.missing(shards), self.tokens()
         done = total - self.tokens(missing)
@@ -189,7 +176,7 @@ class ShardCapture:
                         bar.update(len(sample.tokens))
                     shards.write(index, gathered)
 
-    def _capture(self, start: int, stop: int) -> Iterator[Sample]:
+    def _capture(self, start: int, stop: int) -> Iterator[Example]:
         """The samples from `start` on, in the order of capture, computed in the batches that they always come in."""
         first, last = (bisect_right(self._starts, number) - 1 for number in (start, stop - 1))
         samples = capture_batches(self.target, self.aux_layers, self._batches[first : last + 1])

@@ -16,7 +16,7 @@ from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError, DataError, EagleError, OutputError, ShardError
 from eagle_mlx.files import check_free, locked
 from eagle_mlx.progress import counted
-from eagle_mlx.shards import BITS, ShardReader, ShardRepair, bytes_per_token, unfinished_folder
+from eagle_mlx.shards import BITS, ShardReader, bytes_per_token, unfinished_folder
 from eagle_mlx.target_options import options_of
 
 from . import inspect_command, make_command, regenerate_command
@@ -132,7 +132,7 @@ def collect(args: argparse.Namespace) -> None:
     plan = ShardCapture(target, aux_layers, samples, args.bits, args.batch_tokens)
     with plan.open(args.output, args.overwrite, args.resume, args.given) as shards:
         missing = plan.missing(shards)
-        for fault in shards.faults if isinstance(shards, ShardRepair) else ():
+        for fault in shards.faults:
             print(f"{fault}; it is captured again")
         if shards.files:
             print(f"{len(shards.files):,} of {len(plan):,} shards are whole and stay as they are")

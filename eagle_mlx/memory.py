@@ -127,7 +127,7 @@ def device_memory(info: Mapping[str, str | int]) -> int | None:
     return next((int(info[name]) for name in names if name in info), None)
 
 
-def gb(count: int) -> str:
+def gb(count: float) -> str:
     """So many bytes for people, in units of 10⁹ or 10⁶."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 

@@ -24,9 +24,9 @@ from eagle_mlx.errors import EagleError
 from eagle_mlx.files import new_folder
 from eagle_mlx.formats import load_head
 from eagle_mlx.formats.tensors import weights_of
+from eagle_mlx.hidden_states import Example
 from eagle_mlx.machine import describe
 from eagle_mlx.serve.prompts import encode, read_prompts
-from eagle_mlx.shards import Sample
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.data import Batches, InMemory, TrainData, training_data
@@ -72,11 +72,12 @@ def data_of(kind: str, captured: TrainData, target: Target) -> TrainData:
     if kind == "eagle3":
         return captured
     samples = captured.samples
-    narrow: list[Sample] = []
+    narrow: list[Example] = []
     for index in range(len(samples.lengths)):
         sample = samples[index]
-        assert isinstance(sample, Sample)
-        narrow.append(dataclasses.replace(sample, aux=sample.aux[:, :0]))
+        assert sample.states is not None
+        states = sample.states.of_layers((), target.num_layers - 1)
+        narrow.append(dataclasses.replace(sample, states=states))
     report = {**captured.report, "draft_vocab": target.vocab_size, "draft_vocab_coverage": 1.0}
     return TrainData(InMemory(narrow), (), None, report)
 

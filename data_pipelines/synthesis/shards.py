@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 
 from eagle_mlx.errors import OutputError
 from eagle_mlx.files import PART
-from eagle_mlx.shards import MANIFEST, Sample, ShardMeta, ShardReader, ShardWriter
+from eagle_mlx.hidden_states import Example
+from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, ShardWriter
 from eagle_mlx.shards.format import SUFFIX, decode, encode
 
 TOKENS_PER_SHARD = 4096
@@ -65,7 +66,7 @@ class ShardPlan:
 
 
 class MadeShards(ShardPlan):
-    """Samples on their way into shards.
+    """Examples on their way into shards.
 
     A sample waits in a file of its own until its shard is full; whoever goes on after an interruption finds it there.
     """
@@ -90,7 +91,7 @@ class MadeShards(ShardPlan):
         except (OSError, SafetensorError):
             return False
 
-    def keep(self, number: int, sample: Sample) -> None:
+    def keep(self, number: int, sample: Example) -> None:
         """Keep a sample until its shard is full, or `drop`. Raises OutputError where the disk refuses."""
         path = self._file(number)
         part = path.with_name(path.name + PART)
@@ -114,8 +115,8 @@ class MadeShards(ShardPlan):
         for number in self.groups[index]:
             self._file(number).unlink(missing_ok=True)
 
-    def _read(self, number: int) -> Sample:
-        return decode(str(self._file(number)), slice(None), self._meta)
+    def _read(self, number: int) -> Example:
+        return decode(self._file(number), slice(None), self._meta)
 
     def _file(self, number: int) -> Path:
         return self._waiting / f"{number}{SUFFIX}"

@@ -12,16 +12,15 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
-import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError, TargetError
+from eagle_mlx.hidden_states import Example
 from eagle_mlx.proposers.capturing import CapturingProposer
 from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.shards import Sample
 
 from ..conversation import Conversation, Message
 from ..rendering import prompt_tokens, render
@@ -91,7 +90,7 @@ class Made(NamedTuple):
     """A hash of what the user says first; tries that have it in common are duplicates."""
     report: MakeReport
     """Of this try alone."""
-    sample: Sample | None = None
+    sample: Example | None = None
     """Its tokens with their hidden states, if the engine captures."""
 
 
@@ -103,7 +102,7 @@ class Try:
     def __init__(self, engine: Engine, config: MakeConfig, number: int):
         self.engine, self.config, self.number = engine, config, number
         self.report = MakeReport(tries=1)
-        self.sample: Sample | None = None
+        self.sample: Example | None = None
         self.ended = False
         self._capture = engine.proposer if isinstance(engine.proposer, CapturingProposer) else None
 
@@ -184,17 +183,13 @@ class Try:
         assert self.engine.target.tokenizer is not None
         return frozenset(self.engine.target.tokenizer.all_special_ids)
 
-    def _captured(self, request: RequestState, mask: list[int]) -> Sample:
+    def _captured(self, request: RequestState, mask: list[int]) -> Example:
         """The tokens with the states of the forwards that read and wrote them. Raises DataError if some are missing."""
         assert self._capture is not None
         states = self._capture.take(request.prompt, request.tokens)
         if states is None:
             raise DataError(f"try {self.number}: the hidden states of its answer were not captured whole")
-        # Nothing read the last token, and no loss reads its state: see `train.step.batch_plan`.
-        states = np.pad(states, ((0, 1), (0, 0)))
-        split = self.engine.target.hidden_size * (len(self._capture.layers) - 1)
-        tokens = np.array([*request.prompt, *request.tokens], np.int32)
-        return Sample(tokens, np.array(mask, np.uint8), states[:, :split].copy(), states[:, split:].copy())
+        return Example.of([*request.prompt, *request.tokens], mask, states)
 
 
 class ConversationTry(Try):

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
+from eagle_mlx.hidden_states import HiddenStates, in_16_bits, side_by_side
 from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import HasCacheSize, Observation, Proposer, ProposerState
 from eagle_mlx.target import Target
@@ -21,7 +22,6 @@ _HELD = 32
 each round would take the host's lead away."""
 _HELD_BYTES = 256 << 20
 """Bytes that they take at most, but for the newest: prompts are read in pieces of thousands of positions."""
-_MOST = float(np.finfo(np.float16).max)
 
 
 class _Text:
@@ -78,18 +78,20 @@ class CapturingProposer:
         """Keep the states of one more request with this prompt, which is to be submitted now."""
         self._wanted[tuple(prompt)] += 1
 
-    def take(self, prompt: Sequence[int], tokens: Sequence[int]) -> NDArray[np.float16] | None:
-        """The states [T - 1, n * H] of a request that ended with these tokens, T with its prompt, and forget them.
+    def take(self, prompt: Sequence[int], tokens: Sequence[int]) -> HiddenStates | None:
+        """The states of a request that ended with these tokens, T with its prompt, and forget them.
 
-        The last token was read by no forward. As float16, clipped to its range. None where something of the request
-        was not seen.
+        The last of `layers` counts as the last layer. No forward read the last token, so its states are zeros; no loss
+        reads them (`train.step.batch_plan`). None if something of the request was not seen.
         """
         self._copy_out()
         count = len(prompt) - 1 + len(tokens)
         texts = self._texts.get(tuple(prompt), [])
         text = next((t for t in texts if t.following[len(prompt) - 1 : count] == list(tokens)), None)
         self.forget(prompt, text)
-        return np.concatenate(text.states)[:count] if text is not None else None
+        if text is None:
+            return None
+        return HiddenStates.split(self.layers[:-1], np.pad(np.concatenate(text.states)[:count], ((0, 1), (0, 0))))
 
     def forget(self, prompt: Sequence[int], text: _Text | None = None) -> None:
         """Want one request with this prompt less: the one with this text, where it is known."""
@@ -121,7 +123,7 @@ class CapturingProposer:
     def _copy_out(self) -> None:
         """Bring what is held to the host. Only here is the device waited for."""
         held, self._held = self._held, []
-        joined = [mx.clip(mx.concatenate(list(aux), axis=-1), -_MOST, _MOST).astype(mx.float16) for _, aux in held]
+        joined = [in_16_bits(side_by_side(aux)) for _, aux in held]
         mx.eval(joined)
         for (rows, _), states in zip(held, joined, strict=True):
             copied = np.array(states)

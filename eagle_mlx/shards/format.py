@@ -1,9 +1,12 @@
-"""What a shard holds: samples side by side in one safetensors file, states in 16 or 8 bits."""
+"""A folder of shards: its manifest, with the checksum of each file, and the examples that a file holds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,24 +14,17 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.errors import ConfigError, ShardError
+from eagle_mlx.hidden_states import Example, HiddenStates, clipped
 
 BITS = (16, 8)
 SUFFIX = ".safetensors"
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One conversation with the target's hidden states. T tokens, n aux layers, hidden size H."""
-
-    tokens: NDArray[np.int32]
-    """[T]"""
-    loss_mask: NDArray[np.uint8]
-    """[T], 1 on the tokens to learn."""
-    aux: NDArray[np.float16]
-    """[T, n * H]: the outputs of the aux layers, side by side in the order of `ShardMeta.aux_layers`."""
-    last: NDArray[np.float16]
-    """[T, H]: the last layer's output, before the final norm."""
+MANIFEST = "manifest.json"
+FORMAT = "eagle-mlx-shards"
+VERSION = 2
+"""Version 1 had 16 bits alone and did not say what it was made from; it is still read."""
+BLOCK = 64
+"""Values that share a scale: the size of a group in `mx.quantize`, if nothing else is asked for."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +58,82 @@ class ShardFile:
     loss_tokens: int
     """Tokens with loss mask 1."""
 
+    @property
+    def index(self) -> int:
+        return int(self.name.removeprefix("shard-").removesuffix(SUFFIX))
+
+    @classmethod
+    def of(cls, index: int, data: bytes, examples: Sequence[Example]) -> ShardFile:
+        """The line of shard `index`, whose file holds these bytes."""
+        return cls(
+            shard_name(index),
+            hashlib.sha256(data).hexdigest(),
+            len(data),
+            len(examples),
+            sum(map(len, examples)),
+            sum(int(example.loss_mask.sum()) for example in examples),
+        )
+
+    def fault(self, folder: Path) -> str | None:
+        """What is wrong with the file, in words that follow its name; None if it is as the manifest says."""
+        path = folder / self.name
+        try:
+            size = path.stat().st_size
+            if size != self.size:
+                what = "cut short" if size < self.size else "longer than it was"
+                return f"is {what}: {size:,} bytes in place of {self.size:,}"
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except FileNotFoundError:
+            return "is missing, but the manifest lists it"
+        except OSError as e:
+            return f"cannot be read: {e.strerror}"
+        return None if digest == self.sha256 else "is damaged: its SHA-256 is not the one in the manifest"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a folder holds."""
+
+    meta: ShardMeta
+    files: tuple[ShardFile, ...] = ()
+    made_from: Mapping[str, str] = field(default_factory=dict)
+    """A fingerprint in words: what has to be the same for a shard to come out the same. Empty if nobody said."""
+    command: tuple[str, ...] = ()
+    """The arguments with which the folder was made; a repair repeats them."""
+
+    def to_json(self) -> bytes:
+        """The manifest's file, with the SHA-256 of its own content."""
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return (json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n").encode()
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Raises ShardError, naming the file, for content that is damaged or of another format; OSError."""
+        try:
+            found = json.loads(path.read_bytes())
+            content = {k: v for k, v in found.items() if k != "sha256"}
+            if content["format"] != FORMAT or content["version"] not in (1, VERSION):
+                raise ShardError(
+                    f"{path} is of format {content['format']} version {content['version']}, not {FORMAT} 1 or "
+                    f"{VERSION}; read it with the version of EAGLE-MLX that wrote it"
+                )
+            if found["sha256"] != _digest(content):
+                raise ShardError(f"{path} is damaged: its SHA-256 does not fit its content; {_remedy(path)}")
+            meta = {**content["meta"], "aux_layers": tuple(content["meta"]["aux_layers"])}
+            if content["version"] == 1:
+                del meta["dtype"]
+            files = tuple(ShardFile(**f) for f in content["files"])
+            return cls(ShardMeta(**meta), files, content.get("made_from", {}), tuple(content.get("command", ())))
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ShardError(f"{path} is damaged and cannot be read ({e}); {_remedy(path)}") from e
+
+    def differences(self, made_from: Mapping[str, str]) -> str:
+        """What it was not made from alike, in words; empty if all is the same."""
+        found = self.made_from
+        names = [name for name in {**made_from, **found} if found.get(name) != made_from.get(name)]
+        return "; ".join(f"{n}: {found.get(n, 'not said')} there, {made_from.get(n, 'not said')} now" for n in names)
+
 
 def bytes_per_token(meta: ShardMeta) -> int:
     """Bytes on disk for one token, headers aside: its id, its mask, and the states of the aux layers and the last."""
@@ -73,34 +145,36 @@ def shard_name(index: int) -> str:
     return f"shard-{index:05d}{SUFFIX}"
 
 
-def check_sample(sample: Sample, meta: ShardMeta) -> None:
-    """Raises ValueError for arrays that do not fit each other or the layers."""
-    t, h, n = len(sample.tokens), meta.hidden_size, len(meta.aux_layers)
-    found = sample.loss_mask.shape, sample.aux.shape, sample.last.shape
-    if t == 0 or found != ((t,), (t, n * h), (t, h)):
-        raise ValueError(f"a sample of {t} tokens, {n} aux layers and hidden size {h} has arrays of shape {found}")
+def check_example(example: Example, meta: ShardMeta) -> None:
+    """Raises ValueError for an example without states, or arrays that do not fit each other or the layers."""
+    t, h, n = len(example), meta.hidden_size, len(meta.aux_layers)
+    states = example.states
+    shapes = () if states is None else (example.loss_mask.shape, states.features.shape, states.last.shape)
+    if t == 0 or shapes != ((t,), (t, n * h), (t, h)):
+        raise ValueError(f"a sample of {t} tokens, {n} aux layers and hidden size {h} has arrays of shape {shapes}")
 
 
-def encode(samples: Sequence[Sample], meta: ShardMeta) -> bytes:
-    """A shard as the bytes of its file; the same samples give the same bytes."""
+def encode(examples: Sequence[Example], meta: ShardMeta) -> bytes:
+    """A shard as the bytes of its file; the same examples give the same bytes."""
     tensors: dict[str, NDArray[Any]] = {
-        "tokens": np.concatenate([s.tokens for s in samples]).astype(np.int32),
-        "loss_mask": np.concatenate([s.loss_mask for s in samples]).astype(np.uint8),
-        "lengths": np.array([len(s.tokens) for s in samples], np.int32),
+        "tokens": np.concatenate([one.tokens for one in examples]).astype(np.int32),
+        "loss_mask": np.concatenate([one.loss_mask for one in examples]).astype(np.uint8),
+        "lengths": np.array([len(one) for one in examples], np.int32),
     }
-    for name, states in (("aux", [s.aux for s in samples]), ("last", [s.last for s in samples])):
+    states = [one.states for one in examples if one.states is not None]
+    for name, arrays in (("aux", [one.features for one in states]), ("last", [one.last for one in states])):
         if meta.bits == 16:
-            tensors[name] = np.concatenate(states).astype(np.float16)
+            tensors[name] = np.concatenate(arrays).astype(np.float16)
         else:
-            pairs = [quantize(one, meta.hidden_size) for one in states]
+            pairs = [quantize(one, meta.hidden_size) for one in arrays]
             tensors[name] = np.concatenate([integers for integers, _ in pairs])
             tensors[f"{name}_scales"] = np.concatenate([scales for _, scales in pairs])
     return safetensors.numpy.save(tensors)
 
 
-def decode(path: str, rows: slice, meta: ShardMeta) -> Sample:
-    """The sample that takes these rows of a shard."""
-    with safe_open(path, "numpy") as file:
+def decode(path: Path, rows: slice, meta: ShardMeta) -> Example:
+    """The example that takes these rows of a shard."""
+    with safe_open(str(path), "numpy") as file:
 
         def states(name: str) -> NDArray[np.float16]:
             values: NDArray[Any] = file.get_slice(name)[rows]
@@ -109,13 +183,7 @@ def decode(path: str, rows: slice, meta: ShardMeta) -> Sample:
             return dequantize(values, file.get_slice(f"{name}_scales")[rows], meta.hidden_size)
 
         tokens, loss_mask = file.get_slice("tokens")[rows], file.get_slice("loss_mask")[rows]
-        return Sample(tokens, loss_mask, states("aux"), states("last"))
-
-
-BLOCK = 64
-"""Values that share a scale: the size of a group in `mx.quantize`, if nothing else is asked for."""
-
-_LIMIT = float(np.finfo(np.float16).max)
+        return Example(tokens, loss_mask, HiddenStates(meta.aux_layers, states("aux"), states("last")))
 
 
 def blocks(hidden_size: int) -> int:
@@ -138,8 +206,7 @@ def dequantize(integers: NDArray[np.int8], scales: NDArray[np.float16], hidden_s
     """The way back: float16 [T, n * H]."""
     parts = _split(integers.astype(np.float32), hidden_size)
     parts *= scales.astype(np.float32).reshape(parts.shape[:-1])[..., None]
-    np.clip(parts, -_LIMIT, _LIMIT, out=parts)
-    return _join(parts.astype(np.float16), integers.shape, hidden_size)
+    return _join(clipped(parts), integers.shape, hidden_size)
 
 
 def _split(states: NDArray[np.float32], hidden_size: int) -> NDArray[np.float32]:
@@ -155,3 +222,11 @@ def _join(parts: NDArray[Any], shape: tuple[int, ...], hidden_size: int) -> NDAr
     """[T, n, blocks, BLOCK] -> [T, n * H]."""
     rows, layers = parts.shape[:2]
     return parts.reshape(rows, layers, blocks(hidden_size) * BLOCK)[..., :hidden_size].reshape(shape)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _remedy(path: Path) -> str:
+    return f"copy {path.parent} again, or remove it and capture again with `eagle-data collect`"

@@ -10,10 +10,18 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from eagle_mlx.errors import ShardError
-from eagle_mlx.shards.manifest import MANIFEST, Manifest, fault, from_json
+from eagle_mlx.hidden_states import Example
 
-from .format import Sample, decode
-from .unfinished import unfinished_at
+from .format import MANIFEST, Manifest, decode
+
+UNFINISHED = "unfinished.json"
+"""The manifest of a folder in the making: it lists the shards that are whole."""
+
+
+def unfinished_folder(folder: str | Path) -> Path:
+    """Where the shards stand until they are complete: beside the folder, `out/shards.unfinished` for `out/shards`."""
+    path = Path(folder).absolute()
+    return path.with_name(path.name + ".unfinished")
 
 
 class ShardReader:
@@ -43,13 +51,13 @@ class ShardReader:
     def loss_tokens(self) -> int:
         return sum(f.loss_tokens for f in self.files)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> Example:
         shard, row = self._place(index)
         starts = self._check(shard)
         rows = slice(int(starts[row]), int(starts[row + 1]))
-        return decode(str(self.folder / self.files[shard].name), rows, self.meta)
+        return decode(self.folder / self.files[shard].name, rows, self.meta)
 
-    def __iter__(self) -> Iterator[Sample]:
+    def __iter__(self) -> Iterator[Example]:
         return (self[i] for i in range(len(self)))
 
     def where(self, index: int) -> str:
@@ -74,7 +82,7 @@ class ShardReader:
         if shard not in self._starts:
             entry = self.files[shard]
             path = self.folder / entry.name
-            wrong = fault(path, entry)
+            wrong = entry.fault(self.folder)
             if wrong is not None:
                 raise ShardError(f"{path} {wrong}; {self._remedy}")
             try:
@@ -96,9 +104,10 @@ def read_manifest(folder: Path) -> Manifest:
     """Raises ShardError for a folder that has none or a damaged one, and for an unfinished capture."""
     path = folder / MANIFEST
     try:
-        return from_json(path.read_bytes(), path)
+        return Manifest.read(path)
     except (FileNotFoundError, NotADirectoryError) as e:
-        part = unfinished_at(folder)
+        places = (folder, unfinished_folder(folder))
+        part = next((place for place in places if (place / UNFINISHED).is_file()), None)
         if part is None:
             raise ShardError(f"{folder} is not a folder of shards: it has no {MANIFEST}") from e
         raise ShardError(

@@ -5,26 +5,33 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from eagle_mlx.errors import OutputError
-from eagle_mlx.files import check_free, locked, swap, sync_folder, write_whole
-from eagle_mlx.shards.manifest import MANIFEST, Manifest, to_json, write_shard
+from eagle_mlx.errors import OutputError, ShardError
+from eagle_mlx.files import PART, check_free, locked, remove_parts, swap, sync_folder, write_whole
+from eagle_mlx.hidden_states import Example
 
-from .format import Sample, ShardFile, ShardMeta, check_sample, shard_name
-from .unfinished import JOURNAL, append_to_journal, check_ours, read_kept, start_journal, unfinished_folder
+from .format import MANIFEST, SUFFIX, Manifest, ShardFile, ShardMeta, check_example, encode, shard_name
+from .reader import UNFINISHED, read_manifest, unfinished_folder
 
 
 class ShardWriter:
-    """Writes samples into a new folder, which appears under its name only when it is complete.
+    """Writes examples into a folder, which appears under its name only when it is complete.
 
-    Use it in a `with` statement. Until the block ends well the shards stand in `unfinished_folder(folder)`. With
-    `made_from`, which says in words all that decides what the shards hold, they stay there when the block raises or the
-    process is killed, and the next writer made from the same finds those that are whole in `files`; without it nothing
-    is left. Raises OutputError where the folder exists and `overwrite` is not set, where an unfinished capture of
-    something else is in the way (which `overwrite` drops), where another process writes, and where the disk refuses.
+    Use it in a `with` statement. Until the block ends well the shards stand in `unfinished_folder(folder)`, with a
+    manifest of those that are whole. With `made_from`, which says in words all that decides what the shards hold, they
+    stay there when the block raises or the process is killed, and the next writer made from the same finds them in
+    `files`; without it nothing is left.
+
+    With `resume` a folder that exists is repaired in place: `files` holds its shards that are whole, `faults` says what
+    is wrong with the others, which are renamed to `*.damaged`. A shard that is written is at once part of the folder.
+
+    Raises OutputError if the folder exists and neither `overwrite` nor `resume` is set, if an unfinished capture of
+    something else is in the way (which `overwrite` drops), if another process writes, and if the disk refuses;
+    ShardError if a folder to repair was made from something else or does not say from what.
     """
 
     def __init__(
@@ -35,35 +42,45 @@ class ShardWriter:
         overwrite: bool = False,
         made_from: Mapping[str, str] | None = None,
         command: Sequence[str] = (),
+        resume: bool = False,
     ):
-        self.folder, self.meta, self.tokens_per_shard = Path(folder), meta, tokens_per_shard
+        self.folder, self.tokens_per_shard = Path(folder), tokens_per_shard
         self.files: dict[int, ShardFile] = {}
         """The shards that are whole, by number."""
-        self.part = unfinished_folder(folder)
+        self.faults: list[str] = []
+        """One line for each shard of a folder to repair that is damaged or missing."""
         self._overwrite = overwrite
+        self._repairs = resume and (self.folder / MANIFEST).exists()
+        self.part = self.folder if self._repairs else unfinished_folder(folder)
+        """Where the shards stand now."""
         self._manifest = Manifest(meta, made_from=dict(made_from or {}), command=tuple(command))
-        self._pending: list[Sample] = []
-        self._added = 0
+        self._pending: list[Example] = []
         self._lock = ExitStack()
 
     def __enter__(self) -> Self:
-        check_free(self.folder, self._overwrite)
+        if self._repairs:
+            self._check_origin()
+        else:
+            check_free(self.folder, self._overwrite)
         try:
-            self.part.mkdir(parents=True, exist_ok=True)
-            self._lock.enter_context(locked(self.part))
-            self._open()
+            with ExitStack() as stack:
+                self.part.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(self.part))
+                if self._repairs:
+                    self._set_damaged_aside()
+                else:
+                    self._begin()
+                self._lock = stack.pop_all()
         except OSError as e:
-            self._lock.close()
             raise OutputError(f"{self.folder} cannot be made: {e.strerror or e}") from e
-        except OutputError:
-            self._lock.close()
-            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._lock:
+            if self._repairs:
+                return
             try:
                 if error is None:
                     self._finish()
@@ -73,64 +90,116 @@ class ShardWriter:
                 if not self._resumable:
                     shutil.rmtree(self.part, ignore_errors=True)
 
-    def add(self, sample: Sample) -> None:
-        """Append a sample, from the first on; a shard is written whenever `tokens_per_shard` tokens have gathered."""
-        check_sample(sample, self.meta)
-        self._pending.append(sample)
-        if sum(len(s.tokens) for s in self._pending) >= self.tokens_per_shard:
-            self._flush()
+    def add(self, example: Example) -> None:
+        """Append an example to a new folder; a shard is written whenever `tokens_per_shard` tokens have gathered."""
+        check_example(example, self._manifest.meta)
+        self._pending.append(example)
+        if sum(map(len, self._pending)) >= self.tokens_per_shard:
+            self._write_pending()
 
-    def write(self, index: int, samples: Sequence[Sample]) -> None:
-        """Write shard `index`, which is on the disk when this returns."""
-        for sample in samples:
-            check_sample(sample, self.meta)
+    def write(self, index: int, examples: Sequence[Example]) -> None:
+        """Write shard `index` and its line of the manifest, both on the disk when this returns."""
+        for example in examples:
+            check_example(example, self._manifest.meta)
+        data = encode(examples, self._manifest.meta)
+        entry = ShardFile.of(index, data, examples)
         try:
-            entry = write_shard(self.part, index, samples, self.meta)
-            append_to_journal(self.part, index, entry)
+            write_whole(self.part / entry.name, data)
+            self.files[index] = entry
+            self._write_manifest(MANIFEST if self._repairs else UNFINISHED)
         except OSError as e:
             raise self._refused(e) from e
-        self.files[index] = entry
 
     @property
     def _resumable(self) -> bool:
         return bool(self._manifest.made_from and self.files)
 
-    def _open(self) -> None:
-        check_ours(self.part)
+    def _check_origin(self) -> None:
+        """Take the manifest of a folder to repair, which has to be made from the same."""
+        found = read_manifest(self.folder)
+        if not found.made_from:
+            raise ShardError(
+                f"{self.folder} does not say what it was made from, so none of it can be captured again; capture all "
+                "of it with --overwrite"
+            )
+        if wrong := found.differences(self._manifest.made_from):
+            raise ShardError(
+                f"{self.folder} was made from something else ({wrong}); give the options and the data of then, or "
+                "capture all of it with --overwrite"
+            )
+        self._manifest = found
+
+    def _set_damaged_aside(self) -> None:
+        remove_parts(self.folder)
+        for index, entry in enumerate(self._manifest.files):
+            path, wrong = self.folder / entry.name, entry.fault(self.folder)
+            if wrong is None:
+                self.files[index] = entry
+                continue
+            self.faults.append(f"{path} {wrong}")
+            if path.exists():
+                path.replace(path.with_name(path.name + ".damaged"))
+
+    def _begin(self) -> None:
+        """Find what an unfinished capture has left, and remove the rest of it."""
+        known = (UNFINISHED, MANIFEST)
+        strange = [p.name for p in self.part.iterdir() if p.name not in known and not p.name.endswith((PART, SUFFIX))]
+        if strange:
+            raise OutputError(
+                f"{self.part} is in the way and is no unfinished capture: it holds {strange[0]}; move it away"
+            )
         try:
-            kept = read_kept(self.part, self._manifest)
+            self.files = self._kept()
         except OutputError:
             if not self._overwrite:
                 raise
-            kept = {}
-        self.files = kept if self._manifest.made_from else {}
-        whole = {JOURNAL, *(entry.name for entry in self.files.values())}
+        self._write_manifest(UNFINISHED)
+        whole = {UNFINISHED, *(entry.name for entry in self.files.values())}
         for path in self.part.iterdir():
             if path.name not in whole:
                 path.unlink()
-        start_journal(self.part, self._manifest, self.files)
 
-    def _flush(self) -> None:
-        rows, self._pending = self._pending, []
-        if rows:
-            self.write(self._added, rows)
-            self._added += 1
+    def _kept(self) -> dict[int, ShardFile]:
+        """The whole shards of an unfinished capture. Raises OutputError if it is of something else."""
+        path = next((path for name in (UNFINISHED, MANIFEST) if (path := self.part / name).is_file()), None)
+        if path is None:
+            return {}
+        try:
+            found = Manifest.read(path)
+        except ShardError as e:
+            raise OutputError(f"{path} is damaged, so nothing tells what was captured; remove {self.part}") from e
+        if wrong := found.differences(self._manifest.made_from):
+            raise OutputError(
+                f"{self.part} holds the unfinished capture of something else ({wrong}); give the "
+                "options of then to continue it, or remove the folder, or drop it with --overwrite"
+            )
+        return {entry.index: entry for entry in found.files if found.made_from and entry.fault(self.part) is None}
+
+    def _write_manifest(self, name: str) -> None:
+        """List the shards that are whole; in a folder to repair, the others as they were."""
+        listed = {**(dict(enumerate(self._manifest.files)) if self._repairs else {}), **self.files}
+        found = replace(self._manifest, files=tuple(listed[index] for index in sorted(listed)))
+        write_whole(self.part / name, found.to_json())
+
+    def _write_pending(self) -> None:
+        if self._pending:
+            self.write(len(self.files), self._pending)
+        self._pending = []
 
     def _finish(self) -> None:
-        self._flush()
-        if sorted(self.files) != list(range(len(self.files))):
-            missing = shard_name(min(set(range(max(self.files))) - set(self.files)))
-            raise ValueError(f"{missing} was never written, so {self.folder} is not complete")
-        files = tuple(self.files[index] for index in sorted(self.files))
-        manifest = Manifest(self.meta, files, self._manifest.made_from, self._manifest.command)
-        write_whole(self.part / MANIFEST, to_json(manifest))
-        (self.part / JOURNAL).unlink()
+        self._write_pending()
+        if missing := set(range(max(self.files, default=0))) - set(self.files):
+            raise ValueError(f"{shard_name(min(missing))} was never written, so {self.folder} is not complete")
+        self._write_manifest(MANIFEST)
+        (self.part / UNFINISHED).unlink()
         sync_folder(self.part)
         swap(self.part, self.folder.absolute())
         sync_folder(self.folder.absolute().parent)
 
     def _refused(self, error: OSError) -> OutputError:
         kept = "nothing was left behind"
-        if self._resumable:
+        if self._repairs:
+            kept = "make room, and repair it again"
+        elif self._resumable:
             kept = f"{len(self.files):,} shards are kept in {self.part}: make room, and the same command continues"
         return OutputError(f"{self.folder} could not be written: {error.strerror or error}; {kept}")

@@ -10,7 +10,8 @@ import pytest
 
 from eagle_mlx.data_pipelines import capture, capture_to_shards, capturing
 from eagle_mlx.errors import OutputError, TargetError
-from eagle_mlx.shards import Sample, ShardReader
+from eagle_mlx.hidden_states import Example
+from eagle_mlx.shards import ShardReader
 from tests.fakes import tiny_target
 
 AUX = (0, 1)
@@ -22,7 +23,7 @@ def conversations(count: int = 9) -> list[tuple[list[int], list[int]]]:
     return [(row, [i % 2 for i in range(len(row))]) for row in rows]
 
 
-def by_tokens(samples: list[Sample]) -> dict[tuple[int, ...], Sample]:
+def by_tokens(samples: list[Example]) -> dict[tuple[int, ...], Example]:
     return {tuple(s.tokens.tolist()): s for s in samples}
 
 
@@ -39,16 +40,16 @@ def test_batching_changes_nothing(batch_tokens: int, streams: int, monkeypatch: 
         expected = [np.array(a[0]) for a in alone]
         assert sample.loss_mask.tolist() == mask
         assert (sample.tokens.dtype, sample.loss_mask.dtype) == (np.int32, np.uint8)
-        assert (sample.aux.dtype, sample.last.dtype) == (np.float16, np.float16)
-        np.testing.assert_allclose(sample.aux, np.concatenate(expected[:2], -1), rtol=2e-3, atol=2e-3)
-        np.testing.assert_allclose(sample.last, expected[2], rtol=2e-3, atol=2e-3)
+        assert (sample.states.features.dtype, sample.states.last.dtype) == (np.float16, np.float16)
+        np.testing.assert_allclose(sample.states.features, np.concatenate(expected[:2], -1), rtol=2e-3, atol=2e-3)
+        np.testing.assert_allclose(sample.states.last, expected[2], rtol=2e-3, atol=2e-3)
 
 
 def test_the_last_layer_gives_the_target_s_own_logits() -> None:
     target = tiny_target()
     [(tokens, mask)] = conversations(1)
     [sample] = capture(target, AUX, [(tokens, mask)])
-    logits = target.lm_head(target.norm(mx.array(sample.last).astype(mx.float32)))
+    logits = target.lm_head(target.norm(mx.array(sample.states.last).astype(mx.float32)))
     np.testing.assert_allclose(logits, target.forward(mx.array([tokens])).logits[0], rtol=2e-2, atol=2e-2)
 
 
@@ -80,8 +81,8 @@ def test_values_beyond_float16_are_clipped() -> None:
     embedding = target.model.model.embed_tokens
     embedding.weight = embedding.weight * 1e6
     [sample] = capture(target, AUX, conversations(1))
-    assert np.isfinite(sample.aux).all()
-    assert np.abs(sample.aux).max() == np.finfo(np.float16).max
+    assert np.isfinite(sample.states.features).all()
+    assert np.abs(sample.states.features).max() == np.finfo(np.float16).max
 
 
 def test_shards_hold_what_memory_holds(tmp_path: Path) -> None:
@@ -92,8 +93,8 @@ def test_shards_hold_what_memory_holds(tmp_path: Path) -> None:
     assert reader.meta.aux_layers == AUX
     expected = by_tokens(list(capture(target, AUX, conversations())))
     for tokens, sample in by_tokens(list(reader)).items():
-        assert (sample.aux == expected[tokens].aux).all()
-        assert (sample.last == expected[tokens].last).all()
+        assert (sample.states.features == expected[tokens].states.features).all()
+        assert (sample.states.last == expected[tokens].states.last).all()
     with pytest.raises(OutputError, match="exists already"):
         capture_to_shards(target, AUX, conversations(), tmp_path / "s")
 

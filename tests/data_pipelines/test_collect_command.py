@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from eagle_mlx.data_pipelines import capturing, cli
-from eagle_mlx.shards import Sample, ShardReader, ShardWriter, unfinished_folder
+from eagle_mlx.hidden_states import Example
+from eagle_mlx.shards import ShardReader, ShardWriter, unfinished_folder
 from tests.fakes import tiny_target_folder
 
 ROWS = [{"prompt": f"say {n}", "completion": f"it is {n}, and " * 40} for n in range(40)]
@@ -34,7 +35,7 @@ def stop(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Interrupt every capture when its first shard is written; undone with `stop.undo()`."""
     write = ShardWriter.write
 
-    def once(self: ShardWriter, index: int, samples: Sequence[Sample]) -> None:
+    def once(self: ShardWriter, index: int, samples: Sequence[Example]) -> None:
         write(self, index, samples)
         raise KeyboardInterrupt
 

@@ -101,8 +101,8 @@ def test_captured_states_are_those_of_a_capture_afterwards(target: Target, whole
     read = {tuple(one.tokens.tolist()): one for one in ShardReader(tmp_path / "again")}
     for one in found:
         other = read[tuple(one.tokens.tolist())]
-        assert np.allclose(one.aux[:-1], other.aux[:-1], rtol=2e-3, atol=2e-3)
-        assert np.allclose(one.last[:-1], other.last[:-1], rtol=2e-3, atol=2e-3)
+        assert np.allclose(one.states.features[:-1], other.states.features[:-1], rtol=2e-3, atol=2e-3)
+        assert np.allclose(one.states.last[:-1], other.states.last[:-1], rtol=2e-3, atol=2e-3)
 
 
 def test_the_command_says_what_is_of_no_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

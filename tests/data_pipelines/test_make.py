@@ -55,11 +55,12 @@ from eagle_mlx.data_pipelines.synthesis.user_turns import (
 )
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError, OutputError, ShardError, TargetError
+from eagle_mlx.hidden_states import Example
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.capturing import CapturingProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.shards import Sample, ShardReader, unfinished_folder
+from eagle_mlx.shards import ShardReader, unfinished_folder
 from eagle_mlx.target import Target
 from tests.fakes import interrupt_after, talking_target_folder, tiny_head, tiny_target
 from tests.full import in_full
@@ -262,7 +263,7 @@ def test_other_settings_do_not_continue_a_file(target: Target, tmp_path: Path, m
         make_to_file(Engine(talker(1)), CONFIG, Wanted(rows=ROWS), path)
 
 
-def samples_of(folder: Path) -> list[Sample]:
+def samples_of(folder: Path) -> list[Example]:
     return list(ShardReader(folder))
 
 
@@ -279,7 +280,7 @@ def test_damage_to_what_was_made_is_named_with_a_remedy_that_works(target: Targe
 
 def test_captured_states_are_those_of_a_capture_afterwards(target: Target, whole: bytes, tmp_path: Path) -> None:
     """Whatever drafted, and however: what the shards hold is what reading the conversations again gives."""
-    found: list[list[Sample]] = []
+    found: list[list[Example]] = []
     for number in range(3):
         path, folder = tmp_path / f"{number}.jsonl", tmp_path / f"shards{number}"
         place = place_at(folder, target)
@@ -299,14 +300,14 @@ def test_captured_states_are_those_of_a_capture_afterwards(target: Target, whole
         assert len(samples) == len(learnt)
         for sample, row in zip(samples, learnt, strict=True):
             other = read[tuple(sample.tokens.tolist())]
-            assert np.allclose(sample.aux[:-1], other.aux[:-1], rtol=2e-3, atol=2e-3)
-            assert np.allclose(sample.last[:-1], other.last[:-1], rtol=2e-3, atol=2e-3)
-            assert not sample.last[-1].any(), "no forward read the last token"
+            assert np.allclose(sample.states.features[:-1], other.states.features[:-1], rtol=2e-3, atol=2e-3)
+            assert np.allclose(sample.states.last[:-1], other.states.last[:-1], rtol=2e-3, atol=2e-3)
+            assert not sample.states.last[-1].any(), "no forward read the last token"
             said = [m.content for m in row.messages if m.role == "assistant"]
             assert _learnt_texts(target, sample) == said
 
 
-def _learnt_texts(target: Target, sample: Sample) -> list[str]:
+def _learnt_texts(target: Target, sample: Example) -> list[str]:
     """What the loss mask marks, part by part, without the tokens that end turns."""
     assert target.tokenizer is not None
     edges = np.flatnonzero(np.diff([0, *sample.loss_mask.tolist(), 0]))
@@ -322,10 +323,10 @@ def test_the_states_of_a_prompt_are_bit_equal_to_a_forward_of_its_shape(target: 
     [output] = Engine(target, capture, FixedPolicy(0)).generate([prompt])
     states = capture.take(prompt, output.tokens)
     assert states is not None
-    assert states.shape == (len(prompt) + len(output.tokens) - 1, 3 * target.hidden_size)
+    assert states.whole.shape == (len(prompt) + len(output.tokens), 3 * target.hidden_size)
     alone = target.forward(mx.array([prompt]), aux_layers=layers).aux
     expected = np.array(mx.concatenate(list(alone), axis=-1)[0].astype(mx.float16))
-    assert np.array_equal(states[: len(prompt)], expected)
+    assert np.array_equal(states.whole[: len(prompt)], expected)
     assert capture.take(prompt, output.tokens) is None, "it is given out once"
 
 
@@ -339,7 +340,9 @@ def test_requests_with_one_prompt_are_told_apart(target: Target) -> None:
         states = capture.take(prompt, output.tokens)
         text = mx.array([[*prompt, *output.tokens[:-1]]])
         assert states is not None
-        assert np.allclose(states, np.array(target.forward(text, aux_layers=(0,)).aux[0][0]), rtol=2e-3, atol=2e-3)
+        assert np.allclose(
+            states.last[:-1], np.array(target.forward(text, aux_layers=(0,)).aux[0][0]), rtol=2e-3, atol=2e-3
+        )
 
 
 def test_an_interrupted_capture_is_continued_to_the_row(
@@ -368,7 +371,7 @@ def test_an_interrupted_capture_is_continued_to_the_row(
     assert len(ShardReader(folder).files) > 2
     for mine, theirs in zip(samples_of(folder), samples_of(straight), strict=True):
         assert np.array_equal(mine.tokens, theirs.tokens)
-        assert np.allclose(mine.last, theirs.last, rtol=2e-2, atol=2e-2)
+        assert np.allclose(mine.states.last, theirs.states.last, rtol=2e-2, atol=2e-2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "s.jsonl", "shards", "straight"]
 
 
@@ -412,7 +415,7 @@ def test_what_waits_and_is_lost_is_made_again(
     waiting[1].unlink()
     make_to_file(capturing(target, 0), CONFIG, Wanted(rows=ROWS), path, place=place_at(folder, target))
     assert path.read_bytes() == whole
-    assert all(np.isfinite(sample.last).all() for sample in samples_of(folder))
+    assert all(np.isfinite(sample.states.last).all() for sample in samples_of(folder))
 
 
 def test_shards_that_are_whole_without_their_file_are_not_made_again(

@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.data_pipelines import ShardCapture, capture, capture_to_shards, capturing
+from eagle_mlx.data_pipelines import ShardCapture, capture, capture_to_shards
 from eagle_mlx.errors import OutputError, ShardError, TargetError
-from eagle_mlx.shards import Sample, ShardReader, unfinished_folder
+from eagle_mlx.hidden_states import Example
+from eagle_mlx.shards import ShardReader, ShardWriter, unfinished_folder
 from tests.data_pipelines.test_collect import AUX, conversations
 from tests.fakes import tiny_target
 from tests.full import in_full, some
@@ -51,17 +52,17 @@ def test_the_order_is_that_of_capture(tmp_path: Path) -> None:
     expected = list(capture(TARGET, AUX, conversations(60), 64))
     for found, sample in zip(ShardReader(tmp_path / "s"), expected, strict=True):
         assert found.tokens.tolist() == sample.tokens.tolist()
-        assert (found.aux == sample.aux).all()
-        assert (found.last == sample.last).all()
+        assert (found.states.features == sample.states.features).all()
+        assert (found.states.last == sample.states.last).all()
 
 
 class InMemory:
     """Shards that are not written anywhere."""
 
     def __init__(self, files: dict[int, object]):
-        self.files, self.written = files, dict[int, list[Sample]]()
+        self.files, self.written = files, dict[int, list[Example]]()
 
-    def write(self, index: int, samples: list[Sample]) -> None:
+    def write(self, index: int, samples: list[Example]) -> None:
         self.written[index] = samples
 
 
@@ -85,7 +86,10 @@ def test_any_shard_comes_out_the_same_by_itself(there: set[int], batch_tokens: i
     for index, samples in some.written.items():
         for found, expected in zip(samples, every.written[index], strict=True):
             assert found.tokens.tobytes() == expected.tokens.tobytes()
-            assert found.aux.tobytes() + found.last.tobytes() == expected.aux.tobytes() + expected.last.tobytes()
+            assert (
+                found.states.features.tobytes() + found.states.last.tobytes()
+                == expected.states.features.tobytes() + expected.states.last.tobytes()
+            )
 
 
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path: Path) -> None:
@@ -151,10 +155,10 @@ def interrupt(captured: ShardCapture, folder: Path, after: int = 2) -> None:
 class Stopping:
     """Shards that take so many and are then interrupted."""
 
-    def __init__(self, shards: capturing.Shards, after: int):
+    def __init__(self, shards: ShardWriter, after: int):
         self.shards, self.files, self.left = shards, shards.files, after
 
-    def write(self, index: int, samples: Sequence[Sample]) -> None:
+    def write(self, index: int, samples: Sequence[Example]) -> None:
         if self.left == 0:
             raise KeyboardInterrupt
         self.shards.write(index, samples)
@@ -199,7 +203,7 @@ def test_a_damaged_shard_is_captured_again(tmp_path: Path, whole: dict[str, byte
 @pytest.mark.parametrize("bits", [16, 8])
 def test_the_last_layer_alone(tmp_path: Path, bits: int) -> None:
     capture_to_shards(TARGET, (), conversations(9), tmp_path / "s", bits=bits)
-    assert {(s.aux.shape[1], s.last.shape[1]) for s in ShardReader(tmp_path / "s")} == {(0, 32)}
+    assert {(s.states.features.shape[1], s.states.last.shape[1]) for s in ShardReader(tmp_path / "s")} == {(0, 32)}
 
 
 def test_no_conversations_make_no_shards(tmp_path: Path) -> None:

@@ -17,38 +17,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_mlx.errors import ConfigError, OutputError, ShardError
-from eagle_mlx.shards import (
-    MANIFEST,
-    Sample,
-    ShardMeta,
-    ShardReader,
-    ShardWriter,
-    bytes_per_token,
-    choose_cache,
-    states_bytes,
-)
+from eagle_mlx.hidden_states import Example, HiddenStates
+from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, ShardWriter, bytes_per_token
 from eagle_mlx.shards.format import BLOCK, blocks, dequantize, quantize
 from tests.full import some
 
 META = ShardMeta("tiny", hidden_size=4, vocab_size=50, aux_layers=(1, 3))
 
 
-def sample(length: int, seed: int = 0) -> Sample:
+def sample(length: int, seed: int = 0) -> Example:
     rng = np.random.default_rng(seed)
-    return Sample(
+    return Example(
         rng.integers(0, 50, length).astype(np.int32),
         rng.integers(0, 2, length).astype(np.uint8),
-        rng.normal(size=(length, 8)).astype(np.float16),
-        rng.normal(size=(length, 4)).astype(np.float16),
+        HiddenStates(
+            META.aux_layers,
+            rng.normal(size=(length, 8)).astype(np.float16),
+            rng.normal(size=(length, 4)).astype(np.float16),
+        ),
     )
 
 
-def same(a: Sample, b: Sample) -> bool:
-    pairs = ((a.tokens, b.tokens), (a.loss_mask, b.loss_mask), (a.aux, b.aux), (a.last, b.last))
+def same(a: Example, b: Example) -> bool:
+    pairs = (
+        (a.tokens, b.tokens),
+        (a.loss_mask, b.loss_mask),
+        (a.states.features, b.states.features),
+        (a.states.last, b.states.last),
+    )
     return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
 
 
-def write(folder: Path, lengths: list[int], tokens_per_shard: int = 20) -> list[Sample]:
+def write(folder: Path, lengths: list[int], tokens_per_shard: int = 20) -> list[Example]:
     samples = [sample(length, seed) for seed, length in enumerate(lengths)]
     with ShardWriter(folder, META, tokens_per_shard) as writer:
         for s in samples:
@@ -127,7 +127,7 @@ def test_an_outlier_costs_its_own_block_alone() -> None:
 def test_8_bits_come_back_as_float16_from_smaller_files(tmp_path: Path, hidden: int) -> None:
     meta = ShardMeta("tiny", hidden, 50, (1, 3), bits=8)
     samples = [
-        Sample(sample(n).tokens, sample(n).loss_mask, states(n, 2, hidden, n, 1), states(n, 1, hidden, n, 1))
+        replace(sample(n), states=HiddenStates((1, 3), states(n, 2, hidden, n, 1), states(n, 1, hidden, n, 1)))
         for n in (5, 17, 9, 30)
     ]
     with ShardWriter(tmp_path / "s", meta, 20) as writer:
@@ -136,8 +136,8 @@ def test_8_bits_come_back_as_float16_from_smaller_files(tmp_path: Path, hidden: 
     reader = ShardReader(tmp_path / "s")
     assert reader.meta.bits == 8
     for found, one in zip(reader, samples, strict=True):
-        aux, last = (dequantize(*quantize(x, hidden), hidden) for x in (one.aux, one.last))
-        assert same(found, replace(one, aux=aux, last=last))
+        aux, last = (dequantize(*quantize(x, hidden), hidden) for x in (one.states.features, one.states.last))
+        assert same(found, replace(one, states=HiddenStates((1, 3), aux, last)))
     payload = bytes_per_token(meta) * reader.tokens
     assert payload < sum(f.size for f in reader.files) < payload + 2000
     assert (bytes_per_token(meta) < 0.55 * bytes_per_token(replace(meta, bits=16))) == (hidden > 4)
@@ -146,26 +146,6 @@ def test_8_bits_come_back_as_float16_from_smaller_files(tmp_path: Path, hidden: 
 def test_other_numbers_of_bits_are_refused() -> None:
     with pytest.raises(ConfigError, match="in 16 or in 8 bits, not in 4"):
         ShardMeta("tiny", 4, 50, (1,), bits=4)
-
-
-@pytest.mark.parametrize(
-    ("cache", "memory", "disk", "place", "said"),
-    [
-        (1e9, 1e9, 1e9, "memory", "0.2 GB in 16 bits, captured once, kept in memory"),
-        (1e9, 1e8, 1e9, "disk", "81.4 MB in 8 bits, captured once, kept on the disk"),
-        (9e7, 1e9, 1e9, "disk", "kept on the disk"),
-        (8e7, 1e9, 1e9, "online", "more than the cache of 80.0 MB, so captured anew for each batch"),
-        (1e9, 1e8, 8e7, "online", "more than the 80.0 MB that are free on the disk"),
-    ],
-)
-def test_where_states_go(cache: float, memory: float, disk: float, place: str, said: str) -> None:
-    meta = ShardMeta("t", 200, 50, (1, 2, 3), bits=8)
-    choice = choose_cache(97_200, meta, cache, memory, disk)
-    assert choice.place == place
-    assert choice.text.startswith("hidden states of 97,200 tokens, 4 layers of 200 values: ")
-    assert said in choice.text
-    in_16 = states_bytes(97_200, replace(meta, bits=16))
-    assert choice.size == (in_16 if place == "memory" else states_bytes(97_200, meta))
 
 
 def test_shards_are_cut_where_enough_tokens_have_gathered(shards: Path) -> None:
@@ -273,7 +253,7 @@ def test_an_error_in_the_block_leaves_nothing_and_comes_through(tmp_path: Path) 
 def test_a_sample_of_another_shape_is_refused(tmp_path: Path) -> None:
     wrong = sample(3)
     with pytest.raises(ValueError, match="a sample of 3 tokens"), ShardWriter(tmp_path / "s", META) as writer:
-        writer.add(Sample(wrong.tokens, wrong.loss_mask, wrong.last, wrong.last))
+        writer.add(replace(wrong, states=HiddenStates((1, 3), wrong.states.last, wrong.states.last)))
     with pytest.raises(ValueError, match="a sample of 0 tokens"), ShardWriter(tmp_path / "s", META) as writer:
         writer.add(sample(0))
 

@@ -14,16 +14,8 @@ import pytest
 
 from eagle_mlx import files
 from eagle_mlx.errors import OutputError, ShardError
-from eagle_mlx.shards import (
-    MANIFEST,
-    ShardMeta,
-    ShardReader,
-    ShardRepair,
-    ShardWriter,
-    unfinished,
-    unfinished_folder,
-)
-from eagle_mlx.shards.unfinished import JOURNAL
+from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, ShardWriter, unfinished_folder
+from eagle_mlx.shards.reader import UNFINISHED
 from tests.eagle_mlx.test_shards import META, sample, write
 
 MADE_FROM = {"target": "tiny (abc)", "bits": "16"}
@@ -34,7 +26,11 @@ def writer(folder: Path, made_from: dict[str, str] = MADE_FROM, overwrite: bool 
     return ShardWriter(folder, META, overwrite=overwrite, made_from=made_from, command=("collect", "--data", "x"))
 
 
-def write_some(shards: ShardWriter | ShardRepair, stop: int = COUNT, then: type[BaseException] | None = None) -> None:
+def repair(folder: Path, made_from: dict[str, str]) -> ShardWriter:
+    return ShardWriter(folder, META, made_from=made_from, resume=True)
+
+
+def write_some(shards: ShardWriter, stop: int = COUNT, then: type[BaseException] | None = None) -> None:
     for index in range(stop):
         if index not in shards.files:
             shards.write(index, [sample(index + 2, index), sample(3, index + 10)])
@@ -47,7 +43,7 @@ def interrupt(folder: Path, after: int, overwrite: bool = False) -> None:
         write_some(shards, after, KeyboardInterrupt)
 
 
-def fill(shards: ShardWriter | ShardRepair, folder: Path, name: str) -> None:
+def fill(shards: ShardWriter, folder: Path, name: str) -> None:
     """Write, with a disk that is full when it comes to this file."""
     (folder / f"{name}{files.PART}").symlink_to("/dev/full")
     write_some(shards)
@@ -132,7 +128,6 @@ def tear(path: Path) -> None:
         ("shard-00001.safetensors", flip, [0, 2]),
         ("shard-00001.safetensors", tear, [0, 2]),
         ("shard-00001.safetensors", Path.unlink, [0, 2]),
-        (JOURNAL, tear, [0, 1]),
     ],
 )
 def test_what_is_not_whole_is_made_again(
@@ -146,11 +141,11 @@ def test_what_is_not_whole_is_made_again(
     assert content(tmp_path / "s") == whole
 
 
-def test_a_journal_without_its_head_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [flip, tear])
+def test_a_damaged_list_of_what_is_whole_is_named(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     interrupt(tmp_path / "s", 2)
-    journal = unfinished_folder(tmp_path / "s") / JOURNAL
-    journal.write_bytes(journal.read_bytes()[5:])
-    with pytest.raises(OutputError, match=r"unfinished.jsonl is damaged.*remove .*s\.unfinished"):
+    damage(unfinished_folder(tmp_path / "s") / UNFINISHED)
+    with pytest.raises(OutputError, match=r"unfinished.json is damaged.*remove .*s\.unfinished"):
         writer(tmp_path / "s").__enter__()
 
 
@@ -169,8 +164,8 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
         with pytest.raises(OutputError, match=r"another process is writing to .*s\.unfinished"):
             writer(tmp_path / "s").__enter__()
         write_some(shards)
-    with ShardRepair(tmp_path / "s", MADE_FROM), pytest.raises(OutputError, match="another process is writing"):
-        ShardRepair(tmp_path / "s", MADE_FROM).__enter__()
+    with repair(tmp_path / "s", MADE_FROM), pytest.raises(OutputError, match="another process is writing"):
+        repair(tmp_path / "s", MADE_FROM).__enter__()
 
 
 def test_a_shard_that_was_forgotten_is_noticed(tmp_path: Path) -> None:
@@ -207,7 +202,6 @@ def test_a_full_disk_at_any_moment_keeps_what_was_written(
         synced(descriptor)
 
     monkeypatch.setattr(files, "sync", full)
-    monkeypatch.setattr(unfinished, "sync", full)
     refused = 0
     while not (tmp_path / "s").exists():
         room = refused
@@ -231,7 +225,7 @@ def killed(run: Callable[[], None], moment: int) -> bool:
                 os.kill(os.getpid(), signal.SIGKILL)
             synced(descriptor)
 
-        files.sync = unfinished.sync = sync
+        files.sync = sync
         try:
             run()
         finally:
@@ -286,7 +280,7 @@ def test_repair_sets_aside_and_writes_again(tmp_path: Path, whole: dict[str, byt
     with pytest.raises(ShardError, match=r"shard-00001.*is damaged.*`eagle-data collect --repair \S+whole` captures"):
         ShardReader(folder).verify()
     inode = (folder / "shard-00002.safetensors").stat().st_ino
-    with ShardRepair(folder, MADE_FROM) as shards:
+    with repair(folder, MADE_FROM) as shards:
         assert sorted(shards.files) == [0, 2]
         assert [fault.split(" ", 1)[1].split(":")[0] for fault in shards.faults] == [
             "is damaged",
@@ -306,7 +300,7 @@ def test_repair_sets_aside_and_writes_again(tmp_path: Path, whole: dict[str, byt
 
 def test_a_shard_that_comes_out_otherwise_is_in_the_manifest_too(tmp_path: Path, whole: dict[str, bytes]) -> None:
     folder = damaged(tmp_path)
-    with ShardRepair(folder, MADE_FROM) as shards:
+    with repair(folder, MADE_FROM) as shards:
         shards.write(1, [sample(9, 77)])
         shards.write(3, [sample(4, 78)])
     reader = ShardReader(folder)
@@ -316,7 +310,7 @@ def test_a_shard_that_comes_out_otherwise_is_in_the_manifest_too(tmp_path: Path,
 
 def test_a_repair_that_was_killed_is_repeated(tmp_path: Path, whole: dict[str, bytes]) -> None:
     def run() -> None:
-        with ShardRepair(folder, MADE_FROM) as shards:
+        with repair(folder, MADE_FROM) as shards:
             write_some(shards)
 
     folder, moment = damaged(tmp_path), 1
@@ -332,13 +326,11 @@ def test_a_repair_that_was_killed_is_repeated(tmp_path: Path, whole: dict[str, b
 def test_what_cannot_be_repaired_is_said(tmp_path: Path, whole: dict[str, bytes]) -> None:
     folder = damaged(tmp_path)
     with pytest.raises(ShardError, match=r"made from something else \(bits: 16 there, 8 now\)"):
-        ShardRepair(folder, {**MADE_FROM, "bits": "8"}).__enter__()
+        repair(folder, {**MADE_FROM, "bits": "8"}).__enter__()
     assert "shard-00001.safetensors" in content(folder)
     write(tmp_path / "anonymous", [3])
     with pytest.raises(ShardError, match="does not say what it was made from"):
-        ShardRepair(tmp_path / "anonymous", MADE_FROM).__enter__()
-    with pytest.raises(ShardError, match="not a folder of shards"):
-        ShardRepair(tmp_path / "none", MADE_FROM).__enter__()
+        repair(tmp_path / "anonymous", MADE_FROM).__enter__()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
@@ -346,10 +338,10 @@ def test_a_repair_on_a_full_disk_is_repeated(tmp_path: Path, whole: dict[str, by
     folder = damaged(tmp_path)
     with (
         pytest.raises(OutputError, match="No space left on device; make room, and repair it again"),
-        ShardRepair(folder, MADE_FROM) as shards,
+        repair(folder, MADE_FROM) as shards,
     ):
         fill(shards, folder, "shard-00003.safetensors")
-    with ShardRepair(folder, MADE_FROM) as shards:
+    with repair(folder, MADE_FROM) as shards:
         assert sorted(shards.files) == [0, 1, 2]
         write_some(shards)
     assert {k: v for k, v in content(folder).items() if not k.endswith(".damaged")} == whole
@@ -359,5 +351,5 @@ def test_samples_of_another_shape_are_refused(tmp_path: Path, whole: dict[str, b
     wide = ShardMeta("tiny", 8, 50, (1, 3))
     with pytest.raises(ValueError, match="hidden size 8"), ShardWriter(tmp_path / "s", wide) as shards:
         shards.write(0, [sample(3)])
-    with ShardRepair(damaged(tmp_path), MADE_FROM) as repair, pytest.raises(ValueError, match="a sample of 0 tokens"):
-        repair.write(1, [sample(0)])
+    with repair(damaged(tmp_path), MADE_FROM) as shards, pytest.raises(ValueError, match="a sample of 0 tokens"):
+        shards.write(1, [sample(0)])

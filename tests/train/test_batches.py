@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 
 from eagle_mlx.cpu import blas_threads, set_blas_threads
 from eagle_mlx.errors import ShardError
-from eagle_mlx.shards import Sample, ShardMeta, ShardReader, ShardWriter
+from eagle_mlx.hidden_states import Example, HiddenStates
+from eagle_mlx.shards import ShardMeta, ShardReader, ShardWriter
 from eagle_mlx.train.data.batches import Batches, Rows
+from eagle_mlx.train.data.examples import InMemory, OnDisk
 from eagle_mlx.train.data.packing import MIN_TOKENS, batches_of, cut_into_pieces, order_of, pack
-from eagle_mlx.train.data.samples import InMemory, OnDisk, Tokens
 from tests.full import some
 
 H, N = 4, 3
 
 
-def make_samples(lengths: list[int], seed: int = 0) -> list[Sample]:
+def make_samples(lengths: list[int], seed: int = 0) -> list[Example]:
     """Samples whose states spell out their tokens, so that a mix-up shows."""
     rng = np.random.default_rng(seed)
     samples = []
@@ -29,7 +30,9 @@ def make_samples(lengths: list[int], seed: int = 0) -> list[Sample]:
         tokens = rng.integers(1, 1000, length).astype(np.int32)
         aux = np.repeat(tokens[:, None], N * H, axis=1).astype(np.float16)
         last = (-aux[:, :H]).astype(np.float16)
-        samples.append(Sample(tokens, rng.integers(0, 2, length).astype(np.uint8), aux, last))
+        samples.append(
+            Example(tokens, rng.integers(0, 2, length).astype(np.uint8), HiddenStates(tuple(range(N)), aux, last))
+        )
     return samples
 
 
@@ -97,7 +100,7 @@ def test_batches_hold_every_piece_and_little_else(lengths: list[int], rows: int,
 )
 @pytest.mark.parametrize("length", [256, 1024])
 def test_at_most_a_twentieth_is_padding(lengths: np.ndarray[Any, Any], length: int) -> None:
-    samples = InMemory([Tokens(np.ones(int(n), np.int32), np.ones(int(n), np.uint8)) for n in np.maximum(lengths, 3)])
+    samples = InMemory([Example(np.ones(int(n), np.int32), np.ones(int(n), np.uint8)) for n in np.maximum(lengths, 3)])
     batches = Batches(samples, 4, length, seed=0)
     assert 0 <= batches.padding <= 0.05
     places = held = 0
@@ -167,7 +170,7 @@ def test_leaving_early_stops_the_threads() -> None:
 
 
 def test_samples_without_states() -> None:
-    samples = [Tokens(s.tokens, s.loss_mask) for s in make_samples([5, 9, 3])]
+    samples = [Example(s.tokens, s.loss_mask) for s in make_samples([5, 9, 3])]
     (rows,) = collect(Batches(InMemory(samples), 4, 16, seed=0), 0)
     assert rows.states is None
 

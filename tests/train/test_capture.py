@@ -26,4 +26,4 @@ def test_states_of_packed_rows_are_those_of_the_conversations_alone() -> None:
     for row, number in ((0, 1), (0, 2), (1, 1)):
         at = SEGMENTS[row] == number
         (sample,) = capture(target, (0, 2), [(tokens[row][at].tolist(), [1] * int(at.sum()))])
-        np.testing.assert_allclose(states[row][at], np.hstack([sample.aux, sample.last]), rtol=2e-3, atol=2e-3)
+        np.testing.assert_allclose(states[row][at], sample.states.whole, rtol=2e-3, atol=2e-3)

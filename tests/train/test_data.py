@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from numpy.typing import NDArray
 
 from eagle_mlx.data_pipelines import capturing
 from eagle_mlx.errors import ConfigError, DataError, OutputError, ShardError
-from eagle_mlx.shards import Sample, ShardWriter
+from eagle_mlx.hidden_states import Example
+from eagle_mlx.shards import ShardMeta, ShardWriter, bytes_per_token
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import storage
 from eagle_mlx.train.data.sources import TrainData, heldout_prompts, training_data
+from eagle_mlx.train.data.storage import choose_cache
 from tests.fakes import tiny_target
 
 TARGET = tiny_target(vocab=4096, tokenizer=True)
@@ -93,8 +96,8 @@ def places(data: TrainData) -> dict[tuple[int, ...], list[NDArray[np.float16]]]:
     found = {}
     for index in range(len(data.samples.lengths)):
         sample = data.samples[index]
-        assert isinstance(sample, Sample)
-        found[tuple(sample.tokens.tolist())] = [sample.aux, sample.last]
+        assert sample.states is not None
+        found[tuple(sample.tokens.tolist())] = [sample.states.features, sample.states.last]
     return found
 
 
@@ -126,7 +129,7 @@ def test_a_capture_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytes
     whole = training_data(TARGET, settings.changed(cache_dir=str(tmp_path / "whole")))
     written, write = [], ShardWriter.write
 
-    def cut_short(self: ShardWriter, index: int, samples: Sequence[Sample]) -> None:
+    def cut_short(self: ShardWriter, index: int, samples: Sequence[Example]) -> None:
         if len(written) == 1:
             raise KeyboardInterrupt
         written.append(index)
@@ -173,3 +176,23 @@ def test_flags_that_cannot_be_meant_are_refused(tmp_path: Path, capsys: pytest.C
     flags = ["--target", "checkpoints/target", "--data", source, f"{source}=0.5", "--output", str(tmp_path / "out")]
     assert main(flags) == 2
     assert "has no weight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cache", "memory", "disk", "place", "said"),
+    [
+        (1e9, 1e9, 1e9, "memory", "156.0 MB in 16 bits, captured once, kept in memory"),
+        (1e9, 1e8, 1e9, "disk", "81.4 MB in 8 bits, captured once, kept on the disk"),
+        (9e7, 1e9, 1e9, "disk", "kept on the disk"),
+        (8e7, 1e9, 1e9, "online", "more than the cache of 80.0 MB, so captured anew for each batch"),
+        (1e9, 1e8, 8e7, "online", "more than the 80.0 MB that are free on the disk"),
+    ],
+)
+def test_where_states_go(cache: float, memory: float, disk: float, place: str, said: str) -> None:
+    meta = ShardMeta("t", 200, 50, (1, 2, 3), bits=8)
+    choice = choose_cache(97_200, meta, cache, memory, disk)
+    assert choice.place == place
+    assert choice.text.startswith("hidden states of 97,200 tokens, 4 layers of 200 values: ")
+    assert said in choice.text
+    in_16 = 97_200 * bytes_per_token(replace(meta, bits=16))
+    assert choice.size == (in_16 if place == "memory" else 97_200 * bytes_per_token(meta))

@@ -13,7 +13,7 @@ import pytest
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.train.data.batches import Batches
-from eagle_mlx.train.data.samples import InMemory
+from eagle_mlx.train.data.examples import InMemory
 from eagle_mlx.train.distributed import World
 from tests.fakes import talking_target_folder, tiny_adapters, tiny_target_folder
 from tests.full import in_full

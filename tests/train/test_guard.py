@@ -12,12 +12,12 @@ import pytest
 from mlx.utils import tree_flatten
 
 from eagle_mlx.data_pipelines import capture_to_shards
-from eagle_mlx.shards import Sample
+from eagle_mlx.hidden_states import Example, HiddenStates
 from eagle_mlx.target import load_target
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Batches
-from eagle_mlx.train.data.samples import InMemory
+from eagle_mlx.train.data.examples import InMemory
 from eagle_mlx.train.kinds import KINDS, resolved
 from eagle_mlx.train.step.step import NotFiniteError, Stepper
 from tests.fakes import tiny_target, tiny_target_folder
@@ -28,12 +28,12 @@ CONFIG = resolved(TrainConfig.of(rows=3, length=16, unroll=2, lr=1e-3, draft_voc
 def samples(bad: int | None) -> InMemory:
     rng = np.random.default_rng(0)
 
-    def one(index: int) -> Sample:
+    def one(index: int) -> Example:
         states = rng.standard_normal((16, 4, 32)).astype(np.float16)
         if index == bad:
             states[5, 1, 3] = np.nan
         tokens, mask = rng.integers(0, 128, 16).astype(np.int32), np.ones(16, np.uint8)
-        return Sample(tokens, mask, states[:, :3].reshape(16, 96), states[:, 3])
+        return Example(tokens, mask, HiddenStates((0, 1, 2), states[:, :3].reshape(16, 96), states[:, 3]))
 
     return InMemory([one(index) for index in range(6)])
 
@@ -75,9 +75,10 @@ def test_the_command_says_where_to_look(tmp_path: Path, capsys: Any) -> None:
 
     real = data.ShardReader.__getitem__
 
-    def spoilt(self: Any, index: int) -> Sample:
+    def spoilt(self: Any, index: int) -> Example:
         sample = real(self, index)
-        return dataclasses.replace(sample, last=sample.last * np.float16("nan")) if index == 5 else sample
+        nan = dataclasses.replace(sample.states, last=sample.states.last * np.float16("nan"))
+        return dataclasses.replace(sample, states=nan) if index == 5 else sample
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data.ShardReader, "__getitem__", spoilt)

@@ -19,7 +19,7 @@ from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig, from_mapping
 from eagle_mlx.train.data.batches import Batches, Rows
-from eagle_mlx.train.data.samples import InMemory
+from eagle_mlx.train.data.examples import InMemory
 from eagle_mlx.train.data.sources import capture_rows
 from eagle_mlx.train.evaluation.acceptance import Evaluator
 from eagle_mlx.train.kinds import KINDS, Head, kind_of, resolved

@@ -15,10 +15,10 @@ from eagle_mlx.data_pipelines import capture
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats import load_head
 from eagle_mlx.heads.eagle3 import Eagle3Head
-from eagle_mlx.shards import Sample
+from eagle_mlx.hidden_states import Example
 from eagle_mlx.target import Target
 from eagle_mlx.train.data import Batches, TrainData
-from eagle_mlx.train.data.samples import InMemory
+from eagle_mlx.train.data.examples import InMemory
 from eagle_mlx.train.kinds import kind_of
 from eagle_mlx.train.kinds.last_layers import aux_layers_for
 from eagle_mlx.train.run import new_head
@@ -28,11 +28,11 @@ from tests.train.test_linear_start import config_of, right
 from tests.train.test_step import conversations
 
 
-def samples_of(target: Target, layers: tuple[int, ...], count: int = 60) -> list[Sample]:
+def samples_of(target: Target, layers: tuple[int, ...], count: int = 60) -> list[Example]:
     return list(capture(target, layers, conversations(target, count)))
 
 
-def head_of(target: Target, samples: list[Sample], read: tuple[int, ...], **more: Any) -> Eagle3Head:
+def head_of(target: Target, samples: list[Example], read: tuple[int, ...], **more: Any) -> Eagle3Head:
     head: Any = new_head(target, TrainData(InMemory(samples), read, None, {}), config_of(**more))
     head.attach(target)
     return head

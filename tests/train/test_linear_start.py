@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from eagle_mlx.data_pipelines import capture
 from eagle_mlx.heads.eagle3 import Eagle3Head
-from eagle_mlx.shards import Sample
+from eagle_mlx.hidden_states import Example
 from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig, from_mapping
 from eagle_mlx.train.data import TrainData
-from eagle_mlx.train.data.samples import InMemory, Tokens
+from eagle_mlx.train.data.examples import InMemory
 from eagle_mlx.train.kinds import resolved
 from eagle_mlx.train.kinds.least_squares import Moments, best_map, bytes_of, error, factors
 from eagle_mlx.train.run import new_head
@@ -39,7 +39,7 @@ def config_of(**more: Any) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def samples(target: Target) -> list[Sample]:
+def samples(target: Target) -> list[Example]:
     return list(capture(target, LAYERS, conversations(target, 60)))
 
 
@@ -50,12 +50,12 @@ def started(target: Target, samples: list[Any], **more: Any) -> Any:
     return head
 
 
-def right(head: Any, target: Target, samples: list[Sample]) -> float:
+def right(head: Any, target: Target, samples: list[Example]) -> float:
     """How often the head's first draft is the target's most likely token."""
     hits = count = 0
     for sample in samples:
-        tokens, last = mx.array(sample.tokens)[None], mx.array(sample.last)[None].astype(mx.float32)
-        aux = list(mx.split(mx.array(sample.aux)[None].astype(mx.float32), 3, axis=-1))
+        tokens, last = mx.array(sample.tokens)[None], mx.array(sample.states.last)[None].astype(mx.float32)
+        aux = list(mx.split(mx.array(sample.states.features)[None].astype(mx.float32), 3, axis=-1))
         g = head.features(aux if isinstance(head, Eagle3Head) else [last])
         drafts = mx.argmax(head.logits(head(head.embed(tokens[:, 1:]), g[:, :-1])), axis=-1)
         best = mx.argmax(target.lm_head(target.norm(last)), axis=-1)[:, 1:]
@@ -76,20 +76,20 @@ def right(head: Any, target: Target, samples: list[Sample]) -> float:
     ],
 )
 def test_the_first_drafts_are_often_right_before_any_step(
-    target: Target, samples: list[Sample], more: dict[str, Any]
+    target: Target, samples: list[Example], more: dict[str, Any]
 ) -> None:
     learnt, fresh = samples[:50], samples[50:]
     at_random = right(started(target, learnt, start="random", **more), target, fresh)
     assert right(started(target, learnt, **more), target, fresh) > at_random + 0.2
 
 
-def test_states_that_are_not_kept_are_read_again(target: Target, samples: list[Sample]) -> None:
-    bare = [Tokens(sample.tokens, sample.loss_mask) for sample in samples[:20]]
+def test_states_that_are_not_kept_are_read_again(target: Target, samples: list[Example]) -> None:
+    bare = [Example(sample.tokens, sample.loss_mask) for sample in samples[:20]]
     kept, read = started(target, samples[:20]), started(target, bare)
     assert mx.allclose(kept.fc.weight, read.fc.weight, atol=0.02)  # kept ones are float16
 
 
-def test_a_target_that_has_to_read_reads_less(target: Target, samples: list[Sample]) -> None:
+def test_a_target_that_has_to_read_reads_less(target: Target, samples: list[Example]) -> None:
     """Fewer tokens for each number of the guess than are taken from states that are kept."""
 
     class Counted(InMemory):
@@ -106,18 +106,18 @@ def test_a_target_that_has_to_read_reads_less(target: Target, samples: list[Samp
         new_head(target, TrainData(Counted(found), LAYERS, None, {}), config_of())
         return Counted.taken
 
-    assert 0 < 3 * read([Tokens(sample.tokens, sample.loss_mask) for sample in many]) < read(many)
+    assert 0 < 3 * read([Example(sample.tokens, sample.loss_mask) for sample in many]) < read(many)
 
 
-def test_states_that_are_no_numbers_are_left_out(target: Target, samples: list[Sample]) -> None:
-    spoilt = replace(samples[3], last=samples[3].last * np.float16("nan"))
+def test_states_that_are_no_numbers_are_left_out(target: Target, samples: list[Example]) -> None:
+    spoilt = replace(samples[3], states=replace(samples[3].states, last=samples[3].states.last * np.float16("nan")))
     head = started(target, [*samples[:3], spoilt, *samples[4:20]])
     assert mx.all(mx.isfinite(head.fc.weight))
     assert not mx.array_equal(head.fc.weight, started(target, [], start="random").fc.weight)
 
 
-def test_without_samples_a_head_stays_as_it_is(target: Target, samples: list[Sample]) -> None:
-    short = [Sample(s.tokens[:2], s.loss_mask[:2], s.aux[:2], s.last[:2]) for s in samples[:3]]
+def test_without_samples_a_head_stays_as_it_is(target: Target, samples: list[Example]) -> None:
+    short = [s[:2] for s in samples[:3]]
     begun, untouched = started(target, short), started(target, short, start="random")
     assert mx.array_equal(begun.fc.weight, untouched.fc.weight)
 

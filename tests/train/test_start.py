@@ -18,7 +18,6 @@ from eagle_mlx.formats.mtp import quantized
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.heads.precision import quantize
-from eagle_mlx.shards import Sample
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig, from_mapping
@@ -155,7 +154,7 @@ def test_shards_must_hold_the_layers_that_the_head_reads(tmp_path: Path) -> None
         config = config_of(kind, written(SHAPES[kind](), tmp_path / kind), **more)
         data = training_data(TARGET, config, head=existing_head(TARGET, config))
         assert data.aux_layers == ()
-        assert data.samples[0].aux.shape == (20, 0)  # type: ignore[union-attr]
+        assert data.samples[0].states.features.shape == (20, 0)  # type: ignore[union-attr]
 
 
 def test_a_head_reads_any_layers_of_several_folders_of_shards(tmp_path: Path) -> None:
@@ -169,9 +168,9 @@ def test_a_head_reads_any_layers_of_several_folders_of_shards(tmp_path: Path) ->
     states = mx.concatenate(TARGET.forward(mx.array([CONVERSATION[0]]), aux_layers=data.aux_layers).aux, axis=-1)[0]
     for index in range(3):
         sample = data.samples[index]
-        assert isinstance(sample, Sample)
-        np.testing.assert_allclose(sample.aux, np.array(states), rtol=2e-3, atol=2e-3)
-        np.testing.assert_array_equal(sample.last, sample.aux[:, : TARGET.hidden_size])
+        assert sample.states is not None
+        np.testing.assert_allclose(sample.states.features, np.array(states), rtol=2e-3, atol=2e-3)
+        np.testing.assert_array_equal(sample.states.last, sample.states.features[:, : TARGET.hidden_size])
     held = training_data(TARGET, resolved(TrainConfig.of(shards=tuple(shards))))
     assert held.aux_layers == (0, 1)
     with pytest.raises(ShardError, match=r"a holds the layers 0, 1, 3, and the head is to read 2"):

@@ -15,11 +15,11 @@ from mlx.utils import tree_flatten
 from eagle_mlx.data_pipelines import capture
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.formats.tensors import weights_of
-from eagle_mlx.shards import Sample
+from eagle_mlx.hidden_states import Example
 from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Batches, Rows
-from eagle_mlx.train.data.samples import InMemory, Tokens
+from eagle_mlx.train.data.examples import InMemory
 from eagle_mlx.train.kinds.initial import check_shape, head_config, new_head
 from eagle_mlx.train.step.batch_plan import make_plan
 from eagle_mlx.train.step.optimizers import Optimizers, is_inner_matrix
@@ -49,7 +49,7 @@ def batch(target: Target, states: bool = True, aux: tuple[int, ...] = (0, 2, 3))
     samples = (
         InMemory(list(capture(target, aux, rendered)))
         if states
-        else InMemory([Tokens(np.array(t, np.int32), np.array(m, np.uint8)) for t, m in rendered])
+        else InMemory([Example(np.array(t, np.int32), np.array(m, np.uint8)) for t, m in rendered])
     )
     return next(Batches(samples, 12, CONFIG.optimization.length, 0).epoch(0))
 
@@ -235,7 +235,7 @@ def test_packing_changes_no_loss(target: Target, lengths: list[int], seed: int) 
     rendered = [(rng.integers(0, target.vocab_size, n).tolist(), [0] + [1] * (n - 1)) for n in lengths]
     samples, head = list(capture(target, (0, 2, 3), rendered)), tiny_head(target)
 
-    def total(held: list[Sample]) -> float:
+    def total(held: list[Example]) -> float:
         (rows,) = Batches(InMemory(held), len(lengths), 24, seed).epoch(0)
         arrays = part_arrays(head, target, rows, make_plan(rows, 3), np.ones(3, np.float32))
         return float(np.array(part_loss(head, target, arrays)[0]))

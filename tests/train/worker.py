@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from eagle_mlx.formats.tensors import weights_of
+from eagle_mlx.hidden_states import Example
 from eagle_mlx.train.command import Stop, Stopped
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Batches
-from eagle_mlx.train.data.samples import InMemory, Tokens
+from eagle_mlx.train.data.examples import InMemory
 from eagle_mlx.train.data.sources import TrainData
 from eagle_mlx.train.distributed import World
 from eagle_mlx.train.kinds import KINDS, resolved
@@ -28,12 +29,12 @@ from tests.fakes import tiny_target
 CONFIG = resolved(TrainConfig.of(target="tiny", head="eagle", rows=2, length=24, unroll=2, lr=3e-3, lanes=1))
 
 
-def conversations(silent: int = 1) -> list[Tokens]:
+def conversations(silent: int = 1) -> list[Example]:
     """Thirteen rows of 24 tokens, so that the last batch has one. A third of them has nothing to learn, the last one
     included where `silent` is 1 and not where it is 2."""
     rng = np.random.default_rng(0)
     return [
-        Tokens(rng.integers(0, 128, n).astype(np.int32), np.full(n, i % 3 != silent, np.uint8))
+        Example(rng.integers(0, 128, n).astype(np.int32), np.full(n, i % 3 != silent, np.uint8))
         for i, n in enumerate([24, 20, 24, 23, 24, 22, 24, 24, 21, 24, 24, 24, 23])
     ]
 

@@ -1,21 +1,20 @@
 """What a run learns from: samples, packed into rows, in prefetched batches."""
 
 from .batches import Batches, Rows
+from .examples import Examples, InMemory, Joined, OnDisk
 from .packing import Piece
-from .samples import InMemory, Joined, OnDisk, Samples, Tokens
 from .self_made import data_config, make_data
 from .sources import TrainData, capture_rows, data_on_disk, heldout_prompts, training_data
 from .storage import as_asked, choose_states, free_disk, self_file, sources_of
 
 __all__ = [
     "Batches",
+    "Examples",
     "InMemory",
     "Joined",
     "OnDisk",
     "Piece",
     "Rows",
-    "Samples",
-    "Tokens",
     "TrainData",
     "as_asked",
     "capture_rows",

@@ -14,11 +14,9 @@ import mlx.data as dx
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_mlx.shards import Sample
-
 from ..distributed import SINGLE_PROCESS, World
+from .examples import Examples
 from .packing import Batch, Piece, Row, batches_of, count_learned, learned_pieces, padding_of
-from .samples import Samples
 
 _PREFETCHED = 4
 """Batches that are fetched before they are asked for."""
@@ -38,7 +36,7 @@ class Rows:
     segments: NDArray[np.int32]
     """[B, L]: 1, 2, … for a row's first, second, … conversation."""
     states: NDArray[np.float16] | None
-    """[B, L, (n + 1) * H]: the n aux layers' outputs and the last layer's, side by side; None before capture."""
+    """[B, L, (n + 1) * H]: features and last layer side by side (`HiddenStates.whole`); None before capture."""
     first: int = 0
     """Which row of the batch of all processes the first one is."""
     samples: tuple[tuple[int, ...], ...] = ()
@@ -66,7 +64,7 @@ class Batches:
     Where several processes train together, a batch has `rows` rows for each of them, and each reads its own.
     """
 
-    def __init__(self, samples: Samples, rows: int, length: int, seed: int, world: World = SINGLE_PROCESS):
+    def __init__(self, samples: Examples, rows: int, length: int, seed: int, world: World = SINGLE_PROCESS):
         self._samples, self._rows, self._length, self._seed, self._world = samples, rows, length, seed, world
         self._packed: tuple[int, list[Batch]] | None = None
         self._first = 0, 0
@@ -144,10 +142,8 @@ class Batches:
             "segments": _joined([np.full(len(p), i, np.int32) for i, p in enumerate(pieces, 1)], width),
         }
         if self._samples.has_states:
-            parts = [(s.aux[at], s.last[at]) for s, at in samples if isinstance(s, Sample)]
-            row["states"] = _joined([np.concatenate(part, axis=1, dtype=np.float16) for part in parts], width).view(
-                np.uint8
-            )
+            parts = [one.states[at].whole for one, at in samples if one.states is not None]
+            row["states"] = _joined(parts, width).view(np.uint8)
         return row
 
 

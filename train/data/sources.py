@@ -24,17 +24,17 @@ from eagle_mlx.data_pipelines import (
 )
 from eagle_mlx.errors import DataError, ShardError, TargetError
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.hidden_states import Example, read_states
 from eagle_mlx.shards import ShardReader
-from eagle_mlx.shards.budget import Place
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
 from ..kinds import KINDS, aux_layers_of, kind_of, resolved
 from .batches import Rows
 from .draft_vocab import count_tokens, draft_vocabulary
-from .samples import InMemory, Joined, OnDisk, Samples, Tokens
+from .examples import Examples, InMemory, Joined, OnDisk
 from .self_made import data_config, states_of_made
-from .storage import cache_folder, choose_states, sources_of
+from .storage import Place, cache_folder, choose_states, sources_of
 
 _IN_WORDS: dict[Place, str] = {
     "memory": "captured once, in memory",
@@ -47,7 +47,7 @@ _TEXT_PROMPT = 64
 
 @dataclass(frozen=True)
 class TrainData:
-    samples: Samples
+    samples: Examples
     aux_layers: tuple[int, ...]
     """Target layers whose outputs the samples carry besides the last one's."""
     kept: NDArray[np.int64] | None
@@ -108,10 +108,10 @@ def _samples(
     aux_layers: tuple[int, ...],
     rendered: list[Rendered],
     progress: bool,
-) -> Samples:
+) -> Examples:
     """The conversations, with their states where these are captured once."""
     if place == "online":
-        return InMemory([Tokens(np.array(one.tokens, np.int32), np.array(one.loss_mask, np.uint8)) for one in rendered])
+        return InMemory([Example.of(*one) for one in rendered])
     if place == "memory":
         return InMemory(list(capture(target, aux_layers, rendered, progress=progress)))
     folder = cache_folder(config)
@@ -180,7 +180,9 @@ def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) ->
             )
         _check_adapter(target, config, reader)
     aux_layers = _aux_layers_of_shards(target, config, readers[0].meta.aux_layers, head)
-    parts = [OnDisk(reader, _places(target, reader, aux_layers)) for reader in readers]
+    for reader in readers:
+        _check_layers(target, reader, aux_layers)
+    parts = [OnDisk(reader, aux_layers, target.num_layers - 1) for reader in readers]
     return data_on_disk(target, config, parts, aux_layers, head)
 
 
@@ -242,8 +244,8 @@ def _aux_layers_of_shards(
     return config.head.aux_layers or held if wanted else ()
 
 
-def _places(target: Target, reader: ShardReader, aux_layers: tuple[int, ...]) -> list[int]:
-    """Where shards hold these layers, the last layer behind the others. Raises ShardError for one they do not hold."""
+def _check_layers(target: Target, reader: ShardReader, aux_layers: tuple[int, ...]) -> None:
+    """Raise ShardError for a layer that shards do not hold."""
     held = (*reader.meta.aux_layers, target.num_layers - 1)
     missing = [layer for layer in aux_layers if layer not in held]
     if missing:
@@ -252,7 +254,6 @@ def _places(target: Target, reader: ShardReader, aux_layers: tuple[int, ...]) ->
             f"{', '.join(map(str, aux_layers))}; read others with --aux-layers, or capture again with --aux-layers "
             f"{','.join(map(str, aux_layers))}"
         )
-    return [held.index(layer) for layer in aux_layers]
 
 
 def _prompt(target: Target, conversation: Conversation, room: int) -> list[int] | None:
@@ -275,8 +276,7 @@ def capture_rows(target: Target, aux_layers: Sequence[int], rows: Rows) -> mx.ar
     The target reads every conversation by itself, right-padded, so that none sees another.
     """
     tokens, places = unpack(rows)
-    hidden = target.forward(mx.array(tokens), aux_layers=(*aux_layers, target.num_layers - 1)).aux
-    states = mx.concatenate(list(hidden), axis=-1)
+    states = read_states(target, mx.array(tokens), aux_layers)
     return states.reshape(-1, states.shape[-1])[mx.array(places)]
 
 

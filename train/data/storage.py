@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from eagle_mlx.errors import ConfigError, OutputError
-from eagle_mlx.memory import free_memory
-from eagle_mlx.shards import CacheChoice, ShardMeta, choose_cache, states_bytes, unfinished_folder
-from eagle_mlx.shards.budget import Place, gb
+from eagle_mlx.memory import free_memory, gb
+from eagle_mlx.shards import ShardMeta, bytes_per_token, unfinished_folder
 
 from ..config import TrainConfig
+
+Place = Literal["memory", "disk", "online"]
 
 _MEMORY_SHARE, _DISK_SHARE = 0.8, 0.95
 """Share of the free memory and disk that a cache may take."""
@@ -20,6 +22,16 @@ _AS_ASKED: dict[Place, str] = {
     "disk": "captured once, kept on the disk",
     "online": "captured anew for each batch",
 }
+
+
+@dataclass(frozen=True)
+class CacheChoice:
+    place: Place
+    """`memory` and `disk` are captured once; `online` is captured for each batch and keeps nothing."""
+    size: int
+    """Bytes that the states would take at `place`; for `online`, those that they would have taken on the disk."""
+    text: str
+    """The estimate and the choice in one line."""
 
 
 def self_file(config: TrainConfig) -> Path:
@@ -49,7 +61,7 @@ def keeps_states(config: TrainConfig, meta: ShardMeta, reserve: int = 0) -> bool
     choice = choose_states(config, config.data.self_tokens, meta, reserve)
     if config.data.states != "auto":
         return choice.place == "disk"
-    size = states_bytes(config.data.self_tokens, meta)
+    size = config.data.self_tokens * bytes_per_token(meta)
     return choice.place != "online" and size <= _room(config, reserve, free_memory())[1]
 
 
@@ -83,11 +95,31 @@ def choose_states(
     return choice
 
 
+def choose_cache(tokens: int, meta: ShardMeta, cache: float, memory: float, disk: float) -> CacheChoice:
+    """Memory where the states in float16 fit into it, else the disk where `meta.bits` fit, else online.
+
+    `cache` is the most that a cache may take anywhere, `memory` what of the memory is left for it, `disk` what is free
+    where it would stand; all in bytes.
+    """
+    in_memory = tokens * bytes_per_token(replace(meta, bits=16))
+    on_disk = tokens * bytes_per_token(meta)
+    layers = len(meta.aux_layers) + 1
+    what = f"hidden states of {tokens:,} tokens, {layers} layer{'s' * (layers > 1)} of {meta.hidden_size:,} values"
+    if in_memory <= min(cache, memory):
+        return CacheChoice("memory", in_memory, f"{what}: {gb(in_memory)} in 16 bits, captured once, kept in memory")
+    if on_disk <= min(cache, disk):
+        text = f"{what}: {gb(on_disk)} in {meta.bits} bits, captured once, kept on the disk"
+        return CacheChoice("disk", on_disk, text)
+    limit = f"the cache of {gb(cache)}" if cache <= disk else f"the {gb(disk)} that are free on the disk"
+    text = f"{what}: {gb(on_disk)} in {meta.bits} bits, more than {limit}, so captured anew for each batch"
+    return CacheChoice("online", on_disk, text)
+
+
 def as_asked(config: TrainConfig, tokens: int, meta: ShardMeta) -> CacheChoice:
     """Return the place that `config.data.states` names, whatever room there is."""
     assert config.data.states != "auto"
     kept = meta if config.data.states == "disk" else replace(meta, bits=16)
-    size = states_bytes(tokens, kept)
+    size = tokens * bytes_per_token(kept)
     what = f"hidden states of {tokens:,} tokens: {gb(size)} in {kept.bits} bits, {_AS_ASKED[config.data.states]}"
     return CacheChoice(config.data.states, size, what)
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 
 from eagle_mlx.data_pipelines import (
     FIRST_ROWS,
@@ -26,12 +25,13 @@ from eagle_mlx.data_pipelines import (
 )
 from eagle_mlx.formats import load_head
 from eagle_mlx.heads.precision import quantize_for
+from eagle_mlx.hidden_states import Example
 from eagle_mlx.progress import counted
-from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, states_bytes
+from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, bytes_per_token
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
-from ..data import InMemory, Joined, OnDisk, Tokens, TrainData, data_on_disk, free_disk, heldout_prompts
+from ..data import InMemory, Joined, OnDisk, TrainData, data_on_disk, free_disk, heldout_prompts
 from ..kinds import Head, aux_layers_of
 from ..run import MADE
 
@@ -139,14 +139,14 @@ class Portions:
         assert tokenizer is not None, "a target without one has made nothing"
         rows = read_conversations(DataConfig((str(self._file(number)),), seed=None), "train", tokenizer)
         rendered, _ = render_all(tokenizer, rows, most)
-        return InMemory([Tokens(np.array(one.tokens, np.int32), np.array(one.loss_mask, np.uint8)) for one in rendered])
+        return InMemory([Example.of(*one) for one in rendered])
 
     def _without_states(self, number: int) -> InMemory:
         """A portion as its tokens."""
         part = self._samples(number)
         if isinstance(part, OnDisk):
             samples = [part[index] for index in range(len(part.lengths))]
-            part = self._read[number] = InMemory([Tokens(one.tokens, one.loss_mask) for one in samples])
+            part = self._read[number] = InMemory([replace(one, states=None) for one in samples])
         return part
 
     def _has_states(self, number: int) -> bool:
@@ -157,8 +157,9 @@ class Portions:
         whole = sorted(int(file.stem) for file in self._folder.glob("[0-9]*.jsonl"))
         if not all(map(self._has_states, whole)):
             return False
-        held = states_bytes(sum(ShardReader(self._shards(number)).tokens for number in whole), self._meta)
-        more = states_bytes(tokens, self._meta)
+        each = bytes_per_token(self._meta)
+        held = each * sum(ShardReader(self._shards(number)).tokens for number in whole)
+        more = each * tokens
         return held + more <= self._config.data.cache_gb * 1e9 and more <= _DISK_SHARE * free_disk(self._folder)
 
     @property

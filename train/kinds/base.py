@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from eagle_mlx.heads.eagle import EagleHead
 from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.heads.mtp import MTPHead
+from eagle_mlx.hidden_states import last_of
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
@@ -102,7 +103,7 @@ class Kind(ABC, Generic[H]):
 
     def features(self, head: H, target: Target, states: mx.array, jitter: Jitter) -> mx.array:
         """The captured states [B, L, (n + 1) * Ht] -> what the first draft step reads, [B, L, H], jittered."""
-        last = states[..., -target.hidden_size :].astype(target.dtype)
+        last = last_of(states, target.hidden_size).astype(target.dtype)
         return jitter(head.features([last]).astype(mx.float32))
 
     def unroll(

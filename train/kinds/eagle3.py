@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from eagle_mlx.formats import save_eagle3
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head
+from eagle_mlx.hidden_states import features_of
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
@@ -109,7 +110,7 @@ class Eagle3Kind(Kind[Eagle3Head]):
         count = len(head.config.aux_layers)
         if not count:
             return super().features(head, target, states, jitter)
-        read = jitter(states[..., : -target.hidden_size].astype(mx.float32))
+        read = jitter(features_of(states, target.hidden_size).astype(mx.float32))
         return head.features(list(mx.split(read, count, axis=-1)) if head.config.fc_norm else [read])
 
     def unroll(

@@ -16,8 +16,7 @@ from mlx_lm.utils import load_model
 
 from eagle_mlx.data_pipelines import MakeConfig, beginning, steerable
 from eagle_mlx.errors import ConfigError, OutputError, TargetError
-from eagle_mlx.memory import free_memory
-from eagle_mlx.shards.budget import gb
+from eagle_mlx.memory import free_memory, gb
 from eagle_mlx.target import Target, compute_dtype
 
 from ..config import TrainConfig, flag

@@ -12,9 +12,8 @@ from typing import Any
 from eagle_mlx import hub
 from eagle_mlx.data_pipelines import shard_meta
 from eagle_mlx.errors import ConfigError, EagleError
-from eagle_mlx.memory import free_memory
+from eagle_mlx.memory import free_memory, gb
 from eagle_mlx.progress import counted
-from eagle_mlx.shards.budget import gb
 
 from ..config import TrainConfig, pass_type
 from ..data import as_asked, choose_states, free_disk, self_file

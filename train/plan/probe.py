@@ -15,9 +15,8 @@ import numpy as np
 
 from eagle_mlx.cpu import default_streams, use_shortcuts
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.memory import free_memory
+from eagle_mlx.memory import free_memory, gb
 from eagle_mlx.progress import tokens_per_second
-from eagle_mlx.shards.budget import gb
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig

@@ -16,7 +16,7 @@ from eagle_mlx.errors import CheckpointError, ConfigError
 from eagle_mlx.files import write_whole
 
 from ..config import TrainConfig, flag, from_mapping
-from ..data import Samples, sources_of
+from ..data import Examples, sources_of
 
 RUN_FILE = "run.json"
 _COMPARED_SAMPLES = 256
@@ -45,7 +45,7 @@ class Identity:
     """Each reads a part of every batch."""
 
 
-def fingerprint_of(samples: Samples) -> str:
+def fingerprint_of(samples: Examples) -> str:
     """Hexadecimal digits made from the lengths of all samples and the tokens and masks of some."""
     lengths = np.array(samples.lengths, np.int64)
     digest = hashlib.blake2s(lengths.tobytes())

@@ -11,12 +11,12 @@ from mlx.utils import tree_map
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats import load_head
+from eagle_mlx.hidden_states import Example, features_of, last_of, read_states
 from eagle_mlx.progress import progress_bar
-from eagle_mlx.shards import Sample
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig, flag
-from ..data import Samples, Tokens, TrainData
+from ..data import Examples, TrainData
 from ..kinds import KINDS, OPEN, Head, freeze_embedding, kind_of
 from ..kinds.least_squares import best_map
 
@@ -73,10 +73,10 @@ _SLOW = 2.0
 """Seconds after which a bar is shown."""
 
 
-def start_linear(head: Head, target: Target, samples: Samples, seed: int) -> None:
+def start_linear(head: Head, target: Target, samples: Examples, seed: int) -> None:
     """Give a new head the guess that fits samples best; without any it stays as it is.
 
-    Samples without hidden states are read by the target.
+    Examples without hidden states are read by the target.
     """
     head.attach(target)
     found = best_map(_pieces(head, target, samples, seed))
@@ -85,7 +85,7 @@ def start_linear(head: Head, target: Target, samples: Samples, seed: int) -> Non
         mx.eval(head.parameters())
 
 
-def _pieces(head: Head, target: Target, samples: Samples, seed: int) -> Iterator[tuple[mx.array, mx.array]]:
+def _pieces(head: Head, target: Target, samples: Examples, seed: int) -> Iterator[tuple[mx.array, mx.array]]:
     """Of one conversation after the other: what the guess is made of [n, D], and what it is to be [n, H].
 
     The first token is left out: models keep states there that are unlike all others (Sun et al. 2024, Massive
@@ -103,18 +103,18 @@ def _pieces(head: Head, target: Target, samples: Samples, seed: int) -> Iterator
             if not bool(mx.all(mx.isfinite(x)) & mx.all(mx.isfinite(y))):
                 continue  # which the first step that reads it will name
             yield x[0, 1:], y[0, 1:]
-            bar.total = (_TOKENS_PER_INPUT if isinstance(sample, Sample) else _READ_PER_INPUT) * x.shape[-1]
+            bar.total = (_TOKENS_PER_INPUT if sample.states is not None else _READ_PER_INPUT) * x.shape[-1]
             bar.update(tokens.size)
             if bar.n >= bar.total:
                 return
 
 
-def _states(head: Head, target: Target, sample: Sample | Tokens) -> tuple[list[mx.array], mx.array]:
+def _states(head: Head, target: Target, example: Example) -> tuple[list[mx.array], mx.array]:
     """The aux layers' outputs and the last one's for a conversation, each [1, L, H] float32."""
-    layers = kind_of(head).aux_layers_of(head)
-    if not isinstance(sample, Sample):
-        hidden = target.forward(mx.array(sample.tokens)[None], aux_layers=(*layers, target.num_layers - 1)).aux
-        *aux, last = (each.astype(mx.float32) for each in hidden)
-        return aux, last
-    aux = list(mx.split(mx.array(sample.aux)[None].astype(mx.float32), len(layers), axis=-1)) if layers else []
-    return aux, mx.array(sample.last)[None].astype(mx.float32)
+    layers, size = kind_of(head).aux_layers_of(head), target.hidden_size
+    if example.states is None:
+        whole = read_states(target, mx.array(example.tokens)[None], layers)
+    else:
+        whole = mx.array(example.states.whole)[None]
+    whole = whole.astype(mx.float32)
+    return list(mx.split(features_of(whole, size), len(layers), axis=-1)) if layers else [], last_of(whole, size)

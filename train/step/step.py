@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread, use_shortcuts
 from eagle_mlx.errors import CheckpointError, EagleError
 from eagle_mlx.heads.precision import EXACT
+from eagle_mlx.hidden_states import last_of
 from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.target import Target
 
@@ -298,7 +299,7 @@ def _part_loss(
 ) -> tuple[mx.array, ...]:
     kind, width = kind_of(head), target.hidden_size
     states, select, weights = arrays["states"], arrays["select"], arrays["weights"]
-    last = states[..., -width:].reshape(-1, width)[arrays["labels"]].astype(target.dtype)
+    last = last_of(states, width).reshape(-1, width)[arrays["labels"]].astype(target.dtype)
     g = kind.features(head, target, states, lambda read: add_noise(arrays, read).astype(dtype))
     tokens = arrays["tokens"]
     embeddings = (head.embed_tokens(tokens) if head.config.own_embedding else target.embed(tokens)).astype(dtype)

@@ -1,0 +1,114 @@
+"""Hidden states of a target: of which layers, in which order, in 16 bits; and examples to learn from that carry them.
+
+Everything that captures, stores, packs or reads hidden states asks this module for their layout: the outputs of the
+layers that a head reads side by side, then the last layer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_mlx.target import Target
+
+LIMIT = float(np.finfo(np.float16).max)
+"""The largest number in 16 bits; larger ones are clipped to it."""
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """Outputs of a target's layers for T tokens; n layers of hidden size H besides the last."""
+
+    layers: tuple[int, ...]
+    """The layers of `features`, counted from 0, in their order."""
+    features: NDArray[np.float16]
+    """[T, n * H]: the outputs of the layers that a head reads, side by side."""
+    last: NDArray[np.float16]
+    """[T, H]: the last layer's output, before the final norm."""
+
+    @classmethod
+    def split(cls, layers: Sequence[int], whole: NDArray[np.float16]) -> HiddenStates:
+        """Take apart [T, (n + 1) * H], the features and the last layer side by side; the arrays are copies."""
+        size = whole.shape[1] // (len(layers) + 1)
+        return cls(tuple(layers), whole[:, :-size].copy(), whole[:, -size:].copy())
+
+    @property
+    def whole(self) -> NDArray[np.float16]:
+        """[T, (n + 1) * H]: the features and the last layer side by side."""
+        return np.concatenate((self.features, self.last), axis=1, dtype=np.float16)
+
+    def __getitem__(self, at: slice) -> HiddenStates:
+        """The states of some positions."""
+        return replace(self, features=self.features[at], last=self.last[at])
+
+    def of_layers(self, layers: Sequence[int], last_layer: int) -> HiddenStates:
+        """The states with the features of other layers, each one of `layers` or the `last_layer` itself."""
+        if tuple(layers) == self.layers:
+            return self
+        size, held = self.last.shape[1], (*self.layers, last_layer)
+        places = [held.index(layer) for layer in layers]
+        whole = self.whole
+        parts = [whole[:, place * size : (place + 1) * size] for place in places]
+        return replace(self, layers=tuple(layers), features=np.concatenate(parts, axis=1) if parts else whole[:, :0])
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation of T tokens to learn from."""
+
+    tokens: NDArray[np.int32]
+    """[T]"""
+    loss_mask: NDArray[np.uint8]
+    """[T], 1 on the tokens to learn."""
+    states: HiddenStates | None = None
+    """None before the target has read it."""
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], loss_mask: Sequence[int], states: HiddenStates | None = None) -> Example:
+        return cls(np.array(tokens, np.int32), np.array(loss_mask, np.uint8), states)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, at: slice) -> Example:
+        """Some of its positions."""
+        return Example(self.tokens[at], self.loss_mask[at], None if self.states is None else self.states[at])
+
+
+def read_states(target: Target, tokens: mx.array, layers: Sequence[int]) -> mx.array:
+    """Have the target read tokens [B, L], right-padded and without a cache.
+
+    Returns the features and the last layer side by side, [B, L, (n + 1) * H] in the target's type, lazily.
+    """
+    return side_by_side(target.forward(tokens, aux_layers=(*layers, target.num_layers - 1)).aux)
+
+
+def side_by_side(outputs: Sequence[mx.array]) -> mx.array:
+    """The outputs of layers, [B, L, H] each, as one array; the last layer's is the last of them."""
+    return mx.concatenate(list(outputs), axis=-1)
+
+
+def in_16_bits(states: mx.array) -> mx.array:
+    """The states as float16, clipped to its range."""
+    return mx.clip(states, -LIMIT, LIMIT).astype(mx.float16)
+
+
+def clipped(states: NDArray[Any]) -> NDArray[np.float16]:
+    """`in_16_bits` on the host."""
+    found: NDArray[np.float16] = np.clip(states, -LIMIT, LIMIT).astype(np.float16)
+    return found
+
+
+def features_of(states: mx.array, hidden_size: int) -> mx.array:
+    """The features [..., n * H] of whole states [..., (n + 1) * H]."""
+    return states[..., :-hidden_size]
+
+
+def last_of(states: mx.array, hidden_size: int) -> mx.array:
+    """The last layer's output [..., H] of whole states [..., (n + 1) * H]."""
+    return states[..., -hidden_size:]

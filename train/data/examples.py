@@ -1,0 +1,129 @@
+"""Examples by index: in memory, in shards on the disk, or without states, which are then captured batch by batch."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from eagle_mlx.hidden_states import Example
+from eagle_mlx.shards import ShardReader
+
+
+class Examples(Protocol):
+    """Examples by index. Those of one source either all carry hidden states or none does."""
+
+    @property
+    def lengths(self) -> Sequence[int]: ...
+
+    @property
+    def has_states(self) -> bool: ...
+
+    def __getitem__(self, index: int) -> Example: ...
+
+    def where(self, index: int) -> str:
+        """What a user would look for to see the example."""
+        ...
+
+
+class InMemory:
+    """A list of examples."""
+
+    def __init__(self, examples: Sequence[Example]):
+        self._examples = examples
+        self.lengths = [len(example) for example in examples]
+        self.has_states = bool(examples) and examples[0].states is not None
+
+    def __getitem__(self, index: int) -> Example:
+        return self._examples[index]
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens to learn."""
+        return sum(int(example.loss_mask.sum()) for example in self._examples)
+
+    def where(self, index: int) -> str:
+        return f"conversation {index + 1} of {len(self._examples)}, as they are read"
+
+
+class OnDisk:
+    """The examples of a folder of shards, all checked at once and read when they are needed.
+
+    The features are of the `layers` asked for, each one that the shards hold or the target's `last_layer`; None
+    for all, in their order. Examples are cut after `most` tokens, if that is given. Raises ShardError for a shard that
+    is damaged or missing.
+    """
+
+    has_states = True
+
+    def __init__(
+        self,
+        reader: ShardReader,
+        layers: Sequence[int] | None = None,
+        last_layer: int = -1,
+        most: int | None = None,
+    ):
+        reader.verify()
+        self._reader, self._most, self._last_layer = reader, most, last_layer
+        self._layers = reader.meta.aux_layers if layers is None else tuple(layers)
+        self.folder = reader.folder
+        whole = [length for entry in reader.files for length in self._array(entry.name, "lengths").tolist()]
+        self.lengths: list[int] = [min(length, most or length) for length in whole]
+
+    def __getitem__(self, index: int) -> Example:
+        example = self._reader[index]
+        assert example.states is not None
+        states = example.states.of_layers(self._layers, self._last_layer)
+        return replace(example, states=states)[: self._most]
+
+    def where(self, index: int) -> str:
+        return self._reader.where(index)
+
+    def count_tokens(self, vocab_size: int) -> NDArray[np.int64]:
+        """How often each token id is to be learnt: counts [V]."""
+        counts = np.zeros(vocab_size, np.int64)
+        for entry in self._reader.files:
+            learnt = self._array(entry.name, "loss_mask") == 1
+            if self._most is not None:
+                lengths = self._array(entry.name, "lengths")
+                learnt &= np.concatenate([np.arange(length) < self._most for length in lengths])
+            counts += np.bincount(self._array(entry.name, "tokens")[learnt], minlength=vocab_size)
+        return counts
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens to learn, in examples that are not cut."""
+        return self._reader.loss_tokens
+
+    def _array(self, shard: str, name: str) -> NDArray[Any]:
+        with safe_open(str(self.folder / shard), "numpy") as file:
+            found: NDArray[Any] = file.get_tensor(name)
+        return found
+
+
+class Joined:
+    """The examples of several sources, one after the other. They all carry states, or none does."""
+
+    def __init__(self, parts: Sequence[Examples]):
+        self._parts = list(parts)
+        self._ends = list(accumulate(len(part.lengths) for part in parts))
+        self.lengths = [length for part in parts for length in part.lengths]
+        self.has_states = all(part.has_states for part in parts)
+
+    def __getitem__(self, index: int) -> Example:
+        part, row = self._place(index)
+        return part[row]
+
+    def where(self, index: int) -> str:
+        part, row = self._place(index)
+        return part.where(row)
+
+    def _place(self, index: int) -> tuple[Examples, int]:
+        number = bisect_right(self._ends, index)
+        return self._parts[number], index - (self._ends[number - 1] if number else 0)
