@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import eagle_mlx as em
-from eagle_mlx.decoding.loops import is_loop
 from eagle_mlx.serve.bench.dialogue import behind_filler
 from eagle_mlx.serve.prompts import Question, read_questions
 from eagle_mlx.target import Target
+from eagle_mlx.text import is_loop
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
 
 def decode(target: Target, head: Any, questions: Sequence[Question], args: argparse.Namespace) -> list[dict[str, Any]]:
     """What came of each question: tokens of the prompt, tokens written, rounds, and whether they loop."""
-    engine = em.Engine(target, em.HeadProposer(head), em.FixedPolicy(args.depth), max_batch=args.batch)
+    engine = em.Engine(target, em.HeadProposer(head), policy=em.FixedPolicy(args.depth), max_batch=args.batch)
     prompts = [question.encode(target, [], args.max_tokens) for question in questions]
     outputs = engine.generate(prompts, em.SamplingParams(max_tokens=args.max_tokens), progress=True)
     return [

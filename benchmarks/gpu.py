@@ -77,7 +77,7 @@ def random_head(shape: Shape, dtype: mx.Dtype) -> Eagle3Head:
 
 def round_ms(target: em.Target, head: Eagle3Head, way: str, rows: int, depth: int, nodes: int, repeats: int) -> float:
     """The median of whole rounds, those of the host included."""
-    engine = em.Engine(target, em.HeadProposer(head), em.FixedPolicy(depth, nodes), max_batch=rows)
+    engine = em.Engine(target, em.HeadProposer(head), policy=em.FixedPolicy(depth, nodes), max_batch=rows)
     seconds: list[float] = []
 
     def note(result: RoundResult) -> None:

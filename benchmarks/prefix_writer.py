@@ -30,7 +30,7 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.catalog import embedded
 from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.engine.disk.database import BLOCK
-from eagle_mlx.engine.prefix_piece import Past, keys_of
+from eagle_mlx.engine.prefix_tree import Past, keys_of
 from eagle_mlx.request_state import RequestState
 
 ROOM_TEXTS = 8

@@ -51,7 +51,7 @@ class CountingChannel(Channel):
 
 def decode(target: em.Target, head: Any, rows: int, tokens: int) -> tuple[float, int]:
     """Seconds and rounds in which so many tokens of each row are decoded, behind the prompts."""
-    engine = em.Engine(target, em.HeadProposer(head), em.FixedPolicy(DEPTH), rows, kv_bytes=1 << 28)
+    engine = em.Engine(target, em.HeadProposer(head), policy=em.FixedPolicy(DEPTH), max_batch=rows, kv_bytes=1 << 28)
     params = em.SamplingParams(max_tokens=tokens, ignore_eos=True)
     requests = [engine.prepare([1 + row] * PROMPT, params) for row in range(rows)]
     for request in requests:

@@ -137,7 +137,7 @@ class Version:
         """The costs of one round of so many requests, behind those that read the prompts and give first tokens."""
         library, (depth, wish) = self._library, WAYS[way]
         proposer = library.HeadProposer(self.head) if depth else None
-        engine = library.Engine(self.target, proposer, library.FixedPolicy(depth), max_batch=rows)
+        engine = library.Engine(self.target, proposer, policy=library.FixedPolicy(depth), max_batch=rows)
         params = library.SamplingParams(max_tokens=100, ignore_eos=True, **wish)
         requests = [engine.prepare(_PROMPT, params) for _ in range(rows)]
         for request in requests:

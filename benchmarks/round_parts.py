@@ -30,7 +30,7 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.catalog import embedded
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.prefill import PREFILL_CHUNK, Prefill
-from eagle_mlx.engine.prefix_piece import Past
+from eagle_mlx.engine.prefix_tree import Past
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import in_dtype
 from eagle_mlx.machine import describe
@@ -75,7 +75,7 @@ def measure_breakdown(
     target.context_length = max(target.context_length, 2 * context + 8 * (depth + 1) * rounds)
     proposer = HeadProposer(head) if head is not None and depth else None
     depth = depth if proposer is not None else 0
-    engine = em.Engine(target, proposer, em.FixedPolicy(depth), max_batch=1, prefix_cache_bytes=1 << 60)
+    engine = em.Engine(target, proposer, policy=em.FixedPolicy(depth), max_batch=1, prefix_cache_bytes=1 << 60)
     prompt = [1 + (7 * i) % 97 for i in range(context)]
     long = em.SamplingParams(max_tokens=(depth + 1) * (rounds + _WARM_UP + 1) + 1, ignore_eos=True)
     row = engine.prepare(prompt, long)

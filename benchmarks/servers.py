@@ -29,7 +29,6 @@ from typing import Any
 import httpx
 
 from eagle_mlx.catalog import embedded
-from eagle_mlx.decoding.loops import LEAST_DISTINCT, is_loop
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.machine import describe
@@ -39,6 +38,7 @@ from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.prompts import read_prompts
 from eagle_mlx.serve.speculation import Speculation
 from eagle_mlx.target import load_target
+from eagle_mlx.text import LEAST_DISTINCT, is_loop
 
 Chat = list[dict[str, str]]
 
@@ -181,7 +181,9 @@ class BareEngine:
     def turn(self, chats: Sequence[Chat], clients: int, params: SamplingParams) -> Turn:
         if clients not in self._engines:
             proposer, policy = self.speculation.proposer(self.target), self.speculation.make_policy()
-            self._engines[clients] = Engine(self.target, proposer, policy, max_batch=min(clients, self.max_batch))
+            self._engines[clients] = Engine(
+                self.target, proposer, policy=policy, max_batch=min(clients, self.max_batch)
+            )
         start = time.perf_counter()
         outputs = self._engines[clients].generate(chats, params)
         seconds = time.perf_counter() - start

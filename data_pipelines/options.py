@@ -105,7 +105,7 @@ def engine_of(args: argparse.Namespace, target: Target, captured: Sequence[int] 
     options_of(args).wire_active()
     if captured:
         proposer = CapturingProposer(captured, proposer)
-    engine = Engine(target, proposer, policy, max_batch=args.batch or FIRST_ROWS)
+    engine = Engine(target, proposer, policy=policy, max_batch=args.batch or FIRST_ROWS)
     return engine if args.batch else let_grow(engine)
 
 

@@ -6,11 +6,11 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from eagle_mlx.decoding.loops import LEAST_DISTINCT
 from eagle_mlx.errors import DataError
 from eagle_mlx.progress import counted
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target_options import options_of
+from eagle_mlx.text import LEAST_DISTINCT
 
 from .jsonl import check_idle, check_new, partial_path
 from .options import add_data, add_drafting, conversations, data_config, engine_of, tokenizer_of

@@ -90,7 +90,7 @@ def head_warning(head: DraftHead, target: Target, progress: bool = False) -> str
 
 def try_out(head: DraftHead, target: Target, progress: bool = False) -> Trial:
     """Decode the built-in prompts greedily with drafts, past every end of text. Leaves no random state changed."""
-    engine = Engine(target, HeadProposer(head), FixedPolicy(DEPTH), max_batch=_rows(target))
+    engine = Engine(target, HeadProposer(head), policy=FixedPolicy(DEPTH), max_batch=_rows(target))
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=0)
     requests = [engine.prepare(prompt, params) for prompt in _prompts(target)]
     for request in requests:

@@ -87,7 +87,15 @@ def _generate(args: argparse.Namespace) -> None:
     speculation, proposer = load_proposer(speculation, target, name, lambda text: say(text, args))
     options.wire_active()
     policy = speculation.make_policy()
-    engine = Engine(target, proposer, policy, args.batch, chunk, kv_bits=args.kv_bits, kv_bytes=kv_bytes)
+    engine = Engine(
+        target,
+        proposer,
+        policy=policy,
+        max_batch=args.batch,
+        prefill_chunk=chunk,
+        kv_bits=args.kv_bits,
+        kv_bytes=kv_bytes,
+    )
     prior = speculation.prior(engine)
     notes = [*speculation.about_head(engine), *speculation.why_chains(engine)]
     say("\n".join([f"target: {target.name}", f"speculation: {speculation}", *notes]), args)

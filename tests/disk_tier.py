@@ -46,7 +46,9 @@ def engine(folder: Path | None, kind: str = "full", drafts: str = "none", seed: 
         "draft": lambda: em.DraftModelProposer(which),
     }
     proposer = makers[drafts]()
-    made = em.Engine(which, proposer, em.FixedPolicy(3), 2, prefix_cache_bytes=MANY if folder else 0, kv_bits=bits)
+    made = em.Engine(
+        which, proposer, policy=em.FixedPolicy(3), max_batch=2, prefix_cache_bytes=MANY if folder else 0, kv_bits=bits
+    )
     if folder is not None:
         assert made.prefixes is not None
         say = more.get("say", said_of(()))

@@ -23,11 +23,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from eagle_mlx.cache import buffers
+from eagle_mlx.cache import full
 from eagle_mlx.data_pipelines.jsonl import PartialFile
-from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.draft import Draft, Tree
 from eagle_mlx.decoding.sampling import SamplingBatch
-from eagle_mlx.decoding.tree import Tree
 from eagle_mlx.engine import Engine
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from eagle_mlx.plan import CONFIDENCE_LAG, Abilities, Plan
@@ -295,11 +294,11 @@ def uncompiled() -> Iterator[None]:
 @contextmanager
 def steps_of(count: int) -> Iterator[None]:
     """Buffers grow by so few positions, so that short texts make them grow and shrink."""
-    before, buffers.STEP = buffers.STEP, count
+    before, full.STEP = full.STEP, count
     try:
         yield
     finally:
-        buffers.STEP = before
+        full.STEP = before
 
 
 def interrupt_after(rows: int, error: type[BaseException], patch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,8 @@ import eagle_mlx  # noqa: F401  (brings the fast BLAS before MLX)
 import mlx.core as mx  # isort: skip
 import numpy as np
 
-from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.draft import Draft, Tree
 from eagle_mlx.decoding.sampling import SamplingBatch
-from eagle_mlx.decoding.tree import Tree
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation, ProposerState, StatePiece
 from eagle_mlx.target import Target

@@ -40,7 +40,7 @@ def test_the_proposer_of_the_guide_drafts_and_changes_nothing(temperature: float
     exec(definition, scope)
     exec(use, scope)
     phrases = [plain[1].text, "Permission is hereby granted"]
-    engine = em.Engine(target, scope["PhraseProposer"](phrases), em.FixedPolicy(4), max_batch=2)
+    engine = em.Engine(target, scope["PhraseProposer"](phrases), policy=em.FixedPolicy(4), max_batch=2)
     outputs = engine.generate(prompts, params)
     assert [o.tokens for o in outputs] == [o.tokens for o in plain]
     if target.tokenizer.encode(plain[1].text) == plain[1].tokens:

@@ -20,7 +20,6 @@ import numpy as np
 
 import eagle_mlx as em
 from eagle_mlx.cpu import blas
-from eagle_mlx.decoding.loops import is_loop
 from eagle_mlx.errors import EagleError, OutputError
 from eagle_mlx.files import new_folder
 from eagle_mlx.heads.eagle3 import Eagle3Head
@@ -30,6 +29,7 @@ from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import Models, build_modes
 from eagle_mlx.serve.bench.report import Run
 from eagle_mlx.serve.prompts import encode, read_prompts
+from eagle_mlx.text import is_loop
 from eagle_mlx.train.kinds.initial import new_head
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
@@ -65,7 +65,7 @@ def untrained_like(head: Eagle3Head, target: em.Target) -> Eagle3Head:
 
 def tau(target: em.Target, head: Eagle3Head, prompts: list[list[int]], config: BenchConfig, depth: int) -> float:
     """τ of a head over the continuations that do not loop."""
-    engine = em.Engine(target, em.HeadProposer(head), em.FixedPolicy(depth), max_batch=TAU_BATCH)
+    engine = em.Engine(target, em.HeadProposer(head), policy=em.FixedPolicy(depth), max_batch=TAU_BATCH)
     said = engine.generate(prompts, config.params(len(prompts), config.max_tokens), progress=True)
     kept = [one for one in said if not is_loop(one.tokens, config.least_distinct)]
     return sum(len(one.tokens) for one in kept) / max(1, sum(one.rounds for one in kept))
@@ -131,7 +131,7 @@ def longest_answer(
     target: em.Target, head: Eagle3Head, prompts: list[list[int]], config: BenchConfig, depth: int
 ) -> tuple[list[int], em.Output]:
     """Something to show: a prompt and its continuation, the longest of those that do not loop."""
-    engine = em.Engine(target, em.HeadProposer(head), em.FixedPolicy(depth))
+    engine = em.Engine(target, em.HeadProposer(head), policy=em.FixedPolicy(depth))
     said = list(zip(prompts, engine.generate(prompts, config.params(len(prompts), config.max_tokens)), strict=True))
     fit = [pair for pair in said if not is_loop(pair[1].tokens, config.least_distinct)]
     return max(fit, key=lambda pair: len(pair[1].tokens), default=said[0])

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
     trainer.model.set_dtype(mx.float32)
     mx.eval(trainer.model.parameters())
     engine = em.Engine(
-        em.Target(trainer.model), em.NgramProposer(), em.FixedPolicy(4), max_batch=args.decode_rows // size
+        em.Target(trainer.model), em.NgramProposer(), policy=em.FixedPolicy(4), max_batch=args.decode_rows // size
     )
     prompts = training_prompts(tokenizer, args.seed)[rank::size]
     unlearn = nn.value_and_grad(trainer.model, unlikelihood_loss)

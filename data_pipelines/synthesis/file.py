@@ -335,7 +335,7 @@ def making_engine(target: Target, place: ShardPlace | None = None, head: DraftHe
     policy = ThroughputPolicy(MOST_TOKENS) if drafts is not None else FixedPolicy(0)
     layers = (*place.meta.aux_layers, target.num_layers - 1) if place is not None else ()
     proposer = CapturingProposer(layers, drafts) if layers else drafts
-    return let_grow(Engine(target, proposer, policy, max_batch=FIRST_ROWS))
+    return let_grow(Engine(target, proposer, policy=policy, max_batch=FIRST_ROWS))
 
 
 def prompt_keys(file: Path) -> set[int]:

@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from eagle_mlx.decoding.loops import is_loop
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import text_settings
+from eagle_mlx.text import is_loop
 
 from ..conversation import Conversation, Message
 from ..jsonl import as_line, open_partial

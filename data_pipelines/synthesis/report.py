@@ -6,8 +6,8 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 
-from eagle_mlx.decoding.loops import is_loop
 from eagle_mlx.progress import counted
+from eagle_mlx.text import is_loop
 
 LEAST_WORDS = 3
 """Words of a user's turn: with fewer it says nothing that an answer could be about."""

@@ -1,7 +1,6 @@
 """Ragged caches: every row of a batch has its own length, and rolling back is arithmetic on it."""
 
-from eagle_mlx.cache.buffers import STEP
-from eagle_mlx.cache.full import RaggedKV
+from eagle_mlx.cache.full import STEP, RaggedKV
 from eagle_mlx.cache.kinds import check_cacheable, may_pad
 from eagle_mlx.cache.lengths import RowLengths, without_row
 from eagle_mlx.cache.ragged import CacheSize, KVPiece, RaggedCache, Saved

@@ -8,7 +8,7 @@ from itertools import takewhile
 
 import mlx.core as mx
 
-from eagle_mlx.decoding.tree import Branches
+from eagle_mlx.decoding.draft import Branches
 
 
 @dataclass(frozen=True)

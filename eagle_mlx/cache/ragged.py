@@ -10,14 +10,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from eagle_mlx.cache.buffers import copied, most_slots
-from eagle_mlx.cache.full import RaggedChunked, RaggedKV
+from eagle_mlx.cache.full import RaggedChunked, RaggedKV, copied, most_slots
 from eagle_mlx.cache.kinds import ragged
 from eagle_mlx.cache.lengths import Moves, RowLengths, SavedLengths
 from eagle_mlx.cache.quantized import RaggedQuantized
 from eagle_mlx.cache.recurrent import RaggedList, RecurrentState
 from eagle_mlx.cache.window import RaggedWindow
-from eagle_mlx.decoding.tree import Branches
+from eagle_mlx.decoding.draft import Branches
 from eagle_mlx.hooks import NotesCalls, hook
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from eagle_mlx.cache.buffers import copied
+from eagle_mlx.cache.full import copied
 from eagle_mlx.cache.lengths import Moves, RowLengths, without_row
 from eagle_mlx.errors import TargetError
 from eagle_mlx.hooks import CallListener, Projections

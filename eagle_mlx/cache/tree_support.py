@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.kinds import ONE_ROW, OWN_POSITIONS, model_file
-from eagle_mlx.decoding.tree import Tree
+from eagle_mlx.decoding.draft import Tree
 from eagle_mlx.target import Target
 
 Logits = NDArray[np.float32]

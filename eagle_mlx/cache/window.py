@@ -6,8 +6,7 @@ from typing import Self
 
 import mlx.core as mx
 
-from eagle_mlx.cache.buffers import room
-from eagle_mlx.cache.full import RaggedKV, scattered
+from eagle_mlx.cache.full import RaggedKV, room, scattered
 from eagle_mlx.cache.lengths import Moves, RowLengths, ring_positions, swap_removed
 from eagle_mlx.errors import TargetError
 

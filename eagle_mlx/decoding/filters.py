@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from math import gcd
 
 import mlx.core as mx
 
-from eagle_mlx.cpu import fastmath
-from eagle_mlx.decoding.fused import fused
+from eagle_mlx.cpu import fastmath, use_shortcuts
 from eagle_mlx.sampling_params import SamplingParams
 
 MOST_CANDIDATES = 64
@@ -27,6 +27,21 @@ MOST_CANDIDATES = 64
 
 _OFF = 2**31 - 1
 _NONE = (_OFF, math.inf)
+
+
+def fused(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Let MLX compile an elementwise function of arrays, for all shapes at once: one pass over memory in place of many.
+
+    A CPU takes the function as it is: MLX would compile it with g++, which costs seconds and gains nothing there.
+    """
+    compiled = mx.compile(function, shapeless=True)
+
+    @wraps(function)
+    def call(*arrays: mx.array) -> mx.array:
+        result: mx.array = function(*arrays) if use_shortcuts() else compiled(*arrays)
+        return result
+
+    return call
 
 
 @dataclass(frozen=True)

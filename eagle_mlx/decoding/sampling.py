@@ -13,8 +13,7 @@ import numpy as np
 
 from eagle_mlx.cpu import fastmath
 from eagle_mlx.decoding.filters import Filters
-from eagle_mlx.decoding.noise import gumbel_noise, noise_words, uniform_noise
-from eagle_mlx.decoding.noisy_argmax import noisy_argmax
+from eagle_mlx.decoding.noise import gumbel_noise, noise_words, noisy_argmax, uniform_noise
 from eagle_mlx.sampling_params import Rule, SamplingParams
 
 

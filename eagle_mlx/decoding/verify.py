@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from eagle_mlx.decoding.draft import Branches, Tree, walk
 from eagle_mlx.decoding.sampling import SamplingBatch, distribution, filtered, gumbel, sample, uniform
-from eagle_mlx.decoding.tree import Branches, Tree, walk
 from eagle_mlx.request_state import Pending
 
 

@@ -10,17 +10,24 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, Saved, without_row
-from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.draft import Draft, Tree
 from eagle_mlx.decoding.masks import PATIENCE
 from eagle_mlx.decoding.processors import Processors
 from eagle_mlx.decoding.sampling import SamplingBatch
-from eagle_mlx.decoding.tree import Tree
 from eagle_mlx.decoding.verify import Verdict, judge_pending, verify, verify_tree
 from eagle_mlx.engine.prefix import Prefix
-from eagle_mlx.engine.prefix_piece import Past
+from eagle_mlx.engine.prefix_tree import Past
 from eagle_mlx.plan import PLAIN, Abilities, Plan
-from eagle_mlx.proposers.base import CanJoin, CanLookUp, Movable, Proposer, ProposerState, Separable
-from eagle_mlx.proposers.check import Asked, check_draft
+from eagle_mlx.proposers.base import (
+    Asked,
+    CanJoin,
+    Movable,
+    Proposer,
+    ProposerState,
+    Separable,
+    check_draft,
+)
+from eagle_mlx.proposers.hybrid import HybridState
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.target import Forward, Target
 
@@ -79,7 +86,7 @@ class Batch:
         if self.proposer is None:
             return Abilities()
         drawn = self.processors is None and not (self.sampling.any_rejection or self.sampling.any_threshold)
-        lookup = isinstance(self.state, CanLookUp) and self.state.can_look_up
+        lookup = isinstance(self.state, HybridState) and self.state.can_look_up
         return replace(self.proposer.abilities, trees=self.proposer.abilities.trees and drawn, lookup=lookup)
 
     @property
@@ -89,12 +96,12 @@ class Batch:
 
     def rooms(self, plan: Plan) -> list[int]:
         """Return how many draft tokens each request has a use for: none of a model's if it wants n-grams alone."""
-        by_model = isinstance(self.state, CanLookUp) and not plan.lookup
+        by_model = isinstance(self.state, HybridState) and not plan.lookup
         return [0 if by_model and request.params.ngrams_only else request.room for request in self.requests]
 
     def fitted(self, plan: Plan) -> Plan:
         """Return the plan cut to what the requests have a use for: n-grams or nothing if no request wants the model."""
-        if isinstance(self.state, CanLookUp) and all(request.params.ngrams_only for request in self.requests):
+        if isinstance(self.state, HybridState) and all(request.params.ngrams_only for request in self.requests):
             plan = PLAIN if plan.lookup is None else replace(plan, lookup=True, stop_below=None)
         return plan.cut(self.most_drafts)
 

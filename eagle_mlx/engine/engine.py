@@ -52,6 +52,7 @@ class Engine:
         self,
         target: Target,
         proposer: Proposer | None = None,
+        *,
         policy: Policy | None = None,
         max_batch: int = 8,
         prefill_chunk: int = PREFILL_CHUNK,

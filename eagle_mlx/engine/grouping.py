@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from eagle_mlx.cache.ragged import CacheSize
-from eagle_mlx.proposers.base import HasWeights, Proposer
+from eagle_mlx.proposers.base import HasModel, Proposer
 from eagle_mlx.target import Target
 
 GROUPS = 2
@@ -40,7 +40,7 @@ class RoundReads:
     @classmethod
     def of(cls, target: Target, proposer: Proposer | None, size: CacheSize) -> RoundReads:
         """`size`: of the caches of both."""
-        drafts = proposer.weight_bytes if isinstance(proposer, HasWeights) else 0
+        drafts = proposer.weight_bytes if isinstance(proposer, HasModel) else 0
         return cls(target.weight_bytes + drafts + _ROUND, size.position)
 
 

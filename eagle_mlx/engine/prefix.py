@@ -11,8 +11,7 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine.disk import DiskTier, PassedOverError
-from eagle_mlx.engine.prefix_piece import Past, PrefixPiece, keys_of
-from eagle_mlx.engine.prefix_tree import Keys, PrefixTree
+from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixPiece, PrefixTree, keys_of
 from eagle_mlx.proposers.base import CanJoin, Proposer, ProposerState
 
 log = logging.getLogger("eagle_mlx.prefixes")

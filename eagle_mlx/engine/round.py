@@ -9,9 +9,8 @@ from typing import cast
 
 import mlx.core as mx
 
-from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.draft import Draft, along
 from eagle_mlx.decoding.logprobs import Logprobs
-from eagle_mlx.decoding.tree import along
 from eagle_mlx.decoding.verify import Verdict, cut_at_nan
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.plan import PLAIN, Plan, RoundResult

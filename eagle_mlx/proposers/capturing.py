@@ -14,7 +14,7 @@ from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.hidden_states import HiddenStates, in_16_bits, side_by_side
 from eagle_mlx.plan import Abilities, Plan
-from eagle_mlx.proposers.base import HasCacheSize, Observation, Proposer, ProposerState
+from eagle_mlx.proposers.base import HasModel, Observation, Proposer, ProposerState
 from eagle_mlx.target import Target
 
 _HELD = 32
@@ -67,8 +67,12 @@ class CapturingProposer:
         if self.inner is not None:
             self.inner.bind(target)
 
+    @property
+    def weight_bytes(self) -> int:
+        return self.inner.weight_bytes if isinstance(self.inner, HasModel) else 0
+
     def cache_size(self) -> CacheSize:
-        return self.inner.cache_size() if isinstance(self.inner, HasCacheSize) else CacheSize()
+        return self.inner.cache_size() if isinstance(self.inner, HasModel) else CacheSize()
 
     def open(self, prompts: Sequence[Sequence[int]]) -> CapturingState:
         texts = [self._text(tuple(prompt)) for prompt in prompts]

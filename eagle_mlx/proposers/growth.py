@@ -13,8 +13,8 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cpu import fastmath
+from eagle_mlx.decoding.draft import Branches, Tree
 from eagle_mlx.decoding.filters import largest
-from eagle_mlx.decoding.tree import Branches, Tree
 from eagle_mlx.heads.base import DraftHead
 
 _LEAST = -50.0

@@ -8,9 +8,8 @@ from itertools import islice
 
 import mlx.core as mx
 
-from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.draft import Draft, Tree
 from eagle_mlx.decoding.sampling import SamplingBatch
-from eagle_mlx.decoding.tree import Tree
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import Observation, ProposerState

@@ -22,7 +22,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_mlx.decoding.tree import Branches
+from eagle_mlx.decoding.draft import Branches
 from eagle_mlx.errors import RanksError
 from eagle_mlx.ranks.world import World
 

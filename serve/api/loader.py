@@ -97,9 +97,9 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     engine = Engine(
         target,
         proposer,
-        policy,
-        config.max_batch,
-        config.prefill_chunk,
+        policy=policy,
+        max_batch=config.max_batch,
+        prefill_chunk=config.prefill_chunk,
         prefix_cache_bytes=memory.prefix_cache_bytes(target.free_memory) if prefixes is None else prefixes,
         kv_bits=config.kv_bits,
         kv_bytes=config.kv_bytes,
@@ -139,7 +139,7 @@ def check(loaded: Loaded, say: Callable[[str], None]) -> bool:
     prompt = loaded.engine.prepare(_CHECK_PROMPT, params).prompt[-(target.context_length - params.max_tokens - 1) :]
     plain = Engine(target, max_batch=1).generate([prompt], params)[0]
     policy = FixedPolicy(loaded.most_drafts)
-    drafted = Engine(target, loaded.engine.proposer, policy, max_batch=1).generate([prompt], params)[0]
+    drafted = Engine(target, loaded.engine.proposer, policy=policy, max_batch=1).generate([prompt], params)[0]
     identity = compare(target, [prompt], [plain.tokens], [drafted.tokens], [params], tolerance_for(target))
     tau = f"tau {drafted.acceptance_length:.2f} ({len(drafted.tokens)} tokens in {drafted.rounds} forwards)"
     if identity.different:
@@ -154,7 +154,7 @@ def _try_out(target: Target, proposer: Proposer | None, depth: int) -> None:
     """Decode with and without drafts, which also compiles what the first request would wait for."""
     prompt = [0] * min(8, target.context_length - 1)
     params = SamplingParams(max_tokens=2 * depth + 2, ignore_eos=True)
-    Engine(target, proposer, FixedPolicy(depth), max_batch=1).generate([prompt], params)
+    Engine(target, proposer, policy=FixedPolicy(depth), max_batch=1).generate([prompt], params)
     mx.synchronize()
 
 

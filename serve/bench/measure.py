@@ -9,11 +9,11 @@ from time import perf_counter
 
 import mlx.core as mx
 
-from eagle_mlx.decoding.loops import LEAST_DISTINCT, is_loop
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.sampling_params import Acceptance, SamplingParams
 from eagle_mlx.target import Target
+from eagle_mlx.text import LEAST_DISTINCT, is_loop
 
 from .baselines import MlxLmMode
 from .decoding import Continuation, Mode, Timed, acceptance_by_position, acceptance_length, finish, take_turns

@@ -63,7 +63,9 @@ class EngineMode:
         self.model, self.dtype = target.name, target.dtype
         speculation = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy, keep=prior)
         rule = speculation.make_policy()
-        self.engine = Engine(target, proposer, rule, batch, prefill_chunk, kv_bytes=kv_bytes)
+        self.engine = Engine(
+            target, proposer, policy=rule, max_batch=batch, prefill_chunk=prefill_chunk, kv_bytes=kv_bytes
+        )
         self.prior = speculation.prior(self.engine)
         """Where what it learns is kept; None where it is not."""
         self._excluded = 0.0

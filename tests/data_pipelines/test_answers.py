@@ -60,7 +60,11 @@ def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 def engines(target: Target) -> list[Engine]:
     head = HeadProposer(tiny_head(target))
-    return [Engine(target, max_batch=1), Engine(target, max_batch=5), Engine(target, head, FixedPolicy(3), max_batch=4)]
+    return [
+        Engine(target, max_batch=1),
+        Engine(target, max_batch=5),
+        Engine(target, head, policy=FixedPolicy(3), max_batch=4),
+    ]
 
 
 class Stop(Exception):

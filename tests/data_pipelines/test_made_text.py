@@ -56,7 +56,11 @@ def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 def engines(target: Target) -> list[Engine]:
     head = HeadProposer(tiny_head(target))
-    return [Engine(target, max_batch=1), Engine(target, max_batch=7), Engine(target, head, FixedPolicy(3), max_batch=3)]
+    return [
+        Engine(target, max_batch=1),
+        Engine(target, max_batch=7),
+        Engine(target, head, policy=FixedPolicy(3), max_batch=3),
+    ]
 
 
 class Stop(Exception):
@@ -88,7 +92,7 @@ def test_the_file_is_the_same_in_any_company_and_after_any_interruption(
 
 def test_captured_states_are_those_of_a_capture_afterwards(target: Target, whole: bytes, tmp_path: Path) -> None:
     capture = CapturingProposer((*LAYERS, target.num_layers - 1))
-    engine = Engine(target, capture, FixedPolicy(0), max_batch=3)
+    engine = Engine(target, capture, policy=FixedPolicy(0), max_batch=3)
     place = ShardPlace(tmp_path / "s", shard_meta(target, LAYERS))
     make_to_file(engine, CONFIG, Wanted(rows=ROWS), tmp_path / "a.jsonl", place=place)
     assert (tmp_path / "a.jsonl").read_bytes() == whole

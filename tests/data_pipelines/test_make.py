@@ -98,14 +98,18 @@ def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 def engines(target: Target) -> list[Engine]:
     head = HeadProposer(tiny_head(target))
-    return [Engine(target, max_batch=1), Engine(target, max_batch=7), Engine(target, head, FixedPolicy(3), max_batch=3)]
+    return [
+        Engine(target, max_batch=1),
+        Engine(target, max_batch=7),
+        Engine(target, head, policy=FixedPolicy(3), max_batch=3),
+    ]
 
 
 def capturing(target: Target, number: int) -> Engine:
     layers = (*LAYERS, target.num_layers - 1)
     head = HeadProposer(tiny_head(target)) if number else None
     policy = (FixedPolicy(0), FixedPolicy(3), FixedPolicy(2, 6))[number]
-    return Engine(target, CapturingProposer(layers, head), policy, max_batch=3)
+    return Engine(target, CapturingProposer(layers, head), policy=policy, max_batch=3)
 
 
 def place_at(folder: Path, target: Target, bits: int = 16) -> ShardPlace:
@@ -320,7 +324,7 @@ def test_the_states_of_a_prompt_are_bit_equal_to_a_forward_of_its_shape(target: 
     capture = CapturingProposer(layers)
     prompt = list(range(100, 130))
     capture.want(prompt)
-    [output] = Engine(target, capture, FixedPolicy(0)).generate([prompt])
+    [output] = Engine(target, capture, policy=FixedPolicy(0)).generate([prompt])
     states = capture.take(prompt, output.tokens)
     assert states is not None
     assert states.whole.shape == (len(prompt) + len(output.tokens), 3 * target.hidden_size)
@@ -335,7 +339,7 @@ def test_requests_with_one_prompt_are_told_apart(target: Target) -> None:
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=6, ignore_eos=True) for seed in range(3)]
     for _ in params:
         capture.want(prompt)
-    outputs = Engine(target, capture, FixedPolicy(0)).generate([prompt] * 3, params)
+    outputs = Engine(target, capture, policy=FixedPolicy(0)).generate([prompt] * 3, params)
     for output in outputs[::-1]:
         states = capture.take(prompt, output.tokens)
         text = mx.array([[*prompt, *output.tokens[:-1]]])

@@ -9,13 +9,13 @@ import pytest
 
 from eagle_mlx.data_pipelines import Conversation, Message, RegenerateReport, parse_row, regenerate
 from eagle_mlx.data_pipelines.synthesis.regeneration import seed_of
-from eagle_mlx.decoding.loops import distinct_ratio
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
+from eagle_mlx.text import distinct_ratio
 from tests.fakes import tiny_head, tiny_target
 
 U, A, S = "user", "assistant", "system"
@@ -102,7 +102,7 @@ def test_order_company_and_drafts_change_nothing(target: Target) -> None:
     alone = list(regenerate(Engine(target, max_batch=1), asked, params))
     assert len({c.messages for c in alone}) == len(asked)
     head = HeadProposer(tiny_head(target))
-    for engine in (Engine(target, max_batch=5), Engine(target, head, FixedPolicy(3), max_batch=4)):
+    for engine in (Engine(target, max_batch=5), Engine(target, head, policy=FixedPolicy(3), max_batch=4)):
         assert list(regenerate(engine, asked, params)) == alone
     backwards = list(regenerate(Engine(target, max_batch=3), asked[::-1], params))
     assert backwards[::-1] == alone

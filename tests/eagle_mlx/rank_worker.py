@@ -132,7 +132,9 @@ def decodings(whole: Target, target: LeadingTarget, plans: Sequence[Plan]) -> di
                 proposer: Any = Oracle(known, wrong=0.3, aux_layers=read) if plan.depth else None
                 if plan.stop_below is not None:
                     proposer = em.HeadProposer(tiny_head(whole))
-                engine = Engine(target, proposer, Always(plan), rows, prefill_chunk=16, kv_bytes=1 << 28)
+                engine = Engine(
+                    target, proposer, policy=Always(plan), max_batch=rows, prefill_chunk=16, kv_bytes=1 << 28
+                )
                 outputs = engine.generate(PROMPTS, params)
                 tokens = [output.tokens for output in outputs]
                 found[f"{'seeded' if seeded else 'greedy'} {plan} rows={rows}"] = [
@@ -176,7 +178,13 @@ def given(world: World, folder: str, head: str) -> dict[str, Any]:
     def work(target: LeadingTarget) -> dict[str, list[int]]:
         found, texts = {}, [plain_texts(whole, params, prompts) for params in (greedy, seeded)]
         for params, plan, rows in ways:
-            engine = Engine(target, em.HeadProposer(em.load_head(head, target)), Always(plan), rows, kv_bytes=1 << 28)
+            engine = Engine(
+                target,
+                em.HeadProposer(em.load_head(head, target)),
+                policy=Always(plan),
+                max_batch=rows,
+                kv_bytes=1 << 28,
+            )
             outputs = engine.generate(prompts, params)
             same = differences(whole, params, texts[params is seeded], [each.tokens for each in outputs], prompts)
             name = f"{'seeded' if params is seeded else 'greedy'} {plan} rows={rows}"
@@ -201,8 +209,8 @@ def life(world: World, shard: str, name: str, kv_bits: str = "") -> dict[str, An
         engine = Engine(
             target,
             Oracle(known, 0.3),
-            None,
-            3,
+            policy=None,
+            max_batch=3,
             prefill_chunk=8,
             prefix_cache_bytes=1 << 24,
             kv_bits=bits,
@@ -322,7 +330,7 @@ def faulty(world: World, seed: str, timeout: str, shard: str = "tensor") -> dict
 
     def work(target: LeadingTarget) -> dict[str, Any]:
         requests: list[RequestState] = []
-        engine = Engine(target, em.NgramProposer(), Always(Plan(2)), 3, kv_bytes=1 << 28)
+        engine = Engine(target, em.NgramProposer(), policy=Always(Plan(2)), max_batch=3, kv_bytes=1 << 28)
         for prompt, each in zip(FEW, params, strict=True):
             requests.append(engine.prepare(prompt, each))
             engine.submit(requests[-1])

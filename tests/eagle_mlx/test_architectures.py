@@ -102,7 +102,9 @@ def check_text_is_mlx_lms_own(name: str, pauses: float = 0.0, kept: int = 0) -> 
         said |= {token for tokens, _ in plains for token in tokens}
         oracle = Oracle({tuple(p): text for p, (text, _) in zip(PROMPTS, plains, strict=True)}, wrong=0.3)
         policy = em.FixedPolicy(depth)
-        engine = em.Engine(target(name), oracle, policy, rows, prefill_chunk=chunk, prefix_cache_bytes=kept)
+        engine = em.Engine(
+            target(name), oracle, policy=policy, max_batch=rows, prefill_chunk=chunk, prefix_cache_bytes=kept
+        )
         outputs = generate(engine, PROMPTS, params, pauses)
         assert (engine.pauses > 0) == (pauses > 0)
         differences = [first_difference(o.tokens, *p) for o, p in zip(outputs, plains, strict=True)]
@@ -128,7 +130,7 @@ def test_trees_say_what_mlx_lm_says(name: str) -> None:
         plains = [plain(name, prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
         oracle = Oracle({tuple(p): text for p, (text, _) in zip(PROMPTS, plains, strict=True)}, wrong=0.5)
         policy = em.FixedPolicy(depth, nodes=9)
-        engine = em.Engine(target(name), oracle, policy, max_batch=rows, prefill_chunk=chunk)
+        engine = em.Engine(target(name), oracle, policy=policy, max_batch=rows, prefill_chunk=chunk)
         outputs = engine.generate(PROMPTS, params)
         assert [first_difference(o.tokens, *p) for o, p in zip(outputs, plains, strict=True)] == [None] * len(PROMPTS)
         assert sum(output.accepted for output in outputs) > 10
@@ -179,7 +181,7 @@ def test_rounding_alone_costs_no_trees(name: str, dtype: mx.Dtype) -> None:
 def test_a_head_drafts_for_windows_and_states(name: str) -> None:
     plains = [plain(name, prompt, p) for prompt, p in zip(PROMPTS, GREEDY, strict=True)]
     head = em.HeadProposer(tiny_head(target(name)))
-    outputs = em.Engine(target(name), head, em.FixedPolicy(4), max_batch=3).generate(PROMPTS, GREEDY)
+    outputs = em.Engine(target(name), head, policy=em.FixedPolicy(4), max_batch=3).generate(PROMPTS, GREEDY)
     assert [first_difference(o.tokens, *p) for o, p in zip(outputs, plains, strict=True)] == [None] * len(PROMPTS)
 
 
@@ -212,7 +214,7 @@ def test_rows_near_their_context_read_nothing_behind_it(name: str, rows: int, dr
     assert [(len(o.tokens), o.error) for o in plains] == [(min(44, context - len(p)), None) for p in prompts]
     texts = {tuple(p): o.tokens for p, o in zip(prompts, plains, strict=True)}
     proposer = Oracle(texts, wrong=0.5) if drafting == "oracle" else em.DraftModelProposer(short)
-    outputs = em.Engine(short, proposer, em.FixedPolicy(8), max_batch=rows).generate(prompts, params)
+    outputs = em.Engine(short, proposer, policy=em.FixedPolicy(8), max_batch=rows).generate(prompts, params)
     assert [(o.error, o.tokens) for o in outputs] == [(None, o.tokens) for o in plains]
 
 

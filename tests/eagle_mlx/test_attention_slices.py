@@ -77,7 +77,7 @@ def test_text_with_slices_is_the_text_without(name: str, nodes: int, monkeypatch
     slice_attention(model)
     assert module.scaled_dot_product_attention.sliced
     oracle = Oracle({tuple(p): t for p, t in zip(prompts, plain, strict=True)}, 0.6)
-    engine = em.Engine(target, oracle, em.FixedPolicy(6, nodes=nodes))  # type: ignore[arg-type]
+    engine = em.Engine(target, oracle, policy=em.FixedPolicy(6, nodes=nodes))  # type: ignore[arg-type]
     assert [output.tokens for output in engine.generate(prompts, params)] == plain
 
 

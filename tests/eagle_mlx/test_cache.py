@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 import eagle_mlx as em
-from eagle_mlx.cache import STEP, RaggedCache, buffers, check_cacheable, without_row
+from eagle_mlx.cache import STEP, RaggedCache, check_cacheable, full, without_row
 from eagle_mlx.cache.lengths import RowLengths
 from eagle_mlx.cache.recurrent import RecurrentState
 from eagle_mlx.cache.window import SLACK, RaggedWindow
@@ -104,7 +104,7 @@ def live_through(target: Target, rows: int, steps: list) -> None:  # type: ignor
 def test_rows_equal_fresh_runs_in_buffers_that_change_all_the_time(
     name: str, examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffers, "STEP", 2)
+    monkeypatch.setattr(full, "STEP", 2)
     test_rows_equal_fresh_runs_after_any_history(name, examples)
 
 
@@ -372,7 +372,7 @@ def test_no_weights_are_read_again_for_a_state_that_goes_back(name: str, monkeyp
     prompts, params = [[5, 6, 7, 8], [9, 8, 7, 6]], em.SamplingParams(max_tokens=12)
     texts = [output.tokens for output in em.Engine(target).generate(prompts, params)]
     wrong = Oracle({tuple(p): [t + 1 for t in text] for p, text in zip(prompts, texts, strict=True)}, 1.0)
-    engine = em.Engine(target, wrong, em.FixedPolicy(3))  # type: ignore[arg-type]
+    engine = em.Engine(target, wrong, policy=em.FixedPolicy(3))  # type: ignore[arg-type]
     monkeypatch.setattr(nn.Linear, "__call__", counting)
     target.forward(mx.array([[1, 2, 3, 4]] * 2), RaggedCache.of(target.model, 2))
     in_one_forward = len(calls)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eagle_mlx as em
-from eagle_mlx.cache import STEP, RaggedCache, RaggedKV, buffers
-from eagle_mlx.cache.buffers import capacity, fit, room
+from eagle_mlx.cache import STEP, RaggedCache, RaggedKV, full
+from eagle_mlx.cache.full import capacity, fit, room
 from eagle_mlx.cache.quantized import RaggedQuantized
 from eagle_mlx.cache.window import RaggedWindow
 from eagle_mlx.proposers.head import HeadState
@@ -29,7 +29,7 @@ DEPTH = 3
 
 def bound(rows: int, longest: int) -> int:
     """What was promised: 1.3 times the rows' longest, and a step a row."""
-    return math.ceil(rows * (1.3 * longest + buffers.STEP))
+    return math.ceil(rows * (1.3 * longest + full.STEP))
 
 
 def slots(part: RaggedKV) -> int:
@@ -190,7 +190,7 @@ def test_no_batch_takes_more_than_its_rows_need(events: list[str], random: objec
     texts = alone()
     with steps_of(4):
         head = em.HeadProposer(tiny_head(TARGET))
-        busy = em.Engine(TARGET, head, em.FixedPolicy(DEPTH), max_batch=4, prefill_chunk=16)
+        busy = em.Engine(TARGET, head, policy=em.FixedPolicy(DEPTH), max_batch=4, prefill_chunk=16)
         rows: list[tuple[int, RequestState]] = []
         for event in events:
             if event == "submit":

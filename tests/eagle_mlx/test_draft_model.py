@@ -99,7 +99,7 @@ def test_a_long_prompt_is_read_a_chunk_a_step(prefixes: int, monkeypatch: pytest
 
     monkeypatch.setattr(em.Target, "forward", noting)
     engine = em.Engine(
-        TARGET, em.DraftModelProposer(draft), em.FixedPolicy(2), prefill_chunk=8, prefix_cache_bytes=prefixes
+        TARGET, em.DraftModelProposer(draft), policy=em.FixedPolicy(2), prefill_chunk=8, prefix_cache_bytes=prefixes
     )
     text = [3 + 7 * i % 90 for i in range(60)]
     engine.generate([text[:30]], SamplingParams(max_tokens=4))
@@ -114,7 +114,7 @@ def test_a_long_prompt_is_read_a_chunk_a_step(prefixes: int, monkeypatch: pytest
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.9, seed=5)])
 def test_a_target_that_drafts_for_itself_is_always_right(params: SamplingParams) -> None:
-    outputs = em.Engine(TARGET, em.DraftModelProposer(TARGET), em.FixedPolicy(4), max_batch=3).generate(
+    outputs = em.Engine(TARGET, em.DraftModelProposer(TARGET), policy=em.FixedPolicy(4), max_batch=3).generate(
         PROMPTS, SamplingParams(params.temperature, max_tokens=20, seed=params.seed)
     )
     assert [(output.rounds, output.accepted, output.drafted) for output in outputs] == [(5, 15, 15)] * 4
@@ -126,7 +126,7 @@ def test_a_target_that_drafts_for_itself_is_always_right(params: SamplingParams)
 def test_the_text_is_the_targets(params: SamplingParams) -> None:
     plain = em.Engine(TARGET).generate(PROMPTS, params)
     for depth, batch in ((1, 1), (3, 2), (4, 8)):
-        engine = em.Engine(TARGET, em.DraftModelProposer(DRAFT), em.FixedPolicy(depth), max_batch=batch)
+        engine = em.Engine(TARGET, em.DraftModelProposer(DRAFT), policy=em.FixedPolicy(depth), max_batch=batch)
         assert [output.tokens for output in engine.generate(PROMPTS, params)] == [output.tokens for output in plain]
 
 
@@ -149,7 +149,7 @@ def test_a_prompt_of_one_token_joins_while_decoding_is_plain_and_an_earlier_row_
     """Its row of the draft model's cache is empty until the next draft, and so moves into the gap."""
     params = [em.SamplingParams(max_tokens=n) for n in (6, 20, 20)]
     prompts = [[1, 2, 3], [4, 5, 6, 7], [9]]
-    engine = em.Engine(TARGET, em.DraftModelProposer(DRAFT), Phases(2, 2, *([0] * 8)), max_batch=3)
+    engine = em.Engine(TARGET, em.DraftModelProposer(DRAFT), policy=Phases(2, 2, *([0] * 8)), max_batch=3)
     rows = [engine.prepare(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     engine.submit(rows[0])
     engine.submit(rows[1])
@@ -214,7 +214,7 @@ def test_trees_of_a_draft_model_change_nothing_and_accept_more(params: SamplingP
     plain = em.Engine(TARGET).generate(PROMPTS, params)
     rounds = []
     for policy in (em.FixedPolicy(3), em.FixedPolicy(3, nodes=12)):
-        outputs = em.Engine(TARGET, em.DraftModelProposer(draft), policy, max_batch=3).generate(PROMPTS, params)
+        outputs = em.Engine(TARGET, em.DraftModelProposer(draft), policy=policy, max_batch=3).generate(PROMPTS, params)
         assert [o.tokens for o in outputs] == [o.tokens for o in plain]
         rounds.append(sum(o.rounds for o in outputs))
     assert rounds[1] < rounds[0]

@@ -72,7 +72,7 @@ SIZES = [(1, 1), (4, 2), (5, 8)]
 @pytest.mark.parametrize(("which", "size"), in_turns(len(proposers()), SIZES, 2))
 def test_greedy_text_is_mlx_lms_own(which: int, size: tuple[int, int]) -> None:
     depth, max_batch = size
-    engine = em.Engine(TARGET, proposers()[which], em.FixedPolicy(depth), max_batch=max_batch)  # type: ignore[arg-type]
+    engine = em.Engine(TARGET, proposers()[which], policy=em.FixedPolicy(depth), max_batch=max_batch)  # type: ignore[arg-type]
     outputs = engine.generate(PROMPTS, em.SamplingParams(max_tokens=24))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert len(output.tokens) == 24
@@ -84,7 +84,9 @@ def test_a_perfect_proposer_is_accepted_whole() -> None:
     texts = {p: t for p, (t, _) in GREEDY.items()}
     oracle = Oracle(texts, 0.0, aux_layers=(0, 2))
     oracle.rng = type("Full", (), {"random": lambda self: 1.0, "integers": lambda self, n: n - 1})()  # type: ignore[assignment]
-    output = em.Engine(TARGET, oracle, em.FixedPolicy(5)).generate([PROMPTS[3]], em.SamplingParams(max_tokens=24))[0]  # type: ignore[arg-type]
+    output = em.Engine(TARGET, oracle, policy=em.FixedPolicy(5)).generate(
+        [PROMPTS[3]], em.SamplingParams(max_tokens=24)
+    )[0]  # type: ignore[arg-type]
     assert output.tokens == GREEDY[tuple(PROMPTS[3])][0]
     # The first token comes with the prompt; then three rounds of six tokens and one of the five that are left.
     assert (output.rounds, output.accepted, output.drafted) == (5, 19, 19)
@@ -101,7 +103,7 @@ def test_seeded_text_is_the_same_with_any_proposer_depth_and_company(
     alone = em.Engine(TARGET, max_batch=1).generate([PROMPTS[which]], params)[0]
     company = [em.SamplingParams(temperature=1.0, seed=seed + 1, max_tokens=9), params, em.SamplingParams(max_tokens=5)]
     proposer = [em.HeadProposer(tiny_head(TARGET)), em.NgramProposer()][which]
-    engine = em.Engine(TARGET, proposer, em.FixedPolicy(depth))
+    engine = em.Engine(TARGET, proposer, policy=em.FixedPolicy(depth))
     together = engine.generate([PROMPTS[2], PROMPTS[which], PROMPTS[3]], company)[1]
     assert together.tokens == alone.tokens
 
@@ -109,7 +111,7 @@ def test_seeded_text_is_the_same_with_any_proposer_depth_and_company(
 def test_rows_join_and_leave_in_the_middle_and_come_back_in_order() -> None:
     lengths = [3, 20, 1, 11, 7]
     params = [em.SamplingParams(max_tokens=n) for n in lengths]
-    engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), em.FixedPolicy(3), max_batch=2)
+    engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), policy=em.FixedPolicy(3), max_batch=2)
     for prompt, n, output in zip(PROMPTS, lengths, engine.generate(PROMPTS, params), strict=True):
         assert len(output.tokens) == n
         assert_same_text(prompt, output.tokens)
@@ -135,7 +137,7 @@ def test_nothing_after_a_stop_token_is_emitted_or_counted(proposer: object) -> N
         expected = GREEDY[tuple(prompt)][0]
         stop = expected[7]
         first = expected.index(stop)
-        engine = em.Engine(TARGET, proposer, em.FixedPolicy(5))  # type: ignore[arg-type]
+        engine = em.Engine(TARGET, proposer, policy=em.FixedPolicy(5))  # type: ignore[arg-type]
         output = engine.generate([prompt], em.SamplingParams(max_tokens=24, stop_token_ids=(stop,)))[0]
         assert output.tokens == expected[: first + 1]
         assert output.finish_reason == "stop"
@@ -146,7 +148,7 @@ def test_nothing_after_a_stop_token_is_emitted_or_counted(proposer: object) -> N
 
 @pytest.mark.parametrize("depth", [1, 4, 9])
 def test_max_tokens_is_never_passed_and_drafts_stop_short_of_it(depth: int) -> None:
-    engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), em.FixedPolicy(depth))
+    engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), policy=em.FixedPolicy(depth))
     for count in (1, 2, 5):
         output = engine.generate([PROMPTS[0]], em.SamplingParams(max_tokens=count))[0]
         assert len(output.tokens) == count
@@ -156,10 +158,10 @@ def test_max_tokens_is_never_passed_and_drafts_stop_short_of_it(depth: int) -> N
 def test_long_prompts_are_read_in_chunks_to_the_same_end() -> None:
     head = tiny_head(TARGET)
     prompts = [list(range(100)), [5, 6], list(range(50, 120))]
-    whole = em.Engine(TARGET, em.HeadProposer(head), em.FixedPolicy(3)).generate(
+    whole = em.Engine(TARGET, em.HeadProposer(head), policy=em.FixedPolicy(3)).generate(
         prompts, em.SamplingParams(max_tokens=8)
     )
-    engine = em.Engine(TARGET, em.HeadProposer(head), em.FixedPolicy(3), prefill_chunk=7)
+    engine = em.Engine(TARGET, em.HeadProposer(head), policy=em.FixedPolicy(3), prefill_chunk=7)
     chunked = engine.generate(prompts, em.SamplingParams(max_tokens=8))
     assert [o.tokens for o in whole] == [o.tokens for o in chunked]
     assert [o.accepted for o in whole] == [o.accepted for o in chunked]
@@ -167,7 +169,7 @@ def test_long_prompts_are_read_in_chunks_to_the_same_end() -> None:
 
 def test_a_row_ends_where_the_context_does() -> None:
     prompt = [int(t) for t in np.random.default_rng(0).integers(0, 128, TARGET.context_length - 6)]
-    engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), em.FixedPolicy(4))
+    engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), policy=em.FixedPolicy(4))
     output = engine.generate([prompt], em.SamplingParams(max_tokens=100))[0]
     assert (len(output.tokens), output.finish_reason) == (6, "length")
 
@@ -211,7 +213,7 @@ TALKER = tiny_target(tokenizer=True)
 
 @pytest.mark.parametrize("params", [em.SamplingParams(max_tokens=30), em.SamplingParams(1.0, seed=2, max_tokens=30)])
 def test_streamed_chunks_make_up_the_text(params: em.SamplingParams) -> None:
-    engine = em.Engine(TALKER, em.HeadProposer(tiny_head(TALKER)), em.FixedPolicy(3))
+    engine = em.Engine(TALKER, em.HeadProposer(tiny_head(TALKER)), policy=em.FixedPolicy(3))
     [whole] = engine.generate(["def f(x):"], params)
     chunks = list(engine.stream("def f(x):", params))
     assert "".join(chunk.text for chunk in chunks) == whole.text
@@ -336,7 +338,7 @@ POLICIES = [
 
 @pytest.mark.parametrize(("policy", "which"), in_turns(len(POLICIES), range(1, 5), 2))
 def test_text_is_the_same_whatever_the_policy(policy: int, which: int) -> None:
-    engine = em.Engine(TARGET, proposers()[which], POLICIES[policy](), max_batch=3)  # type: ignore[arg-type]
+    engine = em.Engine(TARGET, proposers()[which], policy=POLICIES[policy](), max_batch=3)  # type: ignore[arg-type]
     seeded = em.SamplingParams(temperature=0.9, seed=5, max_tokens=20)
     lengths = [24, 7, 15, 24]
     params = [em.SamplingParams(max_tokens=n) for n in lengths]
@@ -349,14 +351,14 @@ def test_text_is_the_same_whatever_the_policy(policy: int, which: int) -> None:
 
 def test_text_that_is_not_lossless_says_so() -> None:
     params = [em.SamplingParams(temperature=1.0, acceptance="threshold", max_tokens=6), em.SamplingParams(max_tokens=6)]
-    outputs = em.Engine(TARGET, em.NgramProposer(), em.FixedPolicy(3)).generate(PROMPTS[:2], params)
+    outputs = em.Engine(TARGET, em.NgramProposer(), policy=em.FixedPolicy(3)).generate(PROMPTS[:2], params)
     assert [output.lossless for output in outputs] == [False, True]
 
 
 def test_the_policy_is_told_of_every_round() -> None:
     policy = Recording([2, 0, 3])
     texts = {p: t for p, (t, _) in GREEDY.items()}
-    engine = em.Engine(TARGET, Oracle(texts, 0.3), policy)  # type: ignore[arg-type]
+    engine = em.Engine(TARGET, Oracle(texts, 0.3), policy=policy)  # type: ignore[arg-type]
     outputs = engine.generate(PROMPTS, [em.SamplingParams(max_tokens=n) for n in (24, 9, 16, 3, 24)])
     assert len(policy.results) == max(o.rounds for o in outputs)
     assert [result.plan for result in policy.results][:2] == [Plan(2), Plan(0)]
@@ -369,7 +371,7 @@ def test_the_policy_is_told_of_every_round() -> None:
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_policy_and_observer_are_told_the_same_of_early_exits_and_trees(rule: str, nodes: int) -> None:
     policy, seen = Capricious(7, nodes), list[RoundResult]()
-    engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), policy)
+    engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), policy=policy)
     engine.observer = seen.append
     params = em.SamplingParams(temperature=0.7, seed=1, max_tokens=24, acceptance=rule)  # type: ignore[arg-type]
     outputs = engine.generate(PROMPTS, params)
@@ -409,7 +411,7 @@ def test_a_policy_is_told_of_all_the_time_that_passes(monkeypatch: pytest.Monkey
         return collect(collected)
 
     texts = {p: t for p, (t, _) in GREEDY.items()}
-    engine = em.Engine(TARGET, Oracle(texts, 1.0), Timed([2, 2, 0, 0, 0]))  # type: ignore[arg-type]
+    engine = em.Engine(TARGET, Oracle(texts, 1.0), policy=Timed([2, 2, 0, 0, 0]))  # type: ignore[arg-type]
     engine.clock = lambda: now[0]
     monkeypatch.setattr(Round, "collect", slow)
     row = engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=13))
@@ -443,7 +445,7 @@ def test_a_look_at_plain_decoding_is_one_round_and_takes_the_time_of_one(monkeyp
 
     looking = Looking([])
     texts = {p: t for p, (t, _) in GREEDY.items()}
-    engine = em.Engine(TARGET, Oracle({p: t * 3 for p, t in texts.items()}, 1.0), looking)  # type: ignore[arg-type]
+    engine = em.Engine(TARGET, Oracle({p: t * 3 for p, t in texts.items()}, 1.0), policy=looking)  # type: ignore[arg-type]
     engine.clock = lambda: now[0]
     engine.generate([PROMPTS[3]], em.SamplingParams(max_tokens=50))
     seen = [(result.plan.depth, result.seconds) for result in looking.results]
@@ -456,7 +458,7 @@ def test_a_short_prompt_gives_the_first_token_and_a_long_one_joins_without() -> 
     results: list[RoundResult] = []
     for length in (40, 200):
         prompt = [int(t) for t in np.random.default_rng(length).integers(0, 128, length)]
-        engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), em.FixedPolicy(3))
+        engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), policy=em.FixedPolicy(3))
         engine.observer = results.append
         row = engine.prepare(prompt, em.SamplingParams(max_tokens=12))
         engine.submit(row)
@@ -473,7 +475,7 @@ def test_a_short_prompt_gives_the_first_token_and_a_long_one_joins_without() -> 
 
 @pytest.mark.parametrize("how", ["length", "stop", "cancelled"])
 def test_rows_that_end_with_their_first_token_are_told_of_once(how: str) -> None:
-    engine = em.Engine(TARGET, em.NgramProposer(), em.FixedPolicy(2))
+    engine = em.Engine(TARGET, em.NgramProposer(), policy=em.FixedPolicy(2))
     talking = engine.prepare(PROMPTS[4], em.SamplingParams(max_tokens=24))
     params = em.SamplingParams(
         max_tokens=1 if how == "length" else 9, stop_token_ids=tuple(GREEDY[tuple(PROMPTS[0])][0][:1])
@@ -495,7 +497,7 @@ def test_rows_that_end_with_their_first_token_are_told_of_once(how: str) -> None
 
 def test_requests_that_come_between_steps_wait_for_the_round_in_flight() -> None:
     for proposer in (None, em.NgramProposer()):
-        engine = em.Engine(TARGET, proposer, em.FixedPolicy(0))
+        engine = em.Engine(TARGET, proposer, policy=em.FixedPolicy(0))
         first, second = (engine.prepare(PROMPTS[i], em.SamplingParams(max_tokens=12)) for i in (0, 3))
         engine.submit(first)
         engine.step()
@@ -526,7 +528,7 @@ class Turns:
 def test_22_n_grams_alone_draft_for_requests_that_want_no_more(nodes: int) -> None:
     def decode(*ngrams_only: bool) -> list[RoundResult]:
         proposer = em.HybridProposer(em.HeadProposer(tiny_head(TARGET)), em.NgramProposer())
-        engine = em.Engine(TARGET, proposer, Turns(nodes), max_batch=2)
+        engine = em.Engine(TARGET, proposer, policy=Turns(nodes), max_batch=2)
         results: list[RoundResult] = []
         engine.observer = results.append
         params = [em.SamplingParams(max_tokens=24, ngrams_only=only) for only in ngrams_only]
@@ -550,7 +552,7 @@ def test_22_n_grams_alone_draft_for_requests_that_want_no_more(nodes: int) -> No
 def test_17_a_watcher_ends_its_text_with_the_token_that_it_names(depth: int) -> None:
     """The watcher sees accepted tokens alone, and one that raises ends no other request."""
     texts = {p: t for p, (t, _) in GREEDY.items()}
-    engine = em.Engine(TARGET, Oracle(texts, 0.3) if depth else None, em.FixedPolicy(depth), max_batch=3)
+    engine = em.Engine(TARGET, Oracle(texts, 0.3) if depth else None, policy=em.FixedPolicy(depth), max_batch=3)
     seen: list[int] = []
 
     def fifth(token: int) -> bool:

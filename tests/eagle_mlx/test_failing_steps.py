@@ -137,7 +137,9 @@ def assert_sound(rows: Sequence[RequestState], error: str) -> None:
 @given(st.sampled_from(METHODS), st.integers(1, 12), st.integers(0, 4), st.sampled_from([8, 512]))
 def test_a_proposer_that_raises_ends_the_rows_of_its_step_alone(method: str, nth: int, depth: int, chunk: int) -> None:
     proposer = Failing(method, nth)
-    engine = em.Engine(TARGET, proposer, em.FixedPolicy(depth), 2, chunk, prefix_cache_bytes=1 << 20)
+    engine = em.Engine(
+        TARGET, proposer, policy=em.FixedPolicy(depth), max_batch=2, prefill_chunk=chunk, prefix_cache_bytes=1 << 20
+    )
     rows = [engine.prepare(prompt, em.SamplingParams(max_tokens=COUNT)) for prompt in PROMPTS]
     for row in rows:
         engine.submit(row)
@@ -152,7 +154,7 @@ def test_a_proposer_that_raises_ends_the_rows_of_its_step_alone(method: str, nth
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "draft"])
 def test_a_proposer_that_always_raises_fails_one_batch_after_the_other(method: str) -> None:
-    engine = em.Engine(TARGET, Failing(method, 1, every=True), em.FixedPolicy(3), 2, 16)
+    engine = em.Engine(TARGET, Failing(method, 1, every=True), policy=em.FixedPolicy(3), max_batch=2, prefill_chunk=16)
     rows = [engine.prepare(prompt, em.SamplingParams(max_tokens=COUNT)) for prompt in PROMPTS]
     for row in rows:
         engine.submit(row)
@@ -166,7 +168,15 @@ def test_10_rows_whose_proposer_raises_in_a_draft_go_on_plainly(
 ) -> None:
     """The target has read nothing by then. Those that join later are no worse off, and each batch is told of once."""
     proposer = Failing("draft", 3, every)
-    engine = em.Engine(TARGET, proposer, em.FixedPolicy(3), 2, 16, prefix_cache_bytes=1 << 20, groups=groups)
+    engine = em.Engine(
+        TARGET,
+        proposer,
+        policy=em.FixedPolicy(3),
+        max_batch=2,
+        prefill_chunk=16,
+        prefix_cache_bytes=1 << 20,
+        groups=groups,
+    )
     outputs = engine.generate(PROMPTS, em.SamplingParams(max_tokens=COUNT))
     assert [(output.error, output.tokens) for output in outputs] == [(None, text) for text in ALONE]
     told = [record for record in caplog.records if "the proposer 'failing' raised" in record.message]
@@ -207,7 +217,9 @@ def test_memory_may_run_out_anywhere(
         return out if late else real(self, *args, **kwargs)
 
     proposer = em.NgramProposer() if drafts else None
-    engine = em.Engine(TARGET, proposer, em.FixedPolicy(depth), 2, 16, prefix_cache_bytes=1 << 20)
+    engine = em.Engine(
+        TARGET, proposer, policy=em.FixedPolicy(depth), max_batch=2, prefill_chunk=16, prefix_cache_bytes=1 << 20
+    )
     rows = [engine.prepare(prompt, em.SamplingParams(max_tokens=COUNT)) for prompt in PROMPTS]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(owner, name, short_of_memory)
@@ -221,7 +233,7 @@ def test_memory_may_run_out_anywhere(
 
 def test_generate_raises_once_and_others_are_told_in_their_outputs() -> None:
     proposer = Failing("observe", 3)
-    engine = em.Engine(TARGET, proposer, em.FixedPolicy(2), max_batch=2)
+    engine = em.Engine(TARGET, proposer, policy=em.FixedPolicy(2), max_batch=2)
     beside, waiting = (engine.prepare(PROMPTS[i], em.SamplingParams(max_tokens=COUNT)) for i in (0, 1))
     engine.submit(beside)
     engine.step()
@@ -237,7 +249,7 @@ def test_generate_raises_once_and_others_are_told_in_their_outputs() -> None:
 
 def test_a_stream_beside_a_step_that_raised_ends_with_the_error() -> None:
     talker = tiny_target(tokenizer=True)
-    engine = em.Engine(talker, Failing("observe", 2), em.FixedPolicy(2), max_batch=2)
+    engine = em.Engine(talker, Failing("observe", 2), policy=em.FixedPolicy(2), max_batch=2)
     stream = engine.stream([5, 6, 7], em.SamplingParams(max_tokens=30))
     first = next(stream)
     with pytest.raises(Broken):
@@ -246,7 +258,7 @@ def test_a_stream_beside_a_step_that_raised_ends_with_the_error() -> None:
     assert last.output is not None
     assert last.output.finish_reason == "error"
     assert "observe is broken" in (last.output.error or "")
-    other = em.Engine(talker, Failing("observe", 2), em.FixedPolicy(2)).stream([5, 6, 7])
+    other = em.Engine(talker, Failing("observe", 2), policy=em.FixedPolicy(2)).stream([5, 6, 7])
     with pytest.raises(Broken):
         list(other)
 
@@ -278,7 +290,7 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_nothing_behind(
     st.sampled_from([8, 512]),
 )
 def test_an_observer_may_cancel_whoever_it_likes(gone: list[int], after: int, depth: int, chunk: int) -> None:
-    engine = em.Engine(TARGET, em.NgramProposer(), em.FixedPolicy(depth), 3, chunk)
+    engine = em.Engine(TARGET, em.NgramProposer(), policy=em.FixedPolicy(depth), max_batch=3, prefill_chunk=chunk)
     rows = [engine.prepare(prompt, em.SamplingParams(max_tokens=COUNT)) for prompt in PROMPTS]
     results = count()
     taken: dict[int, int] = {}
@@ -310,7 +322,7 @@ def test_an_observer_may_cancel_whoever_it_likes(gone: list[int], after: int, de
 @pytest.mark.parametrize("own", [False, True])
 def test_a_logits_processor_may_cancel_a_request(victim: int, own: bool) -> None:
     """Its own, one that decodes beside it, and one that waits."""
-    engine = em.Engine(TARGET, em.NgramProposer(), em.FixedPolicy(2), max_batch=3)
+    engine = em.Engine(TARGET, em.NgramProposer(), policy=em.FixedPolicy(2), max_batch=3)
     rows: list[RequestState] = []
     at = len(PROMPTS[victim if own else 1]) + 4
 

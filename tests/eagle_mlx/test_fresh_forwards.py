@@ -21,7 +21,7 @@ import pytest
 
 import eagle_mlx as em
 import eagle_mlx.engine.batch
-from eagle_mlx.cache import RaggedCache, buffers
+from eagle_mlx.cache import RaggedCache, full
 from eagle_mlx.cache.kinds import ONE_ROW
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.verify import Verdict
@@ -207,7 +207,9 @@ class History:
         rows = 1 if self.name in ONE_ROW else int(self.rng.choice([1, 2, 3, 6], p=[0.1, 0.1, 0.2, 0.6]))
         chunk = int(self.rng.choice([1, 3, 7, 16, 33, 512], p=[0.05, 0.15, *[0.2] * 4]))
         policy = RandomPolicy(self.rng, trees)
-        engine = em.Engine(self.target, self.proposer, policy, rows, chunk, nbytes)
+        engine = em.Engine(
+            self.target, self.proposer, policy=policy, max_batch=rows, prefill_chunk=chunk, prefix_cache_bytes=nbytes
+        )
         if self.leaves_inside:
             engine.observer = lambda report: self._cancel()
         return engine
@@ -413,7 +415,7 @@ def test_every_token_is_the_targets_own_as_on_a_gpu(name: str, totals: Figures) 
 def test_every_token_is_the_targets_own_in_buffers_that_change_all_the_time(
     name: str, totals: Figures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffers, "STEP", 2)
+    monkeypatch.setattr(full, "STEP", 2)
     test_every_token_is_the_targets_own(name, totals)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 import eagle_mlx as em
-from eagle_mlx.cache.buffers import most_slots
+from eagle_mlx.cache.full import most_slots
 from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.engine.grouping import Places, RoundReads, Row, arrange, by_reach, split
 from tests.architectures import tiny_model

@@ -117,7 +117,13 @@ def test_text_does_not_depend_on_groups(cache: str, drafts: str, how: str) -> No
     texts = []
     for groups in (1, 2):
         engine = em.Engine(
-            target, proposer(drafts, target), Wandering(), 4, prefill_chunk=64, kv_bits=bits, groups=groups
+            target,
+            proposer(drafts, target),
+            policy=Wandering(),
+            max_batch=4,
+            prefill_chunk=64,
+            kv_bits=bits,
+            groups=groups,
         )
         with steps_of(8):
             rows = requests(grouped(engine), HOW[how])
@@ -166,7 +172,9 @@ def test_3_a_row_that_was_never_checked_leaves_a_clean_place(cache: str, why: st
     lone = em.Engine(target, max_batch=1, kv_bits=bits)
     params = em.SamplingParams(max_tokens=24, logit_bias={SICK: -1e4})
     wanted = {tuple(p): lone.generate([p], params)[0].tokens for p in (long, short, after)}
-    engine = em.Engine(target, proposer(drafts, target), em.FixedPolicy(2), 9, prefill_chunk=2000, kv_bits=bits)
+    engine = em.Engine(
+        target, proposer(drafts, target), policy=em.FixedPolicy(2), max_batch=9, prefill_chunk=2000, kv_bits=bits
+    )
     engine = grouped(engine, ALWAYS if why == "turn" else NEVER)
     rows = [engine.prepare(prompt, params) for prompt in (*[long] * 7, short)]
     for row in rows:
@@ -202,7 +210,16 @@ def test_3_a_row_that_was_never_checked_leaves_a_clean_place(cache: str, why: st
 )
 def test_rows_that_come_go_and_move_keep_their_text(events: list[str], random: Any, drafts: str, depth: int) -> None:
     """Costs change at random, so that rows are parted and put together at any moment."""
-    engine = grouped(em.Engine(TARGET, proposer(drafts, TARGET), em.FixedPolicy(depth), 4, 32, 1 << 20))
+    engine = grouped(
+        em.Engine(
+            TARGET,
+            proposer(drafts, TARGET),
+            policy=em.FixedPolicy(depth),
+            max_batch=4,
+            prefill_chunk=32,
+            prefix_cache_bytes=1 << 20,
+        )
+    )
     asked: list[tuple[int, RequestState]] = []
 
     def step() -> None:
@@ -251,7 +268,7 @@ def test_a_long_row_does_not_make_short_ones_take_its_room() -> None:
 
 def test_a_row_is_parted_from_others_only_when_its_padding_is_dearer() -> None:
     """Lengths of 5 and 40 make 105 positions of padding, and more where the long row's drafts are good."""
-    engine = grouped(em.Engine(TARGET, Uneven(), em.FixedPolicy(3), 4), RoundReads(150, 1))
+    engine = grouped(em.Engine(TARGET, Uneven(), policy=em.FixedPolicy(3), max_batch=4), RoundReads(150, 1))
     rows = [engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=120))]
     slow = em.SamplingParams(max_tokens=120, num_speculative_tokens=0)
     rows += [engine.prepare(PROMPTS[0], slow) for _ in range(3)]
@@ -283,7 +300,7 @@ class Uneven(em.NgramProposer):
 
 
 def test_groups_take_turns_a_round_each() -> None:
-    engine = grouped(em.Engine(TARGET, em.NgramProposer(), em.FixedPolicy(0), 4))
+    engine = grouped(em.Engine(TARGET, em.NgramProposer(), policy=em.FixedPolicy(0), max_batch=4))
     rows = [engine.prepare(PROMPTS[i], em.SamplingParams(max_tokens=60, ignore_eos=True)) for i in (0, 1, 4)]
     for row in rows:
         engine.submit(row)
@@ -300,7 +317,7 @@ def test_groups_take_turns_a_round_each() -> None:
 
 def test_a_group_whose_masks_are_late_lets_the_other_go_on_without_a_wait() -> None:
     stuck = Never()
-    engine = grouped(em.Engine(tiny_target(vocab=VOCAB), em.NgramProposer(), em.FixedPolicy(2), 4))
+    engine = grouped(em.Engine(tiny_target(vocab=VOCAB), em.NgramProposer(), policy=em.FixedPolicy(2), max_batch=4))
     late = engine.prepare(PROMPTS[1], params_of(lambda: stuck, "greedy"))
     free = engine.prepare(PROMPTS[0], em.SamplingParams(max_tokens=60, ignore_eos=True))
     for row in (late, free):
@@ -336,7 +353,7 @@ def test_plain_rounds_are_dispatched_behind_those_of_the_other_group(
         log.append(("collect", len(collected.batch.requests)))
         return collect(collected)
 
-    engine = grouped(em.Engine(TARGET, proposer(drafts, TARGET), em.FixedPolicy(0), 4))
+    engine = grouped(em.Engine(TARGET, proposer(drafts, TARGET), policy=em.FixedPolicy(0), max_batch=4))
     engine.clock = lambda: now[0]
     rows = [engine.prepare(PROMPTS[i], em.SamplingParams(max_tokens=60, ignore_eos=True)) for i in (0, 1, 4)]
     for row in rows:
@@ -386,7 +403,7 @@ def test_memory_for_long_rows_is_counted_once_and_lets_more_in() -> None:
 
 def test_rows_of_a_proposer_that_cannot_part_them_stay_in_one_batch() -> None:
     texts = {tuple(prompt): text for prompt, text in zip(PROMPTS, ALONE, strict=True)}
-    engine = grouped(em.Engine(TARGET, Oracle(texts, 0.3), em.FixedPolicy(3), 4))  # type: ignore[arg-type]
+    engine = grouped(em.Engine(TARGET, Oracle(texts, 0.3), policy=em.FixedPolicy(3), max_batch=4))  # type: ignore[arg-type]
     rows = requests(engine)
     assert decode(engine, rows) == 1
     assert engine.kv_budget.groups == 1
@@ -401,7 +418,9 @@ def test_there_are_one_or_two_groups(groups: int) -> None:
 
 def parted(depth: int = 2, **settings: Any) -> tuple[em.Engine, list[RequestState], list[RequestState]]:
     """An engine with a group of two short rows and one of two long ones, and both."""
-    engine = grouped(em.Engine(TARGET, em.NgramProposer(), em.FixedPolicy(depth), 4, **settings), RoundReads(50, 1))
+    engine = grouped(
+        em.Engine(TARGET, em.NgramProposer(), policy=em.FixedPolicy(depth), max_batch=4, **settings), RoundReads(50, 1)
+    )
     rows = [engine.prepare(PROMPTS[i], GREEDY) for i in (0, 4, 1, 5)]
     for row in rows:
         engine.submit(row)
@@ -474,7 +493,9 @@ def test_a_move_that_fails_loses_nobody(name: str, nth: int, late: bool, depth: 
             raise MemoryError("no room left")
         return out if late else real(self, *args)
 
-    engine = grouped(em.Engine(TARGET, em.NgramProposer(), em.FixedPolicy(depth), 4, 32), NEVER)
+    engine = grouped(
+        em.Engine(TARGET, em.NgramProposer(), policy=em.FixedPolicy(depth), max_batch=4, prefill_chunk=32), NEVER
+    )
     rows = requests(engine)
     for row in rows:
         engine.submit(row)

@@ -110,7 +110,7 @@ def test_a_tree_accepts_more_than_a_chain_and_says_the_same() -> None:
     prompts = ["def mean(values):", "class Stack:\n    def push(self, item):", "import os\n\ndef size(path):"]
     params = SamplingParams(max_tokens=40)
     plain, chain, tree = (
-        em.Engine(target, proposer, policy, max_batch=2).generate(prompts, params)
+        em.Engine(target, proposer, policy=policy, max_batch=2).generate(prompts, params)
         for policy in (em.FixedPolicy(0), em.FixedPolicy(4), em.FixedPolicy(6, nodes=16))
     )
     assert [o.tokens for o in plain] == [o.tokens for o in chain] == [o.tokens for o in tree]
@@ -128,7 +128,7 @@ def test_a_batch_of_every_kind_of_row_says_what_it_says_alone() -> None:
     prompts = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13], [5]]
     plain = em.Engine(TARGET, None, max_batch=4).generate(prompts, kinds)
     for rows in (kinds[:3], kinds):
-        engine = em.Engine(TARGET, HeadProposer(HEAD), em.FixedPolicy(3, nodes=7), max_batch=4)
+        engine = em.Engine(TARGET, HeadProposer(HEAD), policy=em.FixedPolicy(3, nodes=7), max_batch=4)
         assert engine.chains_only is None
         for output, alone in zip(engine.generate(prompts[: len(rows)], rows), plain, strict=False):
             assert output.tokens == alone.tokens

@@ -87,7 +87,7 @@ def test_a_head_computes_in_the_type_of_its_target(kind: str, of: str, computed:
     head.set_dtype(written)
     if any(isinstance(module, SwitchLinear) for module in head.modules()):
         quantize(head, 8, 32)  # MLX's CPU has no products of 16-bit experts
-    engine = em.Engine(target, em.HeadProposer(head), em.FixedPolicy(3), max_batch=2)
+    engine = em.Engine(target, em.HeadProposer(head), policy=em.FixedPolicy(3), max_batch=2)
     outputs = engine.generate(PROMPTS, em.SamplingParams(max_tokens=6, ignore_eos=True))
     assert sum(output.drafted for output in outputs) > 10
     assert computed == {part: {wanted} for part in ("features", "__call__", "logits", "keys and values", "hidden")}, (
@@ -97,7 +97,7 @@ def test_a_head_computes_in_the_type_of_its_target(kind: str, of: str, computed:
 
 def test_trees_compute_in_the_type_of_the_target(computed: dict[str, set[mx.Dtype]]) -> None:
     head = eagle3(TARGETS["bf16"], draft_vocab=40)
-    engine = em.Engine(TARGETS["bf16"], em.HeadProposer(head), em.FixedPolicy(3, nodes=6))
+    engine = em.Engine(TARGETS["bf16"], em.HeadProposer(head), policy=em.FixedPolicy(3, nodes=6))
     assert engine.generate(PROMPTS, em.SamplingParams(max_tokens=6))[0].drafted
     assert set().union(*computed.values()) == {mx.bfloat16}
 
@@ -122,7 +122,9 @@ def test_what_is_written_after_decoding_is_what_was_read(tmp_path: Path) -> None
     target, made = TARGETS["bf16"], eagle3(TARGETS["bf16"], draft_vocab=40)
     save_eagle3(made, tmp_path / "head", dtype=mx.float16)
     head: Any = load_head(tmp_path / "head", target)
-    em.Engine(target, em.HeadProposer(head), em.FixedPolicy(3)).generate(PROMPTS, em.SamplingParams(max_tokens=6))
+    em.Engine(target, em.HeadProposer(head), policy=em.FixedPolicy(3)).generate(
+        PROMPTS, em.SamplingParams(max_tokens=6)
+    )
     assert floating(weights_of(head)) == {mx.float16}
     save_eagle3(head, tmp_path / "again", dtype=mx.float16)
     first, again = (mx.load(str(tmp_path / name / "model.safetensors")) for name in ("head", "again"))

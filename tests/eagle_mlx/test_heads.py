@@ -40,7 +40,7 @@ def alone() -> list[list[int]]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_text_is_that_of_plain_decoding(name: str) -> None:
-    engine = em.Engine(TARGET, em.HeadProposer(HEADS[name]), em.FixedPolicy(4), max_batch=3, prefill_chunk=8)
+    engine = em.Engine(TARGET, em.HeadProposer(HEADS[name]), policy=em.FixedPolicy(4), max_batch=3, prefill_chunk=8)
     outputs = engine.generate(PROMPTS, PARAMS)
     assert [output.tokens for output in outputs] == alone()
     assert sum(output.drafted for output in outputs) > 50
@@ -91,8 +91,8 @@ def seen(head: DraftHead, texts: list[list[int]], starts: list[int], stops: list
 def test_the_next_turn_takes_over_the_past(name: str) -> None:
     params = em.SamplingParams(max_tokens=in_full(12, 8))
     proposer = em.HeadProposer(HEADS[name])
-    with_cache = em.Engine(TARGET, proposer, em.FixedPolicy(3), prefix_cache_bytes=1 << 30)
-    without = em.Engine(TARGET, proposer, em.FixedPolicy(3))
+    with_cache = em.Engine(TARGET, proposer, policy=em.FixedPolicy(3), prefix_cache_bytes=1 << 30)
+    without = em.Engine(TARGET, proposer, policy=em.FixedPolicy(3))
     prompt = [(7 * i * i + 3 * i) % 64 for i in range(40)]
     for turn in range(in_full(3, 2)):
         got, wanted = with_cache.generate([prompt], params)[0], without.generate([prompt], params)[0]
@@ -138,7 +138,7 @@ def test_a_head_that_is_right_is_accepted(make: Callable[[em.Target], DraftHead]
     target = bigram_target(tiny_target(vocab=64))
     head = make(target)
     params = em.SamplingParams(max_tokens=20)
-    outputs = em.Engine(target, em.HeadProposer(head), em.FixedPolicy(4)).generate(PROMPTS, params)
+    outputs = em.Engine(target, em.HeadProposer(head), policy=em.FixedPolicy(4)).generate(PROMPTS, params)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert output.tokens == em.Engine(target).generate([prompt], params)[0].tokens
         assert len(set(output.tokens)) > 3
@@ -153,7 +153,7 @@ def test_models_draft_with_layers_of_their_own_kind(name: str) -> None:
     target = em.Target(model)
     head = em.HeadProposer(mtp(target, model_type=name))
     prompts = [[t % 60 + 1 for t in prompt] for prompt in PROMPTS]
-    engine = em.Engine(target, head, em.FixedPolicy(3), max_batch=3, prefix_cache_bytes=1 << 30)
+    engine = em.Engine(target, head, policy=em.FixedPolicy(3), max_batch=3, prefix_cache_bytes=1 << 30)
     for prompt, params, output in zip(prompts, PARAMS, engine.generate(prompts, PARAMS), strict=True):
         assert output.tokens == em.Engine(target).generate([prompt], params)[0].tokens
         assert output.drafted > 0

@@ -17,9 +17,8 @@ import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.lengths import RowLengths
 from eagle_mlx.cache.window import RaggedWindow
-from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.draft import Draft, Tree
 from eagle_mlx.decoding.sampling import SamplingBatch, distribution
-from eagle_mlx.decoding.tree import Tree
 from eagle_mlx.errors import ProposerError
 from eagle_mlx.plan import Abilities, Context, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation, ProposerState
@@ -163,7 +162,9 @@ def test_text_is_the_targets_own_whatever_is_drafted(
     seed: int, policy: em.FixedPolicy, params: em.SamplingParams, max_batch: int, stops: bool, pauses: float
 ) -> None:
     spoil = spoiler(seed, [mx.int32, mx.int64, mx.uint32])
-    engine = em.Engine(TARGET, Hostile(ALONE[params], seed, spoil), policy, max_batch, prefix_cache_bytes=1 << 20)
+    engine = em.Engine(
+        TARGET, Hostile(ALONE[params], seed, spoil), policy=policy, max_batch=max_batch, prefix_cache_bytes=1 << 20
+    )
     each = [replace(params, max_tokens=COUNT - (index if stops else 0)) for index in range(len(PROMPTS))]
     outputs = generate(engine, PROMPTS, each, pauses, seed)
     assert [o.tokens for o in outputs] == [t[: p.max_tokens] for t, p in zip(ALONE[params], each, strict=True)]
@@ -176,7 +177,7 @@ def test_a_policy_that_learns_outlives_what_is_made_up(seed: int) -> None:
     spoil = spoiler(seed, [mx.int32])
     policy = em.ThroughputPolicy(6, max_nodes=12)
     for _ in range(3):
-        engine = em.Engine(TARGET, Hostile(ALONE[GREEDY], seed, spoil), policy, 3)
+        engine = em.Engine(TARGET, Hostile(ALONE[GREEDY], seed, spoil), policy=policy, max_batch=3)
         assert [output.tokens for output in engine.generate(PROMPTS, GREEDY)] == ALONE[GREEDY]
 
 
@@ -199,7 +200,7 @@ def test_probabilities_that_are_none_are_not_judged_by() -> None:
             return HostileState(self, [([], 0) for _ in prompts])
 
     uniform = Uniform([[]] * len(PROMPTS), 0, spoil, 16)
-    engine = em.Engine(target, uniform, em.FixedPolicy(2), 64, prefill_chunk=64 * 131)
+    engine = em.Engine(target, uniform, policy=em.FixedPolicy(2), max_batch=64, prefill_chunk=64 * 131)
     long = [5] * 128  # no prompt that is read to its end: the first token comes from a round that drafts
     outputs = engine.generate([[*long, *prompt]] * draws, sampled)
     assert all(output.accepted == 0 for output in outputs)
@@ -235,7 +236,7 @@ def test_what_cannot_be_read_at_all_is_refused_by_name(change: Change, message: 
         out: Draft = change(Draft(mx.zeros((rows, 3), mx.int32), mx.full((rows,), 3, mx.int32)))
         return out
 
-    engine = em.Engine(TARGET, Hostile(ALONE[GREEDY], 0, spoil), em.FixedPolicy(3))
+    engine = em.Engine(TARGET, Hostile(ALONE[GREEDY], 0, spoil), policy=em.FixedPolicy(3))
     with pytest.raises(ProposerError, match="the proposer 'hostile' gave .*" + message):
         engine.generate(PROMPTS[:2], GREEDY)
     assert engine.idle
@@ -254,7 +255,7 @@ def test_trees_that_cannot_be_read_are_refused(tree: Tree, message: str) -> None
     def spoil(draft: Draft) -> Draft:
         return Draft(mx.zeros((1, 3), mx.int32), mx.array([3]), tree=tree)
 
-    engine = em.Engine(TARGET, Hostile(ALONE[GREEDY], 0, spoil), em.FixedPolicy(3, nodes=8))
+    engine = em.Engine(TARGET, Hostile(ALONE[GREEDY], 0, spoil), policy=em.FixedPolicy(3, nodes=8))
     with pytest.raises(ProposerError, match=message):
         engine.generate(PROMPTS[:1], GREEDY)
 
@@ -289,7 +290,7 @@ def test_padding_that_would_read_as_no_number_is_not_read(policy: em.FixedPolicy
         return replace(draft, tokens=mx.where(counts, draft.tokens, 0), lengths=mx.where(right, draft.lengths, 0))
 
     for seed in range(3):
-        engine = em.Engine(target, Hostile(texts, seed, spoil), policy, max_batch=3, prefill_chunk=16)
+        engine = em.Engine(target, Hostile(texts, seed, spoil), policy=policy, max_batch=3, prefill_chunk=16)
         outputs = engine.generate(PROMPTS, GREEDY)
         assert [(output.error, output.tokens) for output in outputs] == [(None, text) for text in texts]
 
@@ -330,7 +331,7 @@ def test_a_rejected_draft_whose_logits_are_no_numbers_costs_its_row_nothing(
     prompts = [prompt for prompt in PROMPTS if bad not in prompt]
     wanted = [ALONE[GREEDY][PROMPTS.index(prompt)] for prompt in prompts]
     for seed in range(3):
-        engine = em.Engine(target, Hostile(ALONE[GREEDY], seed, spoil), policy, max_batch=3)
+        engine = em.Engine(target, Hostile(ALONE[GREEDY], seed, spoil), policy=policy, max_batch=3)
         outputs = engine.generate(prompts, GREEDY)
         assert [(output.error, output.tokens) for output in outputs] == [(None, text) for text in wanted]
     assert sum(spoilt) > 10
@@ -348,7 +349,7 @@ def test_logits_of_half_precision_that_overflow_together_are_numbers() -> None:
         return mx.clip(logits + ends, -65000, 65000).astype(mx.float16)
 
     target.model.__class__ = type("Loud", (base,), {"__call__": call})
-    outputs = em.Engine(target, em.NgramProposer(), em.FixedPolicy(3)).generate(PROMPTS, GREEDY)
+    outputs = em.Engine(target, em.NgramProposer(), policy=em.FixedPolicy(3)).generate(PROMPTS, GREEDY)
     assert [output.finish_reason for output in outputs] == ["length"] * len(PROMPTS)
 
 
@@ -389,7 +390,7 @@ def test_9_a_draft_that_reads_as_no_number_costs_its_own_row_nothing(
         return replace(draft, tokens=mx.where(wrong, bad[0], draft.tokens))
 
     for seed in range(3):
-        engine = em.Engine(poisoned(bad), Hostile(texts, seed, spoil), policy, max_batch=3)
+        engine = em.Engine(poisoned(bad), Hostile(texts, seed, spoil), policy=policy, max_batch=3)
         outputs = engine.generate(PROMPTS, params)
         assert [(output.error, output.tokens) for output in outputs] == [(None, text) for text in texts]
         assert sum(output.accepted for output in outputs) > 0
@@ -402,7 +403,7 @@ def test_9_a_text_that_reads_as_no_number_fails_though_it_was_drafted(policy: em
     bad = texts[1][6]
     target = poisoned([bad])
     for seed in range(3):
-        engine = em.Engine(target, Hostile(texts, seed), policy, max_batch=3)
+        engine = em.Engine(target, Hostile(texts, seed), policy=policy, max_batch=3)
         output = engine.generate([PROMPTS[1]], GREEDY)[0]
         assert (output.tokens, output.finish_reason) == (texts[1][: texts[1].index(bad) + 1], "error")
         assert "NaN" in (output.error or "")
@@ -437,6 +438,6 @@ def test_9_a_recurrent_state_that_has_read_such_a_draft_is_put_back(name: str, p
     texts = [lone.generate([prompt], params)[0].tokens for prompt in prompts]
     known = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
     proposer = Sickening(np.random.default_rng(0), known, Manners())
-    outputs = em.Engine(em.Target(sick), proposer, em.FixedPolicy(3), max_batch=3).generate(prompts, params)
+    outputs = em.Engine(em.Target(sick), proposer, policy=em.FixedPolicy(3), max_batch=3).generate(prompts, params)
     assert [(output.error, output.tokens) for output in outputs] == [(None, text) for text in texts]
     assert sum(output.accepted for output in outputs) > 0

@@ -97,7 +97,13 @@ def test_rows_and_prefixes_stay_within_the_budget(
     with steps_of(4):
         allowed = max(budget_for(*room), budget_for(1, 150))
         busy = em.Engine(
-            TARGET, HEAD, em.FixedPolicy(3), 4, 16, prefix_cache_bytes=allowed if keeps else 0, kv_bytes=allowed
+            TARGET,
+            HEAD,
+            policy=em.FixedPolicy(3),
+            max_batch=4,
+            prefill_chunk=16,
+            prefix_cache_bytes=allowed if keeps else 0,
+            kv_bytes=allowed,
         )
         asked: list[tuple[int, RequestState]] = []
 
@@ -156,7 +162,9 @@ def test_by_default_it_is_a_share_of_what_is_free() -> None:
 
 def test_prefixes_give_way_to_rows() -> None:
     allowed = budget_for(3, 150)
-    engine = em.Engine(TARGET, HEAD, em.FixedPolicy(2), 4, prefix_cache_bytes=allowed, kv_bytes=allowed)
+    engine = em.Engine(
+        TARGET, HEAD, policy=em.FixedPolicy(2), max_batch=4, prefix_cache_bytes=allowed, kv_bytes=allowed
+    )
     params = em.SamplingParams(max_tokens=TOKENS)
     assert engine.prefixes is not None
     for prompt in PROMPTS:
@@ -279,7 +287,7 @@ def test_nobody_waits_for_ever(arrivals: list[tuple[str, int, int]], random: obj
 def test_a_long_request_is_answered_though_short_ones_keep_coming() -> None:
     with steps_of(4):
         allowed = max(budget_for(1, 150), budget_for(4, 20))
-        engine = em.Engine(TARGET, HEAD, em.FixedPolicy(2), 4, 16, kv_bytes=allowed)
+        engine = em.Engine(TARGET, HEAD, policy=em.FixedPolicy(2), max_batch=4, prefill_chunk=16, kv_bytes=allowed)
         params = em.SamplingParams(max_tokens=TOKENS)
         long = engine.prepare(PROMPTS[6], params)
         for steps in range(400):

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from eagle_mlx.decoding.loops import distinct_ratio, is_loop
+from eagle_mlx.text import distinct_ratio, is_loop
 
 
 def test_ratios() -> None:

@@ -535,7 +535,14 @@ def late_texts(
     drafter = em.HybridProposer(em.DraftModelProposer(small_target(1)), em.NgramProposer(3, 1))
     params, rows = replace(SHARP, grammar=lambda: Late(is_late)), list[RequestState]()
     for _ in range(LATE_DRAWS // LATE_ROWS):  # rows that begin together are drafted for in step
-        engine = em.Engine(small_target(0), drafter, policy(), LATE_ROWS, LATE_ROWS * len(LATE_PROMPT), groups=1)
+        engine = em.Engine(
+            small_target(0),
+            drafter,
+            policy=policy(),
+            max_batch=LATE_ROWS,
+            prefill_chunk=LATE_ROWS * len(LATE_PROMPT),
+            groups=1,
+        )
         for _ in range(LATE_ROWS):
             row = engine.prepare(LATE_PROMPT, params)
             row = RequestState(replace(row.request, params=change(row.params)), grammar=row.grammar)
@@ -672,7 +679,14 @@ def sick_texts(drafts: str, params: SamplingParams) -> tuple[Array, list[Request
     """Return texts by the engine, [N, SICK_LENGTH]; some rows are paused. SICK stands for all that follows it."""
     rows = list[RequestState]()
     for _ in range(LATE_DRAWS // LATE_ROWS):
-        engine = em.Engine(sick_target(True), SICK_DRAFTS[drafts](), EveryThird(), LATE_ROWS, LATE_ROWS * 8, groups=1)
+        engine = em.Engine(
+            sick_target(True),
+            SICK_DRAFTS[drafts](),
+            policy=EveryThird(),
+            max_batch=LATE_ROWS,
+            prefill_chunk=LATE_ROWS * 8,
+            groups=1,
+        )
         asked = [engine.prepare(HEALTHY_PROMPT, params) for _ in range(LATE_ROWS)]
         for row in asked:
             engine.submit(row)

@@ -55,7 +55,7 @@ def test_rows_that_sit_rounds_out_say_the_same_and_so_do_the_others(name: str, k
     turn = NAMES.index(name) // 2 % 2
     for proposer in drafting if FULL else drafting[turn::2]:  # in turns unless in full
         made: list[LateSteps] = []
-        engine = em.Engine(target, proposer, em.FixedPolicy(3), max_batch=4)
+        engine = em.Engine(target, proposer, policy=em.FixedPolicy(3), max_batch=4)
         outputs = engine.generate([p for p, _ in requests], [asked(g, i, made) for i, (_, g) in enumerate(requests)])
         assert [output.error for output in outputs] == [None] * 4
         assert [output.tokens for output in outputs] == alone
@@ -77,7 +77,7 @@ def test_heads_and_draft_models_go_on_behind_rows_that_sat_out(drafts: str, kind
         made.append(LateSteps(next(seeds)))
         return made[-1]
 
-    outputs = em.Engine(target, proposer, em.FixedPolicy(3)).generate(PROMPTS, params_of(make, kind))
+    outputs = em.Engine(target, proposer, policy=em.FixedPolicy(3)).generate(PROMPTS, params_of(make, kind))
     assert [output.tokens for output in outputs] == [output.tokens for output in plain]
     assert sum(grammar.late for grammar in made) > 0
     if drafts == "model" and kind == "greedy":  # the target itself, whose drafts are all kept where the grammar lets
@@ -88,7 +88,7 @@ def test_a_row_whose_masks_never_come_holds_nobody_up_and_fails_alone() -> None:
     """The others wait for it once; then they get a token in every round."""
     assert isinstance(Never(), AsyncGrammar)
     target = tiny_target(vocab=96)
-    engine, stuck = em.Engine(target, em.NgramProposer(), em.FixedPolicy(2)), Never()
+    engine, stuck = em.Engine(target, em.NgramProposer(), policy=em.FixedPolicy(2)), Never()
     plain = em.Engine(target).generate([PROMPTS[1]], SamplingParams(max_tokens=60))[0]
     rows = [
         engine.prepare(PROMPTS[0], params_of(lambda: stuck, "greedy")),
@@ -131,7 +131,7 @@ def test_no_grammar_is_given_a_drafted_token_that_ends_the_text(make: Any) -> No
     texts = [[*prompt, *output.tokens] for prompt, output in zip(PROMPTS, plain, strict=True)]
     ends = Guess([[*text[: len(text) - 2], END, END, END] for text in texts], 0.0)
     for proposer in (ends, Guess(texts, 0.0)):
-        outputs = em.Engine(target, proposer, em.FixedPolicy(4)).generate(PROMPTS, params)  # type: ignore[arg-type]
+        outputs = em.Engine(target, proposer, policy=em.FixedPolicy(4)).generate(PROMPTS, params)  # type: ignore[arg-type]
         assert [output.tokens for output in outputs] == [output.tokens for output in plain]
         assert [output.finish_reason for output in outputs] == [output.finish_reason for output in plain]
 
@@ -153,7 +153,7 @@ class Closed(Steps):
 @pytest.mark.parametrize("proposer", [lambda: None, em.NgramProposer], ids=["plain", "ngram"])
 def test_stop_is_said_only_where_the_text_may_end(proposer: Any) -> None:
     target = tiny_target(vocab=96)
-    engine = em.Engine(target, proposer(), em.FixedPolicy(3))
+    engine = em.Engine(target, proposer(), policy=em.FixedPolicy(3))
     output = engine.generate([PROMPTS[0]], params_of(Contradicts, "greedy"))[0]
     assert (output.finish_reason, len(output.tokens)) == ("error", 2)
     assert "the grammar does not take token" in (output.error or "")
@@ -182,7 +182,7 @@ def test_a_draft_may_lead_where_nothing_may_come(kind: str) -> None:
     assert (len(plain.tokens), plain.finish_reason) == ((LENGTH, "length") if kind == "greedy" else (5, "stop"))
     text = [*PROMPTS[1], *plain.tokens]
     leaps = [[*text[:n], (text[n - 1] + 30) % 96, 1, 2] for n in range(len(PROMPTS[1]), len(text))]
-    engine = em.Engine(target, Guess(leaps, 0.0), em.FixedPolicy(4))  # type: ignore[arg-type]
+    engine = em.Engine(target, Guess(leaps, 0.0), policy=em.FixedPolicy(4))  # type: ignore[arg-type]
     output = engine.generate([PROMPTS[1]], params_of(DeadEnds, kind))[0]
     assert (output.tokens, output.finish_reason) == (plain.tokens, plain.finish_reason)
 

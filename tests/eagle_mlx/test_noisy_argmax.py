@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_mlx.cpu import without_shortcuts
-from eagle_mlx.decoding import noisy_argmax as module
+from eagle_mlx.decoding import noise as module
 from eagle_mlx.decoding.filters import best_columns, has_columns
-from eagle_mlx.decoding.noise import gumbel_at, gumbel_ceiling, noise_words
-from eagle_mlx.decoding.noisy_argmax import CANDIDATES, noisy_argmax
+from eagle_mlx.decoding.noise import CANDIDATES, gumbel_at, gumbel_ceiling, noise_words, noisy_argmax
 from eagle_mlx.decoding.sampling import SamplingBatch, Stream
 from eagle_mlx.sampling_params import SamplingParams
 from tests.full import some

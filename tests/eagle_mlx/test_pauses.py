@@ -77,7 +77,9 @@ def proposer(kind: str) -> Any:
 def test_05_pauses_at_any_round_change_nothing_of_an_answer(
     seed: int, drafts: str, pauses: float, rows: int, kept: int, chunk: int
 ) -> None:
-    engine = em.Engine(TARGET, proposer(drafts), em.FixedPolicy(3), rows, chunk, kept)
+    engine = em.Engine(
+        TARGET, proposer(drafts), policy=em.FixedPolicy(3), max_batch=rows, prefill_chunk=chunk, prefix_cache_bytes=kept
+    )
     outputs = generate(engine, ASKED, PARAMS, pauses, seed)
     assert engine.pauses > 0
     for name, output, alone in zip(KINDS, outputs, ALONE, strict=True):
@@ -114,7 +116,7 @@ def test_05_texts_without_a_seed_follow_the_target_though_rows_are_paused() -> N
     first = law_of([prompt])[0]
     law = (first[:, None] * law_of([[*prompt, token] for token in range(16)])).ravel()
     head = em.HeadProposer(tiny_head(target))
-    engine = em.Engine(target, head, em.FixedPolicy(2), 64)
+    engine = em.Engine(target, head, policy=em.FixedPolicy(2), max_batch=64)
     outputs = generate(engine, [prompt] * draws, [sampled] * draws, 0.5)
     assert engine.pauses > draws / 4
     assert not misses(np.array([output.tokens for output in outputs]), law / law.sum(), 16)
@@ -156,7 +158,7 @@ def test_05_a_client_that_holds_every_row_gives_one_back(drafts: str, kept: int)
     target = tiny_target()
     target.context_length = 100
     alone = [em.Engine(target).generate([prompt], OPEN)[0].tokens for prompt in PROMPTS]
-    engine = em.Engine(target, proposer(drafts), em.FixedPolicy(2), 4, prefix_cache_bytes=kept)
+    engine = em.Engine(target, proposer(drafts), policy=em.FixedPolicy(2), max_batch=4, prefix_cache_bytes=kept)
     greedy = [submit(engine, "a", prompt) for prompt in PROMPTS]
     for turn in range(3):
         for _ in range(8):
@@ -297,7 +299,9 @@ def test_07_rows_without_a_limit_never_outgrow_the_memory(drafts: str, kept: int
     with steps_of(8):
         size = em.Engine(target, proposer(drafts)).kv_budget.size
         allowed = size.nbytes(3, 100)
-        engine = em.Engine(target, proposer(drafts), em.FixedPolicy(2), 8, prefix_cache_bytes=kept, kv_bytes=allowed)
+        engine = em.Engine(
+            target, proposer(drafts), policy=em.FixedPolicy(2), max_batch=8, prefix_cache_bytes=kept, kv_bytes=allowed
+        )
         engine.kv_budget.open_end = 12  # so that all eight begin, as with a context far longer than what is set aside
         rows = [engine.prepare(p, o) for p, o in zip(asked, each, strict=True)]
         for row in rows:

@@ -56,7 +56,7 @@ def test_what_an_engine_tells_of_a_round_can_be_sent(plan: Plan) -> None:
             return plan
 
     target, results = tiny_target(), list[RoundResult]()
-    engine = em.Engine(target, em.HeadProposer(tiny_head(target)), Planned(plan.depth, plan.nodes))
+    engine = em.Engine(target, em.HeadProposer(tiny_head(target)), policy=Planned(plan.depth, plan.nodes))
     engine.observer = results.append
     engine.generate([[5, 6, 7], [8, 9]], em.SamplingParams(max_tokens=12))
     assert any(result.plan == plan for result in results)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine.prefix import LEAST, PrefixCache
-from eagle_mlx.engine.prefix_piece import Past
+from eagle_mlx.engine.prefix_tree import Past
 from tests.architectures import tiny_model
 from tests.fakes import Oracle, tiny_head, tiny_target
 from tests.full import diagonal, in_full
@@ -26,7 +26,7 @@ HYBRID = em.HybridProposer(em.HeadProposer(HEAD), em.NgramProposer())
 
 def engine(nbytes: int = MANY, proposer: object = "head", **settings: object) -> em.Engine:
     drafting = em.HeadProposer(HEAD) if proposer == "head" else proposer
-    return em.Engine(TARGET, drafting, em.FixedPolicy(3), prefix_cache_bytes=nbytes, **settings)  # type: ignore[arg-type]
+    return em.Engine(TARGET, drafting, policy=em.FixedPolicy(3), prefix_cache_bytes=nbytes, **settings)  # type: ignore[arg-type]
 
 
 def turns(first: list[int], answer: list[int], more: list[int]) -> list[int]:
@@ -167,7 +167,7 @@ def test_cancelled_rows_leave_their_past_and_failed_ones_do_not() -> None:
 def test_other_kinds_of_cache(name: str) -> None:
     target = em.Target(tiny_model(name))
     params = em.SamplingParams(max_tokens=8)
-    with_cache = em.Engine(target, em.NgramProposer(), em.FixedPolicy(2), prefix_cache_bytes=MANY)
+    with_cache = em.Engine(target, em.NgramProposer(), policy=em.FixedPolicy(2), prefix_cache_bytes=MANY)
     prompt = [t % min(target.vocab_size, 16) + 1 for t in LONG[:50]]
     hits = []
     for extra in ([1, 2, 3], [4, 5]):
@@ -187,7 +187,7 @@ def test_a_state_that_cannot_be_cut_is_taken_whole_or_not_at_all(name: str) -> N
     answer = em.Engine(target).generate([first], params)[0].tokens
     for end in in_full(range(1, 8), (1, 3, 4)):  # wherever in a round the text ends
         oracle = Oracle({tuple(first): answer}, wrong=0.0)
-        busy = em.Engine(target, oracle, em.FixedPolicy(4), prefix_cache_bytes=MANY)
+        busy = em.Engine(target, oracle, policy=em.FixedPolicy(4), prefix_cache_bytes=MANY)
         stopped = replace(params, stop_token_ids=(answer[end],))
         said = busy.generate([first], stopped)[0].tokens
         for prompt in ([*first, *said, 1, 2], [*first[:40], 3, 4]):

@@ -53,7 +53,9 @@ def test_the_next_turn_and_another_question_go_on_from_a_boundary(name: str, dra
 
     def engine(nbytes: int) -> em.Engine:
         drafting = proposer(drafts, which)
-        return em.Engine(which, drafting, em.FixedPolicy(3), 1, chunk, prefix_cache_bytes=nbytes)
+        return em.Engine(
+            which, drafting, policy=em.FixedPolicy(3), max_batch=1, prefill_chunk=chunk, prefix_cache_bytes=nbytes
+        )
 
     busy, cold = engine(MANY), engine(0)
     answered(busy, [*CHAT, *OPENING], (len(SYSTEM), len(CHAT)))

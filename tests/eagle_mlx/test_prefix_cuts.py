@@ -48,7 +48,7 @@ def same(which: em.Target, prompt: list[int], got: list[int], wanted: list[int])
 
 
 def busy(which: em.Target, proposer: object, depth: int, rows: int = 1) -> em.Engine:
-    return em.Engine(which, proposer, em.FixedPolicy(depth), max_batch=rows, prefix_cache_bytes=MANY)  # type: ignore[arg-type]
+    return em.Engine(which, proposer, policy=em.FixedPolicy(depth), max_batch=rows, prefix_cache_bytes=MANY)  # type: ignore[arg-type]
 
 
 def cancelled(engine: em.Engine, prompt: list[int], tokens: int, params: em.SamplingParams) -> None:

@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_mlx.engine.disk.database import NAME, Database, Entry, entries_of
-from eagle_mlx.engine.prefix_piece import keys_of
-from eagle_mlx.engine.prefix_tree import common
+from eagle_mlx.engine.prefix_tree import common, keys_of
 from tests.disk_tier import nbytes, said_of
 from tests.full import in_full
 

@@ -21,7 +21,9 @@ GREEDY = em.SamplingParams(max_tokens=12, ignore_eos=True)
 
 
 def engine(target: em.Target, folder: Path | None, proposer: em.HeadProposer | None = None) -> em.Engine:
-    made = em.Engine(target, proposer, em.FixedPolicy(3), 2, prefix_cache_bytes=1 << 30 if folder else 0)
+    made = em.Engine(
+        target, proposer, policy=em.FixedPolicy(3), max_batch=2, prefix_cache_bytes=1 << 30 if folder else 0
+    )
     if folder is not None:
         assert made.prefixes is not None
         made.prefixes.disk = DiskTier(folder, 1 << 30, target, proposer)

@@ -95,7 +95,7 @@ def test_what_no_longer_pays_is_soon_given_up() -> None:
 def decoded(target: Target, folder: Path, rounds: int = 130, head: Any = None, context: int = 0) -> Prior:
     """The prior of an engine that has decoded so much."""
     policy = ThroughputPolicy(4)
-    engine = em.Engine(target, head or NgramProposer(), policy)
+    engine = em.Engine(target, head or NgramProposer(), policy=policy)
     prior = Prior(engine, policy, folder)
     params = em.SamplingParams(max_tokens=rounds, ignore_eos=True)
     engine.generate([[*prompt, *([3] * context)] for prompt in PROMPTS[:1]], params)

@@ -259,7 +259,7 @@ def test_speculation_and_company_change_nothing(asked: str, kind: str) -> None:
     drafting = [None, em.NgramProposer(), head, Guess(texts), Guess(texts, 0.0), em.HybridProposer(head)]
     turn = list(ASKING).index(asked) // 2 % 2
     for proposer in drafting if FULL else drafting[turn::2]:
-        engine = em.Engine(TARGET, proposer, em.FixedPolicy(4), max_batch=4)  # type: ignore[arg-type]
+        engine = em.Engine(TARGET, proposer, policy=em.FixedPolicy(4), max_batch=4)  # type: ignore[arg-type]
         outputs = engine.generate(prompts, company)
         assert [output.tokens for output in outputs] == alone
         if isinstance(proposer, Guess):
@@ -269,7 +269,7 @@ def test_speculation_and_company_change_nothing(asked: str, kind: str) -> None:
 def test_unseeded_rows_keep_to_their_processors_too() -> None:
     params = SamplingParams(temperature=1.2, max_tokens=40, **ASKING["grammar"], logit_bias={7: -1e4})
     for proposer in (None, em.HeadProposer(tiny_head(TARGET)), em.NgramProposer()):
-        for output in em.Engine(TARGET, proposer, em.FixedPolicy(3)).generate(PROMPTS, params):
+        for output in em.Engine(TARGET, proposer, policy=em.FixedPolicy(3)).generate(PROMPTS, params):
             assert len(output.tokens) == 40
             assert set(np.diff(output.tokens) % VOCAB) <= set(range(1, 10))
             assert 7 not in output.tokens
@@ -284,7 +284,7 @@ def test_a_grammar_stands_behind_the_accepted_tokens_alone() -> None:
 
     params = SamplingParams(max_tokens=LENGTH, grammar=make)
     text = plain_text(PROMPTS[0], params)
-    engine = em.Engine(TARGET, Guess([[*PROMPTS[0], *text]]), em.FixedPolicy(5))  # type: ignore[arg-type]
+    engine = em.Engine(TARGET, Guess([[*PROMPTS[0], *text]]), policy=em.FixedPolicy(5))  # type: ignore[arg-type]
     output = engine.generate([PROMPTS[0]], params)[0]
     assert output.rounds < LENGTH
     assert made[-1].taken == output.tokens == text
@@ -321,7 +321,7 @@ class Short:
 def test_a_grammar_that_allows_nothing_ends_its_row_and_no_other(kind: dict[str, Any]) -> None:
     params = [SamplingParams(max_tokens=9, **kind), SamplingParams(max_tokens=9, grammar=Short, **kind)]
     for proposer in (None, em.NgramProposer(), em.HeadProposer(tiny_head(TARGET))):
-        free, bound = em.Engine(TARGET, proposer, em.FixedPolicy(4)).generate(PROMPTS[:2], params)
+        free, bound = em.Engine(TARGET, proposer, policy=em.FixedPolicy(4)).generate(PROMPTS[:2], params)
         assert (len(free.tokens), free.finish_reason) == (9, "length")
         assert (len(bound.tokens), bound.finish_reason) == (3, "stop")
 
@@ -337,7 +337,7 @@ def test_each_callable_sees_the_text_of_plain_decoding(drafting: bool) -> None:
     params = SamplingParams(max_tokens=LENGTH, logits_processors=(look,))
     text = plain_text(PROMPTS[0], SamplingParams(max_tokens=LENGTH))
     proposer = Guess([[*PROMPTS[0], *text]]) if drafting else None
-    output = em.Engine(TARGET, proposer, em.FixedPolicy(4)).generate([PROMPTS[0]], params)[0]  # type: ignore[arg-type]
+    output = em.Engine(TARGET, proposer, policy=em.FixedPolicy(4)).generate([PROMPTS[0]], params)[0]  # type: ignore[arg-type]
     assert output.tokens == text
     whole = [*PROMPTS[0], *text]
     for length in range(len(PROMPTS[0]), len(whole)):
@@ -359,7 +359,7 @@ def test_logprobs_are_the_targets_own(kind: dict[str, Any], top: int) -> None:
     params = SamplingParams(max_tokens=12, logprobs=True, top_logprobs=top, presence_penalty=2.0, **kind)
     company = [params, SamplingParams(max_tokens=9, **kind), replace(params, max_tokens=5, top_logprobs=2)]
     for proposer in (None, em.HeadProposer(tiny_head(TARGET)), em.NgramProposer()):
-        outputs = em.Engine(TARGET, proposer, em.FixedPolicy(3)).generate(PROMPTS, company)
+        outputs = em.Engine(TARGET, proposer, policy=em.FixedPolicy(3)).generate(PROMPTS, company)
         assert outputs[1].logprobs is None
         for prompt, output, most in ((PROMPTS[0], outputs[0], top), (PROMPTS[2], outputs[2], 2)):
             logits = TARGET.forward(mx.array([[*prompt, *output.tokens]])).logits[0, len(prompt) - 1 : -1]
@@ -375,7 +375,9 @@ def test_logprobs_are_the_targets_own(kind: dict[str, Any], top: int) -> None:
 def test_no_logprobs_are_listed_behind_a_stop() -> None:
     text = plain_text(PROMPTS[0], SamplingParams(max_tokens=LENGTH))
     params = SamplingParams(max_tokens=LENGTH, stop_token_ids=(text[6],), top_logprobs=1)
-    output = em.Engine(TARGET, Guess([[*PROMPTS[0], *text]], 0.0), em.FixedPolicy(5)).generate([PROMPTS[0]], params)[0]  # type: ignore[arg-type]
+    output = em.Engine(TARGET, Guess([[*PROMPTS[0], *text]], 0.0), policy=em.FixedPolicy(5)).generate(
+        [PROMPTS[0]], params
+    )[0]  # type: ignore[arg-type]
     assert output.logprobs is not None
     assert len(output.logprobs) == len(output.tokens) == text.index(text[6]) + 1
 
@@ -406,7 +408,7 @@ def test_a_stop_string_ends_the_text_before_it_and_the_tokens_with_it(proposer: 
     assert len(text) > 40
     for start, length in ((0, 1), (10, 3), (17, 9), (25, 12), (30, 2)):
         stop = (text[start : start + length], "never in it")
-        engine = em.Engine(WORDED, proposer([whole]), em.FixedPolicy(5))
+        engine = em.Engine(WORDED, proposer([whole]), policy=em.FixedPolicy(5))
         params = SamplingParams(max_tokens=30, ignore_eos=True, stop=stop, logprobs=True)
         output = engine.generate([prompt], params)[0]
         assert output.text == text[: text.index(stop[0])]
@@ -501,7 +503,7 @@ def fails_alone(params: SamplingParams, message: str, drafts: bool) -> None:
     free = SamplingParams(max_tokens=LENGTH)
     wanted = [plain_text(prompt, free) for prompt in PROMPTS]
     proposer = Guess([[*p, *t] for p, t in zip(PROMPTS, wanted, strict=True)]) if drafts else None
-    engine = em.Engine(TARGET, proposer, em.FixedPolicy(3), max_batch=3)  # type: ignore[arg-type]
+    engine = em.Engine(TARGET, proposer, policy=em.FixedPolicy(3), max_batch=3)  # type: ignore[arg-type]
     outputs = engine.generate(PROMPTS, [free, params, free])
     assert [outputs[0].tokens, outputs[2].tokens] == [wanted[0], wanted[2]]
     assert (outputs[1].finish_reason, outputs[0].error, outputs[2].error) == ("error", None, None)

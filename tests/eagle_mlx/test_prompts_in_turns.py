@@ -21,7 +21,7 @@ TEXT = [int(t) for t in RNG.integers(3, 128, 400)]
 
 def engine(max_batch: int = 4, **settings: int) -> em.Engine:
     head = em.HeadProposer(tiny_head(TARGET))
-    return em.Engine(TARGET, head, em.FixedPolicy(2), max_batch, prefill_chunk=CHUNK, **settings)
+    return em.Engine(TARGET, head, policy=em.FixedPolicy(2), max_batch=max_batch, prefill_chunk=CHUNK, **settings)
 
 
 def submit(busy: em.Engine, length: int, client: str = "", tokens: int = 4, at: int = 0) -> RequestState:

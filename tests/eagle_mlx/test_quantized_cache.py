@@ -53,7 +53,7 @@ def test_text_is_mlx_lms_own_with_such_a_cache(bits: int, max_batch: int) -> Non
     assert [a[: len(b)] for a, b in zip(plain, expected, strict=True)] == expected
     texts = {tuple(prompt): text for prompt, text in zip(PROMPTS, plain, strict=True)}
     for proposer in (Oracle(texts, 0.0), Oracle(texts, 0.4), em.HeadProposer(tiny_head(TARGET))):
-        engine = em.Engine(TARGET, proposer, em.FixedPolicy(3), max_batch=max_batch, kv_bits=bits)
+        engine = em.Engine(TARGET, proposer, policy=em.FixedPolicy(3), max_batch=max_batch, kv_bits=bits)
         assert [o.tokens for o in engine.generate(PROMPTS, params)] == plain
 
 

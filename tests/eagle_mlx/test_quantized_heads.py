@@ -65,7 +65,7 @@ def test_the_text_is_that_of_plain_decoding(kind: str, bits: int, plain: list[li
     head = KINDS[kind](TARGET)
     quantize_for(head, TARGET, bits)
     assert quantization_of(head) == {"group_size": 32, "bits": bits}
-    engine = em.Engine(TARGET, em.HeadProposer(head), em.FixedPolicy(4), max_batch=3, prefill_chunk=8)
+    engine = em.Engine(TARGET, em.HeadProposer(head), policy=em.FixedPolicy(4), max_batch=3, prefill_chunk=8)
     outputs = engine.generate(PROMPTS, PARAMS)
     assert [output.tokens for output in outputs] == plain
     assert sum(output.drafted for output in outputs) > 50
@@ -75,7 +75,9 @@ def test_the_text_is_that_of_plain_decoding(kind: str, bits: int, plain: list[li
 def test_the_text_of_trees_is_that_of_plain_decoding(kind: str, plain: list[list[int]]) -> None:
     head = KINDS[kind](TARGET)
     quantize_for(head, TARGET, 4)
-    outputs = em.Engine(TARGET, em.HeadProposer(head), em.FixedPolicy(3, nodes=7)).generate(PROMPTS[:3], PARAMS[:3])
+    outputs = em.Engine(TARGET, em.HeadProposer(head), policy=em.FixedPolicy(3, nodes=7)).generate(
+        PROMPTS[:3], PARAMS[:3]
+    )
     assert [output.tokens for output in outputs] == plain[:3]
 
 
@@ -172,7 +174,8 @@ def test_a_quantised_head_comes_back_as_it_went(kind: str, tmp_path: Path) -> No
     assert before.keys() == after.keys()
     assert all(x.dtype == after[name].dtype and mx.array_equal(x, after[name]) for name, x in before.items())
     outputs = [
-        em.Engine(TARGET, em.HeadProposer(one), em.FixedPolicy(3)).generate(PROMPTS, PARAMS[0]) for one in (head, again)
+        em.Engine(TARGET, em.HeadProposer(one), policy=em.FixedPolicy(3)).generate(PROMPTS, PARAMS[0])
+        for one in (head, again)
     ]
     assert [o.accepted_by_position for o in outputs[0]] == [o.accepted_by_position for o in outputs[1]]
 

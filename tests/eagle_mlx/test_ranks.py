@@ -18,7 +18,7 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.decoding.tree import Tree
+from eagle_mlx.decoding.draft import Tree
 from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.ranks import shard_layers, shard_tensors
 from eagle_mlx.ranks.channel import decode, encode

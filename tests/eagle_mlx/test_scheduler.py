@@ -27,7 +27,7 @@ PROMPTS = [[int(t) for t in RNG.integers(3, 128, n)] for n in (5, 100, 17, 60, 2
 
 def engine(**settings: object) -> em.Engine:
     head = em.HeadProposer(tiny_head(TARGET))
-    return em.Engine(TARGET, head, em.FixedPolicy(3), **{"max_batch": 4, **settings})  # type: ignore[arg-type]
+    return em.Engine(TARGET, head, policy=em.FixedPolicy(3), **{"max_batch": 4, **settings})  # type: ignore[arg-type]
 
 
 ALONE = [
@@ -141,9 +141,11 @@ def poisoned(token: int) -> em.Target:
 def test_a_row_whose_logits_are_no_numbers_fails_alone(drafts: bool, sick: int) -> None:
     target = poisoned(15)
     proposer = em.HeadProposer(tiny_head(target)) if drafts else None
-    busy, params = em.Engine(target, proposer, em.FixedPolicy(2), max_batch=3), em.SamplingParams(max_tokens=10)
+    busy, params = em.Engine(target, proposer, policy=em.FixedPolicy(2), max_batch=3), em.SamplingParams(max_tokens=10)
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
-    healthy = [em.Engine(target, proposer, em.FixedPolicy(2)).generate([prompt], params)[0] for prompt in prompts]
+    healthy = [
+        em.Engine(target, proposer, policy=em.FixedPolicy(2)).generate([prompt], params)[0] for prompt in prompts
+    ]
     asked = [*prompts[:sick], [4, 15, 5, 6, 7, 8, 9], *prompts[sick + 1 :], prompts[sick], prompts[0]]
     outputs = busy.generate(asked, params)
     assert (outputs[sick].finish_reason, outputs[sick].tokens) == ("error", [])
@@ -183,7 +185,7 @@ def test_infinite_logits_are_no_nan(how: str) -> None:
         em.SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.8, seed=1),
         em.SamplingParams(max_tokens=8, ignore_eos=True, logit_bias={3: 1.0}),
     ]
-    busy = em.Engine(target, proposer, policy, max_batch=3)
+    busy = em.Engine(target, proposer, policy=policy, max_batch=3)
     assert busy.chains_only is None
     outputs = busy.generate([PROMPTS[0]] * 3, params)
     assert [output.error for output in outputs] == [None] * 3

@@ -64,7 +64,7 @@ PROPOSERS: dict[str, Callable[[], Proposer | None]] = {
 def test_the_same_tokens_every_time(proposer: str, depth: int, batch: int, pauses: float) -> None:
     prefixes = 1 << 20 if pauses and batch > 1 else 0
     engine = em.Engine(
-        TARGET, PROPOSERS[proposer](), em.FixedPolicy(depth), max_batch=batch, prefix_cache_bytes=prefixes
+        TARGET, PROPOSERS[proposer](), policy=em.FixedPolicy(depth), max_batch=batch, prefix_cache_bytes=prefixes
     )
     outputs = generate(engine, PROMPTS, PARAMS, pauses)
     assert (engine.pauses > 0) == (pauses > 0)
@@ -108,7 +108,7 @@ def test_1_the_same_tokens_though_masks_are_late(proposer: str, depth: int, seed
         made.append(Late(len(made)))
         return made[-1]
 
-    engine = em.Engine(TARGET, PROPOSERS[proposer](), em.FixedPolicy(depth), max_batch=4)
+    engine = em.Engine(TARGET, PROPOSERS[proposer](), policy=em.FixedPolicy(depth), max_batch=4)
     asked = [replace(each, grammar=late, stop_token_ids=(END,), seed=each.seed if seeded else None) for each in PARAMS]
     rows = [engine.prepare(prompt, each) for prompt, each in zip(PROMPTS, asked, strict=True)]
     for row in rows:

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.decoding.tree import Tree, along, walk
+from eagle_mlx.decoding.draft import Tree, along, walk
 from tests.full import some
 
 

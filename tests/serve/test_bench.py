@@ -17,7 +17,6 @@ import pytest
 from eagle_mlx import hub
 from eagle_mlx.catalog.head_registry import register
 from eagle_mlx.cpu import without_shortcuts
-from eagle_mlx.decoding.loops import distinct_ratio
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.formats import save_eagle3
 from eagle_mlx.formats.tensors import read_tensors
@@ -40,6 +39,7 @@ from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import DEFAULT_MODES, EngineMode, Models, build_modes
 from eagle_mlx.serve.bench.report import Run
 from eagle_mlx.target import compute_dtype
+from eagle_mlx.text import distinct_ratio
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 from tests.full import in_full
 

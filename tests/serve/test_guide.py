@@ -56,7 +56,7 @@ def calling() -> Iterator[Live]:
     """A model that has a format for tools."""
 
     def made() -> Loaded:
-        engine = em.Engine(target_of("qwen", special=True), em.NgramProposer(), em.FixedPolicy(DEPTH))
+        engine = em.Engine(target_of("qwen", special=True), em.NgramProposer(), policy=em.FixedPolicy(DEPTH))
         return Loaded(engine, "ngram", DEPTH)
 
     with live(models=one_model(made, name="tools")) as running:

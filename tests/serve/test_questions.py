@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from eagle_mlx.decoding.loops import is_loop
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.formats import save_eagle3
@@ -17,6 +16,7 @@ from eagle_mlx.serve.bench.dialogue import Dialogue, behind_filler
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import MODE_NAMES, Models, build_modes
 from eagle_mlx.serve.prompts import Prompt, Question, read_questions
+from eagle_mlx.text import is_loop
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 from tests.full import in_full
 

@@ -226,7 +226,7 @@ def test_the_head_is_quantised_as_asked_and_that_is_said(bits: Any, said: str, t
     save_eagle3(tiny_head(target), tmp_path / "head")
     nn.quantize(target.model, 32, 8)
     speculation = Speculation(head=str(tmp_path / "head"), head_bits=bits)
-    engine = em.Engine(target, speculation.proposer(target), FixedPolicy(2))
+    engine = em.Engine(target, speculation.proposer(target), policy=FixedPolicy(2))
     [line] = speculation.about_head(engine)
     assert line.startswith(said)
     assert Speculation().about_head(em.Engine(target)) == []

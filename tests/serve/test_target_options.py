@@ -54,7 +54,7 @@ def test_adapters_change_the_text_to_what_mlx_lm_says_with_them(models: tuple[Pa
     texts = []
     for path in (None, adapter):
         target = em.load_target(folder, mx.float32, adapter_path=path)
-        [output] = em.Engine(target, em.NgramProposer(), em.FixedPolicy(3)).generate([prompt], params)
+        [output] = em.Engine(target, em.NgramProposer(), policy=em.FixedPolicy(3)).generate([prompt], params)
         texts.append(output.tokens)
         assert output.tokens == greedy_of_mlx_lm(folder, path, prompt, 16)[: len(output.tokens)]
     assert texts[0] != texts[1]

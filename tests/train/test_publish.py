@@ -115,7 +115,10 @@ def test_a_run_goes_up_and_its_head_comes_back_by_its_id(
     assert all(mx.array_equal(ours[name], theirs[name]) for name in ours)
     proposer, params = Speculation(head=REPO).proposer(target), em.SamplingParams(max_tokens=12)
     plain = em.Engine(target).generate(["def f(x):"], params)
-    assert em.Engine(target, proposer, em.FixedPolicy(2)).generate(["def f(x):"], params)[0].tokens == plain[0].tokens
+    assert (
+        em.Engine(target, proposer, policy=em.FixedPolicy(2)).generate(["def f(x):"], params)[0].tokens
+        == plain[0].tokens
+    )
 
     more = ["--init-from", REPO, "--max-steps", "1", "--eval-prompts", "1", "--eval-tokens", "4", "--rows", "1"]
     where = ["--target", str(made.target), "--data", str(made.chats), "--output", str(tmp_path / "on")]
@@ -602,7 +605,7 @@ def test_beside_the_portable_head_a_quantised_one_goes_up_and_loads(
     here = em.load_head(made.run / "best", target, check=False, bits=bits)
     params = em.SamplingParams(max_tokens=12, ignore_eos=True)
     texts = [
-        em.Engine(target, em.HeadProposer(one), em.FixedPolicy(2)).generate(["def f(x):"], params)[0]
+        em.Engine(target, em.HeadProposer(one), policy=em.FixedPolicy(2)).generate(["def f(x):"], params)[0]
         for one in (head, here)
     ]
     plain = em.Engine(target).generate(["def f(x):"], params)[0]

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eagle_mlx.decoding.loops import is_loop
 from eagle_mlx.engine import Engine
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.policy import FixedPolicy
@@ -14,6 +13,7 @@ from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.request import Output, Prompt
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
+from eagle_mlx.text import is_loop
 
 from .generations import Generation, generations_of
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.ragged import KVPiece
-from eagle_mlx.engine.prefix_piece import PrefixPiece
-from eagle_mlx.proposers.head_piece import Gap, HeadPiece, gaps_between, joined_gaps, slots_before
+from eagle_mlx.engine.prefix_tree import PrefixPiece
+from eagle_mlx.proposers.head import Gap, HeadPiece, gaps_between, joined_gaps, slots_before
 
 FORMAT = "eagle-mlx-prefix-2"
 """Of what the files hold. It is one of the facts that name a model's folder, so that no other version reads them."""

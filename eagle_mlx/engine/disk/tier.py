@@ -27,8 +27,7 @@ from eagle_mlx.engine.disk.snapshot_file import (
     state_from,
 )
 from eagle_mlx.engine.disk.writer import Job, Writer
-from eagle_mlx.engine.prefix_piece import Past, PrefixPiece
-from eagle_mlx.engine.prefix_tree import Keys
+from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixPiece
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import PART, write_whole
 from eagle_mlx.proposers.base import Proposer

@@ -33,13 +33,13 @@ def engine(mode: str = "ngram", max_batch: int = 4, context: int = 512, **settin
     target = given_target()
     target.context_length = context
     proposer = {"none": lambda: None, "ngram": em.NgramProposer, "eagle": lambda: given_head(target)}[mode]()
-    return em.Engine(target, proposer, em.FixedPolicy(DEPTH), max_batch, **settings)  # type: ignore[arg-type]
+    return em.Engine(target, proposer, policy=em.FixedPolicy(DEPTH), max_batch=max_batch, **settings)  # type: ignore[arg-type]
 
 
 def loaded_format(name: str, **settings: int | None) -> Loaded:
     """A model with the chat format of this name, which drafts n-grams."""
     target = given_target_of(name)
-    made = em.Engine(target, em.NgramProposer(), em.FixedPolicy(DEPTH), 4, **settings)  # type: ignore[arg-type]
+    made = em.Engine(target, em.NgramProposer(), policy=em.FixedPolicy(DEPTH), max_batch=4, **settings)  # type: ignore[arg-type]
     return Loaded(made, "ngram", DEPTH)
 
 

@@ -321,7 +321,9 @@ def test_22_requests_may_ask_for_the_n_grams_that_draft_with_a_model() -> None:
     def both() -> Loaded:
         target = given_target()
         proposer = em.HybridProposer(given_head(target))
-        return Loaded(em.Engine(target, proposer, em.HybridPolicy(3), 4), "eagle", 3, {"temperature": 0.0})
+        return Loaded(
+            em.Engine(target, proposer, policy=em.HybridPolicy(3), max_batch=4), "eagle", 3, {"temperature": 0.0}
+        )
 
     with live(both) as server:
         body = {"prompt": "def f(x):", "max_tokens": 40, "ignore_eos": True}

@@ -54,7 +54,7 @@ class Loads:
 def made(seed: int, proposer: em.NgramProposer | None = None) -> em.Engine:
     target = tiny_target(seed, layers=2, tokenizer=True)
     target.context_length = 512
-    return em.Engine(target, proposer, em.FixedPolicy(DEPTH), 4, prefix_cache_bytes=1 << 22)
+    return em.Engine(target, proposer, policy=em.FixedPolicy(DEPTH), max_batch=4, prefix_cache_bytes=1 << 22)
 
 
 @contextmanager

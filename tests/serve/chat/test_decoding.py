@@ -80,7 +80,7 @@ def test_speculation_changes_no_constrained_text(case: str, seed: int) -> None:
     assert by_the_schema(alone[3].text)
     called = AnswerParser(format, [WEATHER, CLOCK]).push(alone[2].text)
     assert [delta.tool_call is not None for delta in called] == [True]
-    drafting = em.Engine(target, NgramProposer(), FixedPolicy(3))
+    drafting = em.Engine(target, NgramProposer(), policy=FixedPolicy(3))
     for company in (False, True):
         outputs = texts(drafting, company)
         assert [output.tokens for output in outputs] == [output.tokens for output in alone]
@@ -99,7 +99,7 @@ def test_a_thinking_model_thinks_and_then_keeps_to_the_schema() -> None:
     make = Grammars.of(target).grammar(by_schema(SCHEMA), None, inside)
     end = tokenizer_of("thinking").encode("</think>", add_special_tokens=False)[0]
     params = SamplingParams(max_tokens=300, temperature=1, seed=3, grammar=make, logit_bias={end: 5.0})
-    output = em.Engine(target, NgramProposer(), FixedPolicy(3)).generate([prompt], params)[0]
+    output = em.Engine(target, NgramProposer(), policy=FixedPolicy(3)).generate([prompt], params)[0]
     reader = AnswerParser(format, None, inside)
     deltas = [*reader.push(output.text), *reader.finish()]
     assert by_the_schema("".join(delta.content for delta in deltas))
@@ -134,7 +134,7 @@ def test_a_mask_of_a_wide_vocabulary_holds_no_other_row_up() -> None:
     wanted = em.Engine(target).generate([[5, 6]], params)[0]
     assert wanted.finish_reason == "stop"
     assert by_the_schema(wanted.text)
-    engine = em.Engine(target, NgramProposer(), FixedPolicy(2))
+    engine = em.Engine(target, NgramProposer(), policy=FixedPolicy(2))
     rows = [engine.prepare([5, 6], params), engine.prepare([7, 8], SamplingParams(max_tokens=60))]
     for row in rows:
         engine.submit(row)
@@ -174,7 +174,7 @@ def test_a_text_that_looks_like_special_tokens_is_written_as_text(
     """Such a text is forced: no part of it may be a token that stands for something else, or for the text's end."""
     target = target_of("qwen", special, normalizer=normalizer)
     grammars = Grammars.of(target)
-    engine = em.Engine(target, proposer(), FixedPolicy(3))
+    engine = em.Engine(target, proposer(), policy=FixedPolicy(3))
     prompt = ChatFormat.of(target).prompt(HELLO)
     makes = [grammars.grammar(by_schema(only(value))) for value in MARKED]
     params = [SamplingParams(max_tokens=500, temperature=1.0, grammar=make) for make in makes]
