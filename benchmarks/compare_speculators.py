@@ -25,8 +25,8 @@ import numpy as np
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import EagleError
 from eagle_mlx.files import new_folder
-from eagle_mlx.formats import load_head
 from eagle_mlx.formats.tensors import weights_of
+from eagle_mlx.heads import load_head
 from eagle_mlx.machine import describe
 from eagle_mlx.serve.prompts import encode, read_prompts
 from eagle_mlx.target import Target, load_target

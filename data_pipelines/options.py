@@ -11,8 +11,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, TargetError
-from eagle_mlx.formats import load_head
 from eagle_mlx.head_check import head_warning
+from eagle_mlx.heads import load_head
 from eagle_mlx.heads.eagle3 import default_aux_layers
 from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.policy import FixedPolicy, Policy, ThroughputPolicy

@@ -6,12 +6,12 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle_mlx import formats
+from eagle_mlx import heads
 from eagle_mlx.cache import check_cacheable
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import EagleError, HeadWarning, TargetError
-from eagle_mlx.formats.load import named_layers
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.load import named_layers
 from eagle_mlx.heads.precision import check_bits, quantize_for
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.progress import progress_bar
@@ -65,7 +65,7 @@ def load_head(name: str | Path, target: Target | None = None, check: bool = True
     another target, ConfigError for other `bits`.
     """
     check_bits(bits)
-    head = formats.load_head(name, target)
+    head = heads.load_head(name, target)
     quantize_for(head, target, bits)
     if target is not None and check:
         said = head_warning(head, target)

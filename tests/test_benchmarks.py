@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eagle_mlx.formats import save_eagle3
+from eagle_mlx.heads.eagle3 import save_eagle3
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_mlx.formats import save_eagle3
+from eagle_mlx.heads.eagle3 import save_eagle3
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
 SCRIPT = Path(__file__).parent.parent / "checkpoints" / "scripts" / "demo.py"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from eagle_mlx.formats import save_eagle3
+from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.serve.bench.report import Category, Run
 from eagle_mlx.serve.prompts import read_questions
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder

@@ -22,8 +22,8 @@ from typing import Any
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import EagleError
 from eagle_mlx.files import new_folder
-from eagle_mlx.formats import load_head
 from eagle_mlx.formats.tensors import weights_of
+from eagle_mlx.heads import load_head
 from eagle_mlx.hidden_states import Example
 from eagle_mlx.machine import describe
 from eagle_mlx.serve.prompts import encode, read_prompts

@@ -10,14 +10,15 @@ from typing import Literal
 
 import yaml
 
-from eagle_mlx import formats, hub
+from eagle_mlx import hub
 from eagle_mlx.catalog import embedded, is_embedded_target
 from eagle_mlx.catalog.base_model import names_of, same_model
 from eagle_mlx.catalog.head_registry import LEAST, HeadRecord, best_first, records_for
 from eagle_mlx.formats.fields import read_config
-from eagle_mlx.formats.load import check_fit
-from eagle_mlx.formats.mtp_source import has_mtp_layer, mtp_of_model, published_with_mtp
+from eagle_mlx.heads import KINDS, load_head
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.load import check_fit
+from eagle_mlx.heads.mtp.published import has_mtp_layer, mtp_of_model, published_with_mtp
 from eagle_mlx.target import Target
 
 _CONFIG, _BEST = "config.json", "best"
@@ -123,7 +124,7 @@ def load_found(name: str | Path, target: Target) -> DraftHead:
     if not (folder / _CONFIG).is_file() and (folder / _BEST / _CONFIG).is_file():
         folder /= _BEST
     if not has_mtp_layer(folder):
-        return formats.load_head(folder, target)
+        return load_head(folder, target)
     head, _ = mtp_of_model(folder)
     check_fit(head, target)
     head.attach(target)
@@ -143,7 +144,6 @@ def _folders(target: str | Path, names: tuple[str, ...]) -> list[tuple[str, Path
 
 TABLE = Path(__file__).with_name("known_heads.yaml")
 UNKNOWN = "unknown"
-_NAMES = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1", "mtp": "MTP"}
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,8 @@ class KnownHead:
     """Hub id of the model that it was trained for."""
     head: str
     """Its own hub id."""
-    kind: Literal["eagle3", "eagle", "mtp"]
+    kind: str
+    """As `eagle_mlx.heads.KINDS` has it."""
     licence: str
     """As its page names it, or `UNKNOWN`."""
     source: str
@@ -163,10 +164,10 @@ class KnownHead:
     @property
     def mode(self) -> Literal["eagle", "mtp"]:
         """How it drafts, as `--spec-decode` calls it."""
-        return "mtp" if self.kind == "mtp" else "eagle"
+        return KINDS[self.kind].mode
 
     def __str__(self) -> str:
-        return f"{self.head}, {_NAMES[self.kind]} for {self.target}, licence {self.licence}"
+        return f"{self.head}, {KINDS[self.kind].title} for {self.target}, licence {self.licence}"
 
 
 @cache

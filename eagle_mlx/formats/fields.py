@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadWarning
-from eagle_mlx.heads.base import Quantization, check_quantization
 
+Quantization = Mapping[str, int]
+"""`group_size` and `bits` of a head's quantised layers."""
+_QUANTIZATION = {"group_size": (32, 64, 128), "bits": (2, 3, 4, 5, 6, 8)}
+"""What mlx.core.quantize takes."""
+SPECULATORS_VERSION = "0.9.0"
+"""The release of speculators whose fields are written."""
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 _ROPE = {
@@ -136,6 +141,18 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     plain = {name: value for name, value in how.items() if name != "mode"}
     check_quantization(plain)
     return plain
+
+
+def check_quantization(how: Quantization | None) -> None:
+    """Raise ConfigError where that is no way to quantise layers: MLX would end the process for some that are none."""
+    if how is None:
+        return
+    if not isinstance(how, Mapping) or set(how) != set(_QUANTIZATION):
+        named = ", ".join(sorted(map(str, how))) if isinstance(how, Mapping) else repr(how)
+        raise ConfigError(f"quantization names {named or 'nothing'}; give group_size and bits")
+    for name, known in _QUANTIZATION.items():
+        if type(how[name]) is not int or how[name] not in known:
+            raise ConfigError(f"quantization sets {name} to {how[name]!r}; MLX knows {', '.join(map(str, known))}")
 
 
 def quantization_json(how: Quantization | None) -> dict[str, Any]:
@@ -286,3 +303,15 @@ def aux_layer_ids(file: Path, nested: Any, top: Any) -> tuple[int, ...] | None:
     if any(k < 0 for k in layers):
         raise CheckpointError(f"{file} names the embedding's output as an aux layer, which cannot be read")
     return tuple(map(operator.index, layers))
+
+
+def proposal_json(algorithm: str, base_model: str | None, architectures: Sequence[str], depth: int) -> dict[str, Any]:
+    """What a speculators config says of its target and of how deep to draft."""
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {"proposal_type": "greedy", "speculative_tokens": depth, "accept_tolerance": 0.0, "verifier_accept_k": 1}
+        ],
+        "verifier": {"name_or_path": base_model, "architectures": list(architectures)},
+    }

@@ -16,10 +16,11 @@ from mlx.utils import tree_flatten
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.files import new_folder
 from eagle_mlx.formats.torchzip import read_torch
-from eagle_mlx.heads.precision import EXACT
 from eagle_mlx.hub import why_damaged
 from eagle_mlx.target import compute_dtype
 
+EXACT = ("e_score_correction_bias",)
+"""Ends of names of weights that are kept as they are: they choose experts, and rounding would choose others."""
 DTYPE_NAMES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
 _BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
@@ -269,3 +270,17 @@ def _promised(file: Path, header: Mapping[str, Any]) -> int:
             )
         at = end
     return at
+
+
+def layer_width(config: Mapping[str, Any], tensors: Mapping[str, mx.array], layer: str) -> int | None:
+    """Return how many numbers a layer's query projection reads; None if there is no such layer.
+
+    One for each column of its weight, unless that is packed. `layer`: its name without the prefix `model.`.
+    """
+    found = {name.removeprefix("model."): value for name, value in tensors.items()}
+    name, how = f"{layer}.self_attn.q_proj", config.get("quantization")
+    if f"{name}.weight" not in found:
+        return None
+    if f"{name}.scales" in found and isinstance(how, dict) and isinstance(how.get("group_size"), int):
+        return int(found[f"{name}.scales"].shape[-1] * how["group_size"])
+    return int(found[f"{name}.weight"].shape[-1])

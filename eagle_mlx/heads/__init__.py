@@ -1,1 +1,21 @@
-"""The networks that draft, one file an architecture: EAGLE-1/2, EAGLE-3 and MTP. `base.py` says what they share."""
+"""The networks that draft: one folder a kind, with the network and its layouts of files; `kinds.py` lists them."""
+
+from eagle_mlx.heads import eagle, eagle3, mtp
+from eagle_mlx.heads.base import DraftHead, HeadBase
+from eagle_mlx.heads.kinds import KINDS, Format, HeadKind, kind_of, register
+from eagle_mlx.heads.load import check_fit, load_head
+
+for _kind in (eagle3.KIND, eagle.KIND, mtp.KIND):
+    register(_kind)
+
+__all__ = [
+    "KINDS",
+    "DraftHead",
+    "Format",
+    "HeadBase",
+    "HeadKind",
+    "check_fit",
+    "kind_of",
+    "load_head",
+    "register",
+]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_causal_mask
 
-from eagle_mlx.errors import ConfigError, HeadError
+from eagle_mlx.errors import HeadError
+from eagle_mlx.formats.fields import Quantization
 from eagle_mlx.target import Target
 
 Mask = mx.array | str | None
-Quantization = Mapping[str, int]
-"""`group_size` and `bits` of a head's quantised layers."""
-_QUANTIZATION = {"group_size": (32, 64, 128), "bits": (2, 3, 4, 5, 6, 8)}
-"""What mlx.core.quantize takes."""
 
 
 @runtime_checkable
@@ -100,7 +97,7 @@ class HeadConfig(Protocol):
 Config = TypeVar("Config", bound=HeadConfig)
 
 
-class HeadBase(Generic[Config]):
+class HeadBase(nn.Module, Generic[Config]):
     """What a head says of itself by its config and its target.
 
     Unless it says otherwise, it is as wide as its target, reads its last layer and drafts its whole vocabulary.
@@ -153,18 +150,6 @@ class HeadBase(Generic[Config]):
         """Token ids [...] -> embeddings [..., H]."""
         out: mx.array = self.embed_tokens(tokens) if self._config.own_embedding else self.target.embed(tokens)
         return out
-
-
-def check_quantization(how: Quantization | None) -> None:
-    """Raise ConfigError where that is no way to quantise layers: MLX would end the process for some that are none."""
-    if how is None:
-        return
-    if not isinstance(how, Mapping) or set(how) != set(_QUANTIZATION):
-        named = ", ".join(sorted(map(str, how))) if isinstance(how, Mapping) else repr(how)
-        raise ConfigError(f"quantization names {named or 'nothing'}; give group_size and bits")
-    for name, known in _QUANTIZATION.items():
-        if type(how[name]) is not int or how[name] not in known:
-            raise ConfigError(f"quantization sets {name} to {how[name]!r}; MLX knows {', '.join(map(str, known))}")
 
 
 def caches_of(cache: Any | None, layers: int) -> list[Any]:

@@ -10,7 +10,8 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from eagle_mlx.cpu import fastmath, use_shortcuts
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.heads.base import Mask, Quantization, check_quantization, layer_mask
+from eagle_mlx.formats.fields import Quantization, check_quantization
+from eagle_mlx.heads.base import Mask, layer_mask
 
 _MAX_JOINT_ROPE = 32
 """Positions up to which one rotation of queries and keys together is cheaper than two: calls cost more than copies."""

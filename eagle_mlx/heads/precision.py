@@ -12,7 +12,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.heads.base import DraftHead, Quantization
+from eagle_mlx.formats.fields import Quantization
+from eagle_mlx.formats.tensors import EXACT
+from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.target import Target
 
 BITS = (4, 8)
@@ -21,8 +23,6 @@ GROUP_SIZES = (64, 32)
 """In the order in which they are tried; mlx-lm quantises in groups of 64."""
 _ROUTERS = ("mlp.gate", "shared_expert_gate")
 """Ends of names of layers that choose experts."""
-EXACT = ("e_score_correction_bias",)
-"""Ends of names of weights that are kept as they are: they choose experts, and rounding would choose others."""
 
 
 def in_dtype(head: DraftHead, dtype: mx.Dtype) -> DraftHead:

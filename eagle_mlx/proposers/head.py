@@ -13,9 +13,8 @@ from eagle_mlx.cache.ragged import CacheSize, KVPiece
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import HeadError
-from eagle_mlx.formats import check_fit
+from eagle_mlx.heads import KINDS, check_fit
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.heads.precision import in_dtype
 from eagle_mlx.hooks import place_one_by_one
 from eagle_mlx.plan import Abilities, Plan
@@ -96,7 +95,8 @@ class HeadProposer:
 
     @property
     def name(self) -> str:
-        return "mtp" if isinstance(self.head, MTPHead) else "eagle"
+        """As `--spec-decode` calls it; `eagle` for a head of no known kind."""
+        return next((kind.mode for kind in KINDS.values() if isinstance(self.head, kind.head_class)), "eagle")
 
     @property
     def identity(self) -> str:

@@ -19,7 +19,7 @@ from eagle_mlx.data_pipelines import Conversation, Message, RegenerateConfig, cl
 from eagle_mlx.data_pipelines.jsonl import PartialFile, open_partial, partial_path
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError, OutputError
-from eagle_mlx.formats import save_eagle3
+from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.sampling_params import SamplingParams

@@ -13,22 +13,12 @@ import pytest
 from mlx.utils import tree_flatten
 
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadError, OutputError
-from eagle_mlx.formats import (
-    load_head,
-    load_speculators,
-    mtp_of_model,
-    mtp_of_tensors,
-    save_eagle,
-    save_eagle3,
-    save_mtp,
-    save_speculators,
-    save_speculators_mtp,
-)
-from eagle_mlx.formats.mtp import quantized
 from eagle_mlx.formats.tensors import read_tensors, weights_of
-from eagle_mlx.heads.eagle import EagleHead
-from eagle_mlx.heads.eagle3 import Eagle3Head
-from eagle_mlx.heads.mtp import MTPHead
+from eagle_mlx.heads import load_head
+from eagle_mlx.heads.eagle import EagleHead, save_eagle
+from eagle_mlx.heads.eagle3 import Eagle3Head, load_speculators, save_eagle3, save_speculators
+from eagle_mlx.heads.mtp import MTPHead, mtp_of_model, mtp_of_tensors, save_mtp, save_speculators_mtp
+from eagle_mlx.heads.mtp.format import quantized
 from eagle_mlx.target import load_target
 from tests.eagle_mlx.heads import KINDS, eagle, eagle3, mtp
 from tests.fakes import tiny_target, tiny_target_folder

@@ -14,8 +14,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from eagle_mlx.formats import save_eagle, save_eagle3, save_speculators, save_speculators_mtp
 from eagle_mlx.formats.tensors import read_tensors
+from eagle_mlx.heads.eagle import save_eagle
+from eagle_mlx.heads.eagle3 import save_eagle3, save_speculators
+from eagle_mlx.heads.mtp import save_speculators_mtp
 from tests.eagle_mlx.heads import SHAPE, eagle, eagle3, mtp
 from tests.fakes import tiny_target
 

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 from eagle_mlx.errors import CheckpointError
-from eagle_mlx.formats import load_head, save_eagle3
 from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.formats.torchzip import read_torch
+from eagle_mlx.heads import load_head
+from eagle_mlx.heads.eagle3 import save_eagle3
 from tests.fakes import tiny_head, tiny_target
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "torch.bin"

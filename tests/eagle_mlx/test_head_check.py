@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import eagle_mlx as em
-from eagle_mlx import formats, head_check
-from eagle_mlx.formats import save_eagle, save_eagle3
+from eagle_mlx import head_check, heads
 from eagle_mlx.head_check import Trial, head_warning, try_out, warning_of
-from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.heads.eagle import save_eagle
+from eagle_mlx.heads.eagle3 import Eagle3Head, save_eagle3
 from eagle_mlx.serve.speculation import Speculation
 from eagle_mlx.target import Target, load_target
 from tests.eagle_mlx.heads import KINDS, bigram_target, eagle, silence
@@ -33,7 +33,7 @@ def target() -> Target:
 
 def shipped(**fields: Any) -> Eagle3Head:
     """The embedded head, with fields of its config read wrongly."""
-    head = formats.load_head(SHIPPED)
+    head = heads.load_head(SHIPPED)
     assert isinstance(head, Eagle3Head)
     head._config = replace(head.config, **fields)
     return head

@@ -13,8 +13,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 import eagle_mlx as em
-from eagle_mlx.formats import load_head, save_eagle3
 from eagle_mlx.formats.tensors import weights_of
+from eagle_mlx.heads import load_head
+from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.heads.precision import quantize
 from eagle_mlx.proposers.head import HeadState
 from eagle_mlx.target import Target

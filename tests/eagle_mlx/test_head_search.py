@@ -19,7 +19,7 @@ from eagle_mlx.catalog.head_search import (
     where_mtp_layers_are,
 )
 from eagle_mlx.errors import EagleError
-from eagle_mlx.formats import save_eagle3
+from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.hub import full_id
 from eagle_mlx.target import fingerprint

@@ -14,11 +14,11 @@ import pytest
 from mlx_lm.models import qwen3
 
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.formats import load_head, mtp_of_model
-from eagle_mlx.formats.load import named_layers
 from eagle_mlx.formats.tensors import weights_of
+from eagle_mlx.heads import load_head
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.heads.mtp import MTPHead
+from eagle_mlx.heads.load import named_layers
+from eagle_mlx.heads.mtp import MTPHead, mtp_of_model
 from eagle_mlx.target import Target
 from tests.fakes import tiny_config
 from tests.golden import draws

@@ -14,8 +14,8 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 import eagle_mlx as em
 from eagle_mlx import hub
 from eagle_mlx.errors import EagleError, OutputError
-from eagle_mlx.formats import save_eagle3
 from eagle_mlx.formats.tensors import read_tensors
+from eagle_mlx.heads.eagle3 import save_eagle3
 from tests import hub_server
 from tests.eagle_mlx.test_formats_torch import _Storage, tensor, torch_file
 from tests.fakes import tiny_head, tiny_target

@@ -12,10 +12,11 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx.errors import CheckpointError, ConfigError
-from eagle_mlx.formats import load_head, save_eagle, save_eagle3, save_mtp, save_speculators
 from eagle_mlx.formats.tensors import weights_of
-from eagle_mlx.heads.eagle import EagleHead
-from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.heads import load_head
+from eagle_mlx.heads.eagle import EagleHead, save_eagle
+from eagle_mlx.heads.eagle3 import Eagle3Head, save_eagle3, save_speculators
+from eagle_mlx.heads.mtp import save_mtp
 from eagle_mlx.heads.precision import described, quantization_of, quantize, quantize_for
 from eagle_mlx.target import Target
 from tests.eagle_mlx.heads import KINDS, eagle, eagle3, mtp

@@ -18,8 +18,8 @@ from eagle_mlx import hub
 from eagle_mlx.catalog.head_registry import register
 from eagle_mlx.cpu import without_shortcuts
 from eagle_mlx.errors import ConfigError, OutputError
-from eagle_mlx.formats import save_eagle3
 from eagle_mlx.formats.tensors import read_tensors
+from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.machine import describe
 from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.sampling_params import SamplingParams

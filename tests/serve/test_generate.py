@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import eagle_mlx as em
-from eagle_mlx.formats import save_eagle3
+from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.serve.generate import main
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 

@@ -14,7 +14,7 @@ from eagle_mlx.catalog import head_search
 from eagle_mlx.catalog.head_registry import records, register
 from eagle_mlx.catalog.head_search import KnownHead
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.formats import save_eagle3
+from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.proposers.hybrid import model_of
 from eagle_mlx.serve.generate import main as generate
 from eagle_mlx.serve.head_choice import load_proposer

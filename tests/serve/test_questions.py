@@ -9,7 +9,7 @@ import pytest
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, PromptError
-from eagle_mlx.formats import save_eagle3
+from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.bench.cli import main
 from eagle_mlx.serve.bench.dialogue import Dialogue, behind_filler

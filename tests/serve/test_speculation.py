@@ -15,7 +15,8 @@ import pytest
 import eagle_mlx as em
 from eagle_mlx.catalog import embedded
 from eagle_mlx.errors import ConfigError, EagleError
-from eagle_mlx.formats import save_eagle3, save_mtp
+from eagle_mlx.heads.eagle3 import save_eagle3
+from eagle_mlx.heads.mtp import save_mtp
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, ThroughputPolicy
 from eagle_mlx.policy.throughput import levels_for
 from eagle_mlx.proposers.hybrid import model_of

@@ -15,7 +15,7 @@ import pytest
 import eagle_mlx as em
 from eagle_mlx.data_pipelines.cli import main as data
 from eagle_mlx.errors import ConfigError, TargetError
-from eagle_mlx.formats import save_eagle3
+from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.serve.api.cli import main as serve
 from eagle_mlx.serve.bench.cli import main as bench
 from eagle_mlx.serve.chat import ChatFormat

@@ -10,7 +10,7 @@ import pytest
 
 from eagle_mlx.catalog.head_registry import records, records_for
 from eagle_mlx.data_pipelines import capture_to_shards
-from eagle_mlx.formats import load_head
+from eagle_mlx.heads import load_head
 from eagle_mlx.target import fingerprint, load_target
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.report.plots import PICTURES

@@ -18,8 +18,11 @@ from hypothesis import strategies as st
 
 from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import base_model_of
-from eagle_mlx.formats import load_head, save_eagle, save_eagle3, save_mtp
 from eagle_mlx.formats.tensors import read_tensors
+from eagle_mlx.heads import load_head
+from eagle_mlx.heads.eagle import save_eagle
+from eagle_mlx.heads.eagle3 import save_eagle3
+from eagle_mlx.heads.mtp import save_mtp
 from eagle_mlx.heads.precision import quantize
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.convert.cli import main

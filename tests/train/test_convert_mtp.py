@@ -14,8 +14,8 @@ import mlx.core as mx
 import pytest
 
 from eagle_mlx.catalog.head_registry import records
-from eagle_mlx.formats import load_head
 from eagle_mlx.formats.tensors import read_tensors, weights_of
+from eagle_mlx.heads import load_head
 from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.train.convert.cli import main
 from tests import hub_server

@@ -13,8 +13,8 @@ from mlx.utils import tree_flatten
 
 from eagle_mlx.data_pipelines import capture
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.formats import load_head
 from eagle_mlx.formats.tensors import weights_of
+from eagle_mlx.heads import load_head
 from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig, from_mapping

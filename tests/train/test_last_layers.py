@@ -13,7 +13,7 @@ import pytest
 
 from eagle_mlx.data_pipelines import capture
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.formats import load_head
+from eagle_mlx.heads import load_head
 from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.hidden_states import Example
 from eagle_mlx.target import Target

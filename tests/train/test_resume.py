@@ -17,7 +17,7 @@ import mlx.core as mx
 import pytest
 
 from eagle_mlx.errors import CheckpointError
-from eagle_mlx.formats import load_head
+from eagle_mlx.heads import load_head
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.command import Stop, Stopped
 from eagle_mlx.train.run import state

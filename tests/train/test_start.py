@@ -13,10 +13,10 @@ import pytest
 
 from eagle_mlx.data_pipelines import capture_to_shards
 from eagle_mlx.errors import CheckpointError, ConfigError, ShardError
-from eagle_mlx.formats import load_head
-from eagle_mlx.formats.mtp import quantized
 from eagle_mlx.formats.tensors import weights_of
+from eagle_mlx.heads import load_head
 from eagle_mlx.heads.mtp import MTPHead
+from eagle_mlx.heads.mtp.format import quantized
 from eagle_mlx.heads.precision import quantize
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.cli import main

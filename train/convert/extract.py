@@ -13,13 +13,11 @@ from eagle_mlx import hub
 from eagle_mlx.catalog.head_registry import register
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_free
-from eagle_mlx.formats import mtp_of_model, save_mtp
 from eagle_mlx.formats.fields import read_config, reading
-from eagle_mlx.formats.mtp import quantized
-from eagle_mlx.formats.mtp_files import shards_of
-from eagle_mlx.formats.mtp_source import mtp_prefix
 from eagle_mlx.formats.tensors import DTYPE_NAMES, INDEX, read_index, weights_of
-from eagle_mlx.heads.mtp import MTPHead
+from eagle_mlx.heads.mtp import MTPHead, mtp_of_model, save_mtp
+from eagle_mlx.heads.mtp.format import quantized
+from eagle_mlx.heads.mtp.published import mtp_prefix, shards_of
 
 Hidden = Literal["after", "before"]
 _ONE_FILE = "model.safetensors"

@@ -13,22 +13,11 @@ from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import BASE_MODEL, base_model_of, check_base_model
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_free
-from eagle_mlx.formats import (
-    load_head,
-    save_eagle,
-    save_eagle3,
-    save_mtp,
-    save_speculators,
-    save_speculators_mtp,
-)
 from eagle_mlx.formats.fields import read_config
-from eagle_mlx.formats.mtp_source import NOTED
 from eagle_mlx.formats.tensors import COPY, DTYPE_NAMES, read_tensors
 from eagle_mlx.head_check import PROMPTS, TOKENS, head_warning
-from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.heads.eagle import EagleHead
-from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head
-from eagle_mlx.heads.mtp import MTPHead
+from eagle_mlx.heads import DraftHead, Format, HeadKind, kind_of, load_head
+from eagle_mlx.heads.mtp.published import NOTED
 from eagle_mlx.heads.precision import quantization_of
 from eagle_mlx.target import load_target
 
@@ -36,27 +25,6 @@ from .extract import DTYPES
 
 Layout = Literal["eagle", "eagle3", "mtp", "speculators"]
 
-_KINDS: dict[type, str] = {EagleHead: "EAGLE-1", Eagle3Head: "EAGLE-3", MTPHead: "MTP"}
-_WRITERS: dict[tuple[type, Layout], Callable[..., None]] = {
-    (EagleHead, "eagle"): save_eagle,
-    (Eagle3Head, "eagle3"): save_eagle3,
-    (Eagle3Head, "speculators"): save_speculators,
-    (MTPHead, "mtp"): save_mtp,
-    (MTPHead, "speculators"): save_speculators_mtp,
-}
-_EMBEDDING = (save_eagle, save_speculators)
-"""Writers of layouts that hold an embedding."""
-_READERS: dict[Callable[..., None], str] = {
-    save_eagle: "the layout is that of SafeAILab and SGLang",
-    save_eagle3: "the layout is that of SGLang, vLLM and SpecForge",
-    save_speculators: "the layout is that of speculators and vLLM",
-    save_mtp: "the layout is this project's own",
-    save_speculators_mtp: "the layout is that of speculators, whose `stitch-mtp` puts the head into its model for vLLM",
-}
-_UNUSUAL = (
-    *("norm_before_fc", "fc_norm", "norm_output", "qk_norm", "qkv_bias", "attention_bias", "mlp_bias", "norm_logits"),
-    *("input_layernorm", "hidden_norm", "use_aux_hidden_state", "num_hidden_layers", "windows"),
-)
 _NO_VERIFIER = (
     "nothing certain says which model the target was made of, so the config names no verifier, and speculators and "
     "vLLM cannot load the head; convert again with --base-model and the hub id or folder of that model"
@@ -99,10 +67,10 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
     folder = hub.resolve(what.source)
     target = load_target(what.target) if what.target is not None else None
     head = load_head(folder, target)
-    kind = _KINDS[type(head)]
-    say(f"{what.source}: an {kind} head, {_type_name(folder)}")
-    write = _writer(head, what)
-    if _copies_embedding(head, write) and target is None:
+    kind = kind_of(head)
+    say(f"{what.source}: an {kind.title} head, {_type_name(folder)}")
+    layout = _layout(kind, what)
+    if _copies_embedding(head, layout) and target is None:
         raise ConfigError(
             f"the {what.to} layout holds an embedding, and this head drafts with its target's: name the target with "
             "--target"
@@ -125,7 +93,7 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
             "depth": what.depth or _depth(config),
             "target_architectures": _architectures(what.target, config),
         }
-    write(
+    layout.save(
         head,
         what.output,
         target_name=_target_name(what.target, config),
@@ -135,18 +103,18 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
         **options,
     )
     load_head(what.output, target)  # the closing line says so
-    return _closing(what, head, write, dtype, base)
+    return _closing(what, head, layout, dtype, base)
 
 
-def _writer(head: DraftHead, what: Conversion) -> Callable[..., None]:
-    """Raises ConfigError for a layout that has no place for heads of this kind."""
-    if (type(head), what.to) not in _WRITERS:
-        possible = [layout for kind, layout in _WRITERS if kind is type(head)]
-        raise ConfigError(
-            f"{what.source} is an {_KINDS[type(head)]} head, which cannot be written as {what.to}; "
-            f"--to can be {' or '.join(possible)}"
-        )
-    return _WRITERS[type(head), what.to]
+def _layout(kind: HeadKind, what: Conversion) -> Format:
+    """Return the layout to write. Raises ConfigError if it has no place for heads of this kind."""
+    for layout in kind.formats:
+        if layout.name == what.to:
+            return layout
+    raise ConfigError(
+        f"{what.source} is an {kind.title} head, which cannot be written as {what.to}; "
+        f"--to can be {' or '.join(layout.name for layout in kind.formats)}"
+    )
 
 
 def _exact_dtype(folder: Path, config: Mapping[str, Any]) -> mx.Dtype:
@@ -225,29 +193,26 @@ def _depth(config: Mapping[str, Any]) -> int:
     return depth if isinstance(depth, int) and depth > 0 else 3
 
 
-def _closing(what: Conversion, head: DraftHead, write: Callable[..., None], dtype: mx.Dtype, base: str | None) -> str:
+def _closing(what: Conversion, head: DraftHead, layout: Format, dtype: mx.Dtype, base: str | None) -> str:
     tensors = read_tensors(Path(what.output))
     size = sum(x.nbytes for x in tensors.values())
-    copied = ", with a copy of the target's embedding" if _copies_embedding(head, write) else ""
-    flags = _flags(head.config) if isinstance(head, Eagle3Head) else []
+    copied = ", with a copy of the target's embedding" if _copies_embedding(head, layout) else ""
+    kind = kind_of(head)
+    flags = kind.unusual(head)
     if quantization_of(head) is not None:
         readers = "no other server reads what MLX has quantized"
     elif what.to == "speculators" and base is None:
         readers = "speculators and vLLM cannot load it without a verifier: convert again with --base-model"
     else:
-        readers = _READERS[write] + (f", whose version has to know {', '.join(flags)}" if flags else "")
+        readers = f"the layout is {layout.read_by}" + (
+            f", whose version has to know {', '.join(flags)}" if flags else ""
+        )
     return (
-        f"{what.output}: an {_KINDS[type(head)]} head in the {what.to} layout, {len(tensors)} tensors in "
+        f"{what.output}: an {kind.title} head in the {what.to} layout, {len(tensors)} tensors in "
         f"{DTYPE_NAMES[dtype]}, {size / 1e6:,.1f} MB{copied}. EAGLE-MLX has read it back; {readers}"
     )
 
 
-def _copies_embedding(head: DraftHead, write: Callable[..., None]) -> bool:
+def _copies_embedding(head: DraftHead, layout: Format) -> bool:
     """Whether a layout holds an embedding, and the head has none; no other loader reads what MLX has quantised."""
-    return write in _EMBEDDING and head.embedding_size is not None and quantization_of(head) is None
-
-
-def _flags(config: Eagle3Config) -> list[str]:
-    """What is unusual in a head, so that not every loader can be expected to know it."""
-    plain = Eagle3Config(1, 1, 1, 1, 1, 1, 1, 1, (0,))
-    return [name for name in _UNUSUAL if getattr(config, name) != getattr(plain, name)]
+    return layout.has_embedding and head.embedding_size is not None and quantization_of(head) is None

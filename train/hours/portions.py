@@ -23,7 +23,7 @@ from eagle_mlx.data_pipelines import (
     render_all,
     shard_meta,
 )
-from eagle_mlx.formats import load_head
+from eagle_mlx.heads import load_head
 from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.hidden_states import Example
 from eagle_mlx.progress import counted

@@ -10,8 +10,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_mlx.formats import save_eagle
-from eagle_mlx.heads.eagle import EagleConfig, EagleHead
+from eagle_mlx.heads.eagle import EagleConfig, EagleHead, save_eagle
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig

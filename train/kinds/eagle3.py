@@ -11,8 +11,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_mlx.formats import save_eagle3
-from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head
+from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, save_eagle3
 from eagle_mlx.hidden_states import features_of
 from eagle_mlx.target import Target
 

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.formats import save_mtp
-from eagle_mlx.heads.mtp import MTPConfig, MTPHead
+from eagle_mlx.heads.mtp import MTPConfig, MTPHead, save_mtp
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig

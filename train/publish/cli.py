@@ -7,7 +7,7 @@ import contextlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,9 @@ import mlx.core as mx
 from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import check_id
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.formats import load_head, save_eagle, save_eagle3, save_mtp
-from eagle_mlx.formats.mtp_source import NOTED
 from eagle_mlx.formats.tensors import COPY, read_tensors
-from eagle_mlx.heads.eagle import EagleHead
-from eagle_mlx.heads.eagle3 import Eagle3Head
-from eagle_mlx.heads.mtp import MTPHead
+from eagle_mlx.heads import kind_of, load_head
+from eagle_mlx.heads.mtp.published import NOTED
 from eagle_mlx.heads.precision import BITS, in_dtype, quantization_of, quantize_for
 
 from ..command import exit_code
@@ -170,7 +167,6 @@ def _parser() -> argparse.ArgumentParser:
 if __name__ == "__main__":
     sys.exit(main())
 
-_WRITERS: dict[type, Callable[..., None]] = {EagleHead: save_eagle, Eagle3Head: save_eagle3, MTPHead: save_mtp}
 _OF_A_LAYOUT = ("target", "target_norm", COPY, NOTED)
 """What a writer itself notes under `eagle_mlx`."""
 
@@ -197,7 +193,7 @@ def quantized(source: Source, bits: int) -> Iterator[Source]:
     target = next(iter(source.target_names), None)
     with tempfile.TemporaryDirectory(prefix="eagle-publish-") as name:
         folder = Path(name) / "head"
-        _WRITERS[type(head)](head, folder, target_name=target, extra=noted, dtype=dtype)
+        kind_of(head).formats[0].save(head, folder, target_name=target, extra=noted, dtype=dtype)
         for file in (file for pattern in LICENCES for file in source.folder.glob(pattern)):
             shutil.copyfile(file, folder / file.name)
         yield read_source(folder)

@@ -14,12 +14,11 @@ import mlx.nn as nn
 from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import BASE_MODEL
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadError
-from eagle_mlx.formats import load_head
 from eagle_mlx.formats.fields import read_config
-from eagle_mlx.formats.load import kind_of
 from eagle_mlx.formats.tensors import read_tensors, weights_of
+from eagle_mlx.heads import load_head
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.heads.load import layout_of
 from eagle_mlx.heads.precision import quantization_of
 
 from ..report import OF_THE_HEAD
@@ -37,15 +36,6 @@ class Layout:
     written_as: str
     engines: tuple[str, ...]
     """Other servers that load it as it is."""
-
-
-_LAYOUTS = {
-    "eagle3": Layout("EAGLE-3", "eagle3", "portable EAGLE-3, as SafeAILab and SpecForge write it", ("sglang", "vllm")),
-    "speculators": Layout("EAGLE-3", "eagle3", "speculators", ("vllm",)),
-    "eagle": Layout("EAGLE-1", "eagle", "EAGLE-1, as SafeAILab writes it", ("sglang",)),
-    "mtp": Layout("MTP", "mtp", "EAGLE-MLX", ()),
-}
-_MTP_OF_SPECULATORS = Layout("MTP", "mtp", "speculators", ())
 
 
 @dataclass(frozen=True)
@@ -131,11 +121,8 @@ def read_source(folder: str | Path) -> Source:
         )
     config = read_config(place)
     head = load_head(place)
-    kind = kind_of(place, config, read_tensors(place))
-    of_speculators = kind == "mtp" and config.get("speculators_model_type") == "mtp"
-    layout = _MTP_OF_SPECULATORS if of_speculators else _LAYOUTS[kind]
-    if isinstance(head, Eagle3Head) and head.config.num_hidden_layers > 1:  # SGLang refuses more than one
-        layout = replace(layout, engines=tuple(engine for engine in layout.engines if engine != "sglang"))
+    kind, found = layout_of(place, config, read_tensors(place))
+    layout = Layout(kind.title, kind.name, found.about, found.servers(head))
     if quantization_of(head) is not None:
         layout = replace(layout, written_as=f"{layout.written_as}, quantised by MLX", engines=())
     report = _read_report(run / REPORT) if run is not None else None

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Callable
 
 from eagle_mlx.catalog.base_model import by_mlx_community
-from eagle_mlx.heads.eagle3 import Eagle3Head
 
 from .source import Source
 
@@ -46,7 +45,8 @@ def sections(source: Source, repo: str, target: str, base: str, depth: int) -> s
 
 
 def _is_eagle31(source: Source) -> bool:
-    return isinstance(source.head, Eagle3Head) and (source.head.config.fc_norm or source.head.config.norm_output)
+    config = getattr(source.head, "config", None)
+    return bool(getattr(config, "fc_norm", False) or getattr(config, "norm_output", False))
 
 
 def _eagle_mlx(repo: str, target: str, adapter: str) -> str:
@@ -69,7 +69,7 @@ print(engine.generate(["Once upon a time"], em.SamplingParams(max_tokens=64))[0]
 
 
 def _sglang(source: Source, repo: str, base: str, depth: int) -> str:
-    algorithm = "EAGLE3" if source.layout.tag == "eagle3" else "EAGLE"
+    algorithm = source.layout.tag.upper()
     return f"""\
 With SGLang:
 

@@ -10,7 +10,7 @@ import numpy as np
 from mlx.utils import tree_map
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.formats import load_head
+from eagle_mlx.heads import load_head
 from eagle_mlx.hidden_states import Example, features_of, last_of, read_states
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.target import Target

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread, use_shortcuts
 from eagle_mlx.errors import CheckpointError, EagleError
-from eagle_mlx.heads.precision import EXACT
+from eagle_mlx.formats.tensors import EXACT
 from eagle_mlx.hidden_states import last_of
 from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.target import Target

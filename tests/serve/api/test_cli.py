@@ -10,7 +10,7 @@ import pytest
 
 from eagle_mlx.catalog.head_registry import register
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.formats import save_eagle3
+from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.memory import free_memory
 from eagle_mlx.serve.api.cli import main
 from eagle_mlx.serve.api.loader import LoadConfig, check, load

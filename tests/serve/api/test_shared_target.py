@@ -18,7 +18,7 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.formats import save_eagle3
+from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.serve.api.cli import main
 from eagle_mlx.serve.api.loader import LoadConfig
 from eagle_mlx.serve.speculation import Speculation

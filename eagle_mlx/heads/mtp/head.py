@@ -17,7 +17,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.heads.base import HeadBase, Mask, Quantization, caches_of, check_quantization, layer_mask
+from eagle_mlx.formats.fields import Quantization, check_quantization
+from eagle_mlx.heads.base import HeadBase, Mask, caches_of, layer_mask
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def read_layer(model_type: str, layer: Mapping[str, Any], tensors: Mapping[str, 
     return {name.removeprefix("model.layers.0."): value for name, value in read.items()}
 
 
-class MTPHead(HeadBase[MTPConfig], nn.Module):
+class MTPHead(HeadBase[MTPConfig]):
     """One layer, used recurrently. Embedding and output projection are the target's unless it has its own."""
 
     def __init__(self, config: MTPConfig):

@@ -15,9 +15,9 @@ import mlx.core as mx
 
 from eagle_mlx.errors import CheckpointError, ConfigError
 from eagle_mlx.formats.fields import quantization_json, read_config, reading
-from eagle_mlx.formats.mtp_source import mtp_of_speculators
 from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, in_file_type, read_weights, weights_of, write_head
-from eagle_mlx.heads.mtp import MTPConfig, MTPHead
+from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead
+from eagle_mlx.heads.mtp.published import mtp_of_speculators
 from eagle_mlx.heads.precision import make_quantized, quantize
 
 FIELD = "eagle_mlx_mtp"

@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.formats.mtp_source import MIMO, NOTED, ZERO_CENTRED, norms_of
-from eagle_mlx.formats.speculators import VERSION, proposal_json
+from eagle_mlx.formats.fields import SPECULATORS_VERSION, proposal_json
 from eagle_mlx.formats.tensors import DTYPE_NAMES, weights_of, write_head
-from eagle_mlx.heads.mtp import MTPConfig, MTPHead
+from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead
+from eagle_mlx.heads.mtp.published import MIMO, NOTED, ZERO_CENTRED, norms_of
 
 _LAYERS = {
     "qwen3": ("qwen3",),
@@ -51,7 +51,7 @@ def save_speculators_mtp(
     written = {
         "architectures": ["MTPDraftModel"],
         "speculators_model_type": "mtp",
-        "speculators_version": VERSION,
+        "speculators_version": SPECULATORS_VERSION,
         "num_nextn_predict_layers": 1,
         "tie_word_embeddings": False,
         "transformer_layer_config": {**config.layer, "model_type": _layer_type(config)},

@@ -24,12 +24,13 @@ from eagle_mlx.formats.tensors import (
     DTYPE_NAMES,
     fill,
     in_file_type,
+    layer_width,
     read_weights,
     with_embedding,
     without_copy,
     write_head,
 )
-from eagle_mlx.heads.eagle import EagleConfig, EagleHead
+from eagle_mlx.heads.eagle.head import EagleConfig, EagleHead
 from eagle_mlx.heads.precision import make_quantized
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
@@ -103,3 +104,11 @@ def _from_json(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx
             own_embedding="embed_tokens.weight" in tensors,
             quantization=read_quantization(config),
         )
+
+
+def holds_eagle(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
+    """Return whether these are files of this layout: a layer as wide as the head, after a projection."""
+    if config.get("speculators_model_type") is not None:
+        return False
+    names = {name.removeprefix("model.") for name in tensors}
+    return "fc.weight" in names and layer_width(config, tensors, "layers.0") == config.get("hidden_size", 0)

@@ -10,14 +10,10 @@ import mlx.core as mx
 
 from eagle_mlx import hub
 from eagle_mlx.errors import CheckpointError, HeadError
-from eagle_mlx.formats import mtp
-from eagle_mlx.formats.eagle import load_eagle
-from eagle_mlx.formats.eagle3 import load_eagle3
 from eagle_mlx.formats.fields import read_config
-from eagle_mlx.formats.mtp_source import is_source
-from eagle_mlx.formats.speculators import load_speculators
 from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.kinds import KINDS, Format, HeadKind, format_of
 from eagle_mlx.target import Target
 
 _OTHERS = {
@@ -41,53 +37,34 @@ def load_head(name: str | Path, target: Target | None = None) -> DraftHead:
 
 
 def _load(folder: Path, target_layers: int | None) -> DraftHead:
-    config = read_config(folder)
-    kind = kind_of(folder, config, read_tensors(folder))
-    if kind == "speculators":
-        return load_speculators(folder, target_layers)
-    if kind == "mtp":
-        return mtp.load_mtp(folder)
-    return load_eagle(folder) if kind == "eagle" else load_eagle3(folder, target_layers)
+    config, tensors = read_config(folder), read_tensors(folder)
+    head: DraftHead = layout_of(folder, config, tensors)[1].load(folder, target_layers)
+    return head
 
 
-def kind_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> str:
-    """ "eagle3", "speculators", "eagle" or "mtp", from config.json and the tensors' names and shapes.
+def layout_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> tuple[HeadKind, Format]:
+    """Return the kind of head in a folder and its layout, from config.json and the tensors' names and shapes.
 
-    Raises CheckpointError that names what was found where it is none of them.
+    Raises CheckpointError, which names what was found, if it is none that is known.
     """
     for field, what in _OTHERS.items():
         if field in config:
             raise CheckpointError(f"{folder} holds {what}; EAGLE and MTP heads are known")
-    if config.get("speculators_model_type") is not None:
-        return "mtp" if config["speculators_model_type"] == "mtp" else "speculators"
-    if mtp.FIELD in config:
-        return "mtp"
-    if is_source(tensors):
-        raise CheckpointError(
-            f"{folder} holds a whole model or its MTP layers as they were published; take the head out of it first: "
-            f"eagle-convert mtp --source {folder}"
-        )
+    found = format_of(config, tensors)
+    if found is not None:
+        return found
+    hints = (kind.hint(folder, tensors) for kind in KINDS.values())
+    if (hint := next(filter(None, hints), None)) is not None:
+        raise CheckpointError(hint)
     names = {name.removeprefix("model.") for name in tensors}
-    first = next((x for x in ("midlayer", "layers.0") if f"{x}.self_attn.q_proj.weight" in names), None)
-    if first is None:
+    if any(name.startswith("layers.0.") for name in names):
         raise CheckpointError(
-            f"{folder} holds no head that is known: neither EAGLE's layers nor MTP's; its tensors begin with "
-            f"{', '.join(sorted(names)[:3])}"
+            f"{folder} holds a language model, no head; a model that drafts is given as a draft model"
         )
-    if first == "midlayer" or _width(config, tensors, f"{first}.self_attn.q_proj") != config.get("hidden_size"):
-        return "eagle3"
-    if "fc.weight" in names:
-        return "eagle"
-    raise CheckpointError(f"{folder} holds a language model, no head; a model that drafts is given as a draft model")
-
-
-def _width(config: Mapping[str, Any], tensors: Mapping[str, mx.array], layer: str) -> int:
-    """How many numbers a layer reads: one for each column of its weight, unless that is packed."""
-    found = {name.removeprefix("model."): value for name, value in tensors.items()}
-    how = config.get("quantization")
-    if f"{layer}.scales" in found and isinstance(how, dict) and isinstance(how.get("group_size"), int):
-        return int(found[f"{layer}.scales"].shape[-1] * how["group_size"])
-    return int(found[f"{layer}.weight"].shape[-1])
+    raise CheckpointError(
+        f"{folder} holds no head that is known: neither EAGLE's layers nor MTP's; its tensors begin with "
+        f"{', '.join(sorted(names)[:3])}"
+    )
 
 
 def check_fit(head: DraftHead, target: Target) -> None:

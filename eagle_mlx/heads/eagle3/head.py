@@ -14,7 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.heads.base import HeadBase, Mask, Quantization, caches_of, layer_mask
+from eagle_mlx.formats.fields import Quantization
+from eagle_mlx.heads.base import HeadBase, Mask, caches_of, layer_mask
 from eagle_mlx.heads.layers import MLP, Attention, PlainLayer, check_shape, window_of
 
 
@@ -97,6 +98,18 @@ class Eagle3Config:
             )
 
 
+_UNUSUAL = (
+    *("norm_before_fc", "fc_norm", "norm_output", "qk_norm", "qkv_bias", "attention_bias", "mlp_bias", "norm_logits"),
+    *("input_layernorm", "hidden_norm", "use_aux_hidden_state", "num_hidden_layers", "windows"),
+)
+
+
+def unusual_fields(config: Eagle3Config) -> list[str]:
+    """Return the names of fields that differ from the plain EAGLE-3 head's."""
+    plain = Eagle3Config(1, 1, 1, 1, 1, 1, 1, 1, (0,))
+    return [name for name in _UNUSUAL if getattr(config, name) != getattr(plain, name)]
+
+
 class DecoderLayer(nn.Module):
     """The first layer, whose attention reads embedding and feature side by side."""
 
@@ -129,7 +142,7 @@ class DecoderLayer(nn.Module):
         return self.finish(residual, self.self_attn(x, mask, cache))
 
 
-class Eagle3Head(HeadBase[Eagle3Config], nn.Module):
+class Eagle3Head(HeadBase[Eagle3Config]):
     """An EAGLE-3 head. Its inputs are embeddings, not tokens: the target's, or its own where it has one.
 
     `d2t` [draft_vocab_size] is the offset of each draft id to its target id; None where the vocabularies are equal.

@@ -12,11 +12,12 @@ from typing import Any
 import mlx.core as mx
 
 from eagle_mlx.errors import CheckpointError, ConfigError
-from eagle_mlx.formats.eagle3 import build_eagle3, inner_tensors, outer_name
 from eagle_mlx.formats.fields import (
     LAYER_IDS,
+    SPECULATORS_VERSION,
     aux_layer_ids,
     layer_fields,
+    proposal_json,
     read_config,
     reading,
     refuse,
@@ -24,12 +25,8 @@ from eagle_mlx.formats.fields import (
     window_json,
 )
 from eagle_mlx.formats.tensors import DTYPE_NAMES, read_weights, with_embedding, without_copy, write_head
-from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
-
-from .eagle3 import vocabulary_tensors
-
-VERSION = "0.9.0"
-"""The release whose fields are written."""
+from eagle_mlx.heads.eagle3.head import Eagle3Config, Eagle3Head, default_aux_layers
+from eagle_mlx.heads.eagle3.portable import build_eagle3, inner_tensors, outer_name, vocabulary_tensors
 
 _LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -150,7 +147,7 @@ def save_speculators(
     written = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
-        "speculators_version": VERSION,
+        "speculators_version": SPECULATORS_VERSION,
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         "norm_before_residual": config.norm_before_residual,
@@ -211,13 +208,6 @@ def _layer_json(config: Eagle3Config) -> dict[str, Any]:
     return layer
 
 
-def proposal_json(algorithm: str, base_model: str | None, architectures: Sequence[str], depth: int) -> dict[str, Any]:
-    """What a speculators config says of its target and of how deep to draft."""
-    return {
-        "algorithm": algorithm,
-        "default_proposal_method": "greedy",
-        "proposal_methods": [
-            {"proposal_type": "greedy", "speculative_tokens": depth, "accept_tolerance": 0.0, "verifier_accept_k": 1}
-        ],
-        "verifier": {"name_or_path": base_model, "architectures": list(architectures)},
-    }
+def holds_speculators(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
+    """Return whether this is a speculator. Loading one of a type that is not known says so."""
+    return config.get("speculators_model_type") not in (None, "mtp")

@@ -29,8 +29,8 @@ from eagle_mlx.formats.fields import (
     warn_of_unknown,
     window_json,
 )
-from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, in_file_type, read_weights, weights_of, write_head
-from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, in_file_type, layer_width, read_weights, weights_of, write_head
+from eagle_mlx.heads.eagle3.head import Eagle3Config, Eagle3Head, default_aux_layers
 from eagle_mlx.heads.precision import make_quantized
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -257,3 +257,12 @@ def vocabulary_tensors(d2t: mx.array | None, vocab_size: int) -> dict[str, mx.ar
     t2d = np.zeros(vocab_size, np.bool_)
     t2d[np.arange(len(offsets)) + offsets] = True
     return {"d2t": mx.array(offsets), "t2d": mx.array(t2d)}
+
+
+def holds_eagle3(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
+    """Return whether these are files of this layout: a `midlayer`, or a first layer wider than the head."""
+    if config.get("speculators_model_type") is not None:
+        return False
+    if layer_width(config, tensors, "midlayer") is not None:
+        return True
+    return layer_width(config, tensors, "layers.0") not in (None, config.get("hidden_size"))

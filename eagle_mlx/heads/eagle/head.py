@@ -13,7 +13,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from eagle_mlx.heads.base import HeadBase, Mask, Quantization, caches_of
+from eagle_mlx.formats.fields import Quantization
+from eagle_mlx.heads.base import HeadBase, Mask, caches_of
 from eagle_mlx.heads.layers import PlainLayer, check_shape
 
 
@@ -48,7 +49,7 @@ class EagleConfig:
         check_shape(self)
 
 
-class EagleHead(HeadBase[EagleConfig], nn.Module):
+class EagleHead(HeadBase[EagleConfig]):
     """A feature is the target's last hidden state after its final norm; the target's lm_head makes logits of it."""
 
     def __init__(self, config: EagleConfig):
