@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from typing import Literal
 
+from eagle_mlx.command import Stop, Subcommands, arguments, exit_code, new_parser
 from eagle_mlx.cpu import blas, tune_process
-from eagle_mlx.errors import ConfigError, DataError, EagleError, OutputError, ShardError
+from eagle_mlx.errors import ConfigError, DataError, OutputError, ShardError
 from eagle_mlx.files import check_free, locked
 from eagle_mlx.progress import counted
-from eagle_mlx.shards import BITS, ShardReader, bytes_per_token, unfinished_folder
-from eagle_mlx.target_options import options_of
+from eagle_mlx.setting import AT_LEAST_1, REQUIRED, setting
+from eagle_mlx.shards import ShardReader, bytes_per_token, unfinished_folder
 
 from . import inspect_command, make_command, regenerate_command
 from .capturing import ShardCapture
-from .options import add_data, aux_layers_of, conversations, positive, tokenizer_of
+from .options import AUX_LAYERS, SPLIT_HELP, ChoiceOptions, ReadOptions, aux_layers_of, tokenizer_of
 from .rendering import render_all
-from .sources.reading import ReadReport
+from .sources.reading import ReadReport, Split
 from .sources.rows import SHAPES
 from .sources.spec import SPECS
 
@@ -56,91 +55,90 @@ A capture or a regeneration that was interrupted continues when the same command
 """
 
 
-class Terminated(KeyboardInterrupt):
-    """The process was asked to end."""
+@dataclass(frozen=True, kw_only=True)
+class CollectChoice(ChoiceOptions):
+    """Which conversations of a source are captured, and in which order."""
+
+    split: Split | None = setting("train", SPLIT_HELP)
 
 
-@contextmanager
-def terminated_by_sigterm() -> Iterator[None]:
-    """While the block runs, a SIGTERM raises Terminated in it; only the main thread can have that."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+@dataclass(frozen=True, kw_only=True)
+class CollectOptions(ReadOptions):
+    """What is captured, and where it goes."""
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    output: Path = setting(REQUIRED, "folder of shards to make", metavar="DIR")
+    max_length: int = setting(2048, "tokens kept", AT_LEAST_1)
+    aux_layers: str | None = setting(None, AUX_LAYERS, metavar="A,B,C")
+    batch_tokens: int = setting(2048, "tokens of one forward", AT_LEAST_1)
+    bits: Literal[16, 8] = setting(16, "of a value on the disk")
+    resume: bool = setting(False, "where DIR exists, capture its damaged shards again")
+    repair: str | None = setting(None, "--resume with the command that made DIR", metavar="DIR")
+    choice: CollectChoice = field(default_factory=CollectChoice)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 after an error that the user can fix, 130 after Ctrl-C, 143
     after a SIGTERM.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
-    try:
-        given = _with_recorded(given)
-    except EagleError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    args = _parser().parse_args(given, argparse.Namespace(given=given))
+    return exit_code(lambda: _main(arguments(argv)), "nothing was written")
+
+
+def _main(given: list[str]) -> int | None:
+    given = _with_recorded(given)
+    commands = Subcommands(new_parser("eagle-data", _HELP, usage="%(prog)s COMMAND …"))
+    about = "Run the target over conversations; keep its hidden states."
+    commands.add("collect", CollectOptions, lambda options: collect(options, given), about)
+    commands.add("make", make_command.MakeOptions, make_command.run, make_command.HELP)
+    commands.add("regenerate", regenerate_command.RegenerateOptions, regenerate_command.run, regenerate_command.HELP)
+    commands.add("inspect", inspect_command.InspectOptions, inspect_command.inspect, inspect_command.HELP)
+    presets = "List the sets that --data preset:NAME reads."
+    commands.add("presets", inspect_command.PresetsOptions, inspect_command.list_presets, presets)
+    work = commands.parse(given)
     print(f"blas: {blas.activate()}", file=sys.stderr)
-    try:
-        command: Callable[[argparse.Namespace], None] = args.command
-        with terminated_by_sigterm():
-            command(args)
-    except EagleError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as e:
-        print(f"interrupted; {e or 'nothing was written'}", file=sys.stderr)
-        return 143 if isinstance(e, Terminated) else 130
-    return 0
+    with Stop().listening():
+        return work()
 
 
-def collect(args: argparse.Namespace) -> None:
+def collect(options: CollectOptions, given: Sequence[str]) -> None:
     """Render all conversations first, so that bad data shows at once, then capture what is not there yet."""
-    if not args.resume:
-        check_free(args.output, args.overwrite)
-    for place in filter(Path.exists, (args.output, unfinished_folder(args.output))):
+    if not options.resume:
+        check_free(options.output, options.overwrite)
+    for place in filter(Path.exists, (options.output, unfinished_folder(options.output))):
         with locked(place):  # before the target is loaded
             pass
     tune_process()
-    options = options_of(args)
-    target = options.load(args.target)
-    options.wire_active()
-    aux_layers = aux_layers_of(args.aux_layers, target)
-    if args.max_length > target.context_length:
-        raise ConfigError(f"--max-length {args.max_length}: the target's context is {target.context_length} tokens")
+    target = options.loading.load(options.target)
+    options.loading.wire_active()
+    aux_layers = aux_layers_of(options.aux_layers, target)
+    if options.max_length > target.context_length:
+        raise ConfigError(f"--max-length {options.max_length}: the target's context is {target.context_length} tokens")
     tokenizer, read = tokenizer_of(target), ReadReport()
-    samples, report = render_all(tokenizer, conversations(args, tokenizer, read), args.max_length, args.skip_bad)
+    samples, report = render_all(
+        tokenizer, options.conversations(tokenizer, read), options.max_length, options.choice.skip_bad
+    )
     if read.left_out or report.unusable:
         print(f"{read}; {report.unusable:,} more refused by the chat template" if report.unusable else read)
     print(
         f"{counted(report.conversations, 'conversation')}, {counted(report.tokens, 'token')}, "
         f"{report.loss_tokens:,} to learn; "
-        f"{report.cut:,} cut at {args.max_length} tokens, {report.dropped:,} dropped since no answer was left"
+        f"{report.cut:,} cut at {options.max_length} tokens, {report.dropped:,} dropped since no answer was left"
     )
     for note in report.template.notes(target.name):
         print(note)
     if not samples:
-        raise DataError(f"nothing to capture from {', '.join(args.data)}; try --split all or a larger --max-length")
-    plan = ShardCapture(target, aux_layers, samples, args.bits, args.batch_tokens)
-    with plan.open(args.output, args.overwrite, args.resume, args.given) as shards:
+        raise DataError(f"nothing to capture from {', '.join(options.data)}; try --split all or a larger --max-length")
+    plan = ShardCapture(target, aux_layers, samples, options.bits, options.batch_tokens)
+    with plan.open(options.output, options.overwrite, options.resume, given) as shards:
         missing = plan.missing(shards)
         for fault in shards.faults:
             print(f"{fault}; it is captured again")
         if shards.files:
             print(f"{len(shards.files):,} of {len(plan):,} shards are whole and stay as they are")
         need = plan.tokens(missing) * bytes_per_token(plan.meta)
-        _check_space(args.output, need)
+        _check_space(options.output, need)
         print(
-            f"layers {aux_layers} and the last one of {target.num_layers} in {args.bits} bits; "
-            f"{plan.tokens(missing):,} tokens, {need / 1e6:,.1f} MB to {args.output}"
+            f"layers {aux_layers} and the last one of {target.num_layers} in {options.bits} bits; "
+            f"{plan.tokens(missing):,} tokens, {need / 1e6:,.1f} MB to {options.output}"
         )
         try:
             plan.run(shards, progress=True)
@@ -148,7 +146,8 @@ def collect(args: argparse.Namespace) -> None:
             if not shards.files:
                 raise
             kept = f"{len(shards.files):,} of {len(plan):,} shards are kept, and the same command continues with them"
-            raise type(e)(kept) from None
+            e.args = (kept,)
+            raise
 
 
 def _with_recorded(argv: list[str]) -> list[str]:
@@ -178,28 +177,6 @@ def _check_space(folder: Path, need: int) -> None:
             f"{folder} needs {need / 1e6:,.1f} MB and {place} has {free / 1e6:,.1f} MB free; give --bits 8 or a "
             "smaller --limit, or train online, which keeps no hidden states on disk"
         )
-
-
-def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("eagle-data", description=_HELP, formatter_class=raw, usage="%(prog)s COMMAND …")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", help=argparse.SUPPRESS)
-
-    part = commands.add_parser("collect", description="Run the target over conversations; keep its hidden states.")
-    part.set_defaults(command=collect)
-    add_data(part, "train")
-    part.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of shards to make")
-    part.add_argument("--max-length", type=positive, default=2048, metavar="N", help="tokens kept (%(default)s)")
-    part.add_argument("--aux-layers", metavar="A,B,C", help="layers whose output the head reads (1, N/2-1, N-4 of N)")
-    part.add_argument("--batch-tokens", type=positive, default=2048, metavar="N", help="per forward (%(default)s)")
-    part.add_argument("--bits", type=int, choices=BITS, default=16, help="of a value on the disk (%(default)s)")
-    part.add_argument("--resume", action="store_true", help="where DIR exists, capture its damaged shards again")
-    part.add_argument("--repair", metavar="DIR", help="--resume with the command that made DIR")
-
-    make_command.add(commands)
-    regenerate_command.add(commands)
-    inspect_command.add(commands)
-    return parser
 
 
 if __name__ == "__main__":

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO
 
@@ -16,69 +15,85 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.errors import ConfigError, DataError
 from eagle_mlx.progress import counted
+from eagle_mlx.setting import AT_LEAST_1, REQUIRED, Group, setting
 from eagle_mlx.shards import MANIFEST, ShardReader
-from eagle_mlx.target_options import options_of
+from eagle_mlx.target_options import TargetOptions
 
 from .conversation import Conversation
-from .options import add_choice, add_target, data_config, positive, tokenizer_of
+from .options import SPLIT_HELP, ChoiceOptions, tokenizer_of
 from .rendering import Rendered, TemplateReport, all_tokens, render, unrendered
 from .sources import presets
-from .sources.reading import ReadReport, read_conversations
+from .sources.reading import ReadReport, Split, read_conversations
+
+HELP = (
+    "Look at conversations and their lengths, or check a folder of shards. With --target what is learnt is green on a "
+    "terminal (NO_COLOR turns that off), and stands between ⟦ and ⟧ elsewhere."
+)
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The commands with their flags."""
-    part = commands.add_parser(
-        "inspect",
-        description="Look at conversations and their lengths, or check a folder of shards. With --target what is "
-        "learnt is green on a terminal (NO_COLOR turns that off), and stands between ⟦ and ⟧ elsewhere.",
+@dataclass(frozen=True, kw_only=True)
+class InspectChoice(ChoiceOptions):
+    """Which conversations of a source are shown, and in which order."""
+
+    split: Split | None = setting("all", SPLIT_HELP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(Group):
+    """What to look at."""
+
+    data: tuple[str, ...] = setting(
+        REQUIRED, "a folder of shards, or what --data takes", name="SOURCE", positional=True
     )
-    part.set_defaults(command=inspect)
-    part.add_argument("data", nargs="+", metavar="SOURCE", help="a folder of shards, or what --data takes")
-    add_target(part, "show what is rendered for this model, and what of it is learnt")
-    part.add_argument("--limit", type=positive, default=3, metavar="N", help="conversations to show (%(default)s)")
-    part.add_argument(
-        "--histogram",
-        type=int,
-        default=1000,
-        metavar="N",
-        help="conversations whose lengths are counted, shown ones included; 0 for none (%(default)s)",
+    target: str | None = setting(
+        None, "show what is rendered for this model, and what of it is learnt", metavar="MODEL"
     )
-    add_choice(part, "all")
-    part = commands.add_parser("presets", description="List the sets that --data preset:NAME reads.")
-    part.set_defaults(command=lambda args: print(presets.describe()))
+    limit: int = setting(3, "conversations to show", AT_LEAST_1)
+    histogram: int = setting(1000, "conversations whose lengths are counted, shown ones included; 0 for none")
+    choice: InspectChoice = field(default_factory=InspectChoice)
+    loading: TargetOptions = field(default_factory=TargetOptions)
 
 
-def inspect(args: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class PresetsOptions(Group):
+    """Nothing to set."""
+
+
+def list_presets(_: PresetsOptions) -> None:
+    """Print the sets that --data preset:NAME reads."""
+    print(presets.describe())
+
+
+def inspect(options: InspectOptions) -> None:
     """Show the first conversations, then the lengths of more."""
-    if (Path(args.data[0]) / MANIFEST).is_file():
-        if len(args.data) > 1:
+    if (Path(options.data[0]) / MANIFEST).is_file():
+        if len(options.data) > 1:
             raise ConfigError("inspect checks one folder of shards at a time; name the others in commands of their own")
-        _inspect_shards(Path(args.data[0]))
+        _inspect_shards(Path(options.data[0]))
         return
-    tokenizer = tokenizer_of(options_of(args).load(args.target)) if args.target else None
+    tokenizer = tokenizer_of(options.loading.load(options.target)) if options.target else None
     report, lengths, learnt = ReadReport(), [], 0
     template = TemplateReport()
-    config = data_config(args, max(args.limit, args.histogram))
-    for index, conversation in enumerate(read_conversations(config, args.split, tokenizer, report)):
+    config = options.choice.config(options.data, max(options.limit, options.histogram))
+    for index, conversation in enumerate(read_conversations(config, options.choice.split, tokenizer, report)):
         try:
             rendered = _rendered(tokenizer, conversation)
             if tokenizer is not None:
                 template.add(unrendered(tokenizer, conversation))
         except DataError:
-            if not args.skip_bad:
+            if not options.choice.skip_bad:
                 raise
             continue
-        if index < args.limit:
+        if index < options.limit:
             _show(conversation, rendered, tokenizer)
         lengths.append(_length(conversation, rendered))
         learnt += sum(rendered.loss_mask) if rendered is not None else 0
     print(report)
-    if args.histogram:
+    if options.histogram:
         print(histogram(lengths, "characters" if tokenizer is None else "tokens"))
     if tokenizer is not None and lengths:
         print(f"{learnt:,} of {sum(lengths):,} tokens to learn ({learnt / sum(lengths):.0%})")
-    for note in template.notes(args.target):
+    for note in template.notes(options.target or ""):
         print(note)
 
 
@@ -112,8 +127,8 @@ def _length(conversation: Conversation, rendered: Rendered | None) -> int:
 def _inspect_shards(folder: Path) -> None:
     reader = ShardReader(folder)
     reader.verify()
-    for field in fields(reader.meta):
-        print(f"{field.name:12} {getattr(reader.meta, field.name) or 'none'}")
+    for each in fields(reader.meta):
+        print(f"{each.name:12} {getattr(reader.meta, each.name) or 'none'}")
     size = sum(f.size for f in reader.files)
     print(f"{counted(len(reader), 'conversation')}, {counted(reader.tokens, 'token')}, {reader.loss_tokens:,} to learn")
     print(f"{counted(len(reader.files), 'shard')}, {size / 1e6:,.1f} MB; every SHA-256 is right")

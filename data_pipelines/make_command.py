@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import textwrap
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from eagle_mlx.cpu import tune_process
-from eagle_mlx.errors import DataError
-from eagle_mlx.shards import BITS
+from eagle_mlx.errors import ConfigError, DataError
+from eagle_mlx.setting import AT_LEAST_1, REQUIRED, Group, setting
 from eagle_mlx.target import Target
-from eagle_mlx.target_options import options_of
+from eagle_mlx.target_options import TargetOptions
 
 from .capturing import shard_meta
 from .jsonl import check_idle, check_new, partial_path
-from .options import add_drafting, add_target, aux_layers_of, engine_of, positive, tokenizer_of
+from .options import AUX_LAYERS, TARGET_HELP, DraftingOptions, aux_layers_of, engine_of, tokenizer_of
 from .synthesis.file import Limits, Wanted, make_to_file
 from .synthesis.shards import ShardPlace
 from .synthesis.tries import MakeConfig, beginning
@@ -58,134 +59,115 @@ examples:
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The command with its flags."""
-    part = commands.add_parser("make", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
-    part.set_defaults(command=run)
-    default = MakeConfig()
-    add_target(part)
-    part.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl[.gz]", help="file to make")
-    part.add_argument("--rows", type=positive, default=0, metavar="N", help="conversations to make")
-    part.add_argument("--tokens", type=positive, default=0, metavar="N", help="tokens to make, template included")
-    part.add_argument("--seed", type=int, default=default.seed, help="of all that is drawn (%(default)s)")
-    part.add_argument("--overwrite", action="store_true", help="replace an output that exists")
-    part.add_argument("--finish", action="store_true", help="make no more: what an interrupted command did is enough")
-    _add_writing(part, default)
-    add_drafting(part)
-    part.add_argument(
-        "--capture", type=Path, metavar="DIR", help="folder of shards to make too: the states of these very forwards"
-    )
-    part.add_argument("--aux-layers", metavar="A,B,C", help="layers whose output the head reads (1, N/2-1, N-4 of N)")
-    part.add_argument("--bits", type=int, choices=BITS, default=16, help="of a value in the shards (%(default)s)")
+_DEFAULT = MakeConfig()
 
 
-def _add_writing(part: argparse.ArgumentParser, default: MakeConfig) -> None:
+@dataclass(frozen=True)
+class WritingOptions(Group):
     """What is written, and how it is drawn."""
-    part.add_argument(
-        "--domains",
-        type=Path,
-        default=FILE,
+
+    domains: Path = setting(
+        FILE,
+        "domains of yours: under each name weight, system, openings; the project's own are the default",
         metavar="FILE.yaml",
-        help="domains of yours: under each name weight, system, openings (the project's own are %(default)s)",
     )
-    part.add_argument(
-        "--domain", action="append", default=[], metavar="NAME[=WEIGHT]", help="only these domains; repeatable"
-    )
-    part.add_argument(
-        "--turns",
-        type=_shares,
-        default=default.turns,
+    domain: tuple[str, ...] = setting((), "only these domains; repeatable", metavar="NAME[=WEIGHT]", repeat=True)
+    turns: str = setting(
+        ",".join(f"{share:g}" for share in _DEFAULT.turns),
+        "shares of conversations in which the user is to speak once, twice, …",
         metavar="A,B,…",
-        help="shares of conversations in which the user is to speak once, twice, … "
-        f"({','.join(f'{share:g}' for share in default.turns)})",
     )
-    part.add_argument(
-        "--temperature",
-        type=float,
-        nargs="+",
-        default=default.temperatures,
+    temperature: tuple[float, ...] = setting(
+        _DEFAULT.temperatures,
+        "of the answers; of several each conversation gets one by the seed: heads serve both greedy and sampled text",
         metavar="T",
-        help="of the answers; of several each conversation gets one by the seed "
-        f"({' '.join(f'{t:g}' for t in default.temperatures)}: heads serve both greedy and sampled text)",
     )
-    part.add_argument("--top-p", type=float, default=default.top_p, help="of the answers (%(default)s)")
-    part.add_argument(
-        "--max-tokens", type=positive, default=default.max_tokens, metavar="N", help="of one answer (%(default)s)"
-    )
-    part.add_argument(
-        "--user-temperature",
-        type=float,
-        default=default.user_temperature,
-        metavar="T",
-        help="of user turns (%(default)s)",
-    )
-    part.add_argument(
-        "--user-top-p", type=float, default=default.user_top_p, metavar="P", help="of user turns (%(default)s)"
-    )
-    part.add_argument(
-        "--user-tokens",
-        type=positive,
-        default=default.user_tokens,
-        metavar="N",
-        help="by which a user turn must have ended (%(default)s)",
-    )
-    part.add_argument(
-        "--system",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="system prompt to answer under, '' for the template's own; of several each conversation gets one",
+    top_p: float = setting(_DEFAULT.top_p, "of the answers")
+    max_tokens: int = setting(_DEFAULT.max_tokens, "of one answer", AT_LEAST_1)
+    user_temperature: float = setting(_DEFAULT.user_temperature, "of user turns", metavar="T")
+    user_top_p: float = setting(_DEFAULT.user_top_p, "of user turns", metavar="P")
+    user_tokens: int = setting(_DEFAULT.user_tokens, "by which a user turn must have ended", AT_LEAST_1)
+    system: tuple[str, ...] = setting(
+        (),
+        "system prompt to answer under, '' for the template's own; of several each conversation gets one",
+        repeat=True,
     )
 
+    def config(self, seed: int) -> MakeConfig:
+        """What is made up with this seed. Raises ConfigError for settings that cannot be."""
+        return MakeConfig(
+            seed=seed,
+            domains=choose_domains(self.domain, self.domains),
+            turns=_shares(self.turns),
+            user_temperature=self.user_temperature,
+            user_top_p=self.user_top_p,
+            user_tokens=self.user_tokens,
+            temperatures=self.temperature,
+            top_p=self.top_p,
+            max_tokens=self.max_tokens,
+            systems=self.system or ("",),
+        )
 
-def run(args: argparse.Namespace) -> None:
+
+@dataclass(frozen=True, kw_only=True)
+class MakeOptions(Group):
+    """How much is made, and where it goes."""
+
+    target: str = setting(REQUIRED, TARGET_HELP, metavar="MODEL")
+    output: Path = setting(REQUIRED, "file to make", metavar="FILE.jsonl[.gz]")
+    rows: int | None = setting(None, "conversations to make", AT_LEAST_1)
+    tokens: int | None = setting(None, "tokens to make, template included", AT_LEAST_1)
+    seed: int = setting(_DEFAULT.seed, "of all that is drawn")
+    overwrite: bool = setting(False, "replace an output that exists")
+    finish: bool = setting(False, "make no more: what an interrupted command did is enough")
+    capture: Path | None = setting(
+        None, "folder of shards to make too: the states of these very forwards", metavar="DIR"
+    )
+    aux_layers: str | None = setting(None, AUX_LAYERS, metavar="A,B,C")
+    bits: Literal[16, 8] = setting(16, "of a value in the shards")
+    writing: WritingOptions = field(default_factory=WritingOptions)
+    drafting: DraftingOptions = field(default_factory=DraftingOptions)
+    loading: TargetOptions = field(default_factory=TargetOptions)
+
+
+def run(options: MakeOptions) -> None:
     """Look at the template first, so that a target that cannot speak as its user shows at once."""
-    check_new(args.output, args.overwrite)
-    check_idle(args.output)
-    limits = _limits(args)
-    wanted = Wanted(args.rows, args.tokens)
-    config = MakeConfig(
-        seed=args.seed,
-        domains=choose_domains(args.domain, args.domains),
-        turns=args.turns,
-        user_temperature=args.user_temperature,
-        user_top_p=args.user_top_p,
-        user_tokens=args.user_tokens,
-        temperatures=tuple(args.temperature),
-        top_p=args.top_p,
-        max_tokens=args.max_tokens,
-        systems=tuple(args.system) or ("",),
-    )
+    check_new(options.output, options.overwrite)
+    check_idle(options.output)
+    limits = _limits(options)
+    wanted = Wanted(options.rows or 0, options.tokens or 0)
+    config = options.writing.config(options.seed)
     tune_process()
-    target = options_of(args).load(args.target)
+    target = options.loading.load(options.target)
     _tell_unsteered(target, config)
-    place, layers = _place(args, target)
+    place, layers = _place(options, target)
     try:
-        engine = engine_of(args, target, layers)
-        report = make_to_file(engine, config, wanted, args.output, args.overwrite, True, place, limits=limits)
+        engine = engine_of(options.drafting, options.loading, target, layers)
+        report = make_to_file(engine, config, wanted, options.output, options.overwrite, True, place, limits=limits)
     except KeyboardInterrupt as e:
-        part = partial_path(args.output)
+        part = partial_path(options.output)
         if not part.exists():
             raise
-        raise type(e)(f"what is done is in {part}, and the same command continues with it") from None
-    print(f"{args.output}: {report.summary()}")
+        e.args = (f"what is done is in {part}, and the same command continues with it",)
+        raise
+    print(f"{options.output}: {report.summary()}")
 
 
-def _limits(args: argparse.Namespace) -> Limits:
+def _limits(options: MakeOptions) -> Limits:
     """What ends the file besides what is wanted. Raises DataError where there is nothing to finish."""
-    if not args.finish:
+    if not options.finish:
         return Limits()
-    if not (begun := partial_path(args.output)).exists():
+    if not (begun := partial_path(options.output)).exists():
         raise DataError(f"there is no {begun} to finish; leave --finish out, and the conversations are made")
     return Limits(enough=lambda made, coming: True, first=False)
 
 
-def _place(args: argparse.Namespace, target: Target) -> tuple[ShardPlace | None, tuple[int, ...]]:
+def _place(options: MakeOptions, target: Target) -> tuple[ShardPlace | None, tuple[int, ...]]:
     """Where hidden states go, and the layers that they are the outputs of; nowhere without `--capture`."""
-    if args.capture is None:
+    if options.capture is None:
         return None, ()
-    aux_layers = aux_layers_of(args.aux_layers, target)
-    place = ShardPlace(args.capture, shard_meta(target, aux_layers, args.bits), args.overwrite)
+    aux_layers = aux_layers_of(options.aux_layers, target)
+    place = ShardPlace(options.capture, shard_meta(target, aux_layers, options.bits), options.overwrite)
     return place, (*aux_layers, target.num_layers - 1)
 
 
@@ -209,4 +191,4 @@ def _shares(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError as e:
-        raise argparse.ArgumentTypeError(f"{text}: it must be numbers with commas, such as 0.7,0.2,0.1") from e
+        raise ConfigError(f"--turns {text}: it must be numbers with commas, such as 0.7,0.2,0.1") from e

@@ -1,11 +1,10 @@
-"""Flags that the commands of `eagle-data` share: what is read, what of it is kept, and how the target generates."""
+"""Settings that the commands of `eagle-data` share: what is read, what of it is kept, and how the target generates."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from typing import get_args
+from dataclasses import dataclass, field
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -20,126 +19,102 @@ from eagle_mlx.policy.throughput import MOST_TOKENS
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.capturing import CapturingProposer
 from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, REQUIRED, Group, setting
 from eagle_mlx.target import Target
-from eagle_mlx.target_options import add_target_arguments, options_of
+from eagle_mlx.target_options import TargetOptions
 
 from .conversation import Conversation
-from .sources.reading import SPLITS, DataConfig, Dedupe, ReadReport, read_conversations
+from .sources.reading import DataConfig, Dedupe, ReadReport, Split, read_conversations
 from .synthesis.loop import FIRST_ROWS, MOST_ROWS, let_grow
 
-_SPLIT_HELP = (
+TARGET_HELP = "the model: a folder or a hub id"
+AUX_LAYERS = "layers whose output the head reads (1, N/2-1, N-4 of N)"
+SPLIT_HELP = (
     "train leaves out one conversation in 25, chosen by a hash of its prompt (of its file for builtin:), heldout is "
     "those alone"
 )
 
 
-def add_data(parser: argparse.ArgumentParser, split: str | None) -> None:
-    """`--target`, `--data` and all that goes with them."""
-    add_target(parser)
-    parser.add_argument(
-        "--data", required=True, nargs="+", action="extend", metavar="SPEC[=WEIGHT]", help="what to read; repeatable"
-    )
-    parser.add_argument("--limit", type=positive, metavar="N", help="conversations at most, all sources together")
-    parser.add_argument("--overwrite", action="store_true", help="replace an output that exists")
-    add_choice(parser, split)
+@dataclass(frozen=True, kw_only=True)
+class ChoiceOptions(Group):
+    """Which conversations of a source are wanted, and in which order."""
 
-
-def add_target(parser: argparse.ArgumentParser, optional: str = "") -> None:
-    """`--target`, and how it is loaded; `optional` says what it is for, where it may be left out."""
-    parser.add_argument("--target", required=not optional, help=optional or "the model: a folder or a hub id")
-    add_target_arguments(parser)
-
-
-def add_choice(parser: argparse.ArgumentParser, split: str | None) -> None:
-    """The flags that say which conversations of a source are wanted, and in which order."""
-    default = DataConfig(("builtin:python",))
-    shown = split or "train of builtin:, all of anything else"
-    parser.add_argument("--split", choices=SPLITS, default=split, help=f"{_SPLIT_HELP} ({shown})")
-    parser.add_argument("--seed", type=int, default=default.seed, help="of the order, and of sampling (%(default)s)")
-    parser.add_argument(
-        "--map",
-        action="append",
-        default=[],
+    split: Split | None = setting(None, SPLIT_HELP, shown="train of builtin:, all of anything else")
+    seed: int = setting(DataConfig.seed, "of the order, and of sampling")
+    map: tuple[str, ...] = setting(
+        (),
+        "what the rows call their fields: role=from,content=value or prompt=question,completion=answer; repeatable, "
+        "one for each SPEC",
         metavar="[SPEC:]FIELD=NAME,…",
-        help="what the rows call their fields: role=from,content=value or prompt=question,completion=answer; "
-        "repeatable, one for each SPEC",
+        repeat=True,
     )
-    parser.add_argument("--stream", action="store_true", help="read rows as they come and store none: for huge sets")
-    parser.add_argument("--skip-bad", action="store_true", help="leave out and count rows that cannot be used")
-    parser.add_argument("--keep-turns", default="", metavar="MIN:MAX", help="keep conversations of so many user turns")
-    parser.add_argument("--keep-tokens", default="", metavar="MIN:MAX", help="keep conversations of so many tokens")
-    parser.add_argument(
-        "--dedupe",
-        choices=get_args(Dedupe),
-        default=default.dedupe,
-        help="keep the first of those with the same prompt, or of the same whole (%(default)s)",
-    )
+    stream: bool = setting(False, "read rows as they come and store none: for huge sets")
+    skip_bad: bool = setting(False, "leave out and count rows that cannot be used")
+    keep_turns: str = setting("", "keep conversations of so many user turns", metavar="MIN:MAX")
+    keep_tokens: str = setting("", "keep conversations of so many tokens", metavar="MIN:MAX")
+    dedupe: Dedupe = setting(DataConfig.dedupe, "keep the first of those with the same prompt, or of the same whole")
+
+    def config(self, sources: Sequence[str], limit: int | None) -> DataConfig:
+        """What to read of these sources. Raises ConfigError or DataError for what cannot be."""
+        own = {name: value for name, value in self.flat().items() if name != "split"}
+        return DataConfig(sources=tuple(sources), limit=limit or 0, **own)
 
 
-def add_drafting(parser: argparse.ArgumentParser) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions(Group):
+    """A target, the conversations that it reads, and what becomes of an output that exists."""
+
+    target: str = setting(REQUIRED, TARGET_HELP, metavar="MODEL")
+    data: tuple[str, ...] = setting(REQUIRED, "what to read; repeatable", metavar="SPEC[=WEIGHT]")
+    limit: int | None = setting(None, "conversations at most, all sources together", AT_LEAST_1)
+    overwrite: bool = setting(False, "replace an output that exists")
+    choice: ChoiceOptions = field(default_factory=ChoiceOptions)
+    loading: TargetOptions = field(default_factory=TargetOptions)
+
+    def conversations(self, tokenizer: TokenizerWrapper | None, report: ReadReport) -> Iterator[Conversation]:
+        """The conversations that are asked for."""
+        return read_conversations(self.data_config(), self.choice.split, tokenizer, report)
+
+    def data_config(self) -> DataConfig:
+        """What to read. Raises ConfigError or DataError for what cannot be."""
+        return self.choice.config(self.data, self.limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftingOptions(Group):
     """How many decode at once, and what drafts for them."""
-    parser.add_argument(
-        "--batch",
-        type=positive,
-        metavar="N",
-        help=f"made at once (default: {FIRST_ROWS}, doubled while that makes more tokens a second, up to {MOST_ROWS})",
+
+    batch: int | None = setting(
+        None,
+        f"made at once (default: {FIRST_ROWS}, doubled while that makes more tokens a second, up to {MOST_ROWS})",
+        AT_LEAST_1,
     )
-    parser.add_argument("--head", metavar="DIR_OR_ID", help="a draft head of the target: the same text, sooner")
-    parser.add_argument(
-        "--num-speculative-tokens",
-        type=int,
-        default=MOST_TOKENS,
-        metavar="K",
-        help="drafted a round at most (%(default)s)",
-    )
+    head: str | None = setting(None, "a draft head of the target: the same text, sooner", metavar="DIR_OR_ID")
+    num_speculative_tokens: int = setting(MOST_TOKENS, "drafted a round at most", AT_LEAST_0, metavar="K")
 
 
-def engine_of(args: argparse.Namespace, target: Target, captured: Sequence[int] = ()) -> Engine:
-    """The engine that `add_drafting` asks for, which keeps the hidden states of the layers `captured`, if any.
+def engine_of(options: DraftingOptions, loading: TargetOptions, target: Target, captured: Sequence[int] = ()) -> Engine:
+    """The engine that the options ask for, which keeps the hidden states of the layers `captured`, if any.
 
     Raises HeadError for a head that is none of the target's.
     """
-    if args.num_speculative_tokens < 0:
-        raise ConfigError(f"--num-speculative-tokens must be at least 0; got {args.num_speculative_tokens}")
-    proposer, policy = _drafting(args, target)
-    options_of(args).wire_active()
+    proposer, policy = _drafting(options, target)
+    loading.wire_active()
     if captured:
         proposer = CapturingProposer(captured, proposer)
-    engine = Engine(target, proposer, policy=policy, max_batch=args.batch or FIRST_ROWS)
-    return engine if args.batch else let_grow(engine)
+    engine = Engine(target, proposer, policy=policy, max_batch=options.batch or FIRST_ROWS)
+    return engine if options.batch else let_grow(engine)
 
 
-def _drafting(args: argparse.Namespace, target: Target) -> tuple[Proposer | None, Policy]:
-    if args.head is None or args.num_speculative_tokens == 0:
+def _drafting(options: DraftingOptions, target: Target) -> tuple[Proposer | None, Policy]:
+    if options.head is None or options.num_speculative_tokens == 0:
         return None, FixedPolicy(0)
-    head = load_head(args.head, target)
+    head = load_head(options.head, target)
     quantize_for(head, target)
     said = head_warning(head, target)
     if said is not None:
         print(f"warning: {said}", file=sys.stderr)
-    return HeadProposer(head), ThroughputPolicy(args.num_speculative_tokens)
-
-
-def data_config(args: argparse.Namespace, limit: int | None = None) -> DataConfig:
-    """What the flags say. Raises ConfigError or DataError for what cannot be."""
-    return DataConfig(
-        sources=tuple(args.data),
-        map=tuple(args.map),
-        limit=limit or 0,
-        seed=args.seed,
-        stream=args.stream,
-        skip_bad=args.skip_bad,
-        keep_turns=args.keep_turns,
-        keep_tokens=args.keep_tokens,
-        dedupe=args.dedupe,
-    )
-
-
-def conversations(
-    args: argparse.Namespace, tokenizer: TokenizerWrapper | None, report: ReadReport
-) -> Iterator[Conversation]:
-    """The conversations that the flags ask for."""
-    return read_conversations(data_config(args, args.limit), args.split, tokenizer, report)
+    return HeadProposer(head), ThroughputPolicy(options.num_speculative_tokens)
 
 
 def aux_layers_of(wish: str | None, target: Target) -> tuple[int, ...]:
@@ -159,11 +134,3 @@ def tokenizer_of(target: Target) -> TokenizerWrapper:
     if target.tokenizer is None:
         raise TargetError(f"{target.name} has no tokenizer")
     return target.tokenizer
-
-
-def positive(text: str) -> int:
-    """A number for argparse, of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value

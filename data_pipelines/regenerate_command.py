@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from eagle_mlx.errors import DataError
 from eagle_mlx.progress import counted
 from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.target_options import options_of
+from eagle_mlx.setting import REQUIRED, setting
 from eagle_mlx.text import LEAST_DISTINCT
 
 from .jsonl import check_idle, check_new, partial_path
-from .options import add_data, add_drafting, conversations, data_config, engine_of, tokenizer_of
+from .options import DraftingOptions, ReadOptions, engine_of, tokenizer_of
 from .sources.reading import ReadReport
 from .synthesis.regeneration import RegenerateConfig, regenerate_to_file
 
@@ -32,65 +31,64 @@ examples:
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The command with its flags."""
-    part = commands.add_parser("regenerate", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
-    part.set_defaults(command=run)
-    add_data(part, None)
-    part.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl", help="file to make")
-    defaults = SamplingParams()
-    part.add_argument("--temperature", type=float, default=defaults.temperature, help="%(default)s; 0 is greedy")
-    part.add_argument("--top-k", type=int, default=defaults.top_k, help="%(default)s; 0 keeps all")
-    part.add_argument("--top-p", type=float, default=defaults.top_p, help="%(default)s; 1 keeps all")
-    part.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of one answer (%(default)s)")
-    add_drafting(part)
-    part.add_argument(
-        "--system",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="system prompt in place of a conversation's own, '' for none; of several each row gets one by the seed",
+@dataclass(frozen=True, kw_only=True)
+class RegenerateOptions(ReadOptions):
+    """What is answered, and how."""
+
+    output: Path = setting(REQUIRED, "file to make", metavar="FILE.jsonl")
+    temperature: float = setting(SamplingParams.temperature, "0 is greedy")
+    top_k: int = setting(SamplingParams.top_k, "0 keeps all")
+    top_p: float = setting(SamplingParams.top_p, "1 keeps all")
+    max_tokens: int = setting(512, "of one answer")
+    system: tuple[str, ...] = setting(
+        (),
+        "system prompt in place of a conversation's own, '' for none; of several each row gets one by the seed",
+        repeat=True,
     )
-    part.add_argument(
-        "--least-distinct",
-        type=float,
-        default=0.0,
-        metavar="R",
-        help=f"leave out answers with a smaller share of distinct 4-grams; {LEAST_DISTINCT} drops loops (%(default)s)",
+    least_distinct: float = setting(
+        0.0, f"leave out answers with a smaller share of distinct 4-grams; {LEAST_DISTINCT} drops loops", metavar="R"
     )
+    drafting: DraftingOptions = field(default_factory=DraftingOptions)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(options: RegenerateOptions) -> None:
     """Read the conversations first, so that bad data shows at once, then answer them."""
-    check_new(args.output, args.overwrite)
-    check_idle(args.output)
+    check_new(options.output, options.overwrite)
+    check_idle(options.output)
     params = SamplingParams(
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed, max_tokens=args.max_tokens
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.choice.seed,
+        max_tokens=options.max_tokens,
     )
-    config = RegenerateConfig(params, tuple(args.system), args.least_distinct)
-    settings = {**asdict(data_config(args, args.limit)), "split": args.split}
-    target = options_of(args).load(args.target)
+    config = RegenerateConfig(params, options.system, options.least_distinct)
+    settings = {**asdict(options.data_config()), "split": options.choice.split}
+    target = options.loading.load(options.target)
     report = ReadReport()
-    found = conversations(args, tokenizer_of(target), report)
-    asked = found if args.stream else list(found)
-    if not args.stream:
+    found = options.conversations(tokenizer_of(target), report)
+    asked = found if options.choice.stream else list(found)
+    if not options.choice.stream:
         if report.left_out:
             print(report)
         if not asked:
-            raise DataError(f"nothing to answer in {', '.join(args.data)}; try --split all")
-    engine = engine_of(args, target)
+            raise DataError(f"nothing to answer in {', '.join(options.data)}; try --split all")
+    engine = engine_of(options.drafting, options.loading, target)
     try:
-        count, done = regenerate_to_file(engine, asked, config, args.output, settings, args.overwrite, True, args.limit)
+        count, done = regenerate_to_file(
+            engine, asked, config, options.output, settings, options.overwrite, True, options.limit
+        )
     except KeyboardInterrupt as e:
-        part = partial_path(args.output)
+        part = partial_path(options.output)
         if not part.exists():
             raise
-        raise type(e)(f"what is done is in {part}, and the same command continues with it") from None
-    if args.stream and report.left_out:
+        e.args = (f"what is done is in {part}, and the same command continues with it",)
+        raise
+    if options.choice.stream and report.left_out:
         print(report)
     print(
         f"{counted(count, 'conversation')} with {counted(done.answers, 'answer')} of "
-        f"{counted(done.tokens, 'token')} to {args.output}; "
-        f"{counted(done.cut, 'answer')} cut at {args.max_tokens} tokens, {done.looping:,} left out as loops, "
+        f"{counted(done.tokens, 'token')} to {options.output}; "
+        f"{counted(done.cut, 'answer')} cut at {options.max_tokens} tokens, {done.looping:,} left out as loops, "
         f"{counted(done.too_long, 'prompt')} too long for the context, {counted(done.dropped, 'conversation')} dropped"
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from importlib.util import find_spec
 
+from eagle_mlx.command import exit_code
 from eagle_mlx.errors import ConfigError
 
 EXTRAS = {
@@ -77,23 +77,19 @@ def serve() -> int:
 
 
 def _run(command: str, entry: str, extra: str | None = None) -> int:
-    """The command's exit status; 2 where its extra is missing, 130 after a Ctrl-C that the command did not handle.
+    """The command's exit status; 2 if its extra is missing, 130 after a Ctrl-C that the command did not handle.
 
     The application is imported only after that look, which takes seconds in which somebody may interrupt it.
     """
-    try:
+
+    def work() -> int:
         if extra is not None:
             require(command, extra)
-    except ConfigError as e:
-        print(e, file=sys.stderr)
-        return 2
-    module, function = entry.split(":")
-    try:
+        module, function = entry.split(":")
         status: int = getattr(importlib.import_module(f"eagle_mlx.{module}"), function)()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return status
+        return status
+
+    return exit_code(work)
 
 
 def _installed(module: str) -> bool:

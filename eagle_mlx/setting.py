@@ -1,17 +1,25 @@
-"""One setting: a field of a frozen dataclass that carries its help, its limits and the name of its flag."""
+"""Settings declared once: a field of a frozen dataclass carries its default, help, limits and the name of its flag.
+
+A group is such a dataclass; a group may hold groups. Command lines (`command.py`), YAML files and saved runs all fill
+groups by the names of the settings, which are unique over all groups that a command uses.
+"""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import difflib
+import functools
+import json
+import math
+import operator
+import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Self
 
 from eagle_mlx.errors import ConfigError
-
-_METAVARS = {int: "N", float: "X", str: "NAME"}
 
 
 @dataclass(frozen=True)
@@ -23,20 +31,41 @@ class Limit:
     """With `{}` for the value."""
 
 
+AT_LEAST_0 = Limit(lambda value: value >= 0, "must be at least 0, not {}")
 AT_LEAST_1 = Limit(lambda value: value >= 1, "must be at least 1, not {}")
 ABOVE_0 = Limit(lambda value: value > 0, "must be above 0, not {}")
 NOT_NEGATIVE = Limit(lambda value: value >= 0, "must not be negative, but is {}")
 SHARE = Limit(lambda value: 0 <= value <= 1, "must be between 0 and 1, not {}")
+GIGABYTES = Limit(lambda value: 1e-9 <= value < math.inf, "must be above 0, not {}")
+GIGABYTES_OR_0 = Limit(lambda value: 0 <= value < math.inf, "must be at least 0, not {}")
+SECONDS_OR_0 = GIGABYTES_OR_0
+FINITE = Limit(math.isfinite, "must be a number, not {}")
+_UNIONS = (types.UnionType, typing.Union)
+REQUIRED = dataclasses.MISSING
+"""The default of a setting that must be given."""
 
 
 def setting(
-    default: Any, help: str, limit: Limit | None = None, name: str | None = None, metavar: str | None = None
+    default: Any,
+    help: str,
+    limit: Limit | None = None,
+    name: str | None = None,
+    metavar: str | None = None,
+    *,
+    also: tuple[str, ...] = (),
+    repeat: bool = False,
+    positional: bool = False,
+    bare: str | None = None,
+    shown: str | None = None,
 ) -> Any:
     """A field with its default and its help.
 
-    `name` is what flags and files call it where that is not the field's name, `metavar` what its help calls the value.
+    `name` is what flags and files call it if that is not the field's name, `metavar` what its help calls the value.
+    `also` has further names. `repeat`: the flag takes one value and may be given several times. `positional`: it is no
+    flag. `bare` is what the flag says without a value. `shown` replaces the default in the help; "" leaves it out.
     """
-    about = {"help": help, "limit": limit, "name": name, "metavar": metavar}
+    extra = {"also": also, "repeat": repeat, "positional": positional, "bare": bare, "shown": shown}
+    about = {"help": help, "limit": limit, "name": name, "metavar": metavar, **extra}
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -46,39 +75,44 @@ class Setting:
 
     name: str
     """Unique over all groups: the key in a file, and with dashes the flag."""
-    field: str
-    """What its group calls it."""
+    path: tuple[str, ...]
+    """The fields that lead to it, from the outermost group; its own last."""
     type: Any
+    """Without None, which `optional` stands for."""
+    optional: bool
     default: Any
+    """REQUIRED if there is none."""
     help: str
     limit: Limit | None
     metavar: str | None
+    also: tuple[str, ...]
+    repeat: bool
+    positional: bool
+    bare: str | None
+    shown: str | None
+
+    @property
+    def field(self) -> str:
+        """What its own group calls it."""
+        return self.path[-1]
 
     def check(self, value: Any) -> None:
         """Raise ConfigError, which names the flag, for a value of another type or outside the limit."""
+        if value is None and self.optional:
+            return
         if not _fits(value, self.type):
             raise ConfigError(f"{flag(self.name)} must be {_described(self.type)}, not {value!r}")
-        if self.limit is not None and not self.limit.holds(value):
-            raise ConfigError(f"{flag(self.name)} {self.limit.said.format(value)}")
+        for each in value if isinstance(value, tuple) else (value,):
+            if self.limit is not None and not self.limit.holds(each):
+                raise ConfigError(f"{flag(self.name)} {self.limit.said.format(each)}")
 
-
-def settings_of(group: type[Any]) -> Mapping[str, Setting]:
-    """The settings of a group by name, in the order of its fields."""
-    hints = typing.get_type_hints(group)
-    found = {}
-    for field in dataclasses.fields(group):
-        about = field.metadata
-        name = about["name"] or field.name
-        found[name] = Setting(
-            name=name,
-            field=field.name,
-            type=hints[field.name],
-            default=field.default,
-            help=about["help"],
-            limit=about["limit"],
-            metavar=about["metavar"],
-        )
-    return found
+    def coerce(self, value: Any) -> Any:
+        """A plain value of a file or a flag in the setting's own type, as far as there is one way to read it so."""
+        if value is None and self.optional:
+            return None
+        if self.metavar == "JSON" and isinstance(value, dict):
+            return json.dumps(value)
+        return _coerce(value, self.type)
 
 
 class Group:
@@ -86,11 +120,74 @@ class Group:
 
     def __post_init__(self) -> None:
         for known in settings_of(type(self)).values():
-            known.check(getattr(self, known.field))
+            if len(known.path) == 1:
+                known.check(getattr(self, known.field))
         self._check()
 
     def _check(self) -> None:
         """What the values must keep to between them."""
+
+    @classmethod
+    def of(cls, **settings: Any) -> Self:
+        """The defaults with these settings, each by its own name. Raises ConfigError as `changed` does."""
+        own, inner = _by_field(cls, settings)
+        return cls(**own, **{field: group.of(**inner.get(field, {})) for field, group in groups_of(cls).items()})
+
+    def changed(self, **settings: Any) -> Self:
+        """The same with other values for these settings; lists become tuples, whole numbers floats, as they are meant.
+
+        Raises ConfigError for a name that there is not, which names the nearest, and for a value that cannot be used.
+        """
+        own, inner = _by_field(type(self), settings)
+        for field, values in inner.items():
+            own[field] = getattr(self, field).changed(**values)
+        return dataclasses.replace(self, **own)  # type: ignore[type-var]  # every group is a dataclass
+
+    def value(self, name: str) -> Any:
+        """What a setting is, by its own name."""
+        return functools.reduce(getattr, find(type(self), name).path, self)
+
+    def flat(self) -> dict[str, Any]:
+        """All settings by their own names, as files and saved runs hold them; `of` reads them back."""
+        return {name: self.value(name) for name in settings_of(type(self))}
+
+
+def groups_of(group: type[Group]) -> Mapping[str, type[Group]]:
+    """The groups within a group by what it calls them, in order."""
+    return _read(group)[1]  # type: ignore[arg-type]  # mypy takes no class for hashable
+
+
+def settings_of(group: type[Group]) -> Mapping[str, Setting]:
+    """The settings of a group and of those within it by name, in the order of the fields."""
+    return _read(group)[0]  # type: ignore[arg-type]
+
+
+@functools.cache
+def _read(group: type[Group]) -> tuple[Mapping[str, Setting], Mapping[str, type[Group]]]:
+    hints = typing.get_type_hints(group)
+    groups: dict[str, type[Group]] = {}
+    found: dict[str, Setting] = {}
+    for field in dataclasses.fields(group):  # type: ignore[arg-type]  # every group is a dataclass
+        if _is_group(hints[field.name]):
+            groups[field.name] = hints[field.name]
+            inner = settings_of(hints[field.name]).values()
+            found |= {known.name: dataclasses.replace(known, path=(field.name, *known.path)) for known in inner}
+        elif "help" in field.metadata:
+            type_, optional = _without_none(hints[field.name])
+            about = {**field.metadata, "name": field.metadata["name"] or field.name}
+            found[about["name"]] = Setting(
+                path=(field.name,), type=type_, optional=optional, default=field.default, **about
+            )
+    return found, groups
+
+
+def find(group: type[Group], name: str) -> Setting:
+    """The setting of that name. Raises ConfigError, with the nearest name, if there is none."""
+    known = settings_of(group)
+    if name not in known:
+        near = difflib.get_close_matches(str(name).replace("-", "_"), known, n=1, cutoff=0.0)
+        raise ConfigError(f"unknown setting {name!r}; did you mean {near[0]!r}?")
+    return known[name]
 
 
 def flag(name: str) -> str:
@@ -98,16 +195,46 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def argument(known: Setting) -> dict[str, Any]:
-    """What argparse's `add_argument` needs to read a setting's value, its help and default aside."""
-    if known.type is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if typing.get_origin(known.type) is Literal:
-        return {"choices": typing.get_args(known.type)}
-    if known.type == tuple[str, ...]:
-        return {"nargs": "+", "action": "extend", "metavar": known.metavar or "TEXT"}
-    item, several = (known.type, {}) if known.type in _METAVARS else (typing.get_args(known.type)[0], {"nargs": "+"})
-    return {"type": item, "metavar": known.metavar or _METAVARS[item], **several}
+def _by_field(group: type[Group], settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Values for the fields of a group, and by field the settings of the groups within it."""
+    own: dict[str, Any] = {}
+    inner: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        known = find(group, name)
+        if len(known.path) == 1:
+            own[known.field] = known.coerce(value)
+        else:
+            inner.setdefault(known.path[0], {})[name] = value
+    return own, inner
+
+
+def _is_group(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Group)
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    if typing.get_origin(hint) not in _UNIONS:
+        return hint, False
+    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+    return functools.reduce(operator.or_, kinds), len(kinds) < len(typing.get_args(hint))
+
+
+def _coerce(value: Any, type_: Any) -> Any:
+    if typing.get_origin(type_) is tuple:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        return tuple(_coerce(item, typing.get_args(type_)[0]) for item in items)
+    if typing.get_origin(type_) is Literal:
+        return next((each for each in typing.get_args(type_) if str(each) == str(value)), value)
+    if type_ is float and type(value) is int:
+        return float(value)
+    if type_ in (int, float) and isinstance(value, str):  # YAML reads 1e-4 as text
+        try:
+            return type_(value)
+        except ValueError:
+            return value
+    if type_ is str and type(value) in (int, float):
+        return str(value)
+    return Path(value) if type_ is Path and isinstance(value, str) else value
 
 
 def _fits(value: Any, type_: Any) -> bool:
@@ -115,7 +242,11 @@ def _fits(value: Any, type_: Any) -> bool:
         return isinstance(value, tuple) and all(_fits(item, typing.get_args(type_)[0]) for item in value)
     if typing.get_origin(type_) is Literal:
         return value in typing.get_args(type_)
-    return type(value) is type_
+    if typing.get_origin(type_) in _UNIONS:
+        return any(_fits(value, kind) for kind in typing.get_args(type_))
+    if type_ is float:
+        return type(value) in (int, float)
+    return isinstance(value, Path) if type_ is Path else type(value) is type_
 
 
 def _described(type_: Any) -> str:
@@ -123,5 +254,6 @@ def _described(type_: Any) -> str:
         return f"a list, each {_described(typing.get_args(type_)[0])}"
     if typing.get_origin(type_) is Literal:
         return f"one of {', '.join(map(str, typing.get_args(type_)))}"
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    return names[type_]
+    if typing.get_origin(type_) in _UNIONS:
+        return _described(typing.get_args(type_)[0])
+    return {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path"}[type_]

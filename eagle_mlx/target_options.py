@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, Literal
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.memory import wire_active
 from eagle_mlx.ranks import TIMEOUT, World, load_over_ranks
-from eagle_mlx.setting import ABOVE_0, Group, argument, flag, setting, settings_of
+from eagle_mlx.setting import ABOVE_0, Group, setting
 from eagle_mlx.target import Target, load_target
 
 _OF_THE_RENDERING = {
@@ -83,23 +82,6 @@ class TargetOptions(Group):
             "chat_template": _template(self.chat_template),
             "chat_template_args": _template_args(self.chat_template_args),
         }
-
-
-def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of a command that is no training, whose settings are flags already."""
-    how = parser.add_argument_group("how the target is loaded, as in mlx-lm")
-    for known in settings_of(TargetOptions).values():
-        default = list(known.default) if isinstance(known.default, tuple) else known.default
-        how.add_argument(flag(known.name), dest=known.field, default=default, help=known.help, **argument(known))
-
-
-def options_of(args: argparse.Namespace) -> TargetOptions:
-    """What the flags say. Raises ConfigError for template arguments that are no JSON object, or not a template's."""
-    values: dict[str, Any] = {}
-    for known in settings_of(TargetOptions).values():
-        given = getattr(args, known.field)
-        values[known.field] = tuple(given) if isinstance(given, list) else given
-    return TargetOptions(**values)
 
 
 def _template(given: str) -> str | None:

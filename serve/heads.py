@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import names_of
 from eagle_mlx.catalog.head_registry import records, register
 from eagle_mlx.catalog.head_search import KnownHead, find_heads, known_heads, known_heads_for, where_mtp_layers_are
-from eagle_mlx.errors import ConfigError, EagleError
+from eagle_mlx.command import Subcommands, arguments, exit_code, new_parser
+from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.fields import read_config
+from eagle_mlx.setting import REQUIRED, Group, setting
 
 EPILOG = """\
 examples:
@@ -26,25 +27,37 @@ _MOST_LAYERS = 8
 """Heads have one layer or a few; what has more is a model, and not to be fetched as a head."""
 
 
+@dataclass(frozen=True)
+class List(Group):
+    """Nothing to set."""
+
+
+@dataclass(frozen=True)
+class Find(Group):
+    """Whose heads are looked for."""
+
+    target: str = setting(REQUIRED, "folder or hub id of the model", name="TARGET", positional=True)
+
+
+@dataclass(frozen=True)
+class Pull(Group):
+    """Which head is fetched."""
+
+    name: str = setting(REQUIRED, "the head's hub id, or its target's", name="NAME", positional=True)
+    target: str | None = setting(None, "whom it is for, where that is not known", metavar="MODEL")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run eagle-heads; returns the exit status: 0, 1 where no head is found, 2 for an error."""
-    args = _parser().parse_args(argv)
-    try:
-        if args.command == "list":
-            return _list()
-        return _find(args.target) if args.command == "find" else _pull(args.name, args.target)
-    except EagleError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # whoever reads the list has seen enough
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123  (what is left goes nowhere)
-        return 0
+    about = "Heads on this machine and published ones: which there are, which fit a target, and fetching one."
+    commands = Subcommands(new_parser("eagle-heads", about, EPILOG, "%(prog)s list | find TARGET | pull NAME"))
+    commands.add("list", List, _list, "All that are known.")
+    commands.add("find", Find, _find, "Those for a target, the best first; exit status 1 where there is none.")
+    commands.add("pull", Pull, _pull, "Fetch one from the hub.")
+    return exit_code(commands.parse(arguments(argv)))
 
 
-def _list() -> int:
+def _list(_: List) -> int:
     """Print what is here, then what is published, those that are in the hub's cache marked."""
     here = records()
     print("here:" if here else "here: none yet; eagle-train and eagle-heads pull make some")
@@ -56,7 +69,8 @@ def _list() -> int:
     return 0
 
 
-def _find(target: str) -> int:
+def _find(options: Find) -> int:
+    target = options.target
     found = find_heads(target, say=lambda text: print(text, file=sys.stderr))
     for one in found:
         print(f"{one.reason}{'' if one.here else '; to fetch it: eagle-heads pull ' + one.head}")
@@ -67,8 +81,9 @@ def _find(target: str) -> int:
     return 0 if found else 1
 
 
-def _pull(name: str, target: str | None) -> int:
+def _pull(options: Pull) -> int:
     """Fetch a head, by its own name or that of its target, and remember for whom it is."""
+    name, target = options.name, options.target
     known = _known(name)
     repo, of = (known.head, target or known.target) if known else (hub.hub_id(name), target)
     if repo is None:
@@ -102,23 +117,6 @@ def _check_size(repo: str) -> None:
             f"{repo} is a model of {layers} layers and no head, and none is known for it; `eagle-heads list` has those "
             "that are known"
         )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="eagle-heads",
-        description="Heads on this machine and published ones: which there are, which fit a target, and fetching one.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="list | find | pull")
-    commands.add_parser("list", help="all that are known")
-    find = commands.add_parser("find", help="those for a target, the best first; exit status 1 where there is none")
-    find.add_argument("target", metavar="TARGET", help="folder or hub id of the model")
-    pull = commands.add_parser("pull", help="fetch one from the hub")
-    pull.add_argument("name", metavar="NAME", help="the head's hub id, or its target's")
-    pull.add_argument("--target", metavar="MODEL", help="whom it is for, where that is not known")
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""How to speculate, as flags of a command: which proposer, how deep, by what policy; shared by all that decode."""
+"""How to speculate, as settings of a command: which proposer, how deep, by what policy; shared by all that decode."""
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,6 +27,7 @@ from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.hybrid import MAX_NGRAM, MIN_NGRAM, HybridProposer, model_of
 from eagle_mlx.proposers.ngram import NgramProposer
+from eagle_mlx.setting import AT_LEAST_0, Group, find, setting
 from eagle_mlx.target import Target, load_target
 
 Mode = Literal["none", "ngram", "draft", "eagle", "mtp"]
@@ -35,6 +36,7 @@ _HEADS: tuple[Mode, ...] = ("eagle", "mtp")
 HeadBits = Literal[4, 8, 16]
 PolicyName = Literal["throughput", "acceptance-ema", "fixed"]
 Bits = Literal["4bit", "8bit"]
+TARGET_HELP = "folder or hub id of the model (default: the embedded one)"
 AUTO, NO_HEAD = "auto", "none"
 """What `--head` says for one that is looked for (`head_choice.py`), and for none."""
 DEFAULT_TOKENS: dict[PolicyName, int] = {"throughput": MOST_TOKENS, "acceptance-ema": 4, "fixed": 4}
@@ -50,57 +52,117 @@ _METHODS: dict[str, Mode] = {
 """Names of other servers' `--speculative-config`, and what they are here."""
 
 
+_EMA = "with --spec-policy acceptance-ema: "
+_OF_EMA = ("disable_at_rows", "threshold", "alpha", "adaptive", "dynamic")
+HEAD_BITS = "quantise the head on load; 16 leaves it as it is (default: 4 or 8 bits where the target has as many)"
+
+
 @dataclass(frozen=True)
-class Speculation:
-    """What the flags say. Raises ConfigError for flags that contradict each other."""
+class Speculation(Group):
+    """What drafts, and how deep."""
 
-    mode: Mode | None = None
-    """None: what the head is, else draft with a draft model, else none."""
-    head: str | None = None
-    head_bits: HeadBits | None = None
-    """Bits to which the head is quantised, 16 for as it is; None: as the target is, where that is in 4 or 8 bits."""
-    num_tokens: int | None = None
-    """Draft tokens a round; the most where the policy adapts. None: `DEFAULT_TOKENS` of the policy."""
-    draft_model: str | None = None
-    draft_bits: Bits | None = None
-    ngrams: bool = True
-    """Whether n-grams draft beside a head or a draft model too, under the policy throughput."""
-    ngram_max: int | None = None
-    ngram_min: int | None = None
-    """None: 3 and 1 where n-grams draft alone, 4 and 2 beside a model."""
-    prompt_lookup: bool = True
-    tree_nodes: int = 0
-    """Tokens of a draft tree, the most where the policy adapts; 0 for chains."""
-    policy: PolicyName = "throughput"
-    disable_at_rows: int | None = None
-    threshold: float = 0.3
-    alpha: float = 0.1
-    adaptive: bool = True
-    keep: bool = True
-    """Whether what the policy throughput learns is kept, and what earlier engines learnt is its beginning."""
+    mode: Mode | None = setting(None, "what drafts (default: whatever is given)", name="spec_decode")
+    head: str | None = setting(
+        None,
+        "folder or hub id of its head, or none; auto, the default, takes one that was trained or fetched here, the "
+        "model's own MTP layers or a published head, else n-grams (without --target: the embedded one's)",
+        also=("eagle_head_path",),
+    )
+    head_bits: HeadBits | None = setting(None, HEAD_BITS)
+    num_tokens: int | None = setting(
+        None,
+        f"draft tokens a round, the most where the policy adapts; 0 is off (default: {DEFAULT_TOKENS['throughput']}, "
+        f"or {DEFAULT_TOKENS['fixed']} with --spec-policy fixed and acceptance-ema)",
+        AT_LEAST_0,
+        "num_speculative_tokens",
+        "K",
+        also=("num_draft_tokens",),
+    )
+    tree_nodes: int = setting(
+        0,
+        "draft trees of up to N tokens where they pay; the target must be able to read them (default: chains)",
+        AT_LEAST_0,
+        "draft_tree_nodes",
+        shown="",
+    )
+    draft_model: str | None = setting(None, "folder or hub id of a small model of the same tokenizer", metavar="MODEL")
+    draft_bits: Bits | None = setting(None, "quantise the draft model on load", name="draft_model_quantize")
+    ngrams: bool = setting(
+        True,
+        "n-grams draft as well as a head or a draft model, if the text repeats itself and they pay more",
+        name="ngram",
+    )
+    ngram_max: int | None = setting(None, "longest n-gram (default: 3; 4 beside a model)")
+    ngram_min: int | None = setting(None, "shortest n-gram (default: 1; 2 beside a model)")
+    prompt_lookup: bool = setting(
+        True, "look for n-grams in the prompt as well as in the answer", name="ngram_prompt_lookup"
+    )
+    in_one: str | None = setting(
+        None,
+        'all in one, as other servers take it: {"method": "eagle3", "model": "...", "num_speculative_tokens": 3}',
+        name="speculative_config",
+        metavar="JSON",
+    )
+    policy: PolicyName = setting("throughput", "the rule for how deep to draft", name="spec_policy")
+    keep: bool = setting(
+        True,
+        "with --spec-policy throughput: begin with what was learnt on this machine before, and keep what is learnt",
+        name="prior",
+    )
+    disable_at_rows: int | None = setting(None, f"{_EMA}no drafts from N requests on", name="disable_by_batch_size")
+    threshold: float = setting(0.3, f"{_EMA}none below this rate", name="acceptance_rate_threshold", metavar="R")
+    alpha: float = setting(0.1, f"{_EMA}weight of a round", name="acceptance_rate_ema_alpha", metavar="A")
+    adaptive: bool = setting(True, f"{_EMA}fewer than K tokens where fewer are accepted", name="adaptive_k")
+    dynamic: bool = setting(True, f"{_EMA}switch drafting off below the threshold", name="dynamic_spec_decode")
 
-    def __post_init__(self) -> None:
-        if self.depth < 0:
-            raise ConfigError(f"--num-speculative-tokens must be at least 0; got {self.depth}")
-        if self.tree_nodes < 0:
-            raise ConfigError(f"--draft-tree-nodes must be at least 0; got {self.tree_nodes}")
+    def _check(self) -> None:
         if self.tree_nodes and self.policy == "acceptance-ema":
             raise ConfigError("--draft-tree-nodes needs --spec-policy throughput or fixed: acceptance-ema sizes chains")
+        of_ema = [name for name in _OF_EMA if getattr(self, name) != getattr(Speculation, name)]
+        if of_ema and self.policy != "acceptance-ema":
+            raise ConfigError(
+                "flags of the acceptance rate need --spec-policy acceptance-ema; other policies ignore them"
+            )
         if self.mode == "draft" and self.draft_model is None:
             raise ConfigError("--spec-decode draft needs a model that drafts: give --draft-model")
-        if self.head is not None and self.draft_model is not None:
+        if self.draft_model is not None and self.head not in (None, NO_HEAD):
             raise ConfigError("a --head and a --draft-model are two ways to draft; give one of them")
-        for flag, given, modes in (
-            ("--head", self.head, _HEADS),
+        for name, given, modes in (
+            ("--head", None if self.head == NO_HEAD else self.head, _HEADS),
             ("--head-bits", self.head_bits, _HEADS),
             ("--draft-model", self.draft_model, ("draft",)),
         ):
             if given is not None and self.mode not in (None, "none", *modes):
-                raise ConfigError(f"--spec-decode {self.mode} does not use a {flag}; leave one of the two out")
-        if self.head_bits is not None and self.head is None:
+                raise ConfigError(f"--spec-decode {self.mode} does not use a {name}; leave one of the two out")
+        if self.head_bits is not None and (self.head == NO_HEAD or self.draft_model is not None):
             raise ConfigError("--head-bits needs a --head")
         if self.draft_bits is not None and self.draft_model is None:
             raise ConfigError("--draft-model-quantize needs a --draft-model")
+
+    @classmethod
+    def of(cls, **settings: Any) -> Self:
+        """As any group's, with what `--speculative-config` sets. Raises ConfigError for a setting given twice."""
+        text = settings.pop("speculative_config", None)
+        known = {} if text is None else _from_json(text)
+        given = {find(cls, name).field for name, value in settings.items() if value is not None}
+        if clash := sorted(known.keys() & given):
+            raise ConfigError(f"--speculative-config and a flag of its own both set {', '.join(clash)}; give one")
+        own = {find(cls, name).field: find(cls, name).coerce(value) for name, value in settings.items()}
+        return cls(**own, **known)
+
+    def for_target(self, target: str | None) -> tuple[str | Path, Self]:
+        """The name of the target, and how to speculate for it; without a name the embedded target with its head.
+
+        If nothing is named that drafts, the head is `AUTO`, which `head_choice.load_proposer` looks for.
+        """
+        resolved = self
+        if self.head in (None, AUTO) and self.draft_model is None and self.mode in (None, *_HEADS):
+            head = AUTO if target is not None or self.mode == "mtp" else str(embedded("head"))
+            resolved = dataclasses.replace(self, head=head)
+        elif self.head == NO_HEAD:
+            mode = self.mode or ("draft" if self.draft_model is not None else "none")
+            resolved = dataclasses.replace(self, head=None, mode=mode)
+        return target or embedded("target"), resolved
 
     @property
     def depth(self) -> int:
@@ -164,7 +226,8 @@ class Speculation:
             return FixedPolicy(self.depth, self.tree_nodes)
         if self.policy == "throughput":
             return HybridPolicy(self.depth, max_nodes=self.tree_nodes)
-        return AcceptancePolicy(self.depth, self.alpha, self.threshold, self.disable_at_rows, self.adaptive)
+        threshold = self.threshold if self.dynamic else 0.0
+        return AcceptancePolicy(self.depth, self.alpha, threshold, self.disable_at_rows, self.adaptive)
 
     def prior(self, engine: Engine) -> Prior | None:
         """What the engine's policy begins with, and keeps what it learns; None where it is not to, or learns nothing.
@@ -206,124 +269,6 @@ def warn_of_head(head: DraftHead, target: Target) -> None:
     """Try a head on its target, and say on standard error what speaks against it, if anything does."""
     if (said := head_warning(head, target)) is not None:
         print(f"warning: {said}", file=sys.stderr)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags, under the names of the field."""
-    default = Speculation()
-    what = parser.add_argument_group("speculation")
-    what.add_argument("--target", help="folder or hub id of the model (default: the embedded one)")
-    what.add_argument(
-        "--head",
-        "--eagle-head-path",
-        help="folder or hub id of its head, or none; auto, the default, takes one that was trained or fetched here, "
-        "the model's own MTP layers or a published head, else n-grams (without --target: the embedded one's)",
-    )
-    add_head_bits(what)
-    what.add_argument("--spec-decode", choices=get_args(Mode), help="what drafts (default: whatever is given)")
-    what.add_argument(
-        "--num-speculative-tokens",
-        "--num-draft-tokens",
-        type=int,
-        metavar="K",
-        help=f"draft tokens a round, the most where the policy adapts; 0 is off (default {default.depth}, or "
-        f"{DEFAULT_TOKENS['fixed']} with --spec-policy fixed and acceptance-ema)",
-    )
-    what.add_argument(
-        "--draft-tree-nodes",
-        type=int,
-        metavar="N",
-        help="draft trees of up to N tokens where they pay; the target must be able to read them (default: chains)",
-    )
-    what.add_argument("--draft-model", metavar="MODEL", help="folder or hub id of a small model of the same tokenizer")
-    what.add_argument("--draft-model-quantize", choices=get_args(Bits), help="quantise the draft model on load")
-    what.add_argument(
-        "--no-ngram",
-        action="store_true",
-        help="a head or draft model alone drafts (default: n-grams do where the text repeats itself and they pay more)",
-    )
-    what.add_argument("--ngram-max", type=int, metavar="N", help="longest n-gram (default 3; 4 beside a model)")
-    what.add_argument("--ngram-min", type=int, metavar="N", help="shortest n-gram (default 1; 2 beside a model)")
-    what.add_argument("--no-ngram-prompt-lookup", action="store_true", help="look in the answer alone")
-    what.add_argument(
-        "--speculative-config",
-        metavar="JSON",
-        help='all in one, as other servers take it: {"method": "eagle3", "model": "...", "num_speculative_tokens": 3}',
-    )
-    how = parser.add_argument_group("how deep to draft")
-    how.add_argument("--spec-policy", choices=get_args(PolicyName), help=f"rule (default {default.policy})")
-    how.add_argument(
-        "--no-prior",
-        action="store_true",
-        help="with --spec-policy throughput: neither begin with what was learnt on this machine before nor keep it",
-    )
-    ema = "with --spec-policy acceptance-ema: "
-    how.add_argument("--disable-by-batch-size", type=int, metavar="N", help=f"{ema}no drafts from N requests on")
-    how.add_argument("--acceptance-rate-threshold", type=float, metavar="R", help=f"{ema}none below R (0.3)")
-    how.add_argument("--acceptance-rate-ema-alpha", type=float, metavar="A", help=f"{ema}weight of a round (0.1)")
-    how.add_argument("--no-adaptive-k", action="store_true", help=f"{ema}all K tokens or none")
-    how.add_argument("--no-dynamic-spec-decode", action="store_true", help=f"{ema}never switch off")
-
-
-def add_head_bits(what: argparse._ArgumentGroup) -> None:
-    what.add_argument(
-        "--head-bits",
-        type=int,
-        choices=get_args(HeadBits),
-        help="quantise the head on load; 16 leaves it as it is (default: 4 or 8 bits where the target has as many)",
-    )
-
-
-def from_arguments(args: argparse.Namespace) -> tuple[str | Path, Speculation]:
-    """The target's name, and how to speculate; with no target named, the embedded one with its head.
-
-    With a target and nothing that drafts, the head is `AUTO`, which `head_choice.load_proposer` looks for.
-
-    Raises ConfigError for flags that cannot be used together.
-    """
-    given: dict[str, Any] = {
-        "mode": args.spec_decode,
-        "head": args.head,
-        "head_bits": args.head_bits,
-        "num_tokens": args.num_speculative_tokens,
-        "tree_nodes": args.draft_tree_nodes,
-        "draft_model": args.draft_model,
-        "draft_bits": args.draft_model_quantize,
-        "ngrams": False if args.no_ngram else None,
-        "ngram_max": args.ngram_max,
-        "ngram_min": args.ngram_min,
-        "prompt_lookup": False if args.no_ngram_prompt_lookup else None,
-        "policy": args.spec_policy,
-        "keep": False if args.no_prior else None,
-        **_ema_settings(args),
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    if args.speculative_config is not None:
-        known = _from_json(args.speculative_config)
-        if clash := sorted(known.keys() & given.keys()):
-            raise ConfigError(f"--speculative-config and a flag of its own both set {', '.join(clash)}; give one")
-        given |= known
-    head, mode = given.pop("head", None), given.get("mode")
-    if head in (None, AUTO) and "draft_model" not in given and mode in (None, *_HEADS):
-        given["head"] = AUTO if args.target is not None or mode == "mtp" else str(embedded("head"))
-    elif head == NO_HEAD and "draft_model" not in given:
-        given.setdefault("mode", "none")
-    elif head not in (None, NO_HEAD):
-        given["head"] = head
-    return args.target or embedded("target"), Speculation(**given)
-
-
-def _ema_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of the acceptance policy; ConfigError where another policy would ignore them."""
-    settings = {
-        "disable_at_rows": args.disable_by_batch_size,
-        "threshold": 0.0 if args.no_dynamic_spec_decode else args.acceptance_rate_threshold,
-        "alpha": args.acceptance_rate_ema_alpha,
-        "adaptive": False if args.no_adaptive_k else None,
-    }
-    if args.spec_policy != "acceptance-ema" and any(value is not None for value in settings.values()):
-        raise ConfigError("flags of the acceptance rate need --spec-policy acceptance-ema; other policies ignore them")
-    return settings
 
 
 def _from_json(text: str) -> dict[str, Any]:

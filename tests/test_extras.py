@@ -103,7 +103,7 @@ def test_a_command_without_its_extra_says_what_to_type(command: str) -> None:
     extra = NEEDS[command]
     ended = run_without(list(EXTRAS[extra].values()), command, "--help")
     assert ended.stderr == (
-        f"{command} needs packages that are not installed ({', '.join(EXTRAS[extra])}): "
+        f"error: {command} needs packages that are not installed ({', '.join(EXTRAS[extra])}): "
         f"type: pip install 'eagle-mlx[{extra}]'\n"
     )
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -112,7 +112,7 @@ def test_a_command_without_its_extra_says_what_to_type(command: str) -> None:
 def test_only_what_is_missing_is_named() -> None:
     ended = run_without(["datasets"], "eagle-train", "--help")
     assert ended.stderr == (
-        "eagle-train needs packages that are not installed (datasets): type: pip install 'eagle-mlx[train]'\n"
+        "error: eagle-train needs packages that are not installed (datasets): type: pip install 'eagle-mlx[train]'\n"
     )
 
 

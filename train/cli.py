@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eagle_mlx.catalog import is_embedded_target
 from eagle_mlx.catalog.head_registry import LEAST, register
+from eagle_mlx.command import Stop, add_flags, arguments, default_text, exit_code, new_parser, shown
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.setting import Setting, argument, flag, settings_of
+from eagle_mlx.setting import Group, Setting, setting, settings_of
 from eagle_mlx.target import Target, fingerprint
 
-from .command import Stop, exit_code
-from .config import NOT_BESIDE_HOURS, SELF, TrainConfig, from_mapping, groups, named_settings
+from .config import NOT_BESIDE_HOURS, SELF, TrainConfig, named_settings
 from .data import data_config, heldout_prompts, make_data, training_data
 from .distributed import SINGLE_PROCESS, World
 from .hours import train_for_hours
@@ -66,32 +66,49 @@ the last state that was saved. A second Ctrl-C stops at once.
 """
 
 
+@dataclass(frozen=True)
+class Start(Group):
+    """What a run begins with, besides its settings."""
+
+    resume: Path | None = setting(
+        None, "continue the run in this folder, with the settings it began with", metavar="DIR"
+    )
+    recipe: str | None = setting(
+        None,
+        "settings for a known model, by the recipe's name or the model's; without NAME the one for --target: "
+        + ", ".join(recipe_names()),
+        bare=OWN_RECIPE,
+    )
+    dry_run: bool = setting(False, "print what the run would read, learn and take, and begin nothing")
+    config_file: Path | None = setting(None, "YAML file with settings", name="config", also=("-c",))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Train and return the exit code: 0, 2 after an error that the user can fix, 130 or 143 when interrupted."""
-    given = list(sys.argv[1:] if argv is None else argv)
+    given = arguments(argv)
     if given[:1] == ["report"]:
         return report_command.main(given[1:])
     args = vars(_parser().parse_args(given))
     print(f"blas: {blas.activate()}", file=sys.stderr)
-    return exit_code(lambda: _main(args))
+    begin = {name: args.pop(name) for name in settings_of(Start) if name in args}
+    return exit_code(lambda: _main(Start.of(**begin), args))
 
 
-def _main(flags: dict[str, Any]) -> None:
-    resume, config_file = flags.pop("resume", None), flags.pop("config_file", None)
-    name, dry = flags.pop("recipe", None), flags.pop("dry_run", False)
-    if resume is not None and (name is not None or dry):
+def _main(start: Start, flags: Mapping[str, Any]) -> None:
+    resume, name = start.resume, start.recipe
+    if resume is not None and (name is not None or start.dry_run):
         raise ConfigError("a resumed run has its own settings: leave --recipe and --dry-run out beside --resume")
-    if dry:
-        print(plan_of(*_new_run(name, config_file, flags)))
+    if start.dry_run:
+        print(plan_of(*_new_run(name, start.config_file, flags)))
         return
     tune_process()
     stop, world = Stop(), World.init()
     with stop.listening():
         if not world.is_rank_zero:
-            config = from_mapping(world.broadcast())
+            config = TrainConfig.of(**world.broadcast())
         elif resume is None:
-            config, _ = _new_run(name, config_file, flags)
-        elif config_file is not None:
+            config, _ = _new_run(name, start.config_file, flags)
+        elif start.config_file is not None:
             raise ConfigError("a resumed run has its own settings: leave -c out beside --resume")
         else:
             config = resumed_config(resume, flags)
@@ -103,7 +120,7 @@ def _main(flags: dict[str, Any]) -> None:
         run(config, stop, resume, world)
 
 
-def _new_run(name: str | None, file: str | None, flags: Mapping[str, Any]) -> tuple[TrainConfig, Recipe | None]:
+def _new_run(name: str | None, file: Path | None, flags: Mapping[str, Any]) -> tuple[TrainConfig, Recipe | None]:
     """The settings of a run that begins, and its recipe; where no data are named the target makes them up.
 
     Raises ConfigError.
@@ -123,7 +140,7 @@ def _new_run(name: str | None, file: str | None, flags: Mapping[str, Any]) -> tu
         fits = recipe_for(target)
         others = f"; data sets for it: --recipe {fits.name}" if fits else ""
         print(f"no --data is given, so {target} makes up conversations (--data self){others}", file=sys.stderr)
-    config = from_mapping(named)
+    config = TrainConfig.of(**named)
     if "self_tokens" in named and not config.data.is_self:
         raise ConfigError("--self-tokens says how much --data self makes up; leave it out beside other data")
     return config, recipe
@@ -179,7 +196,7 @@ def _run(config: TrainConfig, stop: Stop, resume: Path | None, world: World, fol
         run_worker(target, data, config, head, world, stop)
         return None
     config = config if config.data.shards else config.changed(states=data.place)  # a resumed run's as well
-    print("data: " + ", ".join(f"{key} {_show(value)}" for key, value in data.report.items()), file=sys.stderr)
+    print("data: " + ", ".join(f"{key} {shown(value)}" for key, value in data.report.items()), file=sys.stderr)
     return config, train(target, data, prompts, config, head, resume, stop, world, folder), resume, target
 
 
@@ -215,58 +232,24 @@ def _prompts(target: Target, config: TrainConfig, world: World, head: Head | Non
 
 def _parser() -> argparse.ArgumentParser:
     """Every setting as a flag, group by group; only flags that are given are passed on."""
-    parser = argparse.ArgumentParser(
-        prog="eagle-train",
+    parser = new_parser(
+        "eagle-train",
+        _HELP,
         usage="%(prog)s --target MODEL [settings]\n       %(prog)s --resume DIR\n       %(prog)s report DIR [DIR ...]",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument(
-        "--resume", type=Path, metavar="DIR", help="continue the run in this folder, with the settings it began with"
-    )
-    parser.add_argument(
-        "--recipe",
-        nargs="?",
-        const=OWN_RECIPE,
-        metavar="NAME",
-        help="settings for a known model, by the recipe's name or the model's; without NAME the one for --target: "
-        + ", ".join(recipe_names()),
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print what the run would read, learn and take, and begin nothing"
-    )
-    parser.add_argument("-c", "--config", dest="config_file", metavar="FILE", help="YAML file with settings")
-    for title, group in groups().items():
-        flags = parser.add_argument_group(title, inspect.getdoc(group))
-        for known in settings_of(group).values():
-            flags.add_argument(flag(known.name), dest=known.name, help=_help_of(known), **argument(known))
+    add_flags(parser, Start)
+    add_flags(parser, TrainConfig, _default)
     return parser
 
 
-def _help_of(known: Setting) -> str:
-    text, shown = known.help.replace("%", "%%"), _default(known.name, known.default)
-    return f"{text} (default: {shown})" if shown else text
-
-
-def _default(name: str, value: Any) -> str:
+def _default(known: Setting) -> str:
     """What a flag's help says of its default; kind by kind where it depends on that."""
-    if value is False:
-        return ""
-    by_kind = {kind.name: kind.defaults[name] for kind in KINDS.values() if name in kind.defaults}
+    by_kind = {kind.name: kind.defaults[known.name] for kind in KINDS.values() if known.name in kind.defaults}
     if not by_kind:
-        return _show(value)
+        return default_text(known)
     if len(set(by_kind.values())) == 1 and len(by_kind) == len(KINDS):
-        return _show(next(iter(by_kind.values())))
-    return ", ".join(f"{_show(own)} for {kind}" for kind, own in by_kind.items())
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, tuple):
-        return " ".join(map(_show, value))
-    if isinstance(value, float):
-        return f"{value:g}"
-    return f"{value:,}" if type(value) is int and value > 9999 else str(value)
+        return shown(next(iter(by_kind.values())))
+    return ", ".join(f"{shown(own)} for {kind}" for kind, own in by_kind.items())
 
 
 if __name__ == "__main__":

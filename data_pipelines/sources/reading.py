@@ -25,7 +25,8 @@ from .spec import Source, parse
 
 T = TypeVar("T")
 
-SPLITS = ("train", "heldout", "all")
+Split = Literal["train", "heldout", "all"]
+SPLITS = get_args(Split)
 BLOCK = 10_000
 """Rows of a stream that are held at once to be shuffled."""
 

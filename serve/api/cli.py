@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import math
@@ -10,20 +9,22 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
-from eagle_mlx.errors import ConfigError, EagleError
+from eagle_mlx.command import exit_code, read
+from eagle_mlx.errors import ConfigError
 from eagle_mlx.memory import gb
+from eagle_mlx.setting import ABOVE_0, AT_LEAST_0, FINITE, GIGABYTES, SECONDS_OR_0, Group, flag, setting, settings_of
 
-from ..memory import bytes_of
+from ..options import bytes_of
 from .app import create_app
 from .guard import check_trusted, is_loopback
 from .limits import Limits
 from .loader import LoadConfig, budget, check, load, several, single
 from .models import Models
-from .options import add_model_arguments, load_config_of, read_models
+from .models_file import read_models
 from .server import Server, listen, run, set_up_log
 from .service import Settings
 
@@ -53,23 +54,130 @@ A request can switch speculation off with "spec_decode": "none", or bound it wit
 says starting, ready or draining; /metrics is for Prometheus. SIGTERM lets requests under way finish, then ends."""
 
 
+@dataclass(frozen=True)
+class PlaceOptions(Group):
+    """Where the server listens, and for whom."""
+
+    host: str = setting("127.0.0.1", "address to listen at; the default is this machine", metavar="HOST")
+    port: int = setting(8000, "0 takes a free one")
+    api_key: str | None = setting(
+        None,
+        "what clients must send; several have spaces between them, and each has a prefix cache of its own "
+        "(default: EAGLE_API_KEY, else nothing)",
+        metavar="KEY",
+    )
+    cache_report: bool = setting(
+        True, "tell clients how many tokens of a prompt came from the prefix cache; without, the counts read 0"
+    )
+    served_model_name: str | None = setting(None, "default: the folder's name or the hub id")
+    allow_origin: tuple[str, ...] = setting((), "let web pages from there in; repeatable", metavar="URL", repeat=True)
+    allowed_host: tuple[str, ...] = setting(
+        (),
+        "a name of this server in requests, beside localhost; repeatable (default: any, at 127.0.0.1 none)",
+        metavar="NAME",
+        repeat=True,
+    )
+    forwarded_allow_ips: str = setting(
+        "",
+        "proxies whose X-Forwarded-For names the client: addresses or networks with commas between them, or * for any "
+        "(default: none)",
+        metavar="LIST",
+    )
+    ignore_unknown_fields: bool = setting(
+        False, "drop fields that are not known, as vLLM and llama.cpp do, where they are refused otherwise"
+    )
+
+
+@dataclass(frozen=True)
+class LimitOptions(Group):
+    """What bounds requests, and all models together."""
+
+    max_queue: int = setting(Limits.queue, "requests that wait for a model; beyond them 429", AT_LEAST_0)
+    max_body_mb: float = setting(Limits.body_bytes / (1 << 20), "of a request; beyond it 413", FINITE, metavar="MB")
+    request_seconds: float | None = setting(
+        None,
+        "for a request, waiting included; then it ends with what it has (default: as long as it takes)",
+        ABOVE_0,
+        metavar="S",
+    )
+    memory_gb: float | None = setting(
+        None,
+        "with --models: weights, keys and values of all that are loaded (default: four fifths of what is free)",
+        GIGABYTES,
+        metavar="GB",
+    )
+    drain_seconds: float = setting(Settings.drain_seconds, "to finish at the end", SECONDS_OR_0, metavar="S")
+
+
+@dataclass(frozen=True)
+class ServeOptions(Group):
+    """A server: its models, where it listens, and its limits."""
+
+    check: bool = setting(False, "decode 16 tokens with and without drafts, compare, end")
+    models: Path | None = setting(
+        None, "serve several models, which this YAML file names; see below for an example", metavar="FILE"
+    )
+    place: PlaceOptions = field(default_factory=PlaceOptions)
+    model: LoadConfig = field(default_factory=LoadConfig)
+    limits: LimitOptions = field(default_factory=LimitOptions)
+
+    def _check(self) -> None:
+        if self.models is None and self.limits.memory_gb is not None:
+            raise ConfigError("--memory-gb is for several models, with --models; a single one is bounded by --kv-gb")
+        if self.models is None:
+            return
+        of_a_model = [(name, known.default) for name, known in settings_of(LoadConfig).items()]
+        for name, default in [*of_a_model, ("served_model_name", None)]:
+            if self.value(name) != default:
+                raise ConfigError(
+                    f"{flag(name)} belongs to a model: write it in {self.models}, under its name or `default`"
+                )
+
+    def configs(self) -> dict[str, LoadConfig]:
+        """What is served, by name. Raises ConfigError for a file of models that cannot be used."""
+        if self.models is None:
+            name = None if self.model.target is None else str(self.model.target)
+            return {self.place.served_model_name or served_name(name): self.model.resolved()}
+        configs = read_models(self.models)
+        if sharded := [name for name, config in configs.items() if config.loading.shard != "none"]:
+            raise ConfigError(f"{self.models}: {sharded[0]} has a shard, which is for a model that is served alone")
+        return configs
+
+    def settings(self) -> Settings:
+        """What all models share. Raises ConfigError for a key or a list of proxies that cannot be used."""
+        place, limits = self.place, self.limits
+        key = place.api_key if place.api_key is not None else os.environ.get("EAGLE_API_KEY")
+        if key is not None and not (key.split() and key.isascii() and key.isprintable()):
+            raise ConfigError(
+                "--api-key (or EAGLE_API_KEY) must be printable ASCII and not empty; spaces stand between several keys"
+            )
+        seconds = math.inf if limits.request_seconds is None else limits.request_seconds
+        body = int(limits.max_body_mb * (1 << 20))
+        return Settings(
+            limits=Limits(body, limits.max_queue, request_seconds=seconds),
+            api_key=key,
+            cache_report=place.cache_report,
+            origins=place.allow_origin,
+            forwarded_allow_ips=check_trusted(place.forwarded_allow_ips),
+            ignore_unknown_fields=place.ignore_unknown_fields,
+            drain_seconds=limits.drain_seconds,
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run eagle-serve; returns the exit status: 0, 1 where --check fails, 2 for an error."""
-    args = _parser().parse_args(argv)
-    try:
-        configs, settings = _configs(args), _settings(args)
-        for config in configs.values():
-            config.options.follow(config.target)
-        if args.check:
-            passed = [_checked(name, config) for name, config in configs.items()]
-            return 0 if all(passed) else 1
-        _serve(configs, settings, args)
-    except EagleError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
+    about = "Serve a model over HTTP, in OpenAI's shapes, with speculative decoding: the same text, sooner."
+    return exit_code(lambda: _run(read(ServeOptions, argv, "eagle-serve", about, EPILOG)))
+
+
+def _run(options: ServeOptions) -> int:
+    configs, settings = options.configs(), options.settings()
+    for config in configs.values():
+        config.loading.follow(config.name)
+    if options.check:
+        passed = [_checked(name, config) for name, config in configs.items()]
+        return 0 if all(passed) else 1
+    _serve(configs, settings, options)
     return 0
 
 
@@ -106,20 +214,20 @@ def _checked(name: str, config: LoadConfig) -> bool:
         loaded.target.close()
 
 
-def _serve(configs: dict[str, LoadConfig], settings: Settings, args: argparse.Namespace) -> None:
-    sock = listen(args.host, args.port)
+def _serve(configs: dict[str, LoadConfig], settings: Settings, options: ServeOptions) -> None:
+    sock = listen(options.place.host, options.place.port)
     with sock:
         is_local = is_loopback(sock.getsockname()[0])
-        settings = replace(settings, hosts=_hosts(sock, args.allowed_host), is_local=is_local)
-        models = _models(configs, settings, args)
+        settings = replace(settings, hosts=_hosts(sock, options.place.allowed_host), is_local=is_local)
+        models = _models(configs, settings, options)
         if settings.api_key is None and not is_local:
-            say(f"note: whoever reaches {args.host} can use this server; an --api-key would keep others out")
+            say(f"note: whoever reaches {options.place.host} can use this server; an --api-key would keep others out")
         run(Server(create_app(models), say, note), sock)
 
 
-def _models(configs: dict[str, LoadConfig], settings: Settings, args: argparse.Namespace) -> Models:
+def _models(configs: dict[str, LoadConfig], settings: Settings, options: ServeOptions) -> Models:
     """The one model, loaded at the start, or those of a file, loaded when they are asked for."""
-    if args.models is None:
+    if options.models is None:
         ((name, config),) = configs.items()
         say(f"model: {name}")
 
@@ -128,7 +236,7 @@ def _models(configs: dict[str, LoadConfig], settings: Settings, args: argparse.N
 
         models = Models(settings, [single(name, config, tell)], at_start=True)
         return models
-    nbytes = budget(bytes_of("--memory-gb", args.memory_gb))
+    nbytes = budget(bytes_of(options.limits.memory_gb))
     sources = several(configs, nbytes, note)
     say(f"models: {', '.join(configs)}; loaded when they are asked for, within {gb(nbytes)}")
     return Models(settings, sources, nbytes)
@@ -139,137 +247,11 @@ def _hosts(sock: socket.socket, named: Sequence[str]) -> tuple[str, ...] | None:
     return tuple(named) if named or is_loopback(sock.getsockname()[0]) else None
 
 
-def _configs(args: argparse.Namespace) -> dict[str, LoadConfig]:
-    """What is served, by name. Raises ConfigError for flags that have no meaning beside --models, or without it."""
-    if args.models is None:
-        if args.memory_gb is not None:
-            raise ConfigError("--memory-gb is for several models, with --models; a single one is bounded by --kv-gb")
-        return {args.served_model_name or served_name(args.target): load_config_of(args)}
-    of_a_model = argparse.ArgumentParser(add_help=False)
-    add_model_arguments(of_a_model)
-    of_a_model.add_argument("--served-model-name")
-    defaults = vars(of_a_model.parse_args([]))
-    if given := [field for field, default in defaults.items() if getattr(args, field) != default]:
-        flag = f"--{given[0].replace('_', '-')}"
-        raise ConfigError(f"{flag} belongs to a model: write it in {args.models}, under its name or `default`")
-    configs = read_models(Path(args.models))
-    if sharded := [name for name, config in configs.items() if config.options.shard != "none"]:
-        raise ConfigError(f"{args.models}: {sharded[0]} has a shard, which is for a model that is served alone")
-    return configs
-
-
-def _settings(args: argparse.Namespace) -> Settings:
-    if not (math.isfinite(args.drain_seconds) and args.drain_seconds >= 0):
-        raise ConfigError(f"--drain-seconds must be at least 0; got {args.drain_seconds}")
-    if not math.isfinite(args.max_body_mb):
-        raise ConfigError(f"--max-body-mb must be a number; got {args.max_body_mb}")
-    key = args.api_key if args.api_key is not None else os.environ.get("EAGLE_API_KEY")
-    if key is not None and not (key.split() and key.isascii() and key.isprintable()):
-        raise ConfigError(
-            "--api-key (or EAGLE_API_KEY) must be printable ASCII and not empty; spaces stand between several keys"
-        )
-    return Settings(
-        limits=Limits(int(args.max_body_mb * (1 << 20)), args.max_queue, request_seconds=args.request_seconds),
-        api_key=key,
-        cache_report=not args.no_cache_report,
-        origins=tuple(args.allow_origin),
-        forwarded_allow_ips=check_trusted(args.forwarded_allow_ips),
-        ignore_unknown_fields=args.ignore_unknown_fields,
-        drain_seconds=args.drain_seconds,
-    )
-
-
 def served_name(target: str | None) -> str:
     """The name of a target for clients: a hub id as it is, a folder by its last part."""
     if target is None:
         return "embedded"
     return Path(target).resolve().name if Path(target).exists() else target
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="eagle-serve",
-        description="Serve a model over HTTP, in OpenAI's shapes, with speculative decoding: the same text, sooner.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--check", action="store_true", help="decode 16 tokens with and without drafts, compare, end")
-    parser.add_argument(
-        "--models", metavar="FILE", help="serve several models, which this YAML file names; see below for an example"
-    )
-    where = parser.add_argument_group("where, and for whom")
-    where.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1, this machine)")
-    where.add_argument("--port", type=int, default=8000, help="default 8000; 0 takes a free one")
-    where.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="what clients must send; several have spaces between them, and each has a prefix cache of its own "
-        "(default: EAGLE_API_KEY, else nothing)",
-    )
-    where.add_argument(
-        "--no-cache-report",
-        action="store_true",
-        help="do not tell clients how many tokens of a prompt came from the prefix cache: the counts read 0",
-    )
-    where.add_argument("--served-model-name", metavar="NAME", help="default: the folder's name or the hub id")
-    where.add_argument(
-        "--allow-origin", action="append", default=[], metavar="URL", help="let web pages from there in; repeatable"
-    )
-    where.add_argument(
-        "--allowed-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a name of this server in requests, beside localhost; repeatable (default: any, at 127.0.0.1 none)",
-    )
-    where.add_argument(
-        "--forwarded-allow-ips",
-        default="",
-        metavar="LIST",
-        help="proxies whose X-Forwarded-For names the client: addresses or networks with commas between them, or * for "
-        "any (default: none)",
-    )
-    where.add_argument(
-        "--ignore-unknown-fields",
-        action="store_true",
-        help="drop fields that are not known, as vLLM and llama.cpp do, where they are refused otherwise",
-    )
-    add_model_arguments(parser)
-    _add_limits(parser)
-    return parser
-
-
-def _add_limits(parser: argparse.ArgumentParser) -> None:
-    """What bounds requests, and all models together."""
-    much = parser.add_argument_group("how much of the server")
-    queue, drain = Limits.queue, Settings.drain_seconds
-    body = Limits.body_bytes / (1 << 20)
-    much.add_argument(
-        "--max-queue",
-        type=int,
-        default=queue,
-        metavar="N",
-        help=f"requests that wait for a model; beyond them 429 (default {queue})",
-    )
-    much.add_argument(
-        "--max-body-mb", type=float, default=body, metavar="MB", help=f"of a request; beyond it 413 (default {body:g})"
-    )
-    much.add_argument(
-        "--request-seconds",
-        type=float,
-        default=Limits.request_seconds,
-        metavar="S",
-        help="for a request, waiting included; then it ends with what it has (default: as long as it takes)",
-    )
-    much.add_argument(
-        "--memory-gb",
-        type=float,
-        metavar="GB",
-        help="with --models: weights, keys and values of all that are loaded (default: four fifths of what is free)",
-    )
-    much.add_argument(
-        "--drain-seconds", type=float, default=drain, metavar="S", help=f"to finish at the end (default {drain:g})"
-    )
 
 
 if __name__ == "__main__":

@@ -6,27 +6,31 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal, Self
 
 import mlx.core as mx
 
 from eagle_mlx import hub, memory
+from eagle_mlx.catalog import embedded
 from eagle_mlx.cpu import blas
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.disk import DiskTier, default_bytes
-from eagle_mlx.engine.prefill import PREFILL_CHUNK, PREFILL_MS
+from eagle_mlx.engine.prefill import LEAST_CHUNK, PREFILL_MS
 from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.formats.tensors import check_length
 from eagle_mlx.memory import gb
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.sampling_params import SamplingParams
+from eagle_mlx.setting import ABOVE_0, AT_LEAST_1, GIGABYTES, GIGABYTES_OR_0, Group, Limit, setting
 from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
 
 from ..bench import compare, tolerance_for
 from ..chat import Volatile
 from ..head_choice import load_proposer
-from ..speculation import AUTO, NO_HEAD, Speculation
+from ..options import MemoryOptions, bytes_of
+from ..speculation import AUTO, NO_HEAD, TARGET_HELP, Speculation
 from .model import Loaded, sampling_defaults
 from .service import Source
 
@@ -36,50 +40,79 @@ _CHECK_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class LoadConfig:
-    """What to load, and how much of it may run. Raises ConfigError for what cannot be."""
+class LoadConfig(Group):
+    """A model to serve, and how much of it may run at once."""
 
-    target: str | Path
-    speculation: Speculation
-    max_batch: int = 8
-    max_context: int | None = None
-    """Tokens of prompt and answer; None for what the model was made for."""
-    prefix_cache_bytes: int | None = None
-    """For the pasts of ended requests; None for a share of what is free behind the weights."""
-    kv_bits: int | None = None
-    """Bits of keys and values, None for the model's own type."""
-    options: TargetOptions = field(default_factory=TargetOptions)
-    kv_bytes: int | None = None
-    """For keys and values, those pasts included; None for a share of what is free behind the weights."""
-    prefill_chunk: int = PREFILL_CHUNK
-    """Tokens of prompts that one forward reads, all requests together."""
-    volatile: Volatile = field(default_factory=Volatile)
-    """What is left out of system prompts."""
-    prefix_cache_dir: Path | None = None
-    """Where past prompts are kept in files too; None for nowhere."""
-    prefix_disk_bytes: int | None = None
-    """For these files; None for a share of the disk."""
-    prefill_ms: float = PREFILL_MS
-    """Milliseconds that reading prompts may hold up requests that decode, each time."""
+    target: str | Path | None = setting(None, TARGET_HELP, metavar="MODEL")
+    speculation: Speculation = field(default_factory=Speculation)
+    max_batch: int = setting(8, "requests that decode at once", AT_LEAST_1)
+    max_context: int | None = setting(
+        None,
+        "tokens of prompt and answer (default: the model's)",
+        Limit(lambda tokens: tokens >= 2, "must hold a prompt and an answer, at least 2; got {}"),
+    )
+    prefill_ms: float = setting(
+        PREFILL_MS,
+        "milliseconds that reading prompts may hold up those that decode, each time; at least "
+        f"{LEAST_CHUNK} tokens are read",
+        ABOVE_0,
+        metavar="MS",
+    )
+    prefix_cache_gb: float | None = setting(
+        None,
+        "of --kv-gb, what past prompts may hold (default: a quarter of what is free after the weights)",
+        GIGABYTES_OR_0,
+        metavar="GB",
+    )
+    prefix_cache_dir: Path | None = setting(
+        None, "keep past prompts there too, for a server that is started again", metavar="DIR"
+    )
+    prefix_disk_gb: float | None = setting(
+        None,
+        "of all files there (default: a tenth of the disk, at most half of what is free on it)",
+        GIGABYTES,
+        metavar="GB",
+    )
+    kv_bits: Literal[4, 8] | None = setting(None, "keep keys and values in so few bits: less memory")
+    volatile: tuple[str, ...] = setting(
+        (),
+        "what else to leave out of system prompts because it changes with every request; repeatable",
+        metavar="REGEX",
+        repeat=True,
+    )
+    keep_volatile: bool = setting(
+        False, "leave in what is known to change with every request, as agents' billing headers do"
+    )
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    loading: TargetOptions = field(default_factory=TargetOptions)
 
-    def __post_init__(self) -> None:
-        if self.max_batch < 1:
-            raise ConfigError(f"--max-batch must be at least 1; got {self.max_batch}")
-        if self.max_context is not None and self.max_context < 2:
-            raise ConfigError(f"--max-context must hold a prompt and an answer, at least 2; got {self.max_context}")
-        if self.prefix_cache_bytes is not None and self.prefix_cache_bytes < 0:
-            raise ConfigError("--prefix-cache-gb must be at least 0")
-        if self.prefix_cache_dir is not None and self.prefix_cache_bytes == 0:
+    def _check(self) -> None:
+        self.left_out()
+        if self.prefix_cache_dir is not None and self.prefix_cache_gb == 0:
             raise ConfigError(
                 "--prefix-cache-dir keeps what the prefix cache has, and --prefix-cache-gb 0 leaves it nothing; "
                 "leave one of them out"
             )
-        if self.prefix_cache_dir is not None and self.options.shard != "none":
+        if self.prefix_cache_dir is not None and self.loading.shard != "none":
             raise ConfigError("--prefix-cache-dir does not go with --shard: a rank's files would hold its part alone")
-        if self.prefix_disk_bytes is not None and self.prefix_cache_dir is None:
+        if self.prefix_disk_gb is not None and self.prefix_cache_dir is None:
             raise ConfigError(
                 "--prefix-disk-gb bounds the files in --prefix-cache-dir, which is missing; name a folder"
             )
+
+    def left_out(self) -> Volatile:
+        """What is left out of system prompts. Raises ConfigError for a pattern that is none."""
+        return Volatile.of(self.volatile, not self.keep_volatile)
+
+    def resolved(self) -> Self:
+        """The same with the names that are meant: of the embedded target, and of the head that goes with it."""
+        target, speculation = self.speculation.for_target(None if self.target is None else str(self.target))
+        return replace(self, target=target, speculation=speculation)
+
+    @property
+    def name(self) -> str | Path:
+        """The target's name."""
+        return embedded("target") if self.target is None else self.target
 
 
 def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
@@ -88,29 +121,30 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     Raises an EagleError that says what is wrong.
     """
     target = load_target(config)
-    speculation, proposer = load_proposer(config.speculation, target, config.target, say)
-    config.options.wire_active()
+    speculation, proposer = load_proposer(config.speculation, target, config.name, say)
+    config.loading.wire_active()
     config = replace(config, speculation=speculation)
     _try_out(target, proposer, speculation.depth)
     policy = speculation.make_policy()
-    prefixes = config.prefix_cache_bytes
+    prefixes = bytes_of(config.prefix_cache_gb)
     engine = Engine(
         target,
         proposer,
         policy=policy,
         max_batch=config.max_batch,
-        prefill_chunk=config.prefill_chunk,
+        prefill_chunk=config.memory.prefill_chunk,
         prefix_cache_bytes=memory.prefix_cache_bytes(target.free_memory) if prefixes is None else prefixes,
         kv_bits=config.kv_bits,
-        kv_bytes=config.kv_bytes,
+        kv_bytes=config.memory.kv_bytes,
         prefill_ms=config.prefill_ms,
     )
     if config.prefix_cache_dir is not None and engine.prefixes is not None:
-        limit = config.prefix_disk_bytes or default_bytes(config.prefix_cache_dir)
-        engine.prefixes.disk = DiskTier(config.prefix_cache_dir, limit, target, proposer, config.kv_bits)
+        folder = config.prefix_cache_dir.expanduser()
+        limit = bytes_of(config.prefix_disk_gb) or default_bytes(folder)
+        engine.prefixes.disk = DiskTier(folder, limit, target, proposer, config.kv_bits)
     drafts = speculation.max_depth if proposer is not None else 0
     name = proposer.name if proposer is not None else "none"
-    loaded = Loaded(engine, name, drafts, sampling_defaults(config.target), speculation.prior(engine), config.volatile)
+    loaded = Loaded(engine, name, drafts, sampling_defaults(config.name), speculation.prior(engine), config.left_out())
     with suppress(ConfigError):  # requests that want a grammar are told why there is none
         loaded.grammars.start()
     for line in _description(config, loaded):
@@ -120,13 +154,13 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
 
 def load_target(config: LoadConfig, lazy: bool = False) -> Target:
     """Load the target; with `lazy`, read only the headers of its weights. Raises EagleError if it cannot be served."""
-    target = config.options.load(config.target, lazy=lazy)
+    target = config.loading.load(config.name, lazy=lazy)
     if target.tokenizer is None:
-        raise TargetError(f"{config.target} has no tokenizer, so it cannot be served")
+        raise TargetError(f"{config.name} has no tokenizer, so it cannot be served")
     if config.max_context is not None:
         if config.max_context > target.context_length:
             raise ConfigError(
-                f"--max-context {config.max_context} is more than the {target.context_length} tokens of {config.target}"
+                f"--max-context {config.max_context} is more than the {target.context_length} tokens of {config.name}"
             )
         target.context_length = config.max_context
     return target
@@ -210,7 +244,7 @@ def several(configs: Mapping[str, LoadConfig], nbytes: int, say: Say) -> list[So
     this machine and would not fit if it were alone.
     """
     for name, config in configs.items():
-        if Path(config.target).is_dir() and (needed := _sized(config, nbytes, len(configs))[1]) > nbytes:
+        if Path(config.name).is_dir() and (needed := _sized(config, nbytes, len(configs))[1]) > nbytes:
             raise ConfigError(
                 f"model {name!r} takes {gb(needed)} with its keys and values, but there are {gb(nbytes)} for all "
                 "models; give more with --memory-gb, or leave it out"
@@ -240,8 +274,8 @@ def _sized(config: LoadConfig, nbytes: int, count: int) -> tuple[LoadConfig, int
     """The config with bytes for keys and values, and what the model takes with them. Fetches what is not here."""
     weights = weights_bytes(config)
     share = max(1, min(nbytes // 2 // count, nbytes - weights))
-    kv = share if config.kv_bytes is None else config.kv_bytes
-    return replace(config, kv_bytes=kv), weights + kv
+    kv = share if config.memory.kv_bytes is None else config.memory.kv_bytes
+    return config.changed(kv_gb=kv / 1e9), weights + kv
 
 
 def weights_bytes(config: LoadConfig) -> int:
@@ -273,8 +307,8 @@ def _folders(config: LoadConfig) -> list[Path]:
     """The folders of the target, and of the head or draft model that is named. Fetches what is not here."""
     speculation = config.speculation
     head = None if speculation.head in (AUTO, NO_HEAD) else speculation.head
-    named = [config.target, *(place for place in (head, speculation.draft_model) if place is not None)]
-    return [hub.resolve(place, config.options.trust_remote_code) for place in named]
+    named = [config.name, *(place for place in (head, speculation.draft_model) if place is not None)]
+    return [hub.resolve(place, config.loading.trust_remote_code) for place in named]
 
 
 def _weights(folder: Path) -> list[Path]:

@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import cast, get_args
+from typing import Literal, get_args
 
 from eagle_mlx import hub
 from eagle_mlx.catalog import embedded
+from eagle_mlx.command import arguments, exit_code, read
 from eagle_mlx.cpu import blas
-from eagle_mlx.errors import ConfigError, EagleError
+from eagle_mlx.errors import ConfigError
 from eagle_mlx.extras import require
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import described, in_dtype, quantization_of, quantize_for
 from eagle_mlx.machine import describe
+from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, Group, setting
 from eagle_mlx.target import Target, load_target
-from eagle_mlx.target_options import add_target_arguments, options_of
+from eagle_mlx.target_options import TargetOptions
 
 from ..head_choice import usable_heads
-from ..memory import add_kv_gb, add_prefill_chunk, bytes_of, prefill_chunk_of
+from ..options import MemoryOptions
 from ..prompts import read_questions
 from ..speculation import (
     AUTO,
     DEFAULT_TOKENS,
+    HEAD_BITS,
     NO_HEAD,
+    TARGET_HELP,
+    HeadBits,
     PolicyName,
-    add_head_bits,
     load_quantized,
     warn_of_head,
 )
@@ -39,7 +43,7 @@ from .decoding import ModeName
 from .dialogue import behind_filler, dialogues
 from .identity import tolerance_for
 from .measure import BenchConfig, measure, type_name
-from .modes import DEFAULT_MODES, MODE_NAMES, NEEDS, USE_HEAD, EngineMode, Models, build_modes, random_head
+from .modes import DEFAULT_MODES, NEEDS, USE_HEAD, EngineMode, Models, build_modes, random_head
 from .report import Run
 
 EPILOG = """\
@@ -61,190 +65,131 @@ tie may come in another order, so its text may differ; that does not change the 
 log probability, EAGLE-MLX the largest logit: if a 16-bit model is unsure, rounding the former can make a tie."""
 
 
+@dataclass(frozen=True)
+class BenchOptions(Group):
+    """What to measure, and on what."""
+
+    target: str | None = setting(None, TARGET_HELP, metavar="MODEL")
+    head: str | None = setting(
+        None, "folder or hub id of its head; auto, the default, as in eagle-serve; none; random: the worst there is"
+    )
+    head_bits: HeadBits | None = setting(None, HEAD_BITS)
+    draft_model: str | None = setting(None, "folder or hub id of a small model of the same tokenizer", metavar="MODEL")
+    modes: tuple[ModeName, ...] | None = setting(None, f"default: all for which there are models, but {STOCK}")
+    batch: tuple[int, ...] = setting((1,), "rows at once", AT_LEAST_1)
+    depth: tuple[int, ...] | None = setting(
+        None,
+        "draft tokens a round, the most where the policy adapts (default: 4, with --policy throughput alone 8)",
+        AT_LEAST_1,
+        metavar="K",
+    )
+    nodes: tuple[int, ...] = setting(
+        (0,), "tokens of a draft tree that is at most K deep; 0 for chains; --nodes 0 16 compares both"
+    )
+    policy: tuple[PolicyName, ...] = setting(("fixed",), "what decides how many of K are drafted; fixed: all")
+    temperature: tuple[float, ...] = setting((BenchConfig.temperature,), "0 is greedy", metavar="T")
+    acceptance: Literal["coupled", "rejection"] = setting(BenchConfig.acceptance, "of sampled drafts")
+    prompts: Path | None = setting(None, "jsonl of `messages`, `prompt` or `turns` rows (default: held-out functions)")
+    limit: int = setting(100, "prompts to take, evenly of all categories", AT_LEAST_1)
+    filler: int | None = setting(
+        None,
+        "put N tokens of text before each prompt, another text each: what a long context does to drafting",
+        AT_LEAST_1,
+    )
+    max_tokens: int = setting(BenchConfig.max_tokens, "new tokens each", AT_LEAST_1)
+    ignore_eos: bool = setting(False, "let every continuation be --max-tokens long")
+    repeats: int = setting(BenchConfig.repeats, "times that each is measured", AT_LEAST_1)
+    turn: int = setting(
+        BenchConfig.turn,
+        "let the modes change over after every N tokens a row rather than after whole prompts, where a machine's speed "
+        "varies; mlx-lm-batch has one long turn",
+        AT_LEAST_0,
+        shown="",
+    )
+    seed: int = setting(BenchConfig.seed, "of the first prompt when sampling")
+    least_distinct: float = setting(
+        BenchConfig.least_distinct, "leave out continuations with a smaller share of distinct 4-grams", metavar="R"
+    )
+    tolerance: float | None = setting(
+        None, "excuse a first difference where the two best logits are closer than this (default: by the model's type)"
+    )
+    prior: bool = setting(
+        False,
+        "with --policy throughput: begin with what was learnt on this machine before, and keep what is learnt",
+    )
+    json: Path | None = setting(None, "write the figures")
+    plot: Path | None = setting(None, "draw them; trees of several sizes as curves", metavar="FILE.png")
+    quiet: bool = setting(False, "no progress bars")
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    loading: TargetOptions = field(default_factory=TargetOptions)
+
+    def configs(self) -> list[BenchConfig]:
+        """How to measure, at each temperature."""
+        same = {each.name: getattr(self, each.name) for each in fields(BenchConfig) if each.name != "temperature"}
+        return [BenchConfig(temperature=temperature, **same) for temperature in self.temperature]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run eagle-bench; returns the exit status: 0, 1 where a text differs, 2 for an error, 130 when interrupted."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    args = _parser().parse_args(given)
-    try:
-        return _bench(args, shlex.join(["eagle-bench", *given]))
-    except EagleError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    given = arguments(argv)
+    about = "Measure tokens/s, acceptance and identity of speculative decoding against plain decoding."
+    command = shlex.join(["eagle-bench", *given])
+    return exit_code(lambda: _bench(read(BenchOptions, given, "eagle-bench", about, EPILOG), command))
 
 
-def _parser() -> argparse.ArgumentParser:
-    default = BenchConfig()
-    parser = argparse.ArgumentParser(
-        prog="eagle-bench",
-        description="Measure tokens/s, acceptance and identity of speculative decoding against plain decoding.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    _add_what(parser.add_argument_group("what to measure"), default)
-    _add_how(parser.add_argument_group("on what"), default)
-    add_target_arguments(parser)
-    out = parser.add_argument_group("output")
-    out.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them; trees of several sizes as curves")
-    out.add_argument("--quiet", action="store_true", help="no progress bars")
-    return parser
-
-
-def _add_what(what: argparse._ArgumentGroup, default: BenchConfig) -> None:
-    what.add_argument("--target", help="folder or hub id of the model (default: the embedded one)")
-    what.add_argument(
-        "--head",
-        help="folder or hub id of its head; auto, the default, as in eagle-serve; none; random: the worst there is",
-    )
-    add_head_bits(what)
-    what.add_argument("--draft-model", metavar="MODEL", help="folder or hub id of a small model of the same tokenizer")
-    what.add_argument(
-        "--modes", nargs="+", choices=MODE_NAMES, help=f"default: all for which there are models, but {STOCK}"
-    )
-    what.add_argument("--batch", type=_positive, nargs="+", default=[1], metavar="N", help="rows at once (default 1)")
-    what.add_argument(
-        "--depth",
-        type=_positive,
-        nargs="+",
-        metavar="K",
-        help="draft tokens a round, the most where the policy adapts (default 4, with --policy throughput alone 8)",
-    )
-    what.add_argument(
-        "--nodes",
-        type=int,
-        nargs="+",
-        default=[0],
-        metavar="N",
-        help="tokens of a draft tree that is at most K deep; 0 for chains (default 0); --nodes 0 16 compares both",
-    )
-    what.add_argument(
-        "--policy",
-        nargs="+",
-        choices=get_args(PolicyName),
-        default=["fixed"],
-        help="what decides how many of K are drafted (default fixed: all)",
-    )
-    what.add_argument(
-        "--temperature", type=float, nargs="+", default=[default.temperature], metavar="T", help="default 0, greedy"
-    )
-    what.add_argument(
-        "--acceptance", choices=("coupled", "rejection"), default=default.acceptance, help="of sampled drafts (coupled)"
-    )
-
-
-def _add_how(how: argparse._ArgumentGroup, default: BenchConfig) -> None:
-    how.add_argument(
-        "--prompts", type=Path, help="jsonl of `messages`, `prompt` or `turns` rows (default: held-out functions)"
-    )
-    add_prefill_chunk(how)
-    add_kv_gb(how)
-    how.add_argument(
-        "--limit", type=_positive, default=100, help="prompts to take, evenly of all categories (default 100)"
-    )
-    how.add_argument(
-        "--filler",
-        type=_positive,
-        metavar="N",
-        help="put N tokens of text before each prompt, another text each: what a long context does to drafting",
-    )
-    how.add_argument(
-        "--max-tokens",
-        type=_positive,
-        default=default.max_tokens,
-        help=f"new tokens each (default {default.max_tokens})",
-    )
-    how.add_argument("--ignore-eos", action="store_true", help="let every continuation be --max-tokens long")
-    how.add_argument("--repeats", type=_positive, default=default.repeats, help=f"default {default.repeats}")
-    how.add_argument(
-        "--turn",
-        type=_positive,
-        default=default.turn,
-        metavar="N",
-        help="let the modes change over after every N tokens a row rather than after whole prompts, where a machine's "
-        "speed varies; mlx-lm-batch has one long turn",
-    )
-    how.add_argument("--seed", type=int, default=default.seed, help="of the first prompt when sampling (default 0)")
-    how.add_argument(
-        "--least-distinct",
-        type=float,
-        default=default.least_distinct,
-        metavar="R",
-        help=f"leave out continuations with a smaller share of distinct 4-grams (default {default.least_distinct})",
-    )
-    how.add_argument(
-        "--tolerance", type=float, help="excuse a first difference where the two best logits are closer than this"
-    )
-    how.add_argument(
-        "--prior",
-        action="store_true",
-        help="with --policy throughput: begin with what was learnt on this machine before, and keep what is learnt",
-    )
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def _bench(args: argparse.Namespace, command: str) -> int:
-    if args.plot is not None:
+def _bench(options: BenchOptions, command: str) -> int:
+    if options.plot is not None:
         require("eagle-bench --plot", "train", "matplotlib")
-    options, name = options_of(args), args.target or embedded("target")
-    options.follow(name)
+    loading, name = options.loading, options.target or embedded("target")
+    loading.follow(name)
     print(f"blas: {blas.activate()}")
-    for path in (args.json, args.plot):
+    for path in (options.json, options.plot):
         if path is not None:
             report.check_writable(path)
-    chunk, kv_bytes = prefill_chunk_of(args), bytes_of("--kv-gb", args.kv_gb)
-    modes, head_name = _modes(args)
-    target = options.load(name)
-    head = _head(head_name, target, args.head_bits)
-    draft = load_target(args.draft_model) if args.draft_model is not None else None
-    options.wire_active()
-    configs = [_config(args, temperature) for temperature in args.temperature]
-    questions = read_questions(args.prompts or embedded("prompts.jsonl"), args.limit)
-    if args.filler is not None:
-        questions = behind_filler(questions, target, args.filler)
-    prompts = dialogues(questions, target, args.max_tokens)
+    modes, head_name = _modes(options)
+    target = loading.load(name)
+    head = _head(head_name, target, options.head_bits)
+    draft = load_target(options.draft_model) if options.draft_model is not None else None
+    loading.wire_active()
+    questions = read_questions(options.prompts or embedded("prompts.jsonl"), options.limit)
+    if options.filler is not None:
+        questions = behind_filler(questions, target, options.filler)
+    prompts = dialogues(questions, target, options.max_tokens)
     machine = describe()
     which = "none" if head is None else f"{head_name}, {described(head)}"
     print(f"machine: {machine}\ntarget: {target.name}\nhead: {which}")
     if draft is not None:
         print(f"draft model: {draft.name}")
-    args.depth = args.depth or [min(DEFAULT_TOKENS[policy] for policy in args.policy)]
+    depth = options.depth or (min(DEFAULT_TOKENS[policy] for policy in options.policy),)
     runs: list[Run] = []
-    stock = StockModel.load(name, options.adapter_path or None, options.trust_remote_code) if STOCK in modes else None
-    models = Models(target, head, draft, kv_bytes, chunk, args.prior, stock)
-    for config in configs:
-        built = build_modes(models, modes, args.batch, args.depth, args.policy, args.nodes)
-        runs += measure(target, built, prompts, config, progress=not args.quiet)
+    stock = StockModel.load(name, loading.adapter_path or None, loading.trust_remote_code) if STOCK in modes else None
+    models = Models(target, head, draft, options.memory.kv_bytes, options.memory.prefill_chunk, options.prior, stock)
+    for config in options.configs():
+        built = build_modes(models, modes, options.batch, depth, options.policy, options.nodes)
+        runs += measure(target, built, prompts, config, progress=not options.quiet)
         for mode in built:
             if isinstance(mode, EngineMode) and mode.prior is not None:
                 mode.prior.save()
-    tolerance = tolerance_for(target) if args.tolerance is None else args.tolerance
-    print(f"\n{report.table(runs)}\n\n{report.by_category(runs)}{report.footnote(runs, args.max_tokens, tolerance)}")
+    tolerance = tolerance_for(target) if options.tolerance is None else options.tolerance
+    print(f"\n{report.table(runs)}\n\n{report.by_category(runs)}{report.footnote(runs, options.max_tokens, tolerance)}")
     extra: dict[str, object] = {
         "command": command,
         "eagle_mlx": version("eagle-mlx"),
-        "prompts": str(args.prompts or embedded("prompts.jsonl")),
+        "prompts": str(options.prompts or embedded("prompts.jsonl")),
         "head_sha256": _digest(head_name),
         "head_quantization": quantization_of(head) if head is not None else None,
-        "filler": args.filler or 0,
-        "max_tokens": args.max_tokens,
-        "acceptance": args.acceptance,
-        "repeats": args.repeats,
-        "turn": args.turn,
+        "filler": options.filler or 0,
+        "max_tokens": options.max_tokens,
+        "acceptance": options.acceptance,
+        "repeats": options.repeats,
+        "turn": options.turn,
         "tolerance": tolerance,
     }
-    if args.json is not None:
+    if options.json is not None:
         head_text = str(head_name) if head_name is not None else None
-        report.write_json(report.document(target.name, head_text, machine, runs, **extra), args.json)
-    if args.plot is not None:
-        report.plot(runs, args.plot)
+        report.write_json(report.document(target.name, head_text, machine, runs, **extra), options.json)
+    if options.plot is not None:
+        report.plot(runs, options.plot)
     own = type_name(target.dtype)
     return 1 if any(run.identical is False and run.dtype == own for run in runs) else 0
 
@@ -269,50 +214,36 @@ def _digest(name: str | Path | None) -> str | None:
     return None if name is None or name == "random" else hub.weights_digest(hub.resolve(name))
 
 
-def _modes(args: argparse.Namespace) -> tuple[list[ModeName], str | Path | None]:
+def _modes(options: BenchOptions) -> tuple[list[ModeName], str | Path | None]:
     """The modes to run and the head that they need, None where they need none."""
-    head = _head_name(args)
-    given = {"--head": head is not None, "--draft-model": args.draft_model is not None}
+    head = _head_name(options)
+    given = {"--head": head is not None, "--draft-model": options.draft_model is not None}
     given["--head or --draft-model"] = any(given.values())
-    if args.modes is None:
+    if options.modes is None:
         if head is None:
             print("no head for this target: leaving out mode eagle")
         modes = [name for name in DEFAULT_MODES if name not in NEEDS or given[NEEDS[name]]]
-        modes = [name for name in modes if args.shard == "none" or not name.startswith(MLX_LM)]
+        modes = [name for name in modes if options.loading.shard == "none" or not name.startswith(MLX_LM)]
     else:
-        modes = cast("list[ModeName]", list(args.modes))
+        modes = list(options.modes)
     for name in modes:
         if name in NEEDS and not given[NEEDS[name]]:
             raise ConfigError(f"mode {name} needs {NEEDS[name]}; give it, or leave {name} out of --modes")
-        if args.shard != "none" and name.startswith(MLX_LM):
+        if options.loading.shard != "none" and name.startswith(MLX_LM):
             raise ConfigError(f"mode {name} does not go with --shard: mlx-lm would run a part of the target alone")
     return modes, head if not set(modes).isdisjoint(USE_HEAD) else None
 
 
-def _head_name(args: argparse.Namespace) -> str | Path | None:
+def _head_name(options: BenchOptions) -> str | Path | None:
     """The head that is named, the embedded one, or the first that is found; None where no mode needs one."""
-    if args.head not in (None, AUTO) or set(args.modes or MODE_NAMES).isdisjoint(USE_HEAD):
-        return None if args.head in (AUTO, NO_HEAD) else args.head
-    if args.target is None:
+    if options.head not in (None, AUTO) or set(options.modes or get_args(ModeName)).isdisjoint(USE_HEAD):
+        return None if options.head in (AUTO, NO_HEAD) else options.head
+    if options.target is None:
         return embedded("head")
-    found = next(usable_heads(args.target, print), None)
+    found = next(usable_heads(options.target, print), None)
     if found is not None:
         print(f"head: {found.reason}")
     return found.head if found is not None else None
-
-
-def _config(args: argparse.Namespace, temperature: float) -> BenchConfig:
-    return BenchConfig(
-        max_tokens=args.max_tokens,
-        temperature=temperature,
-        repeats=args.repeats,
-        seed=args.seed,
-        least_distinct=args.least_distinct,
-        ignore_eos=args.ignore_eos,
-        acceptance=args.acceptance,
-        tolerance=args.tolerance,
-        turn=args.turn,
-    )
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def test_collect_reads_a_mix_with_mapped_fields_and_leaves_out_what_cannot_be_us
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--num-speculative-tokens", "-1"], "--num-speculative-tokens must be at least 0; got -1"),
+        (["--num-speculative-tokens", "-1"], "--num-speculative-tokens must be at least 0, not -1"),
         (["--head", "/nowhere/head"], "there is no folder /nowhere/head"),
         (["--temperature", "-1"], "temperature must be"),
         (["--split", "heldout"], "nothing to answer in"),

@@ -54,4 +54,4 @@ def test_none_at_all_is_refused(command: Any, folder: str, capsys: pytest.Captur
     """Before anything is loaded."""
     what = ["x"] if command is generate else []
     assert command([*what, "--target", "nowhere", "--prefill-chunk", "0"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == "error: --prefill-chunk must be at least 1; got 0"
+    assert capsys.readouterr().err.splitlines()[-1] == "error: --prefill-chunk must be at least 1, not 0"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 from dataclasses import replace
@@ -14,21 +13,20 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx.catalog import embedded
+from eagle_mlx.command import read
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.heads.mtp import save_mtp
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, ThroughputPolicy
 from eagle_mlx.policy.throughput import levels_for
 from eagle_mlx.proposers.hybrid import model_of
-from eagle_mlx.serve.speculation import AUTO, Speculation, add_arguments, from_arguments, quantize
+from eagle_mlx.serve.speculation import AUTO, Speculation, quantize
 from tests.eagle_mlx.heads import mtp
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
 
 def parse(line: str) -> Speculation:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return from_arguments(parser.parse_args(["--target", "T", *shlex.split(line)]))[1]
+    return read(Speculation, shlex.split(line), "test", "").for_target("T")[1]
 
 
 @pytest.mark.parametrize(
@@ -68,12 +66,10 @@ def test_a_head_is_looked_for_where_nothing_else_drafts(line: str, head: str | N
 
 
 def test_without_a_target_the_embedded_one_has_its_own_head() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
     for line in ("", "--spec-decode eagle", "--head auto"):
-        target, speculation = from_arguments(parser.parse_args(shlex.split(line)))
+        target, speculation = read(Speculation, shlex.split(line), "test", "").for_target(None)
         assert (target, speculation.head) == (embedded("target"), str(embedded("head")))
-    assert from_arguments(parser.parse_args(["--head", "none"]))[1].resolved_mode() == "none"
+    assert Speculation(head="none").for_target(None)[1].resolved_mode() == "none"
 
 
 @pytest.mark.parametrize(
@@ -201,9 +197,7 @@ def test_a_head_drafts_as_what_it_is(tmp_path: Path) -> None:
 
 
 def test_head_bits_are_of_the_included_head_too() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    _, speculation = from_arguments(parser.parse_args(["--head-bits", "8"]))
+    _, speculation = read(Speculation, ["--head-bits", "8"], "test", "").for_target(None)
     assert speculation.head is not None
     assert speculation.head_bits == 8
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ import mlx_lm
 import pytest
 
 import eagle_mlx as em
+from eagle_mlx.command import read
 from eagle_mlx.data_pipelines.cli import main as data
 from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.heads.eagle3 import save_eagle3
@@ -22,7 +22,7 @@ from eagle_mlx.serve.chat import ChatFormat
 from eagle_mlx.serve.generate import main as generate
 from eagle_mlx.serve.prompts import Prompt, encode
 from eagle_mlx.target import fingerprint
-from eagle_mlx.target_options import TargetOptions, add_target_arguments, options_of
+from eagle_mlx.target_options import TargetOptions
 from tests.fakes import tiny_adapters, tiny_head, tiny_target_folder
 
 CHAT = [{"role": "user", "content": "def f(x):"}]
@@ -36,9 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def options(line: str) -> TargetOptions:
-    parser = argparse.ArgumentParser()
-    add_target_arguments(parser)
-    return options_of(parser.parse_args(shlex.split(line)))
+    return read(TargetOptions, shlex.split(line), "test", "")
 
 
 def greedy_of_mlx_lm(target: Path, adapter: Path | None, prompt: Sequence[int], count: int) -> list[int]:

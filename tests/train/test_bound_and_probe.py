@@ -15,7 +15,7 @@ from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.memory import device_memory
 from eagle_mlx.target import load_target
 from eagle_mlx.train.cli import main
-from eagle_mlx.train.config import TrainConfig, from_mapping
+from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.kinds import KINDS, resolved
 from eagle_mlx.train.plan import bound
 from eagle_mlx.train.plan.bound import PROGRAM, Bound, bound_of, described_target, parameters_of
@@ -32,7 +32,7 @@ MAC_64 = device_memory(INFO_64) or 0
 
 def described(recipe: str, folder: Path, **changes: Any) -> Bound:
     found = load_recipe(recipe)
-    config = from_mapping({**found.settings, "output": str(folder / "out"), **changes})
+    config = TrainConfig.of(**{**found.settings, "output": str(folder / "out"), **changes})
     return bound_of(config, described_target(config.head.target, found.model))
 
 

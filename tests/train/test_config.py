@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.setting import find, groups_of, settings_of
 from eagle_mlx.train.cli import main
-from eagle_mlx.train.config import TrainConfig, find, flag, from_mapping, groups, load_config, settings_of
+from eagle_mlx.train.config import TrainConfig, flag, load_config
 from eagle_mlx.train.config.groups import DataConfig, EvaluationConfig
 
 
@@ -27,9 +28,9 @@ def test_flags_go_over_yaml_over_defaults(tmp_path: Path) -> None:
 
 def test_an_unknown_key_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="unknown setting 'unrol'; did you mean 'unroll'"):
-        from_mapping({"unrol": 3})
+        TrainConfig.of(**{"unrol": 3})
     with pytest.raises(ConfigError, match="did you mean 'draft_vocab'"):
-        from_mapping({"draft-vocabulary": 3})
+        TrainConfig.of(**{"draft-vocabulary": 3})
 
 
 @pytest.mark.parametrize(("line", "said"), [("unrol: 3", "unknown setting 'unrol'"), ("rows: 0", "at least 1")])
@@ -67,7 +68,7 @@ def test_what_is_wrong_with_a_file_is_said_of_the_file(tmp_path: Path, line: str
 )
 def test_values_that_cannot_be_used(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        from_mapping(values)
+        TrainConfig.of(**values)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_yaml_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> No
 
 
 def test_every_setting_has_one_name_and_help() -> None:
-    known = [(name, one) for group in groups().values() for name, one in settings_of(group).items()]
+    known = [(name, one) for group in groups_of(TrainConfig).values() for name, one in settings_of(group).items()]
     names = [name for name, _ in known]
     assert len(set(names)) == len(names) == len(TrainConfig().flat())
     assert [name for name, one in known if not one.help or one.name != name] == []
@@ -108,21 +109,21 @@ def test_settings_have_names_of_their_own_over_all_groups() -> None:
     assert (config.data.sources, config.head.kind, config.evaluation.depth) == (("a.jsonl",), "mtp", 2)
     assert config.changed(eval_depth=3).changed(eval_depth=2) == config
     assert (config.value("head"), config.value("eval_data"), flag("eval_data")) == ("mtp", "", "--eval-data")
-    assert find("data")[0] == "data"
+    assert find(TrainConfig, "data").path == ("data", "sources")
     with pytest.raises(ConfigError, match="unknown setting 'depth'; did you mean 'eval_depth'"):
         config.changed(depth=3)
 
 
-@pytest.mark.parametrize("group", groups())
+@pytest.mark.parametrize("group", groups_of(TrainConfig))
 def test_a_group_is_no_key_of_a_file(group: str) -> None:
     with pytest.raises(ConfigError, match="unknown setting|must be"):
-        from_mapping({group: {"rows": 2}})
+        TrainConfig.of(**{group: {"rows": 2}})
 
 
 def test_a_config_comes_back_from_what_is_saved_of_it() -> None:
     config = TrainConfig.of(data=("a", "b"), aux_layers=(1, 2, 3), loss_weights=(1.0, 0.1), minutes=2.0, eval_tokens=9)
     config = config.changed(adapter_path="a", trust_remote_code=True, extra_eos_token=("x",), chat_template_args="{}")
-    assert from_mapping(json.loads(json.dumps(config.flat()))) == config != TrainConfig()
+    assert TrainConfig.of(**json.loads(json.dumps(config.flat()))) == config != TrainConfig()
 
 
 def test_flags_are_settings_with_the_same_defaults(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +131,7 @@ def test_flags_are_settings_with_the_same_defaults(capsys: pytest.CaptureFixture
         main(["--help"])
     shown = capsys.readouterr().out
     *_, own = shown.split("\noptions:\n")
-    at = [own.index(f"\n{group}:\n") for group in groups()]
+    at = [own.index(f"\n{group}:\n") for group in groups_of(TrainConfig)]
     assert at == sorted(at)
     for name in TrainConfig().flat():
         assert re.search(rf"^  {flag(name)}\b", own, re.MULTILINE), name

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from eagle_mlx.command import Stop, Stopped
 from eagle_mlx.formats.tensors import read_tensors, weights_of
 from eagle_mlx.target import Target
 from eagle_mlx.train.cli import main
-from eagle_mlx.train.command import Stop, Stopped
 from eagle_mlx.train.config import TrainConfig, file_type, pass_type
 from eagle_mlx.train.data.batches import Rows
 from eagle_mlx.train.kinds import KINDS, resolved

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_mlx.catalog.head_registry import records_for
+from eagle_mlx.command import Stop, Stopped
 from eagle_mlx.data_pipelines import (
     Limits,
     MakeConfig,
@@ -29,7 +30,6 @@ from eagle_mlx.errors import CheckpointError, ConfigError, DataError
 from eagle_mlx.shards.format import bytes_per_token
 from eagle_mlx.target import Target, fingerprint, load_target
 from eagle_mlx.train.cli import _new_run, main
-from eagle_mlx.train.command import Stop, Stopped
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.evaluation import Evaluator
 from eagle_mlx.train.hours import portions, train_for_hours

@@ -17,7 +17,7 @@ from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.target import Target
-from eagle_mlx.train.config import TrainConfig, from_mapping
+from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Batches, Rows
 from eagle_mlx.train.data.examples import InMemory
 from eagle_mlx.train.data.sources import capture_rows
@@ -37,7 +37,7 @@ SMALL: dict[str, Any] = {"target": "tiny", "rows": 4, "length": 32, "lr": 3e-3, 
 
 
 def config_of(name: str, **more: Any) -> TrainConfig:
-    return resolved(from_mapping({**SMALL, "head": name, **more}))
+    return resolved(TrainConfig.of(**{**SMALL, "head": name, **more}))
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +267,7 @@ def test_a_quantised_target(name: str) -> None:
 )
 def test_settings_of_another_kind_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolved(from_mapping(values))
+        resolved(TrainConfig.of(**values))
 
 
 def test_what_is_left_open_is_the_kind_s_own() -> None:

@@ -16,7 +16,7 @@ from eagle_mlx.data_pipelines import capture
 from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.hidden_states import Example
 from eagle_mlx.target import Target
-from eagle_mlx.train.config import TrainConfig, from_mapping
+from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import TrainData
 from eagle_mlx.train.data.examples import InMemory
 from eagle_mlx.train.kinds import resolved
@@ -35,7 +35,7 @@ def target() -> Target:
 
 
 def config_of(**more: Any) -> TrainConfig:
-    return resolved(from_mapping({"target": "tiny", "rows": 4, "length": 32, "lanes": 1, **more}))
+    return resolved(TrainConfig.of(**{"target": "tiny", "rows": 4, "length": 32, "lanes": 1, **more}))
 
 
 @pytest.fixture(scope="module")

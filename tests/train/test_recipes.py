@@ -15,7 +15,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads.precision import quantize
 from eagle_mlx.train.cli import _new_run, _parser, main
-from eagle_mlx.train.config import from_mapping, load_config
+from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.kinds import KINDS, resolved
 from eagle_mlx.train.plan.bound import FLOAT, bound_of, described_target, parameters_of
 from eagle_mlx.train.plan.dry_run import as_text, assumed
@@ -58,7 +58,7 @@ def test_every_recipe_is_known() -> None:
 @pytest.mark.parametrize("name", sorted(BILLIONS))
 def test_a_recipe_makes_a_plan(name: str) -> None:
     recipe = load_recipe(name)
-    config = from_mapping(recipe.settings)
+    config = TrainConfig.of(**recipe.settings)
     found = bound_of(config, described_target(config.head.target, recipe.model))
     parameters = parameters_of(found.target.model)
     assert parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
@@ -226,7 +226,7 @@ def test_recipes_are_packaged() -> None:
 @pytest.mark.parametrize("name", ["qwen3-4b", "qwen3-8b", "llama3.1-8b"])
 def test_the_bytes_of_heads_in_few_bits_are_those_of_the_guide(name: str) -> None:
     recipe = load_recipe(name)
-    target, config = described_target(name, recipe.model), resolved(from_mapping(recipe.settings))
+    target, config = described_target(name, recipe.model), resolved(TrainConfig.of(**recipe.settings))
     whole = bound_of(config, target).weights
     cells = [f"`{name}`", f"{whole / 1e9:.2f} GB"]
     for bits in (16, 8, 4):

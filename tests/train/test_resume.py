@@ -16,10 +16,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from eagle_mlx.command import Stop, Stopped
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.heads import load_head
 from eagle_mlx.train.cli import main
-from eagle_mlx.train.command import Stop, Stopped
 from eagle_mlx.train.run import state
 from tests.full import in_full
 
@@ -234,7 +234,7 @@ class Process:
 
 BUSY = """
 import time
-from eagle_mlx.train.command import Stop
+from eagle_mlx.command import Stop
 stop = Stop()
 with stop.listening(), stop.deferred():
     print("busy", flush=True)

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eagle_mlx.command import Stop, Stopped
 from eagle_mlx.data_pipelines import MakeConfig, capture
 from eagle_mlx.data_pipelines.jsonl import PartialFile, partial_path
 from eagle_mlx.target import load_target
 from eagle_mlx.train.cli import _new_run, _parser, main
-from eagle_mlx.train.command import Stop, Stopped
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import InMemory, self_made, sources
 from eagle_mlx.train.data.self_made import states_of_made

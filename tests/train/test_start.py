@@ -20,7 +20,7 @@ from eagle_mlx.heads.mtp.format import quantized
 from eagle_mlx.heads.precision import quantize
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.cli import main
-from eagle_mlx.train.config import TrainConfig, from_mapping
+from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.sources import training_data
 from eagle_mlx.train.evaluation.acceptance import Evaluator
 from eagle_mlx.train.kinds import KINDS, kind_of, resolved
@@ -51,7 +51,7 @@ def written(head: Any, folder: Path) -> Path:
 
 def config_of(head: str, folder: Path, **more: Any) -> TrainConfig:
     values = {"target": "tiny", "rows": 4, "length": 32, "lanes": 1, "unroll": 2, "lr": 1e-2}
-    return resolved(from_mapping({**values, "head": head, "init_from": str(folder), **more}))
+    return resolved(TrainConfig.of(**{**values, "head": head, "init_from": str(folder), **more}))
 
 
 @pytest.mark.parametrize("name", SHAPES)

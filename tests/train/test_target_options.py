@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from eagle_mlx.command import Stop, Stopped
 from eagle_mlx.data_pipelines import capture_to_shards
 from eagle_mlx.target import fingerprint, load_target
 from eagle_mlx.train.cli import main
-from eagle_mlx.train.command import Stop, Stopped
 from eagle_mlx.train.publish.cli import main as publish
 from tests.fakes import tiny_adapters
 

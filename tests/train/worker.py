@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from eagle_mlx.command import Stop, Stopped
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.hidden_states import Example
-from eagle_mlx.train.command import Stop, Stopped
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Batches
 from eagle_mlx.train.data.examples import InMemory

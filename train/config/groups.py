@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Literal
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.setting import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, SHARE, Group, Setting, flag, setting, settings_of
+from eagle_mlx.setting import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, SHARE, Group, find, flag, setting
 from eagle_mlx.shards import BITS
 from eagle_mlx.target_options import TargetOptions
 
@@ -289,7 +286,7 @@ class RunConfig(Group):
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Group):
     """How a head is trained. The defaults are the field's for targets of 1 to 30 billion parameters.
 
     In code settings stand in groups. Flags, YAML files and saved runs know each by one name of its own: what code reads
@@ -304,7 +301,7 @@ class TrainConfig:
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         if self.loading.shard == "pipeline":
             raise ConfigError(
                 "--shard pipeline has the layers on several machines, and a head learns from what they return; use "
@@ -313,36 +310,10 @@ class TrainConfig:
         if self.optimization.hours:
             check_beside_hours(self)
 
-    @classmethod
-    def of(cls, **settings: Any) -> Self:
-        """The defaults with these settings, each by its own name. Raises ConfigError as `changed` does."""
-        return cls().changed(**settings)
-
-    def changed(self, **settings: Any) -> Self:
-        """The same with other values for these settings.
-
-        Raises ConfigError for a name that there is not, which names the nearest, and for a value that cannot be used.
-        """
-        by_group: dict[str, dict[str, Any]] = {}
-        for name, value in settings.items():
-            group, known = find(name)
-            by_group.setdefault(group, {})[known.field] = value
-        new = {group: dataclasses.replace(getattr(self, group), **values) for group, values in by_group.items()}
-        return dataclasses.replace(self, **new)
-
     @property
     def prompts_are_heldout(self) -> bool:
         """Whether acceptance is measured on the held-out part of the first source."""
         return self.evaluation.data in ("", *self.data.sources[:1])
-
-    def value(self, name: str) -> Any:
-        """What a setting is, by its own name."""
-        group, known = find(name)
-        return getattr(getattr(self, group), known.field)
-
-    def flat(self) -> dict[str, Any]:
-        """All settings by their own names, as files and saved runs hold them; `from_mapping` reads them back."""
-        return {name: self.value(name) for group in groups().values() for name in settings_of(group)}
 
 
 NOT_BESIDE_HOURS = {
@@ -363,33 +334,12 @@ NOT_BESIDE_HOURS = {
 def check_beside_hours(config: TrainConfig) -> None:
     """Raise ConfigError for what a run of so many hours has no use for."""
     for name, why in NOT_BESIDE_HOURS.items():
-        if config.value(name) != find(name)[1].default:
+        if config.value(name) != find(TrainConfig, name).default:
             raise ConfigError(f"{flag(name)} is not for --hours: {why}; leave {flag(name)} out")
     if not config.data.is_self:
         raise ConfigError("--hours is for data that the target makes up: leave --data out, or give --minutes instead")
     if config.data.states in ("memory", "online"):
         raise ConfigError(f"--states {config.data.states} is not for --hours: what is made is captured on to the disk")
-
-
-@functools.cache
-def groups() -> Mapping[str, type[Group]]:
-    """The groups by what TrainConfig calls them, in order."""
-    config = TrainConfig()
-    return {field.name: type(getattr(config, field.name)) for field in dataclasses.fields(config)}
-
-
-def find(name: str) -> tuple[str, Setting]:
-    """The group and the setting of that name. Raises ConfigError, with the nearest name, where there is none."""
-    found = _by_name().get(name)
-    if found is None:
-        near = difflib.get_close_matches(str(name).replace("-", "_"), _by_name(), n=1, cutoff=0.0)
-        raise ConfigError(f"unknown setting {name!r}; did you mean {near[0]!r}?")
-    return found
-
-
-@functools.cache
-def _by_name() -> Mapping[str, tuple[str, Setting]]:
-    return {name: (group, known) for group, type_ in groups().items() for name, known in settings_of(type_).items()}
 
 
 def _list(values: tuple[float, ...]) -> str:

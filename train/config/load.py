@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,14 @@ import mlx.core as mx
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import read_yaml
 
-from .groups import TrainConfig, find
+from .groups import TrainConfig
 
 
 def load_config(
     file: str | Path | None = None, overrides: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
 ) -> TrainConfig:
     """Defaults, then the recipe, the YAML file and the overrides (flags). Raises ConfigError naming file and key."""
-    return from_mapping(named_settings(file, overrides, recipe))
+    return TrainConfig.of(**named_settings(file, overrides, recipe))
 
 
 def named_settings(
@@ -28,18 +27,10 @@ def named_settings(
     """What the recipe, the YAML file and the overrides set, the later ones over the earlier. Raises ConfigError."""
     values = _read_yaml(Path(file)) if file else {}
     try:
-        from_mapping(values)  # so that what is wrong with the file is said of the file
+        TrainConfig.of(**values)  # so that what is wrong with the file is said of the file
     except ConfigError as e:
         raise ConfigError(f"{file}: {e}") from e
     return {**(recipe or {}), **values, **(overrides or {})}
-
-
-def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
-    """A config from plain values; lists become tuples, whole numbers become floats where a float is meant.
-
-    Raises ConfigError for an unknown name, which names the nearest, and for a value that cannot be used.
-    """
-    return TrainConfig.of(**{name: _coerce(value, find(name)[1].type) for name, value in values.items()})
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
@@ -49,18 +40,6 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{file} must hold settings as `key: value` lines, not a {type(values).__name__}")
     return values
-
-
-def _coerce(value: Any, type_: Any) -> Any:
-    if typing.get_origin(type_) is tuple:
-        items = value if isinstance(value, (list, tuple)) else [value]
-        return tuple(_coerce(item, typing.get_args(type_)[0]) for item in items)
-    if type_ is float and isinstance(value, str):  # YAML reads 1e-4 as a string
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return float(value) if type_ is float and type(value) is int else value
 
 
 _NAMED = {"float32": mx.float32, "bfloat16": mx.bfloat16}

@@ -18,35 +18,31 @@ from eagle_mlx.formats.tensors import DTYPE_NAMES, INDEX, read_index, weights_of
 from eagle_mlx.heads.mtp import MTPHead, mtp_of_model, save_mtp
 from eagle_mlx.heads.mtp.format import quantized
 from eagle_mlx.heads.mtp.published import mtp_prefix, shards_of
+from eagle_mlx.setting import REQUIRED, Group, Limit, setting
 
 Hidden = Literal["after", "before"]
+OVERWRITE = "write in place of a folder that exists"
 _ONE_FILE = "model.safetensors"
+Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
-class Extraction:
+class Extraction(Group):
     """What to take out of which model. Raises ConfigError."""
 
-    source: str
-    """Folder or hub id of the model as it was published."""
-    output: str | None = None
-    """Where the head goes; by default the model's name with `-mtp` behind it."""
-    index: int = 0
-    """Which MTP layer, of models with several."""
-    bits: int | None = None
-    group_size: int = 64
-    hidden: Hidden = "after"
-    """Whether the target's hidden state goes in after its final norm or before it."""
-    dtype: str | None = None
-    """By default the model's own."""
-    overwrite: bool = False
+    source: str = setting(REQUIRED, "folder or hub id of the published model", metavar="MODEL")
+    output: str | None = setting(None, "where the head goes (default: the model's name and -mtp)", metavar="DIR")
+    index: int = setting(0, "which MTP layer", Limit(lambda index: index >= 0, "counts MTP layers from 0; got {}"))
+    bits: Literal[4, 8] | None = setting(None, "quantise the large matrices")
+    group_size: Literal[32, 64, 128] = setting(64, "weights that share a scale, with --bits")
+    hidden: Hidden = setting("after", "the target's final norm: its hidden state goes in after it or before it")
+    dtype: Dtype | None = setting(None, "type of what is not quantised (default: the model's)")
+    overwrite: bool = setting(False, OVERWRITE)
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         if not self.source:
             raise ConfigError("no source: name the model's folder or hub id with --source")
-        if self.index < 0:
-            raise ConfigError(f"--index counts MTP layers from 0; got {self.index}")
 
 
 def extract(what: Extraction, say: Callable[[str], None]) -> str:

@@ -19,9 +19,10 @@ from eagle_mlx.head_check import PROMPTS, TOKENS, head_warning
 from eagle_mlx.heads import DraftHead, Format, HeadKind, kind_of, load_head
 from eagle_mlx.heads.mtp.published import NOTED
 from eagle_mlx.heads.precision import quantization_of
+from eagle_mlx.setting import AT_LEAST_1, REQUIRED, Group, setting
 from eagle_mlx.target import load_target
 
-from .extract import DTYPES
+from .extract import DTYPES, OVERWRITE, Dtype
 
 Layout = Literal["eagle", "eagle3", "mtp", "speculators"]
 
@@ -33,29 +34,36 @@ _OURS = ("target", BASE_MODEL, COPY, NOTED, "target_norm")
 """What a writer itself notes under `eagle_mlx`."""
 
 
-@dataclass(frozen=True)
-class Conversion:
+@dataclass(frozen=True, kw_only=True)
+class Conversion(Group):
     """What to write of which head. Raises ConfigError."""
 
-    source: str
-    to: Layout
-    output: str
-    target: str | None = None
-    base_model: str | None = None
-    """Hub id or folder of the model that other servers load in the target's place; by default what is certain."""
-    dtype: str | None = None
-    """By default the smallest in which the source's numbers are the same."""
-    depth: int | None = None
-    """How many tokens a server should draft, where the layout says so; by default what the source says, or 3."""
-    overwrite: bool = False
-    check: bool = True
-    """Whether the head is tried on the target, if that is given."""
+    given: str | None = setting(None, "folder or hub id of the head", name="SOURCE", positional=True)
+    named: str | None = setting(None, "the same", name="source", metavar="SOURCE")
+    to: Layout = setting(REQUIRED, "layout to write")
+    output: str = setting(REQUIRED, "where it goes", metavar="DIR")
+    target: str | None = setting(None, "folder or hub id of the model that the head is for", metavar="MODEL")
+    base_model: str | None = setting(
+        None,
+        "folder or hub id of the model that speculators and vLLM load in the target's place (default: what the card of "
+        "a quantized target names, else the target itself if MLX has not quantized it)",
+        metavar="MODEL",
+    )
+    dtype: Dtype | None = setting(None, "type of the numbers (default: the source's, nothing is lost)")
+    depth: int | None = setting(None, "speculators: how many tokens to draft (default: the source's, or 3)", AT_LEAST_1)
+    check: bool = setting(True, "try the head on the target, which takes a while")
+    overwrite: bool = setting(False, OVERWRITE)
 
-    def __post_init__(self) -> None:
-        if self.depth is not None and self.depth < 1:
-            raise ConfigError(f"--depth must be at least 1; got {self.depth}")
+    def _check(self) -> None:
+        if bool(self.given) == bool(self.named):
+            raise ConfigError("name one head, its folder or hub id, as SOURCE or with --source")
         if self.base_model is not None:
             check_base_model(self.base_model)
+
+    @property
+    def source(self) -> str:
+        """Folder or hub id of the head."""
+        return self.given or self.named or ""
 
 
 def convert(what: Conversion, say: Callable[[str], None]) -> str:

@@ -11,11 +11,11 @@ from typing import Any
 from tqdm import tqdm
 
 from eagle_mlx.catalog.head_registry import register
+from eagle_mlx.command import Stop
 from eagle_mlx.data_pipelines import FIRST_ROWS, Limits
 from eagle_mlx.errors import DataError
 from eagle_mlx.target import Target, fingerprint
 
-from ..command import Stop
 from ..config import TrainConfig
 from ..data import Piece
 from ..kinds import Head

@@ -15,7 +15,7 @@ from eagle_mlx.catalog.base_model import names_of, same_model
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.hub import hub_id
 
-from ..config import from_mapping
+from ..config import TrainConfig
 
 _BITS = re.compile(r"\b(\d)-?bit", re.IGNORECASE)
 """How mlx-community's names tell the bits of a quantized model, in groups of mlx-lm's default of 64."""
@@ -52,7 +52,7 @@ def load_recipe(name: str) -> Recipe:
         near = difflib.get_close_matches(name.rpartition("/")[2].lower(), recipe_names(), 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"there is no recipe {name}: {hint}the recipes are {', '.join(recipe_names())}")
-    from_mapping(recipe.settings)
+    TrainConfig.of(**recipe.settings)
     return recipe
 
 

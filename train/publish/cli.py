@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 
 from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import check_id
+from eagle_mlx.command import exit_code, read
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.tensors import COPY, read_tensors
 from eagle_mlx.heads import kind_of, load_head
 from eagle_mlx.heads.mtp.published import NOTED
-from eagle_mlx.heads.precision import BITS, in_dtype, quantization_of, quantize_for
+from eagle_mlx.heads.precision import in_dtype, quantization_of, quantize_for
+from eagle_mlx.setting import REQUIRED, Group, setting
 
-from ..command import exit_code
 from .bundle import CARD, LICENCES, bundle, listing, pictures
 from .card import Beside, Licence, make_card
 from .figures import Figures, of_bench, of_training
@@ -51,58 +52,105 @@ HF_ENDPOINT names another hub than https://huggingface.co.
 """
 
 
+@dataclass(frozen=True)
+class CardOptions(Group):
+    """What the model card says."""
+
+    license: str | None = setting(None, "as the hub spells it: apache-2.0, mit, llama3.1, ... (needed)", metavar="ID")
+    license_name: str | None = setting(None, "with --license other: what it is called")
+    license_link: str | None = setting(None, "with --license other: where it is", metavar="URL")
+    base_model: str | None = setting(
+        None,
+        "hub id of the model that the head is for (default: the target that the head's config names); give the "
+        "original where the head was trained on a conversion of it, so that other servers find it",
+        metavar="USER/NAME",
+    )
+    figures: tuple[Path, ...] = setting(
+        (),
+        "figures of eagle-bench --json; may be given several times, once for each set of prompts",
+        metavar="FILE",
+        repeat=True,
+    )
+
+
+@dataclass(frozen=True)
+class UploadOptions(Group):
+    """How it goes up."""
+
+    bits: Literal[4, 8] | None = setting(
+        None, "publish the head quantised as well, for MLX, as USER/NAME-4bit or -8bit; the other stays as it is"
+    )
+    dry_run: bool = setting(False, "show the files and the card; no request is made")
+    private: bool = setting(False, "make the repository private (default: public)")
+    overwrite: bool = setting(False, "put this head in the place of one that is there already")
+    message: str | None = setting(None, "of the commit", metavar="TEXT")
+    token: str | None = setting(
+        None, "token of the hub (default: HF_TOKEN, then the login of `hf auth login`)", metavar="TOKEN"
+    )
+
+
+@dataclass(frozen=True)
+class PublishOptions(Group):
+    """A head, where it goes, and what is said of it."""
+
+    folder: Path = setting(REQUIRED, "the head's folder, or the output of eagle-train", name="DIR", positional=True)
+    repo: str = setting(REQUIRED, "the repository; made where there is none", metavar="USER/NAME")
+    card: CardOptions = CardOptions()
+    upload: UploadOptions = UploadOptions()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Publish and return the exit code: 0, 2 after an error that the user can fix, 130 when interrupted."""
-    args = _parser().parse_args(argv)
-    return exit_code(lambda: run(args))
+    return exit_code(lambda: run(read(PublishOptions, argv, "eagle-publish", _HELP, _EXAMPLES)))
 
 
-def run(args: argparse.Namespace) -> None:
+def run(options: PublishOptions) -> None:
     """From the folder to the line that says where it is now."""
-    licence = _licence(args)
-    hub.check_full_id(args.repo)
-    source = read_source(args.folder)
-    base = _base_model(source, args.base_model)
-    figures = _figures(source, args.figures, args.repo, source.trained_on or base)
-    small = name_beside(args.repo, args.bits) if args.bits else None
-    card = make_card(source, args.repo, base, licence, figures, pictures(source), Beside(quantized=small))
+    licence = _licence(options.card)
+    hub.check_full_id(options.repo)
+    source = read_source(options.folder)
+    base = _base_model(source, options.card.base_model)
+    figures = _figures(source, options.card.figures, options.repo, source.trained_on or base)
+    bits = options.upload.bits
+    small = name_beside(options.repo, bits) if bits else None
+    card = make_card(source, options.repo, base, licence, figures, pictures(source), Beside(quantized=small))
     if (source.folder / CARD).exists():
         print(f"note: {source.folder / CARD} stays here; the card is made anew", file=sys.stderr)
     with contextlib.ExitStack() as opened:
-        going = [(args.repo, opened.enter_context(bundle(source, card, base)))]
-        if small is not None:
-            second = opened.enter_context(quantized(source, args.bits))
-            card = make_card(second, small, base, licence, (), beside=Beside(portable=args.repo))
+        going = [(options.repo, opened.enter_context(bundle(source, card, base)))]
+        if bits and small:
+            second = opened.enter_context(quantized(source, bits))
+            card = make_card(second, small, base, licence, (), beside=Beside(portable=options.repo))
             going.append((small, opened.enter_context(bundle(second, card, base))))
         for repo, folder in going:
-            _send(repo, folder, args, f"Publish an {source.layout.title} head for {base}")
+            _send(repo, folder, options.upload, f"Publish an {source.layout.title} head for {base}")
 
 
-def _send(repo: str, folder: Path, args: argparse.Namespace, message: str) -> None:
+def _send(repo: str, folder: Path, upload: UploadOptions, message: str) -> None:
     """Publish a folder, or show what would be."""
-    if args.dry_run:
-        print(f"would go to {repo}{', private' if args.private else ''}:\n{listing(folder)}\n")
+    if upload.dry_run:
+        print(f"would go to {repo}{', private' if upload.private else ''}:\n{listing(folder)}\n")
         print(f"{CARD}:\n\n{(folder / CARD).read_text(encoding='utf-8')}", end="")
         return
     print(f"to {repo}:\n{listing(folder)}", file=sys.stderr)
     done = hub.publish_head(
         folder,
         repo,
-        token=args.token,
-        private=args.private,
-        overwrite=args.overwrite,
-        message=args.message or message,
+        token=upload.token,
+        private=upload.private,
+        overwrite=upload.overwrite,
+        message=upload.message or message,
     )
     print(f"published: {done.url} (commit {done.commit[:12]})")
 
 
-def _licence(args: argparse.Namespace) -> Licence:
-    if not args.license:
+def _licence(card: CardOptions) -> Licence:
+    if not card.license:
         raise ConfigError(
             "no licence: name the one under which others may use the head with --license (apache-2.0, mit, llama3.1, "
             "...); without one nobody may. Look at that of the target and of the training data first"
         )
-    return Licence(args.license, args.license_name, args.license_link)
+    return Licence(card.license, card.license_name, card.license_link)
 
 
 def _base_model(source: Source, given: str | None) -> str:
@@ -121,51 +169,6 @@ def _figures(source: Source, files: Sequence[Path], repo: str, target: str) -> l
     held_out = of_training(source, target)
     return [held_out, *measured] if held_out is not None else measured
 
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="eagle-publish",
-        description=_HELP,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the head's folder, or the output of eagle-train")
-    parser.add_argument("--repo", required=True, metavar="USER/NAME", help="the repository; made where there is none")
-    card = parser.add_argument_group("the card")
-    card.add_argument("--license", metavar="ID", help="as the hub spells it: apache-2.0, mit, llama3.1, ... (needed)")
-    card.add_argument("--license-name", metavar="NAME", help="with --license other: what it is called")
-    card.add_argument("--license-link", metavar="URL", help="with --license other: where it is")
-    card.add_argument(
-        "--base-model",
-        metavar="USER/NAME",
-        help="hub id of the model that the head is for (default: the target that the head's config names); give the "
-        "original where the head was trained on a conversion of it, so that other servers find it",
-    )
-    card.add_argument(
-        "--figures",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="figures of eagle-bench --json; may be given several times, once for each set of prompts",
-    )
-    up = parser.add_argument_group("going up")
-    up.add_argument(
-        "--bits",
-        type=int,
-        choices=BITS,
-        help="publish the head quantised as well, for MLX, as USER/NAME-4bit or -8bit; the other stays as it is",
-    )
-    up.add_argument("--dry-run", action="store_true", help="show the files and the card; no request is made")
-    up.add_argument("--private", action="store_true", help="make the repository private (default: public)")
-    up.add_argument("--overwrite", action="store_true", help="put this head in the place of one that is there already")
-    up.add_argument("--message", metavar="TEXT", help="of the commit")
-    up.add_argument("--token", help="token of the hub (default: HF_TOKEN, then the login of `hf auth login`)")
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 _OF_A_LAYOUT = ("target", "target_norm", COPY, NOTED)
 """What a writer itself notes under `eagle_mlx`."""
@@ -203,3 +206,7 @@ def _sixteen_bits(folder: Path) -> mx.Dtype:
     """float16 where the file has it, else bfloat16."""
     found = {x.dtype for x in read_tensors(folder).values() if mx.issubdtype(x.dtype, mx.floating)}
     return mx.float16 if mx.float16 in found else mx.bfloat16
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle_mlx.command import exit_code, read
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.files import write_output
+from eagle_mlx.setting import REQUIRED, Group, setting
 
-from ..command import exit_code
 from ..config import flag
 from .plots import write_comparison
 from .runs import PastRun, differing_settings, read_run
@@ -36,25 +37,36 @@ Line = tuple[str, list[str]]
 """What is told, and what each run says to it."""
 
 
+@dataclass(frozen=True)
+class ReportOptions(Group):
+    """Which runs are compared, and where that goes."""
+
+    runs: tuple[Path, ...] = setting(REQUIRED, "output folder of a run", metavar="DIR", positional=True)
+    output: Path | None = setting(None, "write the comparison as Markdown as well", metavar="FILE.md")
+    plot: Path | None = setting(None, "draw τ and loss against tokens", metavar="FILE.png")
+    json: bool = setting(False, "print JSON in place of the table")
+    overwrite: bool = setting(False, "replace files that exist")
+
+
 def main(argv: Sequence[str]) -> int:
     """Print the comparison and return the exit code."""
-    args = _parser().parse_args(argv)
-    return exit_code(lambda: run(args))
+    return exit_code(lambda: run(read(ReportOptions, argv, "eagle-train report", _HELP)))
 
 
-def run(args: argparse.Namespace) -> None:
+def run(options: ReportOptions) -> None:
     """Read all runs before anything is written."""
-    _check_file(args.output, ".md", args.overwrite)
-    _check_file(args.plot, ".png", args.overwrite)
-    runs = [read_run(folder) for folder in args.runs]
-    if args.plot:
+    _check_file(options.output, ".md", options.overwrite)
+    _check_file(options.plot, ".png", options.overwrite)
+    runs = [read_run(folder) for folder in options.runs]
+    if options.plot:
         try:
-            write_comparison({name: run.rows for name, run in zip(_names(runs), runs, strict=True)}, args.plot)
+            write_comparison({name: run.rows for name, run in zip(_names(runs), runs, strict=True)}, options.plot)
         except OSError as e:
-            raise OutputError(f"{args.plot} could not be written: {e.strerror or e}") from e
-    if args.output:
-        write_output(args.output, markdown(runs, args.plot and os.path.relpath(args.plot, args.output.parent)))
-    if args.json:
+            raise OutputError(f"{options.plot} could not be written: {e.strerror or e}") from e
+    if options.output:
+        picture = os.path.relpath(options.plot, options.output.parent) if options.plot else None
+        write_output(options.output, markdown(runs, picture))
+    if options.json:
         print(json.dumps([as_json(run) for run in runs], indent=2))
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -121,18 +133,6 @@ def as_json(run: PastRun) -> dict[str, Any]:
     del values["rows"]
     keys = ("step", "tokens", "train_seconds", "acceptance_length", "acceptance_by_position")
     return {**values, "evaluations": [{k: row[k] for k in keys if k in row} for row in run.evaluations]}
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="eagle-train report", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="output folder of a run")
-    parser.add_argument("--output", type=Path, metavar="FILE.md", help="write the comparison as Markdown as well")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw τ and loss against tokens")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
-    parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
-    return parser
 
 
 def _check_file(file: Path | None, suffix: str, overwrite: bool) -> None:

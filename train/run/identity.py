@@ -15,7 +15,7 @@ import numpy as np
 from eagle_mlx.errors import CheckpointError, ConfigError
 from eagle_mlx.files import write_whole
 
-from ..config import TrainConfig, flag, from_mapping
+from ..config import TrainConfig, flag
 from ..data import Examples, sources_of
 
 RUN_FILE = "run.json"
@@ -67,7 +67,7 @@ def read(folder: Path) -> Identity:
     file = folder / RUN_FILE
     try:
         values = json.loads(file.read_text())
-        return Identity(from_mapping(values["config"]), values["target"], values["data"], values["processes"])
+        return Identity(TrainConfig.of(**values["config"]), values["target"], values["data"], values["processes"])
     except FileNotFoundError as e:
         raise CheckpointError(
             f"{folder} holds no run ({RUN_FILE} is missing); name the --output of a run that was cut short"
@@ -82,7 +82,7 @@ def resumed_config(folder: Path, changes: Mapping[str, Any]) -> TrainConfig:
     Raises ConfigError for one that would make it another run, CheckpointError where no run is there.
     """
     began = read(folder).config
-    config = from_mapping({**began.flat(), **changes})
+    config = TrainConfig.of(**{**began.flat(), **changes})
     for name in changes:
         before, now = began.value(name), config.value(name)
         if before != now and name not in MUTABLE:

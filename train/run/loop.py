@@ -12,13 +12,13 @@ from typing import Any
 
 from tqdm import tqdm
 
+from eagle_mlx.command import Stop, Stopped
 from eagle_mlx.errors import CheckpointError, DataError, EagleError
 from eagle_mlx.files import write_whole
 from eagle_mlx.hub import public_name
 from eagle_mlx.progress import counted
 from eagle_mlx.target import Target, fingerprint
 
-from ..command import Stop, Stopped
 from ..config import TrainConfig, file_type
 from ..data import Batches, Rows, TrainData
 from ..distributed import SINGLE_PROCESS, World

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 
+from eagle_mlx.command import Stop, Stopped
 from eagle_mlx.errors import EagleError
 from eagle_mlx.target import Target
 
-from ..command import Stop, Stopped
 from ..config import TrainConfig
 from ..data import Batches, Rows, TrainData
 from ..distributed import World

@@ -15,6 +15,7 @@ from eagle_mlx.memory import free_memory
 from eagle_mlx.serve.api.cli import main
 from eagle_mlx.serve.api.loader import LoadConfig, check, load
 from eagle_mlx.serve.api.model import sampling_defaults
+from eagle_mlx.serve.options import MemoryOptions
 from eagle_mlx.serve.speculation import AUTO, Speculation
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
@@ -54,8 +55,8 @@ def test_a_target_alone_is_served_with_what_is_found_for_it(
         (["--prefix-cache-gb", "nan"], "--prefix-cache-gb"),
         (["--kv-gb", "0"], "--kv-gb"),
         (["--kv-gb", "inf"], "--kv-gb"),
-        (["--prefill-chunk", "0"], "--prefill-chunk must be at least 1; got 0"),
-        (["--prefill-ms", "0"], "--prefill-ms must be above 0; got 0.0"),
+        (["--prefill-chunk", "0"], "--prefill-chunk must be at least 1, not 0"),
+        (["--prefill-ms", "0"], "--prefill-ms must be above 0, not 0.0"),
         (["--drain-seconds", "-1"], "--drain-seconds"),
         (["--request-seconds", "0"], "--request-seconds"),
         (["--max-body-mb", "0"], "--max-body-mb"),
@@ -126,7 +127,7 @@ def test_memory_is_shared_out_at_the_start(models: tuple[str, str]) -> None:
     engine = load(LoadConfig(models[0], Speculation(mode="ngram")), said.append).engine
     assert engine.prefixes is not None
     assert 0 < engine.prefixes.capacity < engine.kv_budget.nbytes < free_memory()
-    given = LoadConfig(models[0], Speculation(mode="ngram"), prefix_cache_bytes=0, kv_bytes=3_000_000)
+    given = LoadConfig(models[0], Speculation(mode="ngram"), prefix_cache_gb=0.0, memory=MemoryOptions(kv_gb=0.003))
     engine = load(given, said.append).engine
     assert (engine.prefixes, engine.kv_budget.nbytes) == (None, 3_000_000)
     memory = next(line for line in reversed(said) if line.startswith("memory: "))

@@ -27,6 +27,7 @@ from eagle_mlx.serve.api.loader import several as several_sources
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.models import Models
 from eagle_mlx.serve.api.service import Settings, Source
+from eagle_mlx.serve.options import MemoryOptions
 from eagle_mlx.serve.speculation import Speculation
 from tests.fakes import tiny_target, tiny_target_folder
 from tests.serve.api.live import DEPTH, Live, live, wide
@@ -253,9 +254,9 @@ def test_18_models_that_cannot_be_loaded_leave_one_that_works_where_it_is(
     works = tiny_target_folder(tmp_path / "works", layers=2)
     for name, (damage, _) in DAMAGES.items():
         damage(Path(shutil.copytree(works, tmp_path / name)))
-    configs = {
-        name: LoadConfig(tmp_path / name, Speculation(mode="none"), kv_bytes=1 << 22) for name in ("works", *DAMAGES)
-    }
+    memory = MemoryOptions(kv_gb=(1 << 22) / 1e9)
+    names = ("works", *DAMAGES)
+    configs = {name: LoadConfig(tmp_path / name, Speculation(mode="none"), memory=memory) for name in names}
     nbytes = (1 << 22) + weights_bytes(configs["works"]) + 1000  # room for one
     models = Models(wide(), several_sources(configs, nbytes, lambda _: None), nbytes)
     with live(models=models) as server:

@@ -11,7 +11,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.serve.api.cli import EPILOG, main
 from eagle_mlx.serve.api.loader import several, weights_bytes
 from eagle_mlx.serve.api.models import Models
-from eagle_mlx.serve.api.options import read_models
+from eagle_mlx.serve.api.models_file import read_models
 from eagle_mlx.serve.speculation import AUTO, Speculation
 from tests.fakes import tiny_target_folder
 from tests.serve.api.live import live, wide
@@ -47,11 +47,11 @@ plain:
     plain, long = (found := read_models(written(tmp_path, text))).values()
     assert list(found) == ["plain", "org/long"]
     assert (plain.target, plain.max_batch, plain.speculation) == (str(target), 2, Speculation(mode="ngram"))
-    assert (long.target, long.max_batch, long.kv_bytes) == ("org/long", 3, 500_000_000)
+    assert (long.target, long.max_batch, long.memory.kv_bytes) == ("org/long", 3, 500_000_000)
     assert long.speculation == Speculation(head=AUTO, keep=False)
-    assert long.options.extra_eos_tokens == ("-x", "y")
-    assert long.options.chat_template_args == '{"enable_thinking": false}'
-    assert long.volatile == plain.volatile != type(plain.volatile)()
+    assert long.loading.extra_eos_tokens == ("-x", "y")
+    assert long.loading.chat_template_args == '{"enable_thinking": false}'
+    assert long.left_out() == plain.left_out() != type(plain.left_out())()
 
 
 def test_the_example_of_the_guide_is_read(tmp_path: Path) -> None:
@@ -79,9 +79,9 @@ def test_the_example_of_the_guide_is_read(tmp_path: Path) -> None:
         ("a: {target: ./nowhere}", "a: target ./nowhere is no folder here; correct the path, or give a hub id"),
         ("a: {target: org/x, head: /nowhere}", "a: head /nowhere is no folder here"),
         ("a: {target: org/x, draft-model: ./no}", "a: draft-model ./no is no folder here"),
-        ("a: {target: org/x, max-batch: many}", "a: --max-batch: invalid int value: 'many'"),
+        ("a: {target: org/x, max-batch: many}", "a: --max-batch must be a whole number, not 'many'"),
         ("a: {target: org/x, max-batch: 0}", "a: --max-batch must be at least 1"),
-        ("a: {target: org/x, max-batch: [1]}", "a: max-batch cannot be [1]; give one text or number"),
+        ("a: {target: org/x, max-batch: [1]}", "a: --max-batch must be a whole number, not [1]"),
         ("a: {target: org/x, no-prior: 1}", "a: no-prior must be true or false, not 1"),
         ("a: {target: org/x, head: org/h, eagle-head-path: org/g}", "a: head and eagle-head-path are the same; give"),
         ("a: {target: org/x, spec-decode: draft}", "a: --spec-decode draft needs a model that drafts"),

@@ -95,7 +95,7 @@ def test_16_after_a_restart_files_serve_the_key_and_salt_that_wrote_them(tmp_pat
 def test_the_flags_open_the_folder_and_say_so(tmp_path: Path) -> None:
     model = tiny_target_folder(tmp_path / "model")
     said = list[str]()
-    config = LoadConfig(model, Speculation(), prefix_cache_dir=tmp_path / "cache", prefix_disk_bytes=10**9)
+    config = LoadConfig(model, Speculation(), prefix_cache_dir=tmp_path / "cache", prefix_disk_gb=1.0)
     loaded = load(config, said.append)
     assert loaded.disk is not None
     assert loaded.disk.folder.parent == tmp_path / "cache"

@@ -135,7 +135,7 @@ def test_requests_end_with_an_error_where_the_other_rank_is_killed(tmp_path: Pat
 
 def test_what_does_not_go_with_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="--prefix-cache-dir does not go with --shard"):
-        LoadConfig("a", Speculation(), options=TargetOptions(shard="tensor"), prefix_cache_dir=tmp_path)
+        LoadConfig("a", Speculation(), loading=TargetOptions(shard="tensor"), prefix_cache_dir=tmp_path)
     models = tmp_path / "models.yaml"
     models.write_text("one: {target: a, shard: tensor}")
     assert main(["--models", str(models)]) == 2

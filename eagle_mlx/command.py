@@ -1,0 +1,241 @@
+"""What all commands share: flags from groups of settings, stopping when asked to, and one way to end."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import signal
+import sys
+import threading
+import typing
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, TypeVar
+
+from eagle_mlx.errors import EagleError
+from eagle_mlx.setting import REQUIRED, Group, Setting, flag, groups_of, settings_of
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_METAVARS = {int: "N", float: "X", str: "NAME", Path: "FILE"}
+
+Options = TypeVar("Options", bound=Group)
+DefaultText = Callable[[Setting], str]
+
+
+class Stopped(KeyboardInterrupt):
+    """The process was asked to end, by Ctrl-C or by SIGTERM. The text, if any, says what is kept."""
+
+    def __init__(self, number: int = signal.SIGINT):
+        super().__init__()
+        self.exit_code = 128 + number
+
+
+class Stop:
+    """Turns SIGINT and SIGTERM into Stopped.
+
+    It is raised at once; in a block of `deferred`, at the next call of `check` instead. After the first signal the
+    system's own handling is back, so that a second one ends the process whatever it does.
+    """
+
+    def __init__(self) -> None:
+        self._deferred = False
+        self._number: int | None = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has come."""
+        return self._number is not None
+
+    @contextmanager
+    def listening(self) -> Generator[None, None, None]:
+        """Take the signals within the block. Only the main thread can; elsewhere nothing changes."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._receive) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self) -> Generator[None, None, None]:
+        """What is in the block is not torn: a signal waits for `check`."""
+        with self._set(True):
+            yield
+
+    @contextmanager
+    def immediate(self) -> Generator[None, None, None]:
+        """What is in the block may be given up at any point, even within a block of `deferred`."""
+        with self._set(False):
+            self.check()
+            yield
+
+    def check(self) -> None:
+        """Raise Stopped if a signal has come."""
+        if self._number is not None:
+            raise Stopped(self._number)
+
+    @contextmanager
+    def _set(self, deferred: bool) -> Generator[None, None, None]:
+        before, self._deferred = self._deferred, deferred
+        try:
+            yield
+        finally:
+            self._deferred = before
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._number = number
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        if not self._deferred:
+            raise Stopped(number)
+
+
+def exit_code(work: Callable[[], int | None], kept: str = "") -> int:
+    """Do a command's work: its own status or 0, 2 after an error that the user can fix, 130 or 143 when interrupted.
+
+    `kept`: what to say of an interruption that says nothing itself. A reader that closes the pipe is no error.
+    """
+    try:
+        return work() or 0
+    except EagleError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as e:
+        said = str(e) or kept
+        print(f"interrupted; {said}" if said else "interrupted", file=sys.stderr)
+        return e.exit_code if isinstance(e, Stopped) else 130
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123  (what is left goes nowhere)
+        return 0
+
+
+def arguments(argv: Sequence[str] | None) -> list[str]:
+    """What a command was given: `argv`, or what the process was started with."""
+    return list(sys.argv[1:] if argv is None else argv)
+
+
+def read(
+    options: type[Options], argv: Sequence[str] | None, prog: str, about: str, epilog: str | None = None
+) -> Options:
+    """A command's settings from its flags. Raises ConfigError, and SystemExit for flags that are none and for --help.
+
+    `about` and `epilog` stand before and after the flags in the help.
+    """
+    parser = new_parser(prog, about, epilog)
+    add_flags(parser, options)
+    return options.of(**vars(parser.parse_args(arguments(argv))))
+
+
+def new_parser(prog: str, about: str, epilog: str | None = None, usage: str | None = None) -> argparse.ArgumentParser:
+    """A parser that shows its texts as they are written and keeps only the flags that were given."""
+    return argparse.ArgumentParser(
+        prog=prog,
+        usage=usage,
+        description=about,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+
+
+class Subcommands:
+    """The commands of a command, each with settings of its own."""
+
+    def __init__(self, parser: argparse.ArgumentParser, metavar: str = "COMMAND"):
+        self._parser = parser
+        self._parts = parser.add_subparsers(dest="command", required=True, metavar=metavar, help=argparse.SUPPRESS)
+        self._known: dict[str, tuple[type[Group], Callable[[Any], int | None]]] = {}
+
+    def add(self, name: str, options: type[Options], work: Callable[[Options], int | None], about: str) -> None:
+        """A command that does `work` with its settings."""
+        raw = argparse.RawDescriptionHelpFormatter
+        part = self._parts.add_parser(name, description=about, formatter_class=raw, argument_default=argparse.SUPPRESS)
+        add_flags(part, options)
+        self._known[name] = options, work
+
+    def parse(self, argv: Sequence[str]) -> Callable[[], int | None]:
+        """What is to be done. Its call raises ConfigError for settings that cannot be."""
+        values = vars(self._parser.parse_args(argv))
+        options, work = self._known[values.pop("command")]
+        return lambda: work(options.of(**values))
+
+
+def default_text(known: Setting) -> str:
+    """What a flag's help says of its default; nothing of None, False and of what must be given."""
+    unsaid = (None, False, REQUIRED)
+    return "" if any(known.default is each for each in unsaid) else shown(known.default)
+
+
+def add_flags(parser: argparse.ArgumentParser, group: type[Group], say: DefaultText = default_text) -> None:
+    """Every setting of a group as a flag; those of each group within it under a heading of their own.
+
+    A flag that is not given leaves nothing in the namespace. `say`: what the help says of a default.
+    """
+    _add(parser, parser, group, say)
+
+
+def _add(parser: argparse.ArgumentParser, to: argparse._ActionsContainer, group: type[Group], say: DefaultText) -> None:
+    for known in settings_of(group).values():
+        if len(known.path) == 1:
+            _add_one(to, known, say)
+    for name, inner in groups_of(group).items():
+        heading = parser.add_argument_group(name.replace("_", " "), inspect.getdoc(inner))
+        _add(parser, heading, inner, say)
+
+
+def _add_one(to: argparse._ActionsContainer, known: Setting, say: DefaultText) -> None:
+    text, shown = known.help.replace("%", "%%"), say(known) if known.shown is None else known.shown
+    help_ = f"{text} (default: {shown})" if shown else text
+    how: dict[str, Any] = {"help": help_, "default": argparse.SUPPRESS}
+    if known.positional:
+        to.add_argument(known.name, **how, **_argument(known))
+        return
+    how |= {"dest": known.name}
+    flags = [name if name.startswith("-") else flag(name) for name in (flag(known.name), *known.also)]
+    if known.type is bool and known.default is False:  # --no-x is there too, for what a file of settings says
+        to.add_argument(*flags, action="store_true", **how)
+        to.add_argument(f"--no-{flags[0][2:]}", action="store_false", **{**how, "help": argparse.SUPPRESS})
+        return
+    to.add_argument(*flags, required=known.default is REQUIRED, **how, **_argument(known))
+
+
+def _argument(known: Setting) -> dict[str, Any]:
+    """What argparse's `add_argument` needs to read a setting's value."""
+    if known.type is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    several = typing.get_origin(known.type) is tuple
+    kind = typing.get_args(known.type)[0] if several else known.type
+    how: dict[str, Any] = {}
+    if known.repeat:
+        how["action"] = "append"
+    elif several:
+        how["nargs"] = "+"
+        if kind is str and not known.positional:
+            how["action"] = "extend"
+    elif known.bare is not None:
+        how |= {"nargs": "?", "const": known.bare}
+    elif known.positional and known.default is not REQUIRED:
+        how["nargs"] = "?"
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        return {"type": type(choices[0]), "choices": choices, **how}
+    item = kind if kind in _METAVARS else typing.get_args(kind)[0]
+    usual = known.name if known.positional else "TEXT" if several and item is str else _METAVARS[item]
+    return {"type": item, "metavar": known.metavar or usual, **how}
+
+
+def shown(value: Any) -> str:
+    """A value of a setting, for people."""
+    if value is True:
+        return "on"
+    if isinstance(value, tuple):
+        return " ".join(map(shown, value))
+    if isinstance(value, float):
+        return f"{value:g}"
+    return f"{value:,}" if type(value) is int and value > 9999 else str(value)

@@ -1,0 +1,58 @@
+"""Settings that eagle-generate, eagle-bench and eagle-serve share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eagle_mlx.engine.prefill import PREFILL_CHUNK
+from eagle_mlx.sampling_params import SamplingParams
+from eagle_mlx.setting import AT_LEAST_1, GIGABYTES, Group, setting
+
+
+@dataclass(frozen=True)
+class MemoryOptions(Group):
+    """What keys and values may take, and how much of prompts is read at once."""
+
+    prefill_chunk: int = setting(
+        PREFILL_CHUNK,
+        "tokens of prompts read in one forward, all requests together; more takes more memory, and those that decode "
+        "meanwhile wait longer for their next tokens",
+        AT_LEAST_1,
+    )
+    kv_gb: float | None = setting(
+        None,
+        "for keys and values; requests that do not fit wait (default: four fifths of what the weights leave free, or "
+        "three fifths on a machine of up to 16 GB)",
+        GIGABYTES,
+        metavar="GB",
+    )
+
+    @property
+    def kv_bytes(self) -> int | None:
+        """Bytes for keys and values; None for a share of what is free after the weights."""
+        return bytes_of(self.kv_gb)
+
+
+@dataclass(frozen=True)
+class SamplingOptions(Group):
+    """How tokens are drawn, and where the text ends."""
+
+    max_tokens: int = setting(SamplingParams.max_tokens, "tokens of a text at most")
+    temperature: float = setting(SamplingParams.temperature, "0 is greedy")
+    top_k: int = setting(SamplingParams.top_k, "0 keeps all tokens")
+    top_p: float = setting(SamplingParams.top_p, "1 keeps all tokens")
+    min_p: float = setting(SamplingParams.min_p, "0 keeps all tokens")
+    repetition_penalty: float = setting(SamplingParams.repetition_penalty, "1 is none")
+    presence_penalty: float = setting(SamplingParams.presence_penalty, "0 is none")
+    frequency_penalty: float = setting(SamplingParams.frequency_penalty, "0 is none")
+    stop: tuple[str, ...] = setting((), "end before this text; repeatable", metavar="TEXT", repeat=True)
+    seed: int | None = setting(None, "makes sampled text repeatable")
+    ignore_eos: bool = setting(False, "continue after the model's end of text")
+
+    def params(self) -> SamplingParams:
+        """The same for the engine. Raises ConfigError for a value out of range."""
+        return SamplingParams(**self.flat())
+
+
+def bytes_of(gigabytes: float | None) -> int | None:
+    return None if gigabytes is None else round(gigabytes * 1e9)
