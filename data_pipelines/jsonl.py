@@ -55,11 +55,6 @@ def write_jsonl(path: str | Path, conversations: Iterable[Conversation], overwri
     return write_lines(path, map(as_line, conversations), overwrite)
 
 
-def open_lines(path: Path) -> IO[bytes]:
-    """A file of lines to read, whether it is compressed or not."""
-    return cast(IO[bytes], gzip.open(path, "rb")) if path.suffix == GZ else path.open("rb")
-
-
 def _written(file: BinaryIO, path: Path) -> AbstractContextManager[IO[bytes]]:
     """What lines are written to: the file, or what compresses into it, without a time, so that same is same."""
     if path.suffix != GZ:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice
 from typing import Literal, TypeVar, get_args
 
@@ -67,8 +67,9 @@ class DataConfig:
             raise ConfigError(f"--limit {self.limit}: it must not be negative")
         Range.parse(self.keep_turns, "--keep-turns")
         Range.parse(self.keep_tokens, "--keep-tokens")
-        self.parsed()
+        _ = self.parsed  # so that what cannot be is said at once
 
+    @cached_property
     def parsed(self) -> list[Source]:
         """The sources, each with its map. Raises ConfigError for maps and weights that do not fit them."""
         found = [parse(text) for text in self.sources]
@@ -85,7 +86,7 @@ class DataConfig:
     @property
     def specs(self) -> tuple[str, ...]:
         """The sources without their weights."""
-        return tuple(source.spec for source in self.parsed())
+        return tuple(source.spec for source in self.parsed)
 
     def alone(self, source: str) -> DataConfig:
         """The same reading of one source by itself, with the maps that are meant for it, whole."""
@@ -117,7 +118,7 @@ def read_conversations(
     count = None if tokenizer is None else partial(_count_tokens, tokenizer)
     turns = Range.parse(config.keep_turns, "--keep-turns")
     kept = Filter(turns, tokens, count, config.dedupe, report)
-    sources = config.parsed()
+    sources = config.parsed
     streams = [_filtered(_read(source, config, split, report), kept, config, source) for source in sources]
     found: Iterator[Conversation] = chain.from_iterable(streams)
     if sources[0].weight is not None and len(sources) > 1:

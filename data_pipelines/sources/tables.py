@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 
 from eagle_mlx.errors import DataError
 
-from ..jsonl import GZ, open_lines
+from ..jsonl import GZ
 from .rows import SHAPES
 from .spec import Source
 
@@ -107,7 +108,7 @@ class _Compressed:
 def _lines_of(path: Path) -> Iterator[bytes]:
     """Raises DataError for a compressed file that is damaged."""
     try:
-        with open_lines(path) as file:
+        with gzip.open(path, "rb") if path.suffix == GZ else path.open("rb") as file:
             yield from file
     except (OSError, EOFError, zlib.error) as e:
         raise DataError(f"{path} cannot be read: {e}") from e

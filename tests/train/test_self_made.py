@@ -21,9 +21,9 @@ from eagle_mlx.data_pipelines.jsonl import PartialFile, partial_path
 from eagle_mlx.target import load_target
 from eagle_mlx.train.cli import _new_run, _parser, main
 from eagle_mlx.train.config import TrainConfig
-from eagle_mlx.train.data import InMemory, self_made, sources
-from eagle_mlx.train.data.self_made import states_of_made
+from eagle_mlx.train.data import InMemory, sources, storage
 from eagle_mlx.train.data.sources import heldout_prompts, training_data
+from eagle_mlx.train.data.storage import states_of_made
 from eagle_mlx.train.kinds import resolved
 from eagle_mlx.train.run import train
 from tests.fakes import interrupt_after, talking_target_folder, tiny_target_folder
@@ -39,7 +39,7 @@ SMALL = [
 def _short_turns() -> Iterator[None]:
     """Random models loop when they are greedy, up to the end of a turn."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(self_made, "MakeConfig", partial(MakeConfig, user_tokens=30, max_tokens=12))
+        patch.setattr(storage, "MakeConfig", partial(MakeConfig, user_tokens=30, max_tokens=12))
         yield
 
 

@@ -3,9 +3,8 @@
 from .batches import Batches, Rows
 from .examples import Examples, InMemory, Joined, OnDisk
 from .packing import Piece
-from .self_made import data_config, make_data
 from .sources import TrainData, capture_rows, data_on_disk, heldout_prompts, training_data
-from .storage import as_asked, choose_states, free_disk, self_file, sources_of
+from .storage import as_asked, choose_states, data_config, free_disk, make_data, self_file, sources_of
 
 __all__ = [
     "Batches",

@@ -33,8 +33,7 @@ from ..kinds import KINDS, aux_layers_of, kind_of, resolved
 from .batches import Rows
 from .draft_vocab import count_tokens, draft_vocabulary
 from .examples import Examples, InMemory, Joined, OnDisk
-from .self_made import data_config, states_of_made
-from .storage import Place, cache_folder, choose_states, sources_of
+from .storage import Place, cache_folder, choose_states, data_config, sources_of, states_of_made
 
 _IN_WORDS: dict[Place, str] = {
     "memory": "captured once, in memory",

@@ -49,8 +49,6 @@ def noise_of(rows: Rows, size: float, seed: int, step: int) -> Noise | None:
 
 
 def add_noise(arrays: Mapping[str, mx.array], states: mx.array) -> mx.array:
-    """States [B, L, n] with the noise of a part's arrays, where they have one."""
-    if "noise" not in arrays:
-        return states
+    """States [B, L, n] with the noise of a part's arrays."""
     drawn = [mx.random.uniform(-1, 1, states.shape[1:], key=arrays["keys"][row]) for row in range(states.shape[0])]
     return states + arrays["noise"][..., None] * mx.stack(drawn)

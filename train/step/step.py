@@ -300,7 +300,11 @@ def _part_loss(
     kind, width = kind_of(head), target.hidden_size
     states, select, weights = arrays["states"], arrays["select"], arrays["weights"]
     last = last_of(states, width).reshape(-1, width)[arrays["labels"]].astype(target.dtype)
-    g = kind.features(head, target, states, lambda read: add_noise(arrays, read).astype(dtype))
+
+    def noisy(read: mx.array) -> mx.array:
+        return (add_noise(arrays, read) if "noise" in arrays else read).astype(dtype)
+
+    g = kind.features(head, target, states, noisy)
     tokens = arrays["tokens"]
     embeddings = (head.embed_tokens(tokens) if head.config.own_embedding else target.embed(tokens)).astype(dtype)
     outputs = kind.unroll(
