@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -29,6 +29,30 @@ from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 from eagle_mlx.text import TextStream
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What an engine is busy with between two steps, and the bytes that it takes."""
+
+    groups: tuple[tuple[RequestState, ...], ...]
+    """The requests that decode, by group."""
+    prefilling: tuple[RequestState, ...]
+    """Those whose prompts are being read."""
+    waiting: tuple[RequestState, ...]
+    kv_used: int
+    """Bytes of keys and values of those that decode or are being read, at most."""
+    kv_reserved: int
+    """Bytes that these may come to take."""
+    kv_bytes: int
+    """Bytes that they and the prefix cache may take together."""
+    prefix_bytes: int
+    """Bytes of the prefix cache."""
+
+    @property
+    def requests(self) -> list[RequestState]:
+        """All that have not left yet, in the order of the fields."""
+        return [*(request for group in self.groups for request in group), *self.prefilling, *self.waiting]
 
 
 class Engine:
@@ -122,10 +146,17 @@ class Engine:
         """Requests that do not decode yet."""
         return len(self.admission.waiting) + len(self.admission.prefilling)
 
-    @property
-    def kv_used(self) -> int:
-        """Bytes of keys and values of those that decode, or whose prompts are being read, at most."""
-        return self.kv_budget.used([*self.groups.decoding, *self.admission.side_by_side])
+    def snapshot(self) -> Snapshot:
+        """Return what the engine is busy with. Any thread may ask; the engine may be a step farther by then."""
+        return Snapshot(
+            groups=tuple(map(tuple, self.groups.decoding)),
+            prefilling=tuple(self.admission.prefilling),
+            waiting=tuple(self.admission.waiting),
+            kv_used=self.kv_budget.used([*self.groups.decoding, *self.admission.side_by_side]),
+            kv_reserved=self.kv_budget.set_aside(self.admission.admitted),
+            kv_bytes=self.kv_budget.nbytes,
+            prefix_bytes=self.prefixes.nbytes if self.prefixes is not None else 0,
+        )
 
     @property
     def idle(self) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine.disk import DiskTier, PassedOverError
-from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixPiece, PrefixTree, keys_of
+from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixPiece, PrefixTree, Snapshot, keys_of
 from eagle_mlx.proposers.base import CanJoin, Proposer, ProposerState
 
 log = logging.getLogger("eagle_mlx.prefixes")
@@ -28,19 +28,6 @@ class Prefix:
     """Of one row, with so many positions."""
     state: ProposerState | None = None
     """The proposer's, where it reads the target's hidden states."""
-
-
-@dataclass(frozen=True)
-class _Snapshot:
-    outline: RaggedCache
-
-    @cached_property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.outline.state)
-
-    @cached_property
-    def shortest(self) -> int:
-        return self.outline.shortest(0)
 
 
 class _NotNumbersError(Exception):
@@ -64,7 +51,7 @@ class PrefixCache:
         """Bytes that rows which decode leave to it, where somebody counts."""
         self.disk: DiskTier | None = None
         """Where it is kept beyond the process, and looked for what is not in memory."""
-        self._tree: PrefixTree[PrefixPiece, _Snapshot] = PrefixTree()
+        self._tree = PrefixTree()
 
     def __len__(self) -> int:
         """Places that a prompt can go on from: where all keys and values are kept, each text counts once."""
@@ -107,7 +94,7 @@ class PrefixCache:
                 now = self.disk.advance(match, length)
                 if now is None:
                     return False
-                snapshot = _Snapshot(self.disk.outline(now))
+                snapshot = Snapshot(self.disk.outline(now))
                 piece = partial(self.disk.piece, now)
                 kept = self._tree.insert(keys[: now.length], snapshot, piece, self._limit, namespace)
             except PassedOverError:
@@ -137,7 +124,7 @@ class PrefixCache:
         """
         if past.length < LEAST or past.length < past.cache.shortest(past.row):
             return
-        snapshot, copies = _Snapshot(past.cache.outline(past.row, past.length)), list[PrefixPiece]()
+        snapshot, copies = Snapshot(past.cache.outline(past.row, past.length)), list[PrefixPiece]()
         keys = keys_of(tokens[: past.length + 1])
 
         def piece(start: int, end: int) -> PrefixPiece:

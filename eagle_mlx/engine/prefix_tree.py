@@ -1,4 +1,4 @@
-"""A radix tree of texts, what they have in common kept once, and what is kept of a text's positions"""
+"""A radix tree of texts: what they have in common is kept once, and found without looking at each of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Generic, Protocol, Self, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -21,45 +20,58 @@ Keys = NDArray[np.int64]
 """[N], one for each position of a text."""
 
 
-class Piece(Protocol):
-    """What is kept of some positions of a text, one behind the other."""
+@dataclass(frozen=True)
+class PrefixPiece:
+    """Of some positions, what target and proposer have."""
+
+    target: KVPiece
+    state: StatePiece | None
 
     @property
-    def nbytes(self) -> int: ...
+    def arrays(self) -> list[mx.array]:
+        return [*self.target.arrays, *(self.state.arrays if self.state is not None else ())]
 
-    def split(self, at: int) -> tuple[Self, Self]:
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.arrays)
+
+    def split(self, at: int) -> tuple[PrefixPiece, PrefixPiece]:
         """The first `at` positions and the others; this one is given away."""
-        ...
+        first, second = self.target.split(at)
+        if self.state is None:
+            return PrefixPiece(first, None), PrefixPiece(second, None)
+        states = self.state.split(at)
+        return PrefixPiece(first, states[0]), PrefixPiece(second, states[1])
 
 
-class Snapshot(Protocol):
-    """What is kept of one place in a text: all that cannot be put together from pieces."""
+@dataclass(frozen=True)
+class Snapshot:
+    """What is kept of one place in a text: windows and states, which cannot be put together from pieces."""
 
-    @property
-    def nbytes(self) -> int: ...
+    outline: RaggedCache
 
-    @property
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.outline.state)
+
+    @cached_property
     def shortest(self) -> int:
         """From how many positions on it serves; its own place is the most."""
-        ...
-
-
-P = TypeVar("P", bound=Piece)
-S = TypeVar("S", bound=Snapshot)
+        return self.outline.shortest(0)
 
 
 @dataclass(eq=False)
-class _Node(Generic[P, S]):
+class _Node:
     """Positions `start` to `end` of all texts that pass here."""
 
     keys: Keys
     start: int
-    piece: P | None
+    piece: PrefixPiece | None
     """None at the root alone."""
-    parent: _Node[P, S] | None
-    children: dict[int, _Node[P, S]] = field(default_factory=dict)
+    parent: _Node | None
+    children: dict[int, _Node] = field(default_factory=dict)
     """By the first of their keys."""
-    snapshot: S | None = None
+    snapshot: Snapshot | None = None
     """At `end`."""
     least: float = math.inf
     """The least `shortest` of all snapshots here and below."""
@@ -71,10 +83,10 @@ class _Node(Generic[P, S]):
         return self.start + len(self.keys)
 
     @property
-    def path(self) -> list[_Node[P, S]]:
+    def path(self) -> list[_Node]:
         """From below the root to here."""
-        nodes: list[_Node[P, S]] = []
-        node: _Node[P, S] = self
+        nodes: list[_Node] = []
+        node: _Node = self
         while node.parent is not None:
             nodes.append(node)
             node = node.parent
@@ -82,17 +94,17 @@ class _Node(Generic[P, S]):
 
 
 @dataclass(frozen=True)
-class Found(Generic[P, S]):
+class Found:
     """The beginning of a text."""
 
     length: int
     """Positions that can be taken over."""
-    pieces: list[P]
+    pieces: list[PrefixPiece]
     """They hold these positions, and maybe some behind them."""
-    snapshot: S
+    snapshot: Snapshot
 
 
-class PrefixTree(Generic[P, S]):
+class PrefixTree:
     """Pieces of texts, and snapshots at the ends of pieces. The least recently used snapshot goes first.
 
     A snapshot serves any text that begins as its own does, from `shortest` positions on. Pieces stay as long as a
@@ -103,16 +115,20 @@ class PrefixTree(Generic[P, S]):
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._roots: dict[str, _Node[P, S]] = {}
+        self._roots: dict[str, _Node] = {}
         """By namespace, those that have texts."""
-        self._used: OrderedDict[_Node[P, S], None] = OrderedDict()
+        self._used: OrderedDict[_Node, None] = OrderedDict()
         """Those with a snapshot, the least recently used first."""
 
     def __len__(self) -> int:
-        """Snapshots."""
         return len(self._used)
 
-    def find(self, keys: Keys, least: int = 1, namespace: str = "") -> Found[P, S] | None:
+    @property
+    def snapshots(self) -> list[Snapshot]:
+        """All that are kept, the least recently used first."""
+        return [node.snapshot for node in self._used if node.snapshot is not None]
+
+    def find(self, keys: Keys, least: int = 1, namespace: str = "") -> Found | None:
         """The longest beginning that can be taken over; None where that is less than `least` positions."""
         node, matched = self._match(keys, namespace)
         while node.parent is not None:
@@ -130,8 +146,8 @@ class PrefixTree(Generic[P, S]):
     def insert(
         self,
         keys: Keys,
-        snapshot: S,
-        piece: Callable[[int, int], P],
+        snapshot: Snapshot,
+        piece: Callable[[int, int], PrefixPiece],
         limit: float = math.inf,
         namespace: str = "",
         check: Callable[[], None] | None = None,
@@ -185,35 +201,35 @@ class PrefixTree(Generic[P, S]):
                 del self._roots[node.namespace]
             _refresh(node)
 
-    def _forget(self, node: _Node[P, S]) -> None:
+    def _forget(self, node: _Node) -> None:
         """Its snapshot alone."""
         assert node.snapshot is not None
         self.nbytes -= node.snapshot.nbytes
         node.snapshot = None
         del self._used[node]
 
-    def _match(self, keys: Keys, namespace: str) -> tuple[_Node[P, S], int]:
+    def _match(self, keys: Keys, namespace: str) -> tuple[_Node, int]:
         """The last node that a text passes, if only in part, and how many positions it has in common with that."""
-        root: _Node[P, S] = _Node(np.empty(0, np.int64), 0, None, None, namespace=namespace)
+        root: _Node = _Node(np.empty(0, np.int64), 0, None, None, namespace=namespace)
         node, at = self._roots.get(namespace, root), 0
         while at == node.end and at < len(keys) and (child := node.children.get(int(keys[at]))) is not None:
             node, at = child, at + common(child.keys, keys[at:])
         return node, at
 
     @staticmethod
-    def _holder(node: _Node[P, S], length: int) -> _Node[P, S]:
+    def _holder(node: _Node, length: int) -> _Node:
         """A node here or below whose snapshot serves for so many positions."""
         while node.snapshot is None or node.snapshot.shortest > length:
             node = next(child for child in node.children.values() if child.least <= length)
         return node
 
     @staticmethod
-    def _path_bytes(node: _Node[P, S], matched: int) -> float:
+    def _path_bytes(node: _Node, matched: int) -> float:
         """Of the pieces of a text that is `matched` positions long, and ends in this node."""
         shares = [(min(matched, each.end) - each.start) / len(each.keys) for each in node.path]
         return sum(x * each.piece.nbytes for x, each in zip(shares, node.path, strict=True) if each.piece is not None)
 
-    def _split(self, node: _Node[P, S], end: int) -> _Node[P, S]:
+    def _split(self, node: _Node, end: int) -> _Node:
         """Cut a node in two; the upper one, which ends there."""
         assert node.parent is not None
         assert node.piece is not None
@@ -235,35 +251,12 @@ def common(a: Keys, b: Keys) -> int:
     return both if same.all() else int(np.argmin(same))
 
 
-def _refresh(node: _Node[P, S] | None) -> None:
+def _refresh(node: _Node | None) -> None:
     """Find `least` anew, from here upwards."""
     while node is not None:
         own = math.inf if node.snapshot is None else node.snapshot.shortest
         node.least = min([own, *(child.least for child in node.children.values())])
         node = node.parent
-
-
-@dataclass(frozen=True)
-class PrefixPiece:
-    """Of some positions, what target and proposer have."""
-
-    target: KVPiece
-    state: StatePiece | None
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [*self.target.arrays, *(self.state.arrays if self.state is not None else ())]
-
-    @cached_property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.arrays)
-
-    def split(self, at: int) -> tuple[PrefixPiece, PrefixPiece]:
-        first, second = self.target.split(at)
-        if self.state is None:
-            return PrefixPiece(first, None), PrefixPiece(second, None)
-        states = self.state.split(at)
-        return PrefixPiece(first, states[0]), PrefixPiece(second, states[1])
 
 
 @dataclass(frozen=True)

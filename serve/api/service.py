@@ -214,8 +214,8 @@ class Service:
         loaded = self.worker.loaded
         if loaded is None:
             return 0, 0, 0
-        prefixes = loaded.engine.prefixes
-        return loaded.engine.kv_used, prefixes.nbytes if prefixes is not None else 0, loaded.engine.kv_budget.nbytes
+        snapshot = loaded.engine.snapshot()
+        return snapshot.kv_used, snapshot.prefix_bytes, snapshot.kv_bytes
 
     @property
     def prefix_files(self) -> DiskTier | None:

@@ -51,7 +51,7 @@ class Rows:
             "quantized": lambda: RaggedQuantized(lengths, 8),
             "window": lambda: RaggedWindow(lengths, WINDOW),
         }[kind]()
-        self.cache._hold(lengths, [layer])
+        self.cache.hold(lengths, [layer])
         self.most_rows = rows
 
     def write(self, counts: list[int]) -> None:
@@ -215,7 +215,7 @@ def check(engine: em.Engine) -> None:
         rows, longest = len(batch.requests), max(request.length for request in batch.requests)
         assert isinstance(batch.state, HeadState)
         for caches in (batch.cache, batch.state.cache):
-            for part in caches._parts():
+            for part in caches.parts():
                 for each in part.parts if isinstance(part, RaggedQuantized) else [part]:
                     assert slots(each) <= bound(rows, longest + DEPTH + 1)
                     assert each.keys is None or each.keys.shape[0] <= engine.max_batch

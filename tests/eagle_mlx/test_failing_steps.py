@@ -100,7 +100,7 @@ class FailingState:
 
 def assert_owned(engine: em.Engine, rows: Sequence[RequestState]) -> None:
     """Whoever has not ended is known to the engine, in one place."""
-    known = [*engine.admission.waiting, *engine.admission.prefilling, *engine.groups.requests]
+    known = engine.snapshot().requests
     assert len({id(row) for row in known}) == len(known)
     assert {id(row) for row in rows if row.finish_reason is None} <= {id(row) for row in known}
 
@@ -109,7 +109,8 @@ def run(engine: em.Engine, rows: Sequence[RequestState], caught: type[BaseExcept
     """Step to the end as a server does; how many steps raised."""
     raised = 0
     while not engine.idle:
-        touched = [*engine.admission.prefilling, *engine.groups.requests]
+        snapshot = engine.snapshot()
+        touched = [row for group in (snapshot.prefilling, *snapshot.groups) for row in group]
         before = [row for row in touched if row.finish_reason is None]
         try:
             engine.step()

@@ -50,7 +50,7 @@ def decode(engine: em.Engine, rows: Sequence[RequestState]) -> int:
     most = 0
     while not engine.idle:
         engine.step()
-        most = max(most, len(engine.groups.batches))
+        most = max(most, len(engine.snapshot().groups))
     return most
 
 
@@ -224,7 +224,7 @@ def test_rows_that_come_go_and_move_keep_their_text(events: list[str], random: A
 
     def step() -> None:
         engine.step()
-        known = [*engine.admission.waiting, *engine.admission.prefilling, *engine.groups.requests]
+        known = engine.snapshot().requests
         assert len(set(known)) == len(known)
         assert {row for _, row in asked if row.finish_reason is None} == {r for r in known if r.finish_reason is None}
 
@@ -279,7 +279,7 @@ def test_a_row_is_parted_from_others_only_when_its_padding_is_dearer() -> None:
         engine.step()
         if engine.active == 4 and rows[0].finish_reason is None:
             padding = 3 * (rows[0].length - rows[1].length)
-            crossed.append((padding, len(engine.groups.batches)))
+            crossed.append((padding, len(engine.snapshot().groups)))
     apart = [padding for padding, groups in crossed if groups == 2]
     together = [padding for padding, groups in crossed if groups == 1]
     assert crossed == [(padding, 1) for padding in together] + [(padding, 2) for padding in apart]
@@ -324,7 +324,7 @@ def test_a_group_whose_masks_are_late_lets_the_other_go_on_without_a_wait() -> N
         engine.submit(row)
     while not stuck.waited:
         engine.step()
-    assert len(engine.groups.batches) == 2
+    assert len(engine.snapshot().groups) == 2
     waited = stuck.waited
     while free.finish_reason is None:
         before = len(free.tokens)
@@ -394,8 +394,8 @@ def test_memory_for_long_rows_is_counted_once_and_lets_more_in() -> None:
                 engine.step()
                 real = sum(x.nbytes for batch in engine.groups.batches for x in batch.cache.state)
                 most = max(most, engine.active)
-                assert real <= engine.kv_budget.set_aside(engine.admission.admitted) <= allowed
-                assert engine.kv_used <= allowed
+                assert real <= engine.snapshot().kv_reserved <= allowed
+                assert engine.snapshot().kv_used <= allowed
             together[groups] = most
             assert [row.tokens[:TOKENS] for row in short] == [ALONE[3]] * 3
     assert together[1] < 4 == together[2]
@@ -426,7 +426,7 @@ def parted(depth: int = 2, **settings: Any) -> tuple[em.Engine, list[RequestStat
         engine.submit(row)
     while engine.active < 4:
         engine.step()
-    sizes = [[len(row.prompt) for row in batch.requests] for batch in engine.groups.batches]
+    sizes = [[len(row.prompt) for row in rows] for rows in engine.snapshot().groups]
     assert sorted(map(max, sizes)) == [5, 150]
     return engine, rows[:2], rows[2:]
 
@@ -440,7 +440,7 @@ def test_a_group_whose_rows_are_cancelled_leaves_the_other_whole(depth: int, whi
     engine.cancel(gone[0])
     engine.step()
     engine.cancel(gone[1])
-    assert len(engine.groups.batches) == 1
+    assert len(engine.snapshot().groups) == 1
     while not engine.idle:
         engine.step()
     assert [row.finish_reason for row in (*gone, *left)] == ["cancelled"] * 2 + ["length"] * 2
@@ -522,7 +522,7 @@ def test_what_is_told_counts_the_rows_of_both() -> None:
     engine, short, long = parted()
     size, lengths = engine.kv_budget.size, [[row.length for row in rows] for rows in (short, long)]
     assert (engine.active, engine.waiting) == (4, 0)
-    assert engine.kv_used == sum(size.nbytes(2, max(each)) for each in lengths)
+    assert engine.snapshot().kv_used == sum(size.nbytes(2, max(each)) for each in lengths)
     told = list[RoundResult]()
     engine.observer = told.append
     before = sum(len(row.tokens) for row in (*short, *long))
@@ -530,7 +530,7 @@ def test_what_is_told_counts_the_rows_of_both() -> None:
         engine.step()
     assert sum(result.emitted for result in told) == 4 * TOKENS - before
     assert {result.rows for result in told} <= {1, 2}
-    assert (engine.active, engine.kv_used) == (0, 0)
+    assert (engine.active, engine.snapshot().kv_used) == (0, 0)
 
 
 def test_each_group_has_decisions_of_its_own_and_both_learn() -> None:

@@ -359,7 +359,7 @@ def test_a_ring_forgets_what_lies_behind_a_row_and_nothing_that_is_seen(length: 
     lengths = RowLengths(2)
     ring = RaggedWindow(lengths, 8)
     ring.ring = 24
-    cache._hold(lengths, [ring])
+    cache.hold(lengths, [ring])
     for place in range(length):
         ring.update_and_fetch(mx.full((2, 1, 1, 4), place + 1.0), mx.full((2, 1, 1, 4), place + 1.0))
         lengths.advance(1)

@@ -109,9 +109,10 @@ def test_rows_and_prefixes_stay_within_the_budget(
 
         def step() -> None:
             busy.step()
-            set_aside = busy.kv_budget.set_aside(busy.admission.admitted)
+            snapshot = busy.snapshot()
+            set_aside = snapshot.kv_reserved
             assert taken(busy) <= set_aside <= allowed
-            assert busy.kv_used <= set_aside
+            assert snapshot.kv_used <= set_aside
             if busy.prefixes is not None:
                 assert busy.prefixes.nbytes + set_aside <= allowed
 

@@ -309,7 +309,7 @@ def test_07_rows_without_a_limit_never_outgrow_the_memory(drafts: str, kept: int
         most, together = 0, 0
         while not engine.idle:
             engine.step()
-            most, together = max(most, engine.kv_used), max(together, engine.active)
+            most, together = max(most, engine.snapshot().kv_used), max(together, engine.active)
     assert together == 8
     assert engine.pauses >= 5
     assert most <= allowed + size.nbytes(8, 3)

@@ -401,7 +401,7 @@ def test_what_fails_while_files_are_read_costs_the_reading_alone(
     with_text(tmp_path)
     again, real, calls = engine(tmp_path), PrefixTree.insert, count()
 
-    def short_of_memory(self: PrefixTree[Any, Any], *args: Any) -> bool:
+    def short_of_memory(self: PrefixTree, *args: Any) -> bool:
         done = real(self, *args)
         if next(calls) == 0:
             raise MemoryError("no room left")

@@ -87,7 +87,7 @@ steps = st.one_of(
 def test_a_tree_keeps_and_finds_what_a_list_of_all_texts_does(
     history: list[tuple[str, tuple[int, ...], float, int]], limit: int
 ) -> None:
-    tree, naive = PrefixTree[Letters, Place](), Naive()
+    tree, naive = PrefixTree(), Naive()
     for step, keys, share, number in history:
         asked = np.array(keys, np.int64)
         if step == "insert":
@@ -103,7 +103,7 @@ def test_a_tree_keeps_and_finds_what_a_list_of_all_texts_does(
             if serving:
                 assert not kept
                 assert not cut
-                touched = next(place for place in serving if place is next(reversed(tree._used)).snapshot)
+                touched = next(place for place in serving if place is tree.snapshots[-1])
                 naive.touch(touched)
             else:
                 assert kept == naive.insert(new, limit)
@@ -122,7 +122,7 @@ def test_a_tree_keeps_and_finds_what_a_list_of_all_texts_does(
             tree.trim(number)
             naive.trim(number)
         assert len(tree) == len(naive.places)
-        assert {node.snapshot for node in tree._used} == set(naive.places)
+        assert set(tree.snapshots) == set(naive.places)
         assert tree.nbytes == naive.nbytes
 
 
@@ -131,7 +131,7 @@ def common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
 
 
 def test_what_texts_have_in_common_is_kept_once() -> None:
-    tree = PrefixTree[Letters, Place]()
+    tree = PrefixTree()
     shared = tuple(range(100))
     for last in range(5):
         keys = (*shared, 1000 + last)
@@ -144,7 +144,7 @@ def test_what_texts_have_in_common_is_kept_once() -> None:
 
 def test_a_text_of_very_many_pieces_is_found() -> None:
     """As a conversation of so many turns leaves them."""
-    tree = PrefixTree[Letters, Place]()
+    tree = PrefixTree()
     for end in range(1, 400):
         keys = tuple(range(end))
         tree.insert(np.array(keys), Place(keys, 0, 0), lambda start, end, keys=keys: Letters(keys[start:end]))
@@ -154,7 +154,7 @@ def test_a_text_of_very_many_pieces_is_found() -> None:
 
 
 def test_16_namespaces_share_bytes_and_nothing_else() -> None:
-    tree, keys = PrefixTree[Letters, Place](), (1, 2, 3)
+    tree, keys = PrefixTree(), (1, 2, 3)
 
     def insert(namespace: str, limit: float = math.inf) -> bool:
         return tree.insert(np.array(keys), Place(keys, 0, 1), lambda a, b: Letters(keys[a:b]), limit, namespace)

@@ -155,7 +155,7 @@ def test_whoever_comes_and_goes_all_say_what_they_would_say_alone(
         rows.append(submit(busy, length, client, tokens=5, at=length))
         for _ in range(steps):
             busy.step()
-            assert len(busy.groups.requests) + len(busy.admission.prefilling) <= 3
+            assert len(busy.snapshot().requests) - len(busy.snapshot().waiting) <= 3
         if leaves:
             busy.cancel(rows[len(rows) // 2])
     finish(busy)

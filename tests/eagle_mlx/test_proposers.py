@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import eagle_mlx as em
 from eagle_mlx.decoding.sampling import SamplingBatch, draft_sample
 from eagle_mlx.errors import ConfigError, HeadError
+from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.plan import CONFIDENCE_LAG, Plan
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.proposers.head import HeadState
@@ -187,8 +188,8 @@ def test_a_head_that_is_not_asked_reads_nothing_and_then_only_what_is_newest(mon
     batch, at = SamplingBatch.of([SamplingParams()], [0]), mx.array([206])
     text = [int(t) for t in np.random.default_rng(2).integers(0, 128, 210)]
     reads: list[int] = []
-    forward = HeadState._forward
-    monkeypatch.setattr(HeadState, "_forward", lambda s, t, h: reads.append(t.shape[1]) or forward(s, t, h))
+    forward = Eagle3Head.__call__
+    monkeypatch.setattr(Eagle3Head, "__call__", lambda s, e, *rest: reads.append(e.shape[1]) or forward(s, e, *rest))
     state = told(text, 4, 205, at_once=1)
     assert reads == [4]  # the prompt, with the position that gave the first token
     drafted = state.draft(Plan(3), batch, at).tokens.tolist()

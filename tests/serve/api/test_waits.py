@@ -217,7 +217,7 @@ def test_an_answer_whose_time_is_over_ends_with_what_it_has() -> None:
         chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "ignore_eos": True}
         streamed = Stream(server, CHAT, chat)
         gate.let(12)
-        server.until(lambda: gate.engine.active == 2 and all(r.tokens for r in gate.engine.groups.requests))
+        server.until(lambda: gate.engine.active == 2 and all(r.tokens for r in gate.engine.snapshot().requests))
         clock.now += 31
         gate.let(1)
         answer = whole.result(30).json()
@@ -288,7 +288,7 @@ def test_a_request_may_bound_its_own_answers_time(path: str) -> None:
         server.until(lambda: gate.engine.waiting == 1)
         clock.now += 1000
         gate.let(6)
-        server.until(lambda: any(request.tokens for request in gate.engine.groups.requests))
+        server.until(lambda: any(request.tokens for request in gate.engine.snapshot().requests))
         server.until(lambda: any(slot.deadline < 1e9 for slot in server.service.worker._slots))
         assert not answer.done()
         clock.now += 3
