@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert there.exists(), link
         if anchor:
             assert anchor in anchors(there.read_text(encoding="utf-8")), f"{link}#{anchor}"
+
+
+def test_the_page_of_flags_is_what_help_says() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "flags.py"))
+    page = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
+    assert page == script["page"](), "type: python docs/flags.py"
 
 
 def known_flags() -> dict[str, set[str]]:

@@ -15,8 +15,9 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx.catalog import embedded
+from eagle_mlx.command import read
 from eagle_mlx.extras import EXTRAS
-from eagle_mlx.serve.api import cli
+from eagle_mlx.serve.api.cli import ServeOptions
 from eagle_mlx.serve.api.loader import LoadConfig, load
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.speculation import Speculation
@@ -116,7 +117,8 @@ def test_the_limits_are_those_that_there_are(serving: Live) -> None:
 
 
 def test_the_flags_are_those_that_there_are() -> None:
-    known = {flag for action in cli._parser()._actions for flag in action.option_strings}
+    page = (DOCS / "flags.md").read_text(encoding="utf-8").split("\n## eagle-serve\n")[1].split("\n## ")[0]
+    known = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", " ".join(re.findall(r"^\| `([^`]+)`", page, re.MULTILINE))))
     others = {"--stop-timeout", "--rm", "--restart"}  # docker's, and one of benchmarks/prefix_reuse.py
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", GUIDE)) - others
     assert named <= known
@@ -128,8 +130,8 @@ def test_the_unit_waits_for_the_drain() -> None:
     unit.read(DOCS / "deploy" / "eagle-serve.service", encoding="utf-8")
     command = unit["Service"]["ExecStart"].split()
     assert command[0].endswith("/bin/eagle-serve")
-    args = cli._parser().parse_args(command[1:])
-    assert int(unit["Service"]["TimeoutStopSec"]) > args.drain_seconds + 5
+    limits = read(ServeOptions, command[1:], "eagle-serve", "").limits
+    assert int(unit["Service"]["TimeoutStopSec"]) > limits.drain_seconds + 5
     assert unit["Service"]["Restart"] == "on-failure"
 
 
@@ -137,8 +139,8 @@ def test_the_agent_waits_for_the_drain() -> None:
     with (DOCS / "deploy" / "com.eagle-mlx.serve.plist").open("rb") as file:
         agent = plistlib.load(file)
     assert agent["Label"] == "com.eagle-mlx.serve"
-    args = cli._parser().parse_args(agent["ProgramArguments"][1:])
-    assert agent["ExitTimeOut"] > args.drain_seconds + 5
+    limits = read(ServeOptions, agent["ProgramArguments"][1:], "eagle-serve", "").limits
+    assert agent["ExitTimeOut"] > limits.drain_seconds + 5
     assert agent["KeepAlive"] == {"SuccessfulExit": False}
     assert all(Path(agent[key]).is_absolute() for key in ("WorkingDirectory", "StandardErrorPath"))
 
