@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import eagle_mlx as em
-from eagle_mlx.serve.bench.dialogue import behind_filler
-from eagle_mlx.serve.prompts import Question, read_questions
+from eagle_mlx.serve.prompts import Question, behind_filler, read_questions
 from eagle_mlx.target import Target
 from eagle_mlx.text import is_loop
 

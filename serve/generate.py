@@ -22,10 +22,9 @@ from eagle_mlx.setting import Group, setting
 from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
 
-from .head_choice import load_proposer
 from .options import MemoryOptions, SamplingOptions
 from .prompts import Question, read_questions
-from .speculation import TARGET_HELP, Speculation
+from .speculation import TARGET_HELP, Speculation, load_proposer
 
 EPILOG = """\
 examples:

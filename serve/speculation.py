@@ -1,22 +1,24 @@
-"""How to speculate, as settings of a command: which proposer, how deep, by what policy; shared by all that decode."""
+"""How to speculate, as settings of a command, and which head drafts if none is named; shared by all that decode."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from eagle_mlx import hub
 from eagle_mlx.catalog import embedded
-from eagle_mlx.catalog.head_search import load_found
+from eagle_mlx.catalog.head_search import FoundHead, find_heads, load_found, where_mtp_layers_are
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.prior import Prior
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.head_check import head_warning
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import described, quantize_for
@@ -28,7 +30,7 @@ from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.hybrid import MAX_NGRAM, MIN_NGRAM, HybridProposer, model_of
 from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.setting import AT_LEAST_0, Group, find, setting
-from eagle_mlx.target import Target, load_target
+from eagle_mlx.target import Target, fingerprint, load_target
 
 Mode = Literal["none", "ngram", "draft", "eagle", "mtp"]
 _HEADS: tuple[Mode, ...] = ("eagle", "mtp")
@@ -38,7 +40,7 @@ PolicyName = Literal["throughput", "acceptance-ema", "fixed"]
 Bits = Literal["4bit", "8bit"]
 TARGET_HELP = "folder or hub id of the model (default: the embedded one)"
 AUTO, NO_HEAD = "auto", "none"
-"""What `--head` says for one that is looked for (`head_choice.py`), and for none."""
+"""What `--head` says for one that is looked for (`load_proposer`), and for none."""
 DEFAULT_TOKENS: dict[PolicyName, int] = {"throughput": MOST_TOKENS, "acceptance-ema": 4, "fixed": 4}
 """Draft tokens a round."""
 
@@ -153,7 +155,7 @@ class Speculation(Group):
     def for_target(self, target: str | None) -> tuple[str | Path, Self]:
         """The name of the target, and how to speculate for it; without a name the embedded target with its head.
 
-        If nothing is named that drafts, the head is `AUTO`, which `head_choice.load_proposer` looks for.
+        If nothing is named that drafts, the head is `AUTO`, which `load_proposer` looks for.
         """
         resolved = self
         if self.head in (None, AUTO) and self.draft_model is None and self.mode in (None, *_HEADS):
@@ -308,3 +310,55 @@ def quantize(model: nn.Module, bits: Bits, group_size: int = 64) -> None:
 
     nn.quantize(model, group_size, int(bits.removesuffix("bit")), class_predicate=fits)
     mx.eval(model.parameters())
+
+
+def load_proposer(
+    speculation: Speculation, target: Target, name: str | Path, say: Callable[[str], None]
+) -> tuple[Speculation, Proposer | None]:
+    """What drafts, and the speculation with the head that was found; `say` is told which, and why not another.
+
+    `name` is what the target was asked for as. Raises an EagleError where what was named cannot be had, and where a
+    head was asked for and none is found; a head that was only found and does not load is passed over.
+    """
+    if speculation.head != AUTO or speculation.resolved_mode() == "none":
+        return speculation, speculation.proposer(target)
+    for found in usable_heads(name, say, fingerprint(target), speculation.mode):
+        one = replace(speculation, head=found.head, mode=speculation.mode or found.mode)
+        try:
+            proposer = one.proposer(target)
+            Engine(target, proposer, max_batch=1)  # whether this target gives what the head reads
+        except EagleError as e:
+            say(f"head: {found.head} is passed over: {e}")
+            continue
+        say(f"head: {found.reason}")
+        return one, proposer
+    if speculation.mode is not None:
+        raise ConfigError(f"--spec-decode {speculation.mode}: no head is known for {target.name}: give --head")
+    say(f"head: none found for {target.name}; n-grams draft where that pays (docs/heads.md has other ways)")
+    without = replace(speculation, head=None, head_bits=None, mode="ngram")
+    return without, without.proposer(target)
+
+
+def usable_heads(
+    target: str | Path, say: Callable[[str], None], digest: str | None = None, mode: str | None = None
+) -> Iterator[FoundHead]:
+    """The heads for a target that are here, fetched as they are asked for where the target came from the hub itself.
+
+    Whoever names a model by its hub id has its weights fetched without being asked, and a head is a small part more.
+    For a folder nothing is fetched: `say` is told the command.
+    """
+    by_hub_id = hub.full_id(hub.public_name(target))
+    for found in find_heads(target, digest, lambda text: say(f"head: {text}")):
+        if mode is not None and found.mode not in (None, mode):
+            continue
+        if not found.here and not by_hub_id:
+            say(f"head: not here yet: {found.about}; to fetch it: eagle-heads pull {found.head}")
+            break  # those that are here come first
+        try:
+            hub.resolve(found.head)
+        except EagleError as e:
+            say(f"head: {found.about}, cannot be fetched now: {e}")
+            break
+        yield found
+    if mode != "eagle" and (command := where_mtp_layers_are(target)) is not None:
+        say(f"head: this conversion leaves out the model's own MTP layers; to fetch them: {command}")

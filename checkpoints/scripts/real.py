@@ -29,13 +29,11 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.machine import describe
 from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
 from eagle_mlx.serve.bench import report
-from eagle_mlx.serve.bench.decoding import Mode
-from eagle_mlx.serve.bench.dialogue import dialogues
-from eagle_mlx.serve.bench.identity import tolerance_for
+from eagle_mlx.serve.bench.decoding import Mode, tolerance_for
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import Models, build_modes
 from eagle_mlx.serve.bench.report import Run
-from eagle_mlx.serve.prompts import read_questions
+from eagle_mlx.serve.prompts import dialogues, read_questions
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
 HEAD = CHECKPOINTS / make_real_model.NAME

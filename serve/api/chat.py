@@ -17,17 +17,14 @@ from eagle_mlx.sampling_params import StopWatcher
 from eagle_mlx.text import TextStream
 
 from ..chat import AnswerParser, Delta, FirstCall, ToolCall, ToolOffer
-from .answer import Completed, stats, usage
-from .encoder import Encode
+from .answer import Completed, Frame, dumps, quote, stats, stream_events, usage
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import Owner, in_thread, owner_of, read_request, respond
 from .logprobs import ChatLogprobs, chat_logprobs
-from .model import Loaded
-from .sampling import check_context, check_text, sampling
+from .model import Encode, Loaded, check_context, check_text, sampling
 from .schema import ChatRequest
 from .schema import ToolCall as CalledTool
 from .service import Call
-from .stream import Frame, dumps, quote, stream_events
 from .worker import RequestEvent
 
 router = APIRouter()

@@ -19,13 +19,12 @@ from eagle_mlx.memory import gb
 from eagle_mlx.setting import ABOVE_0, AT_LEAST_0, FINITE, GIGABYTES, SECONDS_OR_0, Group, flag, setting, settings_of
 
 from ..options import bytes_of
-from .app import create_app
 from .guard import check_trusted, is_loopback
 from .limits import Limits
 from .loader import LoadConfig, budget, check, load, several, single
 from .models import Models
 from .models_file import read_models
-from .server import Server, listen, run, set_up_log
+from .server import Server, create_app, listen, run, set_up_log
 from .service import Settings
 
 EPILOG = """\

@@ -14,16 +14,13 @@ from eagle_mlx.request import Output, TokenLogprob
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.text import TextStream
 
-from .answer import Completed, stats, usage
-from .encoder import Encode
+from .answer import Completed, Frame, dumps, quote, stats, stream_events, usage
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import Owner, in_thread, owner_of, read_request, respond
 from .logprobs import CompletionLogprobs, LogprobLists, joined, score_prompt
-from .model import Loaded
-from .sampling import check_context, check_text, sampling
+from .model import Encode, Loaded, check_context, check_text, sampling
 from .schema import CompletionRequest
 from .service import Call
-from .stream import Frame, dumps, quote, stream_events
 from .worker import RequestEvent
 
 router = APIRouter()

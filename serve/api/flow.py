@@ -19,16 +19,13 @@ from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
 
 from . import schema
-from .answer import failure
-from .encoder import Encode
+from .answer import DONE, dumps, failure
 from .errors import ApiError, Shape, bad_request
 from .limits import read_body
-from .model import Loaded
+from .model import Encode, Loaded, check
 from .models import Models
-from .sampling import check
 from .schema import B, read
 from .service import Call, Service
-from .stream import DONE, dumps
 
 T = TypeVar("T")
 R = TypeVar("R", bound=schema.Request)

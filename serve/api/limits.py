@@ -154,7 +154,7 @@ class Pools:
     Long ones are taken one at a time: encoding megabytes keeps a core busy for seconds, and the engine needs one too.
     A schema may take seconds to compile, in a process of its own. Clients take turns for both.
     Work that has not begun when its request is cancelled never does. Of work that has, the encoding of a long text ends
-    (`encoder.py`).
+    (`Encoder` in `model.py`).
     """
 
     def __init__(self, limits: Limits):

@@ -28,9 +28,8 @@ from eagle_mlx.target_options import TargetOptions
 
 from ..bench import compare, tolerance_for
 from ..chat import Volatile
-from ..head_choice import load_proposer
 from ..options import MemoryOptions, bytes_of
-from ..speculation import AUTO, NO_HEAD, TARGET_HELP, Speculation
+from ..speculation import AUTO, NO_HEAD, TARGET_HELP, Speculation, load_proposer
 from .model import Loaded, sampling_defaults
 from .service import Source
 

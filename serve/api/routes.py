@@ -15,11 +15,10 @@ from fastapi import APIRouter, Request
 from prometheus_client import generate_latest
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from .encoder import Encode
 from .errors import ERRORS, ApiError, Shape, documented
 from .flow import body_of, client_of, in_thread, json_response, models_of, unless_disconnected
 from .metrics import SpeculationSummary, speculation_summary
-from .model import Loaded
+from .model import Encode, Loaded
 from .schema import AdminRequest, DetokenizeRequest, TokenizeRequest
 from .service import Service, State
 

@@ -3,7 +3,7 @@
 `build_modes` makes the ways, `measure` times them in turns, `compare` tells whether two gave the same tokens.
 """
 
-from .identity import compare, tolerance_for
+from .decoding import compare, tolerance_for
 from .measure import BenchConfig, measure
 from .modes import Models, build_modes
 from .report import Run

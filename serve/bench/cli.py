@@ -23,9 +23,8 @@ from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, Group, setting
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.target_options import TargetOptions
 
-from ..head_choice import usable_heads
 from ..options import MemoryOptions
-from ..prompts import read_questions
+from ..prompts import behind_filler, dialogues, read_questions
 from ..speculation import (
     AUTO,
     DEFAULT_TOKENS,
@@ -35,15 +34,24 @@ from ..speculation import (
     HeadBits,
     PolicyName,
     load_quantized,
+    usable_heads,
     warn_of_head,
 )
 from . import report
-from .baselines import MLX_LM, STOCK, StockModel
-from .decoding import ModeName
-from .dialogue import behind_filler, dialogues
-from .identity import tolerance_for
+from .decoding import ModeName, tolerance_for
 from .measure import BenchConfig, measure, type_name
-from .modes import DEFAULT_MODES, NEEDS, USE_HEAD, EngineMode, Models, build_modes, random_head
+from .modes import (
+    DEFAULT_MODES,
+    MLX_LM,
+    NEEDS,
+    STOCK,
+    USE_HEAD,
+    EngineMode,
+    Models,
+    StockModel,
+    build_modes,
+    random_head,
+)
 from .report import Run
 
 EPILOG = """\

@@ -15,11 +15,20 @@ from eagle_mlx.sampling_params import Acceptance, SamplingParams
 from eagle_mlx.target import Target
 from eagle_mlx.text import LEAST_DISTINCT, is_loop
 
-from .baselines import MlxLmMode
-from .decoding import Continuation, Mode, Timed, acceptance_by_position, acceptance_length, finish, take_turns
-from .dialogue import Dialogue
-from .identity import Identity, compare, tolerance_for
-from .modes import BASELINES, EngineMode
+from ..prompts import Dialogue
+from .decoding import (
+    Continuation,
+    Identity,
+    Mode,
+    Timed,
+    acceptance_by_position,
+    acceptance_length,
+    compare,
+    finish,
+    take_turns,
+    tolerance_for,
+)
+from .modes import BASELINES, EngineMode, MlxLmMode
 from .report import Category, Run
 
 GROUP_PER_ROW = 4

@@ -1,6 +1,6 @@
 """llguidance's matcher as the grammar of a request: which tokens may come next, in a text that must follow a grammar.
 
-The matchers live in processes of their own (`matcher_process.py`), one for each grammar and one for each request.
+The matchers live in processes of their own (`process_work.py`), one for each grammar and one for each request.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from eagle_mlx.errors import ConfigError
 
+from ..process_work import MatcherProcess, Places
 from ..processes import Process, ProcessEnded
-from .matcher_process import MatcherProcess, Places
 
 COMPILE_SECONDS = 5.0
 """Ordinary schemas take under 0.1 s, those of 64 KiB up to 1 s, on a machine with nothing else to do."""

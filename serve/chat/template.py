@@ -1,10 +1,17 @@
-"""The chat format of a model: what its tokenizer knows of templates, tools and thoughts, and prompts made by it."""
+"""A model's chat format: its template, tools and reasoning tags, the prompts that it makes, and where prompts part.
+
+Prompts of other requests part from a chat's after the system prompt and after the last message. A template may write a
+message otherwise once another follows it, and leave reasoning out. So the chat is also rendered with another question
+and with one more turn; what stays the same is what they share.
+"""
 
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -13,11 +20,94 @@ from transformers import PreTrainedTokenizerBase
 from eagle_mlx.errors import PromptError
 from eagle_mlx.target import Target
 
-from .boundaries import Boundaries
 from .messages import Message, read_messages, with_argument_texts, with_late_instructions_said
 from .reasoning import ReasoningTags
 from .tools import Tool, ToolCallTags, ToolOffer
 from .volatile import Changes, Volatile, certain_text
+
+_KEPT = 32
+"""Beginnings of chats whose tokens are remembered: system prompts, of which a server sees few."""
+
+Render = Callable[[list[dict[str, Any]], Mapping[str, Any]], str]
+"""Messages, and what else the template takes -> the chat's text."""
+
+
+class Boundaries:
+    """Finds them for one tokenizer. Any thread may use this."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._tokens: OrderedDict[str, list[int]] = OrderedDict()
+
+    def find(
+        self,
+        render: Render,
+        messages: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+        prompt: Sequence[int],
+        encode: Callable[[str], list[int]],
+    ) -> tuple[int, ...]:
+        """How many tokens of a prompt others may have in common with it, in order.
+
+        messages, arguments: what the prompt was rendered of. encode: a text's tokens, with no special ones added.
+        """
+        text = render([dict(message) for message in messages], arguments)
+        places = {_common(text, other) for other in _others(render, messages, arguments)}
+        counts = {self._count(text, place, prompt, encode) for place in places if 0 < place < len(text)}
+        return tuple(sorted(counts))
+
+    def _count(self, text: str, place: int, prompt: Sequence[int], encode: Callable[[str], list[int]]) -> int:
+        """Tokens of a prompt that lie before a place in its text; the shorter side is encoded."""
+        if len(text) - place < place:
+            tail = encode(text[place:])
+            if tail and list(prompt[-len(tail) :]) == tail:
+                return len(prompt) - len(tail)
+        head = self._encoded(text[:place], encode)
+        both = min(len(head), len(prompt))
+        return next((at for at in range(both) if head[at] != prompt[at]), both)
+
+    def _encoded(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        with self._lock:
+            if text in self._tokens:
+                self._tokens.move_to_end(text)
+                return self._tokens[text]
+        tokens = encode(text)
+        with self._lock:
+            self._tokens[text] = tokens
+            if len(self._tokens) > _KEPT:
+                self._tokens.popitem(last=False)
+        return tokens
+
+
+def _others(render: Render, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[str]:
+    """Texts of chats that may come: another question, the next turn, and this one before anybody answers."""
+    chat = [dict(message) for message in messages]
+    system = next((at for at, message in enumerate(chat) if message["role"] != "system"), len(chat))
+    first = str(chat[system]["content"]).lstrip() if system < len(chat) else ""
+    question = {"role": "user", "content": "!" if first.startswith("?") else "?"}
+    answer = {"role": "assistant", "content": "!"}
+    asked = [
+        ([*chat[:system], question], arguments),
+        ([*chat, answer, question], arguments),
+        (chat, {**arguments, "add_generation_prompt": False}),
+    ]
+    texts = []
+    for each, how in asked:
+        try:
+            texts.append(render(each, how))
+        except Exception:  # a template is a program of its own: where it refuses such a chat, none will come
+            continue
+    return texts
+
+
+def _common(a: str, b: str) -> int:
+    """Letters that two texts begin with in common, by halves: to look at each would take longer than to encode them."""
+    same, most = 0, min(len(a), len(b))
+    while same < most:
+        middle = (same + most + 1) // 2
+        same, most = (middle, most) if a[same:middle] == b[same:middle] else (same, middle - 1)
+    return same
+
 
 _FROM_REQUESTS = {"add_generation_prompt"}
 _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - _FROM_REQUESTS
@@ -107,7 +197,7 @@ class ChatFormat:
         template_kwargs: Mapping[str, Any] | None = None,
         encode: Callable[[str, bool], list[int]] | None = None,
     ) -> tuple[int, ...]:
-        """How many tokens of a prompt that `prompt` made of the same later ones may begin with (`boundaries.py`).
+        """How many tokens of a prompt that `prompt` made of the same later ones may begin with.
 
         None where the tokens of a chat are not those of its text.
         """

@@ -25,7 +25,7 @@ from eagle_mlx.errors import TargetError
 from eagle_mlx.plan import Context, Plan, RoundResult
 from eagle_mlx.ranks import Channel, LeadingTarget, World, follow, shard_layers, shard_tensors
 from eagle_mlx.request_state import RequestState
-from eagle_mlx.serve.bench.identity import compare, tolerance_for
+from eagle_mlx.serve.bench.decoding import compare, tolerance_for
 from eagle_mlx.serve.prompts import encode, read_prompts
 from eagle_mlx.target import Target
 from tests.architectures import VOCAB, tiny_model

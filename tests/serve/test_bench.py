@@ -28,13 +28,15 @@ from eagle_mlx.serve.bench.cli import main
 from eagle_mlx.serve.bench.decoding import (
     Continuation,
     Decoding,
+    Identity,
     ModeName,
     acceptance_by_position,
     acceptance_length,
+    compare,
     finish,
+    first_difference,
     take_turns,
 )
-from eagle_mlx.serve.bench.identity import Identity, compare, first_difference
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import DEFAULT_MODES, EngineMode, Models, build_modes
 from eagle_mlx.serve.bench.report import Run

@@ -17,9 +17,8 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.proposers.hybrid import model_of
 from eagle_mlx.serve.generate import main as generate
-from eagle_mlx.serve.head_choice import load_proposer
 from eagle_mlx.serve.heads import main as heads
-from eagle_mlx.serve.speculation import AUTO, Speculation
+from eagle_mlx.serve.speculation import AUTO, Speculation, load_proposer
 from eagle_mlx.target import Target
 from tests import hub_server
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder

@@ -12,10 +12,9 @@ from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.bench.cli import main
-from eagle_mlx.serve.bench.dialogue import Dialogue, behind_filler
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import MODE_NAMES, Models, build_modes
-from eagle_mlx.serve.prompts import Prompt, Question, read_questions
+from eagle_mlx.serve.prompts import Dialogue, Prompt, Question, behind_filler, read_questions
 from eagle_mlx.text import is_loop
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 from tests.full import in_full

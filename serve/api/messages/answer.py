@@ -14,15 +14,13 @@ from starlette.responses import Response
 from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
 
-from ..answer import Kind, Measured, Part, part_of, parts_of, stats
+from ..answer import EventWriter, Kind, Measured, Part, named_event, part_of, parts_of, quote, stats, stream_answer
 from ..chat import ChatAnswer, DeltaStream, finish_reason, prepare_chat, read_prompt
 from ..conversation import named_as
 from ..errors import ERRORS, EVENTS, ApiError, ContextExceeded, MessagesError, Shape, documented
 from ..flow import body_of, client_of, in_thread, json_response, models_of, respond, unless_disconnected
-from ..model import Loaded
-from ..sampling import check
+from ..model import Loaded, check
 from ..service import Call
-from ..stream import EventWriter, named_event, quote, stream_answer
 from ..worker import RequestEvent
 from .schema import CountTokensRequest, MessagesRequest
 from .translate import FIELDS, chat_request, tool_places

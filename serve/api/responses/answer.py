@@ -12,12 +12,11 @@ from pydantic import TypeAdapter
 from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
 
-from ..answer import Part, part_of, parts_of, stats
+from ..answer import EventWriter, Part, dumps, named_event, part_of, parts_of, stats, stream_answer
 from ..chat import ChatAnswer, DeltaStream
 from ..errors import ApiError
 from ..schema import SERVICE_TIER
 from ..service import Call
-from ..stream import EventWriter, dumps, named_event, stream_answer
 from ..worker import RequestEvent
 from .schema import InputTokensDetails, Item, OutputTokensDetails, ResponsesRequest, ResponsesUsage
 from .translate import Functions, echoed, sealed

@@ -8,14 +8,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from ..answer import named_event
 from ..chat import prepare_chat
 from ..conversation import named_as
 from ..errors import ERRORS, EVENTS, ApiError, documented
 from ..flow import body_of, json_response, models_of, respond
-from ..model import Loaded
-from ..sampling import check
+from ..model import Loaded, check
 from ..service import Call
-from ..stream import named_event
 from .answer import ResponseAnswer, ResponseMemory
 from .schema import DeletedResponse, InputItemList, ResponseObject, ResponsesRequest
 from .translate import FIELDS, Functions, chat_request, input_items

@@ -13,9 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from eagle_mlx.serve.api.encoder import Encoder
 from eagle_mlx.serve.api.limits import Limits
-from eagle_mlx.serve.api.model import Loaded
+from eagle_mlx.serve.api.model import Encoder, Loaded
 from tests.serve.api.given import PATIENCE
 from tests.serve.api.live import DEPTH, ELSEWHERE, Live, another_client, engine, live, wide
 

@@ -20,8 +20,8 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import AddedToken, Tokenizer, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from eagle_mlx.serve.api.encoder import Encoder
 from eagle_mlx.serve.api.errors import ApiError
+from eagle_mlx.serve.api.model import Encoder
 from eagle_mlx.serve.processes import Process
 from tests.fakes import EMBEDDED_TARGET
 from tests.full import some
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[3]
 ALONE = """
 import sys, time
 from threading import Event, Thread
-from eagle_mlx.serve.api.encoder import Encoder
+from eagle_mlx.serve.api.model import Encoder
 from eagle_mlx.serve.processes import Process
 from tests.fakes import EMBEDDED_TARGET
 from mlx_lm.tokenizer_utils import load

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from eagle_mlx.serve.api import chat
-from eagle_mlx.serve.api.app import create_app
 from eagle_mlx.serve.api.model import Loaded
-from eagle_mlx.serve.api.server import Server, address, listen
+from eagle_mlx.serve.api.server import Server, address, create_app, listen
 from eagle_mlx.serve.chat import matcher, structured
 from eagle_mlx.serve.processes import Process
 from tests.serve.api.live import DEPTH, Live, engine, live, one_model, wide

@@ -1,8 +1,8 @@
-"""What the processes hold that run llguidance: the tokenizer, a grammar, a request's place in it.
+"""What processes do that can be killed: encode long texts, and follow grammars with llguidance (`processes.py`).
 
-The first process holds the tokenizer. It is forked for each grammar, which is compiled in the fork, and that is forked
-for each request that follows the grammar. A fork shares the tokenizer's and the grammar's memory until it writes to it.
-So a request costs a few milliseconds and what it changes.
+For grammars, the first process holds the tokenizer. It is forked for each grammar, which is compiled in the fork, and
+that is forked for each request that follows the grammar. A fork shares the tokenizer's and the grammar's memory until
+it writes to it. So a request costs a few milliseconds and what it changes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import llguidance
+from tokenizers import Tokenizer
 
 # About 20 ms of work for one mask at most, and some 100 MB; what needs more ends its own request.
 _LIMITS = llguidance.LLParserLimits(
@@ -30,7 +31,7 @@ class Refused(ValueError):
 
 
 class MatcherProcess:
-    """What one process holds, and the questions that it answers (`process_program.py`)."""
+    """What one process holds, and the questions that it answers (`processes.py`)."""
 
     def __init__(self) -> None:
         self.tokenizer: llguidance.LLTokenizer | None = None
@@ -141,3 +142,24 @@ def _spelling(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
         parts = [part for part in map(_spelling, normalizer["normalizers"]) if part]
         return {"type": "Sequence", "normalizers": parts}
     return normalizer if normalizer.get("pattern") == {"String": " "} else None  # a space as a letter of its own
+
+
+class EncoderProcess:
+    """The questions that such a process answers (`processes.py`)."""
+
+    def __init__(self) -> None:
+        self.tokenizer: Tokenizer | None = None
+
+    def open(self, tokenizer: str, split_special_tokens: bool) -> None:
+        """Read the backend, which transformers tells before each text neither to pad nor to cut it."""
+        self.tokenizer = Tokenizer.from_str(tokenizer)
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+        self.tokenizer.encode_special_tokens = split_special_tokens
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The token ids of a text."""
+        assert self.tokenizer is not None
+        # The fast way leaves out where in the text each token stands, which nobody asks for: half the work.
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
