@@ -40,8 +40,8 @@ def test_19_servers_that_share_a_folder_count_each_others_files_at_once(tmp_path
     databases = [opened(tmp_path) for _ in range(2)]
     for number in range(14):
         assert put(databases[number % 2], number, 100, (MODEL, OTHER)[number % 2]) == 100
-        assert nbytes(tmp_path) == databases[0].used == databases[1].used == min(100 * (number + 1), 1000)
-    assert databases[0].used_by(MODEL) == databases[0].used_by(OTHER) == 500
+        assert nbytes(tmp_path) == databases[0].nbytes() == databases[1].nbytes() == min(100 * (number + 1), 1000)
+    assert databases[0].nbytes(MODEL) == databases[0].nbytes(OTHER) == 500
     assert not (tmp_path / entry(0).path).exists(), "it was not used for longest"
     assert put(databases[0], 20, 1001) == 0, "it would never fit"
 
@@ -50,7 +50,7 @@ def test_19_a_file_that_both_write_is_counted_once(tmp_path: Path) -> None:
     databases = [opened(tmp_path) for _ in range(2)]
     found = [put(database, number, 100) for database in databases for number in range(10)]
     assert found == [100] * 10 + [0] * 10
-    assert [database.used for database in databases] == [1000, 1000]
+    assert [database.nbytes() for database in databases] == [1000, 1000]
 
 
 def test_19_a_write_that_failed_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_19_a_write_that_failed_is_not_counted(tmp_path: Path, monkeypatch: pyte
             with pytest.raises(OSError, match="no space"):
                 put(database, 1, 300)
     put(database, 2, 400)
-    assert nbytes(tmp_path) == database.used == 1000
+    assert nbytes(tmp_path) == database.nbytes() == 1000
 
 
 def test_19_servers_that_write_and_delete_at_the_same_time_keep_the_limit(tmp_path: Path) -> None:
@@ -93,14 +93,14 @@ def test_19_servers_that_write_and_delete_at_the_same_time_keep_the_limit(tmp_pa
 KILLED = """
 import os, sys
 from pathlib import Path
+import numpy as np
 from eagle_mlx.engine.disk import database
-from tests.eagle_mlx.test_prefix_database import opened, put
 
-here = opened(Path(sys.argv[1]))
-put(here, 0, 400)
-sync = database.sync_folder
+here = database.Database(Path(sys.argv[1]), 1000, print)
+one, other = (database.Entry("0" * 32, "block", "0" * 32, 0, np.array([i, i], np.int64)) for i in range(2))
+here.write(one, b"x" * 400, 0)
 database.sync_folder = lambda folder: os.kill(os.getpid(), 9)
-put(here, 1, 700)
+here.write(other, b"x" * 700, 1)
 """
 
 
@@ -111,7 +111,7 @@ def test_of_a_killed_process_nothing_is_left_that_counts(tmp_path: Path) -> None
     assert [path.stat().st_size for path in tmp_path.glob("*/*.safetensors")] == [700]
     (tmp_path / MODEL / "notes.txt").touch()
     database = opened(tmp_path)
-    assert nbytes(tmp_path) == database.used == 0
+    assert nbytes(tmp_path) == database.nbytes() == 0
     assert [path.name for path in (tmp_path / MODEL).iterdir()] == ["notes.txt"]
     assert put(database, 0, 400) == 400
 
@@ -132,8 +132,8 @@ def test_19_a_damaged_database_starts_over_with_its_files(tmp_path: Path, damage
         path.write_bytes({"text": b"nonsense" * 999, "cut": content[:5000], "middle": middle}[damage])
     again = opened(tmp_path, say=said_of(["is damaged"], heard))
     assert len(heard) == (damage != "deleted")
-    assert nbytes(tmp_path) == again.used == 0
-    assert put(again, 1, 100) == again.used == 100
+    assert nbytes(tmp_path) == again.nbytes() == 0
+    assert put(again, 1, 100) == again.nbytes() == 100
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
@@ -145,7 +145,7 @@ def test_19_without_a_database_nothing_is_written_and_that_is_said_once(
     database = opened(tmp_path, say=said_of(["is no regular file; delete it"], heard))
     with pytest.raises(OSError, match="no regular file"):
         put(database, 0, 100)
-    assert (database.used, len(heard)) == (0, 1)
+    assert (database.nbytes(), len(heard)) == (0, 1)
 
 
 def test_the_database_is_for_its_owner_alone(tmp_path: Path) -> None:

@@ -154,31 +154,30 @@ class Database:
         self._reading, self._writing = threading.Lock(), threading.Lock()
         try:
             with self._transaction():
-                self._remove_orphans(say)
+                odd = self._remove_orphans()
                 self._make_room(0)
         except OSError as e:
             self.report(e)
+        else:
+            if odd:
+                more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+                say(f"{min(odd)}{more} in the prefix cache {root} are no regular files; they are skipped: delete them")
 
     def report(self, e: OSError) -> None:
         """Say once that nothing can be written."""
         if self._said:
             return
         self._said = True
-        over = self.used > self.limit
+        used = self.nbytes()
         self._say(
-            f"the prefix cache cannot {'delete files in' if over else 'write to'} {self.root} ({e.strerror or e}): "
-            f"{gb(self.used)} are there, of {gb(self.limit)}. The server reads them, and tries to write again every "
-            "minute: see to the permissions and the space, raise --prefix-disk-gb, or name another --prefix-cache-dir"
+            f"the prefix cache cannot {'delete files in' if used > self.limit else 'write to'} {self.root} "
+            f"({e.strerror or e}): {gb(used)} are there, of {gb(self.limit)}. The server reads them, and tries again "
+            "every minute to write: see to the permissions and the space, or name another --prefix-cache-dir"
         )
 
-    @property
-    def used(self) -> int:
-        """Bytes of all files."""
-        return int(self._rows("SELECT TOTAL(nbytes) FROM files")[0][0]) if self._reader is not None else 0
-
-    def used_by(self, model: str) -> int:
-        """Return the bytes of one model's files."""
-        rows = self._rows("SELECT TOTAL(nbytes) FROM files WHERE model = ?", model)
+    def nbytes(self, model: str = "%") -> int:
+        """Return the bytes of the files of a model, or of all."""
+        rows = self._rows("SELECT TOTAL(nbytes) FROM files WHERE model LIKE ?", model)
         return int(rows[0][0]) if rows else 0
 
     def find(self, keys: Keys, model: str, namespace: str, positional: bool) -> Match | None:
@@ -245,18 +244,17 @@ class Database:
         if room > self.limit or path.is_dir():
             return 0
         with self._transaction() as database:
-            [(there,)] = database.execute("SELECT TOTAL(nbytes) FROM files WHERE path = ?", (entry.path,)).fetchall()
-            if there and entry.path not in self._ignored:
-                return 0
             same = self._beginning(entry.kind, entry.parent, entry.first)
+            if any(each.covers(entry) for each in same):
+                return 0
             self._delete([entry.path, *(each.path for each in same if entry.covers(each))])
             self._make_room(room)
+            place = entry.path, entry.model, entry.kind, entry.parent, entry.start, entry.keys.tobytes()
+            row = (*place, entry.shortest, room, entry.checksum_of(content), entry.first, now)
             try:
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 _write_synced(path, content)
-                values = (*(entry.path, entry.model, entry.kind, entry.parent, entry.start, entry.keys.tobytes()),)
-                sums = (entry.shortest, room, entry.checksum_of(content), entry.first, now)
-                database.execute(f"INSERT INTO files VALUES ({', '.join('?' * 11)})", (*values, *sums))
+                database.execute(f"INSERT INTO files VALUES ({', '.join('?' * len(row))})", row)
             except BaseException:
                 path.unlink(missing_ok=True)
                 raise
@@ -280,7 +278,7 @@ class Database:
     def drop_missing(self) -> None:
         """Remove the rows of all files that somebody has deleted: such files are rarely deleted one by one."""
         with suppress(OSError), self._transaction():
-            self._remove_orphans(lambda _: None)
+            self._remove_orphans()
 
     def hashes(self) -> dict[str, tuple[list[int], str]]:
         """Return what is known of files of weights: by path the size, time of change and inode, and the hash."""
@@ -327,17 +325,20 @@ class Database:
         if path.exists() and not path.is_file():
             raise OSError(f"{NAME} is no regular file; delete it")
         try:
-            self._reader, self._writer = _connected(path), _connected(path)
+            self._writer = _connected(path)
         except (OSError, sqlite3.OperationalError):  # it may be there to be read
             if self._reader is None and path.exists():
-                uri = f"{path.absolute().as_uri()}?immutable=1"
-                self._reader = sqlite3.connect(uri, uri=True, check_same_thread=False)
+                self._reader = _reader(path, "?immutable=1")
             raise
         except sqlite3.DatabaseError as e:
             self._say(f"the database of the prefix cache in {self.root} is damaged ({e}); its files are deleted")
             for each in self.root.glob(f"{NAME}*"):
                 each.unlink()
-            self._reader, self._writer = _connected(path), _connected(path)
+            self._writer = _connected(path)
+        with self._reading:
+            if self._reader is not None:
+                self._reader.close()
+            self._reader = _reader(path)
 
     def _make_room(self, nbytes: int) -> None:
         """In a transaction: remove what was not used for longest until so many more bytes fit. Raises OSError."""
@@ -363,16 +364,16 @@ class Database:
             (self.root / path).unlink(missing_ok=True)
             self._writer.execute("DELETE FROM files WHERE path = ?", (path,))
 
-    def _remove_orphans(self, say: Callable[[str], None]) -> None:
+    def _remove_orphans(self) -> list[str]:
         """In a transaction: remove files without rows, which a process that was killed has left, and rows without
-        files. A FIFO or a folder with the name of a file is left alone, and named."""
+        files. Returns the FIFOs and folders with names of files, which are left alone."""
         assert self._writer is not None
         rows = {path for (path,) in self._writer.execute("SELECT path FROM files").fetchall()}
         there, odd = set[str](), list[str]()
         for path in self.root.glob("*/*.safetensors"):
+            name = f"{path.parent.name}/{path.name}"
             if not _FILE.fullmatch(path.name):
                 continue
-            name = f"{path.parent.name}/{path.name}"
             if not path.is_file():
                 odd.append(name)
             elif name in rows:
@@ -380,12 +381,7 @@ class Database:
             else:
                 path.unlink(missing_ok=True)
         self._writer.executemany("DELETE FROM files WHERE path = ?", [(path,) for path in rows - there])
-        if odd:
-            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-            say(
-                f"{min(odd)}{more} in the prefix cache {self.root} are no regular files, though they have names of its "
-                "files; they are skipped: delete them"
-            )
+        return odd
 
 
 def _connected(path: Path) -> sqlite3.Connection:
@@ -407,6 +403,10 @@ def _connected(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _reader(path: Path, how: str = "") -> sqlite3.Connection:
+    return sqlite3.connect(f"{path.absolute().as_uri()}{how}", uri=True, check_same_thread=False)
 
 
 def _write_synced(path: Path, content: bytes) -> None:

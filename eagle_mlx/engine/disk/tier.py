@@ -107,7 +107,7 @@ class DiskTier:
     @property
     def nbytes(self) -> int:
         """Bytes of this model's files."""
-        return self._database.used_by(self._model)
+        return self._database.nbytes(self._model)
 
     @property
     def bytes_written(self) -> int:
