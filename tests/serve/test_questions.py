@@ -176,6 +176,18 @@ def test_the_command_tells_by_category(
         assert all(each["tokens_per_second"] > 0 and each["acceptance_length"] >= 1 for each in run["by_category"])
 
 
+@pytest.fixture
+def little_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A standard library of a few files, so that all of its text is read in no time."""
+    folder = tmp_path / "library"
+    folder.mkdir()
+    for number in range(4):
+        words = " ".join(f"word {number * 1000 + at}" for at in range(300))
+        (folder / f"m{number}.py").write_text(f'"""{words}"""\n\ndef f():\n    """{words[::-1]}"""\n')
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(folder)})
+
+
+@pytest.mark.usefixtures("little_library")
 def test_filler_stands_before_each_question_and_no_two_have_the_same(file: Path) -> None:
     target = tiny_target(tokenizer=True)
     target.context_length = 4096
@@ -193,9 +205,10 @@ def test_filler_stands_before_each_question_and_no_two_have_the_same(file: Path)
     behind = behind_filler([Question(Prompt("x = ", "here:1"))], target, 20)
     assert str(behind[0].prompt.content).endswith("\n\nx = ")
     with pytest.raises(ConfigError, match="too little text for so many prompts"):
-        behind_filler(asked, target, 10_000_000)
+        behind_filler(asked, target, 100_000)
 
 
+@pytest.mark.usefixtures("little_library")
 def test_the_command_puts_filler_before_prompts(file: Path, tmp_path: Path) -> None:
     folder, out = tiny_target_folder(tmp_path / "target"), tmp_path / "bench.json"
     flags = f"--target {folder} --prompts {file} --modes plain ngram --limit 1 --max-tokens 8 --repeats 1 --depth 2"

@@ -31,7 +31,7 @@ from tests.serve.api.given import PATIENCE
 from tests.serve.api.live import DEPTH, ELSEWHERE, NAME, Live, another_client, engine, live, wide
 
 LONG = "SCHEMA_CASES" in os.environ
-CASES = int(os.environ.get("SCHEMA_CASES", in_full("30", "12")))
+CASES = int(os.environ.get("SCHEMA_CASES", in_full("30", "6")))
 """For each route and each kind of case, and conversations."""
 ENOUGH = 5000
 STEPS = 6
@@ -117,7 +117,7 @@ def test_all_that_can_be_done_with_responses(short: Live) -> None:
 
     Conversation.run(
         settings=settings(
-            max_examples=max(8, CASES // 3),
+            max_examples=max(3, CASES // 3),
             stateful_step_count=STEPS,
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),

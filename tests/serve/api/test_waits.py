@@ -15,7 +15,6 @@ import openai
 import pytest
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.serve.api import stream
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.service import Call
@@ -28,7 +27,7 @@ LONG = [3 + n % 400 for n in range(100)]
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "PROGRESS_SECONDS", 0.005)
+    monkeypatch.setattr("eagle_mlx.serve.api.answer.PROGRESS_SECONDS", 0.005)
 
 
 class Gate:
