@@ -92,7 +92,7 @@ def try_out(head: DraftHead, target: Target, progress: bool = False) -> Trial:
     """Decode the built-in prompts greedily with drafts, past every end of text. Leaves no random state changed."""
     engine = Engine(target, HeadProposer(head), policy=FixedPolicy(DEPTH), max_batch=_rows(target))
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=0)
-    requests = [engine.prepare(prompt, params) for prompt in _prompts(target)]
+    requests = [engine.prepare(prompt, params) for prompt in trial_prompts(target)]
     for request in requests:
         engine.submit(request)
     whole = sum(request.limit for request in requests)
@@ -138,7 +138,7 @@ def _rows(target: Target) -> int:
     return len(PROMPTS)
 
 
-def _prompts(target: Target) -> list[list[int]]:
+def trial_prompts(target: Target) -> list[list[int]]:
     """The prompts' token ids; without a tokenizer just some ids."""
     longest = max(1, target.context_length - TOKENS - 1)
     if target.tokenizer is None:

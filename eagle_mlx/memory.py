@@ -118,7 +118,7 @@ def free_memory() -> int:
     memory = device_memory(_gpu())
     if memory is not None and (sys.platform == "darwin" or mx.default_device() == mx.Device(mx.gpu)):
         return max(0, memory - mx.get_active_memory())
-    return min(_available(Path("/proc/meminfo")), _left_of_container(_CGROUP))
+    return min(_available(Path("/proc/meminfo")), left_of_container(_CGROUP))
 
 
 def device_memory(info: Mapping[str, str | int]) -> int | None:
@@ -146,7 +146,7 @@ def _available(meminfo: Path) -> int:
     return next((int(words[1]) * 1024 for words in found), sys.maxsize)
 
 
-def _left_of_container(cgroup: Path) -> int:
+def left_of_container(cgroup: Path) -> int:
     """What a container's limit leaves, file pages that can be dropped counted as free; no limit where it has none."""
     try:
         limit = int((cgroup / "memory.max").read_text(encoding="ascii"))

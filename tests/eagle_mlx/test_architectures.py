@@ -18,7 +18,7 @@ from eagle_mlx.cache.tree_support import why_no_trees
 from eagle_mlx.decoding.sampling import SamplingBatch, gumbel, sample
 from tests.architectures import CONFIGS, VOCAB, tiny_model
 from tests.fakes import Oracle, generate, randomize, tiny_head
-from tests.full import FULL, in_full, in_turn
+from tests.full import FULL, diagonal, in_full, in_turn
 
 MARGIN = 1e-3
 """Scores closer than this may fall either way between a verify of one token and one of several."""
@@ -73,7 +73,7 @@ CHAINS_ONLY = [name for name in sorted(CONFIGS) if name.split(":")[0] in chains_
 REPRESENTATIVE = ("gpt_oss", "granitemoehybrid", "llama4", "qwen3", "rwkv7")
 """Windows; a state with one call for all rows; chunks; full attention alone; a state token by token."""
 WITH_TREES = [name for name in sorted(CONFIGS) if name not in CHAINS_ONLY]
-"""Unless in full, one decodes chains and the next one trees."""
+"""Unless in full, each architecture decodes in one of these tests, in that of trees or in test_fresh_forwards.py."""
 
 
 def decodings(name: str) -> list[tuple[list[em.SamplingParams], int, int, int]]:
@@ -84,7 +84,7 @@ def decodings(name: str) -> list[tuple[list[em.SamplingParams], int, int, int]]:
     return both if FULL else [both[turn % 2]]
 
 
-@pytest.mark.parametrize("name", [*CHAINS_ONLY, *in_turn(WITH_TREES)])
+@pytest.mark.parametrize("name", sorted({*REPRESENTATIVE, *in_turn(CHAINS_ONLY, of=3), *in_turn(WITH_TREES, of=4)}))
 def test_text_is_mlx_lms_own(name: str) -> None:
     check_text_is_mlx_lms_own(name)
 
@@ -114,17 +114,17 @@ def check_text_is_mlx_lms_own(name: str, pauses: float = 0.0, kept: int = 0) -> 
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("name", REPRESENTATIVE)
+@pytest.mark.parametrize("name", in_turn(REPRESENTATIVE))
 def test_text_is_mlx_lms_own_as_on_a_gpu(name: str) -> None:
     test_text_is_mlx_lms_own(name)
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS))
+@pytest.mark.parametrize("name", in_turn(sorted(CONFIGS), of=3))
 def test_who_reads_trees_is_documented(name: str) -> None:
     assert (why_no_trees(target(name)) is None) == (name in WITH_TREES)
 
 
-@pytest.mark.parametrize("name", in_turn(WITH_TREES, 1))
+@pytest.mark.parametrize("name", in_turn(WITH_TREES, 2, of=4))
 def test_trees_say_what_mlx_lm_says(name: str) -> None:
     for params, rows, depth, chunk in decodings(name):
         plains = [plain(name, prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
@@ -137,7 +137,7 @@ def test_trees_say_what_mlx_lm_says(name: str) -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("name", ["deepseek_v3", "gemma3_text", "qwen3"])
+@pytest.mark.parametrize("name", in_turn(["deepseek_v3", "gemma3_text", "qwen3"]))
 def test_trees_say_what_mlx_lm_says_as_on_a_gpu(name: str) -> None:
     test_trees_say_what_mlx_lm_says(name)
 
@@ -145,14 +145,13 @@ def test_trees_say_what_mlx_lm_says_as_on_a_gpu(name: str) -> None:
 NO_TREES = ["afm7", "gpt2", "gpt_bigcode", "ministral3", "minimax_m3_vl", "mistral4"]
 
 
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("name", NO_TREES)
+@pytest.mark.parametrize(("known", "name"), diagonal([True, False], NO_TREES))
 def test_trees_are_refused_whatever_the_weights(name: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what the model is, and where that is not known by what it gives."""
     if not known:
         monkeypatch.setattr("eagle_mlx.cache.tree_support.ONE_ROW", {})
         monkeypatch.setattr("eagle_mlx.cache.tree_support.OWN_POSITIONS", {})
-    for spread in (None, 0.02, 0.2):
+    for spread in in_full((None, 0.02, 0.2), (0.2,)):
         model = tiny_model(name)
         if spread is not None:
             randomize(model, 1, spread)
@@ -164,8 +163,11 @@ def test_trees_are_refused_whatever_the_weights(name: str, known: bool, monkeypa
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, mx.float32) for name in ("qwen3", "gemma4_text", "gpt_oss", "deepseek_v3", "qwen3_moe")),
-        *((name, mx.bfloat16) for name in ("qwen3", "gemma4_text", "llama:sliding", "olmo2")),
+        *(
+            (name, mx.float32)
+            for name in in_turn(["qwen3", "gemma4_text", "gpt_oss", "deepseek_v3", "qwen3_moe"], of=3)
+        ),
+        *((name, mx.bfloat16) for name in in_turn(["qwen3", "gemma4_text", "llama:sliding", "olmo2"], 1)),
     ],
 )
 def test_rounding_alone_costs_no_trees(name: str, dtype: mx.Dtype) -> None:

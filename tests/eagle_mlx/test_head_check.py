@@ -147,7 +147,7 @@ def test_a_failure_of_the_trial_is_told_and_not_raised(monkeypatch: pytest.Monke
     def broken(_: Target) -> None:
         raise RuntimeError("no memory\nleft")
 
-    monkeypatch.setattr(head_check, "_prompts", broken)
+    monkeypatch.setattr(head_check, "trial_prompts", broken)
     with pytest.warns(em.HeadWarning, match="could not be tried on its target: RuntimeError: no memory left"):
         assert em.load_head(tmp_path / "h", tiny) is not None
 
@@ -155,12 +155,12 @@ def test_a_failure_of_the_trial_is_told_and_not_raised(monkeypatch: pytest.Monke
 def test_a_short_context_and_a_template_that_fails() -> None:
     tiny = tiny_target(tokenizer=True)
     tiny.context_length = 70
-    assert [len(prompt) for prompt in head_check._prompts(tiny)] == [5] * 4
+    assert [len(prompt) for prompt in head_check.trial_prompts(tiny)] == [5] * 4
     assert tiny.tokenizer is not None
     tiny.context_length = 512
-    with_template = head_check._prompts(tiny)
+    with_template = head_check.trial_prompts(tiny)
     tiny.tokenizer.chat_template = "{{ raise_exception('no users here') }}"
-    plain = head_check._prompts(tiny)
+    plain = head_check.trial_prompts(tiny)
     assert [tiny.tokenizer.decode(prompt) for prompt in plain] == list(head_check.PROMPTS)
     assert all(len(a) > len(b) for a, b in zip(with_template, plain, strict=True))
 

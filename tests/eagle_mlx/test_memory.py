@@ -69,14 +69,14 @@ def test_12_an_engine_takes_its_share_by_the_machines_memory(monkeypatch: pytest
 
 
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
-    assert memory._left_of_container(tmp_path) > 1 << 60
+    assert memory.left_of_container(tmp_path) > 1 << 60
     for name, text in (
         ("max", "8000"),
         ("current", "5000"),
         ("stat", "anon 100\ninactive_file 700\nactive_file 300\n"),
     ):
         (tmp_path / f"memory.{name}").write_text(text)
-    assert memory._left_of_container(tmp_path) == 4000
+    assert memory.left_of_container(tmp_path) == 4000
 
 
 def test_freed_buffers_go_back_behind_each_chunk_now_and_then_and_when_nobody_is_left() -> None:
