@@ -58,10 +58,11 @@ class Saved:
 class RaggedCache(Sequence[Any]):
     """The caches of all layers of one model for a batch of rows; goes into the model as its `cache`."""
 
-    def __init__(self, layers: int, rows: int):
-        """Full attention in every layer."""
+    def __init__(self, layers: int | Sequence[Callable[[RowLengths], Any]], rows: int):
+        """`layers`: what makes each layer's cache from the rows' lengths; a number for so many of full attention."""
         lengths = RowLengths(rows)
-        self.hold(lengths, [RaggedKV(lengths) for _ in range(layers)])
+        makers = [RaggedKV] * layers if isinstance(layers, int) else layers
+        self._hold(lengths, [make(lengths) for make in makers])
 
     @classmethod
     def of(cls, model: nn.Module, rows: int, kv_bits: int | None = None) -> RaggedCache:
@@ -77,21 +78,22 @@ class RaggedCache(Sequence[Any]):
         """The same of this process alone."""
         self = cls.__new__(cls)
         lengths = RowLengths(rows)
-        self.hold(lengths, [ragged(cache, lengths, model, kv_bits) for cache in make_prompt_cache(model)])
+        self._hold(lengths, [ragged(cache, lengths, model, kv_bits) for cache in make_prompt_cache(model)])
         if self.recurrent:
             for layer in model.layers:
                 hook(layer, NotesCalls)
         return self
 
-    def hold(self, lengths: RowLengths, layers: list[Any]) -> None:
+    def _hold(self, lengths: RowLengths, layers: list[Any]) -> None:
         self.lengths, self.layers = lengths, layers
-        parts = self.parts()
+        parts = self.parts
         self.recurrent = [part for part in parts if isinstance(part, RecurrentState)]
         self.windows = [part for part in parts if isinstance(part, RaggedWindow)]
         split = [part for cache in parts for part in (cache.parts if isinstance(cache, RaggedQuantized) else (cache,))]
         self.positional = [x for x in split if isinstance(x, RaggedKV) and not isinstance(x, RaggedWindow)]
         """What keeps every position, and can be cut anywhere."""
 
+    @property
     def parts(self) -> list[Any]:
         """The caches of all layers, those of lists one by one."""
         return [part for layer in self.layers for part in (layer.caches if isinstance(layer, RaggedList) else (layer,))]
@@ -152,7 +154,7 @@ class RaggedCache(Sequence[Any]):
     def may_branch(self) -> bool:
         """Whether trees can be read: every layer keeps keys and values, whatever their place."""
         kinds = (RaggedKV, RaggedQuantized)
-        return all(isinstance(part, kinds) and not isinstance(part, RaggedChunked) for part in self.parts())
+        return all(isinstance(part, kinds) and not isinstance(part, RaggedChunked) for part in self.parts)
 
     def sync(self, lengths: Sequence[int]) -> None:
         """The host has read the rows' real lengths."""
@@ -194,7 +196,7 @@ class RaggedCache(Sequence[Any]):
         other = RaggedCache.__new__(RaggedCache)
         lengths = RowLengths(1)
         lengths.sync([length])
-        other.hold(lengths, [layer.fork(row, length, lengths) for layer in self.layers])
+        other._hold(lengths, [layer.fork(row, length, lengths) for layer in self.layers])
         return other
 
     def piece(self, row: int, start: int, end: int) -> KVPiece:
@@ -265,7 +267,7 @@ class CacheSize:
     def of(cls, cache: RaggedCache) -> CacheSize:
         """Of caches of one row that has read something, or is about to: shapes are enough, nothing is computed."""
         position, windows, row = 0, [], 0
-        for part in cache.parts():
+        for part in cache.parts:
             if isinstance(part, RaggedWindow):
                 windows.append((part.ring, _slot_bytes(part.state)))
             elif isinstance(part, (RaggedKV, RaggedQuantized)):

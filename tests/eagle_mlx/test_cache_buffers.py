@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eagle_mlx as em
-from eagle_mlx.cache import STEP, RaggedCache, RaggedKV, full
+from eagle_mlx.cache import STEP, RaggedCache, RaggedKV, RowLengths, full
 from eagle_mlx.cache.full import capacity, fit, room
 from eagle_mlx.cache.quantized import RaggedQuantized
 from eagle_mlx.cache.window import RaggedWindow
@@ -44,14 +46,12 @@ class Rows:
 
     def __init__(self, kind: str, rows: int):
         self.kind, self.texts, self.next = kind, [[] for _ in range(rows)], 1.0
-        self.cache = RaggedCache(1, rows)
-        lengths = self.cache.lengths
-        layer = {
-            "full": lambda: RaggedKV(lengths),
-            "quantized": lambda: RaggedQuantized(lengths, 8),
-            "window": lambda: RaggedWindow(lengths, WINDOW),
-        }[kind]()
-        self.cache.hold(lengths, [layer])
+        layer: dict[str, Callable[[RowLengths], Any]] = {
+            "full": RaggedKV,
+            "quantized": lambda lengths: RaggedQuantized(lengths, 8),
+            "window": lambda lengths: RaggedWindow(lengths, WINDOW),
+        }
+        self.cache = RaggedCache([layer[kind]], rows)
         self.most_rows = rows
 
     def write(self, counts: list[int]) -> None:
@@ -215,7 +215,7 @@ def check(engine: em.Engine) -> None:
         rows, longest = len(batch.requests), max(request.length for request in batch.requests)
         assert isinstance(batch.state, HeadState)
         for caches in (batch.cache, batch.state.cache):
-            for part in caches.parts():
+            for part in caches.parts:
                 for each in part.parts if isinstance(part, RaggedQuantized) else [part]:
                     assert slots(each) <= bound(rows, longest + DEPTH + 1)
                     assert each.keys is None or each.keys.shape[0] <= engine.max_batch

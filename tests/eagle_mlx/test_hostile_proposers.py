@@ -15,7 +15,6 @@ from mlx_lm.models import qwen3
 
 import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.cache.lengths import RowLengths
 from eagle_mlx.cache.window import RaggedWindow
 from eagle_mlx.decoding.draft import Draft, Tree
 from eagle_mlx.decoding.sampling import SamplingBatch, distribution
@@ -355,11 +354,9 @@ def test_logits_of_half_precision_that_overflow_together_are_numbers() -> None:
 
 @pytest.mark.parametrize("length", [3, 8, 9, 23, 24, 25, 31, 60])
 def test_a_ring_forgets_what_lies_behind_a_row_and_nothing_that_is_seen(length: int) -> None:
-    cache = RaggedCache(0, 2)
-    lengths = RowLengths(2)
-    ring = RaggedWindow(lengths, 8)
+    cache = RaggedCache([lambda lengths: RaggedWindow(lengths, 8)], 2)
+    lengths, ring = cache.lengths, cache[0]
     ring.ring = 24
-    cache.hold(lengths, [ring])
     for place in range(length):
         ring.update_and_fetch(mx.full((2, 1, 1, 4), place + 1.0), mx.full((2, 1, 1, 4), place + 1.0))
         lengths.advance(1)
