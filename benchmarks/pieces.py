@@ -17,10 +17,10 @@ from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread
 from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import Rows, capture_rows
-from eagle_mlx.train.step.batch_plan import make_plan
-from eagle_mlx.train.step.chunked_loss import ChunkedLoss
+from eagle_mlx.train.kinds.eagle3.unroll import attend, causal_mask
+from eagle_mlx.train.step.inputs import make_plan
+from eagle_mlx.train.step.losses import ChunkedLoss
 from eagle_mlx.train.step.step import objective_of, part_arrays, part_loss, weights_of_steps
-from eagle_mlx.train.unroll.eagle3 import attend, causal_mask
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from random_model import MIDDLING, QWEN3_06B, TINY, Shape, random_model
 
+from eagle_mlx.heads.eagle3 import random_head
 from eagle_mlx.ranks import Channel, LeadingTarget, World, follow, shard_tensors
-from eagle_mlx.serve.bench.modes import random_head
 
 DEPTH = 4
 PROMPT = 32

@@ -26,7 +26,7 @@ from eagle_mlx.errors import ConfigError
 class Limit:
     """What a number must keep to, and how an error says so."""
 
-    holds: Callable[[float], bool]
+    holds: Callable[[Any], bool]
     said: str
     """With `{}` for the value."""
 

@@ -30,7 +30,7 @@ from eagle_mlx.serve.bench.modes import Models, build_modes
 from eagle_mlx.serve.bench.report import Run
 from eagle_mlx.serve.prompts import encode, read_prompts
 from eagle_mlx.text import is_loop
-from eagle_mlx.train.kinds.initial import new_head
+from eagle_mlx.train.kinds.eagle3.start import new_head
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
 TAU_BATCH = 8

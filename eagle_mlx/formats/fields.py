@@ -12,6 +12,8 @@ from typing import Any
 
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadWarning
 
+NOTED = "zero_centred_norms"
+"""Says under `eagle_mlx` in a config that every norm is zero-centred, so that nobody has to guess it of their means."""
 Quantization = Mapping[str, int]
 """`group_size` and `bits` of a head's quantised layers."""
 _QUANTIZATION = {"group_size": (32, 64, 128), "bits": (2, 3, 4, 5, 6, 8)}

@@ -86,7 +86,7 @@ class CapturingProposer:
         """The states of a request that ended with these tokens, T with its prompt, and forget them.
 
         The last of `layers` counts as the last layer. No forward read the last token, so its states are zeros; no loss
-        reads them (`train.step.batch_plan`). None if something of the request was not seen.
+        reads them (`train.step.inputs`). None if something of the request was not seen.
         """
         self._copy_out()
         count = len(prompt) - 1 + len(tokens)

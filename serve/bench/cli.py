@@ -17,6 +17,7 @@ from eagle_mlx.cpu import blas
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.extras import require
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.eagle3 import random_head
 from eagle_mlx.heads.precision import described, in_dtype, quantization_of, quantize_for
 from eagle_mlx.machine import describe
 from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, Group, setting
@@ -50,7 +51,6 @@ from .modes import (
     Models,
     StockModel,
     build_modes,
-    random_head,
 )
 from .report import Run
 

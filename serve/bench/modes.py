@@ -21,7 +21,6 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.engine.prefill import PREFILL_CHUNK
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
@@ -296,27 +295,6 @@ class Models:
             model = DraftModelProposer(self.draft)
             return model if name == "draft" else HybridProposer(model)
         raise ConfigError(f"mode {name} needs {NEEDS[name]}; give it, or leave {name} out of --modes")
-
-
-def random_head(target: Target) -> Eagle3Head:
-    """A head of the usual shape with random weights, whose drafts are never right: the most that drafting can lose."""
-    dim = 64
-    head = Eagle3Head(
-        Eagle3Config(
-            hidden_size=target.hidden_size,
-            intermediate_size=3 * target.hidden_size,
-            num_attention_heads=max(1, target.hidden_size // dim),
-            num_key_value_heads=1,
-            head_dim=dim,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=target.vocab_size,
-            target_hidden_size=target.hidden_size,
-            aux_layers=default_aux_layers(target.num_layers),
-        )
-    )
-    head.set_dtype(target.dtype)
-    mx.eval(head.parameters())
-    return head
 
 
 def build_modes(

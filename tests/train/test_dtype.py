@@ -21,7 +21,7 @@ from eagle_mlx.train.config import TrainConfig, file_type, pass_type
 from eagle_mlx.train.data.batches import Rows
 from eagle_mlx.train.kinds import KINDS, resolved
 from eagle_mlx.train.run import state
-from eagle_mlx.train.step.batch_plan import make_plan
+from eagle_mlx.train.step.inputs import make_plan
 from eagle_mlx.train.step.step import Stepper, in_pass_type, objective_of, part_arrays, part_loss
 from tests.fakes import tiny_target
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eagle_mlx.request import Output
-from eagle_mlx.train.evaluation.acceptance import Evaluator, summarize
+from eagle_mlx.train.evaluation import Evaluator, summarize
 from tests.fakes import tiny_head, tiny_target
 
 

@@ -21,11 +21,10 @@ from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Batches, Rows
 from eagle_mlx.train.data.examples import InMemory
 from eagle_mlx.train.data.sources import capture_rows
-from eagle_mlx.train.evaluation.acceptance import Evaluator
+from eagle_mlx.train.evaluation import Evaluator
 from eagle_mlx.train.kinds import KINDS, Head, kind_of, resolved
-from eagle_mlx.train.step.batch_plan import make_plan
+from eagle_mlx.train.step.inputs import make_plan, noise_of
 from eagle_mlx.train.step.losses import Objective, feature_losses
-from eagle_mlx.train.step.noise import noise_of
 from eagle_mlx.train.step.step import Stepper, objective_of, part_arrays, part_loss
 from tests.architectures import tiny_model
 from tests.eagle_mlx.heads import KINDS as RANDOM

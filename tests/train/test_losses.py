@@ -4,8 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from eagle_mlx.train.step.chunked_loss import ChunkedLoss
-from eagle_mlx.train.step.losses import soft_cross_entropy, soft_labels, step_weights
+from eagle_mlx.train.step.losses import ChunkedLoss, soft_cross_entropy, soft_labels, step_weights
 from tests.fakes import tiny_head, tiny_target
 
 

@@ -15,11 +15,10 @@ from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Rows
 from eagle_mlx.train.kinds import KINDS, Head, resolved
-from eagle_mlx.train.step.batch_plan import make_plan
-from eagle_mlx.train.step.chunked_loss import ChunkedLoss
-from eagle_mlx.train.step.losses import soft_labels, step_loss
+from eagle_mlx.train.step.inputs import make_plan
+from eagle_mlx.train.step.losses import ChunkedLoss, soft_labels, step_loss
 from eagle_mlx.train.step.step import Stepper, StepResult, objective_of, part_arrays, part_loss
-from eagle_mlx.train.unroll.recompute import recomputed
+from eagle_mlx.train.unroll import recomputed
 from tests.fakes import tiny_head, tiny_target
 from tests.full import diagonal
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_mlx.train.data.batches import Rows
-from eagle_mlx.train.step.batch_plan import Plan, make_plan
+from eagle_mlx.train.step.inputs import Plan, make_plan
 from tests.full import some
 
 

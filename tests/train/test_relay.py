@@ -13,14 +13,14 @@ import pytest
 from mlx.utils import tree_flatten
 
 from eagle_mlx.target import Target
+from eagle_mlx.train import unroll
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Rows
 from eagle_mlx.train.kinds import KINDS as TRAINED
 from eagle_mlx.train.kinds import freeze_embedding, kind_of, resolved
-from eagle_mlx.train.step.batch_plan import make_plan
+from eagle_mlx.train.step.inputs import make_plan
 from eagle_mlx.train.step.losses import Objective
 from eagle_mlx.train.step.step import Stepper, part_arrays, part_loss
-from eagle_mlx.train.unroll import recompute
 from tests.eagle_mlx.heads import KINDS
 from tests.fakes import tiny_target
 from tests.full import diagonal
@@ -55,7 +55,7 @@ def test_the_gradient_is_what_mlx_makes_of_all_steps_at_once(
     rows = random_rows(TARGET, len(kind_of(head).aux_layers_of(head)) + 1, 2, 12)
     gradient = gradient_of(head, TARGET, rows, STEPS, again)
     ours = gradient()
-    monkeypatch.setattr(recompute, "_handed_on", lambda count, arrays: arrays)
+    monkeypatch.setattr(unroll, "handed_on", lambda count, arrays: arrays)
     theirs = gradient()
     assert ours.keys() == theirs.keys()
     for path, value in theirs.items():
@@ -90,7 +90,7 @@ def test_the_gradients_of_draft_steps_are_not_kept(kind: str, again: bool, monke
     few, many = peak(2), peak(8)
     assert many < 2.6
     assert many < few + 0.5
-    monkeypatch.setattr(recompute, "_handed_on", lambda count, arrays: arrays)
+    monkeypatch.setattr(unroll, "handed_on", lambda count, arrays: arrays)
     assert peak(8) > many + 1
 
 

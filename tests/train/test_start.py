@@ -22,7 +22,7 @@ from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.sources import training_data
-from eagle_mlx.train.evaluation.acceptance import Evaluator
+from eagle_mlx.train.evaluation import Evaluator
 from eagle_mlx.train.kinds import KINDS, kind_of, resolved
 from eagle_mlx.train.run.start import existing_head
 from eagle_mlx.train.step.step import Stepper

@@ -20,8 +20,8 @@ from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Batches, Rows
 from eagle_mlx.train.data.examples import InMemory
-from eagle_mlx.train.kinds.initial import check_shape, head_config, new_head
-from eagle_mlx.train.step.batch_plan import make_plan
+from eagle_mlx.train.kinds.eagle3.start import check_shape, head_config, new_head
+from eagle_mlx.train.step.inputs import make_plan
 from eagle_mlx.train.step.optimizers import Optimizers, is_inner_matrix
 from eagle_mlx.train.step.step import Stepper, part_arrays, part_loss
 from tests.fakes import tiny_head, tiny_target

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.setting import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, SHARE, Group, find, flag, setting
+from eagle_mlx.heads import KINDS
+from eagle_mlx.setting import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, SHARE, Group, Limit, find, flag, setting
 from eagle_mlx.shards import BITS
 from eagle_mlx.target_options import TargetOptions
 
 SELF = "self"
 """The source of conversations that the target makes up."""
+_KNOWN = Limit(lambda kind: kind in KINDS, f"must be one of {', '.join(KINDS)}, not {{!r}}")
 _SELF_TOKENS = 500_000
 """What one night gives its owner: 17 tokens a second for eight hours, as a small model writes on two cores."""
 
@@ -23,10 +25,12 @@ class HeadConfig(Group):
     """The head: its target, its kind, its shape. Shapes left open follow the target."""
 
     target: str = setting("", "folder or hub id of the model that the head is for")
-    kind: Literal["eagle3", "eagle", "mtp"] = setting(
+    kind: str = setting(
         "eagle3",
         "what to train: an EAGLE-3 head, one of EAGLE-1 and 2, or a multi-token-prediction layer",
+        _KNOWN,
         name="head",
+        metavar=f"{{{','.join(KINDS)}}}",
     )
     init_from: str = setting(
         "",

@@ -15,7 +15,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_free
 from eagle_mlx.formats.fields import read_config, reading
 from eagle_mlx.formats.tensors import DTYPE_NAMES, INDEX, read_index, weights_of
-from eagle_mlx.heads.mtp import MTPHead, mtp_of_model, save_mtp
+from eagle_mlx.heads.mtp import choices_of, mtp_of_model, save_mtp
 from eagle_mlx.heads.mtp.format import quantized
 from eagle_mlx.heads.mtp.published import mtp_prefix, shards_of
 from eagle_mlx.setting import REQUIRED, Group, Limit, setting
@@ -55,7 +55,7 @@ def extract(what: Extraction, say: Callable[[str], None]) -> str:
     folder = _mtp_folder(what.source, what.index)
     say(f"reading MTP layer {what.index} of {what.source}")
     head, notes = mtp_of_model(folder, what.index, target_norm=what.hidden == "after")
-    for line in [*notes, *_decided(head, any("norms" in note for note in notes))]:
+    for line in [*notes, *choices_of(head, any("norms" in note for note in notes))]:
         say(line)
     dtype = DTYPES[what.dtype] if what.dtype else _dtype_of(read_config(folder))
     if what.bits is not None:
@@ -69,17 +69,6 @@ def extract(what: Extraction, say: Callable[[str], None]) -> str:
         f"it; to see whether it drafts better with the other hidden state, convert once more with --hidden "
         f"{'before' if what.hidden == 'after' else 'after'} and compare with eagle-bench"
     )
-
-
-def _decided(head: MTPHead, norms_told: bool) -> list[str]:
-    config = head.config
-    first, second = ("hidden state", "embedding") if config.hidden_first else ("embedding", "hidden state")
-    return [
-        *([] if norms_told else [f"norms: taken as they are; those of {config.model_type} multiply by their weights"]),
-        f"the projection reads the {first} in front of the {second}",
-        f"the target's hidden state goes in {'after' if config.target_norm else 'before'} its final norm",
-        f"the next step reads the output {'after' if config.norm_output else 'before'} the head's norm",
-    ]
 
 
 def _dtype_of(config: dict[str, Any]) -> mx.Dtype:

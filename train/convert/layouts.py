@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 
@@ -13,18 +13,17 @@ from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import BASE_MODEL, base_model_of, check_base_model
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_free
-from eagle_mlx.formats.fields import read_config
+from eagle_mlx.formats.fields import NOTED, read_config
 from eagle_mlx.formats.tensors import COPY, DTYPE_NAMES, read_tensors
 from eagle_mlx.head_check import PROMPTS, TOKENS, head_warning
-from eagle_mlx.heads import DraftHead, Format, HeadKind, kind_of, load_head
-from eagle_mlx.heads.mtp.published import NOTED
+from eagle_mlx.heads import KINDS, DraftHead, Format, HeadKind, kind_of, load_head
 from eagle_mlx.heads.precision import quantization_of
 from eagle_mlx.setting import AT_LEAST_1, REQUIRED, Group, setting
 from eagle_mlx.target import load_target
 
 from .extract import DTYPES, OVERWRITE, Dtype
 
-Layout = Literal["eagle", "eagle3", "mtp", "speculators"]
+_LAYOUTS = tuple(dict.fromkeys(sorted(layout.name for kind in KINDS.values() for layout in kind.formats)))
 
 _NO_VERIFIER = (
     "nothing certain says which model the target was made of, so the config names no verifier, and speculators and "
@@ -40,7 +39,7 @@ class Conversion(Group):
 
     given: str | None = setting(None, "folder or hub id of the head", name="SOURCE", positional=True)
     named: str | None = setting(None, "the same", name="source", metavar="SOURCE")
-    to: Layout = setting(REQUIRED, "layout to write")
+    to: str = setting(REQUIRED, "layout to write", metavar=f"{{{','.join(_LAYOUTS)}}}")
     output: str = setting(REQUIRED, "where it goes", metavar="DIR")
     target: str | None = setting(None, "folder or hub id of the model that the head is for", metavar="MODEL")
     base_model: str | None = setting(

@@ -14,6 +14,7 @@ from .eagle3 import Eagle3Kind
 from .mtp import MTPKind
 
 KINDS: dict[str, Kind[Any]] = {kind.name: kind for kind in (Eagle3Kind(), EagleKind(), MTPKind())}
+"""The recipe of each kind of head, by the kind's name."""
 OPEN = TrainConfig().flat()
 """What a setting is where nothing was said of it."""
 RATE, RATE_WIDTH = 1e-4, 4096

@@ -11,11 +11,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_map_with_path
 from numpy.typing import NDArray
 
-from eagle_mlx.heads.eagle import EagleHead
-from eagle_mlx.heads.eagle3 import Eagle3Head
-from eagle_mlx.heads.mtp import MTPHead
+from eagle_mlx.heads import KINDS, HeadBase, kind_of
 from eagle_mlx.hidden_states import last_of
 from eagle_mlx.target import Target
 
@@ -23,8 +22,10 @@ from ..config import TrainConfig
 from ..unroll import unroll_feedback
 from .least_squares import Matrix, Moments
 
-Head = Eagle3Head | EagleHead | MTPHead
-H = TypeVar("H", Eagle3Head, EagleHead, MTPHead)
+Head = HeadBase[Any]
+H = TypeVar("H", bound=Head)
+SPREAD = 0.02
+"""Of random weights."""
 Jitter = Callable[[mx.array], mx.array]
 """Adds noise to float32 hidden states [B, L, n], and gives them the type in which the head computes."""
 
@@ -35,14 +36,20 @@ class Kind(ABC, Generic[H]):
     Unless it says otherwise it reads the last layer alone, and drafts the target's whole vocabulary.
     """
 
-    name: ClassVar[str]
-    """As `--head` has it."""
-    title: ClassVar[str]
     defaults: ClassVar[Mapping[str, Any]]
     """What settings that are left open mean for this kind."""
     foreign: ClassVar[Mapping[str, str]]
     """Settings that it has no use for, and why."""
     head_class: type[H]
+
+    @property
+    def name(self) -> str:
+        """As `--head` has it."""
+        return next(kind.name for kind in KINDS.values() if kind.head_class is self.head_class)
+
+    @property
+    def title(self) -> str:
+        return KINDS[self.name].title
 
     @abstractmethod
     def blank(self, target: Target, config: TrainConfig) -> H:
@@ -95,7 +102,9 @@ class Kind(ABC, Generic[H]):
 
     def like(self, head: H, config: Any) -> H:
         """A new head of this config, which drafts the same vocabulary."""
-        return self.head_class(config)
+        make: Any = self.head_class
+        made: H = make(config)
+        return made
 
     def mismatches(self, head: H, config: TrainConfig) -> Mapping[str, Any]:
         """What a loaded head has for settings that decide a new one's shape, by name."""
@@ -119,11 +128,12 @@ class Kind(ABC, Generic[H]):
         """The outputs of all draft steps; see `unroll_feedback`."""
         return unroll_feedback(head, embeddings, g, segments, positions, steps, recompute)
 
-    @abstractmethod
     def save(
         self, head: H, folder: Path, target_name: str, extra: Mapping[str, Any], dtype: mx.Dtype = mx.bfloat16
     ) -> None:
         """Write the head in the layout of its kind, its numbers in a type; what was there is replaced."""
+        write = kind_of(head).formats[0].save
+        write(head, folder, target_name=target_name, extra=extra, dtype=dtype, overwrite=True)
 
 
 def freeze_embedding(head: nn.Module) -> None:
@@ -144,3 +154,50 @@ def plain_weights(module: nn.Module) -> dict[str, mx.array]:
             full = f"{path}.{name}" if path else name
             plain[full] = value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) else value
     return plain
+
+
+def layer_shape(target: Target, config: TrainConfig) -> dict[str, Any]:
+    """The sizes of a decoder layer as the head configs name them: the target's where none are given."""
+    args = getattr(target.model, "args", None)
+    args = getattr(args, "text_config", None) or args
+
+    def of_target(name: str, default: Any) -> Any:
+        value = args.get(name) if isinstance(args, dict) else getattr(args, name, None)
+        return default if value is None else value
+
+    hidden = target.hidden_size
+    target_heads = int(of_target("num_attention_heads", max(1, hidden // 64)))
+    heads = config.head.heads or target_heads
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": config.head.intermediate_size or int(of_target("intermediate_size", 3 * hidden)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.head.kv_heads or int(of_target("num_key_value_heads", heads)),
+        "head_dim": int(of_target("head_dim", hidden // target_heads)),
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": float(of_target("rms_norm_eps", 1e-6)),
+        "rope_theta": float(of_target("rope_theta", 10000.0)),
+        "max_position_embeddings": min(target.context_length, 1 << 17),
+    }
+
+
+def randomize(module: nn.Module, seed: int) -> None:
+    """Norms at one, biases and the layers' output matrices at zero, the other matrices at random.
+
+    So a layer starts as one that adds nothing to its input.
+    """
+    rng = np.random.default_rng(seed)
+
+    def start(path: str, weight: mx.array) -> mx.array:
+        if weight.ndim == 1:
+            return mx.ones_like(weight) if "norm" in path else mx.zeros_like(weight)
+        if path.endswith(("o_proj.weight", "down_proj.weight")):
+            return mx.zeros_like(weight)
+        return mx.array(rng.normal(0.0, SPREAD, weight.shape), mx.float32)
+
+    module.update(tree_map_with_path(start, module.parameters()))
+
+
+def final_norm(target: Target) -> mx.array:
+    """The weight [H] of the target's final norm, float32, however it is kept."""
+    return target.norm(mx.ones((1, target.hidden_size), target.dtype))[0].astype(mx.float32)

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_mlx.heads.eagle import EagleConfig, EagleHead, save_eagle
+from eagle_mlx.heads.eagle import EagleConfig, EagleHead
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
-from .base import Kind
-from .initial import layer_shape, randomize
+from .base import Kind, layer_shape, randomize
 from .least_squares import Matrix, Moments
 
 
 class EagleKind(Kind[EagleHead]):
     """Recipe: Li et al. 2024, EAGLE, section 4.2 (regression and 0.1 of classification, noise on the features)."""
 
-    name = "eagle"
-    title = "EAGLE-1"
     head_class = EagleHead
     defaults: ClassVar[Mapping[str, Any]] = {
         "unroll": 1,
@@ -74,8 +70,3 @@ class EagleKind(Kind[EagleHead]):
             "heads": shape.num_attention_heads,
             "kv_heads": shape.num_key_value_heads,
         }
-
-    def save(
-        self, head: EagleHead, folder: Path, target_name: str, extra: Mapping[str, Any], dtype: mx.Dtype = mx.bfloat16
-    ) -> None:
-        save_eagle(head, folder, target_name=target_name, extra=extra, dtype=dtype, overwrite=True)

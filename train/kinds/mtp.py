@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -12,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.heads.mtp import MTPConfig, MTPHead, save_mtp
+from eagle_mlx.heads.mtp import MTPConfig, MTPHead
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
-from .base import Kind
-from .initial import final_norm, randomize
+from .base import Kind, final_norm, randomize
 from .least_squares import Matrix, Moments
 
 _OWN_LAYER = "its layer is shaped as the target's own"
@@ -29,8 +27,6 @@ class MTPKind(Kind[MTPHead]):
     The weights of the steps' losses fall by 0.6, which for three steps is that project's 0.51, 0.31 and 0.18.
     """
 
-    name = "mtp"
-    title = "MTP"
     head_class = MTPHead
     defaults: ClassVar[Mapping[str, Any]] = {"unroll": 3, "decay": 0.6, "loss": "soft", "feature_noise": 0.0}
     foreign: ClassVar[Mapping[str, str]] = {
@@ -73,11 +69,6 @@ class MTPKind(Kind[MTPHead]):
 
     def begin_as(self, head: MTPHead, guess: Matrix, by: Moments) -> None:
         head.eh_proj.weight = mx.array(guess.T)
-
-    def save(
-        self, head: MTPHead, folder: Path, target_name: str, extra: Mapping[str, Any], dtype: mx.Dtype = mx.bfloat16
-    ) -> None:
-        save_mtp(head, folder, target_name=target_name, extra=extra, dtype=dtype, overwrite=True)
 
 
 def mtp_config(target: Target) -> MTPConfig:

@@ -17,9 +17,9 @@ from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import check_id
 from eagle_mlx.command import exit_code, read
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.formats.fields import NOTED
 from eagle_mlx.formats.tensors import COPY, read_tensors
 from eagle_mlx.heads import kind_of, load_head
-from eagle_mlx.heads.mtp.published import NOTED
 from eagle_mlx.heads.precision import in_dtype, quantization_of, quantize_for
 from eagle_mlx.setting import REQUIRED, Group, setting
 

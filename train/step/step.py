@@ -28,10 +28,8 @@ from ..data import Rows, capture_rows
 from ..distributed import SINGLE_PROCESS, World
 from ..kinds import Head, kind_of, resolved
 from ..unroll import holding, weights_but
-from .batch_plan import Plan, make_plan
-from .chunked_loss import ChunkedLoss
-from .losses import CROSS_ENTROPY, Objective, feature_losses, step_weights
-from .noise import Noise, add_noise, noise_of
+from .inputs import Noise, Plan, add_noise, make_plan, noise_of
+from .losses import CROSS_ENTROPY, ChunkedLoss, Objective, feature_losses, step_weights
 from .optimizers import Optimizers
 
 _COMPILED_MULTIPLE = 256

@@ -1,6 +1,6 @@
 """EAGLE-3: a decoder layer over several of the target's layers, with a draft vocabulary of its own."""
 
-from eagle_mlx.heads.eagle3.head import Eagle3Config, Eagle3Head, default_aux_layers, unusual_fields
+from eagle_mlx.heads.eagle3.head import Eagle3Config, Eagle3Head, default_aux_layers, random_head, unusual_fields
 from eagle_mlx.heads.eagle3.portable import holds_eagle3, load_eagle3, save_eagle3
 from eagle_mlx.heads.eagle3.speculators import holds_speculators, load_speculators, save_speculators
 from eagle_mlx.heads.kinds import Format, HeadKind
@@ -45,6 +45,7 @@ __all__ = [
     "default_aux_layers",
     "load_eagle3",
     "load_speculators",
+    "random_head",
     "save_eagle3",
     "save_speculators",
 ]

@@ -17,6 +17,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.fields import Quantization
 from eagle_mlx.heads.base import HeadBase, Mask, caches_of, layer_mask
 from eagle_mlx.heads.layers import MLP, Attention, PlainLayer, check_shape, window_of
+from eagle_mlx.target import Target
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
@@ -236,3 +237,24 @@ class Eagle3Head(HeadBase[Eagle3Config]):
     def to_target(self, draft_ids: mx.array) -> mx.array:
         """Draft ids -> target ids, any shape."""
         return draft_ids if self._token_ids is None else self._token_ids[draft_ids]
+
+
+def random_head(target: Target) -> Eagle3Head:
+    """A head of the usual shape with random weights, whose drafts are never right: the most that drafting can lose."""
+    dim = 64
+    head = Eagle3Head(
+        Eagle3Config(
+            hidden_size=target.hidden_size,
+            intermediate_size=3 * target.hidden_size,
+            num_attention_heads=max(1, target.hidden_size // dim),
+            num_key_value_heads=1,
+            head_dim=dim,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=target.vocab_size,
+            target_hidden_size=target.hidden_size,
+            aux_layers=default_aux_layers(target.num_layers),
+        )
+    )
+    head.set_dtype(target.dtype)
+    mx.eval(head.parameters())
+    return head

@@ -5,7 +5,7 @@ from pathlib import Path
 from eagle_mlx.heads.kinds import Format, HeadKind, Tensors
 from eagle_mlx.heads.mtp.format import FIELD, load_mtp, save_mtp
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead
-from eagle_mlx.heads.mtp.published import is_source, mtp_of_model, mtp_of_tensors
+from eagle_mlx.heads.mtp.published import choices_of, is_source, mtp_of_model, mtp_of_tensors
 from eagle_mlx.heads.mtp.speculators import save_speculators_mtp
 
 
@@ -48,6 +48,7 @@ __all__ = [
     "KIND",
     "MTPConfig",
     "MTPHead",
+    "choices_of",
     "load_mtp",
     "mtp_of_model",
     "mtp_of_tensors",

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from eagle_mlx.errors import CheckpointError, ConfigError, EagleError
-from eagle_mlx.formats.fields import read_config, reading
+from eagle_mlx.formats.fields import NOTED, read_config, reading
 from eagle_mlx.formats.tensors import INDEX, check_floating, fill, read_index, read_safetensors, read_tensors
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead, read_layer
 
@@ -50,8 +50,6 @@ MIMO = {
 _QWEN = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "norm"}
 """The parts around the layer: their published names -> the head's."""
 
-NOTED = "zero_centred_norms"
-"""Says under `eagle_mlx` in a config that every norm is zero-centred, so that nobody has to guess it of their means."""
 _AROUND = ("enorm.weight", "hnorm.weight", "norm.weight")
 _WITHIN = ("input_layernorm.weight", "post_attention_layernorm.weight", "q_norm.weight", "k_norm.weight")
 ZERO_CENTRED = frozenset({"qwen3_next", "qwen3_5"})
@@ -337,3 +335,15 @@ def no_layer(where: str | Path, prefix: str) -> CheckpointError:
 
 def _wanted(tensors: Mapping[str, mx.array], prefix: str) -> dict[str, mx.array]:
     return {name: value for name, value in tensors.items() if name.startswith(prefix) or name in SHARED}
+
+
+def choices_of(head: MTPHead, norms_told: bool) -> list[str]:
+    """Return what was decided about a head, in words. `norms_told`: whether notes speak of its norms already."""
+    config = head.config
+    first, second = ("hidden state", "embedding") if config.hidden_first else ("embedding", "hidden state")
+    return [
+        *([] if norms_told else [f"norms: taken as they are; those of {config.model_type} multiply by their weights"]),
+        f"the projection reads the {first} in front of the {second}",
+        f"the target's hidden state goes in {'after' if config.target_norm else 'before'} its final norm",
+        f"the next step reads the output {'after' if config.norm_output else 'before'} the head's norm",
+    ]

@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.formats.fields import SPECULATORS_VERSION, proposal_json
+from eagle_mlx.formats.fields import NOTED, SPECULATORS_VERSION, proposal_json
 from eagle_mlx.formats.tensors import DTYPE_NAMES, weights_of, write_head
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead
-from eagle_mlx.heads.mtp.published import MIMO, NOTED, ZERO_CENTRED, norms_of
+from eagle_mlx.heads.mtp.published import MIMO, ZERO_CENTRED, norms_of
 
 _LAYERS = {
     "qwen3": ("qwen3",),

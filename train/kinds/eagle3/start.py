@@ -1,4 +1,8 @@
-"""A head before training: shaped after its target, random but for what the target can give it."""
+"""How an EAGLE-3 head begins: shaped after its target, random but for what the target can give it.
+
+A head of several layers has to make, of the states at one token and the next token's embedding, what the target has
+at the next token. Its first layer guesses the state in front of the target's last layers; copies of these do the rest.
+"""
 
 from __future__ import annotations
 
@@ -7,47 +11,20 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_map_with_path
 from numpy.typing import NDArray
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head
+from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from eagle_mlx.heads.layers import Attention
 from eagle_mlx.target import Target
 
-from ..config import TrainConfig
-from .last_layers import aux_layers_for, check_reads_front, layer_flags
-from .least_squares import Matrix, factors
+from ...config import TrainConfig
+from ..base import SPREAD, final_norm, layer_shape, plain_weights, randomize
+from ..least_squares import Matrix, factors
 
-_SPREAD = 0.02
 _OWN_SCORE = 8.0
 """What a position's query makes of its own key before training: its weight is then e**8, 3,000 times that of a key
 that has nothing to do with it, and no context that is trained on is much longer."""
-
-
-def layer_shape(target: Target, config: TrainConfig) -> dict[str, Any]:
-    """The sizes of a decoder layer as the head configs name them: the target's where none are given."""
-    args = getattr(target.model, "args", None)
-    args = getattr(args, "text_config", None) or args
-
-    def of_target(name: str, default: Any) -> Any:
-        value = args.get(name) if isinstance(args, dict) else getattr(args, name, None)
-        return default if value is None else value
-
-    hidden = target.hidden_size
-    target_heads = int(of_target("num_attention_heads", max(1, hidden // 64)))
-    heads = config.head.heads or target_heads
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": config.head.intermediate_size or int(of_target("intermediate_size", 3 * hidden)),
-        "num_attention_heads": heads,
-        "num_key_value_heads": config.head.kv_heads or int(of_target("num_key_value_heads", heads)),
-        "head_dim": int(of_target("head_dim", hidden // target_heads)),
-        "vocab_size": target.vocab_size,
-        "rms_norm_eps": float(of_target("rms_norm_eps", 1e-6)),
-        "rope_theta": float(of_target("rope_theta", 10000.0)),
-        "max_position_embeddings": min(target.context_length, 1 << 17),
-    }
 
 
 def head_config(target: Target, config: TrainConfig, draft_vocab_size: int) -> Eagle3Config:
@@ -97,23 +74,6 @@ def new_head(target: Target, config: Eagle3Config, kept: NDArray[np.int64] | Non
     return head
 
 
-def randomize(module: nn.Module, seed: int) -> None:
-    """Norms at one, biases and the layers' output matrices at zero, the other matrices at random.
-
-    So a layer starts as one that adds nothing to its input.
-    """
-    rng = np.random.default_rng(seed)
-
-    def start(path: str, weight: mx.array) -> mx.array:
-        if weight.ndim == 1:
-            return mx.ones_like(weight) if "norm" in path else mx.zeros_like(weight)
-        if path.endswith(("o_proj.weight", "down_proj.weight")):
-            return mx.zeros_like(weight)
-        return mx.array(rng.normal(0.0, _SPREAD, weight.shape), mx.float32)
-
-    module.update(tree_map_with_path(start, module.parameters()))
-
-
 def tie_queries_to_keys(attention: Attention) -> None:
     """Let queries begin as the keys of their group, so that each position sees itself and what is like it.
 
@@ -123,7 +83,7 @@ def tie_queries_to_keys(attention: Attention) -> None:
     keys = attention.k_proj.weight
     dim, width = keys.shape[0] // attention.kv_heads, keys.shape[1]
     spread = (_OWN_SCORE / (dim**0.5 * width)) ** 0.5  # inputs are normed: `width` is their square
-    keys = keys * (spread / _SPREAD)
+    keys = keys * (spread / SPREAD)
     attention.k_proj.weight = keys
     shared = keys.reshape(attention.kv_heads, 1, dim, width)
     each = mx.broadcast_to(shared, (attention.kv_heads, attention.heads // attention.kv_heads, dim, width))
@@ -147,13 +107,86 @@ def attend_to_itself(attention: Attention, matrix: Matrix) -> None:
     attention.o_proj.weight = mx.array(np.ascontiguousarray(output).reshape(attention.o_proj.weight.shape))
 
 
-def final_norm(target: Target) -> mx.array:
-    """The weight [H] of the target's final norm, float32, however it is kept."""
-    return target.norm(mx.ones((1, target.hidden_size), target.dtype))[0].astype(mx.float32)
-
-
 def _projection(target: Target) -> mx.array:
     """The target's output projection as a matrix [V, H] float32, whether it is tied, quantised or neither."""
     eye = mx.eye(target.hidden_size, dtype=target.dtype)
     bias = target.lm_head(mx.zeros_like(eye[:1]))
     return (target.lm_head(eye) - bias).T.astype(mx.float32)
+
+
+def layer_in_front(num_layers: int, layers: int) -> int:
+    """The target's layer, counted from 0, whose output the copies read in a head of so many layers."""
+    return num_layers - layers
+
+
+def aux_layers_for(num_layers: int, layers: int) -> tuple[int, ...]:
+    """The target's layers that a head of so many layers reads by default: the one in front of the copies among them."""
+    low, middle, high = default_aux_layers(num_layers)
+    return tuple(sorted({low, middle, layer_in_front(num_layers, layers) if layers > 1 else high}))
+
+
+def check_reads_front(num_layers: int, layers: int, aux_layers: tuple[int, ...]) -> None:
+    """Raise ConfigError where copies would go on from an output that the head does not read."""
+    if layers > num_layers:
+        raise ConfigError(f"--layers {layers}: the target has {num_layers}, and a copy of each but the first is made")
+    front = layer_in_front(num_layers, layers)
+    if layers > 1 and front not in aux_layers:
+        raise ConfigError(
+            f"--layers {layers}: the copies of the target's last layers go on from the output of its layer {front}, "
+            f"which the head does not read; name it in --aux-layers, beside or in place of one of "
+            f"{', '.join(map(str, aux_layers))}"
+        )
+
+
+def layer_flags(target: Target) -> dict[str, Any]:
+    """What the attention of the target's last layer has besides Llama's, as head configs name it."""
+    attention: Any = getattr(target.layers[-1], "self_attn", None)
+    biased = ["bias" in getattr(attention, name, {}) for name in ("q_proj", "o_proj")]
+    return {"qk_norm": hasattr(attention, "q_norm"), "qkv_bias": biased == [True, False], "attention_bias": all(biased)}
+
+
+def copy_last_layers(head: Eagle3Head, target: Target) -> None:
+    """Let the layers behind the first begin as the target's last ones. Raises ConfigError as `last_layers` does."""
+    for layer, weights in zip(head.layers, last_layers(head, target), strict=True):
+        layer.load_weights(list(weights.items()))
+
+
+def last_layers(head: Eagle3Head, target: Target) -> list[dict[str, mx.array]]:
+    """The weights of the target's last layers by name, as the head's have them: dequantised, in float32.
+
+    Nothing is computed until they are used. Raises ConfigError where they are others than Llama's and Qwen3's layers
+    have.
+    """
+    count, copies = head.config.num_hidden_layers, []
+    first = layer_in_front(target.num_layers, count) + 1
+    for number, layer in enumerate(head.layers, first):
+        source = target.layers[number]
+        own = _in_halves(source, plain_weights(source))
+        wanted = {name: value.shape for name, value in plain_weights(layer).items()}
+        found = {name: value.shape for name, value in own.items()}
+        if found != wanted:
+            odd = sorted(name for name in {**found, **wanted} if found.get(name) != wanted.get(name))
+            raise ConfigError(
+                f"--layers {count}: layer {number} of {target.name or 'the target'} is not one that a head can have, "
+                f"since these weights differ: {', '.join(odd[:4])}; leave --layers out"
+            )
+        copies.append(own)
+    return copies
+
+
+def _in_halves(layer: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The weights of queries and keys for rotary positions that turn the halves of a head.
+
+    Where a target turns neighbours instead (`rope_traditional`), the channels of each head change places.
+    """
+    attention: Any = getattr(layer, "self_attn", None)
+    if not getattr(getattr(attention, "rope", None), "traditional", False):
+        return weights
+    turned = ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.q_norm.", "self_attn.k_norm.")
+    width = attention.rope.dims
+    return {name: _even_first(x, width) if name.startswith(turned) else x for name, x in weights.items()}
+
+
+def _even_first(x: mx.array, width: int) -> mx.array:
+    """x [n * width, ...] with the even channels of each head of that width in front of its odd ones."""
+    return x.reshape(-1, width // 2, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)

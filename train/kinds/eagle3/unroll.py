@@ -12,7 +12,7 @@ import mlx.core as mx
 from eagle_mlx.cpu import fastmath
 from eagle_mlx.heads.eagle3 import Eagle3Head
 
-from .recompute import Relay, Step, recomputed
+from ...unroll import Relay, Step, recomputed, take_rows
 
 NOT_IN_A_STEP = ("fc", "fc_norm", "input_norm", "lm_head", "embed_tokens")
 """Parts of the head that a draft step does not use."""
@@ -100,13 +100,6 @@ def attend(
         total = total + weight
         out = out + weight * v[:, :, None]
     return (out * mx.reciprocal(total)).reshape(q.shape).astype(q.dtype)
-
-
-def take_rows(x: mx.array, positions: mx.array) -> mx.array:
-    """x [B, L, H] at positions [B, P] -> [B, P, H]."""
-    b, length, width = x.shape
-    flat = positions + mx.arange(b)[:, None] * length
-    return x.reshape(b * length, width)[flat]
 
 
 def _project_each(head: Eagle3Head, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array, mx.array]:

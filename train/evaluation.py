@@ -1,12 +1,15 @@
-"""Acceptance by real decoding: held-out prompts through the engine, as a user would decode them."""
+"""What a head is worth: acceptance by real decoding of held-out prompts, and a few of their texts for people."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
 
 from eagle_mlx.engine import Engine
+from eagle_mlx.files import write_whole
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.head import HeadProposer
@@ -15,7 +18,21 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 from eagle_mlx.text import is_loop
 
-from .generations import Generation, generations_of
+from .report import Row
+
+FILE = "generations.md"
+COUNT = 3
+"""Texts that are kept of an evaluation."""
+_PROMPT_CHARACTERS = 600
+
+
+class Generation(TypedDict):
+    """A prompt's end, and the text that was decoded after it."""
+
+    prompt: str
+    text: str
+    tokens: int
+    rounds: int
 
 
 @dataclass(frozen=True)
@@ -77,3 +94,49 @@ def summarize(outputs: Sequence[Output], depth: int, left_out: int = 0, seconds:
     by_position = [a / d if d else 0.0 for a, d in zip(accepted, drafted, strict=True)]
     length = tokens / rounds if rounds else 0.0
     return Acceptance(length, by_position, depth, len(outputs), left_out, tokens, rounds, seconds)
+
+
+def generations_of(target: Target, prompts: Sequence[Prompt], outputs: Sequence[Output]) -> list[Generation]:
+    """The first few prompts with their texts; none for a target without a tokenizer."""
+    if target.tokenizer is None:
+        return []
+    found: list[Generation] = []
+    for prompt, output in list(zip(prompts, outputs, strict=True))[:COUNT]:
+        ids = not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt)
+        shown = str(target.tokenizer.decode(list(prompt)) if ids else prompt)[-_PROMPT_CHARACTERS:]
+        found.append(Generation(prompt=shown, text=output.text, tokens=len(output.tokens), rounds=output.rounds))
+    return found
+
+
+def write_generations(rows: Sequence[Row], folder: Path) -> Path | None:
+    """Write the texts of the newest evaluation, each with the tokens per round of all that decoded it, as Markdown.
+
+    Greedy text is the target's own whatever the head, so what training changes is in how many rounds it comes.
+    """
+    evals = [row for row in rows if row["kind"] == "eval" and row.get("generations")]
+    if not evals:
+        return None
+    lines = ["# Texts of the target, decoded with the head"]
+    for number, newest in enumerate(evals[-1]["generations"], 1):
+        lines += ["", f"## {number}", "", *_fenced(newest["prompt"]), "", *_fenced(newest["text"]), ""]
+        lines += ["| step | tokens seen | tokens per round |", "|---|---|---|"]
+        for row in evals:
+            match = [g for g in row["generations"] if (g["prompt"], g["text"]) == (newest["prompt"], newest["text"])]
+            if match:
+                lines.append(f"| {row['step']} | {row.get('tokens', 0):,} | {per_round(match[0]):.2f} |")
+    file = folder / FILE
+    write_whole(file, ("\n".join(lines) + "\n").encode())
+    return file
+
+
+def per_round(generation: Generation) -> float:
+    """Tokens per target forward, the bonus token included."""
+    return generation["tokens"] / max(generation["rounds"], 1)
+
+
+def _fenced(text: str) -> list[str]:
+    """The text as a block that nothing in it ends."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return [f"{fence}text", text, fence]

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, save_eagle3
+from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_mlx.hidden_states import features_of
 from eagle_mlx.target import Target
 
-from ..config import TrainConfig
-from ..unroll import unroll
-from .base import Jitter, Kind
-from .initial import attend_to_itself, check_shape, head_config, new_head
-from .last_layers import aux_layers_for, check_reads_front, copy_last_layers, last_layers, layer_in_front
-from .least_squares import Matrix, Moments
+from ...config import TrainConfig
+from ..base import Jitter, Kind
+from ..least_squares import Matrix, Moments
+from .start import (
+    attend_to_itself,
+    aux_layers_for,
+    check_reads_front,
+    check_shape,
+    copy_last_layers,
+    head_config,
+    last_layers,
+    layer_in_front,
+    new_head,
+)
+from .unroll import unroll
 
 
 class Eagle3Kind(Kind[Eagle3Head]):
-    name = "eagle3"
-    title = "EAGLE-3"
     head_class = Eagle3Head
     defaults: ClassVar[Mapping[str, Any]] = {
         "draft_vocab": 32000,
@@ -124,11 +130,6 @@ class Eagle3Kind(Kind[Eagle3Head]):
     ) -> list[mx.array]:
         way = unroll if _is_standard(head.config) else super().unroll
         return way(head, embeddings, g, segments, positions, steps, recompute)
-
-    def save(
-        self, head: Eagle3Head, folder: Path, target_name: str, extra: Mapping[str, Any], dtype: mx.Dtype = mx.bfloat16
-    ) -> None:
-        save_eagle3(head, folder, target_name=target_name, extra=extra, dtype=dtype, overwrite=True)
 
 
 def _is_standard(config: Eagle3Config) -> bool:
