@@ -9,7 +9,7 @@ from eagle_mlx.cache import may_pad
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.kv_budget import KVBudget
 from eagle_mlx.engine.prefill import PREFILL_MS, ChunkSize, Prefill
-from eagle_mlx.engine.prefix import Prefix, PrefixCache
+from eagle_mlx.engine.prefix import PrefixCache
 from eagle_mlx.engine.request_queue import MOST_SKIPS, RequestQueue
 from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.proposers.base import Proposer
@@ -46,9 +46,9 @@ class Admission:
         target: Target,
         proposer: Proposer | None,
         chunk: int,
+        budget: KVBudget,
         prefixes: PrefixCache | None = None,
         kv_bits: int | None = None,
-        budget: KVBudget | None = None,
         prefill_ms: float = PREFILL_MS,
     ):
         self.target, self.proposer, self.chunk, self.prefixes = target, proposer, chunk, prefixes
@@ -60,7 +60,7 @@ class Admission:
         self._now, self._just_read = chunk, 0
         """Positions that the latest chunk was allowed, and those that it read."""
         self.freed = FreedBuffers()
-        if prefixes is not None and budget is not None:
+        if prefixes is not None:
             prefixes.spare = lambda: budget.nbytes - budget.set_aside(self.admitted)
         self._may_pad = may_pad(target.model)
         self.prefills: list[Prefill] = []
@@ -91,11 +91,11 @@ class Admission:
 
     @property
     def idle(self) -> bool:
-        return not self.waiting and not self.prefilling
+        return not self.waiting.clients and not self.prefilling
 
     def wants_in(self, room: int, groups: Sequence[Sequence[RequestState]]) -> bool:
         """Return whether a request will join, or could, with room for so many more, or should be paused."""
-        joins = bool(self.prefills) or (room > 0 and self.following(room) is not None)
+        joins = bool(self.prefills) or (room > 0 and self.following() is not None)
         return joins or bool(self.yielding(room, groups))
 
     def yielding(self, room: int, groups: Sequence[Sequence[RequestState]]) -> list[RequestState]:
@@ -118,8 +118,6 @@ class Admission:
 
     def _outgrown(self, groups: Sequence[Sequence[RequestState]]) -> list[RequestState]:
         """Return the rows without which the others fit into the memory as they are now."""
-        if self.budget is None:
-            return []
         together, gone = [*groups, *self.side_by_side], list[RequestState]()
         while self.budget.used(together) > self.budget.nbytes and len(self.admitted) > len(gone) + 1:
             victim = _newest(self._pausable(gone), self._held(gone))
@@ -131,7 +129,7 @@ class Admission:
 
     def _in_the_way(self, room: int) -> list[RequestState]:
         """Return the rows whose pausing lets the request join whose turn it is; none if it need not, or would not."""
-        if not self.waiting:
+        if not self.waiting.clients:
             return []
         turn, gone = self.turn(), list[RequestState]()
         if self.prefills and self._steps(turn.length) >= self._steps(min(each.left for each in self.prefills)):
@@ -237,12 +235,14 @@ class Admission:
         """Begin with those who are to join next, of prompts of fewer chunks than this where others are being read."""
         requests, known = self._entering, None
         while known is None and len(requests) < room:
-            following = self.following(room - len(requests), chunks)
+            following = self.following(chunks)
             if following is None or (requests and not self._side_by_side([*requests, following])):
                 break
-            if self.prefixes is not None and not self.prefixes.fetch(following.text, following.request.namespace):
-                break  # the rest comes from the disk in the next steps
-            known = self._known(following)
+            if self.prefixes is not None:
+                text, namespace = following.text, following.request.namespace
+                if not self.prefixes.fetch(text, namespace):
+                    break  # the rest comes from the disk in the next steps
+                known = self.prefixes.find(text, namespace)
             if requests and known is not None:
                 known = None
                 break
@@ -258,15 +258,12 @@ class Admission:
         self._entering = []
         return begun
 
-    def following(self, room: int, chunks: int | None = None) -> RequestState | None:
-        """Who is to join next, with room for so many more; None where nobody waits, or whoever may join does not fit.
+    def following(self, chunks: int | None = None) -> RequestState | None:
+        """Return who is to join next; None if nobody waits, or if whoever may join does not fit.
 
-        chunks: more than a prompt may take, where others are being read that have so many left.
-
-        Where all are in one group, and the longest row is what limits how many decode, others as long go before short
-        ones: beside it they take no more, and by themselves they would take as much again.
+        chunks: more than a prompt may take, because others are being read that have so many left.
         """
-        if not self.waiting:
+        if not self.waiting.clients:
             return None
         turn = self.turn()
         if chunks is not None:
@@ -274,23 +271,9 @@ class Admission:
             return self.waiting.first(
                 lambda each: self._steps(each.length) < chunks and (may_pass or each is turn) and self._fits(each)
             )
-        if self.budget is None:
+        if self._fits(turn):
             return turn
-        if self._passes < MOST_SKIPS:
-            rows, reach = self.admitted, self.budget.reach
-            longest = max(map(reach, rows), default=0)
-            beside_longest = self.budget.size.nbytes(len(rows) + room, longest)
-            if self.budget.groups == 1 and beside_longest > self.budget.nbytes:
-                held = self._held()
-                like = self.waiting.first(
-                    lambda each: (
-                        held[each.client] <= held[turn.client] and 2 * reach(each) > longest and self._fits(each)
-                    )
-                )
-                if like is not None:
-                    return like
-            return turn if self._fits(turn) else self.waiting.first(self._fits)
-        return turn if self._fits(turn) else None
+        return self.waiting.first(self._fits) if self._passes < MOST_SKIPS else None
 
     def turn(self) -> RequestState:
         """Return whose turn it is, or was when others went before it, unless its client holds more rows by now."""
@@ -301,7 +284,7 @@ class Admission:
         return self.waiting.peek()
 
     def _fits(self, request: RequestState, gone: Sequence[RequestState] = ()) -> bool:
-        return self.budget is None or self.budget.fits([*(row for row in self.admitted if row not in gone), request])
+        return self.budget.fits([*(row for row in self.admitted if row not in gone), request])
 
     def _steps(self, positions: int) -> int:
         """Return the chunks of the present size that so many positions take."""
@@ -320,16 +303,13 @@ class Admission:
         if self.prefixes is not None:
             self.prefixes.trim()
 
-    def _known(self, request: RequestState) -> Prefix | None:
-        return self.prefixes.find(request.text, request.request.namespace) if self.prefixes is not None else None
-
     def _side_by_side(self, requests: Sequence[RequestState]) -> bool:
         """Whether one forward may read these prompts, each padded to the longest, but for their last tokens."""
         width = max(request.length for request in requests)
         if not self._may_pad or len(requests) * width > self._now:
             return False
         others = [request for request in self.admitted if request not in requests]
-        return self.budget is None or self.budget.are_together(requests, others)
+        return self.budget.are_together(requests, others)
 
 
 def _newest(rows: Sequence[RequestState], held: Mapping[str, int]) -> RequestState | None:

@@ -118,18 +118,9 @@ class Engine:
         share = memory.kv_bytes(target.free_memory, memory.machine_memory()) if kv_bytes is None else kv_bytes
         size = size_of(target, proposer, kv_bits)
         self.kv_budget = KVBudget(share, size, target.context_length, groups)
-        self.admission = Admission(target, proposer, prefill_chunk, self.prefixes, kv_bits, self.kv_budget, prefill_ms)
+        self.admission = Admission(target, proposer, prefill_chunk, self.kv_budget, self.prefixes, kv_bits, prefill_ms)
         self.groups = Groups(RoundReads.of(target, proposer, size), self.kv_budget)
         self.schedule = Schedule(self.admission, self.groups, self._plan, drafts=proposer is not None)
-
-    @property
-    def clock(self) -> Callable[[], float]:
-        """Seconds by which rounds are timed."""
-        return self.schedule.clock
-
-    @clock.setter
-    def clock(self, clock: Callable[[], float]) -> None:
-        self.schedule.clock = clock
 
     @property
     def pauses(self) -> int:

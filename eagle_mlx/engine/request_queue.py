@@ -67,23 +67,23 @@ class RequestQueue:
         """`chunk`: positions of a prompt that are read in one step. `held`: returns the rows that each client holds;
         any thread may call it."""
         self._chunk, self._held = chunk, held
-        self._clients: dict[str, _Client] = {}
-        """The one whose turn it is comes first."""
+        self.clients: dict[str, _Client] = {}
+        """Those of which requests wait, by name. The one whose turn it is comes first."""
         self._numbers = count()
         self._last_turns: dict[str, int] = {}
         """The numbers of the last turns of clients, the longest ago first."""
 
     def __len__(self) -> int:
-        return sum(map(len, self._clients.values()))
+        return sum(map(len, self.clients.values()))
 
     def __iter__(self) -> Iterator[RequestState]:
-        lists = (waiting for client in self._clients.values() for waiting in client.by_chunks.values())
+        lists = (waiting for client in self.clients.values() for waiting in client.by_chunks.values())
         return (request for waiting in lists for _, request in waiting)
 
     def append(self, request: RequestState) -> None:
-        if request.client not in self._clients:
+        if request.client not in self.clients:
             self._enter(request.client)
-        client = self._clients[request.client]
+        client = self.clients[request.client]
         number, line = next(self._numbers), client.by_chunks.setdefault(self.chunks(request), deque())
         if request.paused:
             line.appendleft((-number, request))  # the newest is paused first, and resumed last
@@ -115,10 +115,10 @@ class RequestQueue:
 
     def take(self, request: RequestState) -> None:
         """The same with one that `peek` or `first` gave."""
-        client, chunks = self._clients.pop(request.client), self.chunks(request)
+        client, chunks = self.clients.pop(request.client), self.chunks(request)
         client.skips = 0 if chunks == client.oldest else client.skips + 1
         client.passed = 0
-        self._clients[request.client] = client
+        self.clients[request.client] = client
         waiting = client.by_chunks[chunks]
         del waiting[next(index for index, (_, each) in enumerate(waiting) if each is request)]
         self._forget_empty(request.client, chunks)
@@ -129,7 +129,7 @@ class RequestQueue:
 
     def remove(self, request: RequestState) -> None:
         """Let a request go that waits. Raises KeyError or StopIteration where it does not."""
-        chunks, client = self.chunks(request), self._clients[request.client]
+        chunks, client = self.chunks(request), self.clients[request.client]
         waiting = client.by_chunks[chunks]
         index = next(index for index, (_, each) in enumerate(waiting) if each is request)
         if index == 0 and chunks == client.oldest:
@@ -153,27 +153,27 @@ class RequestQueue:
     def _in_turn(self) -> list[tuple[str, _Client]]:
         """The clients, the one whose turn it is first."""
         held = self._held()
-        return sorted(self._clients.items(), key=lambda named: held.get(named[0], 0))
+        return sorted(self.clients.items(), key=lambda named: held.get(named[0], 0))
 
     def clear(self) -> None:
-        self._clients.clear()
+        self.clients.clear()
 
     def _enter(self, name: str) -> None:
         """Give a client its place, of which nobody waits."""
-        clients = list(self._clients.items())
+        clients = list(self.clients.items())
         last = self._last_turns.get(name, -1)
         at = len(clients)
         while at and clients[at - 1][1].passed < MOST_SKIPS and self._last_turns.get(clients[at - 1][0], -1) > last:
             at -= 1
             clients[at][1].passed += 1
-        self._clients = dict([*clients[:at], (name, _Client()), *clients[at:]])
+        self.clients = dict([*clients[:at], (name, _Client()), *clients[at:]])
 
     def _forget_empty(self, name: str, chunks: int) -> None:
-        client = self._clients[name]
+        client = self.clients[name]
         if not client.by_chunks[chunks]:
             del client.by_chunks[chunks]
         if not client.by_chunks:
-            del self._clients[name]
+            del self.clients[name]
 
     def chunks(self, request: RequestState) -> int:
         """Return the steps that its prompt is read in, without the last token, which the first round reads.

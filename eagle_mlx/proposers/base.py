@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.decoding.draft import Draft, Tree
+from eagle_mlx.decoding.masks import said
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import ProposerError
 from eagle_mlx.plan import Abilities, Plan
@@ -216,17 +217,17 @@ def _check_arrays(draft: Any, asked: Asked) -> None:
         )
     tokens, lengths, probs, tree = draft.tokens, draft.lengths, draft.probs, draft.tree
     if not _holds(tokens, mx.integer) or tokens.ndim != 2 or tokens.shape[0] != rows:
-        refuse(f"{_said(tokens)} as tokens", f"give [{rows}, k] int32, a line for each row")
+        refuse(f"{said(tokens)} as tokens", f"give [{rows}, k] int32, a line for each row")
     if not _holds(lengths, mx.integer) or lengths.shape != (rows,):
-        refuse(f"{_said(lengths)} as lengths", f"give [{rows}] int32, how many of each row's tokens count")
+        refuse(f"{said(lengths)} as lengths", f"give [{rows}] int32, how many of each row's tokens count")
     wanted = (*tokens.shape, asked.vocab)
     if probs is not None and (not _holds(probs, mx.floating) or probs.shape != wanted):
-        refuse(f"{_said(probs)} as probs", f"give {list(wanted)} float32, or None where nothing was drawn")
+        refuse(f"{said(probs)} as probs", f"give {list(wanted)} float32, or None where nothing was drawn")
     if tree is not None:
         if not asked.plan.is_tree:
             refuse("a tree where a chain was asked for", "give one only where plan.is_tree")
         if not _holds(tree.parents, mx.integer) or tree.parents.shape != tokens.shape:
-            refuse(f"{_said(tree.parents)} as a tree's parents", f"give {list(tokens.shape)} int32, one for each token")
+            refuse(f"{said(tree.parents)} as a tree's parents", f"give {list(tokens.shape)} int32, one for each token")
         if not isinstance(tree.levels, int) or tree.levels < 1:
             refuse(f"{tree.levels!r} as a tree's levels", "give a bound of its depth, at least 1")
     for looked in draft.confidences:
@@ -236,8 +237,3 @@ def _check_arrays(draft: Any, asked: Asked) -> None:
 
 def _holds(x: Any, kind: mx.DtypeCategory) -> bool:
     return isinstance(x, mx.array) and mx.issubdtype(x.dtype, kind)
-
-
-def _said(x: Any) -> str:
-    """What something is, in an error."""
-    return f"{list(x.shape)} {str(x.dtype).removeprefix('mlx.core.')}" if isinstance(x, mx.array) else f"{x!r:.80}"

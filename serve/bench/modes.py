@@ -228,7 +228,7 @@ class EngineMode:
         """Where what it learns is kept; None where it is not."""
         self._excluded = 0.0
         """Seconds of other modes' turns, which its clock leaves out."""
-        self.engine.clock = lambda: perf_counter() - self._excluded
+        self.engine.schedule.clock = lambda: perf_counter() - self._excluded
         if self.engine.chains_only is not None:
             raise ConfigError(
                 f"no trees can be drafted for {target.name}: {self.engine.chains_only}; leave --nodes out"

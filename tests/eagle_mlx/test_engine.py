@@ -412,7 +412,7 @@ def test_a_policy_is_told_of_all_the_time_that_passes(monkeypatch: pytest.Monkey
 
     texts = {p: t for p, (t, _) in GREEDY.items()}
     engine = em.Engine(TARGET, Oracle(texts, 1.0), policy=Timed([2, 2, 0, 0, 0]))  # type: ignore[arg-type]
-    engine.clock = lambda: now[0]
+    engine.schedule.clock = lambda: now[0]
     monkeypatch.setattr(Round, "collect", slow)
     row = engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=13))
     engine.submit(row)
@@ -446,7 +446,7 @@ def test_a_look_at_plain_decoding_is_one_round_and_takes_the_time_of_one(monkeyp
     looking = Looking([])
     texts = {p: t for p, (t, _) in GREEDY.items()}
     engine = em.Engine(TARGET, Oracle({p: t * 3 for p, t in texts.items()}, 1.0), policy=looking)  # type: ignore[arg-type]
-    engine.clock = lambda: now[0]
+    engine.schedule.clock = lambda: now[0]
     engine.generate([PROMPTS[3]], em.SamplingParams(max_tokens=50))
     seen = [(result.plan.depth, result.seconds) for result in looking.results]
     assert seen[:20] == [(2, 10.0), (2, 10.0), (2, 10.0), (0, 4.0)] * 5

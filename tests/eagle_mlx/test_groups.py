@@ -354,7 +354,7 @@ def test_plain_rounds_are_dispatched_behind_those_of_the_other_group(
         return collect(collected)
 
     engine = grouped(em.Engine(TARGET, proposer(drafts, TARGET), policy=em.FixedPolicy(0), max_batch=4))
-    engine.clock = lambda: now[0]
+    engine.schedule.clock = lambda: now[0]
     rows = [engine.prepare(PROMPTS[i], em.SamplingParams(max_tokens=60, ignore_eos=True)) for i in (0, 1, 4)]
     for row in rows:
         engine.submit(row)

@@ -191,7 +191,7 @@ class Seats:
 
     def __init__(self, nbytes: int, seats: int = 4):
         self.budget = KVBudget(nbytes, CacheSize(position=1), context=10_000)
-        self.admission = Admission(TARGET, None, 512, budget=self.budget)
+        self.admission = Admission(TARGET, None, 512, self.budget)
         self.seats = seats
         self.let_in: list[RequestState] = []
 
@@ -202,8 +202,8 @@ class Seats:
 
     def admit(self) -> list[RequestState]:
         new = []
-        while (room := self.seats - len(self.admission.admitted)) > 0:
-            following = self.admission.following(room)
+        while len(self.admission.admitted) < self.seats:
+            following = self.admission.following()
             if following is None:
                 break
             self.admission.take(following)
@@ -220,19 +220,6 @@ class Seats:
 
 BYTES = CacheSize(position=1).nbytes(4, 1000)
 """Enough for four rows of a thousand tokens, or one of 4,600."""
-
-
-def test_long_prompts_are_put_together() -> None:
-    seats = Seats(CacheSize(position=1).nbytes(2, 4000), seats=8)
-    long, short = [request(3800) for _ in range(3)], [request(100) for _ in range(6)]
-    seats.submit(long[0])
-    assert seats.admit() == [long[0]]
-    seats.submit(*short[:3], *long[1:], *short[3:])
-    assert seats.admit() == [long[1]]  # and not a short one, which would take as much
-    seats.end(long[:1])
-    assert seats.admit() == [long[2]]
-    seats.end(long[1:])
-    assert seats.admit() == short
 
 
 def test_short_ones_pass_one_that_waits_for_memory_so_many_times() -> None:

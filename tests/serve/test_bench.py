@@ -200,11 +200,11 @@ def test_waiting_for_rounds_of_its_own_is_a_modes_own_time(monkeypatch: pytest.M
     monkeypatch.setattr("eagle_mlx.serve.bench.modes.mx.synchronize", lambda: now.append(now.pop() + 5))
     decoding = mode.decode(PROMPTS[:1], BenchConfig().params(1, 4))
     next(decoding)
-    before = mode.engine.clock()
+    before = mode.engine.schedule.clock()
     mode.sync()
     now[0] += 20  # the turns of others
     next(decoding)
-    assert mode.engine.clock() - before == 5
+    assert mode.engine.schedule.clock() - before == 5
     decoding.close()
 
 
