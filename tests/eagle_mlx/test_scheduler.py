@@ -259,7 +259,7 @@ def test_06_a_chunk_takes_no_longer_than_asked_while_others_decode(
 ) -> None:
     """By a clock on which the model reads so many positions a second. At least 128, at most all that memory allows."""
     busy = em.Engine(roomy(), prefill_chunk=1024, prefill_ms=400)
-    busy.clock = lambda: sum(positions_read) / speed
+    busy.schedule.clock = lambda: sum(positions_read) / speed
     params = em.SamplingParams(max_tokens=400, ignore_eos=True)
     talking, reading = busy.prepare([5, 6, 7], params), busy.prepare(PROMPTS[1] * 26, params)
     busy.submit(talking)
