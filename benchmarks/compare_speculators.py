@@ -28,7 +28,7 @@ from eagle_mlx.files import new_folder
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads import load_head
 from eagle_mlx.machine import describe
-from eagle_mlx.serve.prompts import encode, read_prompts
+from eagle_mlx.serve.prompts import read_questions
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.data import Batches, TrainData, training_data
@@ -168,7 +168,8 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     vocabulary = target.vocab_size if data.kept is None else len(data.kept)
     profiles = {one.name: profile_theirs(one, vocabulary, length, turns[one.name]) for one in theirs}
     profiles[ours.name] = profile_ours(ours, target, data, config, share(turns[ours.name], "fetch"))
-    prompts = [encode(prompt, target, args.max_tokens) for prompt in read_prompts(args.prompts, args.limit)]
+    questions = read_questions(args.prompts, args.limit)
+    prompts = [question.encode(target, max_tokens=args.max_tokens) for question in questions]
     return {
         "rows": [
             {

@@ -44,7 +44,7 @@ def main() -> None:
 def decode(target: Target, head: Any, questions: Sequence[Question], args: argparse.Namespace) -> list[dict[str, Any]]:
     """What came of each question: tokens of the prompt, tokens written, rounds, and whether they loop."""
     engine = em.Engine(target, em.HeadProposer(head), policy=em.FixedPolicy(args.depth), max_batch=args.batch)
-    prompts = [question.encode(target, [], args.max_tokens) for question in questions]
+    prompts = [question.encode(target, max_tokens=args.max_tokens) for question in questions]
     outputs = engine.generate(prompts, em.SamplingParams(max_tokens=args.max_tokens), progress=True)
     return [
         {

@@ -35,7 +35,7 @@ from eagle_mlx.machine import describe
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.bench import report
-from eagle_mlx.serve.prompts import read_prompts
+from eagle_mlx.serve.prompts import read_questions
 from eagle_mlx.serve.speculation import Speculation
 from eagle_mlx.target import load_target
 from eagle_mlx.text import LEAST_DISTINCT, is_loop
@@ -196,7 +196,7 @@ class BareEngine:
 
 def compare(args: argparse.Namespace) -> list[Comparison]:
     engine = BareEngine(args.target, args.head, args.max_batch or max(args.clients))
-    found = [prompt.content for prompt in read_prompts(args.prompts) if not isinstance(prompt.content, str)]
+    found = [question.content for question in read_questions(args.prompts) if not isinstance(question.content, str)]
     chats = engine.chats_that_do_not_loop(
         [[dict(turn) for turn in chat] for chat in found[: args.limit]], args.max_tokens
     )

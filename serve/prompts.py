@@ -1,4 +1,4 @@
-"""Prompts and questions of several turns from a jsonl file, and the dialogues that eagle-bench decodes."""
+"""Questions of one turn or several from a jsonl file, and text to put before them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import ast
 import json
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 from eagle_mlx.errors import ConfigError, PromptError
+from eagle_mlx.request import Prompt
 from eagle_mlx.request import encode as encode_prompt
 from eagle_mlx.target import Target
 
@@ -20,150 +21,84 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
-class Prompt:
-    content: str | tuple[Mapping[str, str], ...]
-    """Raw text, or messages that end with a turn to be answered."""
-    origin: str
-    """`file:line`, for messages about it."""
+class Question:
+    """A prompt, and what is asked after its answer."""
+
+    content: Prompt
+    """Text, token ids, or messages that end with a turn to be answered."""
+    later: tuple[str, ...] = ()
+    """The user's later turns; `content` is then messages."""
+    category: str | None = None
+    origin: str = "the prompt"
+    """`file:line`, for errors."""
+
+    def encode(self, target: Target, answers: Sequence[str] = (), max_tokens: int = 0) -> list[int]:
+        """Return the token ids of the turn after so many answers: messages through the chat template, text as it is.
+
+        Raises PromptError if text meets a target without a tokenizer, or prompt and answer do not fit the context.
+        """
+        content = self.content
+        for answer, turn in zip(answers, self.later, strict=False):
+            content = [*content, {"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+        tokens = encode_prompt(target, content)
+        if not tokens:
+            raise PromptError(f"{self.origin}: the prompt is empty; give at least one token")
+        if len(tokens) + max_tokens > target.context_length:
+            raise PromptError(
+                f"{self.origin}: {len(tokens)} prompt tokens and {max_tokens} new ones do not fit the target's context "
+                f"of {target.context_length}; shorten the prompt or lower --max-tokens"
+            )
+        return tokens
+
+    def check(self, target: Target, max_tokens: int) -> None:
+        """Raise PromptError if the last turn may not fit the context after answers of `max_tokens` each."""
+        self.encode(target, [""] * len(self.later), max_tokens * (1 + len(self.later)))
 
 
-def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
-    """Read `{"messages": [...]}` and `{"prompt": "..."}` rows, at most `limit` of them.
+def read_questions(path: Path, limit: int | None = None) -> list[Question]:
+    """Read rows with `messages`, with `prompt` (text), or with `turns` (the user's texts) and their `category`.
 
-    Assistant turns at the end of `messages` are left out: they are what is to be generated. Raises PromptError with
-    file and line for a row that cannot be used, and for a file without rows.
+    Assistant turns at the end of `messages` are left out: they are what is to be generated. limit: at most so many,
+    evenly of all categories. Raises PromptError, with file and line, for a row that cannot be used or a file without
+    rows.
     """
-    prompts = [_prompt(line, f"{path}:{number}") for number, line in enumerate(read_lines(path)[:limit], start=1)]
-    if not prompts:
-        raise PromptError(f"{path}: the file has no rows; give one JSON object a line, with `messages` or `prompt`")
-    return prompts
-
-
-def read_lines(path: Path) -> list[str]:
-    """The lines of a text file. Raises PromptError where it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise PromptError(f"{path}: the prompts cannot be read ({e}); give a jsonl file in UTF-8") from e
-    return text.removesuffix("\n").split("\n") if text else []  # texts may hold other line ends
-
-
-def encode(prompt: Prompt, target: Target, max_tokens: int) -> list[int]:
-    """The prompt's token ids: messages through the chat template, text as it is.
-
-    Raises PromptError where prompt and answer do not fit the target's context.
-    """
-    if target.tokenizer is None:
-        raise PromptError(f"{prompt.origin}: the target has no tokenizer, so text cannot be encoded")
-    content = prompt.content
-    tokens = encode_prompt(target, content if isinstance(content, str) else [dict(message) for message in content])
-    if not tokens:
-        raise PromptError(f"{prompt.origin}: the prompt is empty; give at least one token")
-    if len(tokens) + max_tokens > target.context_length:
-        raise PromptError(
-            f"{prompt.origin}: {len(tokens)} prompt tokens and {max_tokens} new ones do not fit the target's context "
-            f"of {target.context_length}; shorten the prompt or lower --max-tokens"
-        )
-    return tokens
-
-
-def _prompt(line: str, origin: str) -> Prompt:
-    if not line.strip():
-        raise PromptError(f"{origin}: the line is empty; remove it")
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as e:
-        raise PromptError(f"{origin}: not valid JSON ({e.msg} at column {e.colno})") from e
-    if not isinstance(row, dict) or not ("messages" in row or "prompt" in row):
-        raise PromptError(f"{origin}: the row needs `messages` (a list of turns) or `prompt` (text)")
-    if "messages" in row:
-        return Prompt(_messages(row["messages"], origin), origin)
-    if not isinstance(row["prompt"], str) or not row["prompt"]:
-        raise PromptError(f"{origin}: `prompt` must be text that is not empty")
-    return Prompt(row["prompt"], origin)
-
-
-def _messages(value: Any, origin: str) -> tuple[Mapping[str, str], ...]:
-    if not isinstance(value, list):
-        raise PromptError(f"{origin}: `messages` must be a list of turns")
-    turns: Sequence[Any] = value
-    for number, turn in enumerate(turns, start=1):
-        if not isinstance(turn, dict) or not isinstance(turn.get("content"), str) or turn.get("role") not in ROLES:
-            raise PromptError(
-                f"{origin}: turn {number} must be an object with a `role` ({', '.join(ROLES)}) and `content`, a text"
-            )
-    end = len(turns)
-    while end and turns[end - 1]["role"] == "assistant":
-        end -= 1
-    if not end:
-        raise PromptError(f"{origin}: `messages` holds no turn to answer")
-    return tuple(turns[:end])
-
-
-@dataclass(frozen=True)
-class Question:
-    """A prompt, and what is asked behind its answer."""
-
-    prompt: Prompt
-    later: tuple[str, ...] = ()
-    """The turns behind the first one."""
-    category: str | None = None
-
-    def encode(self, target: Target, answers: Sequence[str], max_tokens: int) -> list[int]:
-        """The token ids of the turn behind so many answers, through the target's chat template.
-
-        Raises PromptError where prompt and answer do not fit the target's context.
-        """
-        if not answers:
-            return encode(self.prompt, target, max_tokens)
-        messages = list[Mapping[str, str]](self.prompt.content)  # type: ignore[arg-type]
-        for answer, turn in zip(answers, self.later, strict=False):
-            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
-        return encode(Prompt(tuple(messages), self.prompt.origin), target, max_tokens)
-
-    def check(self, target: Target, max_tokens: int) -> None:
-        """Raise PromptError where the last turn may not fit the context, with answers of `max_tokens` before it."""
-        if self.later:
-            self.encode(target, [""] * len(self.later), max_tokens * (1 + len(self.later)))
-
-
-def read_questions(path: Path, limit: int | None = None) -> list[Question]:
-    """Read `{"question_id", "category", "turns"}` rows, or the rows that `read_prompts` reads.
-
-    `limit`: of rows with categories so many are taken in all, as many of each as there are. Raises PromptError with
-    file and line for a row that cannot be used, and for a file without rows.
-    """
-    lines = read_lines(path)
-    if not lines or not _has_turns(lines[0]):
-        return [Question(prompt) for prompt in read_prompts(path, limit)]
-    return _spread([_question(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)], limit)
-
-
-def _spread(questions: Sequence[Question], limit: int | None) -> list[Question]:
-    """The first of each category, then the second of each, until there are enough; in the order of the file."""
-    places: dict[str | None, list[int]] = {}
-    for place, question in enumerate(questions):
-        places.setdefault(question.category, []).append(place)
-    in_turn = (place for place in chain.from_iterable(zip_longest(*places.values())) if place is not None)
-    return [questions[place] for place in sorted(list(in_turn)[:limit])]
-
-
-def _has_turns(line: str) -> bool:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
-        return False
-    return isinstance(row, dict) and "turns" in row
+    if not text:
+        raise PromptError(f"{path}: the file has no rows; give one JSON object a line, with `messages` or `prompt`")
+    lines = text.removesuffix("\n").split("\n")  # texts may hold other line ends
+    questions = [_question(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    seen = Counter[str | None]()
+    ranks = []  # within each category
+    for question in questions:
+        ranks.append(seen[question.category])
+        seen[question.category] += 1
+    taken = sorted(range(len(questions)), key=ranks.__getitem__)[:limit]
+    return [questions[index] for index in sorted(taken)]
 
 
 def _question(line: str, origin: str) -> Question:
+    if not line.strip():
+        raise PromptError(f"{origin}: the line is empty; remove it")
     try:
         row: Any = json.loads(line)
     except json.JSONDecodeError as e:
         raise PromptError(f"{origin}: not valid JSON ({e.msg} at column {e.colno})") from e
-    if not isinstance(row, dict) or "turns" not in row:
-        raise PromptError(f"{origin}: the row needs `turns` (a list of texts), as the first one has")
-    turns, category = row["turns"], row.get("category")
+    match row:
+        case {"turns": turns}:
+            return _of_turns(turns, row.get("category"), origin)
+        case {"messages": messages}:
+            return Question(_messages(messages, origin), origin=origin)
+        case {"prompt": str(prompt)} if prompt:
+            return Question(prompt, origin=origin)
+        case {"prompt": _}:
+            raise PromptError(f"{origin}: `prompt` must be text that is not empty")
+    raise PromptError(f"{origin}: the row needs `messages` (a list of turns), `prompt` (text) or `turns` (texts)")
+
+
+def _of_turns(turns: Any, category: Any, origin: str) -> Question:
     if not isinstance(turns, list) or not turns:
         raise PromptError(f"{origin}: `turns` must be a list of one text or more")
     for number, turn in enumerate(turns, start=1):
@@ -171,87 +106,59 @@ def _question(line: str, origin: str) -> Question:
             raise PromptError(f"{origin}: turn {number} must be a text that is not empty")
     if not isinstance(category, str) or not category:
         raise PromptError(f"{origin}: `category` must be a text that is not empty")
-    first = {"role": "user", "content": turns[0]}
-    return Question(Prompt((first,), origin), tuple(turns[1:]), category)
+    return Question([{"role": "user", "content": turns[0]}], tuple(turns[1:]), category, origin)
 
 
-Next = Callable[[Target, Sequence[str]], list[int]]
-"""The token ids of the turn behind these answers."""
-
-
-@dataclass(frozen=True)
-class Dialogue:
-    """The token ids of the first turn, and how those of later ones are made of the answers before them."""
-
-    first: list[int]
-    turns: int = 1
-    later: Next | None = None
-    category: str | None = None
-
-    def prompt(self, target: Target, answers: Sequence[str]) -> list[int]:
-        """The token ids of the turn behind so many answers."""
-        if not answers:
-            return self.first
-        assert self.later is not None, "a dialogue of several turns says how they are asked"
-        return self.later(target, answers)
-
-
-def dialogues(questions: Sequence[Question], target: Target, max_tokens: int) -> list[Dialogue]:
-    """The questions as they are asked of a target.
-
-    Raises PromptError where the last turn of one may not fit the context behind answers of `max_tokens`.
-    """
-    for question in questions:
-        question.check(target, max_tokens)
-    return [_dialogue(question, target, max_tokens) for question in questions]
-
-
-def _dialogue(question: Question, target: Target, max_tokens: int) -> Dialogue:
-    return Dialogue(
-        question.encode(target, (), max_tokens),
-        turns=1 + len(question.later),
-        later=lambda target, answers: question.encode(target, answers, max_tokens),
-        category=question.category,
-    )
+def _messages(turns: Any, origin: str) -> list[Mapping[str, str]]:
+    if not isinstance(turns, list):
+        raise PromptError(f"{origin}: `messages` must be a list of turns")
+    for number, turn in enumerate(turns, start=1):
+        if not isinstance(turn, dict) or not isinstance(turn.get("content"), str) or turn.get("role") not in ROLES:
+            raise PromptError(
+                f"{origin}: turn {number} must be an object with a `role` ({', '.join(ROLES)}) and `content`, a text"
+            )
+    asked: list[Mapping[str, str]] = turns
+    while asked and asked[-1]["role"] == "assistant":
+        asked = asked[:-1]
+    if not asked:
+        raise PromptError(f"{origin}: `messages` holds no turn to answer")
+    return asked
 
 
 _LEAST_CHARS = 200
-"""Of a text: shorter docstrings are labels."""
+"""Shorter docstrings are labels."""
 
 
 def behind_filler(questions: Sequence[Question], target: Target, tokens: int) -> list[Question]:
-    """The questions behind so many tokens of text each, another piece for every question.
+    """Put so many tokens of text before each question, a different piece for each.
 
-    The text is what the running Python's standard library says of itself, its longer docstrings. Raises ConfigError
-    for a target without a tokenizer, and where there is too little text.
+    The text is the longer docstrings of Python's standard library. Raises ConfigError for a target without a tokenizer,
+    and if there is too little text.
     """
     if target.tokenizer is None:
         raise ConfigError("--filler puts text before prompts, and the target has no tokenizer")
-    pieces = _pieces(target, tokens)
-    return [replace(each, prompt=_behind(each.prompt, piece)) for each, piece in zip(questions, pieces, strict=False)]
+    pieces = _pieces(target.tokenizer, tokens)
+    return [replace(each, content=_behind(each.content, piece)) for each, piece in zip(questions, pieces, strict=False)]
 
 
-def _behind(prompt: Prompt, text: str) -> Prompt:
-    if isinstance(prompt.content, str):
-        return replace(prompt, content=f"{text}\n\n{prompt.content}")
-    first, *others = prompt.content
-    message: Mapping[str, str] = {**first, "content": f"{text}\n\n{first['content']}"}
-    return replace(prompt, content=(message, *others))
+def _behind(content: Any, text: str) -> Any:
+    if isinstance(content, str):
+        return f"{text}\n\n{content}"
+    first, *others = content
+    return [{**first, "content": f"{text}\n\n{first['content']}"}, *others]
 
 
-def _pieces(target: Target, tokens: int) -> Iterator[str]:
-    """Texts of so many tokens, one behind the other."""
-    assert target.tokenizer is not None
+def _pieces(tokenizer: Any, tokens: int) -> Iterator[str]:
     ids: list[int] = []
-    for text in _texts():
-        ids += target.tokenizer.encode(f"{text}\n\n", add_special_tokens=False)
+    for text in _docstrings():
+        ids += tokenizer.encode(f"{text}\n\n", add_special_tokens=False)
         while len(ids) >= tokens:
-            yield target.tokenizer.decode(ids[:tokens])
+            yield tokenizer.decode(ids[:tokens])
             del ids[:tokens]
     raise ConfigError(f"--filler {tokens}: the standard library has too little text for so many prompts; take fewer")
 
 
-def _texts() -> Iterator[str]:
+def _docstrings() -> Iterator[str]:
     """The longer docstrings of all files, in the order of their paths."""
     library = Path(sysconfig.get_paths()["stdlib"])
     for file in sorted(path for path in library.rglob("*.py") if "site-packages" not in path.parts):
@@ -262,5 +169,5 @@ def _texts() -> Iterator[str]:
         except (SyntaxError, ValueError, RecursionError, OSError):
             continue
         kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        said = (ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds))
-        yield from (text for text in said if len(text) >= _LEAST_CHARS)
+        texts = (ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds))
+        yield from (text for text in texts if len(text) >= _LEAST_CHARS)

@@ -26,7 +26,7 @@ from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads import load_head
 from eagle_mlx.hidden_states import Example
 from eagle_mlx.machine import describe
-from eagle_mlx.serve.prompts import encode, read_prompts
+from eagle_mlx.serve.prompts import read_questions
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.data import Batches, InMemory, TrainData, training_data
@@ -93,7 +93,8 @@ def steps_for(tokens: int, captured: TrainData, config: TrainConfig) -> int:
 def run(args: argparse.Namespace, folder: Path) -> list[Row]:
     """Capture once, then train and measure head after head."""
     target = load_target(args.target)
-    prompts = [encode(prompt, target, args.max_tokens) for prompt in read_prompts(args.prompts, args.limit)]
+    questions = read_questions(args.prompts, args.limit)
+    prompts = [question.encode(target, max_tokens=args.max_tokens) for question in questions]
     first = config_of("eagle3", args, "time", folder / "none", 0)
     captured = training_data(target, first.changed(cache_gb=1e3), progress=True)
     steps = steps_for(args.tokens, captured, first)

@@ -28,7 +28,7 @@ from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import Models, build_modes
 from eagle_mlx.serve.bench.report import Run
-from eagle_mlx.serve.prompts import encode, read_prompts
+from eagle_mlx.serve.prompts import read_questions
 from eagle_mlx.text import is_loop
 from eagle_mlx.train.kinds.eagle3.start import new_head
 
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     shipped = em.load_head(args.head, target)
     demo = em.load_head(trained_head(folder / "head"), target)
     config = BenchConfig(max_tokens=args.max_tokens, repeats=1)
-    prompts = [encode(prompt, target, config.max_tokens) for prompt in read_prompts(args.prompts, args.limit)]
+    prompts = read_questions(args.prompts, args.limit)
     runs = measure(
         target, build_modes(Models(target, shipped), ["mlx-lm", "eagle"], [1], [args.depth]), prompts, config
     )

@@ -33,7 +33,7 @@ from eagle_mlx.serve.bench.decoding import Mode, tolerance_for
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import Models, build_modes
 from eagle_mlx.serve.bench.report import Run
-from eagle_mlx.serve.prompts import dialogues, read_questions
+from eagle_mlx.serve.prompts import read_questions
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
 HEAD = CHECKPOINTS / make_real_model.NAME
@@ -156,11 +156,11 @@ def run(args: argparse.Namespace) -> bool:
     if head_folder is not None:  # that the own one fits is known
         head = em.load_head(head_folder, target, check=head_folder != HEAD)
     config = BenchConfig(max_tokens=args.max_tokens, repeats=1, turn=TURN)
-    modes, prompts = modes_of(target, head), dialogues(questions, target, config.max_tokens)
+    modes = modes_of(target, head)
     report_file, picture = prepare(args.output)
 
     title(f"2 of 3: {len(questions)} questions of {source}, decoded in every way")
-    runs = measure(target, modes, prompts, config)
+    runs = measure(target, modes, questions, config)
     found, tolerance = figures(runs), tolerance_for(target)
     about_head = {"head": str(head_folder), "head_sha256": hub.weights_digest(head_folder)} if head_folder else {}
     content = {

@@ -25,7 +25,7 @@ from eagle_mlx.target import Target, load_target
 from eagle_mlx.target_options import TargetOptions
 
 from ..options import MemoryOptions
-from ..prompts import behind_filler, dialogues, read_questions
+from ..prompts import behind_filler, read_questions
 from ..speculation import (
     AUTO,
     DEFAULT_TOKENS,
@@ -51,6 +51,7 @@ from .modes import (
     Models,
     StockModel,
     build_modes,
+    missing,
 )
 from .report import Run
 
@@ -162,7 +163,6 @@ def _bench(options: BenchOptions, command: str) -> int:
     questions = read_questions(options.prompts or embedded("prompts.jsonl"), options.limit)
     if options.filler is not None:
         questions = behind_filler(questions, target, options.filler)
-    prompts = dialogues(questions, target, options.max_tokens)
     machine = describe()
     which = "none" if head is None else f"{head_name}, {described(head)}"
     print(f"machine: {machine}\ntarget: {target.name}\nhead: {which}")
@@ -174,7 +174,7 @@ def _bench(options: BenchOptions, command: str) -> int:
     models = Models(target, head, draft, options.memory.kv_bytes, options.memory.prefill_chunk, options.prior, stock)
     for config in options.configs():
         built = build_modes(models, modes, options.batch, depth, options.policy, options.nodes)
-        runs += measure(target, built, prompts, config, progress=not options.quiet)
+        runs += measure(target, built, questions, config, progress=not options.quiet)
         for mode in built:
             if isinstance(mode, EngineMode) and mode.prior is not None:
                 mode.prior.save()
@@ -236,7 +236,7 @@ def _modes(options: BenchOptions) -> tuple[list[ModeName], str | Path | None]:
         modes = list(options.modes)
     for name in modes:
         if name in NEEDS and not given[NEEDS[name]]:
-            raise ConfigError(f"mode {name} needs {NEEDS[name]}; give it, or leave {name} out of --modes")
+            raise missing(name)
         if options.loading.shard != "none" and name.startswith(MLX_LM):
             raise ConfigError(f"mode {name} does not go with --shard: mlx-lm would run a part of the target alone")
     return modes, head if not set(modes).isdisjoint(USE_HEAD) else None

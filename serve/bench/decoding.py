@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from math import inf
 from time import perf_counter
-from typing import Literal, Protocol
+from typing import Literal
 
 import mlx.core as mx
 import numpy as np
@@ -38,61 +40,39 @@ Decoding = Generator[int, None, list[Continuation]]
 """Yields after every step how many tokens it gave; returns the continuation of each prompt."""
 
 
-def finish(decoding: Decoding) -> list[Continuation]:
-    """Decode to the end."""
-    while True:
-        try:
-            next(decoding)
-        except StopIteration as end:
-            continuations: list[Continuation] = end.value
-            return continuations
-
-
 def acceptance_length(continuations: Sequence[Continuation]) -> float:
-    """τ over all of them: tokens emitted per target forward, bonus tokens included."""
+    """Return τ over all of them: tokens emitted per target forward, bonus tokens included."""
     return sum(len(one.tokens) for one in continuations) / max(1, sum(one.rounds for one in continuations))
 
 
 def acceptance_by_position(continuations: Sequence[Continuation]) -> list[float]:
-    """For each draft position, the share of the rounds that drafted it in which it was accepted."""
-    drafted = [sum(column) for column in zip_longest(*(c.drafted_by_position for c in continuations), fillvalue=0)]
-    accepted = [sum(column) for column in zip_longest(*(c.accepted_by_position for c in continuations), fillvalue=0)]
+    """Return the share of rounds in which a draft position was accepted, of those that drafted it, by position."""
+    drafted = map(sum, zip_longest(*(one.drafted_by_position for one in continuations), fillvalue=0))
+    accepted = map(sum, zip_longest(*(one.accepted_by_position for one in continuations), fillvalue=0))
     return [hits / count for hits, count in zip_longest(accepted, drafted, fillvalue=0) if count]
 
 
-class Mode(Protocol):
-    @property
-    def name(self) -> ModeName: ...
+class Mode(ABC):
+    """A way of decoding."""
 
-    @property
-    def batch(self) -> int: ...
+    name: ModeName
+    model: str
+    """The model that decodes, and by what it was loaded if that is not EAGLE-MLX."""
+    dtype: mx.Dtype
+    """The type in which that model computes."""
+    batch = 1
+    depth = 0
+    nodes = 0
+    """Tokens of a draft tree; 0 for chains."""
+    policy: PolicyName = "fixed"
 
-    @property
-    def depth(self) -> int: ...
-
-    @property
-    def nodes(self) -> int:
-        """Tokens of a draft tree; 0 for chains."""
-        ...
-
-    @property
-    def policy(self) -> PolicyName: ...
-
-    @property
-    def model(self) -> str:
-        """The model that decodes, and by what it was loaded if that is not EAGLE-MLX."""
-        ...
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        """The type in which that model computes."""
-        ...
-
+    @abstractmethod
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
         """Decode token-id prompts to their ends; the continuations come in their order."""
 
     def sync(self) -> None:
         """Wait for work that was dispatched and is not wanted, so that it does not slow what is timed next."""
+        mx.synchronize()
 
 
 Timed = tuple[float, list[Continuation]]
@@ -107,7 +87,7 @@ class _Runner:
         self.seconds, self.tokens = 0.0, 0
         self.outputs: list[Continuation] | None = None
 
-    def run(self, goal: int) -> None:
+    def run(self, goal: float) -> None:
         """Continue until there are so many tokens, or the end."""
         if self.outputs is not None:
             return
@@ -116,22 +96,24 @@ class _Runner:
         try:
             while self.tokens < goal:
                 self.tokens += next(self.decoding)
+            self.mode.sync()  # its next turn has less to do
+            self.seconds += perf_counter() - start
         except StopIteration as end:
+            self.seconds += perf_counter() - start
+            self.mode.sync()
             self.outputs = end.value
-        self.mode.sync()  # what was dispatched for its next turn must not slow those of others
-        self.seconds += perf_counter() - start
 
 
 def take_turns(
-    jobs: Sequence[tuple[Mode, Sequence[list[int]]]], params: Sequence[SamplingParams], tokens: int
+    jobs: Sequence[tuple[Mode, Sequence[list[int]]]], params: Sequence[SamplingParams], tokens: int = 0
 ) -> list[Timed]:
-    """Decode by every mode its prompts; the modes change over whenever one has given `tokens` more a row.
+    """Decode every mode's prompts; the modes change over whenever one has given `tokens` more a row, or at the end (0).
 
     A mode that gives all its tokens at once has one long turn.
     """
     runners = [_Runner(mode, mode.decode(prompts, params)) for mode, prompts in jobs]
-    step = tokens * min(len(params), max(mode.batch for mode, _ in jobs))
-    goal, order = 0, list(runners)
+    step = tokens * min(len(params), max(mode.batch for mode, _ in jobs)) or inf
+    goal, order = 0.0, list(runners)
     while any(runner.outputs is None for runner in runners):
         goal += step
         for runner in order:
@@ -159,14 +141,7 @@ class Identity:
         return self.different == 0
 
 
-class Typed(Protocol):
-    """A target, or a mode of decoding."""
-
-    @property
-    def dtype(self) -> mx.Dtype: ...
-
-
-def tolerance_for(model: Typed) -> float:
+def tolerance_for(model: Target | Mode) -> float:
     """Return how close two logits must be for rounding in the model's type to decide between them."""
     return TOLERANCES.get(model.dtype, 1e-3)
 

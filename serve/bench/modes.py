@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Final, Literal, cast, get_args
+from typing import Any, Final, cast, get_args
 
 import mlx.core as mx
 import mlx_lm
@@ -26,7 +26,6 @@ from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.hybrid import HybridProposer
 from eagle_mlx.proposers.ngram import NgramProposer
-from eagle_mlx.request import Output
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
@@ -52,7 +51,7 @@ class StockModel:
         folder = hub.resolve(name, code=trust_remote_code)
         settings = {"trust_remote_code": trust_remote_code}
         loaded = mlx_lm.load(str(folder), settings, adapter_path=adapter_path, trust_remote_code=trust_remote_code)
-        return cls(loaded[0], loaded[1], str(name))
+        return cls(loaded[0], loaded[1], f"{name} by mlx_lm.load")
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -62,22 +61,27 @@ class StockModel:
         return counts.most_common(1)[0][0]
 
 
-class MlxLmMode:
-    """`mlx_lm.stream_generate`, one prompt after the other, over the target's own model object."""
+class _MlxLm(Mode):
+    """What mlx-lm's ways of decoding have in common. Raises ConfigError for a model without a tokenizer."""
 
-    name: Literal["mlx-lm", "mlx-lm-draft", "mlx-lm-stock"] = "mlx-lm"
-    batch = 1
-    depth = 0
-    nodes = 0
-    policy: PolicyName = "fixed"
-
-    def __init__(self, target: Target):
+    def __init__(self, name: ModeName, target: Target | StockModel):
         if target.tokenizer is None:
-            raise ConfigError(f"mode {self.name} needs a target with a tokenizer")
-        self.model, self.dtype = target.name, target.dtype
+            raise ConfigError(f"mode {name} needs a target with a tokenizer")
+        self.name, self.model, self.dtype = name, target.name, target.dtype
         self._model, self._tokenizer = target.model, target.tokenizer
+
+
+class MlxLmMode(_MlxLm):
+    """`mlx_lm.stream_generate`, one prompt after the other, over the target's own model object or a stock one.
+
+    With a draft model, mlx-lm lets it draft `depth` tokens a round.
+    """
+
+    def __init__(self, target: Target | StockModel, draft: Target | None = None, depth: int = 0):
+        super().__init__(STOCK if isinstance(target, StockModel) else "mlx-lm-draft" if draft else "mlx-lm", target)
+        self.depth = depth
         self._stream = mx.new_stream(mx.default_device())
-        self._extra: dict[str, Any] = {}
+        self._extra: dict[str, Any] = {"draft_model": draft.model, "num_draft_tokens": depth} if draft else {}
 
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
         continuations = []
@@ -107,45 +111,15 @@ class MlxLmMode:
         )
 
 
-class MlxLmDraftMode(MlxLmMode):
-    """The same with a draft model, which mlx-lm lets draft `depth` tokens a round."""
-
-    name = "mlx-lm-draft"
-
-    def __init__(self, target: Target, draft: Target, depth: int):
-        super().__init__(target)
-        self.depth = depth
-        self._extra = {"draft_model": draft.model, "num_draft_tokens": depth}
-
-
-class MlxLmStockMode(MlxLmMode):
-    """The same over a second copy of the model, which stock mlx-lm has loaded from the target's folder."""
-
-    name = STOCK
-
-    def __init__(self, target: Target, stock: StockModel):
-        super().__init__(target)
-        self.model, self.dtype = f"{stock.name} by mlx_lm.load", stock.dtype
-        self._model, self._tokenizer = stock.model, stock.tokenizer
-
-
-class MlxLmBatchMode:
+class MlxLmBatchMode(_MlxLm):
     """`mlx_lm.batch_generate`, which decodes `batch` rows side by side.
 
     It does not say with which token a row ended, so the texts are not compared; an end counts as one token.
     """
 
-    name: Literal["mlx-lm-batch"] = "mlx-lm-batch"
-    depth = 0
-    nodes = 0
-    policy: PolicyName = "fixed"
-
     def __init__(self, target: Target, batch: int):
-        if target.tokenizer is None:
-            raise ConfigError(f"mode {self.name} needs a target with a tokenizer")
-        self.batch, self.model, self.dtype = batch, target.name, target.dtype
-        self._model, self._tokenizer = target.model, target.tokenizer
-        self._end = min(target.eos_token_ids, default=0)
+        super().__init__("mlx-lm-batch", target)
+        self.batch, self._end = batch, min(target.eos_token_ids, default=0)
 
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
         _seed(params[0])
@@ -162,17 +136,11 @@ class MlxLmBatchMode:
         )
         assert generated.token_ids is not None
         yield sum(map(len, generated.token_ids))
-        return [
-            self._continuation(tokens, text, limit)
-            for tokens, text, limit in zip(generated.token_ids, generated.texts, limits, strict=True)
-        ]
-
-    def _continuation(self, tokens: list[int], text: str, limit: int) -> Continuation:
-        ended = () if len(tokens) == limit else (self._end,)
-        return Continuation((*tokens, *ended), text, rounds=len(tokens) + len(ended))
-
-    def sync(self) -> None:
-        mx.synchronize()
+        continuations = []
+        for tokens, text, limit in zip(generated.token_ids, generated.texts, limits, strict=True):
+            ended = () if len(tokens) == limit else (self._end,)
+            continuations.append(Continuation((*tokens, *ended), text, rounds=len(tokens) + len(ended)))
+        return continuations
 
 
 def _sampler(params: SamplingParams) -> Callable[[mx.array], mx.array] | None:
@@ -201,7 +169,11 @@ USE_HEAD: tuple[ModeName, ...] = ("eagle", "hybrid")
 """Modes in which a head drafts, where there is one."""
 
 
-class EngineMode:
+def missing(name: ModeName) -> ConfigError:
+    return ConfigError(f"mode {name} needs {NEEDS[name]}; give it, or leave {name} out of --modes")
+
+
+class EngineMode(Mode):
     """The engine, plain or with a proposer that drafts `depth` tokens a round, or fewer by a policy that adapts."""
 
     def __init__(
@@ -220,9 +192,13 @@ class EngineMode:
         self.name, self.batch, self.depth, self.nodes, self.policy = name, batch, depth, nodes, policy
         self.model, self.dtype = target.name, target.dtype
         speculation = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy, keep=prior)
-        rule = speculation.make_policy()
         self.engine = Engine(
-            target, proposer, policy=rule, max_batch=batch, prefill_chunk=prefill_chunk, kv_bytes=kv_bytes
+            target,
+            proposer,
+            policy=speculation.make_policy(),
+            max_batch=batch,
+            prefill_chunk=prefill_chunk,
+            kv_bytes=kv_bytes,
         )
         self.prior = speculation.prior(self.engine)
         """Where what it learns is kept; None where it is not."""
@@ -251,22 +227,17 @@ class EngineMode:
         finally:
             for request in requests:
                 engine.cancel(request)
-        return [_continuation(engine.output(request)) for request in requests]
+        return [
+            Continuation(
+                tuple(out.tokens), out.text, out.rounds, tuple(out.drafted_by_position), tuple(out.accepted_by_position)
+            )
+            for out in map(engine.output, requests)
+        ]
 
     def sync(self) -> None:
         start = perf_counter()
         mx.synchronize()
         self._excluded -= perf_counter() - start  # what is waited for are rounds of its own
-
-
-def _continuation(out: Output) -> Continuation:
-    return Continuation(
-        tokens=tuple(out.tokens),
-        text=out.text,
-        rounds=out.rounds,
-        drafted_by_position=tuple(out.drafted_by_position),
-        accepted_by_position=tuple(out.accepted_by_position),
-    )
 
 
 @dataclass(frozen=True)
@@ -294,7 +265,7 @@ class Models:
         if name != "eagle" and self.draft is not None:
             model = DraftModelProposer(self.draft)
             return model if name == "draft" else HybridProposer(model)
-        raise ConfigError(f"mode {name} needs {NEEDS[name]}; give it, or leave {name} out of --modes")
+        raise missing(name)
 
 
 def build_modes(
@@ -316,12 +287,12 @@ def build_modes(
         modes.append(MlxLmMode(target))
     if "mlx-lm-draft" in names:
         if models.draft is None:
-            raise ConfigError("mode mlx-lm-draft needs --draft-model; give it, or leave mlx-lm-draft out of --modes")
-        modes += [MlxLmDraftMode(target, models.draft, depth) for depth in depths]
+            raise missing("mlx-lm-draft")
+        modes += [MlxLmMode(target, models.draft, depth) for depth in depths]
     if STOCK in names:
         if models.stock is None:
             raise ConfigError(f"mode {STOCK} needs the target as mlx-lm loads it: give Models its `stock`")
-        modes.append(MlxLmStockMode(target, models.stock))
+        modes.append(MlxLmMode(models.stock))
     for batch in batches:
         if "mlx-lm-batch" in names and batch > 1:
             modes.append(MlxLmBatchMode(target, batch))

@@ -26,7 +26,7 @@ from eagle_mlx.plan import Context, Plan, RoundResult
 from eagle_mlx.ranks import Channel, LeadingTarget, World, follow, shard_layers, shard_tensors
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.serve.bench.decoding import compare, tolerance_for
-from eagle_mlx.serve.prompts import encode, read_prompts
+from eagle_mlx.serve.prompts import read_questions
 from eagle_mlx.target import Target
 from tests.architectures import VOCAB, tiny_model
 from tests.fakes import Oracle, tiny_head
@@ -168,8 +168,8 @@ def every_way(world: World, shard: str, name: str) -> dict[str, Any]:
 def given(world: World, folder: str, head: str) -> dict[str, Any]:
     """Of a target in a folder, with its head: forty prompts, of four rows at once and one by one."""
     whole, count = em.load_target(folder, mx.float32), 8
-    questions = read_prompts(embedded("prompts.jsonl"), 40)
-    prompts = [encode(question, whole, count)[-64:] for question in questions]
+    questions = read_questions(embedded("prompts.jsonl"), 40)
+    prompts = [question.encode(whole, max_tokens=count)[-64:] for question in questions]
     greedy = [em.SamplingParams(max_tokens=count, temperature=0.0)] * len(prompts)
     seeded = [em.SamplingParams(max_tokens=count, temperature=1.0, seed=seed) for seed in range(len(prompts))]
     ways = [(greedy, Plan(0), 4), (greedy, Plan(4), 4), (greedy, Plan(3, nodes=9), 4), (greedy, Plan(4), 1)]

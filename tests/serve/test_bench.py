@@ -33,7 +33,6 @@ from eagle_mlx.serve.bench.decoding import (
     acceptance_by_position,
     acceptance_length,
     compare,
-    finish,
     first_difference,
     take_turns,
 )
@@ -44,13 +43,9 @@ from eagle_mlx.target import compute_dtype
 from eagle_mlx.text import distinct_ratio
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 from tests.full import in_full
+from tests.serve.questions import write
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5], [100], [11, 12, 11, 12, 11, 12]]
-
-
-def write(path: Path, *rows: object) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
 
 
 # Identity
@@ -237,7 +232,7 @@ def test_loops_are_left_out_and_counted() -> None:
 def test_only_some_loop() -> None:
     target = tiny_target(seed=3, tokenizer=True)
     modes = [EngineMode("plain", target, 1)]
-    said = finish(modes[0].decode(PROMPTS, BenchConfig().params(4, 40)))
+    said = take_turns([(modes[0], PROMPTS)], BenchConfig().params(4, 40))[0][1]
     ratios = sorted(distinct_ratio(one.tokens) for one in said)
     middle = (ratios[1] + ratios[2]) / 2
     looping = sum(ratio < middle for ratio in ratios)

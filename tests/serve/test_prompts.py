@@ -1,4 +1,4 @@
-"""Prompts from files: their shapes, their limits, and what is said of a bad row."""
+"""Questions from files: their rows, their limits, what is said of a bad row, and how they are encoded."""
 
 from __future__ import annotations
 
@@ -8,25 +8,33 @@ from pathlib import Path
 import pytest
 
 from eagle_mlx.errors import PromptError
-from eagle_mlx.serve.prompts import encode, read_prompts
+from eagle_mlx.serve.prompts import Question, read_questions
 from tests.fakes import tiny_target
+from tests.serve.questions import ROWS, write
 
 
-def write(path: Path, *rows: object) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
-
-def test_both_shapes_are_read(tmp_path: Path) -> None:
+def test_all_kinds_of_rows_are_read(tmp_path: Path) -> None:
     turns = [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "u"},
         {"role": "assistant", "content": "a"},
     ]
-    file = write(tmp_path / "p.jsonl", {"messages": turns}, {"prompt": "def f():"}, {"prompt": "x"})
-    rows = read_prompts(file, limit=2)
-    assert [row.content for row in rows] == [tuple(turns[:2]), "def f():"]
-    assert [row.origin for row in rows] == [f"{file}:1", f"{file}:2"]
+    file = write(tmp_path / "p.jsonl", {"messages": turns}, {"prompt": "def f():"}, *ROWS)
+    questions = read_questions(file)
+    assert [question.origin for question in questions] == [f"{file}:{number}" for number in range(1, 9)]
+    assert [question.content for question in questions[:2]] == [turns[:2], "def f():"]
+    assert [question.category for question in questions[2:]] == [row["category"] for row in ROWS]
+    assert questions[2].content == [{"role": "user", "content": "Write."}]
+    assert questions[2].later == ("Again, shorter.",)
+
+
+@pytest.mark.parametrize(
+    ("limit", "ids"), [(1, [81]), (3, [81, 111, 161]), (4, [81, 82, 111, 161]), (5, [81, 82, 111, 161, 162])]
+)
+def test_fewer_are_of_all_categories(tmp_path: Path, limit: int, ids: list[int]) -> None:
+    wanted = [(row["turns"][0], row["category"]) for row in ROWS if row["question_id"] in ids]
+    taken = read_questions(write(tmp_path / "q.jsonl", *ROWS), limit)
+    assert [(question.content[0]["content"], question.category) for question in taken] == wanted  # type: ignore[index, call-overload]
 
 
 @pytest.mark.parametrize(
@@ -43,40 +51,48 @@ def test_both_shapes_are_read(tmp_path: Path) -> None:
         ('{"messages": [{"role": "human", "content": "x"}]}', "turn 1 must be"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "no turn to answer"),
         ('{"messages": []}', "no turn to answer"),
+        ('{"category": "qa", "turns": "x"}', "a list of one text or more"),
+        ('{"category": "qa", "turns": []}', "a list of one text or more"),
+        ('{"category": "qa", "turns": ["x", ""]}', "turn 2 must be a text that is not empty"),
+        ('{"category": "qa", "turns": [3]}', "turn 1 must be a text"),
+        ('{"turns": ["x"]}', "`category` must be a text"),
+        ('{"category": 7, "turns": ["x"]}', "`category` must be a text"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, row: str, said: str) -> None:
     file = write(tmp_path / "p.jsonl", {"prompt": "fine"}, row, {"prompt": "fine"})
     with pytest.raises(PromptError, match=said) as error:
-        read_prompts(file)
-    assert f"{file}:2: " in str(error.value)
+        read_questions(file)
+    assert str(error.value).startswith(f"{file}:2: ")
 
 
 def test_files_that_hold_nothing(tmp_path: Path) -> None:
     with pytest.raises(PromptError, match="no rows"):
-        read_prompts(write(tmp_path / "empty.jsonl"))
+        read_questions(write(tmp_path / "empty.jsonl"))
     with pytest.raises(PromptError, match="cannot be read"):
-        read_prompts(tmp_path / "missing.jsonl")
+        read_questions(tmp_path / "missing.jsonl")
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
     with pytest.raises(PromptError, match="UTF-8"):
-        read_prompts(tmp_path / "latin.jsonl")
+        read_questions(tmp_path / "latin.jsonl")
 
 
-def test_prompts_are_encoded_and_bounded(tmp_path: Path) -> None:
+def test_questions_are_encoded_and_must_fit(tmp_path: Path) -> None:
     target = tiny_target(tokenizer=True)
-    rows = read_prompts(
+    chat, text = read_questions(
         write(tmp_path / "p.jsonl", {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"})
     )
     assert target.tokenizer is not None
-    assert target.tokenizer.decode(encode(rows[0], target, 8)) == (
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert target.tokenizer.decode(encode(rows[1], target, 8)) == "hi"
+    assert target.tokenizer.decode(chat.encode(target)) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert target.tokenizer.decode(text.encode(target)) == "hi"
     with pytest.raises(PromptError, match=r"p\.jsonl:2: .* do not fit the target's context of 512"):
-        encode(rows[1], target, 512)
+        text.encode(target, max_tokens=512)
+    question = Question([{"role": "user", "content": "hi"}], ("and then?",), origin="q.jsonl:1")
+    question.check(target, 100)
+    with pytest.raises(PromptError, match=r"q\.jsonl:1: .* do not fit the target's context of 512"):
+        question.check(target, 250)
 
 
 def test_the_embedded_prompts_are_usable() -> None:
-    rows = read_prompts(Path(__file__).parents[2] / "checkpoints" / "prompts.jsonl")
-    assert len(rows) >= 100
-    assert len({str(row.content) for row in rows}) == len(rows)
+    questions = read_questions(Path(__file__).parents[2] / "checkpoints" / "prompts.jsonl")
+    assert len(questions) >= 100
+    assert len({json.dumps(question.content) for question in questions}) == len(questions)

@@ -1,107 +1,58 @@
-"""Spec-Bench's and MT-bench's questions: read, spread over their categories, asked turn by turn, told by category."""
+"""Questions of several turns and categories in eagle-bench, and text before them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from eagle_mlx.engine import Engine
-from eagle_mlx.errors import ConfigError, PromptError
+from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.bench.cli import main
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import MODE_NAMES, Models, build_modes
-from eagle_mlx.serve.prompts import Dialogue, Prompt, Question, behind_filler, read_questions
+from eagle_mlx.serve.prompts import Question, behind_filler, read_questions
+from eagle_mlx.target import Target
 from eagle_mlx.text import is_loop
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
-from tests.full import in_full
-
-ROWS = [
-    {"question_id": 81, "category": "writing", "turns": ["Write.", "Again, shorter."]},
-    {"question_id": 82, "category": "writing", "turns": ["A poem.", "A limerick."]},
-    {"question_id": 83, "category": "writing", "turns": ["A letter.", "A note."]},
-    {"question_id": 111, "category": "math", "turns": ["What is 2 + 2?"], "reference": ["4"]},
-    {"question_id": 161, "category": "qa", "turns": ["Who?"]},
-    {"question_id": 162, "category": "qa", "turns": ["Where?\u2028And when?"]},
-]
+from tests.full import in_turn
+from tests.serve.questions import ROWS, write
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "questions.jsonl"
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS), encoding="utf-8")
-    return path
+@dataclass(frozen=True)
+class Asked(Question):
+    """A question that notes what its later turn was asked after."""
 
+    noted: list[tuple[str, list[int]]] = field(default_factory=list)
 
-def test_rows_are_read(file: Path) -> None:
-    questions = read_questions(file)
-    assert [question.category for question in questions] == [row["category"] for row in ROWS]
-    assert questions[0].prompt.content == ({"role": "user", "content": "Write."},)
-    assert questions[0].later == ("Again, shorter.",)
-    assert [question.prompt.origin for question in questions] == [f"{file}:{number}" for number in range(1, 7)]
-
-
-@pytest.mark.parametrize(
-    ("limit", "ids"), [(1, [81]), (3, [81, 111, 161]), (4, [81, 82, 111, 161]), (5, [81, 82, 111, 161, 162])]
-)
-def test_fewer_are_of_all_categories(file: Path, limit: int, ids: list[int]) -> None:
-    wanted = [(row["turns"][0], row["category"]) for row in ROWS if row["question_id"] in ids]  # type: ignore[index]
-    taken = [(question.prompt.content[0]["content"], question.category) for question in read_questions(file, limit)]  # type: ignore[index]
-    assert taken == wanted
-
-
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ("{", "not valid JSON"),
-        ("", "not valid JSON"),
-        ('{"prompt": "x"}', "needs `turns`"),
-        ('{"category": "qa", "turns": "x"}', "a list of one text or more"),
-        ('{"category": "qa", "turns": []}', "a list of one text or more"),
-        ('{"category": "qa", "turns": ["x", ""]}', "turn 2 must be a text that is not empty"),
-        ('{"category": "qa", "turns": [3]}', "turn 1 must be a text"),
-        ('{"turns": ["x"]}', "`category` must be a text"),
-        ('{"category": 7, "turns": ["x"]}', "`category` must be a text"),
-    ],
-)
-def test_a_bad_row_is_named(tmp_path: Path, row: str, said: str) -> None:
-    file = tmp_path / "q.jsonl"
-    file.write_text(f"{json.dumps(ROWS[0])}\n{row}\n")
-    with pytest.raises(PromptError, match=said) as error:
-        read_questions(file)
-    assert str(error.value).startswith(f"{file}:2: ")
-
-
-def test_a_question_that_may_not_fit_is_refused_before_it_is_asked(file: Path) -> None:
-    target = tiny_target(tokenizer=True)
-    question = read_questions(file)[0]
-    question.check(target, 100)
-    with pytest.raises(PromptError, match=r"questions\.jsonl:1: .* do not fit the target's context of 512"):
-        question.check(target, 250)
-
-
-def test_every_mode_is_asked_behind_its_own_answers(file: Path) -> None:
-    target = tiny_target(tokenizer=True)
-    question, params = read_questions(file)[1], SamplingParams(max_tokens=8)
-    engine, messages = Engine(target), [{"role": "user", "content": "A poem."}]
-    answer = engine.generate([messages], params)[0].text
-    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "A limerick."}]
-    assert target.tokenizer is not None
-    wanted = target.tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)
-    asked: list[tuple[str, list[int]]] = []
-
-    def later(_: object, answers: object) -> list[int]:
-        prompt = question.encode(target, answers, 8)  # type: ignore[arg-type]
-        asked.append((answers[0], prompt))  # type: ignore[index]
+    def encode(self, target: Target, answers: Sequence[str] = (), max_tokens: int = 0) -> list[int]:
+        prompt = (
+            super().encode(target, answers, max_tokens) if isinstance(self.content[0], dict) else self.tokens(answers)
+        )
+        if answers and answers[0]:
+            self.noted.append((answers[0], prompt))
         return prompt
 
+    def tokens(self, answers: Sequence[str]) -> list[int]:
+        return [3, 4, 5] if answers else list(self.content)  # type: ignore[arg-type]
+
+
+def test_every_mode_is_asked_after_its_own_answers() -> None:
+    target = tiny_target(tokenizer=True)
+    first, params = {"role": "user", "content": "A poem."}, SamplingParams(max_tokens=8)
+    answer = Engine(target).generate([[first]], params)[0].text
+    messages = [first, {"role": "assistant", "content": answer}, {"role": "user", "content": "A limerick."}]
+    assert target.tokenizer is not None
+    wanted = target.tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)
+    question = Asked([first], ("A limerick.",), "writing")
     modes = build_modes(Models(target, tiny_head(target, draft_vocab=64)), ["plain", "ngram", "eagle"], [1], [2])
-    dialogue = Dialogue(question.encode(target, (), 8), 2, later, "writing")
-    runs = measure(target, modes, [dialogue], BenchConfig(8, repeats=1, least_distinct=0.0), progress=False)
-    assert asked == [(answer, wanted)] * 4, "three modes and the reference"
+    runs = measure(target, modes, [question], BenchConfig(8, repeats=1, least_distinct=0.0), progress=False)
+    assert question.noted == [(answer, wanted)] * 4, "three modes and the reference"
     for run in runs:
         assert (run.identical, run.identical_count, run.prompts) == (True, 2, 2)
         [category] = run.by_category
@@ -112,25 +63,19 @@ def test_every_mode_is_asked_behind_its_own_answers(file: Path) -> None:
         )
 
 
-def test_what_comes_behind_a_loop_is_not_asked() -> None:
+def test_what_comes_after_a_loop_is_not_asked() -> None:
     target = tiny_target(seed=3, tokenizer=True)
     prompts = [[5, 6, 7], [9, 8, 7, 6, 5], [100], [11, 12, 11, 12, 11, 12]]
-    texts = [Engine(target).generate([prompt], SamplingParams(max_tokens=40))[0].tokens for prompt in prompts]
-    looping = [is_loop(tokens, 0.6) for tokens in texts]
+    texts = Engine(target).generate(prompts, SamplingParams(max_tokens=40))
+    looping = [is_loop(output.tokens, 0.6) for output in texts]
     assert 0 < sum(looping) < 4, "choose another seed"
-    asked: list[int] = []
-
-    def dialogue(number: int) -> Dialogue:
-        def later(_: object, answers: object) -> list[int]:
-            asked.append(number)
-            return [3, 4, number]
-
-        return Dialogue(prompts[number], 2, later, "looping" if looping[number] else "sound")
-
+    questions = [
+        Asked(prompt, ("more",), "looping" if loops else "sound")
+        for prompt, loops in zip(prompts, looping, strict=True)
+    ]
     modes = build_modes(Models(target), ["plain"], [1], [2])
-    dialogues = [dialogue(number) for number in range(4)]
-    [run] = measure(target, modes, dialogues, BenchConfig(40, repeats=1, least_distinct=0.6), progress=False)
-    assert set(asked) == {number for number in range(4) if not looping[number]}
+    [run] = measure(target, modes, questions, BenchConfig(40, repeats=1, least_distinct=0.6), progress=False)
+    assert [not question.noted for question in questions] == looping
     by_name = {category.name: category for category in run.by_category}
     lost = by_name["looping"]
     assert (lost.prompts, lost.left_out_looping) == (0, sum(looping))
@@ -139,34 +84,23 @@ def test_what_comes_behind_a_loop_is_not_asked() -> None:
     assert run.prompts == sum(category.prompts for category in run.by_category)
 
 
-@pytest.mark.parametrize("batch", ["1", "2"])
-def test_the_command_tells_by_category(
-    file: Path, tmp_path: Path, batch: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("little_library")
+@pytest.mark.parametrize("batch", in_turn(["1", "2"], 1))
+def test_the_command_tells_by_category(tmp_path: Path, batch: str, capsys: pytest.CaptureFixture[str]) -> None:
     target, head = tiny_target_folder(tmp_path / "target"), tmp_path / "head"
     save_eagle3(tiny_head(tiny_target(tokenizer=True), draft_vocab=64), head, target_name="tiny")
-    how = [
-        "--limit",
-        "5",
-        "--max-tokens",
-        "6",
-        "--repeats",
-        in_full("2", "1"),
-        "--least-distinct",
-        "0",
-        "--quiet",
-        "--depth",
-        "2",
-    ]
-    what = ["--target", str(target), "--head", str(head), "--prompts", str(file), "--batch", batch]
-    assert main([*what, *how, "--json", str(tmp_path / "figures.json"), "--turn", "3"]) == 0
+    figures, file = tmp_path / "figures.json", write(tmp_path / "questions.jsonl", *ROWS)
+    what = f"--target {target} --head {head} --prompts {file} --batch {batch} --limit 5 --filler 20 --json {figures}"
+    how = "--modes mlx-lm plain eagle --max-tokens 6 --repeats 1 --least-distinct 0 --quiet --depth 2 --turn 3"
+    assert main([*what.split(), *how.split()]) == 0
     shown = capsys.readouterr().out
-    lines = [line.split() for line in shown.split("category ")[1].splitlines()]
-    assert ["writing", "eagle", batch, "2", "fixed", "0", "4", "0"] in [line[:8] for line in lines]
-    assert ["qa", "mlx-lm", "1", "-", "-", "0", "2", "0"] in [line[:8] for line in lines]
-    runs = json.loads((tmp_path / "figures.json").read_text())["runs"]
-    assert {run["mode"] for run in runs} <= set(MODE_NAMES)
-    for run in runs:
+    lines = [line.split()[:8] for line in shown.split("category ")[1].splitlines()]
+    assert ["writing", "eagle", batch, "2", "fixed", "0", "4", "0"] in lines
+    assert ["qa", "mlx-lm", "1", "-", "-", "0", "2", "0"] in lines
+    written = json.loads(figures.read_text())
+    assert written["filler"] == 20
+    assert {run["mode"] for run in written["runs"]} <= set(MODE_NAMES)
+    for run in written["runs"]:
         assert [(each["name"], each["prompts"]) for each in run["by_category"]] == [
             ("writing", 4),
             ("math", 1),
@@ -188,29 +122,20 @@ def little_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("little_library")
-def test_filler_stands_before_each_question_and_no_two_have_the_same(file: Path) -> None:
+def test_filler_stands_before_each_question_and_no_two_have_the_same(tmp_path: Path) -> None:
     target = tiny_target(tokenizer=True)
     target.context_length = 4096
-    asked = read_questions(file)
+    asked = read_questions(write(tmp_path / "questions.jsonl", *ROWS))
     filled = behind_filler(asked, target, 300)
     assert [each.later for each in filled] == [each.later for each in asked]
     texts = []
     for before, after in zip(asked, filled, strict=True):
-        wanted, got = (each.prompt.content[0]["content"] for each in (before, after))  # type: ignore[index]
+        wanted, got = (each.content[0]["content"] for each in (before, after))  # type: ignore[index, call-overload]
         assert got.endswith(f"\n\n{wanted}")
         texts.append(got.removesuffix(wanted))
-        added = len(after.encode(target, (), 8)) - len(before.encode(target, (), 8))
-        assert 295 <= added <= 310
+        assert 295 <= len(after.encode(target)) - len(before.encode(target)) <= 310
     assert len(set(texts)) == len(texts)
-    behind = behind_filler([Question(Prompt("x = ", "here:1"))], target, 20)
-    assert str(behind[0].prompt.content).endswith("\n\nx = ")
+    [raw] = behind_filler([Question("x = ")], target, 20)
+    assert str(raw.content).endswith("\n\nx = ")
     with pytest.raises(ConfigError, match="too little text for so many prompts"):
         behind_filler(asked, target, 100_000)
-
-
-@pytest.mark.usefixtures("little_library")
-def test_the_command_puts_filler_before_prompts(file: Path, tmp_path: Path) -> None:
-    folder, out = tiny_target_folder(tmp_path / "target"), tmp_path / "bench.json"
-    flags = f"--target {folder} --prompts {file} --modes plain ngram --limit 1 --max-tokens 8 --repeats 1 --depth 2"
-    assert main([*flags.split(), "--filler", "100", "--least-distinct", "0", "--quiet", "--json", str(out)]) == 0
-    assert json.loads(out.read_text())["filler"] == 100

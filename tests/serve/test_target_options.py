@@ -20,7 +20,7 @@ from eagle_mlx.serve.api.cli import main as serve
 from eagle_mlx.serve.bench.cli import main as bench
 from eagle_mlx.serve.chat import ChatFormat
 from eagle_mlx.serve.generate import main as generate
-from eagle_mlx.serve.prompts import Prompt, encode
+from eagle_mlx.serve.prompts import Question
 from eagle_mlx.target import fingerprint
 from eagle_mlx.target_options import TargetOptions
 from tests.fakes import tiny_adapters, tiny_head, tiny_target_folder
@@ -106,7 +106,7 @@ def test_template_arguments_reach_every_prompt(models: tuple[Path, Path]) -> Non
     assert target.tokenizer is not None
     long, short = (target.tokenizer.encode(f"def f(x):{end}") for end in ("", " Be short."))
     assert em.Engine(target).prepare(CHAT, em.SamplingParams()).prompt == short
-    assert encode(Prompt(tuple(CHAT), "here"), target, 4) == short
+    assert Question(CHAT).encode(target) == short
     chat = ChatFormat.of(target)
     assert chat.prompt(CHAT) == short
     assert chat.prompt(CHAT, template_kwargs={"short": False}) == long
