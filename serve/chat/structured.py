@@ -15,8 +15,15 @@ from eagle_mlx.sampling_params import Grammar
 from eagle_mlx.target import Target
 
 from ..process_work import Places
-from .lark import Schema, free_text_grammar, grammar_text, parameters_of
-from .matcher import CompiledGrammar, MatcherGrammar, MatcherServer
+from .grammar import (
+    CompiledGrammar,
+    MatcherGrammar,
+    MatcherServer,
+    Schema,
+    free_text_grammar,
+    grammar_text,
+    parameters_of,
+)
 from .template import ChatFormat
 from .tools import Tool, ToolOffer, tool_names
 

@@ -21,7 +21,7 @@ from eagle_mlx.errors import PromptError
 from eagle_mlx.target import Target
 
 from .messages import Message, read_messages, with_argument_texts, with_late_instructions_said
-from .reasoning import ReasoningTags
+from .parser import ReasoningTags
 from .tools import Tool, ToolCallTags, ToolOffer
 from .volatile import Changes, Volatile, certain_text
 

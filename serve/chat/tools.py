@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_mlx.errors import PromptError
-
-from .reasoning import safe_length
+from eagle_mlx.text import held_back
 
 Tool = Mapping[str, Any]
 """As OpenAI's API has it: {"type": "function", "function": {"name", "description", "parameters"}}."""
@@ -303,3 +302,13 @@ def _json(arguments: dict[str, Any]) -> str:
     except UnicodeEncodeError:  # half a surrogate pair, which UTF-8 cannot hold
         return json.dumps(arguments, allow_nan=False)
     return text
+
+
+def safe_length(text: str, tags: Sequence[str]) -> int:
+    """How many characters come before all that may become a tag, and before the line breaks that would belong to it.
+
+    Models write tags on lines of their own; those line breaks are no content.
+    """
+    if not tags:
+        return len(text)
+    return len(text[: len(text) - held_back(text, tags)].rstrip("\n"))

@@ -12,7 +12,7 @@ import pytest
 from eagle_mlx.serve.api import chat
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.server import Server, address, create_app, listen
-from eagle_mlx.serve.chat import matcher, structured
+from eagle_mlx.serve.chat import structured
 from eagle_mlx.serve.processes import Process
 from tests.serve.api.live import DEPTH, Live, engine, live, one_model, wide
 from tests.serve.chat.formats import by_schema
@@ -35,7 +35,7 @@ def test_a_schema_that_is_known_to_hang_is_refused_at_once(server: Live) -> None
 
 def test_a_schema_that_turns_out_to_hang_is_refused_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured, "why_too_complex", lambda schema: None)
-    monkeypatch.setattr(matcher, "COMPILE_SECONDS", 2.0)
+    monkeypatch.setattr("eagle_mlx.serve.chat.grammar.COMPILE_SECONDS", 2.0)
     with live() as server, ThreadPoolExecutor(1) as pool:
         hanging = pool.submit(server.http.post, CHAT, json=asking(HANGS))
         while not hanging.done():
@@ -48,7 +48,7 @@ def test_a_schema_that_turns_out_to_hang_is_refused_and_others_go_on(monkeypatch
 
 def test_who_asks_for_no_schema_does_not_wait_for_those_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured, "why_too_complex", lambda schema: None)
-    monkeypatch.setattr(matcher, "COMPILE_SECONDS", 3.0)
+    monkeypatch.setattr("eagle_mlx.serve.chat.grammar.COMPILE_SECONDS", 3.0)
     plain = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     with live() as server, ThreadPoolExecutor(6) as pool:
         hanging = [pool.submit(server.http.post, CHAT, json=asking(HANGS)) for _ in range(6)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from eagle_mlx.serve.chat import ChatFormat
-from eagle_mlx.serve.chat.reasoning import ReasoningTags
+from eagle_mlx.serve.chat.parser import ReasoningTags
 from eagle_mlx.serve.chat.template import Boundaries
 from tests.serve.chat.formats import HELLO, WEATHER, format_of, tokenizer_of
 

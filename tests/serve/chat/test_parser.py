@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import eagle_mlx as em
 from eagle_mlx.errors import PromptError
 from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta
-from eagle_mlx.serve.chat.reasoning import ReasoningTags
+from eagle_mlx.serve.chat.parser import ReasoningTags
 from tests.serve.chat.formats import CLOCK, WEATHER, format_of, format_with_parser, target_of
 
 TOOLS = [WEATHER, CLOCK]

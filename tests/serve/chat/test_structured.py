@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from eagle_mlx.decoding.masks import walk
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import AsyncGrammar, Grammar
-from eagle_mlx.serve.chat import ChatFormat, Grammars, ToolOffer, matcher, structured
-from eagle_mlx.serve.chat.reasoning import ReasoningTags
+from eagle_mlx.serve.chat import ChatFormat, Grammars, ToolOffer, structured
+from eagle_mlx.serve.chat.parser import ReasoningTags
 from eagle_mlx.serve.chat.structured import MOST_SCHEMA_BYTES, repeats
 from eagle_mlx.serve.processes import Process
 from tests.fakes import tiny_target
@@ -395,7 +395,7 @@ def until_gone(*ids: int) -> None:
 def test_what_compiles_without_end_is_killed_and_hurts_nobody(schema: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where nothing is known against it beforehand."""
     monkeypatch.setattr(structured, "why_too_complex", lambda schema: None)
-    monkeypatch.setattr(matcher, "COMPILE_SECONDS", 0.5)
+    monkeypatch.setattr("eagle_mlx.serve.chat.grammar.COMPILE_SECONDS", 0.5)
     started: list[Process] = []
     fork = Process.fork
 
@@ -409,14 +409,14 @@ def test_what_compiles_without_end_is_killed_and_hurts_nobody(schema: Any, monke
         grammars.grammar(by_schema(schema))
     (killed,) = started
     until_gone(*killed._id)
-    monkeypatch.setattr(matcher, "COMPILE_SECONDS", 60.0)
+    monkeypatch.setattr("eagle_mlx.serve.chat.grammar.COMPILE_SECONDS", 60.0)
     assert allows(grammars.grammar(by_schema({"type": "integer", "multipleOf": 7})), "21")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is bounded on Linux")
 def test_what_needs_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured, "why_too_complex", lambda schema: None)
-    monkeypatch.setattr(matcher, "COMPILE_SECONDS", 60.0)
+    monkeypatch.setattr("eagle_mlx.serve.chat.grammar.COMPILE_SECONDS", 60.0)
     start = Process.start
     monkeypatch.setattr(Process, "start", lambda kind, memory: start(kind, 80 << 20))
     grammars = Grammars.of(target_of("plain"))
@@ -480,7 +480,7 @@ def test_a_mask_that_takes_too_long_is_waited_for_no_longer(monkeypatch: pytest.
     os.kill(process, signal.SIGSTOP)
     row.ask([int(np.flatnonzero(row._masks[0])[0])])
     assert row.answer(0.0) is None
-    monkeypatch.setattr(matcher, "MASK_SECONDS", 0.0)
+    monkeypatch.setattr("eagle_mlx.serve.chat.grammar.MASK_SECONDS", 0.0)
     with pytest.raises(ConfigError, match="takes more than 0 s"):
         row.answer(60.0)
     until_gone(process)
