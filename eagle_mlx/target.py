@@ -86,8 +86,6 @@ class Target:
         self.name = name
         self.adapter: Adapter | None = None
         """What it was loaded with."""
-        self.folder: Path | None = None
-        """Where its weights were loaded from."""
         self.whole_digest: str | None = None
         """Its fingerprint, where this process holds a part of it alone."""
         self.on_lost: Callable[[str], None] | None = None
@@ -259,7 +257,7 @@ def load_target(
     if not lazy:
         _settle(model, dtype)
     target = Target(model, tokenizer, name=str(name))
-    target.whole_digest, target.folder = digest, folder
+    target.whole_digest = digest
     target.adapter = None if adapter is None else Adapter(hub.public_name(adapter), _digest_of_adapters(adapter))
     return target
 

@@ -1,8 +1,7 @@
-"""The disk tier tells weights apart by all their bytes, and reads each file of weights once."""
+"""The disk tier tells weights apart by all their bytes."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,7 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx.engine.disk import DiskTier
-from eagle_mlx.engine.disk.database import Database
-from eagle_mlx.engine.disk.identity import hash_of_arrays, hash_of_files
+from eagle_mlx.engine.disk.identity import hash_of_arrays
 from tests.fakes import tiny_adapters, tiny_head, tiny_target, tiny_target_folder
 
 TEXT = [(7 * i * i + 3 * i) % 90 + 1 for i in range(60)]
@@ -132,44 +130,3 @@ def test_04_every_bit_of_an_array_counts(dtype: mx.Dtype) -> None:
         found.add(hash_of_arrays(Holder(x.view(dtype))))
     found.add(hash_of_arrays(Holder(before.reshape(5, 3000).view(dtype))))
     assert len(found) == 5
-
-
-def test_04_a_file_is_read_once_and_again_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, cache = tmp_path / "model", tmp_path / "cache"
-    folder.mkdir()
-    for name in ("a", "b"):
-        (folder / f"{name}.safetensors").write_bytes(name.encode() * 5000)
-    read, real = list[str](), Path.open
-
-    def noting(self: Path, *args: object, **how: object) -> object:
-        if self.suffix == ".safetensors":
-            read.append(self.name)
-        return real(self, *args, **how)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(Path, "open", noting)
-
-    def hashed() -> tuple[str, list[str]]:
-        read.clear()
-        found = hash_of_files(folder, Database(cache, 1, print))
-        return found, sorted(read)
-
-    first, names = hashed()
-    assert names == ["a.safetensors", "b.safetensors"]
-    assert hashed() == (first, [])
-    os.utime(folder / "b.safetensors", ns=(1, 1))
-    assert hashed() == (first, ["b.safetensors"])
-    (folder / "b.safetensors").write_bytes(b"b" * 4999 + b"c")
-    second, names = hashed()
-    assert second != first
-    assert names == ["b.safetensors"]
-    (folder / "b.safetensors").rename(folder / "c.safetensors")
-    assert hashed()[0] not in (first, second)
-
-
-def test_04_a_folder_that_cannot_be_written_costs_the_record_alone(tmp_path: Path) -> None:
-    folder, heard = tmp_path / "model", list[str]()
-    folder.mkdir()
-    (folder / "a.safetensors").write_bytes(b"a")
-    (tmp_path / "file").touch()
-    wanted = hash_of_files(folder, Database(tmp_path / "cache", 1, heard.append))
-    assert hash_of_files(folder, Database(tmp_path / "file" / "below", 1, heard.append)) == wanted

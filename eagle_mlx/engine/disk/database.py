@@ -12,7 +12,7 @@ import re
 import sqlite3
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -45,9 +45,6 @@ CREATE TABLE IF NOT EXISTS files (
 CREATE INDEX IF NOT EXISTS beginnings ON files (parent, kind, first);
 CREATE INDEX IF NOT EXISTS oldest ON files (used, start DESC, nbytes);
 CREATE INDEX IF NOT EXISTS sizes ON files (model, nbytes);
-CREATE TABLE IF NOT EXISTS weights (
-    path TEXT PRIMARY KEY, size INTEGER NOT NULL, changed INTEGER NOT NULL, inode INTEGER NOT NULL, hash TEXT NOT NULL
-);
 PRAGMA user_version = {_VERSION};
 """
 _FILE = re.compile(r"(block|state|place)-\d{8}-[0-9a-f]{32}\.safetensors")
@@ -279,16 +276,6 @@ class Database:
         """Remove the rows of all files that somebody has deleted: such files are rarely deleted one by one."""
         with suppress(OSError), self._transaction():
             self._remove_orphans()
-
-    def hashes(self) -> dict[str, tuple[list[int], str]]:
-        """Return what is known of files of weights: by path the size, time of change and inode, and the hash."""
-        return {path: (facts, found) for path, *facts, found in self._rows("SELECT * FROM weights")}
-
-    def keep_hashes(self, found: Iterable[tuple[str, Sequence[int], str]]) -> None:
-        """Remember hashes. Without them, the next start computes them again."""
-        with suppress(OSError), self._transaction() as database:
-            rows = [(path, *facts, digest) for path, facts, digest in found]
-            database.executemany("INSERT OR REPLACE INTO weights VALUES (?, ?, ?, ?, ?)", rows)
 
     def close(self) -> None:
         """Nothing is found afterward."""

@@ -88,7 +88,7 @@ class DiskTier:
         self._target, self._kv_bits, self._say, self.limit = target, kv_bits, say, limit
         self._positional = RaggedCache.of(target.model, 1, kv_bits).is_positional
         self._database = Database(root, limit, say)
-        facts = identity(self._database, target, proposer, kv_bits)
+        facts = identity(target, proposer, kv_bits)
         self._model = digest_of(facts)
         self.folder = root / self._model
         self.hits = self.tokens = self.bytes_read = self.left_out = self.passed_over = 0
