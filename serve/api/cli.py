@@ -66,7 +66,8 @@ class PlaceOptions(Group):
         metavar="KEY",
     )
     cache_report: bool = setting(
-        True, "tell clients how many tokens of a prompt came from the prefix cache; without, the counts read 0"
+        Settings.cache_report,
+        "tell clients how many tokens of a prompt came from the prefix cache; without, the counts read 0",
     )
     served_model_name: str | None = setting(None, "default: the folder's name or the hub id")
     allow_origin: tuple[str, ...] = setting((), "let web pages from there in; repeatable", metavar="URL", repeat=True)

@@ -1,0 +1,142 @@
+"""Settings that are declared once, as command lines fill them; and how commands end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from eagle_mlx.command import Stop, Stopped, Subcommands, exit_code, new_parser, read
+from eagle_mlx.errors import ConfigError, EagleError
+from eagle_mlx.setting import AT_LEAST_1, REQUIRED, Group, find, setting, settings_of
+
+
+@dataclass(frozen=True)
+class Inner(Group):
+    """What is within."""
+
+    sizes: tuple[int, ...] = setting((1,), "sizes", AT_LEAST_1)
+    texts: tuple[str, ...] = setting((), "texts", metavar="TEXT", repeat=True)
+    keep: bool = setting(True, "whether it is kept")
+    bits: Literal[4, 8] | None = setting(None, "bits", also=("few_bits",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer(Group):
+    """All of it."""
+
+    place: Path = setting(REQUIRED, "where", positional=True)
+    rows: int = setting(3, "rows", AT_LEAST_1, name="max_rows")
+    share: float | None = setting(None, "share")
+    plan: str | None = setting(None, "a plan", bare="own")
+    force: bool = setting(False, "do it")
+    inner: Inner = field(default_factory=Inner)
+
+    def _check(self) -> None:
+        if self.force and self.rows > 8:
+            raise ConfigError("--force is for few rows")
+
+
+def parsed(*argv: str) -> Outer:
+    return read(Outer, argv, "outer", "about")
+
+
+def test_flags_fill_groups_within_groups() -> None:
+    assert parsed("x") == Outer(place=Path("x"))
+    given = "x --max-rows 5 --share 1 --plan --force --sizes 2 3 --texts a --texts b --no-keep --few-bits 8"
+    inner = Inner(sizes=(2, 3), texts=("a", "b"), keep=False, bits=8)
+    assert parsed(*given.split()) == Outer(place=Path("x"), rows=5, share=1.0, plan="own", force=True, inner=inner)
+    assert parsed("x", "--force", "--no-force") == Outer(place=Path("x"))
+
+
+def test_the_same_names_fill_them_from_files_and_saved_runs() -> None:
+    group = Outer.of(place="x", max_rows="5", share=2, sizes=4, bits="8")
+    assert (group.rows, group.share, group.inner.sizes, group.inner.bits) == (5, 2.0, (4,), 8)
+    assert Outer.of(**group.flat()) == group.changed(bits=4).changed(bits=8)
+    assert (group.value("max_rows"), find(Outer, "sizes").path) == (5, ("inner", "sizes"))
+    assert list(settings_of(Outer)) == [
+        *("place", "max_rows", "share", "plan", "force", "sizes", "texts", "keep", "bits"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"max_rows": 0}, "^--max-rows must be at least 1, not 0$"),
+        ({"max_rows": None}, "^--max-rows must be a whole number, not None$"),
+        ({"max_rows": True}, "^--max-rows must be a whole number, not True$"),
+        ({"sizes": [2, 0]}, "^--sizes must be at least 1, not 0$"),
+        ({"sizes": ["a"]}, "^--sizes must be a list, each a whole number"),
+        ({"bits": 5}, "^--bits must be one of 4, 8, not 5$"),
+        ({"keep": "yes"}, "^--keep must be true or false"),
+        ({"force": True, "max_rows": 9}, "^--force is for few rows$"),
+        ({"max_row": 1}, "unknown setting 'max_row'; did you mean 'max_rows'"),
+    ],
+)
+def test_what_cannot_be_names_the_flag(values: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Outer.of(place="x", **values)
+
+
+def test_the_help_says_each_default_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--help")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--max-rows N rows (default: 3)" in said
+    assert "--force do it" in said
+    assert "--no-force" not in said
+    assert "--keep, --no-keep whether it is kept (default: on)" in said
+    assert "--sizes N [N ...] sizes (default: 1)" in said
+    assert "inner: What is within." in said
+
+
+def test_commands_of_a_command() -> None:
+    done: list[Group] = []
+    commands = Subcommands(new_parser("both", "about"))
+    commands.add("outer", Outer, done.append, "one")
+    commands.add("inner", Inner, done.append, "the other")
+    assert exit_code(commands.parse(["inner", "--bits", "4"])) == 0
+    assert exit_code(commands.parse(["outer", "x", "--max-rows", "0"])) == 2
+    assert done == [Inner(bits=4)]
+
+
+def raising(error: BaseException) -> Callable[[], int]:
+    def work() -> int:
+        raise error
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("work", "code", "said"),
+    [
+        (lambda: None, 0, ""),
+        (lambda: 1, 1, ""),
+        (raising(EagleError("x is missing")), 2, "error: x is missing\n"),
+        (raising(KeyboardInterrupt()), 130, "interrupted; nothing is kept\n"),
+        (raising(KeyboardInterrupt("half is kept")), 130, "interrupted; half is kept\n"),
+        (raising(Stopped(signal.SIGTERM)), 143, "interrupted; nothing is kept\n"),
+        (raising(BrokenPipeError()), 0, ""),
+    ],
+)
+def test_all_commands_end_in_one_way(
+    work: Callable[[], int], code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", None)  # so that what a broken pipe leaves there is taken back
+    assert exit_code(work, "nothing is kept") == code
+    assert capsys.readouterr().err == said
+
+
+def test_a_signal_waits_for_what_must_not_be_torn() -> None:
+    stop = Stop()
+    with stop.listening():
+        with stop.deferred():
+            signal.raise_signal(signal.SIGTERM)
+        assert stop.asked
+        with pytest.raises(Stopped) as stopped:
+            stop.check()
+    assert stopped.value.exit_code == 143
