@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from .capturing import ShardCapture, capture, capture_to_shards, shard_meta
 from .conversation import Conversation, Message
-from .jsonl import write_jsonl
 from .rendering import (
     Rendered,
     RenderReport,
@@ -19,7 +18,7 @@ from .rendering import (
     render_all,
     unrendered,
 )
-from .sources.reading import DataConfig, ReadReport, load_conversations, read_conversations
+from .sources.reading import DataConfig, ReadReport, read_conversations
 from .sources.rows import FieldMap, parse_row
 from .synthesis.file import Enough, Limits, Wanted, made_states, make_once, make_to_file, making_engine, prompt_keys
 from .synthesis.loop import FIRST_ROWS
@@ -53,7 +52,6 @@ __all__ = [
     "beginning",
     "capture",
     "capture_to_shards",
-    "load_conversations",
     "made_states",
     "make_once",
     "make_to_file",
@@ -69,5 +67,4 @@ __all__ = [
     "shard_meta",
     "steerable",
     "unrendered",
-    "write_jsonl",
 ]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, groupby, islice, pairwise
 from pathlib import Path
+from typing import NoReturn
 
 import mlx.core as mx
 import numpy as np
+from tqdm import tqdm
 
 from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread
 from eagle_mlx.errors import TargetError
@@ -166,21 +167,23 @@ class ShardCapture:
         with progress_bar(
             total=total, initial=done, desc="capture", unit="token", unit_scale=True, disable=not progress
         ) as bar:
-            for first, last in _runs(missing):
-                samples = self._capture(self._bounds[first][0], self._bounds[last][1])
-                for index in range(first, last + 1):
-                    start, stop = self._bounds[index]
-                    gathered = []
-                    for sample in islice(samples, stop - start):
-                        gathered.append(sample)
-                        bar.update(len(sample.tokens))
-                    shards.write(index, gathered)
+            for index, examples in self._captured(missing, bar):
+                shards.write(index, examples)
 
-    def _capture(self, start: int, stop: int) -> Iterator[Example]:
-        """The samples from `start` on, in the order of capture, computed in the batches that they always come in."""
-        first, last = (bisect_right(self._starts, number) - 1 for number in (start, stop - 1))
-        samples = capture_batches(self.target, self.aux_layers, self._batches[first : last + 1])
-        return islice(samples, start - self._starts[first], None)
+    def _captured(self, missing: Sequence[int], bar: tqdm[NoReturn]) -> Iterator[tuple[int, list[Example]]]:
+        """These shards' examples, computed in the batches that they always come in."""
+        shard_of = {number: index for index in missing for number in range(*self._bounds[index])}
+        numbers = [range(start, stop) for start, stop in pairwise(self._starts)]
+        needed = [at for at, batch in enumerate(numbers) if any(number in shard_of for number in batch)]
+        captured = capture_batches(self.target, self.aux_layers, (self._batches[at] for at in needed))
+        found = zip(chain.from_iterable(numbers[at] for at in needed), captured, strict=True)
+        for index, pairs in groupby(found, key=lambda pair: shard_of.get(pair[0])):
+            examples = []
+            for _, example in pairs:
+                examples.append(example)
+                bar.update(len(example) if index is not None else 0)
+            if index is not None:
+                yield index, examples
 
 
 def capture_to_shards(
@@ -219,14 +222,6 @@ def _bounds(lengths: Sequence[int], tokens_per_shard: int) -> list[tuple[int, in
             bounds.append((start, stop))
             start, gathered = stop, 0
     return bounds
-
-
-def _runs(indexes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ascending numbers as runs of neighbours, (first, last)."""
-    edges = [i for i in range(1, len(indexes)) if indexes[i] != indexes[i - 1] + 1]
-    for start, stop in zip([0, *edges], [*edges, len(indexes)], strict=True):
-        if start < stop:
-            yield indexes[start], indexes[stop - 1]
 
 
 def _conversations(samples: Sequence[TokensAndMask]) -> str:

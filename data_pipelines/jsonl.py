@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import json
 import os
@@ -16,7 +15,7 @@ from time import monotonic
 from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 from eagle_mlx.errors import DataError, OutputError
-from eagle_mlx.files import check_writable
+from eagle_mlx.files import check_writable, locked
 
 from .conversation import Conversation
 
@@ -47,14 +46,6 @@ def as_line(conversation: Conversation, **beside: str) -> bytes:
         return json.dumps(row).encode() + b"\n"
 
 
-def write_jsonl(path: str | Path, conversations: Iterable[Conversation], overwrite: bool = False) -> int:
-    """Write one row per conversation and return their number; the file appears when the last one is on the disk.
-
-    Raises OutputError where the file exists or cannot be written; then nothing is left behind.
-    """
-    return write_lines(path, map(as_line, conversations), overwrite)
-
-
 def _written(file: BinaryIO, path: Path) -> AbstractContextManager[IO[bytes]]:
     """What lines are written to: the file, or what compresses into it, without a time, so that same is same."""
     if path.suffix != GZ:
@@ -63,7 +54,11 @@ def _written(file: BinaryIO, path: Path) -> AbstractContextManager[IO[bytes]]:
 
 
 def write_lines(path: str | Path, lines: Iterable[bytes], overwrite: bool = False) -> int:
-    """`write_jsonl` of rows that are bytes already, compressed where the name ends in .gz."""
+    """Write rows and return their number; the file appears when the last one is on the disk.
+
+    It is compressed if its name ends in .gz. Raises OutputError if the file exists or cannot be written; then nothing
+    is left behind.
+    """
     path = check_new(path, overwrite)
     count, part = 0, None
     try:
@@ -184,8 +179,8 @@ def check_idle(output: str | Path) -> None:
     """Raise OutputError where another process is making an output now."""
     path = partial_path(output)
     if path.exists():
-        with path.open("ab") as file:
-            _lock(file, path)
+        with locked(path):
+            pass
 
 
 @contextmanager
@@ -199,21 +194,13 @@ def open_partial(output: str | Path, settings: Mapping[str, Any], overwrite: boo
     path = partial_path(output)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab+") as file:
-            _lock(file, path)
+        with path.open("ab+") as file, locked(path):
             done = _read(file, path, dict(json.loads(json.dumps(settings))))
             yield PartialFile(path, output, done, file, monotonic())
             if path.exists():
                 os.fsync(file.fileno())
     except OSError as e:
         raise OutputError(f"{path} cannot be used: {e.strerror or e}") from e
-
-
-def _lock(file: BinaryIO, path: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as e:
-        raise OutputError(f"{path} is being written by another process; wait for it, or end it") from e
 
 
 def _read(file: BinaryIO, path: Path, settings: Mapping[str, Any]) -> dict[int, Done]:

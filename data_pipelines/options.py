@@ -14,18 +14,14 @@ from eagle_mlx.head_check import head_warning
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.eagle3 import default_aux_layers
 from eagle_mlx.heads.precision import quantize_for
-from eagle_mlx.policy import FixedPolicy, Policy, ThroughputPolicy
 from eagle_mlx.policy.throughput import MOST_TOKENS
-from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.proposers.capturing import CapturingProposer
-from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, REQUIRED, Group, setting
 from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
 
 from .conversation import Conversation
 from .sources.reading import DataConfig, Dedupe, ReadReport, Split, read_conversations
-from .synthesis.loop import FIRST_ROWS, MOST_ROWS, let_grow
+from .synthesis.loop import FIRST_ROWS, MOST_ROWS, growing_engine
 
 TARGET_HELP = "the model: a folder or a hub id"
 AUX_LAYERS = "layers whose output the head reads (1, N/2-1, N-4 of N)"
@@ -98,23 +94,14 @@ def engine_of(options: DraftingOptions, loading: TargetOptions, target: Target, 
 
     Raises HeadError for a head that is none of the target's.
     """
-    proposer, policy = _drafting(options, target)
+    head = None
+    if options.head is not None and options.num_speculative_tokens:
+        head = load_head(options.head, target)
+        quantize_for(head, target)
+        if (said := head_warning(head, target)) is not None:
+            print(f"warning: {said}", file=sys.stderr)
     loading.wire_active()
-    if captured:
-        proposer = CapturingProposer(captured, proposer)
-    engine = Engine(target, proposer, policy=policy, max_batch=options.batch or FIRST_ROWS)
-    return engine if options.batch else let_grow(engine)
-
-
-def _drafting(options: DraftingOptions, target: Target) -> tuple[Proposer | None, Policy]:
-    if options.head is None or options.num_speculative_tokens == 0:
-        return None, FixedPolicy(0)
-    head = load_head(options.head, target)
-    quantize_for(head, target)
-    said = head_warning(head, target)
-    if said is not None:
-        print(f"warning: {said}", file=sys.stderr)
-    return HeadProposer(head), ThroughputPolicy(options.num_speculative_tokens)
+    return growing_engine(target, head, captured, options.num_speculative_tokens, options.batch)
 
 
 def aux_layers_of(wish: str | None, target: Target) -> tuple[int, ...]:

@@ -128,15 +128,6 @@ def read_conversations(
         yield conversation
 
 
-def load_conversations(
-    spec: str, split: builtin.Side = "train", limit: int | None = None, seed: int | None = 0
-) -> Iterator[Conversation]:
-    """`read_conversations` of one source, all of it."""
-    if split not in SPLITS:
-        raise ConfigError(f"split {split!r}: it must be train, heldout or all")
-    return read_conversations(DataConfig((spec,), limit=limit or 0, seed=seed), split)
-
-
 def mix(streams: Sequence[Iterator[Conversation]], weights: Sequence[float]) -> Iterator[Conversation]:
     """Take from the stream that is furthest behind its share, the first of equals, until that one has run out."""
     exact = [Fraction(str(weight)) for weight in weights]  # so that 7 and 3 are the same as 0.7 and 0.3

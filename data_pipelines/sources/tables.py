@@ -40,12 +40,14 @@ def open_rows(source: Source, check: Check | None) -> Rows:
     if _is_list(path):
         return _listed(path.read_bytes(), path)
     if path.suffix == GZ:
-        return _Compressed(path)
+        lines = list(_lines_of(path))  # in memory: such a file cannot be read from its middle
+        return _Lines(path, lines.__getitem__, len(lines))
     options: dict[str, Any] = {"data_files": str(path), "split": "train"}
     if path.suffix == ".parquet":
         return _Table(_load(source, options, "parquet"))
     # Latin-1 keeps every byte, so that a line that is no UTF-8 is found by its number.
-    return _Lines(_load(source, {**options, "encoding": "latin-1"}, "text"), path)
+    rows = _load(source, {**options, "encoding": "latin-1"}, "text")
+    return _Lines(path, lambda index: rows[index]["text"].encode("latin-1"), len(rows))
 
 
 def stream_rows(source: Source) -> list[Callable[[], Iterator[tuple[str, Row]]]]:
@@ -92,19 +94,6 @@ class _Table:
         return row
 
 
-class _Compressed:
-    """Lines of JSON in a compressed file, which are kept in memory: such a file cannot be read from its middle."""
-
-    def __init__(self, path: Path):
-        self._path, self._lines = path, list(_lines_of(path))
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, index: int) -> Row:
-        return _object(self._lines[index], f"{self._path}:{index + 1}")
-
-
 def _lines_of(path: Path) -> Iterator[bytes]:
     """Raises DataError for a compressed file that is damaged."""
     try:
@@ -117,14 +106,14 @@ def _lines_of(path: Path) -> Iterator[bytes]:
 class _Lines:
     """Lines of JSON. They are kept as text, since tables of nested rows would mix the rows' keys."""
 
-    def __init__(self, rows: Rows, path: Path):
-        self._rows, self._path = rows, path
+    def __init__(self, path: Path, line: Callable[[int], bytes], count: int):
+        self._path, self._line, self._count = path, line, count
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._count
 
     def __getitem__(self, index: int) -> Row:
-        return _object(self._rows[index]["text"].encode("latin-1"), f"{self._path}:{index + 1}")
+        return _object(self._line(index), f"{self._path}:{index + 1}")
 
 
 def _without_nulls(value: Any) -> Any:

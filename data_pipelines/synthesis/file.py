@@ -15,18 +15,14 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError, OutputError
 from eagle_mlx.files import write_output
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.policy import FixedPolicy, ThroughputPolicy
-from eagle_mlx.policy.throughput import MOST_TOKENS
 from eagle_mlx.progress import counted, progress_bar
-from eagle_mlx.proposers.capturing import CapturingProposer
-from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.shards import MANIFEST, ShardReader
 from eagle_mlx.target import Target, text_settings
 
 from ..conversation import Conversation
 from ..jsonl import Done, PartialFile, as_line, open_partial
 from ..sources.rows import parse_row
-from .loop import FIRST_ROWS, let_grow, run_tasks
+from .loop import growing_engine, run_tasks
 from .report import MakeReport
 from .shards import MadeShards, ShardPlace, ShardPlan, open_shards
 from .tries import MakeConfig, Try, tries
@@ -326,16 +322,9 @@ def make_once(
 
 
 def making_engine(target: Target, place: ShardPlace | None = None, head: DraftHead | None = None) -> Engine:
-    """An engine for `make_to_file`; with a `place` it keeps the hidden states that are to go there.
-
-    As many conversations are made at once as pay. Where a `head` drafts, it does so as much as pays, and the text is
-    the same.
-    """
-    drafts = HeadProposer(head) if head is not None else None
-    policy = ThroughputPolicy(MOST_TOKENS) if drafts is not None else FixedPolicy(0)
+    """An engine for `make_to_file`; with a `place` it keeps the hidden states that are to go there."""
     layers = (*place.meta.aux_layers, target.num_layers - 1) if place is not None else ()
-    proposer = CapturingProposer(layers, drafts) if layers else drafts
-    return let_grow(Engine(target, proposer, policy=policy, max_batch=FIRST_ROWS))
+    return growing_engine(target, head, layers)
 
 
 def prompt_keys(file: Path) -> set[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Generic, NoReturn, Protocol, TypeVar
@@ -11,8 +11,14 @@ from typing import Generic, NoReturn, Protocol, TypeVar
 from tqdm import tqdm
 
 from eagle_mlx.engine import Engine
+from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.plan import RoundResult
+from eagle_mlx.policy import FixedPolicy, ThroughputPolicy
+from eagle_mlx.policy.throughput import MOST_TOKENS
+from eagle_mlx.proposers.capturing import CapturingProposer
+from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.request_state import RequestState
+from eagle_mlx.target import Target
 
 from .report import LOOK
 
@@ -163,6 +169,25 @@ class Doubling:
             self._before = self.rows, rate
             self.rows *= 2
             self._full, self._rounds, self._tokens, self._seconds = False, 0, 0, 0.0
+
+
+def growing_engine(
+    target: Target,
+    head: DraftHead | None = None,
+    captured: Sequence[int] = (),
+    most_tokens: int = MOST_TOKENS,
+    rows: int | None = None,
+) -> Engine:
+    """An engine that decodes so many `rows` at once, by default as many as pay.
+
+    A `head` drafts as much as pays, up to `most_tokens`; the text is the same. The hidden states of the layers
+    `captured` are kept, if there are any.
+    """
+    drafts = HeadProposer(head) if head is not None and most_tokens else None
+    policy = ThroughputPolicy(most_tokens) if drafts is not None else FixedPolicy(0)
+    proposer = CapturingProposer(captured, drafts) if captured else drafts
+    engine = Engine(target, proposer, policy=policy, max_batch=rows or FIRST_ROWS)
+    return engine if rows else let_grow(engine)
 
 
 def let_grow(engine: Engine) -> Engine:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,13 +22,14 @@ from ..conversation import Conversation, Message
 from ..jsonl import as_line, open_partial
 from ..rendering import prompt_tokens
 from .loop import run_tasks, seed_of
+from .report import Counts
 
 _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
 """What of the sampling parameters is compared before a file is continued."""
 
 
 @dataclass
-class RegenerateReport:
+class RegenerateReport(Counts):
     """Counted while conversations are regenerated."""
 
     answers: int = 0
@@ -41,14 +42,6 @@ class RegenerateReport:
     """Turns whose prompt leaves no room in the target's context; their conversations end before them."""
     dropped: int = 0
     """Conversations of which nothing was left."""
-
-    def add(self, counts: Sequence[int]) -> None:
-        """Add the fields of another report, in their order."""
-        for own, count in zip(fields(self), counts, strict=True):
-            setattr(self, own.name, getattr(self, own.name) + count)
-
-    def counts(self) -> tuple[int, ...]:
-        return tuple(getattr(self, own.name) for own in fields(self))
 
 
 @dataclass(frozen=True)
@@ -66,37 +59,21 @@ class RegenerateConfig:
 def regenerate(
     engine: Engine,
     conversations: Iterable[Conversation],
-    params: SamplingParams | None = None,
-    progress: bool = False,
-    report: RegenerateReport | None = None,
-    least_distinct: float = 0.0,
-    systems: Sequence[str] = (),
-) -> Iterator[Conversation]:
-    """Yield the conversations, in order, with every assistant answer replaced by the target's own.
+    config: RegenerateConfig,
+    shown: tqdm[NoReturn] | None = None,
+    skip: Callable[[Regeneration], bool] = lambda task: False,
+) -> Iterator[Regeneration]:
+    """Replace every assistant answer by the target's own; yield each conversation as soon as its last answer is made.
 
     The answers of a conversation are made one after the other, each on top of the new answers before it; a
     conversation that ends without an answer gets one. An answer that calls tools stays as it is, since the replies
     depend on it; so does plain text. A conversation ends with an answer that `max_tokens` cut, before one that loops,
     and before a prompt that leaves no room in the context; what is left without any answer is dropped. The batch is
-    kept full across conversations and turns. `report` counts all of this. Raises DataError for a target without a chat
-    template.
+    kept full across conversations and turns. Those to `skip` are left out. Raises DataError for a target without a
+    chat template.
     """
-    config = RegenerateConfig(params or SamplingParams(), tuple(systems), least_distinct)
-    report = report if report is not None else RegenerateReport()
-    total = len(conversations) if isinstance(conversations, (list, tuple)) else None
-    tasks = _regenerations(engine, conversations, config)
-    finished: dict[int, Regeneration] = {}
-    following = 0
-    with _bar(total, disable=not progress) as shown:
-        for ended in run_tasks(engine, lambda _: next(tasks, None), shown):
-            shown.update()
-            finished[ended.position] = ended
-            while (ready := finished.pop(following, None)) is not None:
-                following += 1
-                conversation = ready.result()
-                report.add(ready.report.counts())
-                if conversation is not None:
-                    yield conversation
+    tasks = (task for task in _regenerations(engine, conversations, config) if not skip(task))
+    return run_tasks(engine, lambda _: next(tasks, None), shown)
 
 
 def regenerate_to_file(
@@ -127,18 +104,23 @@ def regenerate_to_file(
     seen = 0
     with open_partial(output, compared, overwrite) as part:
 
-        def remaining() -> Iterator[Regeneration]:
+        def is_done(task: Regeneration) -> bool:
             nonlocal seen
-            for task in _regenerations(engine, conversations, config):
-                seen += 1
-                if not part.check(task.position, task.key, task.source.origin):
-                    yield task
+            seen += 1
+            return part.check(task.position, task.key, task.source.origin)
 
         for done in part.done.values():
             report.add(done.counts)
-        tasks = remaining()
-        with _bar(total, len(part.done), not progress) as shown:
-            for ended in run_tasks(engine, lambda _: next(tasks, None), shown):
+        bar = progress_bar(
+            total=total,
+            initial=len(part.done),
+            desc="regenerate",
+            unit="conversation",
+            disable=not progress,
+            smoothing=0.02,
+        )
+        with bar as shown:
+            for ended in regenerate(engine, conversations, config, shown, is_done):
                 conversation = ended.result()
                 row = as_line(conversation) if conversation is not None else b""
                 part.add(ended.position, ended.key, ended.report.counts(), row)
@@ -250,13 +232,6 @@ def _regenerations(
         key = conversation.prompt_key()
         yield Regeneration(engine, config, position, conversation, seen[key])
         seen[key] += 1
-
-
-def _bar(total: int | None, done: int = 0, disable: bool = False) -> tqdm[NoReturn]:
-    """The progress of a regeneration, of which some may have been done before."""
-    return progress_bar(
-        total=total, initial=done, desc="regenerate", unit="conversation", disable=disable, smoothing=0.02
-    )
 
 
 def _settings(engine: Engine, config: RegenerateConfig) -> dict[str, Any]:

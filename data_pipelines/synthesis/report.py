@@ -71,8 +71,20 @@ def why_no_answer(text: str, tokens: Sequence[int], special: Collection[int]) ->
     return None
 
 
+class Counts:
+    """A dataclass of counters, as plain values and back."""
+
+    def add(self, counts: Sequence[int]) -> None:
+        """Add the fields of another of its kind, in their order."""
+        for own, count in zip(fields(self), counts, strict=True):  # type: ignore[arg-type]
+            setattr(self, own.name, getattr(self, own.name) + count)
+
+    def counts(self) -> tuple[int, ...]:
+        return tuple(getattr(self, own.name) for own in fields(self))  # type: ignore[arg-type]
+
+
 @dataclass
-class MakeReport:
+class MakeReport(Counts):
     """Counted over tries, of which each makes one conversation or says by what it failed."""
 
     tries: int = 0
@@ -104,14 +116,6 @@ class MakeReport:
     """Conversations that begin with what another begins with."""
     late: int = 0
     """Tries that the end of the time stopped before anything of them could be kept."""
-
-    def add(self, counts: tuple[int, ...]) -> None:
-        """Add the fields of another report, in their order."""
-        for own, count in zip(fields(self), counts, strict=True):
-            setattr(self, own.name, getattr(self, own.name) + count)
-
-    def counts(self) -> tuple[int, ...]:
-        return tuple(getattr(self, own.name) for own in fields(self))
 
     @property
     def failed(self) -> int:

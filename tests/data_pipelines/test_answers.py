@@ -186,7 +186,7 @@ def test_other_settings_other_data_and_another_target_are_refused(
 
 def test_two_processes_do_not_write_one_file(target: Target, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    with open_partial(path, {}), pytest.raises(OutputError, match="being written by another process"):
+    with open_partial(path, {}), pytest.raises(OutputError, match="another process is writing to"):
         regenerate_to_file(Engine(target), asked(1), CONFIG, path)
 
 

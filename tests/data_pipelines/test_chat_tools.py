@@ -13,14 +13,15 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from eagle_mlx.data_pipelines import (
     Conversation,
-    load_conversations,
+    DataConfig,
     parse_row,
     prompt_tokens,
+    read_conversations,
     render,
     render_all,
     unrendered,
-    write_jsonl,
 )
+from eagle_mlx.data_pipelines.jsonl import as_line, write_lines
 from eagle_mlx.errors import DataError
 from tests.fakes import EMBEDDED_TARGET
 
@@ -100,8 +101,8 @@ def test_they_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:
     assert arguments == {"city": "Paris", "days": 2}
     path = tmp_path / "x.jsonl"
     other = parse_row({**ROW, "messages": ROW["messages"][:1], "tools": json.dumps(TOOLS)}, "x:2")
-    write_jsonl(path, [conversation, other])
-    assert list(load_conversations(str(path), "all", seed=None)) == [conversation, other]
+    write_lines(path, map(as_line, [conversation, other]))
+    assert list(read_conversations(DataConfig((str(path),), seed=None), "all")) == [conversation, other]
     assert other.tools == conversation.tools
 
 

@@ -57,13 +57,14 @@ def test_rounds_with_places_left_are_not_judged() -> None:
 def test_a_file_is_the_same_while_rows_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("eagle_mlx.data_pipelines.options.FIRST_ROWS", 1)
+    monkeypatch.setattr("eagle_mlx.data_pipelines.synthesis.loop.FIRST_ROWS", 1)
     monkeypatch.setattr(loop, "_ROUNDS", 2)
     monkeypatch.setattr(loop, "_WORTH", 0.0)
     engines: list[Engine] = []
+    let_grow = loop.let_grow
     monkeypatch.setattr(
-        "eagle_mlx.data_pipelines.options.let_grow",
-        lambda engine: engines.append(engine) or loop.let_grow(engine),
+        "eagle_mlx.data_pipelines.synthesis.loop.let_grow",
+        lambda engine: engines.append(engine) or let_grow(engine),
     )
     model = talking_target_folder(tmp_path / "model")
     flags = ["--target", str(model), "--max-tokens", "8", "--output"]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle_mlx.data_pipelines import Conversation, Message, load_conversations, write_jsonl
+from eagle_mlx.data_pipelines import Conversation, DataConfig, Message, read_conversations
+from eagle_mlx.data_pipelines.jsonl import as_line, write_lines
 from eagle_mlx.errors import DataError, OutputError
 
 CHATS = [Conversation((Message("user", "a\nü"), Message("assistant", "b"))), Conversation(text="c")]
@@ -17,8 +18,8 @@ CHATS = [Conversation((Message("user", "a\nü"), Message("assistant", "b"))), Co
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "new" / "x.jsonl"
-    assert write_jsonl(path, CHATS) == 2
-    assert list(load_conversations(str(path), "all", seed=None)) == CHATS
+    assert write_lines(path, map(as_line, CHATS)) == 2
+    assert list(read_conversations(DataConfig((str(path),), seed=None), "all")) == CHATS
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -26,12 +27,12 @@ def test_an_existing_file_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text("mine")
     with pytest.raises(OutputError, match="exists already"):
-        write_jsonl(path, CHATS)
+        write_lines(path, map(as_line, CHATS))
     assert path.read_text() == "mine"
-    write_jsonl(path, CHATS, overwrite=True)
+    write_lines(path, map(as_line, CHATS), overwrite=True)
     assert len(path.read_text().splitlines()) == 2
     with pytest.raises(OutputError, match="is a folder"):
-        write_jsonl(tmp_path, CHATS)
+        write_lines(tmp_path, map(as_line, CHATS))
 
 
 def test_nothing_is_left_of_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,12 +41,12 @@ def test_nothing_is_left_of_a_failure(tmp_path: Path, monkeypatch: pytest.Monkey
         raise DataError("bad row")
 
     with pytest.raises(DataError, match="bad row"):
-        write_jsonl(tmp_path / "x.jsonl", failing())
+        write_lines(tmp_path / "x.jsonl", map(as_line, failing()))
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OutputError, match=r"x.jsonl could not be written: No space left on device"):
-        write_jsonl(tmp_path / "x.jsonl", CHATS)
+        write_lines(tmp_path / "x.jsonl", map(as_line, CHATS))
     assert list(tmp_path.iterdir()) == []

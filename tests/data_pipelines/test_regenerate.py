@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from eagle_mlx.data_pipelines import Conversation, Message, RegenerateReport, parse_row, regenerate
-from eagle_mlx.data_pipelines.synthesis.regeneration import seed_of
+from eagle_mlx.data_pipelines import Conversation, Message, RegenerateConfig, RegenerateReport, parse_row, regenerate
+from eagle_mlx.data_pipelines.synthesis.loop import seed_of
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError
 from eagle_mlx.policy import FixedPolicy
@@ -40,6 +41,22 @@ def answer(target: Target, messages: Sequence[Message], params: SamplingParams) 
     return Engine(target).generate([[m.as_dict() for m in messages]], params)[0].text
 
 
+def answered(
+    engine: Engine,
+    conversations: Iterable[Conversation],
+    params: SamplingParams | None = None,
+    report: RegenerateReport | None = None,
+    **config: Any,
+) -> list[Conversation]:
+    """What is left of the conversations, in their order, and the counts of them all."""
+    done = {}
+    for task in regenerate(engine, conversations, RegenerateConfig(params or SamplingParams(), **config)):
+        done[task.position] = task.result()
+        if report is not None:
+            report.add(task.report.counts())
+    return [found for _, found in sorted(done.items()) if found is not None]
+
+
 STOPS = tuple(range(3, 4096, 7))
 """Stop tokens that come up within a few tokens, so that answers have several lengths and are not cut."""
 
@@ -48,7 +65,7 @@ def test_each_answer_stands_on_the_new_ones_before_it_and_has_a_seed_of_its_own(
     params = SamplingParams(max_tokens=100, temperature=0.8, seed=3, stop_token_ids=STOPS)
     report = RegenerateReport()
     asked = chat((S, "brief"), (U, "a"), (A, "old"), (U, "b"), (A, "old"))
-    [made] = regenerate(Engine(target), [asked], params, report=report)
+    [made] = answered(Engine(target), [asked], params, report=report)
     assert [m.role for m in made.messages] == [S, U, A, U, A]
     for number, turn in enumerate((2, 4)):
         own = replace(params, seed=seed_of(3, asked.prompt_key(), 0, number))
@@ -61,7 +78,7 @@ def test_each_answer_stands_on_the_new_ones_before_it_and_has_a_seed_of_its_own(
 def test_a_cut_answer_ends_its_conversation(target: Target) -> None:
     report = RegenerateReport()
     params = SamplingParams(max_tokens=3)
-    [made] = regenerate(Engine(target), [chat((U, "a"), (A, "b"), (U, "c"), (A, "d"))], params, report=report)
+    [made] = answered(Engine(target), [chat((U, "a"), (A, "b"), (U, "c"), (A, "d"))], params, report=report)
     assert [m.role for m in made.messages] == [U, A]
     assert (report.answers, report.tokens, report.cut) == (1, 3, 1)
 
@@ -76,7 +93,7 @@ def test_an_answer_that_loops_is_left_out_with_what_follows_it(target: Target) -
     report = RegenerateReport()
     conversations = [chat(looping, (A, "b"), (U, "c"), (A, "d")), chat(fine, (A, "f"))]
     threshold = sum(ratios) / 2
-    [made] = regenerate(Engine(target), conversations, params, report=report, least_distinct=threshold)
+    [made] = answered(Engine(target), conversations, params, report=report, least_distinct=threshold)
     assert made.messages[0].content == fine[1]
     assert (report.answers, report.looping, report.dropped) == (1, 1, 1)
 
@@ -84,7 +101,7 @@ def test_an_answer_that_loops_is_left_out_with_what_follows_it(target: Target) -
 def test_many_conversations_keep_their_order_and_do_not_touch_each_other(target: Target, ending: int) -> None:
     params = SamplingParams(max_tokens=5, stop_token_ids=(ending,))
     asked = [chat((U, f"{n} " * (n + 1))) for n in range(20)] + [Conversation(text="import os")]
-    made = list(regenerate(Engine(target, max_batch=2), asked, params))
+    made = answered(Engine(target, max_batch=2), asked, params)
     assert [c.messages[0] for c in made[:-1]] == [c.messages[0] for c in asked[:-1]]
     assert made[-1] == asked[-1]
     for conversation in made[:-1:7]:
@@ -99,36 +116,36 @@ def questions(count: int) -> list[Conversation]:
 def test_order_company_and_drafts_change_nothing(target: Target) -> None:
     params = SamplingParams(max_tokens=12, temperature=1.0, top_k=50, top_p=0.9, seed=1, stop_token_ids=STOPS[::9])
     asked = [c for n in range(9) for c in (chat((U, f"{n}")), chat((U, f"{n}?"), (A, "x"), (U, "and then?"), (A, "y")))]
-    alone = list(regenerate(Engine(target, max_batch=1), asked, params))
+    alone = answered(Engine(target, max_batch=1), asked, params)
     assert len({c.messages for c in alone}) == len(asked)
     head = HeadProposer(tiny_head(target))
     for engine in (Engine(target, max_batch=5), Engine(target, head, policy=FixedPolicy(3), max_batch=4)):
-        assert list(regenerate(engine, asked, params)) == alone
-    backwards = list(regenerate(Engine(target, max_batch=3), asked[::-1], params))
+        assert answered(engine, asked, params) == alone
+    backwards = answered(Engine(target, max_batch=3), asked[::-1], params)
     assert backwards[::-1] == alone
-    assert list(regenerate(Engine(target), asked, replace(params, seed=2))) != alone
+    assert answered(Engine(target), asked, replace(params, seed=2)) != alone
 
 
 def test_the_same_prompt_again_gets_another_answer(target: Target) -> None:
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=1)
-    made = list(regenerate(Engine(target), [chat((U, "a"))] * 4, params))
+    made = answered(Engine(target), [chat((U, "a"))] * 4, params)
     assert len({c.messages[1].content for c in made}) == 4
-    assert made == list(regenerate(Engine(target, max_batch=2), [chat((U, "a"))] * 4, params))
+    assert made == answered(Engine(target, max_batch=2), [chat((U, "a"))] * 4, params)
 
 
 def test_system_prompts_are_set_and_drawn_by_the_seed(target: Target) -> None:
     params = SamplingParams(max_tokens=2, seed=0)
     asked = [chat((S, "old"), (U, f"{n}"), (A, "b")) for n in range(24)]
-    [one] = regenerate(Engine(target), asked[:1], params, systems=["Be brief"])
+    [one] = answered(Engine(target), asked[:1], params, systems=("Be brief",))
     assert [(m.role, m.content) for m in one.messages[:2]] == [(S, "Be brief"), (U, "0")]
     assert one.messages[2].content == answer(target, one.messages[:2], params)
-    made = list(regenerate(Engine(target), asked, params, systems=["Be brief", ""]))
+    made = answered(Engine(target), asked, params, systems=("Be brief", ""))
     brief = [c.messages[0] == Message(S, "Be brief") for c in made]
     assert 5 <= sum(brief) <= 19
     assert all(c.messages[0].role == U for c, is_brief in zip(made, brief, strict=True) if not is_brief)
-    again = regenerate(Engine(target), asked[::-1], params, systems=["Be brief", ""])
+    again = answered(Engine(target), asked[::-1], params, systems=("Be brief", ""))
     assert [c.messages[0] for c in again][::-1] == [c.messages[0] for c in made]
-    other = regenerate(Engine(target), asked, replace(params, seed=1), systems=["Be brief", ""])
+    other = answered(Engine(target), asked, replace(params, seed=1), systems=("Be brief", ""))
     assert [c.messages[0] for c in other] != [c.messages[0] for c in made]
 
 
@@ -136,7 +153,7 @@ def test_an_answer_that_calls_tools_and_a_greeting_stay(target: Target) -> None:
     call = {"role": A, "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     turns = [{"role": A, "content": "Hello!"}, {"role": U, "content": "a"}, call, {"role": "tool", "content": "7"}]
     asked = parse_row({"messages": [*turns, {"role": A, "content": "old"}], "tools": [{"name": "f"}]}, "x:1")
-    [made] = regenerate(Engine(target), [asked], SamplingParams(max_tokens=2))
+    [made] = answered(Engine(target), [asked], SamplingParams(max_tokens=2))
     assert made.messages[:4] == asked.messages[:4]
     assert made.messages[4].content != "old"
     assert made.tools == asked.tools
@@ -147,19 +164,19 @@ def test_what_does_not_fit_the_context_is_counted(target: Target) -> None:
     params = SamplingParams(max_tokens=4, stop_token_ids=tuple(range(3, 4096)))
     long = "word " * 600
     asked = [chat((U, long), (A, "b")), chat((U, "a"), (A, "b"), (U, long), (A, "d")), chat((S, "alone"))]
-    made = list(regenerate(Engine(target), asked, params, report=report))
+    made = answered(Engine(target), asked, params, report=report)
     assert [[m.role for m in c.messages] for c in made] == [[U, A]]
     assert (report.too_long, report.dropped) == (2, 2)
 
 
 def test_a_target_without_a_tokenizer_is_refused() -> None:
     with pytest.raises(DataError, match="no chat template"):
-        list(regenerate(Engine(tiny_target()), [chat((U, "a"))]))
+        answered(Engine(tiny_target()), [chat((U, "a"))])
 
 
 def test_whoever_stops_listening_frees_the_engine(target: Target) -> None:
     engine = Engine(target, max_batch=2)
-    stream = regenerate(engine, questions(9), SamplingParams(max_tokens=5))
+    stream = regenerate(engine, questions(9), RegenerateConfig(SamplingParams(max_tokens=5)))
     next(stream)
     stream.close()  # type: ignore[attr-defined]
     assert engine.idle

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_mlx.data_pipelines import Conversation, load_conversations
+from eagle_mlx.data_pipelines import Conversation, DataConfig, read_conversations
 from eagle_mlx.data_pipelines.sources import stdlib
 from eagle_mlx.data_pipelines.sources.stdlib import SourceFile, iter_files
 from eagle_mlx.errors import ConfigError, DataError
@@ -30,8 +30,8 @@ def write(path: Path, *lines: str) -> str:
     return str(path)
 
 
-def read(spec: str, **kwargs: Any) -> list[Conversation]:
-    return list(load_conversations(spec, **{"split": "all", "seed": None, **kwargs}))
+def read(spec: str, split: Any = "all", **how: Any) -> list[Conversation]:
+    return list(read_conversations(DataConfig((spec,), **{"seed": None, **how}), split))
 
 
 def said(conversations: list[Conversation]) -> list[str | None]:
@@ -84,7 +84,7 @@ def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
 def test_a_bad_jsonl_row_is_named_before_anything_is_yielded(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "x.jsonl").write_bytes(content)
     with pytest.raises(DataError, match=message):
-        next(load_conversations(str(tmp_path / "x.jsonl"), "all"))
+        next(read_conversations(DataConfig((str(tmp_path / "x.jsonl"),)), "all"))
 
 
 @pytest.mark.parametrize(
@@ -146,13 +146,13 @@ def test_the_seed_fixes_the_order_and_the_limit_cuts_it(tmp_path: Path) -> None:
 def test_the_standard_library_is_held_out_by_file(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"heldout": list(islice(iter_files("heldout"), 25))}
     monkeypatch.setattr(stdlib, "iter_files", files.__getitem__)
-    held_out = list(load_conversations("builtin:python", "heldout"))
+    held_out = read("builtin:python", "heldout", seed=0)
     answers = said(held_out)
     assert len(set(answers)) == len(answers) > 200
     assert any(c.text for c in held_out)
     assert any('"""' in c.messages[0].content for c in held_out if c.messages)
-    assert answers[:99] == said(list(load_conversations("builtin:python", "heldout", limit=99)))
-    assert answers[:99] != said(list(load_conversations("builtin:python", "heldout", limit=99, seed=1)))
+    assert answers[:99] == said(read("builtin:python", "heldout", seed=0, limit=99))
+    assert answers[:99] != said(read("builtin:python", "heldout", limit=99, seed=1))
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_the_built_in_sources() -> None:
     assert all(c.text for c in pieces)
     assert len(read("builtin:python", seed=0)) == 121
     assert read("builtin:python", split="heldout") == []
-    first = next(load_conversations("builtin:python-docstrings", seed=None))
+    first = read("builtin:python-docstrings")[0]
     assert first.origin == "builtin:python:m0.py:f0"
     assert [m.as_dict() for m in first.messages] == [
         {"role": "user", "content": 'def f0(x):\n    """Say 0."""'},

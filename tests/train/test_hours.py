@@ -24,7 +24,7 @@ from eagle_mlx.data_pipelines import (
     shard_meta,
 )
 from eagle_mlx.data_pipelines.jsonl import PartialFile
-from eagle_mlx.data_pipelines.synthesis import file as made_file
+from eagle_mlx.data_pipelines.synthesis import loop as synthesis_loop
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import CheckpointError, ConfigError, DataError
 from eagle_mlx.shards.format import bytes_per_token
@@ -76,7 +76,7 @@ def _short_turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Random models loop when they are greedy, up to the end of a turn. Heads are registered for this file alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(portions, "MakeConfig", SHORT)
-        patch.setattr(made_file, "FIRST_ROWS", 8)  # so that portions are larger than what is under way
+        patch.setattr(synthesis_loop, "FIRST_ROWS", 8)  # so that portions are larger than what is under way
         patch.setattr(loop, "write_plots", _touch)
         patch.setenv("EAGLE_MLX_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
