@@ -242,7 +242,7 @@ def test_an_interrupted_file_is_continued(
     rng, path = random.Random(0), tmp_path / "a.jsonl"
     made = 0
     while not path.exists():
-        rows = rng.randint(in_full(1, 4), 8)
+        rows = rng.randint(in_full(1, 6), 8)
         with monkeypatch.context() as patch:
             interrupt_after(rows, Stop, patch)
             try:
@@ -285,14 +285,15 @@ def test_damage_to_what_was_made_is_named_with_a_remedy_that_works(target: Targe
 def test_captured_states_are_those_of_a_capture_afterwards(target: Target, whole: bytes, tmp_path: Path) -> None:
     """Whatever drafted, and however: what the shards hold is what reading the conversations again gives."""
     found: list[list[Example]] = []
-    for number in range(3):
+    numbers = in_full((0, 1, 2), (0, 2))
+    for number in numbers:
         path, folder = tmp_path / f"{number}.jsonl", tmp_path / f"shards{number}"
         place = place_at(folder, target)
         make_to_file(capturing(target, number), CONFIG, Wanted(rows=ROWS), path, place=place)
         assert path.read_bytes() == whole
         found.append(samples_of(folder))
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
-        name for n in range(3) for name in (f"{n}.jsonl", f"shards{n}")
+        name for n in numbers for name in (f"{n}.jsonl", f"shards{n}")
     )
     rows = [parse_row(json.loads(line), "x") for line in whole.splitlines()]
     learnt = [row for row in rows if not row.is_held_out]
@@ -360,7 +361,7 @@ def test_an_interrupted_capture_is_continued_to_the_row(
     path, folder = tmp_path / "a.jsonl", tmp_path / "shards"
     rng, made = random.Random(1), 0
     while not path.exists():
-        rows = rng.randint(in_full(1, 4), 6)
+        rows = rng.randint(in_full(1, 5), 6)
         with monkeypatch.context() as patch:
             interrupt_after(rows, Stop, patch)
             try:

@@ -17,6 +17,7 @@ from eagle_mlx.errors import OutputError, ShardError
 from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, ShardWriter, unfinished_folder
 from eagle_mlx.shards.reader import UNFINISHED
 from tests.eagle_mlx.test_shards import META, sample, write
+from tests.full import in_full
 
 MADE_FROM = {"target": "tiny (abc)", "bits": "16"}
 COUNT = 4
@@ -250,7 +251,7 @@ def test_killed_at_every_moment(tmp_path: Path, whole: dict[str, bytes]) -> None
         assert content(folder) == whole
         for path in folder.iterdir():
             path.unlink()
-        moment += 1
+        moment += in_full(1, 3)
     assert moment > 3 * COUNT
 
 
@@ -319,7 +320,7 @@ def test_a_repair_that_was_killed_is_repeated(tmp_path: Path, whole: dict[str, b
         ShardReader(folder).verify()
         assert {k: v for k, v in content(folder).items() if not k.endswith(".damaged")} == whole
         damaged(tmp_path)
-        moment += 1
+        moment += in_full(1, 3)
     assert moment > 6
 
 
