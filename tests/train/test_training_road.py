@@ -15,13 +15,13 @@ from eagle_mlx.data_pipelines import DataConfig, capture, read_conversations, re
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import Batches, InMemory, TrainData
 from eagle_mlx.train.run.start import new_head
-from eagle_mlx.train.step.batch_plan import make_plan
+from eagle_mlx.train.step.inputs import make_plan
 from eagle_mlx.train.step.step import part_arrays, part_loss, weights_of_steps
 from tests.fakes import tiny_target
 
 ROOT = Path(data_pipelines.__file__).parents[1]
 TARGET = tiny_target(vocab=4096, tokenizer=True)
-COMPUTES = ("heads/", "cpu/", "kinds/", "unroll/", "target.py", "hooks.py", "memory.py", "progress.py")
+COMPUTES = ("heads/", "cpu/", "kinds/", "unroll", "target.py", "hooks.py", "memory.py", "progress.py")
 """What the target and the head are made of, which no line of data is known to."""
 MOST_FILES, MOST_FORMS = 15, 6
 
