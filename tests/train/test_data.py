@@ -125,7 +125,7 @@ def test_states_go_where_there_is_room(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_capture_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = config(chats(tmp_path, "a", 250), states="disk", cache_bits=8, cache_dir=str(tmp_path / "kept"))
+    settings = config(chats(tmp_path, "a", 400), states="disk", cache_bits=8, cache_dir=str(tmp_path / "kept"))
     whole = training_data(TARGET, settings.changed(cache_dir=str(tmp_path / "whole")))
     written, write = [], ShardWriter.write
 
