@@ -163,6 +163,8 @@ class ShardCapture:
     def run(self, shards: ShardWriter, progress: bool = False) -> None:
         """Capture what is missing. Raises OutputError where the disk refuses; what was written stays."""
         missing, total = self.missing(shards), self.tokens()
+        if not missing:
+            return
         done = total - self.tokens(missing)
         with progress_bar(
             total=total, initial=done, desc="capture", unit="token", unit_scale=True, disable=not progress
