@@ -26,10 +26,17 @@ def together(count: int, folder: Path, *arguments: str) -> list[Any]:
     return [json.loads(out.splitlines()[-1]) for out in printed(count, folder, "tests.train.worker", *arguments)]
 
 
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A folder, and what two processes of worker.py print that make a run there."""
+    folder = tmp_path_factory.mktemp("pair")
+    return folder, together(2, folder, str(folder), "3")
+
+
 @needs_ring
-def test_processes_learn_as_one_with_all_their_rows(tmp_path: Path) -> None:
+def test_processes_learn_as_one_with_all_their_rows(tmp_path: Path, pair: tuple[Path, list[Any]]) -> None:
     count = in_full(3, 2)
-    found = together(count, tmp_path)
+    found = together(count, tmp_path) if count > 2 else pair[1]
     assert [(one["rank"], one["size"]) for one in found] == [(rank, count) for rank in range(count)]
     alone = learnt(CONFIG.changed(rows=count * CONFIG.optimization.rows), World.single())
     for one in found:
@@ -51,15 +58,15 @@ def test_processes_learn_as_one_with_all_their_rows(tmp_path: Path) -> None:
 
 
 @needs_ring
-def test_two_processes_make_the_run_of_one_with_twice_the_rows(tmp_path: Path) -> None:
+def test_two_processes_make_the_run_of_one_with_twice_the_rows(tmp_path: Path, pair: tuple[Path, list[Any]]) -> None:
     """Also where the second of them is asked to stop, and the run continues later."""
     compared = ("step", "tokens", "loss", "grad_norm")
     (tmp_path / "alone").mkdir()
     alone = whole_run(tmp_path / "alone", World.single(), 2 * CONFIG.optimization.rows)
-    found, other = together(2, tmp_path, str(tmp_path), "3")
+    folder, (found, other) = pair
     assert (found["stopped"], found["finished"]) == (True, False)
     assert (other["stopped"], other["steps"]) == (False, [])
-    assert (tmp_path / "out" / "report.json").exists()
+    assert (folder / "out" / "report.json").exists()
     first = found["steps"]
     assert [line["step"] for line in first] == [line["step"] for line in alone] == [1, 2, 3, 4, 5, 6]
     for ours, theirs in zip(first, alone, strict=True):
@@ -71,14 +78,14 @@ def test_the_command_takes_settings_and_made_up_data_from_rank_zero(tmp_path: Pa
     target, places = talking_target_folder(tmp_path / "target", seed=2), [tmp_path / "a", tmp_path / "b"]
     for place in places:
         tiny_adapters(place / "adapters")
-    settings = "--head eagle --length 64 --max-length 64 --rows 2 --max-steps 3 --eval-prompts 2 --eval-tokens 4"
+    settings = "--head eagle --length 64 --max-length 64 --rows 2 --max-steps 1 --eval-prompts 1 --eval-tokens 2"
     flags = ["--target", str(target), "--adapter-path", "adapters", "--output", "out/head", "--self-tokens", "600"]
     flags += settings.split()
     first, second = printed(2, tmp_path, "eagle_mlx.train.cli", *flags, places=places)
     assert "the head is in out/head/best" in first
     assert second == ""
     report = json.loads((places[0] / "out/head/report.json").read_text())
-    assert (report["steps"], report["config"]["adapter_path"]) == (3, "adapters")
+    assert (report["steps"], report["config"]["adapter_path"]) == (1, "adapters")
     made = [(place / "out/head.self.jsonl").read_bytes() for place in places]
     assert made[0] == made[1]
     assert not (places[1] / "out/head").exists()
@@ -91,13 +98,13 @@ def test_a_head_is_learnt_of_a_target_that_two_processes_share(tmp_path: Path) -
     rows = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": a[::-1]}]} for a in said]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "out"
-    settings = "--shard tensor --length 64 --rows 2 --max-steps 3 --eval-prompts 2 --eval-tokens 4 --unroll 2"
+    settings = "--shard tensor --length 64 --rows 2 --max-steps 1 --eval-prompts 1 --eval-tokens 2 --unroll 2"
     flags = ["--target", str(target), "--data", str(data), "--output", str(out), *settings.split()]
     first, second = printed(2, tmp_path, "eagle_mlx.train.cli", *flags)
     assert "the head is in" in first
     assert second == ""
     report = json.loads((out / "report.json").read_text())
-    assert (report["steps"], report["config"]["shard"]) == (3, "tensor")
+    assert (report["steps"], report["config"]["shard"]) == (1, "tensor")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

@@ -24,6 +24,7 @@ from eagle_mlx.train.run import state
 from eagle_mlx.train.step.inputs import make_plan
 from eagle_mlx.train.step.step import Stepper, in_pass_type, objective_of, part_arrays, part_loss
 from tests.fakes import tiny_target
+from tests.full import diagonal, in_full
 
 CONFIG = TrainConfig.of(target="tiny", rows=4, length=24, unroll=3, lr=3e-3, lanes=1)
 
@@ -49,8 +50,7 @@ def begun(target: Target, kind: str, **changes: Any) -> tuple[TrainConfig, Any, 
     return config, head, random_rows(target, len(layers) + 1)
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "again"), diagonal(KINDS, [False, True]))
 def test_gradients_are_those_of_float32_but_for_rounding(target_in_memory: Target, kind: str, again: bool) -> None:
     target = target_in_memory
     config, head, rows = begun(target, kind, grad_checkpoint=again)
@@ -114,7 +114,7 @@ def flags(target: Path, chats: Path, output: Path, dtype: str) -> list[str]:
     return [*names, *small.split(), *few.split()]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", in_full(["float32", "bfloat16"], ["float32"]))
 def test_the_head_is_written_in_the_type_that_its_config_states(
     dtype: str, target: Path, chats: Path, tmp_path: Path
 ) -> None:

@@ -29,6 +29,7 @@ from eagle_mlx.train.step.step import Stepper, objective_of, part_arrays, part_l
 from tests.architectures import tiny_model
 from tests.eagle_mlx.heads import KINDS as RANDOM
 from tests.fakes import tiny_target
+from tests.full import in_full, in_turn
 from tests.train.test_step import conversations
 
 NEW = ("eagle", "mtp")
@@ -69,7 +70,7 @@ LEARNT_FROM = [
 ]
 
 
-@pytest.mark.parametrize(("name", "more"), LEARNT_FROM)
+@pytest.mark.parametrize(("name", "more"), in_turn(LEARNT_FROM))
 def test_the_loss_falls_and_the_target_stays_as_it_is(target: Target, name: str, more: dict[str, Any]) -> None:
     before = {key: np.array(value) for key, value in weights_of(target.model).items()}
     config = config_of(name, lr=1e-2, **more)
@@ -104,7 +105,7 @@ def test_any_head_that_exists_has_a_finite_gradient_that_points_downhill(name: s
     assert float(np.array(loss())) == pytest.approx(float(np.array(before)) - 2e-3, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", in_turn(NEW))
 def test_lanes_change_nothing_but_rounding(target: Target, name: str) -> None:
     noise = {"feature_noise": 0.3}
     head, results = trained(target, config_of(name, **noise), 3)
@@ -123,7 +124,7 @@ def test_the_same_seed_gives_the_same_weights(target: Target, name: str) -> None
     assert any(not np.array_equal(first[key], other[key]) for key in first)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", in_full(list(KINDS), ["mtp"]))
 def test_what_is_saved_drafts_the_same(target: Target, tmp_path: Path, name: str) -> None:
     """Weights of bfloat16 are near enough for the greedy drafts of a trained head to be the same, nearly all."""
     head, _ = trained(target, config_of(name, lr=1e-2), 30)
@@ -147,7 +148,7 @@ def test_the_last_layer_is_all_that_is_captured(target: Target, name: str) -> No
     np.testing.assert_allclose(anew[rows.segments > 0], rows.states[rows.segments > 0], rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", in_turn(NEW, 1))
 def test_states_with_aux_layers_serve_as_well(target: Target, name: str) -> None:
     config = config_of(name)
     samples = InMemory(list(capture(target, (0, 2), conversations(target))))

@@ -24,6 +24,7 @@ from eagle_mlx.train.kinds.eagle3.start import aux_layers_for
 from eagle_mlx.train.run import new_head
 from eagle_mlx.train.step import Stepper
 from tests.fakes import tiny_head, tiny_target
+from tests.full import diagonal, in_full
 from tests.train.test_linear_start import config_of, right
 from tests.train.test_step import conversations
 
@@ -61,8 +62,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("layers", [2, 3])
-@pytest.mark.parametrize("name", list(TARGETS))
+@pytest.mark.parametrize(("name", "layers"), diagonal(TARGETS, [2, 3]))
 def test_behind_the_first_layer_stand_the_targets_own_last_ones(name: str, layers: int) -> None:
     target = TARGETS[name]()
     aux_layers = aux_layers_for(target.num_layers, layers)
@@ -75,7 +75,7 @@ def test_behind_the_first_layer_stand_the_targets_own_last_ones(name: str, layer
     assert mx.allclose(x, wanted, rtol=1e-3, atol=1e-3 * float(mx.max(mx.abs(wanted))))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama, neighbours turned"])
+@pytest.mark.parametrize("name", in_full(["qwen3", "llama, neighbours turned"], ["qwen3"]))
 def test_the_copies_make_the_guess_better(name: str) -> None:
     target = TARGETS[name]()
     samples = samples_of(target, (0, 1, 2), 120)

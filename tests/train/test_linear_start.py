@@ -23,7 +23,7 @@ from eagle_mlx.train.kinds import resolved
 from eagle_mlx.train.kinds.least_squares import Moments, best_map, bytes_of, error, factors
 from eagle_mlx.train.run import new_head
 from tests.fakes import tiny_target
-from tests.full import some
+from tests.full import in_turn, some
 from tests.train.test_step import conversations
 
 LAYERS = (0, 2, 3)
@@ -66,14 +66,16 @@ def right(head: Any, target: Target, samples: list[Example]) -> float:
 
 @pytest.mark.parametrize(
     "more",
-    [
-        {},
-        {"norm_before_residual": True},
-        {"feature_norm": "all"},
-        {"feature_norm": "none", "recycle": "output"},
-        {"head": "eagle"},
-        {"head": "mtp"},
-    ],
+    in_turn(
+        [
+            {},
+            {"norm_before_residual": True},
+            {"feature_norm": "all"},
+            {"feature_norm": "none", "recycle": "output"},
+            {"head": "eagle"},
+            {"head": "mtp"},
+        ]
+    ),
 )
 def test_the_first_drafts_are_often_right_before_any_step(
     target: Target, samples: list[Example], more: dict[str, Any]

@@ -44,8 +44,7 @@ def gradient_of(head: Any, target: Target, rows: Rows, steps: int, again: bool) 
     return lambda: dict(tree_flatten(found()[1]))
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "again"), diagonal(KINDS, [False, True]))
 def test_the_gradient_is_what_mlx_makes_of_all_steps_at_once(
     name: str, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,7 @@ def weights(run: Path) -> dict[str, Any]:
     return {name: array.astype(mx.float32).tolist() for name, array in arrays.items()}
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp"])
+@pytest.mark.parametrize("kind", in_full(["eagle3", "eagle", "mtp"], ["eagle3", "mtp"]))
 def test_a_resumed_run_is_the_run_that_was_never_stopped(
     kind: str, target: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

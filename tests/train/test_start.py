@@ -28,6 +28,7 @@ from eagle_mlx.train.run.start import existing_head
 from eagle_mlx.train.step.step import Stepper
 from tests.eagle_mlx.heads import eagle, eagle3, mtp
 from tests.fakes import tiny_target
+from tests.full import in_full, in_turn
 from tests.train.test_kinds import batch
 
 TARGET = tiny_target()
@@ -54,7 +55,7 @@ def config_of(head: str, folder: Path, **more: Any) -> TrainConfig:
     return resolved(TrainConfig.of(**{**values, "head": head, "init_from": str(folder), **more}))
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", in_turn(SHAPES, 1))
 def test_it_begins_as_the_head_that_was_saved_and_learns(tmp_path: Path, name: str) -> None:
     folder = written(SHAPES[name](), tmp_path / "head")
     saved: Any = load_head(folder, TARGET)
@@ -91,7 +92,7 @@ def test_a_quantised_head_is_trained_as_what_its_weights_stand_for(tmp_path: Pat
     )
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", in_turn(SHAPES))
 def test_of_every_kind_a_quantised_head_is_trained_so(tmp_path: Path, name: str) -> None:
     made = SHAPES[name]()
     quantize(made, 8, 32)
@@ -183,7 +184,7 @@ def run(target: Path, chats: Path, output: Path, *more: str) -> int:
     return main(["--target", str(target), "--data", str(chats), "--output", str(output), *sizes, *judged, *more])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", in_full(list(KINDS), ["mtp"]))
 def test_a_run_and_one_that_goes_on_from_it(target: Path, chats: Path, tmp_path: Path, capsys: Any, kind: str) -> None:
     shape = ("--draft-vocab", "512") if kind == "eagle3" else ()
     first, second = tmp_path / "first", tmp_path / "second"

@@ -93,6 +93,10 @@ def whole_run(
 
 def main() -> None:
     world = World.init()
+    received = world.broadcast({"place": [1, 2.5], "who": world.rank})
+    stop = [world.any(False), world.any(world.rank == world.size - 1)]
+    found = learnt(CONFIG, world, seed=world.rank)
+    found |= {"rank": world.rank, "size": world.size, "received": received, "stop": stop}
     if sys.argv[1:]:
         folder, stopped = Path(sys.argv[1]), False
         try:
@@ -100,12 +104,8 @@ def main() -> None:
         except Stopped:
             stopped = True
         finished = (folder / "out" / "report.json").exists()
-        print(json.dumps({"stopped": stopped, "finished": finished, "steps": whole_run(folder, world)}))
-        return
-    received = world.broadcast({"place": [1, 2.5], "who": world.rank})
-    stop = [world.any(False), world.any(world.rank == world.size - 1)]
-    found = learnt(CONFIG, world, seed=world.rank)
-    print(json.dumps({"rank": world.rank, "size": world.size, "received": received, "stop": stop, **found}))
+        found |= {"stopped": stopped, "finished": finished, "steps": whole_run(folder, world)}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
