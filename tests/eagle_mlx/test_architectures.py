@@ -84,13 +84,14 @@ def decodings(name: str) -> list[tuple[list[em.SamplingParams], int, int, int]]:
     return both if FULL else [both[turn % 2]]
 
 
-@pytest.mark.parametrize("name", sorted({*REPRESENTATIVE, *in_turn(CHAINS_ONLY, of=3), *in_turn(WITH_TREES, of=4)}))
+@pytest.mark.parametrize("name", sorted({*REPRESENTATIVE, *in_turn(CHAINS_ONLY, of=6), *in_turn(WITH_TREES, of=12)}))
 def test_text_is_mlx_lms_own(name: str) -> None:
     check_text_is_mlx_lms_own(name)
 
 
-@pytest.mark.parametrize("kept", [0, 1 << 20], ids=["read again", "prefix cache"])
-@pytest.mark.parametrize("name", in_full([*CHAINS_ONLY, *WITH_TREES], REPRESENTATIVE))
+@pytest.mark.parametrize(
+    ("name", "kept"), diagonal(in_full([*CHAINS_ONLY, *WITH_TREES], REPRESENTATIVE[:4]), [0, 1 << 20])
+)
 def test_05_text_of_rows_that_are_paused_is_mlx_lms_own(name: str, kept: int) -> None:
     check_text_is_mlx_lms_own(name, pauses=0.3, kept=kept)
 
@@ -114,17 +115,17 @@ def check_text_is_mlx_lms_own(name: str, pauses: float = 0.0, kept: int = 0) -> 
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("name", in_turn(REPRESENTATIVE))
+@pytest.mark.parametrize("name", in_turn(REPRESENTATIVE, of=4))
 def test_text_is_mlx_lms_own_as_on_a_gpu(name: str) -> None:
     test_text_is_mlx_lms_own(name)
 
 
-@pytest.mark.parametrize("name", in_turn(sorted(CONFIGS), of=3))
+@pytest.mark.parametrize("name", in_turn(sorted(CONFIGS), of=6))
 def test_who_reads_trees_is_documented(name: str) -> None:
     assert (why_no_trees(target(name)) is None) == (name in WITH_TREES)
 
 
-@pytest.mark.parametrize("name", in_turn(WITH_TREES, 2, of=4))
+@pytest.mark.parametrize("name", in_turn(WITH_TREES, 2, of=12))
 def test_trees_say_what_mlx_lm_says(name: str) -> None:
     for params, rows, depth, chunk in decodings(name):
         plains = [plain(name, prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
@@ -137,7 +138,7 @@ def test_trees_say_what_mlx_lm_says(name: str) -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("name", in_turn(["deepseek_v3", "gemma3_text", "qwen3"]))
+@pytest.mark.parametrize("name", in_turn(["deepseek_v3", "gemma3_text", "qwen3"], 1, of=3))
 def test_trees_say_what_mlx_lm_says_as_on_a_gpu(name: str) -> None:
     test_trees_say_what_mlx_lm_says(name)
 

@@ -12,7 +12,7 @@ from eagle_mlx.request_state import RequestState
 from tests.fakes import tiny_head, tiny_target
 from tests.full import in_full
 
-REQUESTS, WARM_UP = in_full((2_000, 200), (300, 100))
+REQUESTS, WARM_UP = in_full((2_000, 200), (150, 50))
 
 
 def random_params(rng: np.random.Generator) -> em.SamplingParams:
