@@ -112,12 +112,12 @@ class RequestState:
     @property
     def length(self) -> int:
         """Tokens in the caches: all but the newest."""
-        return len(self.prompt) + len(self.tokens) - 1
+        return len(self.request.prompt) + len(self.tokens) - 1
 
     @property
     def text(self) -> list[int]:
         """Prompt and tokens: all that is read when a paused request is resumed."""
-        return [*self.prompt, *self.tokens]
+        return [*self.request.prompt, *self.tokens]
 
     @property
     def leaves(self) -> bool:
@@ -132,8 +132,8 @@ class RequestState:
     @property
     def room(self) -> int:
         """Draft tokens that the next round has a use for."""
-        room = 0 if self.rereads or self.pending else self.limit - len(self.tokens) - 1
-        most = self.params.num_speculative_tokens
+        room = 0 if self.rereads or self.pending else self.request.limit - len(self.tokens) - 1
+        most = self.request.params.num_speculative_tokens
         return room if most is None else min(room, most)
 
     def texts(self, draft: Sequence[int]) -> Iterator[list[int]]:
@@ -153,7 +153,7 @@ class RequestState:
 
     def read(self, positions: int) -> None:
         """Note that so many positions of its text are in the caches."""
-        self.read_tokens = min(positions, len(self.prompt))
+        self.read_tokens = min(positions, len(self.request.prompt))
 
     def begin_with(self, cached: int) -> None:
         """Note that so many tokens of the prompt came from the prefix cache."""
@@ -240,14 +240,14 @@ class RequestState:
             text=text,
             tokens=tokens,
             finish_reason=self.finish_reason or "length",
-            prompt_tokens=len(self.prompt),
+            prompt_tokens=len(self.request.prompt),
             rounds=self.rounds,
             drafted=sum(self.drafted_by_position),
             accepted=sum(self.accepted_by_position),
             drafted_by_position=self.drafted_by_position,
             accepted_by_position=self.accepted_by_position,
-            logprobs=self.logprobs if self.params.wants_logprobs else None,
-            lossless=self.params.lossless,
+            logprobs=self.logprobs if self.request.params.wants_logprobs else None,
+            lossless=self.request.params.lossless,
             cached_tokens=self.cached_tokens,
             error=self.error,
             refused=self.refused,
@@ -260,11 +260,11 @@ class RequestState:
         if self.grammar is not None and not self._allowed(self.grammar, token, ends):
             return
         self.tokens.append(token)
-        if self.params.logits_processors:
+        if self.request.params.logits_processors:
             self._history.append(token)
         if ends or (self.stops is not None and self.stops.complete(token)) or self._is_last(token):
             self.finish_reason = self.finish_reason or "stop"
-        elif len(self.tokens) >= self.limit:
+        elif len(self.tokens) >= self.request.limit:
             self.finish_reason = "length"
 
     def _is_last(self, token: int) -> bool:

@@ -19,8 +19,8 @@ _REMEMBERED = 1024
 class _Client:
     """The requests of one client, by the chunks that their prompts take, each list in the order in which they came."""
 
-    by_chunks: dict[int, deque[tuple[int, RequestState]]] = field(default_factory=dict)
-    """With the number of each request, which counts up."""
+    lines: dict[int, deque[tuple[int, RequestState]]] = field(default_factory=dict)
+    """With the number of each request, which counts up. No list is empty."""
     skips: int = 0
     """How often the oldest has been passed."""
     passed: int = 0
@@ -28,27 +28,33 @@ class _Client:
 
     @property
     def oldest(self) -> int:
-        return min(self.by_chunks, key=lambda chunks: self.by_chunks[chunks][0][0])
+        return min(self.lines, key=lambda chunks: self.lines[chunks][0][0])
 
     @property
     def following(self) -> int:
-        return self.oldest if self.skips >= MOST_SKIPS else min(self.by_chunks)
+        return self.oldest if self.skips >= MOST_SKIPS else min(self.lines)
 
     def __len__(self) -> int:
-        return sum(map(len, list(self.by_chunks.values())))
+        return sum(map(len, list(self.lines.values())))
+
+    def take(self, chunks: int, request: RequestState) -> None:
+        self.skips, self.passed = 0 if chunks == self.oldest else self.skips + 1, 0
+        self.remove(chunks, request)
+
+    def remove(self, chunks: int, request: RequestState) -> None:
+        line = self.lines[chunks]
+        del line[next(index for index, (_, each) in enumerate(line) if each is request)]
+        if not line:
+            del self.lines[chunks]
 
     def before(self, request: RequestState) -> int | None:
         """How many of the same client go before one; None where it does not wait. Any thread may ask."""
-        waiting = {chunks: deque(line) for chunks, line in sorted(self.by_chunks.items()) if line}
-        skips, place = self.skips, 0
-        while waiting:
-            oldest = min(waiting, key=lambda chunks: waiting[chunks][0][0])
-            chunks = oldest if skips >= MOST_SKIPS else min(waiting)
-            if waiting[chunks].popleft()[1] is request:
+        copy = _Client({chunks: deque(line) for chunks, line in list(self.lines.items()) if line}, self.skips)
+        for place in range(len(copy)):
+            chunks = copy.following
+            if (first := copy.lines[chunks][0][1]) is request:
                 return place
-            skips = 0 if chunks == oldest else skips + 1
-            place += 1
-            waiting = {chunks: line for chunks, line in waiting.items() if line}
+            copy.take(chunks, first)
         return None
 
 
@@ -77,14 +83,14 @@ class RequestQueue:
         return sum(map(len, self.clients.values()))
 
     def __iter__(self) -> Iterator[RequestState]:
-        lists = (waiting for client in self.clients.values() for waiting in client.by_chunks.values())
+        lists = (waiting for client in self.clients.values() for waiting in client.lines.values())
         return (request for waiting in lists for _, request in waiting)
 
     def append(self, request: RequestState) -> None:
         if request.client not in self.clients:
             self._enter(request.client)
-        client = self.clients[request.client]
-        number, line = next(self._numbers), client.by_chunks.setdefault(self.chunks(request), deque())
+        line = self.clients[request.client].lines.setdefault(self.chunks(request), deque())
+        number = next(self._numbers)
         if request.paused:
             line.appendleft((-number, request))  # the newest is paused first, and resumed last
         else:
@@ -93,7 +99,7 @@ class RequestQueue:
     def peek(self) -> RequestState:
         """The next one. The queue must not be empty."""
         client = self._in_turn()[0][1]
-        return client.by_chunks[client.following][0][1]
+        return client.lines[client.following][0][1]
 
     def first(self, fits: Callable[[RequestState], bool]) -> RequestState | None:
         """The next one for which this is true: clients in turn, of each the one that is next, then short before long.
@@ -101,9 +107,8 @@ class RequestQueue:
         Of a client's prompts that are read in as many chunks only the one that came first is asked about.
         """
         for _, client in self._in_turn():
-            for chunks in (client.following, *sorted(client.by_chunks)):
-                request = client.by_chunks[chunks][0][1]
-                if fits(request):
+            for chunks in (client.following, *sorted(client.lines)):
+                if fits(request := client.lines[chunks][0][1]):
                     return request
         return None
 
@@ -115,13 +120,10 @@ class RequestQueue:
 
     def take(self, request: RequestState) -> None:
         """The same with one that `peek` or `first` gave."""
-        client, chunks = self.clients.pop(request.client), self.chunks(request)
-        client.skips = 0 if chunks == client.oldest else client.skips + 1
-        client.passed = 0
-        self.clients[request.client] = client
-        waiting = client.by_chunks[chunks]
-        del waiting[next(index for index, (_, each) in enumerate(waiting) if each is request)]
-        self._forget_empty(request.client, chunks)
+        client = self.clients.pop(request.client)
+        client.take(self.chunks(request), request)
+        if client.lines:
+            self.clients[request.client] = client
         self._last_turns.pop(request.client, None)
         self._last_turns[request.client] = next(self._numbers)
         if len(self._last_turns) > _REMEMBERED:
@@ -129,13 +131,12 @@ class RequestQueue:
 
     def remove(self, request: RequestState) -> None:
         """Let a request go that waits. Raises KeyError or StopIteration where it does not."""
-        chunks, client = self.chunks(request), self.clients[request.client]
-        waiting = client.by_chunks[chunks]
-        index = next(index for index, (_, each) in enumerate(waiting) if each is request)
-        if index == 0 and chunks == client.oldest:
+        client = self.clients[request.client]
+        if client.lines[client.oldest][0][1] is request:
             client.skips = 0
-        del waiting[index]
-        self._forget_empty(request.client, chunks)
+        client.remove(self.chunks(request), request)
+        if not client.lines:
+            del self.clients[request.client]
 
     def before(self, request: RequestState) -> int | None:
         """How many go before a request if nobody comes and all fit; None where it does not wait.
@@ -167,13 +168,6 @@ class RequestQueue:
             at -= 1
             clients[at][1].passed += 1
         self.clients = dict([*clients[:at], (name, _Client()), *clients[at:]])
-
-    def _forget_empty(self, name: str, chunks: int) -> None:
-        client = self.clients[name]
-        if not client.by_chunks[chunks]:
-            del client.by_chunks[chunks]
-        if not client.by_chunks:
-            del self.clients[name]
 
     def chunks(self, request: RequestState) -> int:
         """Return the steps that its prompt is read in, without the last token, which the first round reads.

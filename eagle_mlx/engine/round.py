@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from time import perf_counter
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -43,46 +44,6 @@ class RowAnswer:
     """Of a tree: the numbers of the accepted draft tokens, from 0 on."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What the host is to know of a round, still on the device."""
-
-    nan: mx.array
-    """[B] int32, a `NaN` for each row."""
-    accepted: mx.array
-    """[B] int32; -1 where the row sat the round out."""
-    drafted: mx.array
-    """[B] int32, draft tokens of a chain or levels of a tree."""
-    tokens: mx.array
-    """[B, n+1] int32, of which a row emits `accepted + 1`."""
-    path: mx.array | None
-    """[B, n+1] int32, for trees: the nodes of those tokens, the newest token of before being node 0."""
-
-    @classmethod
-    def of(cls, logits: mx.array, draft: Draft, verdict: Verdict, spoiled: mx.array | None = None) -> Answer:
-        """logits: [B, n+1, V], of all positions of a verify; spoiled: [B, n+1] bool, where processors gave NaN."""
-        drafted = draft.lengths if draft.tree is None else mx.minimum(draft.lengths, draft.tree.levels)
-        return cls(_nan_in(logits, verdict, spoiled), verdict.accepted, drafted, verdict.tokens, verdict.path)
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        fields = [self.nan, self.accepted, self.drafted, self.tokens]
-        return fields if self.path is None else [*fields, self.path]
-
-    @property
-    def width(self) -> int:
-        """Tokens that a row can emit."""
-        return self.tokens.shape[1]
-
-    def read(self) -> list[RowAnswer]:
-        """Wait for the device: nowhere else does a round do so."""
-        mx.eval(self.arrays)
-        nan, accepted, drafted = (cast(list[int], x.tolist()) for x in (self.nan, self.accepted, self.drafted))
-        tokens = cast(list[list[int]], self.tokens.tolist())
-        paths = cast(list[list[int]], self.path.tolist()) if self.path is not None else [[]] * len(tokens)
-        return [_row_answer(*row) for row in zip(nan, accepted, drafted, tokens, paths, strict=True)]
-
-
 class Round:
     """One round of a batch by a plan. It is dispatched, and then either collected or cancelled."""
 
@@ -95,7 +56,10 @@ class Round:
         """Seconds of its dispatch while another round was under way: they count for this round, not for that one."""
         self.draft_seconds: float | None = None
         """Seconds of drafting, if they were measured."""
-        self._answer: Answer
+        self._answer: list[mx.array]
+        """On the device, all int32: [B] a `NaN`, [B] accepted drafts or -1 in a row that sat the round out, [B] draft
+        tokens of a chain or levels of a tree, [B, n+1] tokens; of trees also [B, n+1] nodes, 0 being the last token.
+        """
         self._logprobs: Logprobs | None
         self._aux: tuple[mx.array, ...]
         """The proposer's aux layers at the positions of the answer's tokens, each [B, n+1, H]."""
@@ -123,12 +87,15 @@ class Round:
     def send(self, draft: Draft, verdict: Verdict, out: Forward) -> None:
         """Have the device work on the answer, which the host can then read. `out`: at all positions of the verify."""
         batch, spoiled = self.batch, self.batch.processors.spoiled if self.batch.processors else None
-        self._draft, self._answer = draft, Answer.of(out.logits, draft, verdict, spoiled)
+        drafted = draft.lengths if draft.tree is None else mx.minimum(draft.lengths, draft.tree.levels)
+        path = [] if verdict.path is None else [verdict.path]
+        self._answer = [_nan_in(out.logits, verdict, spoiled), verdict.accepted, drafted, verdict.tokens, *path]
+        self._draft = draft
         outputs = (out.logits, *out.aux)
         logits, *aux = outputs if verdict.path is None else along(outputs, verdict.path)
         self._aux = tuple(aux)
         self._logprobs = Logprobs.of(batch.requests, logits, verdict.tokens) if batch.wants_logprobs else None
-        mx.async_eval(*self._answer.arrays, batch.newest, *aux, *(self._logprobs.arrays if self._logprobs else ()))
+        mx.async_eval(*self._answer, batch.newest, *aux, *(self._logprobs.arrays if self._logprobs else ()))
         mx.async_eval(batch.cache.recurrent_state)  # after the answer, which does not wait for it
 
     def collect(self) -> RoundResult:
@@ -136,7 +103,9 @@ class Round:
 
         The result has no seconds yet.
         """
-        batch, answers = self.batch, self._answer.read()
+        mx.eval(self._answer)
+        batch, columns = self.batch, [cast(list[Any], x.tolist()) for x in self._answer]
+        answers = [_row_answer(*row) for row in zip(*columns, strict=True)]
         emitted = [answer.tokens for answer in answers]
         batch.cache.keep([answer.path for answer in answers], [request.length for request in batch.requests])
         logprobs = self._logprobs.read(emitted) if self._logprobs else {}
@@ -155,7 +124,7 @@ class Round:
         reread = [answer.nan == NaN.REJECTED and not answer.tokens for answer in answers]
         if any(reread):  # rare, so that no round has to choose between two states of every row on the device
             batch.cache.put_back(mx.array(reread), self.before.cache)
-        if self._answer.width > 1 or not all(emitted):
+        if self._draft.tokens.shape[1] or not all(emitted):
             batch.cache.sync([request.length for request in batch.requests])
         if batch.state is not None and any(emitted):
             numbers = all(answer.nan == NaN.NOWHERE for answer in answers)
@@ -178,7 +147,7 @@ class Round:
         self.batch.restore(self.before)
 
 
-def _row_answer(nan: int, accepted: int, drafted: int, tokens: list[int], path: list[int]) -> RowAnswer:
+def _row_answer(nan: int, accepted: int, drafted: int, tokens: list[int], path: Sequence[int] = ()) -> RowAnswer:
     if accepted < 0:
         return RowAnswer(NaN(nan), 0, 0, [], [])
     return RowAnswer(NaN(nan), drafted, accepted, tokens[: accepted + 1], [node - 1 for node in path[1 : accepted + 1]])
