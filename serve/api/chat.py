@@ -16,7 +16,7 @@ from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import StopWatcher
 from eagle_mlx.text import TextStream
 
-from ..chat import AnswerParser, Delta, FirstCall, ToolCall, ToolOffer
+from ..chat import AnswerParser, Chat, Delta, FirstCall, ToolCall, ToolOffer
 from .answer import Completed, Frame, dumps, quote, stats, stream_events, usage
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import Owner, in_thread, owner_of, read_request, respond
@@ -172,12 +172,11 @@ def _prepare(body: ChatRequest, loaded: Loaded, encode: Encode, owner: Owner, at
     at_most: tokens of the answer, of which the context and the memory may leave fewer; the body then names no number.
     Raises PromptError, ConfigError or ApiError.
     """
-    chat = _Templated.of(body)
-    prompt, offer = chat.prompt(body, loaded, encode), chat.offer
+    chat, prompt, offer = _templated(body, loaded, encode)
     thinking = loaded.chat.starts_in_reasoning(prompt)
     grammar = loaded.grammars.grammar(body.answer_format, offer, thinking)
     top = (body.top_logprobs or 0) if body.logprobs else None
-    if loaded.engine.prefixes is not None and (said := loaded.chat.changed(chat.messages, chat.tools)):
+    if loaded.engine.prefixes is not None and (said := loaded.chat.changes.note(chat.messages, offer.tools)):
         log.warning("%s", said)
     only_call: Callable[[], StopWatcher] | None = None
     if offer.tools and not offer.several and not offer.forced:
@@ -186,7 +185,7 @@ def _prepare(body: ChatRequest, loaded: Loaded, encode: Encode, owner: Owner, at
             return FirstCall(loaded.tokenizer, _reader(loaded, offer, thinking))
 
     params = sampling(body, loaded, body.most_tokens, top, grammar, only_call)
-    shared = chat.boundaries(prompt, loaded, encode)
+    shared = chat.boundaries(prompt, encode) if loaded.engine.wants_boundaries else ()
     requests = [loaded.engine.prepare(prompt, each, shared, **owner, limit=at_most) for each in params]
     return ChatAnswer(body, loaded, requests, offer, thinking)
 
@@ -200,52 +199,34 @@ def read_prompt(body: ChatRequest, loaded: Loaded, encode: Encode, must_fit: boo
 
     must_fit: whether to refuse what is too long for the context.
     """
-    return _Templated.of(body).prompt(body, loaded, encode, must_fit)
+    return _templated(body, loaded, encode, must_fit)[1]
 
 
-@dataclass(frozen=True)
-class _Templated:
-    """What of a request the chat template is given."""
+def _templated(
+    body: ChatRequest, loaded: Loaded, encode: Encode, must_fit: bool = True
+) -> tuple[Chat, list[int], ToolOffer]:
+    """The conversation as the template writes it, its tokens, and the tools that it offers."""
+    chosen = body.tool_choice
+    offer = ToolOffer.of(
+        [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+        chosen if chosen is None or isinstance(chosen, str) else chosen.model_dump(),
+        body.parallel_tool_calls is not False,
+    )
+    arguments = dict(body.chat_template_kwargs or {})
+    for wish in ("reasoning_effort", "verbosity"):
+        if (given := getattr(body, wish)) is not None:
+            arguments.setdefault(wish, given)
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-    choice: str | dict[str, Any] | None
-    arguments: dict[str, Any]
-    offer: ToolOffer
-
-    @classmethod
-    def of(cls, body: ChatRequest) -> _Templated:
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-        chosen = body.tool_choice
-        choice = chosen if chosen is None or isinstance(chosen, str) else chosen.model_dump()
-        offer = ToolOffer.of(tools, choice, body.parallel_tool_calls is not False)
-        tools = [_without_strict(tool) for tool in tools]
-        arguments = dict(body.chat_template_kwargs or {})
-        for wish in ("reasoning_effort", "verbosity"):
-            if (given := getattr(body, wish)) is not None:
-                arguments.setdefault(wish, given)
-        return cls([message.plain() for message in body.messages], tools, choice, arguments, offer)
-
-    def prompt(self, body: ChatRequest, loaded: Loaded, encode: Encode, must_fit: bool = True) -> list[int]:
-        def check(text: str) -> None:
-            if must_fit:
-                check_text(text, body.most_tokens, loaded, "messages")
-
-        tokens = loaded.chat.prompt(self.messages, self.tools, self.choice, self.arguments, check, encode)
+    def check(text: str) -> None:
         if must_fit:
-            check_context(len(tokens), body.most_tokens, loaded, "messages")
-        return tokens
+            check_text(text, body.most_tokens, loaded, "messages")
 
-    def boundaries(self, prompt: list[int], loaded: Loaded, encode: Encode) -> tuple[int, ...]:
-        """Tokens of the prompt that later ones may begin with, where that serves for anything."""
-        if not loaded.engine.wants_boundaries:
-            return ()
-        return loaded.chat.boundaries(prompt, self.messages, self.tools, self.choice, self.arguments, encode)
-
-
-def _without_strict(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as templates know it: `strict` is for the server."""
-    return {**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
+    messages = [message.plain() for message in body.messages]
+    chat = loaded.chat.chat(messages, offer.for_template, arguments, check)
+    tokens = chat.tokens(encode)
+    if must_fit:
+        check_context(len(tokens), body.most_tokens, loaded, "messages")
+    return chat, tokens, offer
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -241,7 +241,7 @@ async def tokenize(request: Request) -> Response:
 
 def _tokens(body: TokenizeRequest, loaded: Loaded, encode: Encode) -> Tokens:
     if body.messages is not None:
-        tokens = loaded.chat.prompt([message.plain() for message in body.messages], encode=encode)
+        tokens = loaded.chat.chat([message.plain() for message in body.messages]).tokens(encode)
     else:
         assert body.prompt is not None
         tokens = encode(body.prompt, body.add_special_tokens is not False)

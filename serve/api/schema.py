@@ -58,10 +58,11 @@ class StreamOptions(Body):
 
 
 class JsonSchema(Body):
-    name: str | None = None
+    name: str = Field(min_length=1)
     description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
+    """The schema is kept either way."""
 
 
 class ResponseFormat(Body):

@@ -5,8 +5,8 @@
 
 from .parser import AnswerParser, Delta, FirstCall
 from .structured import Grammars
-from .template import ChatFormat
+from .template import Chat, ChatFormat
 from .tools import ToolCall, ToolOffer
 from .volatile import Volatile
 
-__all__ = ["AnswerParser", "ChatFormat", "Delta", "FirstCall", "Grammars", "ToolCall", "ToolOffer", "Volatile"]
+__all__ = ["AnswerParser", "Chat", "ChatFormat", "Delta", "FirstCall", "Grammars", "ToolCall", "ToolOffer", "Volatile"]

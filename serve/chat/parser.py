@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.text import IncrementalText, held_back
 
-from .tools import Tool, ToolCall, ToolCallParser, check_tools, safe_length
+from .tools import Tool, ToolCall, ToolCallParser, safe_length
 
 if TYPE_CHECKING:
     from .template import ChatFormat  # which has this module's tags
@@ -116,19 +116,18 @@ class AnswerParser:
     """Text in, deltas out; together they are the same however the text is cut.
 
     tools: those that the model was offered; without any, nothing is taken for a call. several: whether an answer may
-    hold several calls; if not, it ends with the first. Raises PromptError for tools that cannot be used.
+    hold several calls; if not, it ends with the first.
     """
 
     def __init__(
         self,
         format: ChatFormat,
-        tools: Sequence[Tool] | None = None,
+        tools: Sequence[Tool] = (),
         starts_in_reasoning: bool = False,
         several: bool = True,
     ):
-        offered = check_tools(tools or ())
-        tags = format.calls if offered else None
-        self._calls = ToolCallParser(tags, offered, format.thoughts.think_end) if tags else None
+        tags = format.calls if tools else None
+        self._calls = ToolCallParser(tags, tools, format.thoughts.think_end) if tags else None
         self._thoughts = ReasoningParser(format.thoughts, starts_in_reasoning)
         self._several = several
         self.has_ended = False

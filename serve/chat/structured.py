@@ -25,7 +25,7 @@ from .grammar import (
     parameters_of,
 )
 from .template import ChatFormat
-from .tools import Tool, ToolOffer, tool_names
+from .tools import ToolOffer, tool_names, without
 
 MOST_SCHEMA_BYTES = 64 * 1024
 """The schemas of one request, as JSON text."""
@@ -80,7 +80,7 @@ class Grammars:
             raise ConfigError(_why_not_calls(calls.parser if calls else "", offer))
         is_free = schema is None and not offer.forced
         if is_free:
-            tools = tuple(tool if tool in offer.strict else _without_schema(tool) for tool in tools)
+            tools = tuple(tool if tool in offer.strict else without(tool, "parameters") for tool in tools)
         schemas: dict[str, Schema] = {} if schema is None else {_place_of_schema(response_format): schema}
         schemas |= {_place_of_tool(offer, tool): parameters_of(tool) for tool in tools}
         places = _as_texts(schemas)
@@ -148,11 +148,7 @@ def _token_set(tokens: Iterable[int]) -> str:
     return f"<[{','.join(f'{first}-{last}' for first, last in ranges)}]>" if ranges else ""
 
 
-def _without_schema(tool: Tool) -> Tool:
-    return {**tool, "function": {key: value for key, value in tool["function"].items() if key != "parameters"}}
-
-
-def _place_of_tool(offer: ToolOffer, tool: Tool) -> str:
+def _place_of_tool(offer: ToolOffer, tool: Mapping[str, Any]) -> str:
     names = tool_names(offer.tools)
     return f"tools[{names.index(tool['function']['name'])}].function.parameters"
 
@@ -163,37 +159,23 @@ def _place_of_schema(response_format: Mapping[str, Any] | None) -> str:
 
 
 def read_response_format(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The schema that an answer must follow; None where any text will do. Raises ConfigError that names the field."""
+    """Return the schema that an answer must follow; None if any text will do. The fields are those of `schema.py`.
+
+    Raises ConfigError if a field does not go with the type.
+    """
     if response_format is None:
         return None
-    kind = response_format.get("type") if isinstance(response_format, Mapping) else None
-    if kind not in ("text", "json_object", "json_schema"):
-        raise ConfigError(f"response_format.type: must be text, json_object or json_schema; got {kind!r}")
+    kind = response_format["type"]
     known = {"type", {"json_schema": "json_schema", "json_object": "schema"}.get(kind, "type")}
     if unknown := sorted(response_format.keys() - known):
         raise ConfigError(f"response_format: unknown key {unknown[0]!r} with type {kind}")
-    if kind == "json_schema":
-        return _read_schema(response_format.get("json_schema"))
     if kind == "text":
         return None
-    given = response_format.get("schema", {})  # as llama.cpp takes it, and older versions of instructor send it
-    if not isinstance(given, Mapping):
-        raise ConfigError("response_format.schema: must be a JSON schema, an object")
-    return {"type": "object", **given}
-
-
-def _read_schema(given: Any) -> dict[str, Any]:
-    if not isinstance(given, Mapping):
+    if kind == "json_object":  # with a schema as llama.cpp takes it, and older versions of instructor send it
+        return {"type": "object", **response_format.get("schema", {})}
+    if "json_schema" not in response_format:
         raise ConfigError("response_format.json_schema: must be an object with name and schema")
-    if unknown := sorted(given.keys() - {"name", "description", "schema", "strict"}):
-        raise ConfigError(f"response_format.json_schema: unknown key {unknown[0]!r}")
-    if not isinstance(given.get("name"), str) or not given["name"]:
-        raise ConfigError("response_format.json_schema.name: must be text that is not empty")
-    if not isinstance(given.get("strict"), bool | None):
-        raise ConfigError("response_format.json_schema.strict: must be true or false; the schema is kept either way")
-    if not isinstance(given.get("schema"), Mapping):
-        raise ConfigError("response_format.json_schema.schema: must be a JSON schema, an object")
-    return dict(given["schema"])
+    return dict(response_format["json_schema"]["schema"])
 
 
 def _as_texts(schemas: Mapping[str, Schema]) -> Places:

@@ -108,8 +108,8 @@ def test_template_arguments_reach_every_prompt(models: tuple[Path, Path]) -> Non
     assert em.Engine(target).prepare(CHAT, em.SamplingParams()).prompt == short
     assert Question(CHAT).encode(target) == short
     chat = ChatFormat.of(target)
-    assert chat.prompt(CHAT) == short
-    assert chat.prompt(CHAT, template_kwargs={"short": False}) == long
+    assert chat.chat(CHAT).tokens() == short
+    assert chat.chat(CHAT, template_kwargs={"short": False}).tokens() == long
     plain = em.load_target(models[0], chat_template=TEMPLATE)
     assert em.Engine(plain).prepare(CHAT, em.SamplingParams()).prompt == long
 

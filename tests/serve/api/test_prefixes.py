@@ -95,7 +95,7 @@ def cached_tokens(running: Live, path: str, key: str = "", **more: Any) -> int:
 
 def running_prompt(running: Live) -> list[int]:
     assert running.service.loaded is not None
-    return running.service.loaded.chat.prompt([user(TEXT)])
+    return running.service.loaded.chat.chat([user(TEXT)]).tokens()
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])

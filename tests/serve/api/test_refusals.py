@@ -22,6 +22,20 @@ IMAGE = {
     "content": [{"type": "text", "text": "what is this?"}, {"type": "image_url", "image_url": {"url": "data:,"}}],
 }
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+FORM = "response_format.json_schema"
+ARGUMENTS = "messages[0].tool_calls[0].function.arguments"
+
+
+def named(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def calling(function: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+
+def formed(form: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": USER, "response_format": form}
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +123,23 @@ def still_serves(server: Live) -> None:
         (CHAT, {"messages": USER, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
         (CHAT, {"messages": USER, "tools": [TOOL]}, "tools", "parser"),
         (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice", "needs tools"),
-        (CHAT, {"messages": USER, "response_format": {"type": "xml"}}, "response_format.type", "json_object"),
+        (CHAT, {"messages": USER, "tools": [TOOL] * 129}, "tools", "128"),
+        (CHAT, {"messages": USER, "tools": [named("no spaces")]}, "tools[0].function.name", "pattern"),
+        (CHAT, {"messages": USER, "tools": [named("x" * 129)]}, "tools[0].function.name", "pattern"),
+        (CHAT, {"messages": USER, "tools": [named("f", parameters="x")]}, "tools[0].function.parameters", "dict"),
+        (CHAT, {"messages": USER, "tools": [named("f", description=["x"])]}, "tools[0].function.description", "string"),
+        (CHAT, {"messages": USER, "tool_choice": "always"}, "tool_choice", "required"),
+        (CHAT, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "string"),
+        (CHAT, {"messages": [calling({"name": "f", "arguments": {}})]}, ARGUMENTS, "string"),
+        (CHAT, {"messages": [calling({"name": "f", "arguments": "["})]}, ARGUMENTS, "not valid JSON"),
+        (CHAT, {"messages": USER, "chat_template_kwargs": [1]}, "chat_template_kwargs", "dict"),
+        (CHAT, formed({"type": "xml"}), "response_format.type", "json_object"),
+        (CHAT, formed({"type": "json_object", "schema": []}), "response_format.schema", "dict"),
+        (CHAT, formed({"type": "json_schema"}), "response_format.json_schema", "must be an object"),
+        (CHAT, formed({"type": "json_schema", "json_schema": {"schema": {}}}), f"{FORM}.name", "required"),
+        (CHAT, formed({"type": "json_schema", "json_schema": {"name": "a"}}), f"{FORM}.schema", "required"),
+        (CHAT, formed({"type": "json_schema", "json_schema": {"name": "", "schema": {}}}), f"{FORM}.name", "1"),
+        (CHAT, formed({"type": "json_schema", "json_schema": {"name": "a", "schema": True}}), f"{FORM}.schema", "dict"),
         (
             CHAT,
             {

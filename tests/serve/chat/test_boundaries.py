@@ -9,7 +9,6 @@ import pytest
 
 from eagle_mlx.serve.chat import ChatFormat
 from eagle_mlx.serve.chat.parser import ReasoningTags
-from eagle_mlx.serve.chat.template import Boundaries
 from tests.serve.chat.formats import HELLO, WEATHER, format_of, tokenizer_of
 
 SYSTEM = {"role": "system", "content": "You are of few words. " * 5}
@@ -36,9 +35,9 @@ def format_with(template: str) -> ChatFormat:
 
 def beginnings(format: ChatFormat, messages: list[dict[str, Any]]) -> list[str]:
     """What of the prompt is expected again."""
-    assert format.tokenizer is not None
-    prompt = format.prompt(messages)
-    return [str(format.tokenizer.decode(prompt[:end])) for end in format.boundaries(prompt, messages)]
+    chat = format.chat(messages)
+    prompt = chat.tokens()
+    return [str(chat.tokenizer.decode(prompt[:end])) for end in chat.boundaries(prompt)]
 
 
 def test_behind_the_system_prompt_and_behind_the_last_message() -> None:
@@ -50,12 +49,13 @@ def test_behind_the_system_prompt_and_behind_the_last_message() -> None:
 def test_what_is_expected_again_comes_again(name: str) -> None:
     """The prompt of another question, and that of the next turn; a prompt's end is a boundary in any case."""
     format = format_of(name)
-    system, tools = [] if name == "mistral" else [SYSTEM], None if name == "plain" else [WEATHER]
+    system, tools = [] if name == "mistral" else [SYSTEM], [] if name == "plain" else [WEATHER]
     chat = [*system, *HELLO, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "and now?"}]
-    prompt = format.prompt(chat, tools)
-    ends = format.boundaries(prompt, chat, tools)
-    other = format.prompt([*system, {"role": "user", "content": "What else?"}], tools)
-    following = format.prompt([*chat, {"role": "assistant", "content": "then"}, BYE], tools)
+    rendered = format.chat(chat, tools)
+    prompt = rendered.tokens()
+    ends = rendered.boundaries(prompt)
+    other = format.chat([*system, {"role": "user", "content": "What else?"}], tools).tokens()
+    following = format.chat([*chat, {"role": "assistant", "content": "then"}, BYE], tools).tokens()
     assert prompt[: ends[0]] == other[: ends[0]]
     assert prompt[ends[0]] != other[ends[0]]
     assert any(prompt[:end] == following[:end] and len(prompt) - end <= 8 for end in (*ends, len(prompt)))
@@ -79,16 +79,13 @@ def test_a_template_that_refuses_other_chats_has_fewer_boundaries() -> None:
     assert len(beginnings(format_with(FORGETS), [SYSTEM, *HELLO])) == 3
 
 
-def test_no_system_prompt_is_encoded_twice() -> None:
+def test_only_the_shorter_side_of_a_boundary_is_encoded() -> None:
     encoded, tokenizer = list[str](), tokenizer_of("plain")
-    finder, format = Boundaries(), format_of("plain")
 
-    def encode(text: str) -> list[int]:
+    def encode(text: str, special: bool) -> list[int]:
         encoded.append(text)
-        return list(tokenizer.encode(text, add_special_tokens=False))
+        return list(tokenizer.encode(text, add_special_tokens=special))
 
-    for question in ("hello " * 100, "bye " * 100):
-        chat = [SYSTEM, {"role": "user", "content": question}]
-        finder.find(format._render, chat, {"add_generation_prompt": True}, format.prompt(chat), encode)
-    assert sum(SYSTEM["content"] in text for text in encoded) == 1
-    assert max(len(text) for text in encoded if SYSTEM["content"] not in text) < 40
+    chat = format_of("plain").chat([SYSTEM, {"role": "user", "content": "hello " * 100}])
+    assert len(chat.boundaries(chat.tokens(), encode)) == 2
+    assert sum(map(len, encoded)) < 0.5 * len(chat.text)

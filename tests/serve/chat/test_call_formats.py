@@ -334,7 +334,7 @@ def test_of_other_families_tools_are_refused_and_calls_stay_text(name: str) -> N
     format = format_of(name)
     assert format.calls is None
     with pytest.raises(PromptError, match="no parser for this model's tool calls"):
-        format.prompt(HELLO, TOOLS)
+        format.chat(HELLO, TOOLS).tokens()
     text = FAMILIES[name].template + ' {"name": "clock", "parameters": {}}'
     assert read(format, list(text)) == (text, [])
 

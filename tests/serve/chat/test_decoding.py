@@ -61,11 +61,11 @@ def test_speculation_changes_no_constrained_text(case: str, seed: int) -> None:
     grammars = Grammars.of(target)
     schema = replace(free, grammar=grammars.grammar(by_schema(SCHEMA)))
     calls = replace(free, grammar=grammars.grammar(None, ToolOffer.of([WEATHER, CLOCK], "required", False)))
-    prompts = [format.prompt([{"role": "user", "content": f"{ANSWER} {word}"}]) for word in ("low", "high")]
+    prompts = [format.chat([{"role": "user", "content": f"{ANSWER} {word}"}]).tokens() for word in ("low", "high")]
     requests = [
         (prompts[0], schema),
         (prompts[1], replace(free, max_tokens=40)),
-        (format.prompt([{"role": "user", "content": CALL}], [WEATHER]), calls),
+        (format.chat([{"role": "user", "content": CALL}], [WEATHER]).tokens(), calls),
         (prompts[1], schema),
     ]
 
@@ -93,14 +93,14 @@ def test_a_thinking_model_thinks_and_then_keeps_to_the_schema() -> None:
     """A random model's thoughts would not end by themselves, so a bias helps."""
     target = target_of("thinking")
     format = ChatFormat.of(target)
-    prompt = format.prompt(HELLO, template_kwargs={"enable_thinking": True})
+    prompt = format.chat(HELLO, template_kwargs={"enable_thinking": True}).tokens()
     inside = format.starts_in_reasoning(prompt)
     assert inside
     make = Grammars.of(target).grammar(by_schema(SCHEMA), None, inside)
     end = tokenizer_of("thinking").encode("</think>", add_special_tokens=False)[0]
     params = SamplingParams(max_tokens=300, temperature=1, seed=3, grammar=make, logit_bias={end: 5.0})
     output = em.Engine(target, NgramProposer(), policy=FixedPolicy(3)).generate([prompt], params)[0]
-    reader = AnswerParser(format, None, inside)
+    reader = AnswerParser(format, (), inside)
     deltas = [*reader.push(output.text), *reader.finish()]
     assert by_the_schema("".join(delta.content for delta in deltas))
     assert "".join(delta.reasoning for delta in deltas)
@@ -175,7 +175,7 @@ def test_a_text_that_looks_like_special_tokens_is_written_as_text(
     target = target_of("qwen", special, normalizer=normalizer)
     grammars = Grammars.of(target)
     engine = em.Engine(target, proposer(), policy=FixedPolicy(3))
-    prompt = ChatFormat.of(target).prompt(HELLO)
+    prompt = ChatFormat.of(target).chat(HELLO).tokens()
     makes = [grammars.grammar(by_schema(only(value))) for value in MARKED]
     params = [SamplingParams(max_tokens=500, temperature=1.0, grammar=make) for make in makes]
     for output, value in zip(engine.generate([prompt] * len(MARKED), params), MARKED, strict=True):

@@ -12,15 +12,14 @@ from transformers import PreTrainedTokenizerFast
 
 import eagle_mlx as em
 from eagle_mlx.errors import PromptError
-from eagle_mlx.serve.chat import ChatFormat
+from eagle_mlx.serve.chat import ChatFormat, ToolOffer
 from tests.fakes import tiny_target
 from tests.serve.chat.formats import CLOCK, HELLO, WEATHER, format_of
 
 
-def written(name: str, messages: Any, tools: Any = None, tool_choice: Any = None, **kwargs: Any) -> str:
-    format = format_of(name)
-    assert format.tokenizer is not None
-    return str(format.tokenizer.decode(format.prompt(messages, tools, tool_choice, kwargs)))
+def written(name: str, messages: Any, tools: Any = (), tool_choice: Any = None, **kwargs: Any) -> str:
+    chat = format_of(name).chat(messages, ToolOffer.of(tools, tool_choice).tools, kwargs)
+    return str(chat.tokenizer.decode(chat.tokens()))
 
 
 def called(arguments: Any = '{"city": "Oslo"}', **call: Any) -> dict[str, Any]:
@@ -48,14 +47,14 @@ def test_a_target_without_a_tokenizer_has_no_format() -> None:
     assert not format.has_chat_template
     assert not format.starts_in_reasoning([1, 2, 3])
     with pytest.raises(PromptError, match="no chat template"):
-        format.prompt(HELLO)
+        format.chat(HELLO).tokens()
 
 
 def test_messages_become_the_templates_own_text() -> None:
     messages = [
         {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}], "name": None},
-        {"role": "assistant", "content": "hi", "tool_calls": [], "refusal": None, "reasoning_content": "greet"},
+        {"role": "user", "content": "hello", "name": None},
+        {"role": "assistant", "content": "hi", "tool_calls": [], "reasoning": "greet"},
         {"role": "user", "content": "bye"},
     ]
     assert written("thinking", messages, enable_thinking=True) == (
@@ -69,7 +68,7 @@ def test_a_prompt_is_what_the_engine_makes_of_plain_messages() -> None:
     target = em.Target(tiny_target(tokenizer=True).model, format_of("plain").tokenizer, name="plain")
     assert target.tokenizer is not None
     expected = target.tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, tokenize=True)
-    assert ChatFormat.of(target).prompt(HELLO) == list(expected)
+    assert ChatFormat.of(target).chat(HELLO).tokens() == list(expected)
 
 
 class OfItsOwn(PreTrainedTokenizerFast):
@@ -94,7 +93,7 @@ def test_whoever_encodes_a_chat_its_tokens_are_the_same(name: str, own: bool) ->
         texts.append(text)
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
-    assert format.prompt(HELLO, encode=encode) == format.prompt(HELLO)
+    assert format.chat(HELLO).tokens(encode) == format.chat(HELLO).tokens()
     assert len(texts) == (not own)
 
 
@@ -108,7 +107,7 @@ def test_the_template_gets_what_the_request_says_for_it() -> None:
 def test_whether_a_prompt_ends_in_an_open_thought(name: str, thinks: bool) -> None:
     format = format_of(name)
     about_tags = [{"role": "user", "content": "what is <think> good for?"}]
-    prompt = format.prompt(about_tags, template_kwargs={"enable_thinking": thinks})
+    prompt = format.chat(about_tags, template_kwargs={"enable_thinking": thinks}).tokens()
     assert format.starts_in_reasoning(prompt) == (thinks and name == "thinking")
 
 
@@ -135,34 +134,19 @@ def test_without_a_choice_the_model_does_not_hear_of_tools() -> None:
 @pytest.mark.parametrize(
     ("messages", "place"),
     [
-        ([], "messages"),
-        ("hello", "messages"),
-        ([*HELLO, "hello"], r"messages\[1\]"),
-        ([{"role": "robot", "content": "x"}], r"messages\[0\]\.role"),
-        ([{"role": ["user"], "content": "x"}], r"messages\[0\]\.role"),
-        ([{"content": "x"}], r"messages\[0\]\.role"),
         ([*HELLO, {"role": "user"}], r"messages\[1\]\.content"),
         ([*HELLO, {"role": "user", "content": None}], r"messages\[1\]\.content"),
-        ([*HELLO, {"role": "user", "content": 3}], r"messages\[1\]\.content"),
-        ([*HELLO, {"role": "user", "content": []}], r"messages\[1\]\.content"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], r"messages\[0\]\.content\[0\]"),
-        ([{"role": "user", "content": [{"type": "text", "text": 1}]}], r"messages\[0\]\.content\[0\]\.text"),
-        ([{"role": "user", "content": "x", "audio": {"id": "a"}}], r"messages\[0\]: 'audio'"),
         ([{"role": "user", "content": "x", "tool_calls": [{}]}], r"messages\[0\]: 'tool_calls'"),
         ([*HELLO, {"role": "tool", "content": "x"}], r"messages\[1\]\.tool_call_id"),
-        ([*HELLO, {"role": "tool", "content": "x", "tool_call_id": 7}], r"messages\[1\]\.tool_call_id"),
+        ([*HELLO, {"role": "tool", "content": "x", "tool_call_id": "7"}], r"messages\[1\]\.tool_call_id"),
         ([*HELLO, called("{")], r"messages\[1\]\.tool_calls\[0\]\.function\.arguments"),
         ([*HELLO, called("[1]")], r"messages\[1\]\.tool_calls\[0\]\.function\.arguments"),
         ([*HELLO, called("[" * 100_000)], r"messages\[1\]\.tool_calls\[0\]\.function\.arguments"),
-        ([*HELLO, called(type="custom")], r"messages\[1\]\.tool_calls\[0\]"),
-        ([*HELLO, called(id=3)], r"messages\[1\]\.tool_calls\[0\]"),
-        ([*HELLO, {"role": "assistant", "tool_calls": "x"}], r"messages\[1\]\.tool_calls"),
-        ([*HELLO, {"role": "assistant", "tool_calls": [{"function": {}}]}], r"messages\[1\]\.tool_calls\[0\]"),
     ],
 )
 def test_a_bad_message_is_named(messages: Any, place: str) -> None:
     with pytest.raises(PromptError, match=f"^{place}(:| )"):
-        format_of("qwen").prompt(messages)
+        format_of("qwen").chat(messages).tokens()
 
 
 def function(**fields: Any) -> dict[str, Any]:
@@ -172,40 +156,26 @@ def function(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("tools", "choice", "place"),
     [
-        ({}, None, None),
-        ({"name": "f"}, None, "tools"),
-        ([function()] * 129, None, "tools"),
-        ([{"type": "web_search"}], None, r"tools\[0\]"),
         ([function(), function()], None, "tools"),
-        ([function(name="no spaces")], None, r"tools\[0\]\.function\.name"),
-        ([function(name="x" * 129)], None, r"tools\[0\]\.function\.name"),
-        ([function(parameters="none")], None, r"tools\[0\]\.function\.parameters"),
-        ([function(description=["x"])], None, r"tools\[0\]\.function\.description"),
         ([], "required", "tool_choice"),
         ([], {"type": "function", "function": {"name": "f"}}, "tool_choice"),
         ([function()], {"type": "function", "function": {"name": "g"}}, "tool_choice"),
-        ([function()], {"type": "allowed_tools"}, "tool_choice"),
-        ([function()], "always", "tool_choice"),
-        ([function()], 3, "tool_choice"),
     ],
 )
-def test_bad_tools_and_choices_are_named(tools: Any, choice: Any, place: str | None) -> None:
-    if place is None:
-        format_of("qwen").prompt(HELLO, tools, choice)
-        return
-    with pytest.raises(PromptError, match=f"^{place}(:| )"):
-        format_of("qwen").prompt(HELLO, tools, choice)
+def test_bad_tools_and_choices_are_named(tools: Any, choice: Any, place: str) -> None:
+    with pytest.raises(PromptError, match=f"^{place}: "):
+        ToolOffer.of(tools, choice)
 
 
 def test_what_a_template_would_leave_out_is_refused() -> None:
     with pytest.raises(PromptError, match="no parser for this model's tool calls"):
-        format_of("llama").prompt(HELLO, [WEATHER])
+        format_of("llama").chat(HELLO, [WEATHER]).tokens()
     silent = format_of("qwen").calls
     plain = ChatFormat(format_of("plain").tokenizer, format_of("plain").thoughts, silent)
     with pytest.raises(PromptError, match="^tools: .*ignores tools"):
-        plain.prompt(HELLO, [WEATHER])
+        plain.chat(HELLO, [WEATHER]).tokens()
     with pytest.raises(PromptError, match=r"^messages\[1\]\.tool_calls: .*ignores tool calls"):
-        plain.prompt([*HELLO, called()])
+        plain.chat([*HELLO, called()]).tokens()
 
 
 def test_instructions_that_come_late_are_said_by_the_user_where_the_template_takes_no_others() -> None:
@@ -219,20 +189,17 @@ def test_instructions_that_come_late_are_said_by_the_user_where_the_template_tak
 
 def test_what_a_template_raises_is_a_prompt_error() -> None:
     with pytest.raises(PromptError, match="only user and assistant may speak, not system"):
-        format_of("mistral").prompt([{"role": "system", "content": "x"}])
+        format_of("mistral").chat([{"role": "system", "content": "x"}]).tokens()
     with pytest.raises(PromptError, match="ids have nine letters"):
-        format_of("mistral").prompt([*HELLO, called()])
+        format_of("mistral").chat([*HELLO, called()]).tokens()
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "messages", "continue_final_message"])
 def test_the_rendering_itself_is_not_the_requests_business(name: str) -> None:
     with pytest.raises(PromptError, match=f"^chat_template_kwargs: '{name}'"):
-        format_of("qwen").prompt(HELLO, template_kwargs={name: "x"})
+        format_of("qwen").chat(HELLO, template_kwargs={name: "x"}).tokens()
 
 
-def test_template_arguments_must_be_an_object() -> None:
-    arguments: Any = [1]
-    with pytest.raises(PromptError, match="chat_template_kwargs: must be an object"):
-        format_of("qwen").prompt(HELLO, template_kwargs=arguments)
+def test_whether_an_answer_begins_is_true_or_false() -> None:
     with pytest.raises(PromptError, match="add_generation_prompt"):
-        format_of("qwen").prompt(HELLO, template_kwargs={"add_generation_prompt": 1})
+        format_of("qwen").chat(HELLO, template_kwargs={"add_generation_prompt": 1}).tokens()

@@ -20,22 +20,22 @@ def system_text(text: str) -> dict[str, Any]:
 
 
 def system(*parts: str) -> dict[str, Any]:
-    return {"role": "system", "content": [{"type": "text", "text": part} for part in parts]}
+    return system_text("".join(parts))
 
 
 @pytest.mark.parametrize("between", ["", "\n", "\n\n"])
 def test_prompts_with_other_headers_are_the_same(between: str) -> None:
     format = format_of("plain")
-    plain = format.prompt([system(RULES), *HELLO])
+    plain = format.chat([system(RULES), *HELLO]).tokens()
     for checksum in ("a1b2c", "00000"):
-        assert format.prompt([system(HEADER.format(checksum), between + RULES), *HELLO]) == plain
+        assert format.chat([system(HEADER.format(checksum), between + RULES), *HELLO]).tokens() == plain
 
 
 def test_only_what_changes_is_left_out_and_only_of_system_prompts() -> None:
     format = format_of("plain")
     header = HEADER.format("a1b2c")
     asked = [system(RULES), {"role": "user", "content": f"What is this? {header}"}]
-    assert header in str(format.tokenizer.decode(format.prompt(asked)))  # type: ignore[union-attr]
+    assert header in str(format.tokenizer.decode(format.chat(asked).tokens()))  # type: ignore[union-attr]
     for text in ("x-anthropic-billing-header: none", "cch=1; x=2;", RULES):
         assert Volatile().left_out([{"role": "system", "content": text}]) == [{"role": "system", "content": text}]
 
@@ -72,7 +72,7 @@ def test_2_a_text_that_is_too_long_is_refused_before_it_is_rendered(monkeypatch:
     monkeypatch.setattr(format.tokenizer, "apply_chat_template", None)
     for message in ({"role": "user", "content": "x" * 2000}, system_text("x" * (SEARCHED + 2000))):
         with pytest.raises(TooLongError):
-            format.prompt([message], check_text=check)
+            format.chat([message], check_text=check).tokens()
 
 
 def test_the_list_can_be_longer_or_empty() -> None:
@@ -80,7 +80,7 @@ def test_the_list_can_be_longer_or_empty() -> None:
     assert Volatile.of([r"Tokens used: \d+\n"]).left_out(chat)[0]["content"] == RULES
     assert Volatile.of(known=False).left_out(chat) == chat
     kept = ChatFormat.of(target_of("plain"), Volatile.of(known=False))
-    assert kept.prompt([*chat, *HELLO]) != format_of("plain").prompt([*chat, *HELLO])
+    assert kept.chat([*chat, *HELLO]).tokens() != format_of("plain").chat([*chat, *HELLO]).tokens()
 
 
 def test_what_is_no_regular_expression_is_refused() -> None:
