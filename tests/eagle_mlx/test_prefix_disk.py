@@ -302,6 +302,16 @@ def test_19_what_somebody_has_deleted_is_written_again(tmp_path: Path) -> None:
     assert disk(again).passed_over == 0
 
 
+def test_the_folder_can_be_deleted_at_any_time(tmp_path: Path) -> None:
+    with_text(tmp_path / "cache")
+    busy = engine(tmp_path / "cache")
+    shutil.rmtree(tmp_path / "cache")
+    assert answered(busy, TEXT).tokens == cold(tuple(TEXT))
+    written(busy)
+    assert disk(busy).passed_over == 0
+    assert answered(engine(tmp_path / "cache"), TEXT).cached_tokens == len(TEXT) - 2
+
+
 def test_19_two_engines_keep_one_limit(tmp_path: Path) -> None:
     with_text(tmp_path)
     one = nbytes(tmp_path)

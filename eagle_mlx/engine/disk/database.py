@@ -148,6 +148,8 @@ class Database:
         self._reader: sqlite3.Connection | None = None
         self._writer: sqlite3.Connection | None = None
         """None if nothing can be written now. Apart from the reader, which never waits for it."""
+        self._inode = 0
+        """The database's, which somebody may delete with the folder at any time."""
         self._reading, self._writing = threading.Lock(), threading.Lock()
         try:
             with self._transaction():
@@ -297,8 +299,9 @@ class Database:
         """Keep other servers from writing, and do all of the block or nothing. Raises OSError."""
         with self._writing:
             try:
-                if self._writer is None:
-                    self._open()
+                path = self.root / NAME
+                if self._writer is None or not path.exists() or path.stat().st_ino != self._inode:
+                    self._open(path)
                 assert self._writer is not None
                 self._writer.execute("BEGIN IMMEDIATE")
                 with self._writer:
@@ -306,14 +309,17 @@ class Database:
             except sqlite3.Error as e:
                 raise OSError(str(e)) from e
 
-    def _open(self) -> None:
-        path = self.root / NAME
+    def _open(self, path: Path) -> None:
+        """Open the database, or make it. Raises OSError and sqlite3.Error; it may be there to be read then."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.exists() and not path.is_file():
             raise OSError(f"{NAME} is no regular file; delete it")
         try:
             self._writer = _connected(path)
-        except (OSError, sqlite3.OperationalError):  # it may be there to be read
+        except (OSError, sqlite3.OperationalError):
             if self._reader is None and path.exists():
                 self._reader = _reader(path, "?immutable=1")
             raise
@@ -325,7 +331,7 @@ class Database:
         with self._reading:
             if self._reader is not None:
                 self._reader.close()
-            self._reader = _reader(path)
+            self._reader, self._inode = _reader(path), path.stat().st_ino
 
     def _make_room(self, nbytes: int) -> None:
         """In a transaction: remove what was not used for longest until so many more bytes fit. Raises OSError."""
