@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.errors import DataError
+from eagle_mlx.progress import counted
 from eagle_mlx.text import template_args
 
 from .conversation import Conversation, Message
@@ -65,12 +66,12 @@ class TemplateReport:
     def notes(self, target: str) -> list[str]:
         """Return what the chat template of a target leaves out, a line each; nothing if it renders all."""
         lost = [
-            f"the chat template of {target} does not render {part}: {_counted(count, 'conversation')} affected"
+            f"the chat template of {target} does not render {part}: {counted(count, 'conversation')} affected"
             for part, count in sorted(self.parts.items())
         ]
         skipped = [
-            *([f"{_counted(self.empty, 'conversation')} skipped"] if self.empty else []),
-            *([f"{_counted(self.empty_turns, 'turn')} of others not learned"] if self.empty_turns else []),
+            *([f"{counted(self.empty, 'conversation')} skipped"] if self.empty else []),
+            *([f"{counted(self.empty_turns, 'turn')} of others not learned"] if self.empty_turns else []),
         ]
         return [*lost, *([f"answers of which nothing is rendered: {', '.join(skipped)}"] if skipped else [])]
 
@@ -220,10 +221,6 @@ def _left_out(template: _Template, messages: Messages, text: str) -> Unrendered:
     empty = frozenset(filter(silent, range(len(messages))))
     answers = sum(m["role"] == "assistant" for m in messages) - len(empty)
     return Unrendered(tuple(part for part, lost in parts.items() if lost), empty, answers)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def all_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[int]:

@@ -250,12 +250,13 @@ def _make(
         return limits.over(selection.ended[1])
 
     for ended in run_tasks(engine, following, shown, over):
-        made = ended.result()
-        if isinstance(selection.shards, MadeShards) and made.sample is not None:
-            selection.shards.keep(made.number, made.sample)
-        row = as_line(made.conversation, domain=made.domain) if made.conversation is not None else b""
-        part.add(made.number, made.key, made.report.counts(), row)
-        selection.add(made.number, made.key, made.report.counts(), made.conversation is not None)
+        conversation, key = ended.result()
+        ended.report.heldout = int(conversation is not None and conversation.is_held_out)
+        if isinstance(selection.shards, MadeShards) and ended.example is not None and conversation is not None:
+            selection.shards.keep(ended.number, ended.example)
+        row = as_line(conversation, domain=ended.domain) if conversation is not None else b""
+        part.add(ended.number, key, ended.report.counts(), row)
+        selection.add(ended.number, key, ended.report.counts(), conversation is not None)
         shown.update(selection.progress - shown.n)
         if selection.full:
             return

@@ -10,7 +10,7 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -79,21 +79,6 @@ class MakeConfig:
         return SamplingParams(temperature=temperature, top_p=self.top_p, max_tokens=self.max_tokens)
 
 
-class Made(NamedTuple):
-    """What came of a try."""
-
-    number: int
-    conversation: Conversation | None
-    """None if it failed."""
-    domain: str
-    key: int
-    """A hash of what the user says first; tries that have it in common are duplicates."""
-    report: MakeReport
-    """Of this try alone."""
-    sample: Example | None = None
-    """Its tokens with their hidden states, if the engine captures."""
-
-
 class Try:
     """A try to make something up, as a task of `run_tasks`: a function of the seed and its number alone."""
 
@@ -102,7 +87,9 @@ class Try:
     def __init__(self, engine: Engine, config: MakeConfig, number: int):
         self.engine, self.config, self.number = engine, config, number
         self.report = MakeReport(tries=1)
-        self.sample: Example | None = None
+        """Of this try alone."""
+        self.example: Example | None = None
+        """Its tokens with their hidden states, if the engine captures."""
         self.ended = False
         self._capture = engine.proposer if isinstance(engine.proposer, CapturingProposer) else None
 
@@ -117,8 +104,8 @@ class Try:
         """Put a text into its place, `said` being its tokens without the end; return whether another one follows."""
         raise NotImplementedError
 
-    def result(self) -> Made:
-        """What came of it, once it has ended."""
+    def result(self) -> tuple[Conversation | None, int]:
+        """What came of it, None if it failed; and a hash of its beginning, which duplicates have in common."""
         raise NotImplementedError
 
     def fail(self, why: str) -> None:
@@ -155,24 +142,17 @@ class Try:
 
     def answered(self, request: RequestState, output: Output, said: list[int], mask: list[int]) -> bool:
         """Count an answer and take its hidden states; return False if it cannot be used. `mask` is the prompt's."""
-        sample = self._captured(request, [*mask, *([1] * len(request.tokens))]) if self._capture is not None else None
+        example = self._captured(request, [*mask, *([1] * len(request.tokens))]) if self._capture is not None else None
         why = why_no_answer(output.text, said, self._special)
         if why is not None:
             self.fail(why)
             return False
-        self.sample = sample
+        self.example = example
         self.report.answers += 1
         self.report.answer_tokens += len(output.tokens)
         self.report.cut += output.finish_reason == "length"
         self.report.tokens = output.prompt_tokens + len(output.tokens)
         return True
-
-    def made(self, conversation: Conversation | None, key: int) -> Made:
-        """What came of it; `key` is a hash of its beginning."""
-        if conversation is None:
-            return Made(self.number, None, self.domain, key, self.report)
-        self.report.heldout = int(conversation.is_held_out)
-        return Made(self.number, conversation, self.domain, key, self.report, self.sample)
 
     def _forget(self, request: RequestState) -> None:
         if self._capture is not None and self.answering:
@@ -258,13 +238,13 @@ class ConversationTry(Try):
         else:
             super().fail(why)
 
-    def result(self) -> Made:
+    def result(self) -> tuple[Conversation | None, int]:
         first = Conversation(tuple(self.messages[:1])).prompt_key() if self.messages else 0
         said = self.messages[: self.kept]
         if not said:
-            return self.made(None, first)
+            return None, first
         messages = (Message("system", self.system), *said) if self.system else tuple(said)
-        return self.made(Conversation(messages, origin=f"self:{self.number}"), first)
+        return Conversation(messages, origin=f"self:{self.number}"), first
 
     def _add_question(self, output: Output, said: list[int]) -> bool:
         text = (self.begun + output.text).strip()
@@ -330,11 +310,9 @@ class TextTry(Try):
             self._text = output.text
         return False
 
-    def result(self) -> Made:
-        if not self._text:
-            return self.made(None, 0)
+    def result(self) -> tuple[Conversation | None, int]:
         conversation = Conversation(text=self._text, origin=f"self:{self.number}")
-        return self.made(conversation, conversation.prompt_key())
+        return (conversation, conversation.prompt_key()) if self._text else (None, 0)
 
 
 def tries(engine: Engine, config: MakeConfig) -> Callable[[int], Try]:
