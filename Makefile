@@ -9,7 +9,7 @@ REAL_ARGS ?=
 # What `make check` runs of the tests: something of every part, and under a minute together.
 QUICK := tests/test_imports.py tests/test_mlx_lm_contract.py \
   $(addprefix tests/eagle_mlx/,test_cache.py test_sampling.py test_seeds.py test_text.py test_tree.py) \
-  $(addprefix tests/data_pipelines/,test_chat.py test_conversation.py test_filters.py) \
+  $(addprefix tests/data_pipelines/,test_rendering.py test_conversation.py test_filters.py) \
   $(addprefix tests/train/,test_config.py test_losses.py test_schedule.py) \
   $(addprefix tests/serve/,test_prompts.py test_speculation.py)
 

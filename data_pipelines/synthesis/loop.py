@@ -30,9 +30,9 @@ MOST_ROWS = 256
 (`kv_bytes` of `Engine`)."""
 _AHEAD = 4
 """Requests that wait beyond the rows that decode, so that a free row is taken in the same step."""
-_ROUNDS = 64
+ROUNDS = 64
 """Rounds over which a number of rows is timed: a minute of a slow CPU, so that no single pause decides."""
-_WORTH = 1.1
+WORTH = 1.1
 """What twice the rows must give: less may be chance, and more rows take more memory."""
 _SHOW_SECONDS = 0.5
 """Between two updates of the shown speed."""
@@ -156,12 +156,12 @@ class Doubling:
         self._rounds += 1
         self._tokens += tokens
         self._seconds += seconds
-        if self._rounds == _ROUNDS:
+        if self._rounds == ROUNDS:
             self._decide(self._tokens / self._seconds)
 
     def _decide(self, rate: float) -> None:
         rows, rate_before = self._before
-        if rate < _WORTH * rate_before:
+        if rate < WORTH * rate_before:
             self.rows, self.settled = rows, True
         elif 2 * self.rows > self.most:
             self.settled = True

@@ -8,7 +8,7 @@ import sys
 import threading
 
 from eagle_mlx.data_pipelines import ShardCapture
-from tests.data_pipelines.test_collect import AUX, conversations
+from tests.data_pipelines.rows import AUX, conversations
 from tests.fakes import tiny_target
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def test_an_interruption_leaves_nothing(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(capturing, "_hidden_states", interrupt)
+    monkeypatch.setattr(capturing, "capture_batches", interrupt)
     argv = ["collect", "--target", target, "--data", chats, "--output", str(tmp_path / "s"), "--max-length", "64"]
     assert cli.main(argv) == 130
     assert [p.name for p in tmp_path.iterdir()] == ["chats.jsonl"]

@@ -23,7 +23,7 @@ from eagle_mlx.hidden_states import Example
 from eagle_mlx.shards import ShardReader, ShardWriter, unfinished_folder
 from eagle_mlx.shards.format import Manifest
 from eagle_mlx.shards.reader import UNFINISHED
-from tests.data_pipelines.test_collect import AUX, conversations
+from tests.data_pipelines.rows import AUX, conversations
 from tests.fakes import tiny_target
 from tests.full import in_full, some
 

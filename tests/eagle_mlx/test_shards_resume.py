@@ -16,7 +16,7 @@ from eagle_mlx import files
 from eagle_mlx.errors import OutputError, ShardError
 from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, ShardWriter, unfinished_folder
 from eagle_mlx.shards.reader import UNFINISHED
-from tests.eagle_mlx.test_shards import META, sample, write
+from tests.eagle_mlx.shard_samples import META, sample, write
 from tests.full import in_full
 
 MADE_FROM = {"target": "tiny (abc)", "bits": "16"}

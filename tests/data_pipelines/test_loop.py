@@ -58,8 +58,8 @@ def test_a_file_is_the_same_while_rows_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("eagle_mlx.data_pipelines.synthesis.loop.FIRST_ROWS", 1)
-    monkeypatch.setattr(loop, "_ROUNDS", 2)
-    monkeypatch.setattr(loop, "_WORTH", 0.0)
+    monkeypatch.setattr(loop, "ROUNDS", 2)
+    monkeypatch.setattr(loop, "WORTH", 0.0)
     engines: list[Engine] = []
     let_grow = loop.let_grow
     monkeypatch.setattr(

@@ -12,15 +12,8 @@ from eagle_mlx.data_pipelines import capture, capture_to_shards, capturing
 from eagle_mlx.errors import OutputError, TargetError
 from eagle_mlx.hidden_states import Example
 from eagle_mlx.shards import ShardReader
+from tests.data_pipelines.rows import AUX, conversations
 from tests.fakes import tiny_target
-
-AUX = (0, 1)
-
-
-def conversations(count: int = 9) -> list[tuple[list[int], list[int]]]:
-    rng = np.random.default_rng(0)
-    rows = [rng.integers(0, 128, n).tolist() for n in rng.integers(1, 40, count)]
-    return [(row, [i % 2 for i in range(len(row))]) for row in rows]
 
 
 def by_tokens(samples: list[Example]) -> dict[tuple[int, ...], Example]:

@@ -1,0 +1,43 @@
+"""Examples with hidden states, and folders of shards of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from eagle_mlx.hidden_states import Example, HiddenStates
+from eagle_mlx.shards import ShardMeta, ShardWriter
+
+META = ShardMeta("tiny", hidden_size=4, vocab_size=50, aux_layers=(1, 3))
+
+
+def sample(length: int, seed: int = 0) -> Example:
+    rng = np.random.default_rng(seed)
+    return Example(
+        rng.integers(0, 50, length).astype(np.int32),
+        rng.integers(0, 2, length).astype(np.uint8),
+        HiddenStates(
+            META.aux_layers,
+            rng.normal(size=(length, 8)).astype(np.float16),
+            rng.normal(size=(length, 4)).astype(np.float16),
+        ),
+    )
+
+
+def same(a: Example, b: Example) -> bool:
+    pairs = (
+        (a.tokens, b.tokens),
+        (a.loss_mask, b.loss_mask),
+        (a.states.features, b.states.features),
+        (a.states.last, b.states.last),
+    )
+    return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
+
+
+def write(folder: Path, lengths: list[int], tokens_per_shard: int = 20) -> list[Example]:
+    samples = [sample(length, seed) for seed, length in enumerate(lengths)]
+    with ShardWriter(folder, META, tokens_per_shard) as writer:
+        for s in samples:
+            writer.add(s)
+    return samples
