@@ -12,7 +12,7 @@ from eagle_mlx.shards import unfinished_folder
 from eagle_mlx.target_options import TargetOptions
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.convert.cli import main as convert
-from eagle_mlx.train.run.output import claim, run_folder
+from eagle_mlx.train.run.folder import claim, run_folder
 
 
 def fail(output: Path, error: BaseException, checkpoint: bool, overwrite: bool = False) -> None:

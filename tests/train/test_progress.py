@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from eagle_mlx.train.run.progress import Bar, Progress
-from eagle_mlx.train.step.schedule import Cosine
+from eagle_mlx.train.step.optimizers import Cosine
 from eagle_mlx.train.step.step import StepResult
 
 RESULT = StepResult(

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle_mlx.train.config import TrainConfig
-from eagle_mlx.train.step.schedule import Cosine, learning_rate_factor, span_of
+from eagle_mlx.train.step.optimizers import Cosine, learning_rate_factor, span_of
 
 
 def test_warm_up_then_cosine() -> None:

@@ -17,8 +17,7 @@ from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.report.plots import write_plots
 from eagle_mlx.train.report.runs import METRICS, read_rows
-from eagle_mlx.train.run.tracker import Tracker
-from eagle_mlx.train.run.wandb_run import check_wandb, end_service, flatten
+from eagle_mlx.train.run.tracker import Tracker, check_wandb, end_service, flatten
 from tests.train.test_plots import a_run
 
 CONFIG = TrainConfig.of(target="some-target", wandb=True, lr=1e-3)

@@ -1,15 +1,13 @@
 """A run from its first step to its report, stopped and resumed exactly."""
 
-from . import identity, state
-from .identity import Identity, resumed_config
+from . import state
+from .folder import MADE, Identity, claim, resumed_config, run_folder
 from .loop import BEST, LAST, REPORT, Run, check_incomplete, train, train_phases
-from .output import MADE, claim, run_folder
 from .phases import Phase, Phases
 from .progress import HoursBar, Progress, Stopwatch
 from .start import existing_head, new_head
 from .state import Checkpoint
-from .tracker import Tracker
-from .wandb_run import check_wandb
+from .tracker import Tracker, check_wandb
 from .workers import run_worker
 
 __all__ = [
@@ -30,7 +28,6 @@ __all__ = [
     "check_wandb",
     "claim",
     "existing_head",
-    "identity",
     "new_head",
     "resumed_config",
     "run_folder",

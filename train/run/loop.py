@@ -26,8 +26,8 @@ from ..evaluation import Acceptance, Evaluator
 from ..kinds import Head, kind_of, resolved
 from ..report import write_plots
 from ..step import NotFiniteError, Schedule, Stepper, StepResult
-from . import identity, state
-from .output import run_folder
+from . import state
+from .folder import Identity, check_same, run_folder, write_identity
 from .phases import OnePhase, Phase, Phases
 from .progress import Progress, Stopwatch, mean, means
 from .start import new_head
@@ -83,10 +83,10 @@ def train_phases(
     check_incomplete(resume)
     place = run_folder(config.run.output, config.run.overwrite, resume, claimed)
     with stop.listening(), place as folder:
-        who = identity.Identity(config, fingerprint(target), phases.fingerprint, world.size)
+        who = Identity(config, fingerprint(target), phases.fingerprint, world.size)
         if resume:
-            identity.check_same(folder, who)
-        identity.write(folder, who)
+            check_same(folder, who)
+        write_identity(folder, who)
         saved = state.newest(folder, tqdm.write) if resume else None
         with Tracker(folder, config, saved.state.progress.step if saved else None) as tracker:
             run = Run(target, config, head, folder, tracker, stop, world, watch or Stopwatch(), saved)

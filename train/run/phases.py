@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..data import Piece, TrainData
 from ..step import Schedule, span_of
-from .identity import fingerprint_of
+from .folder import fingerprint_of
 from .progress import Bar, Shows
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """One optimizer step: losses, gradients over all streams, the optimizers and their schedule."""
 
-from .schedule import Cosine, Schedule, WarmupStableDecay, learning_rate_factor, span_of
+from .optimizers import Cosine, Schedule, WarmupStableDecay, learning_rate_factor, span_of
 from .step import NotFiniteError, Stepper, StepResult
 
 __all__ = [
