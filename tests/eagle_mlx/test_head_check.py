@@ -35,8 +35,9 @@ def shipped(**fields: Any) -> Eagle3Head:
     """The embedded head, with fields of its config read wrongly."""
     head = heads.load_head(SHIPPED)
     assert isinstance(head, Eagle3Head)
-    head._config = replace(head.config, **fields)
-    return head
+    misread = Eagle3Head(replace(head.config, **fields), head.d2t)
+    misread.update(head.parameters(), strict=False)
+    return misread
 
 
 def test_the_embedded_head_passes_without_a_word(target: Target) -> None:
