@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = arguments(argv)
     if given[:1] == ["report"]:
         return report_command.main(given[1:])
-    args = vars(_parser().parse_args(given))
+    args = vars(flags_parser().parse_args(given))
     print(f"blas: {blas.activate()}", file=sys.stderr)
     begin = {name: args.pop(name) for name in settings_of(Start) if name in args}
     return exit_code(lambda: _main(Start.of(**begin), args))
@@ -99,7 +99,7 @@ def _main(start: Start, flags: Mapping[str, Any]) -> None:
     if resume is not None and (name is not None or start.dry_run):
         raise ConfigError("a resumed run has its own settings: leave --recipe and --dry-run out beside --resume")
     if start.dry_run:
-        print(plan_of(*_new_run(name, start.config_file, flags)))
+        print(plan_of(*new_run(name, start.config_file, flags)))
         return
     tune_process()
     stop, world = Stop(), World.init()
@@ -107,7 +107,7 @@ def _main(start: Start, flags: Mapping[str, Any]) -> None:
         if not world.is_rank_zero:
             config = TrainConfig.of(**world.broadcast())
         elif resume is None:
-            config, _ = _new_run(name, start.config_file, flags)
+            config, _ = new_run(name, start.config_file, flags)
         elif start.config_file is not None:
             raise ConfigError("a resumed run has its own settings: leave -c out beside --resume")
         else:
@@ -120,7 +120,7 @@ def _main(start: Start, flags: Mapping[str, Any]) -> None:
         run(config, stop, resume, world)
 
 
-def _new_run(name: str | None, file: Path | None, flags: Mapping[str, Any]) -> tuple[TrainConfig, Recipe | None]:
+def new_run(name: str | None, file: Path | None, flags: Mapping[str, Any]) -> tuple[TrainConfig, Recipe | None]:
     """The settings of a run that begins, and its recipe; where no data are named the target makes them up.
 
     Raises ConfigError.
@@ -230,7 +230,7 @@ def _prompts(target: Target, config: TrainConfig, world: World, head: Head | Non
     return named or (heldout_prompts(target, config) if world.is_rank_zero else [])
 
 
-def _parser() -> argparse.ArgumentParser:
+def flags_parser() -> argparse.ArgumentParser:
     """Every setting as a flag, group by group; only flags that are given are passed on."""
     parser = new_parser(
         "eagle-train",

@@ -218,7 +218,7 @@ def _serve(configs: dict[str, LoadConfig], settings: Settings, options: ServeOpt
     sock = listen(options.place.host, options.place.port)
     with sock:
         is_local = is_loopback(sock.getsockname()[0])
-        settings = replace(settings, hosts=_hosts(sock, options.place.allowed_host), is_local=is_local)
+        settings = replace(settings, hosts=hosts_of(sock, options.place.allowed_host), is_local=is_local)
         models = _models(configs, settings, options)
         if settings.api_key is None and not is_local:
             say(f"note: whoever reaches {options.place.host} can use this server; an --api-key would keep others out")
@@ -242,7 +242,7 @@ def _models(configs: dict[str, LoadConfig], settings: Settings, options: ServeOp
     return Models(settings, sources, nbytes)
 
 
-def _hosts(sock: socket.socket, named: Sequence[str]) -> tuple[str, ...] | None:
+def hosts_of(sock: socket.socket, named: Sequence[str]) -> tuple[str, ...] | None:
     """The hosts to serve: on a loopback address only those of this machine and those named, else any or those named."""
     return tuple(named) if named or is_loopback(sock.getsockname()[0]) else None
 

@@ -54,7 +54,7 @@ class Encoder:
     def __init__(self, tokenizer: TokenizerWrapper):
         self._tokenizer = tokenizer
         self._starting = Lock()
-        self._process: Process | None = None
+        self.process: Process | None = None
         """The first one, forked for each text; started at the first need."""
 
     def encode(self, text: str, add_special_tokens: bool, is_long: bool, cancelled: Event) -> list[int]:
@@ -89,20 +89,20 @@ class Encoder:
     def _start(self) -> Process:
         """The first process, in place of one that somebody has killed. Raises ProcessEnded."""
         with self._starting:
-            if self._process is None or not self._process.alive:
+            if self.process is None or not self.process.alive:
                 process = Process.start(EncoderProcess)
                 process.ask(*(self._opening or ()))
                 if process.answer(_TOKENIZER_SECONDS) is None:
                     raise ProcessEnded
-                self._process = process
-            return self._process
+                self.process = process
+            return self.process
 
     def end(self) -> None:
         """Kill all processes, whatever they are doing."""
         with self._starting:
-            if self._process is not None:
-                self._process.end()
-                self._process = None
+            if self.process is not None:
+                self.process.end()
+                self.process = None
 
 
 def _asked(process: Process, text: str, add_special_tokens: bool, cancelled: Event) -> tuple[Any, str]:

@@ -55,7 +55,7 @@ class _Named:
         self.named, self.args = (module, name), args
 
 
-class _Storage:
+class Storage:
     def __init__(self, kind: str, key: str, count: int):
         self.kind, self.key, self.count = kind, key, count
 
@@ -68,7 +68,7 @@ def torch_file(path: Path, what: Any, monkeypatch: pytest.MonkeyPatch, **storage
             return (function(*thing.named), thing.args) if isinstance(thing, _Named) else NotImplemented
 
         def persistent_id(self, thing: Any) -> Any:
-            if isinstance(thing, _Storage):
+            if isinstance(thing, Storage):
                 return ("storage", function("torch", thing.kind), thing.key, "cpu", thing.count)
             return None
 
@@ -100,7 +100,7 @@ FLOATS = np.arange(4, dtype=np.float32).tobytes()
 
 def test_a_file_made_here_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the refusals below are not for the way in which these files are made."""
-    what = {"w": tensor(_Storage("FloatStorage", "0", 4), 1, (3,), (1,))}
+    what = {"w": tensor(Storage("FloatStorage", "0", 4), 1, (3,), (1,))}
     file = torch_file(tmp_path / "x.bin", what, monkeypatch, s0=FLOATS)
     assert read_torch(file)["w"].tolist() == [1, 2, 3]
     file = torch_file(tmp_path / "x.bin", {"state_dict": what, "step": 3}, monkeypatch, s0=FLOATS)
@@ -124,13 +124,13 @@ def test_code_in_a_pickle_is_named_and_not_run(
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ({"w": tensor(_Storage("FloatStorage", "0", 4), 2, (3,), (1,))}, "reaches beyond its storage"),
-        ({"w": tensor(_Storage("FloatStorage", "0", 4), 0, (5,), (0,))}, "reaches beyond its storage"),
-        ({"w": tensor(_Storage("FloatStorage", "0", 4), -1, (2,), (1,))}, "of negative size"),
-        ({"w": tensor(_Storage("FloatStorage", "0", 4), 0, (-2,), (1,))}, "of negative size"),
-        ({"w": tensor(_Storage("FloatStorage", "0", 4), 0, (2,), (1, 1))}, "without a storage"),
-        ({"w": tensor(_Storage("FloatStorage", "0", 9), 0, (2,), (1,))}, "holds 4 numbers but 9 are promised"),
-        ({"w": tensor(_Storage("FloatStorage", "1", 4), 0, (2,), (1,))}, "archive/data/1"),
+        ({"w": tensor(Storage("FloatStorage", "0", 4), 2, (3,), (1,))}, "reaches beyond its storage"),
+        ({"w": tensor(Storage("FloatStorage", "0", 4), 0, (5,), (0,))}, "reaches beyond its storage"),
+        ({"w": tensor(Storage("FloatStorage", "0", 4), -1, (2,), (1,))}, "of negative size"),
+        ({"w": tensor(Storage("FloatStorage", "0", 4), 0, (-2,), (1,))}, "of negative size"),
+        ({"w": tensor(Storage("FloatStorage", "0", 4), 0, (2,), (1, 1))}, "without a storage"),
+        ({"w": tensor(Storage("FloatStorage", "0", 9), 0, (2,), (1,))}, "holds 4 numbers but 9 are promised"),
+        ({"w": tensor(Storage("FloatStorage", "1", 4), 0, (2,), (1,))}, "archive/data/1"),
         ({"w": tensor("no storage", 0, (2,), (1,))}, "without a storage"),
         ({"w": 3, "v": "text"}, "no tensors: v, w"),
         ([1, 2], "holds a list, not named tensors"),
@@ -194,7 +194,7 @@ def in_a_file_of_torchs(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes
     what, storages = {}, {}
     for key, (name, value) in enumerate((read_tensors(folder) | changes).items()):
         strides = tuple(n // value.itemsize for n in np.array(value).strides)
-        what[name] = tensor(_Storage(kinds[value.dtype], str(key), value.size), 0, tuple(value.shape), strides)
+        what[name] = tensor(Storage(kinds[value.dtype], str(key), value.size), 0, tuple(value.shape), strides)
         storages[f"s{key}"] = np.array(value).tobytes()
     (folder / "model.safetensors").unlink()
     torch_file(folder / "pytorch_model.bin", what, monkeypatch, **storages)

@@ -29,7 +29,7 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.errors import CheckpointError, ConfigError, DataError
 from eagle_mlx.shards.format import bytes_per_token
 from eagle_mlx.target import Target, fingerprint, load_target
-from eagle_mlx.train.cli import _new_run, main
+from eagle_mlx.train.cli import main, new_run
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.evaluation import Evaluator
 from eagle_mlx.train.hours import portions, train_for_hours
@@ -369,11 +369,11 @@ def test_what_is_not_for_it_is_refused(
 
 def test_a_recipes_data_give_way() -> None:
     flags = {"target": "mlx-community/Qwen3-8B-4bit", "hours": 8.0}
-    config, recipe = _new_run("", None, flags)
+    config, recipe = new_run("", None, flags)
     assert recipe is not None
     assert config.data.is_self
     with pytest.raises(ConfigError, match="--hours is for data that the target makes up"):
-        _new_run("", None, {**flags, "data": ["chats.jsonl"]})
+        new_run("", None, {**flags, "data": ["chats.jsonl"]})
 
 
 def test_where_no_more_comes_the_rest_of_the_time_is_for_learning(

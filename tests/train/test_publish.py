@@ -25,7 +25,7 @@ from eagle_mlx.heads.precision import quantization_of, quantize
 from eagle_mlx.serve.bench.cli import main as bench
 from eagle_mlx.serve.speculation import Speculation
 from eagle_mlx.target import load_target
-from eagle_mlx.train.cli import _parser as train_parser
+from eagle_mlx.train.cli import flags_parser as train_parser
 from eagle_mlx.train.cli import main as train
 from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.publish.bundle import public, public_command

@@ -14,7 +14,7 @@ from eagle_mlx.data_pipelines import DataConfig
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads.precision import quantize
-from eagle_mlx.train.cli import _new_run, _parser, main
+from eagle_mlx.train.cli import flags_parser, main, new_run
 from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.kinds import KINDS, resolved
 from eagle_mlx.train.plan.bound import FLOAT, bound_of, described_target, parameters_of
@@ -148,8 +148,8 @@ def test_27_an_unknown_target_has_a_plan_that_says_what_is_missing(
     ],
 )
 def test_a_recipe_is_found_by_its_models_name(line: list[str], name: str) -> None:
-    args = vars(_parser().parse_args(line))
-    config, recipe = _new_run(args.pop("recipe"), None, args)
+    args = vars(flags_parser().parse_args(line))
+    config, recipe = new_run(args.pop("recipe"), None, args)
     assert recipe is not None
     assert recipe.name == name
     assert config.head.target == args.get("target", recipe.settings["target"])
@@ -175,7 +175,7 @@ def test_a_bare_recipe_needs_a_target_that_has_one(capsys: pytest.CaptureFixture
 def test_only_the_embedded_target_has_data_of_its_own(
     target: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, _ = _new_run(None, None, {"target": target})
+    config, _ = new_run(None, None, {"target": target})
     assert config.data.sources == (("self",) if said else ("builtin:python",))
     shown = capsys.readouterr().err
     assert shown.endswith(said)
@@ -184,9 +184,9 @@ def test_only_the_embedded_target_has_data_of_its_own(
 
 @pytest.mark.parametrize("named", [{"data": ["builtin:python"]}, {"shards": "somewhere"}])
 def test_data_that_are_named_are_taken_for_any_target(named: dict[str, Any], tmp_path: Path) -> None:
-    assert _new_run(None, None, {"target": "someone/unknown-7B", **named})[1] is None
+    assert new_run(None, None, {"target": "someone/unknown-7B", **named})[1] is None
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({"target": "someone/unknown-7B", **named}))
-    assert _new_run(None, str(tmp_path / "c.yaml"), {})[0].head.target == "someone/unknown-7B"
+    assert new_run(None, str(tmp_path / "c.yaml"), {})[0].head.target == "someone/unknown-7B"
 
 
 def test_flags_go_over_the_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

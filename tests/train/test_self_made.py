@@ -19,7 +19,7 @@ from eagle_mlx.command import Stop, Stopped
 from eagle_mlx.data_pipelines import MakeConfig, capture
 from eagle_mlx.data_pipelines.jsonl import PartialFile, partial_path
 from eagle_mlx.target import load_target
-from eagle_mlx.train.cli import _new_run, _parser, main
+from eagle_mlx.train.cli import flags_parser, main, new_run
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import InMemory, sources, storage
 from eagle_mlx.train.data.sources import heldout_prompts, training_data
@@ -114,7 +114,7 @@ def not_called(*_: object, **__: object) -> None:
 
 def config_of(target: Path, output: Path) -> TrainConfig:
     """The settings of `command`."""
-    return _new_run(None, None, vars(_parser().parse_args(command(target, output))))[0]
+    return new_run(None, None, vars(flags_parser().parse_args(command(target, output))))[0]
 
 
 def test_states_are_read_again_where_not_all_is_learnt(talker: Path, whole: tuple[Path, str]) -> None:
@@ -216,10 +216,10 @@ def test_a_plan_counts_what_is_to_be_made(
 
 def test_a_recipes_data_stay_unless_self_is_named() -> None:
     flags = {"target": "mlx-community/Qwen3-8B-4bit"}
-    config, recipe = _new_run("", None, flags)
+    config, recipe = new_run("", None, flags)
     assert recipe is not None
     assert config.data.sources == tuple(recipe.settings["data"])
-    assert _new_run("", None, {**flags, "data": ["self"]})[0].data.is_self
+    assert new_run("", None, {**flags, "data": ["self"]})[0].data.is_self
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_a_process_gives_the_tokenizers_own_tokens(name: str, text: str, ends: b
     wanted = TOKENIZERS[name].encode(text, add_special_tokens=ends)
     assert ENCODERS[name].encode(text, ends, True, Event()) == wanted
     assert ENCODERS[name].encode(text, ends, False, Event()) == wanted
-    assert ENCODERS[name]._process is not None
+    assert ENCODERS[name].process is not None
 
 
 class Reversing(PreTrainedTokenizerFast):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from eagle_mlx.serve.api.cli import _hosts, main
+from eagle_mlx.serve.api.cli import hosts_of, main
 from eagle_mlx.serve.api.guard import ForwardedFor, check_trusted
 from tests.serve.api.live import Live, live, wide
 
@@ -69,10 +69,10 @@ def test_a_page_cannot_give_its_own_name_this_machines_address(guarded: Live, ho
 
 def test_only_at_a_loopback_address_names_are_looked_at_unasked() -> None:
     with socket.create_server(("127.0.0.1", 0)) as here, socket.create_server(("0.0.0.0", 0)) as anywhere:
-        assert _hosts(here, []) == ()
-        assert _hosts(here, ["llm.local"]) == ("llm.local",)
-        assert _hosts(anywhere, []) is None
-        assert _hosts(anywhere, ["llm.local"]) == ("llm.local",)
+        assert hosts_of(here, []) == ()
+        assert hosts_of(here, ["llm.local"]) == ("llm.local",)
+        assert hosts_of(anywhere, []) is None
+        assert hosts_of(anywhere, ["llm.local"]) == ("llm.local",)
 
 
 def test_a_body_has_one_length(server: Live) -> None:
