@@ -49,7 +49,7 @@ class Process:
 
         `program`: the first process's. `parent` and `sent`: a fork's, with the end of its connection that was sent.
         """
-        self._connection, self._parent = connection, parent
+        self._connection, self.parent = connection, parent
         self._sending = Lock()
         self._sent = list(sent)
         """Our copy of a fork's end, until that has arrived."""
@@ -113,15 +113,20 @@ class Process:
                     if self._id:
                         return message  # type: ignore[no-any-return]  # as the program's `answer` gives it
                     _begin(message, self._id, self._sent)
-                elif not _let_go(self._sent, self._parent) and not left:
+                elif not _let_go(self._sent, self.parent) and not left:
                     return None
         except (EOFError, OSError) as e:
             raise ProcessEnded from e
 
     @property
+    def pid(self) -> int | None:
+        """Its id; None until a fork has told it."""
+        return self._id[0] if self._id else None
+
+    @property
     def alive(self) -> bool:
         """Whether the process runs, or is still to be forked. Any thread may ask: nothing is read."""
-        _let_go(self._sent, self._parent)
+        _let_go(self._sent, self.parent)
         try:
             with _socket_of(self._connection) as channel:
                 return bool(channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))

@@ -212,8 +212,8 @@ class MatcherGrammar:
     """
 
     def __init__(self, compiled: CompiledGrammar):
-        self._compiled = compiled
-        self._process: Process | None = None
+        self.compiled = compiled
+        self.process: Process | None = None
         """Forked when it is needed: many requests wait in a queue."""
         self._undo = 0
         self._taken: list[int] = []
@@ -229,9 +229,9 @@ class MatcherGrammar:
         if self._masks and not draft:
             return
         try:
-            if self._process is None:
-                self._process = self._compiled.process.fork()
-            self._process.ask("masks", self._undo, self._taken, list(draft))
+            if self.process is None:
+                self.process = self.compiled.process.fork()
+            self.process.ask("masks", self._undo, self._taken, list(draft))
         except ProcessEnded as e:
             raise ConfigError(_ended()) from e
         self._undo, self._taken, self._masks, self._draft = 0, [], [], list(draft)
@@ -243,22 +243,22 @@ class MatcherGrammar:
         return [mx.array(mask) for mask in self._masks]
 
     def _receive(self, seconds: float) -> bool:
-        assert self._process is not None
+        assert self.process is not None
         assert self._asked is not None
         left = self._asked + MASK_SECONDS - monotonic()
         try:
-            answer = self._process.answer(max(0.0, min(seconds, left)))
+            answer = self.process.answer(max(0.0, min(seconds, left)))
         except ProcessEnded as e:
             raise ConfigError(_ended()) from e
         if answer is None:
             if seconds < left:
                 return False
-            self._process.end()
+            self.process.end()
             raise ConfigError(f"{_FAILED}: to find what may come next takes more than {MASK_SECONDS:g} s")
         masks, reason = answer
         if reason:
             raise ConfigError(f"{_FAILED}: {_on_one_line(reason)}")
-        self._asked, self._masks = None, [_unpacked(mask, self._compiled.vocab_size) for mask in masks]
+        self._asked, self._masks = None, [_unpacked(mask, self.compiled.vocab_size) for mask in masks]
         return True
 
     def _known(self) -> NDArray[np.bool_]:
@@ -276,7 +276,7 @@ class MatcherGrammar:
         return mx.array(self._known())
 
     def advance(self, token: int) -> bool:
-        if token in self._compiled.ends or not self._known()[token]:
+        if token in self.compiled.ends or not self._known()[token]:
             return False
         self._taken.append(token)
         foreseen = len(self._masks) > 1 and self._draft[0] == token

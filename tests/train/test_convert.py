@@ -28,8 +28,7 @@ from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.convert.cli import main
 from tests import hub_server
 from tests.eagle_mlx.heads import eagle, eagle3, mtp
-from tests.eagle_mlx.test_formats_torch import Storage
-from tests.eagle_mlx.test_formats_torch import tensor, torch_file
+from tests.eagle_mlx.test_formats_torch import Storage, tensor, torch_file
 from tests.fakes import tiny_target, tiny_target_folder
 from tests.full import some
 

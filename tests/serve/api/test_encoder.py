@@ -24,7 +24,7 @@ from eagle_mlx.serve.api.errors import ApiError
 from eagle_mlx.serve.api.model import Encoder
 from eagle_mlx.serve.processes import Process
 from tests.fakes import EMBEDDED_TARGET
-from tests.full import some
+from tests.full import diagonal, some
 from tests.serve.api.live import Live, live
 from tests.serve.api.test_attacks import CHAT, COMPLETIONS, MEGABYTES, SHORT, connect, request, unbounded
 from tests.serve.chat.formats import tokenizer_of
@@ -46,9 +46,9 @@ forks, fork = [], Process.fork
 Process.fork = lambda self: forks.append(fork(self)) or forks[-1]
 encoder = Encoder(load(EMBEDDED_TARGET))
 Thread(target=encoder.encode, args=("x = 1\\n" * 4_000_000, True, True, Event()), daemon=True).start()
-while not (forks and forks[0]._id):
+while not (forks and forks[0].pid):
     time.sleep(0.005)
-print(encoder._process._id[0], forks[0]._id[0], flush=True)
+print(encoder.process.pid, forks[0].pid, flush=True)
 sys.stdin.read()
 """
 """A program that tells which processes encode for it, and goes on."""
@@ -118,7 +118,7 @@ def with_a_part_in_python() -> PreTrainedTokenizerFast:
 def test_a_tokenizer_that_is_more_than_its_backend_encodes_here(tokenizer: Any) -> None:
     encoder = Encoder(TokenizerWrapper(tokenizer))
     assert encoder.encode("Def f", True, True, Event()) == tokenizer.encode("Def f")
-    assert encoder._process is None
+    assert encoder.process is None
 
 
 def test_what_is_cancelled_is_not_begun() -> None:
@@ -137,7 +137,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 def exists(process: Process) -> bool:
-    return Path(f"/proc/{process._id[0]}").exists()
+    return Path(f"/proc/{process.pid}").exists()
 
 
 @pytest.fixture
@@ -151,22 +151,22 @@ def forks(acknowledge: bool, monkeypatch: pytest.MonkeyPatch) -> list[Process]:
 
 def stop(server: Live, forks: list[Process]) -> None:
     """Keep the encoding that has begun from ever ending by itself."""
-    server.until(lambda: bool(forks and forks[-1]._id))
-    os.kill(forks[-1]._id[0], signal.SIGSTOP)
+    server.until(lambda: bool(forks and forks[-1].pid))
+    os.kill(forks[-1].pid, signal.SIGSTOP)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(("path", "acknowledge"), diagonal(BODIES, [False, True]), indirect=["acknowledge"])
 def test_who_leaves_while_a_long_text_is_encoded_ends_that(path: str, forks: list[Process]) -> None:
     with live(unbounded) as server:
         raw = connect(server, request(path, BODIES[path]))
         stop(server, forks)
-        first = forks[0]._parent
+        first = forks[0].parent
         assert first is not None
         raw.close()
         server.until(lambda: server.idle and not exists(forks[0]))
         assert server.http.post("/tokenize", json={"prompt": MEGABYTES}).status_code == 200
-        assert [fork._parent for fork in forks] == [first, first]  # which did not begin anew
+        assert [fork.parent for fork in forks] == [first, first]  # which did not begin anew
         server.until(lambda: not exists(forks[1]))
 
 
@@ -175,7 +175,7 @@ def test_the_servers_end_is_that_of_its_processes(forks: list[Process]) -> None:
     with live(unbounded) as server:
         raw = connect(server, request("/tokenize", BODIES["/tokenize"]))
         stop(server, forks)
-        first = forks[0]._parent
+        first = forks[0].parent
         assert first is not None
     server.until(lambda: not exists(forks[0]) and not exists(first))
     raw.close()
@@ -197,11 +197,11 @@ def test_a_process_that_somebody_kills_is_started_anew(forks: list[Process]) -> 
     with live(unbounded) as server:
         asked = connect(server, request("/tokenize", BODIES["/tokenize"]))
         stop(server, forks)
-        os.kill(forks[0]._id[0], signal.SIGKILL)
+        os.kill(forks[0].pid, signal.SIGKILL)
         assert b"503" in asked.recv(100)
         asked.close()
-        first = forks[0]._parent
+        first = forks[0].parent
         assert first is not None
-        os.kill(first._id[0], signal.SIGKILL)
+        os.kill(first.pid, signal.SIGKILL)
         server.until(lambda: not first.alive)
         assert server.http.post("/tokenize", json={"prompt": MEGABYTES}).status_code == 200

@@ -110,4 +110,4 @@ def test_no_process_is_left_behind(acknowledge: bool, monkeypatch: pytest.Monkey
     with live() as server:
         assert server.http.post(CHAT, json=asking({"type": "string", "maxLength": 5})).status_code == 200
         assert len(started) == 3
-    server.until(lambda: not any(Path(f"/proc/{each._id[0]}").exists() for each in started))
+    server.until(lambda: not any(Path(f"/proc/{each.pid}").exists() for each in started))

@@ -140,7 +140,7 @@ def test_a_mask_of_a_wide_vocabulary_holds_no_other_row_up() -> None:
         engine.submit(row)
     while len(rows[0].tokens) < 3:
         engine.step()
-    process = rows[0].grammar._process._id[0]  # type: ignore[union-attr]
+    process = rows[0].grammar.process.pid  # type: ignore[union-attr]
     os.kill(process, signal.SIGSTOP)
     stopped_at = len(rows[0].tokens)
     while not rows[1].finish_reason:

@@ -399,7 +399,7 @@ def test_what_compiles_without_end_is_killed_and_hurts_nobody(schema: Any, monke
     with pytest.raises(ConfigError, match=r"schema: too complex: it was not compiled within 0\.5 s"):
         grammars.grammar(by_schema(schema))
     (killed,) = started
-    until_gone(*killed._id)
+    until_gone(*[each for each in (killed.pid,) if each])
     monkeypatch.setattr("eagle_mlx.serve.chat.grammar.COMPILE_SECONDS", 60.0)
     assert allows(grammars.grammar(by_schema({"type": "integer", "multipleOf": 7})), "21")
 
@@ -452,7 +452,7 @@ def test_no_process_outlives_its_row_or_all_the_grammars(acknowledge: bool) -> N
     row: Any = fresh(make, tokenizer_of("plain").encode('{"name":', add_special_tokens=False))
     row.mask()
     first = grammars.start().start()
-    ids = [process._id[0] for process in (row._process, row._compiled.process, first)]
+    ids = [process.pid for process in (row.process, row.compiled.process, first)]
     assert all(Path(f"/proc/{each}").exists() for each in ids)
     del row
     until_gone(ids[0])
@@ -467,7 +467,7 @@ def test_a_mask_that_takes_too_long_is_waited_for_no_longer(monkeypatch: pytest.
     row.ask([first])
     assert row.answer(60.0) is not None
     assert row.advance(first)
-    process = row._process._id[0]
+    process = row.process.pid
     os.kill(process, signal.SIGSTOP)
     row.ask([int(np.flatnonzero(row._masks[0])[0])])
     assert row.answer(0.0) is None
