@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ class Acceptance:
     """Tokens decoded for them."""
     rounds: int
     seconds: float
+    interval: float = 0.0
+    """Half the width of the 95 % interval of τ over prompts; 0 for fewer than two."""
 
 
 class Evaluator:
@@ -93,7 +96,21 @@ def summarize(outputs: Sequence[Output], depth: int, left_out: int = 0, seconds:
             accepted[position] += a
     by_position = [a / d if d else 0.0 for a, d in zip(accepted, drafted, strict=True)]
     length = tokens / rounds if rounds else 0.0
-    return Acceptance(length, by_position, depth, len(outputs), left_out, tokens, rounds, seconds)
+    interval = _interval([(len(output.tokens), output.rounds) for output in outputs])
+    return Acceptance(length, by_position, depth, len(outputs), left_out, tokens, rounds, seconds, interval)
+
+
+def _interval(counts: Sequence[tuple[int, int]]) -> float:
+    """Half the width of the 95 % interval of a ratio of sums, from the tokens and rounds of each prompt.
+
+    The prompts are independent, and the tokens of one are not (Cochran 1977, Sampling Techniques, section 6.3).
+    """
+    count, rounds = len(counts), sum(each for _, each in counts)
+    if count < 2 or not rounds:
+        return 0.0
+    ratio = sum(tokens for tokens, _ in counts) / rounds
+    spread = sum((tokens - ratio * each) ** 2 for tokens, each in counts)
+    return 1.96 * math.sqrt(spread * count / (count - 1)) / rounds
 
 
 def generations_of(target: Target, prompts: Sequence[Prompt], outputs: Sequence[Output]) -> list[Generation]:

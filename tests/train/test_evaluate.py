@@ -19,6 +19,8 @@ def test_outputs_are_taken_together() -> None:
     assert found.acceptance_by_position == [0.5, 0.5, 0.0]
     assert (found.prompts, found.left_out, found.emitted, found.rounds) == (2, 2, 20, 10)
     assert summarize([], 2).acceptance_length == 0.0
+    assert summarize(outputs[:1], 3).interval == 0.0, "one prompt says nothing of others"
+    assert found.interval == pytest.approx(1.96 * (2 * (2**2 + 2**2)) ** 0.5 / 10)
 
 
 def test_a_head_is_measured_by_decoding() -> None:
@@ -32,6 +34,7 @@ def test_a_head_is_measured_by_decoding() -> None:
     assert first.emitted == 24 * first.prompts
     assert 1.0 <= first.acceptance_length <= 4.0
     assert len(first.acceptance_by_position) == 3
+    assert first.interval < 1
     again = evaluator.measure(tiny_head(target))
     assert again.left_out == first.left_out
     assert again.acceptance_length == pytest.approx(first.acceptance_length, rel=0.05)

@@ -297,8 +297,8 @@ class Run:
         texts = {"generations": self.evaluator.generations}
         self.tracker.log("eval", self.progress.step, {**self._counts(), **dataclasses.asdict(found), **texts})
         tqdm.write(
-            f"step {self.progress.step}: τ {found.acceptance_length:.3f} at depth {found.depth}, by position "
-            f"{' '.join(f'{a:.2f}' for a in found.acceptance_by_position)} "
+            f"step {self.progress.step}: τ {found.acceptance_length:.3f} ± {found.interval:.3f} at depth {found.depth}"
+            f", by position {' '.join(f'{a:.2f}' for a in found.acceptance_by_position)} "
             f"({counted(found.prompts, 'prompt')}, {found.left_out} left out as loops, {found.seconds:.0f} s)"
         )
         return found
