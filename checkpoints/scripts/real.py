@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 
@@ -174,7 +175,7 @@ def run(args: argparse.Namespace) -> bool:
         "tolerance": tolerance,
         "total_seconds": time.perf_counter() - began,
         "machine": describe().to_json(),
-        "runs": [each.to_json() for each in runs],
+        "runs": list(map(asdict, runs)),
     }
     draw(runs, picture)
     report.write_json(content, report_file)

@@ -20,7 +20,7 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.eagle3 import random_head
 from eagle_mlx.heads.precision import described, in_dtype, quantization_of, quantize_for
 from eagle_mlx.machine import describe
-from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, Group, setting
+from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, SHARE, Group, setting
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.target_options import TargetOptions
 
@@ -117,7 +117,10 @@ class BenchOptions(Group):
     )
     seed: int = setting(BenchConfig.seed, "of the first prompt when sampling")
     least_distinct: float = setting(
-        BenchConfig.least_distinct, "leave out continuations with a smaller share of distinct 4-grams", metavar="R"
+        BenchConfig.least_distinct,
+        "leave out continuations with a smaller share of distinct 4-grams",
+        SHARE,
+        metavar="R",
     )
     tolerance: float | None = setting(
         None, "excuse a first difference where the two best logits are closer than this (default: by the model's type)"

@@ -27,7 +27,7 @@ from .decoding import (
     take_turns,
     tolerance_for,
 )
-from .modes import BASELINES, EngineMode, MlxLmMode
+from .modes import BASELINES, EngineMode, MlxLmMode, Models
 from .report import Category, Run
 
 GROUP_PER_ROW = 4
@@ -36,7 +36,7 @@ GROUP_PER_ROW = 4
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """What to measure, beside the modes. Raises ConfigError, with the field's name, for a value out of range."""
+    """What to measure, besides the modes."""
 
     max_tokens: int = 128
     temperature: float = 0.0
@@ -53,15 +53,6 @@ class BenchConfig:
     """Tokens a row after which the modes change over; 0: when all has been said to a group of prompts."""
     tolerance: float | None = None
     """How close the two best logits must be for a difference to be excused; None goes by the target's type."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}")
-        if self.turn < 0:
-            raise ConfigError(f"turn must be at least 0; got {self.turn}")
-        if not 0 <= self.least_distinct <= 1:
-            raise ConfigError(f"least_distinct must be between 0 and 1; got {self.least_distinct}")
 
     def params(self, count: int, max_tokens: int) -> list[SamplingParams]:
         seeds = [self.seed + index if self.temperature else None for index in range(count)]
@@ -171,7 +162,7 @@ class _Measurement:
         found = next((result for result in self.results if result.mode.name == name and result.mode.batch == 1), None)
         if found is not None and all(result.mode.batch == 1 for result in self.results):
             return found
-        return _Results(EngineMode("plain", target, batch=1) if name == "plain" else MlxLmMode(target))
+        return _Results(EngineMode("plain", Models(target), 1) if name == "plain" else MlxLmMode(target))
 
     def _category(self, index: int) -> str | None:
         return self.questions[self.places[index][0]].category

@@ -173,32 +173,59 @@ def missing(name: ModeName) -> ConfigError:
     return ConfigError(f"mode {name} needs {NEEDS[name]}; give it, or leave {name} out of --modes")
 
 
+@dataclass(frozen=True)
+class Models:
+    """What is measured: a target, and the heads and models that draft for it."""
+
+    target: Target
+    head: DraftHead | None = None
+    draft: Target | None = None
+    kv_bytes: int | None = None
+    """What keys and values of an engine may take."""
+    prefill_chunk: int = PREFILL_CHUNK
+    """Tokens of prompts that one forward of an engine reads."""
+    prior: bool = False
+    """Whether policies begin with what was learnt before, and keep what they learn."""
+    stock: StockModel | None = None
+    """The target as mlx-lm itself loads it."""
+
+    def proposer(self, name: ModeName) -> Proposer | None:
+        """Return a new proposer for a mode, None for plain. Raises ConfigError if its model is missing."""
+        if name == "plain":
+            return None
+        if name == "ngram":
+            return NgramProposer()
+        if name in USE_HEAD and self.head is not None:
+            return HeadProposer(self.head) if name == "eagle" else HybridProposer(HeadProposer(self.head))
+        if name != "eagle" and self.draft is not None:
+            model = DraftModelProposer(self.draft)
+            return model if name == "draft" else HybridProposer(model)
+        raise missing(name)
+
+
 class EngineMode(Mode):
     """The engine, plain or with a proposer that drafts `depth` tokens a round, or fewer by a policy that adapts."""
 
     def __init__(
         self,
         name: ModeName,
-        target: Target,
+        models: Models,
         batch: int,
         depth: int = 0,
-        proposer: Proposer | None = None,
         policy: PolicyName = "fixed",
         nodes: int = 0,
-        kv_bytes: int | None = None,
-        prefill_chunk: int = PREFILL_CHUNK,
-        prior: bool = False,
     ):
+        target = models.target
         self.name, self.batch, self.depth, self.nodes, self.policy = name, batch, depth, nodes, policy
         self.model, self.dtype = target.name, target.dtype
-        speculation = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy, keep=prior)
+        speculation = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy, keep=models.prior)
         self.engine = Engine(
             target,
-            proposer,
+            models.proposer(name),
             policy=speculation.make_policy(),
             max_batch=batch,
-            prefill_chunk=prefill_chunk,
-            kv_bytes=kv_bytes,
+            prefill_chunk=models.prefill_chunk,
+            kv_bytes=models.kv_bytes,
         )
         self.prior = speculation.prior(self.engine)
         """Where what it learns is kept; None where it is not."""
@@ -240,34 +267,6 @@ class EngineMode(Mode):
         self._excluded -= perf_counter() - start  # what is waited for are rounds of its own
 
 
-@dataclass(frozen=True)
-class Models:
-    """What is measured: a target, and the heads and models that draft for it."""
-
-    target: Target
-    head: DraftHead | None = None
-    draft: Target | None = None
-    kv_bytes: int | None = None
-    """What keys and values of an engine may take."""
-    prefill_chunk: int = PREFILL_CHUNK
-    """Tokens of prompts that one forward of an engine reads."""
-    prior: bool = False
-    """Whether policies begin with what was learnt before, and keep what they learn."""
-    stock: StockModel | None = None
-    """The target as mlx-lm itself loads it."""
-
-    def proposer(self, name: ModeName) -> Proposer:
-        """A new proposer of the mode of this name. Raises ConfigError where its model is missing."""
-        if name == "ngram":
-            return NgramProposer()
-        if name in USE_HEAD and self.head is not None:
-            return HeadProposer(self.head) if name == "eagle" else HybridProposer(HeadProposer(self.head))
-        if name != "eagle" and self.draft is not None:
-            model = DraftModelProposer(self.draft)
-            return model if name == "draft" else HybridProposer(model)
-        raise missing(name)
-
-
 def build_modes(
     models: Models,
     names: Sequence[ModeName],
@@ -282,7 +281,7 @@ def build_modes(
     mlx-lm and mlx-lm-draft decode one prompt at a time whatever the batch. Raises ConfigError for a mode whose model is
     missing, HeadError or TargetError where it does not fit the target.
     """
-    target, chunk, modes = models.target, models.prefill_chunk, list[Mode]()
+    target, modes = models.target, list[Mode]()
     if "mlx-lm" in names:
         modes.append(MlxLmMode(target))
     if "mlx-lm-draft" in names:
@@ -297,11 +296,9 @@ def build_modes(
         if "mlx-lm-batch" in names and batch > 1:
             modes.append(MlxLmBatchMode(target, batch))
         if "plain" in names:
-            modes.append(EngineMode("plain", target, batch, kv_bytes=models.kv_bytes, prefill_chunk=chunk))
+            modes.append(EngineMode("plain", models, batch))
         modes += [
-            EngineMode(
-                name, target, batch, depth, models.proposer(name), policy, size, models.kv_bytes, chunk, models.prior
-            )
+            EngineMode(name, models, batch, depth, policy, size)
             for depth in depths
             for size in nodes
             if size == 0 or size > depth

@@ -70,41 +70,25 @@ class Run:
     reference: str = ""
     """What the texts were compared with: mode, model and type."""
 
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
 
-
-_HEADINGS = (
-    "mode",
-    "batch",
-    "depth",
-    "policy",
-    "temp",
-    "type",
-    "tokens/s",
-    "decode",
-    "x mlx-lm",
-    "x batched",
-    "x plain",
-    "tau",
-    "by position",
-    "identical",
-)
+_RUN = ("mode", "batch", "depth", "policy", "temp")
+_FIGURES = ("type", "tokens/s", "decode", "x mlx-lm", "x batched", "x plain", "tau", "by position", "identical")
+_BY_CATEGORY = ("turns", "looping", "tokens/s", "x mlx-lm", "tau")
 
 
 def table(runs: Sequence[Run]) -> str:
     """The runs as aligned text, one line each."""
-    return _aligned([_HEADINGS, *(_cells(run) for run in runs)], first=1)
+    return _aligned([(*_RUN, *_FIGURES), *map(_cells, runs)], first=1)
 
 
 def by_category(runs: Sequence[Run]) -> str:
     """The runs category by category as aligned text with an empty line behind; nothing where there are none."""
     if not any(run.by_category for run in runs):
         return ""
-    heads = ("category", "mode", "batch", "depth", "policy", "temp", "turns", "looping", "tokens/s", "x mlx-lm", "tau")
-    names = dict.fromkeys(each.name for run in runs for each in run.by_category)
-    found = [(run, each) for name in names for run in runs for each in run.by_category if each.name == name]
-    rows = [heads, *((each.name, *_which(run), *_category_cells(each)) for run, each in found)]
+    rows: list[tuple[str, ...]] = [("category", *_RUN, *_BY_CATEGORY)]
+    for name in dict.fromkeys(each.name for run in runs for each in run.by_category):
+        found = ((run, each) for run in runs for each in run.by_category if each.name == name)
+        rows += [(name, *_which(run), *_category_cells(each)) for run, each in found]
     return _aligned(rows, first=2) + "\n\n"
 
 
@@ -168,7 +152,7 @@ def document(
         "head": head,
         "machine": machine.to_json(),
         **extra,
-        "runs": [run.to_json() for run in runs],
+        "runs": list(map(asdict, runs)),
     }
 
 
@@ -281,16 +265,14 @@ def _bars(pyplot: Any, runs: Sequence[Run]) -> Any:
 
 
 def _label(run: Run) -> str:
-    parts = [run.mode]
-    if run.depth:
-        parts.append(f"depth {size(run)}")
-    if run.policy != "fixed":
-        parts.append(run.policy)
-    if run.batch > 1:
-        parts.append(f"batch {run.batch}")
-    if run.temperature:
-        parts.append(f"T {run.temperature:g}")
-    return "\n".join(parts)
+    parts = {
+        run.mode: True,
+        f"depth {size(run)}": run.depth,
+        run.policy: run.policy != "fixed",
+        f"batch {run.batch}": run.batch > 1,
+        f"T {run.temperature:g}": run.temperature,
+    }
+    return "\n".join(part for part, shown in parts.items() if shown)
 
 
 def _caption(run: Run) -> str:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from functools import lru_cache
+from itertools import islice
 from threading import Lock
 from typing import Any
 
@@ -183,7 +184,7 @@ def _as_texts(schemas: Mapping[str, Schema]) -> Places:
     for where, schema in schemas.items():
         if "x-guidance" in schema:
             raise ConfigError(f"{where}: unknown key 'x-guidance'")
-        if _depth(schema) > _DEEPEST_SCHEMA:
+        if len(list(islice(_levels(schema), _DEEPEST_SCHEMA + 1))) > _DEEPEST_SCHEMA:
             raise ConfigError(f"{where}: it is nested too deep; {_DEEPEST_SCHEMA} levels of JSON are the most")
         if reason := why_too_complex(schema):
             raise ConfigError(f"{where}: {reason}")
@@ -196,15 +197,13 @@ def _as_texts(schemas: Mapping[str, Schema]) -> Places:
     return tuple(places)
 
 
-def _depth(schema: Schema) -> int:
-    """Levels of objects and lists; counted without recursion, and no further than matters."""
+def _levels(schema: Schema) -> Iterator[list[Any]]:
+    """The objects and lists of a schema, level by level; found without recursion."""
     level: list[Any] = [schema]
-    for depth in range(_DEEPEST_SCHEMA + 1):
-        inner = [each for node in level for each in (node.values() if isinstance(node, Mapping) else node)]
+    while level:
+        yield level
+        inner = (each for node in level for each in (node.values() if isinstance(node, Mapping) else node))
         level = [each for each in inner if isinstance(each, Mapping | list)]
-        if not level:
-            return depth + 1
-    return _DEEPEST_SCHEMA + 1
 
 
 def _why_not_calls(parser: str, offer: ToolOffer) -> str:
@@ -234,7 +233,7 @@ _PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|\(|\)|\{(\d+)(?:,(\d*))?\}|.", re
 
 def why_too_complex(schema: Any) -> str | None:
     """Why a schema cannot be compiled in a moment, with the key that is to blame; None where nothing is known."""
-    for node in _objects(schema):
+    for node in (node for level in _levels(schema) for node in level if isinstance(node, Mapping)):
         multiple, pattern = node.get("multipleOf"), node.get("pattern")
         if isinstance(multiple, int | float) and _digits(multiple) > MOST_MULTIPLE:
             return f"multipleOf {multiple} is too large; {MOST_MULTIPLE} is the most, powers of ten left out"
@@ -264,17 +263,6 @@ def repeats(pattern: str) -> int:
         most_in_group = max(most_in_group, before)
         most = max(most, most_in_group)
     return most
-
-
-def _objects(schema: Any) -> Iterator[Mapping[str, Any]]:
-    left = [schema]
-    while left:
-        node = left.pop()
-        if isinstance(node, Mapping):
-            yield node
-            left += node.values()
-        elif isinstance(node, list):
-            left += node
 
 
 def _count(digits: str) -> int:
