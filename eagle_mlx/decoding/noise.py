@@ -15,7 +15,7 @@ import mlx.core as mx
 from eagle_mlx.cpu import use_shortcuts
 from eagle_mlx.decoding.filters import best_columns, fused, has_columns
 
-_FIRST = mx.array(0x85EBCA6B, mx.uint32)
+FIRST = mx.array(0x85EBCA6B, mx.uint32)
 """The first multiplier of MurmurHash3's 32-bit finalizer (Appleby 2011, `fmix32`)."""
 _SECOND = mx.array(0xC2B2AE35, mx.uint32)
 """Its second one."""
@@ -75,7 +75,7 @@ def _hash(before: mx.array, between: mx.array, tokens: mx.array) -> mx.array:
 
     With a single word, the bits of one position would be those of another in a different order.
     """
-    bits = ((tokens ^ (tokens >> 16)) ^ before) * _FIRST + between
+    bits = ((tokens ^ (tokens >> 16)) ^ before) * FIRST + between
     bits = (bits ^ (bits >> 13)) * _SECOND
     return bits ^ (bits >> 16)
 

@@ -176,6 +176,8 @@ class Admission:
 
         decoding: whether others decode, and so wait for it.
         """
+        if not self.prefills and not self.waiting.clients:
+            return None
         self._now = self._size.now(decoding)
         prefill = self._due(room)
         if prefill is not None:

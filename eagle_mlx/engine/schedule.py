@@ -79,7 +79,7 @@ class Schedule:
 
     def _next_prefill(self, max_batch: int) -> Prefill | None:
         """A round that is under way is for the requests that it was dispatched with: nobody joins before its end."""
-        if self._rounds or not self._wants_in(max_batch):
+        if self._rounds:
             return None
         if yielding := self.admission.yielding(self._places(max_batch), self.groups.decoding):
             self.pauses += len(yielding)
@@ -91,9 +91,6 @@ class Schedule:
     def _places(self, max_batch: int) -> int:
         """Requests that could join."""
         return max_batch - len(self.groups.requests)
-
-    def _wants_in(self, max_batch: int) -> bool:
-        return self.admission.wants_in(self._places(max_batch), self.groups.decoding)
 
     def _planned(self, batch: Batch) -> Round:
         group = self.groups.number(batch)
@@ -151,7 +148,9 @@ class Schedule:
         """
         batch = self.groups.following(planned.batch)
         steady = [each.plan for each in self._rounds] == [PLAIN] and (self._last_plain or not self.drafts)
-        if not steady or not batch.may_run_ahead or self._wants_in(max_batch):
+        if not steady or not batch.may_run_ahead:
+            return None
+        if self.admission.wants_in(self._places(max_batch), self.groups.decoding):
             return None
         if self.groups.moves(self.admission.prefilling) is not None:
             return None
