@@ -22,8 +22,7 @@ from ..options import bytes_of
 from .guard import check_trusted, is_loopback
 from .limits import Limits
 from .loader import LoadConfig, budget, check, load, several, single
-from .models import Models
-from .models_file import read_models
+from .models import Models, read_models
 from .server import Server, create_app, listen, run, set_up_log
 from .service import Settings
 

@@ -25,7 +25,7 @@ from eagle_mlx.sampling_params import Grammar, SamplingParams, StopWatcher
 from eagle_mlx.target import Target
 
 from ..chat import ChatFormat, Grammars, Volatile
-from ..process_work import EncoderProcess
+from ..chat.process_work import EncoderProcess
 from ..processes import Process, ProcessEnded
 from .errors import ApiError, ContextExceeded, bad_request
 from .limits import Limits, TokenSize, token_size

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from ..chat.messages import why_unsupported
+from ..chat.template import why_unsupported
 from .errors import ApiError
 
 T = TypeVar("T")

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from eagle_mlx.errors import ConfigError
 
-from ..process_work import MatcherProcess, Places
 from ..processes import Process, ProcessEnded
 from .parser import ReasoningTags
+from .process_work import MatcherProcess, Places
 from .tools import Tool, ToolCallTags
 
 Schema = Mapping[str, Any]

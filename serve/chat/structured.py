@@ -15,7 +15,6 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import Grammar
 from eagle_mlx.target import Target
 
-from ..process_work import Places
 from .grammar import (
     CompiledGrammar,
     MatcherGrammar,
@@ -25,6 +24,7 @@ from .grammar import (
     grammar_text,
     parameters_of,
 )
+from .process_work import Places
 from .template import ChatFormat
 from .tools import ToolOffer, tool_names, without
 

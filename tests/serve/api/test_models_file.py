@@ -10,8 +10,7 @@ import pytest
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.serve.api.cli import EPILOG, main
 from eagle_mlx.serve.api.loader import several, weights_bytes
-from eagle_mlx.serve.api.models import Models
-from eagle_mlx.serve.api.models_file import read_models
+from eagle_mlx.serve.api.models import Models, read_models
 from eagle_mlx.serve.speculation import AUTO, Speculation
 from tests.fakes import tiny_target_folder
 from tests.serve.api.live import live, wide

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from eagle_mlx.serve.process_work import MatcherProcess, Refused, literal
+from eagle_mlx.serve.chat.process_work import MatcherProcess, Refused, literal
 
 TAGS = ("<b>", "</b>", "<|end|>", "[INST]")
 LETTERS = [*string.printable, "▁"]
