@@ -72,7 +72,7 @@ DRAWN = choose_domains(["any", "code", "mathematics", "writing", "knowledge", "e
 CONFIG = MakeConfig(
     seed=3, domains=DRAWN, turns=(0.2, 0.4, 0.4), user_tokens=30, max_tokens=12, temperatures=(0.0, 1.0)
 )
-ROWS = 8
+ROWS = 6
 LAYERS = (0, 2)
 
 
@@ -353,7 +353,7 @@ def test_requests_with_one_prompt_are_told_apart(target: Target) -> None:
 def test_an_interrupted_capture_is_continued_to_the_row(
     target: Target, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eagle_mlx.data_pipelines.synthesis.shards.TOKENS_PER_SHARD", 60)
+    monkeypatch.setattr("eagle_mlx.data_pipelines.synthesis.shards.TOKENS_PER_SHARD", 40)
     straight = tmp_path / "straight"
     make_to_file(
         capturing(target, 0), CONFIG, Wanted(rows=ROWS), tmp_path / "s.jsonl", place=place_at(straight, target, bits=8)

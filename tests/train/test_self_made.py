@@ -28,7 +28,7 @@ from eagle_mlx.train.kinds import resolved
 from eagle_mlx.train.run import train
 from tests.fakes import interrupt_after, talking_target_folder, tiny_target_folder
 
-TOKENS = 600
+TOKENS = 300
 SMALL = [
     *("--self-tokens", str(TOKENS), "--head", "eagle", "--length", "64", "--max-length", "64", "--rows", "2"),
     *("--max-steps", "2", "--eval-prompts", "2", "--eval-tokens", "4", "--eval-depth", "2"),
@@ -120,7 +120,7 @@ def config_of(target: Path, output: Path) -> TrainConfig:
 def test_states_are_read_again_where_not_all_is_learnt(talker: Path, whole: tuple[Path, str]) -> None:
     target, config = load_target(talker), resolved(config_of(talker, whole[0]))
     assert states_of_made(target, config) is not None
-    for changes in ({"limit": 2}, {"keep_turns": "1:1"}, {"self_tokens": 601}, {"cache_bits": 8}):
+    for changes in ({"limit": 2}, {"keep_turns": "1:1"}, {"self_tokens": TOKENS + 1}, {"cache_bits": 8}):
         assert states_of_made(target, config.changed(**changes)) is None
 
 
@@ -187,7 +187,7 @@ def test_what_is_made_is_found_again_and_by_no_other_run(
     assert json.loads((out / "report.json").read_text())["data"]["conversations"] == 5
     for more, why in (
         (("--seed", "1"), "was made with seed 0, not 1"),
-        (("--self-tokens", "601"), "was made with tokens 600, not 601"),
+        (("--self-tokens", str(TOKENS + 1)), f"was made with tokens {TOKENS}, not {TOKENS + 1}"),
         (("--target", str(tiny_target_folder(tmp_path / "other", seed=1))), "was made with target"),
     ):
         assert main(command(talker, out, "--overwrite", *more)) == 2
