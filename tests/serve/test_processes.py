@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from eagle_mlx.serve.processes import Process, ProcessEnded
+from tests.full import in_full
 from tests.serve.counter import Counter
 
 SECONDS = 20.0
@@ -56,12 +57,12 @@ def test_11_who_looks_whether_a_process_lives_takes_nothing_from_who_forks_it(fi
         while not over.is_set():
             assert first.alive
 
-    looking = Thread(target=look, daemon=True)
+    forks, looking = in_full(100, 30), Thread(target=look, daemon=True)
     looking.start()
     pool = ThreadPoolExecutor(2)
     try:
-        asked = [pool.submit(lambda n=n: answer(first.fork(), "add", n)) for n in range(100)]
-        assert [each.result(timeout=SECONDS) for each in asked] == list(range(100))
+        asked = [pool.submit(lambda n=n: answer(first.fork(), "add", n)) for n in range(forks)]
+        assert [each.result(timeout=SECONDS) for each in asked] == list(range(forks))
     finally:
         over.set()
         first.end()  # which also ends a fork that waits for a byte that somebody else took
