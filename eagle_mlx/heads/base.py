@@ -112,6 +112,11 @@ class HeadBase(nn.Module, Generic[Config]):
     def config(self) -> Config:
         return self._config
 
+    @config.setter
+    def config(self, config: Config) -> None:
+        """Change what the head does with the weights that it has, such as which output it feeds back."""
+        self._config = config
+
     def attach(self, target: Target) -> None:
         self._target = target
 

@@ -96,7 +96,7 @@ def quantize(head: Any, bits: int, group_size: int) -> None:
     Nothing is computed yet.
     """
     nn.quantize(head, group_size, bits, class_predicate=lambda path, part: _may_quantize(path, part, group_size))
-    head._config = replace(head.config, quantization={"group_size": group_size, "bits": bits})
+    head.config = replace(head.config, quantization={"group_size": group_size, "bits": bits})
 
 
 def make_quantized(head: nn.Module, how: Quantization | None, tensors: Mapping[str, mx.array]) -> None:

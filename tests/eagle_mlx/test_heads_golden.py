@@ -210,7 +210,7 @@ def test_a_flag_read_wrongly_is_noticed(name: str, what: str, tmp_path: Path) ->
 def test_a_way_of_mtp_that_is_mistaken_is_noticed(name: str, field: str, tmp_path: Path) -> None:
     head = loaded(written(tmp_path / "h", name), name)
     assert isinstance(head, MTPHead)
-    head._config = replace(head.config, **{field: not getattr(head.config, field)})
+    head.config = replace(head.config, **{field: not getattr(head.config, field)})
     assert difference(name, head) > 100 * CLOSE
 
 

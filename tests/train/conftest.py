@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from eagle_mlx.train.report import PICTURES, Row
 from eagle_mlx.train.run import loop
 from tests.fakes import tiny_target_folder
 from tests.full import FULL
+from tests.train.empty_pictures import leave_empty_pictures
 
 
 @pytest.fixture(autouse=True)
@@ -21,14 +20,7 @@ def _few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     A test with `usefixtures("pictures")` has them drawn.
     """
     if not FULL and "pictures" not in request.fixturenames:
-        monkeypatch.setattr(loop, "write_plots", _touch)
-
-
-def _touch(rows: Sequence[Row], folder: Path) -> list[Path]:
-    written = [folder / name for name in PICTURES]
-    for path in written:
-        path.touch()
-    return written
+        monkeypatch.setattr(loop, "write_plots", leave_empty_pictures)
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ CASES = [("qwen3", dtype) for dtype in DTYPES] + [
 def test_mtp_to_speculators_and_back_every_bit_is_the_same(model: str, dtype: str, tmp_path: Path) -> None:
     head = mtp(TARGET, model_type=model, norm_output=True, target_norm=dtype == "float16")
     kind = {"qwen3_5": "qwen3_5_text"}.get(model, model)
-    head._config = type(head.config)(**{**vars(head.config), "layer": {**head.config.layer, "model_type": kind}})
+    head.config = type(head.config)(**{**vars(head.config), "layer": {**head.config.layer, "model_type": kind}})
     head.norm.weight = head.norm.weight * 5  # a mean by which norms of this layout would be taken for plain ones
     head.enorm.weight = head.enorm.weight * mx.array([1e-3, 1.0] * 16)
     save_mtp(head, tmp_path / "a", target_name="org/model", extra={"step": 3}, dtype=DTYPES[dtype])

@@ -38,7 +38,7 @@ from eagle_mlx.train.run import Stopwatch, loop
 from eagle_mlx.train.step import Stepper, WarmupStableDecay
 from tests.fakes import talking_target_folder
 from tests.full import in_full, some
-from tests.train.conftest import _touch
+from tests.train.empty_pictures import leave_empty_pictures
 
 HOURS = 0.012
 SHORT = partial(MakeConfig, user_tokens=30, max_tokens=12)
@@ -78,7 +78,7 @@ def _short_turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(portions, "MakeConfig", SHORT)
         patch.setattr(synthesis_loop, "FIRST_ROWS", 8)  # so that portions are larger than what is under way
-        patch.setattr(loop, "write_plots", _touch)
+        patch.setattr(loop, "write_plots", leave_empty_pictures)
         patch.setenv("EAGLE_MLX_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 

@@ -193,7 +193,7 @@ def test_a_disk_that_fills_while_a_state_is_written_leaves_the_state_before(
     target: Path, chats: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A limit on the size of files stands for the full disk: the system refuses to write on in the same way."""
-    out, check, limits = tmp_path / "out", state._check_room, resource.getrlimit(resource.RLIMIT_FSIZE)
+    out, check, limits = tmp_path / "out", state.check_room, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def check_and_fill(run: Path, checkpoint: state.Checkpoint) -> None:
         check(run, checkpoint)
@@ -202,7 +202,7 @@ def test_a_disk_that_fills_while_a_state_is_written_leaves_the_state_before(
 
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(state, "_check_room", check_and_fill)
+            patch.setattr(state, "check_room", check_and_fill)
             assert main(flags(target, chats, out, "--max-steps", "3", "--eval-steps", "1")) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

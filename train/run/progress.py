@@ -61,20 +61,20 @@ class Bar:
         total = span.seconds or span.steps
         form = "{l_bar}{bar}| {n:.0f}/{total:.0f} {unit} [{elapsed}<{remaining}{postfix}]"
         unit = "s" if span.seconds else "steps"
-        self._bar = progress_bar(total=total, initial=done, desc="train", unit=unit, bar_format=form)
+        self.bar = progress_bar(total=total, initial=done, desc="train", unit=unit, bar_format=form)
 
     def __enter__(self) -> Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        self.bar.close()
 
     def show(self, progress: Progress, elapsed: float, result: StepResult | None, recent: list[StepResult]) -> None:
         position = min(elapsed, self._span.seconds) if self._span.seconds else progress.step
-        self._bar.update(position - self._bar.n)
+        self.bar.update(position - self.bar.n)
         if result is not None:
             accuracy = means([r.accuracy_by_step for r in recent or [result]])
-            self._bar.set_postfix_str(
+            self.bar.set_postfix_str(
                 f"loss {mean([r.loss for r in recent or [result]]):.3f}, "
                 f"accuracy {' '.join(f'{a:.2f}' for a in accuracy)}, "
                 f"{tokens_per_second(progress.tokens_per_second)}",

@@ -65,7 +65,7 @@ def save(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
     where the disk has no room for it or cannot be written; checkpoints that were there are not touched then, and the
     newest of them is named.
     """
-    _check_room(run, checkpoint)
+    check_room(run, checkpoint)
     folder = run / STATES / f"step-{checkpoint.state.progress.step:08d}"
     try:
         with new_folder(folder, overwrite=True) as part:
@@ -165,7 +165,8 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _check_room(run: Path, checkpoint: Checkpoint) -> None:
+def check_room(run: Path, checkpoint: Checkpoint) -> None:
+    """Raise OutputError if the disk has no room for a state."""
     size = sum(array.nbytes for arrays in (checkpoint.head, checkpoint.stepper) for array in arrays.values())
     free = shutil.disk_usage(run).free
     if free < 1.05 * size:
