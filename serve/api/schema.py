@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from ..chat.template import why_unsupported
 from .errors import ApiError
 
 T = TypeVar("T")
@@ -168,10 +167,24 @@ class Part(Body):
     refusal: str | None = None
 
 
+_NOT_TEXT = {
+    "document": "documents are",
+    "image": "images are",
+    "image_url": "images are",
+    "input_image": "images are",
+    "input_file": "files are",
+    "input_audio": "sound is",
+    "audio_url": "sound is",
+    "video_url": "videos are",
+    "file": "files are",
+}
+
+
 def supported(part: object) -> object:
     """Say of parts that are no text what they are, which the list of those that are would not."""
-    if isinstance(part, dict) and (why := why_unsupported(part.get("type"))):
-        raise ValueError(why)
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind in _NOT_TEXT:
+        raise ValueError(f"{_NOT_TEXT[kind]} not supported; this server reads text alone")
     return part
 
 

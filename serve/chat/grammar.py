@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from threading import Lock
 from time import monotonic
 from typing import Any
@@ -72,12 +73,11 @@ def free_text_grammar(tools: Sequence[Tool], calls: ToolCallTags, free_tokens: s
         f"start: ({other}call)* TEXT?",
         f"TEXT: /(.|\\n)+/ & ~(ANY {spelled} ANY)",  # two TEXTs in a row could spell the tag together
         "ANY: /(.|\\n)*/",
+        f"other: {free_tokens}" if free_tokens else "",
+        # A lazy rule ends with the first tag.
+        f"open[lazy]: ANY {start}" if start == spelled else f"open: TEXT? {start}",
     ]
-    if free_tokens:
-        rules.append(f"other: {free_tokens}")
-    if start == spelled:  # a lazy rule ends with the first tag
-        return "\n".join([*rules, f"open[lazy]: ANY {start}", *_calls(tools, calls, "open", tag), ""])
-    return "\n".join([*rules, *_calls(tools, calls, f"TEXT? {start}", tag), ""])
+    return "\n".join([*rules, *_calls(tools, calls, "open", tag), ""])
 
 
 def _json(schema: Schema) -> str:
@@ -193,15 +193,15 @@ class MatcherServer:
             self._process.end()
 
 
+@dataclass(frozen=True)
 class CompiledGrammar:
     """A grammar in a process of its own, at the beginning of a text."""
 
-    def __init__(self, process: Process, first: NDArray[np.bool_], vocab_size: int, ends: frozenset[int]):
-        self.process, self.first, self.vocab_size, self.ends = process, first, vocab_size, ends
-
-    @property
-    def alive(self) -> bool:
-        return self.process.alive
+    process: Process
+    first: NDArray[np.bool_]
+    """[V], the first token's mask."""
+    vocab_size: int
+    ends: frozenset[int]
 
 
 class MatcherGrammar:
@@ -233,7 +233,7 @@ class MatcherGrammar:
                 self.process = self.compiled.process.fork()
             self.process.ask("masks", self._undo, self._taken, list(draft))
         except ProcessEnded as e:
-            raise ConfigError(_ended()) from e
+            raise ConfigError(_TOO_MUCH) from e
         self._undo, self._taken, self._masks, self._draft = 0, [], [], list(draft)
         self._asked = monotonic()
 
@@ -249,7 +249,7 @@ class MatcherGrammar:
         try:
             answer = self.process.answer(max(0.0, min(seconds, left)))
         except ProcessEnded as e:
-            raise ConfigError(_ended()) from e
+            raise ConfigError(_TOO_MUCH) from e
         if answer is None:
             if seconds < left:
                 return False
@@ -294,8 +294,7 @@ class MatcherGrammar:
 _FAILED = "it cannot be followed any further"
 
 
-def _ended() -> str:
-    return f"{_FAILED}: it takes more than {MOST_MEMORY >> 20} MB of memory"
+_TOO_MUCH = f"{_FAILED}: it takes more than {MOST_MEMORY >> 20} MB of memory"
 
 
 def _unpacked(bits: bytes, count: int) -> NDArray[np.bool_]:

@@ -91,7 +91,7 @@ class Grammars:
         else:
             text = grammar_text(schema, tools, calls, offer.several, thoughts, starts_in_reasoning, self._tag)
         compiled = self._compiled(text, places)
-        if not compiled.alive:  # somebody has killed it
+        if not compiled.process.alive:  # somebody has killed it
             self._compiled.cache_clear()
             compiled = self._compiled(text, places)
         return lambda: MatcherGrammar(compiled)

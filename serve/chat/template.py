@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,33 +21,13 @@ from .volatile import Changes, Volatile, certain_text
 
 Message = Mapping[str, Any]
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""The roles of the API, and their names in templates."""
 _KEYS = {
     "system": {"role", "content", "name"},
     "user": {"role", "content", "name"},
     "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "reasoning"},
     "tool": {"role", "content", "name", "tool_call_id"},
 }
-
-
-_NOT_TEXT = {
-    "document": "documents are",
-    "image": "images are",
-    "image_url": "images are",
-    "input_image": "images are",
-    "input_file": "files are",
-    "input_audio": "sound is",
-    "audio_url": "sound is",
-    "video_url": "videos are",
-    "file": "files are",
-}
-
-
-def why_unsupported(kind: object) -> str | None:
-    """Why a part of this type cannot be read; None for what is text, and for types that nobody knows."""
-    known = _NOT_TEXT.get(kind) if isinstance(kind, str) else None
-    return f"{known} not supported; this server reads text alone" if known else None
+"""The fields of messages, by the role that templates know."""
 
 
 def read_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -70,7 +51,7 @@ def read_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _message(message: Message, where: str) -> dict[str, Any]:
-    role = _ROLES[message["role"]]
+    role = "system" if message["role"] == "developer" else message["role"]
     given = {key: value for key, value in message.items() if value is not None and value != []}
     if unknown := sorted(given.keys() - _KEYS[role]):
         raise PromptError(f"{where}: {unknown[0]!r} is not supported in a message of role {message['role']!r}")
@@ -106,17 +87,10 @@ def with_late_instructions_said(messages: Sequence[Message]) -> list[dict[str, A
 
 def with_argument_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages with the arguments of calls as JSON text, for templates that join them to other text."""
-    return [
-        {**message, "tool_calls": [_as_text(call) for call in message["tool_calls"]]}
-        if "tool_calls" in message
-        else dict(message)
-        for message in messages
-    ]
-
-
-def _as_text(call: Message) -> dict[str, Any]:
-    function = call["function"]
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+    said = deepcopy(list(map(dict, messages)))
+    for function in (call["function"] for message in said for call in message.get("tool_calls", ())):
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return said
 
 
 Encode = Callable[[str, bool], list[int]]

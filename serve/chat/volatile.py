@@ -10,7 +10,6 @@ import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from threading import Lock
 from typing import Any
 
@@ -89,12 +88,12 @@ _CHATS = 32
 _LEAST = 2
 """Messages behind a change that two chats must have in common to be one chat: one alone may be alike by chance."""
 
-Part = tuple[str, bytes]
-"""The name of a part, and a digest of what it says."""
+Part = tuple[str, int]
+"""The name of a part, and a hash of what it says."""
 
 
 class Changes:
-    """Compares each chat with those before it, and says of each part once that it has changed. For any thread."""
+    """Compares each chat with earlier ones, and says of each part once that it has changed. For any thread."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -102,16 +101,15 @@ class Changes:
         self._said: set[str] = set()
 
     def note(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str | None:
-        """What is to be said of a chat, as templates take it: its one part that another had differently, with the same
-        parts behind it."""
-        parts = [("tools", _digest(tools))]
-        parts += [(f"messages[{at}] ({message['role']})", _digest(message)) for at, message in enumerate(messages)]
+        """Return what to say of a chat, as templates take it: its only part that an earlier chat had differently."""
+        named = {"tools": tools} | {f"messages[{at}] ({one['role']})": one for at, one in enumerate(messages)}
+        parts = [(name, hash(json.dumps(part))) for name, part in named.items()]
         with self._lock:
-            goes_on = any(chat == parts[: len(chat)] for chat in self._chats)
+            continues = any(chat == parts[: len(chat)] for chat in self._chats)
             changed = next((found for chat in reversed(self._chats) if (found := _changed(chat, parts))), None)
             if parts not in self._chats:
                 self._chats.append(parts)
-            if goes_on or changed is None or changed[0] in self._said:
+            if continues or changed is None or changed[0] in self._said:
                 return None
             name, behind = changed
             self._said.add(name)
@@ -129,7 +127,3 @@ def _changed(before: Sequence[Part], now: Sequence[Part]) -> tuple[str, int] | N
     if len(differ) != 1 or len(before) - 1 - differ[0] < _LEAST:
         return None
     return now[differ[0]][0], len(before) - 1 - differ[0]
-
-
-def _digest(part: Any) -> bytes:
-    return blake2b(json.dumps(part, default=str).encode(errors="replace"), digest_size=16).digest()
