@@ -1,4 +1,4 @@
-"""Ragged caches: every row of a batch has its own length, and rolling back is arithmetic on it."""
+"""KV caches in which every row of a batch has its own length, so that a rollback only changes lengths."""
 
 from eagle_mlx.cache.full import STEP, RaggedKV
 from eagle_mlx.cache.kinds import check_cacheable, may_pad

@@ -1,4 +1,4 @@
-"""Full attention: keys and values of every position, row by row, in buffers that rows grow into."""
+"""Caches for full attention: growing buffers that keep every position's keys and values, row by row."""
 
 from __future__ import annotations
 
@@ -11,34 +11,33 @@ from eagle_mlx.cache.lengths import Moves, RowLengths
 from eagle_mlx.cpu import use_shortcuts
 
 STEP = 256
-"""Positions by which a buffer grows at least, as mlx-lm's own caches do."""
+"""The smallest step by which a buffer grows, in positions, as in mlx-lm's caches."""
 _GROWTH = 8
-"""A buffer is made an eighth longer than it must be, in whole steps.
+"""New buffers are an eighth larger than needed, in whole steps.
 
-A text of n tokens has then copied about 8 n entries to get there, and read n²/2 of them.
+Growing to n tokens then copies about 8 n entries in all; reading them takes n²/2.
 """
 _MOST = 1.3
-"""A buffer is made anew where rows leave and it has so many times the slots in use, and STEP a row.
+"""When rows leave, a buffer is copied if it has more than this many times the slots in use, plus STEP per row.
 
-With the eighth to grow into, one row of eight can leave and another join without a copy.
+With `_GROWTH`, one row of eight can leave and another join without a copy.
 """
 
 
 def capacity(slots: int) -> int:
-    """Slots of a buffer that is made for so many."""
+    """Return the number of slots to allocate for `slots` positions."""
     return (-(-slots // STEP) + slots // _GROWTH // STEP) * STEP
 
 
 def most_slots(rows: int, slots: int) -> int:
-    """The most slots that a buffer for so many rows of so many slots may have, over all rows."""
+    """Return the most slots, over all rows, that a buffer for `rows` rows of `slots` positions may have."""
     return int(rows * (_MOST * slots + STEP))
 
 
 def room(buffer: mx.array | None, like: mx.array, rows: int, slots: int, most: int | None = None) -> mx.array:
-    """A buffer [R, heads, capacity, D] with R >= rows and capacity >= slots: this one, or a longer copy of it.
+    """Return a buffer [R, heads, capacity, D] with R >= rows and capacity >= slots: this one, or a copy with R = rows.
 
-    A copy has as many rows as are asked for, so that there are never more than rows that decode at once. `most`: slots
-    that are never exceeded.
+    `most`: the most slots that a copy may have.
     """
     have_rows, _, have, _ = buffer.shape if buffer is not None else (0, 0, 0, 0)
     if rows <= have_rows and slots <= have:
@@ -52,14 +51,14 @@ def room(buffer: mx.array | None, like: mx.array, rows: int, slots: int, most: i
 
 
 def fit(buffer: mx.array, rows: int, slots: int, most: int | None = None) -> mx.array:
-    """The buffer, or a shorter copy where rows have left and it holds more than `most_slots` for those that stay."""
+    """Return the buffer, or a smaller copy if it has more than `most_slots` for the rows in use."""
     if buffer.shape[0] * buffer.shape[2] <= most_slots(rows, slots):
         return buffer
     return _resized(buffer, rows, capacity(slots) if most is None else min(capacity(slots), most))
 
 
 def _resized(buffer: mx.array, rows: int, slots: int) -> mx.array:
-    """A copy [rows, heads, slots, D] of what both have, zeros elsewhere."""
+    """Return a copy [rows, heads, slots, D], cut or padded with zeros."""
     both = buffer[:rows, :, :slots]
     more_rows, more_slots = rows - both.shape[0], slots - both.shape[2]
     if not more_rows and not more_slots:
@@ -68,15 +67,15 @@ def _resized(buffer: mx.array, rows: int, slots: int) -> mx.array:
 
 
 def copied(x: mx.array) -> mx.array:
-    """A copy that shares no memory; a slice alone may keep the whole array that it was cut from."""
+    """Return a copy that shares no memory; a slice may keep alive the whole array that it was cut from."""
     return x * 1
 
 
 class RaggedKV:
     """Keys and values of one attention layer, in mlx-lm's cache protocol.
 
-    Buffers are [R, heads, capacity, D] with R >= rows, so that a row can leave and another join without moving the
-    others. Where many leave, or the longest, the buffers are made anew for those that stay (`fit`).
+    Buffers are [R, heads, capacity, D] with R >= rows, so that a row can leave or join without moving the others. If
+    many rows leave, or the longest one does, the buffers are replaced by smaller copies (`fit`).
     """
 
     def __init__(self, lengths: RowLengths):
@@ -87,7 +86,7 @@ class RaggedKV:
 
     @property
     def offset(self) -> int | mx.array:
-        """Where the new entries stand, for RoPE: an int where all rows agree, else [B] int32; [B, L] in a tree."""
+        """The position of the new entries, for RoPE: an int if all rows agree, else [B] int32; [B, L] in a tree."""
         if self.lengths.branches is not None:
             return self.lengths.places(self.lengths.branches.count)
         return self.lengths.upper if self.lengths.uniform else self.lengths.offset
@@ -95,18 +94,18 @@ class RaggedKV:
     def make_mask(
         self, count: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """The attention mask of `count` new positions per row."""
+        """Return the attention mask of `count` new positions per row."""
         if window_size is not None and window_size < self.lengths.upper + count:
             return self.lengths.mask(count, window_size)
         if self.lengths.uniform and not return_array and self.lengths.branches is None:
             if count == 1:
                 return None
-            if not use_shortcuts():  # where every layer would make this mask for itself
+            if not use_shortcuts():  # otherwise every layer would build this mask itself
                 return "causal"
         return self.lengths.mask(count)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write [B, heads, L, D] behind each row's own length; return what the mask spans, [B, heads, upper + L, D]."""
+        """Write [B, heads, L, D] after each row's length; return all that the mask covers, [B, heads, upper + L, D]."""
         rows, count = keys.shape[0], keys.shape[2]
         end = self.lengths.upper + count
         self.keys = self._written(room(self.keys, keys, rows, end, self._most), keys)
@@ -115,7 +114,7 @@ class RaggedKV:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What `update_and_fetch` last returned, for layers that share it."""
+        """Return the last result of `update_and_fetch`, for layers that share it."""
         assert self.keys is not None
         assert self.values is not None
         return fetched(self.keys, *self._fetched), fetched(self.values, *self._fetched)
@@ -130,7 +129,7 @@ class RaggedKV:
         return scattered(buffer, new, self.lengths.positions(count))
 
     def keep(self, moves: Moves) -> None:
-        """Move entries of a tree together."""
+        """Move a tree's accepted entries next to one another."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = (self._moved(x, moves) for x in (self.keys, self.values))
 
@@ -143,15 +142,15 @@ class RaggedKV:
         return scattered(buffer, moving, moves.new)
 
     def append(self, other: RaggedKV) -> None:
-        """Take over the other's rows; call before the lengths are joined.
+        """Append the other's rows; call this before the lengths are joined.
 
-        The rest of their slots is zeroed: a row that has left may have kept entries there that are not numbers.
+        The rest of their slots is zeroed, because a row that left may have kept NaN there.
         """
         mine, theirs = self.lengths.rows, other.lengths.rows
         if not mine:
             self.keys, self.values = other.keys, other.values
             return
-        # Where one side has read nothing yet, its rows still need a place to move from.
+        # If one side is still empty, its rows still need slots.
         like_keys, like_values = self._like(other)
         if like_keys is None or like_values is None:
             return
@@ -165,20 +164,20 @@ class RaggedKV:
         self._zero(slice(mine, mine + theirs), end if other.keys is not None else 0)
 
     def _like(self, other: RaggedKV) -> tuple[mx.array | None, mx.array | None]:
-        """Keys and values of the shape of either's."""
+        """Return keys and values of the right shape, from the cache that has some."""
         return (self.keys, self.values) if other.keys is None else (other.keys, other.values)
 
     def _used(self, length: int) -> int:
-        """Slots that rows of at most this length have entries in."""
+        """Return the number of slots that rows of at most this length use."""
         return length
 
     @property
     def _most(self) -> int | None:
-        """Slots that a buffer never has a use for more of."""
+        """The most slots that a buffer can use; None if there is no limit."""
         return None
 
     def fit(self) -> list[mx.array]:
-        """Give up the room of rows that have left, where it is much; the buffers that were made for it."""
+        """Free the memory of rows that have left if it is much; return the new buffers."""
         if self.keys is None or self.values is None:
             return []
         before, slots = (self.keys, self.values), max(1, self._used(self.lengths.upper))
@@ -187,17 +186,17 @@ class RaggedKV:
         return [new for old, new in zip(before, (self.keys, self.values), strict=True) if new is not old]
 
     def remove(self, row: int, last: Self | None) -> None:
-        """Let a row go; `last` is a fork of the last row, which moves into the gap, or None where that is the row."""
+        """Remove a row. `last`: a fork of the last row, which moves into the gap; None if `row` is the last."""
         if self.keys is None or self.values is None or self.lengths.rows == 1:
             self.keys = self.values = None
         elif last is not None and last.keys is not None and last.values is not None:
             used = last.keys.shape[2]
             self.keys[row : row + 1, :, :used] = last.keys
             self.values[row : row + 1, :, :used] = last.values
-            self._zero(slice(row, row + 1), used)  # a round that was never read may have written behind it
+            self._zero(slice(row, row + 1), used)  # a round that was not collected may have written past the end
 
     def fork(self, row: int, length: int, lengths: RowLengths) -> Self:
-        """The first `length` positions of one row, in arrays of their own; `lengths` are those of the new cache."""
+        """Copy the first `length` positions of one row into a new cache with `lengths`."""
         other = copy(self)
         other.lengths, slots = lengths, self._used(length)
         if self.keys is not None and self.values is not None:
@@ -205,11 +204,11 @@ class RaggedKV:
         return other
 
     def shortest(self, row: int) -> int:
-        """The fewest positions that a fork of a row may hold: any, because all entries stay where they are."""
+        """Return the fewest positions a fork of a row may have: here 0, because entries stay where they are."""
         return 0
 
     def zero(self, row: int, start: int = 0) -> None:
-        """Forget what a row holds that nobody may see, even multiplied by nothing: entries that are not numbers."""
+        """Zero a row from `start` on: NaN in a masked entry would still reach the output."""
         self._zero(slice(row, row + 1), start)
 
     def _zero(self, rows: slice, start: int) -> None:
@@ -223,35 +222,35 @@ class RaggedKV:
 
 
 class RaggedGrouped(RaggedKV):
-    """The same for layers that group the heads of queries by hand: their masks have one axis more."""
+    """A cache for layers that group query heads themselves: their masks have one more axis."""
 
     def make_mask(
         self, count: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """None, or [B, 1, 1, count, upper + count] bool."""
+        """Return None or a mask [B, 1, 1, count, upper + count] bool."""
         mask = super().make_mask(count, return_array, window_size)
         return mask[:, :, None] if isinstance(mask, mx.array) else mask
 
 
 def fetched(buffer: mx.array, rows: int, end: int) -> mx.array:
-    """The rows in use and their first `end` slots: [rows, heads, end, D]."""
+    """Return the rows in use and their first `end` slots: [rows, heads, end, D]."""
     return buffer if buffer.shape[0] == rows and buffer.shape[2] == end else buffer[:rows, :, :end]
 
 
 def scattered(buffer: mx.array, new: mx.array, slots: mx.array) -> mx.array:
-    """The buffer [R, heads, capacity, D] with new [B, heads, L, D] in each row's own slots [B, L]."""
+    """Write `new` [B, heads, L, D] into each row's slots [B, L] of a buffer [R, heads, capacity, D]; return it."""
     where = slots[:, None, :, None]
     spare = buffer.shape[0] - new.shape[0]
-    if spare:  # rows that nobody uses get zeros at their start
+    if spare:  # unused rows get zeros at their start
         widths = [(0, spare), (0, 0), (0, 0), (0, 0)]
         where, new = mx.pad(where, widths), mx.pad(new, widths)
     return mx.put_along_axis(buffer, mx.broadcast_to(where, new.shape), new, axis=2)
 
 
 class RaggedChunked(RaggedKV):
-    """Keys and values of one layer whose positions see those of the same `chunk` positions.
+    """Keys and values of one layer with chunked attention: a position attends only within its chunk.
 
-    Such models make their masks of `start_position` and `offset`, as ints: for one row, of known length.
+    Such models build their masks from `start_position` and `offset`, which must be ints: for one row, of known length.
     """
 
     def __init__(self, lengths: RowLengths, chunk: int):
@@ -260,14 +259,14 @@ class RaggedChunked(RaggedKV):
 
     @property
     def start_position(self) -> int:
-        """The first position that is fetched: the start of the chunk that the next position falls into."""
+        """The first position returned: the start of the chunk of the next position."""
         return self.lengths.upper // self.chunk * self.chunk
 
     def maybe_trim_front(self) -> None:
-        """Nothing to trim: what lies before `start_position` is not fetched."""
+        """Do nothing: positions before `start_position` are never returned."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write [1, heads, L, D]; return what lies from `start_position` on."""
+        """Write [1, heads, L, D]; return the entries from `start_position` on."""
         keys, values = super().update_and_fetch(keys, values)
         start = self.start_position
         return (keys[:, :, start:], values[:, :, start:]) if start else (keys, values)

@@ -1,4 +1,4 @@
-"""Which of mlx-lm's caches have a ragged counterpart, and which models cannot use it."""
+"""The ragged counterparts of mlx-lm's caches, and the models that cannot use them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ ONE_ROW = {
     "minimax_m3_vl": "it chooses blocks of keys by their place in one sequence",
     "recurrent_gemma": "its first token is read differently from every other",
 }
-"""mlx-lm's model files that cannot decode rows of different lengths together, and why."""
+"""mlx-lm model files that cannot decode rows of different lengths together, and why."""
 
 OWN_POSITIONS = {
     "gpt2": "its learned positions follow one another",
     "ministral3": "it scales its queries by positions of its own",
     "mistral4": "it scales its queries by positions of its own",
 }
-"""mlx-lm's model files that compute something of positions beside their rotary modules, so that they read no trees."""
+"""mlx-lm model files that use positions outside their RoPE modules and therefore cannot read draft trees."""
 
 REFUSED = {
     "kimi_k3": "its layers add to sums that they share, so that none can be called twice",
@@ -44,16 +44,16 @@ REFUSED = {
     "phi3small": "its block-sparse layers show a token what comes after it wherever several are read at once",
     "plamo3": "a prompt's tokens see one position further back than later ones, so that no verify reads like decoding",
 }
-"""mlx-lm's model files that cannot be exact, and why."""
+"""mlx-lm model files for which speculative decoding cannot be exact, and why."""
 
 GROUPED = frozenset({"gemma2"})
-"""mlx-lm's model files whose attention groups the heads of queries by hand."""
+"""mlx-lm model files whose attention groups the query heads itself."""
 
 
 def ragged(cache: Any, lengths: RowLengths, model: nn.Module, kv_bits: int | None = None) -> Any:
-    """The ragged counterpart of one of mlx-lm's caches. Raises TargetError where there is none.
+    """Return the ragged counterpart of one of mlx-lm's caches.
 
-    kv_bits quantises the keys and values of full attention; windows, chunks and states are small and stay as they are.
+    kv_bits quantizes full attention only: windows, chunks and states are small. Raises TargetError if there is none.
     """
     kind = type(cache)
     if kind is KVCache and kv_bits is not None:
@@ -75,7 +75,7 @@ def ragged(cache: Any, lengths: RowLengths, model: nn.Module, kv_bits: int | Non
 
 
 def check_cacheable(model: nn.Module, rows: int = 1, kv_bits: int | None = None) -> None:
-    """Raise TargetError where `rows` rows of this model cannot be decoded together, exactly, or not quantised so."""
+    """Raise TargetError if this model cannot decode `rows` rows together exactly, or not with `kv_bits`."""
     file = model_file(model)
     if file in REFUSED:
         raise TargetError(f"models of type {file} cannot be sped up: {REFUSED[file]}; decode them with mlx_lm")
@@ -91,29 +91,29 @@ def check_cacheable(model: nn.Module, rows: int = 1, kv_bits: int | None = None)
 
 
 def _check_quantizable(model: nn.Module, kv_bits: int) -> None:
-    """See whether this model's attention takes quantised keys. Nothing is computed: shapes and types are enough."""
+    """Raise TargetError if this model's attention cannot use quantized keys. Only shapes and types are computed."""
     lengths = RowLengths(1)
     caches = [ragged(cache, lengths, model, kv_bits) for cache in make_prompt_cache(model)]
     if not any(isinstance(cache, RaggedQuantized) for cache in caches):
         raise TargetError(f"models of type {model_file(model)} keep nothing that kv_bits could quantise; leave it out")
     try:
         model(mx.zeros((1, 1), mx.int32), cache=caches)
-    except Exception as e:  # whatever a model that knows of no such cache stumbles over
+    except Exception as e:  # the model knows nothing of such a cache, so any error is possible
         raise TargetError(f"this model cannot decode with quantised keys and values ({e}); leave kv_bits out") from e
 
 
 def may_pad(model: nn.Module) -> bool:
-    """Whether prompts of different lengths may be read in one forward: padding never enters a recurrent state."""
+    """Return whether prompts of different lengths may share a forward: no recurrent state reads padding."""
     caches = make_prompt_cache(model)
     parts = [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else (cache,))]
     return masks_padding(model) or not any(isinstance(part, ArraysCache) for part in parts)
 
 
 def masks_padding(model: nn.Module) -> bool:
-    """Whether this model's recurrent layers heed the lengths of rows."""
+    """Return whether this model's recurrent layers respect the lengths of rows."""
     return all({base.__module__.rsplit(".", 1)[-1] for base in type(x).__mro__} & MASKED for x in model.layers)
 
 
 def model_file(model: nn.Module) -> str:
-    """The name of mlx-lm's file that a model comes from, which is the model type as mlx-lm knows it."""
+    """Return the name of the mlx-lm file that defines a model, which is its model type."""
     return type(model).__module__.rsplit(".", 1)[-1]

@@ -1,4 +1,4 @@
-"""How long each row of a batch is, and the attention masks that follow from it."""
+"""The length of each row of a batch, and the attention masks that follow from the lengths."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from eagle_mlx.decoding.draft import Branches
 
 @dataclass(frozen=True)
 class Moves:
-    """Entries that are to change their places, as many in each row."""
+    """Cache entries to move, the same number in each row."""
 
     old: mx.array
     """[B, D] int32"""
     new: mx.array
-    """[B, D] int32, one behind the other."""
+    """[B, D] int32, consecutive in each row."""
     old_of_first: mx.array
-    """[D] int32, of the first row."""
+    """[D] int32, `old` of the first row."""
     start: int
-    """Its first new place."""
+    """The first row's first new position."""
 
     @classmethod
     def of(cls, kept: Sequence[Sequence[int]], starts: Sequence[int]) -> Moves | None:
-        """Of trees, so that what is kept lies as a chain would; None where it does already.
+        """Return the moves that put a tree's accepted entries where a chain's would be; None if they already are.
 
-        kept: row by row the draft tokens of the branch that is kept, by their numbers from 0 on; starts: where the
-        newest token lies that the trees hang below.
+        kept: each row's accepted draft tokens, numbered from 0; starts: the position of the token above each tree.
         """
         depth = max(map(len, kept), default=0)
         paths = [[*nodes, *range(len(nodes), depth)] for nodes in kept]
@@ -50,9 +49,8 @@ SavedLengths = tuple[int, list[int], bool, mx.array | None]
 class RowLengths:
     """The lengths of a batch's rows, shared by the caches of all layers.
 
-    On the device `offset` [B] int32 is exact at all times. On the host `bounds` bound it row by row and `upper` over
-    all rows, for allocation and slicing; `uniform` says that every row's length is `upper`, which allows the cheap
-    masks and writes.
+    On the device, `offset` [B] int32 is always exact. On the host, `bounds` has an upper bound for each row and `upper`
+    one for all rows. If `uniform`, every row's length is `upper`, which allows cheaper masks and writes.
     """
 
     def __init__(self, rows: int):
@@ -61,31 +59,31 @@ class RowLengths:
         self.bounds = [0] * rows
         self.uniform = True
         self.valid: mx.array | None = None
-        """[B] int32, how many of the next forward's entries count, where that is known before it and differs."""
+        """[B] int32: each row's real entries in the next forward, if they are known beforehand and differ."""
         self.branches: Branches | None = None
-        """How the next forward's positions hang together, where they are no chain."""
+        """The tree of the next forward's positions; None if they are a chain."""
         self._offset: mx.array | None = None
         self._memo: dict[tuple[str | int, ...], mx.array] = {}
 
     @property
     def offset(self) -> mx.array:
-        """[B] int32, the valid entries of each row."""
+        """[B] int32, the number of valid entries in each row."""
         if self._offset is None:
             self._offset = mx.full((self.rows,), self.upper, mx.int32)
         return self._offset
 
     def expect(self, valid: mx.array) -> None:
-        """The next forward's positions from valid [B] int32 on are padding."""
+        """Set which of the next forward's positions are real: the first valid [B] int32 of each row."""
         self._memo.clear()
         self.valid = valid
 
     def branch(self, branches: Branches) -> None:
-        """The next forward's positions are those of a tree."""
+        """Set the tree that the next forward's positions form."""
         self._memo.clear()
         self.branches = branches
 
     def advance(self, count: int | mx.array, at_most: int | None = None) -> None:
-        """Accept `count` new entries: the same in every row, or [B] int32 of which `at_most` is a bound."""
+        """Accept `count` new entries: an int for all rows, or [B] int32 with `at_most` as upper bound."""
         self._memo.clear()
         self.valid = self.branches = None
         if isinstance(count, int):
@@ -100,7 +98,7 @@ class RowLengths:
         self.bounds = [bound + most for bound in self.bounds]
 
     def sync(self, lengths: Sequence[int]) -> None:
-        """The host has read the rows' real lengths: tighten the bound."""
+        """Set the exact lengths, which the host now knows."""
         self._memo.clear()
         self.bounds = list(lengths)
         self.upper = max(lengths, default=0)
@@ -112,7 +110,7 @@ class RowLengths:
         return self.upper, self.bounds, self.uniform, self._offset
 
     def restore(self, state: SavedLengths) -> None:
-        """Back to a saved state: what was written since is masked now and overwritten later."""
+        """Return to saved lengths; later entries are masked and will be overwritten."""
         self._memo.clear()
         self.branches = None
         self.upper, self.bounds, self.uniform, self._offset = state
@@ -126,7 +124,7 @@ class RowLengths:
         self._offset = None if self.uniform else offset
 
     def remove(self, row: int) -> None:
-        """Drop a row; the last one takes its place."""
+        """Remove a row; the last row takes its place."""
         offset = None if self.uniform else without_row(self.offset, row)
         self._memo.clear()
         self.rows -= 1
@@ -135,7 +133,7 @@ class RowLengths:
         self._offset = offset
 
     def places(self, count: int) -> mx.array:
-        """[B, count] int32: where the next `count` positions stand in each row's sequence; the same array each time."""
+        """Return the next `count` positions of each row, [B, count] int32; always the same array within a forward."""
         if self.branches is None:
             return self.positions(count)
         if ("places",) not in self._memo:
@@ -144,21 +142,21 @@ class RowLengths:
         return self._memo["places",]
 
     def positions(self, count: int) -> mx.array:
-        """[B, count] int32: the positions of the next `count` entries of each row, as if they were a chain."""
+        """Return the next `count` positions of each row as for a chain, [B, count] int32."""
         key = ("positions", count)
         if key not in self._memo:
             self._memo[key] = self.offset[:, None] + mx.arange(count)
         return self._memo[key]
 
     def slots(self, count: int, size: int) -> mx.array:
-        """[B, count] int32: where the next `count` entries of each row lie in a ring."""
+        """Return the ring slots of the next `count` entries of each row, [B, count] int32."""
         key = ("slots", count, size)
         if key not in self._memo:
             self._memo[key] = self.positions(count) % size
         return self._memo[key]
 
     def mask(self, count: int, window: int | None = None) -> mx.array:
-        """[B, 1, count, upper + count] bool: which entries each new position sees, at most the last `window`."""
+        """Return which entries each new position sees, [B, 1, count, upper + count] bool: at most the last `window`."""
         key = ("mask", count, window or 0)
         if key not in self._memo:
             keys, queries = mx.arange(self.upper + count), self.places(count)[..., None]
@@ -171,7 +169,7 @@ class RowLengths:
         return self._memo[key]
 
     def ring_mask(self, count: int, window: int, size: int) -> mx.array:
-        """[B, 1, count, size] bool: the same where the entry of position p lies in slot p mod size."""
+        """Return the mask [B, 1, count, size] bool for a ring, where position p is in slot p mod size."""
         key = ("ring", count, window, size)
         if key not in self._memo:
             keys, queries = ring_positions(self.offset + (count - 1), size), self.places(count)[..., None]
@@ -183,21 +181,21 @@ class RowLengths:
 
     @staticmethod
     def _causal(keys: mx.array, queries: mx.array, window: int | None) -> mx.array:
-        """Whether queries at positions [B, L, 1] see keys at positions [..., S]: [B, 1, L, S] bool."""
+        """Return whether queries at positions [B, L, 1] see keys at positions [..., S], as [B, 1, L, S] bool."""
         seen = keys <= queries
         if window is not None:
             seen = seen & (keys > queries - window)
         return seen[:, None]
 
     def _uniform_tree_mask(self, tree: Branches) -> mx.array:
-        """What the positions of a tree see where all rows are of one length: the text, and their branches."""
+        """Return the mask of a tree if all rows have the same length: each node sees the text and its own branch."""
         text = mx.ones((self.rows, tree.count, self.upper - tree.before), mx.bool_)
         return mx.concatenate([text, tree.seen], axis=-1)[:, None]
 
     def _tree_mask(self, keys: mx.array, queries: mx.array, window: int | None, tree: Branches, size: int) -> mx.array:
-        """What the positions of a tree see of the keys at [B or 1, S], which lie in a ring of `size` slots.
+        """Return the mask of a tree, [B, 1, L, S] bool, over the keys at [B or 1, S] in a ring of `size` slots.
 
-        queries: their positions, [B, L, 1] int32. Returns [B, 1, L, S] bool.
+        queries: their positions, [B, L, 1] int32.
         """
         start = self.offset - tree.before
         text = (keys >= 0) & (keys < start[:, None])
@@ -210,7 +208,7 @@ class RowLengths:
         return mx.put_along_axis(seen, mx.broadcast_to(slots[:, None], own.shape), own, axis=-1)[:, None]
 
     def valid_mask(self, count: int) -> mx.array | None:
-        """[B, count] bool: which of the next forward's entries count; None where all of them do for certain."""
+        """Return which of the next forward's entries are real, [B, count] bool; None if all of them certainly are."""
         if self.valid is None and count == 1:
             return None
         key = ("valid", count)
@@ -221,18 +219,18 @@ class RowLengths:
 
 
 def ring_positions(newest: mx.array, size: int) -> mx.array:
-    """newest [B] int32 -> [B, size] int32: the position whose entry lies in each slot; below 0 for slots not used."""
+    """Return the position in each slot of a ring, [B, size] int32, below 0 if unused. newest: [B] int32."""
     return newest[:, None] - (newest[:, None] - mx.arange(size)) % size
 
 
 def swap_removed(values: Sequence[int], row: int) -> list[int]:
-    """A value for each row without one row, the last one in its place."""
+    """Remove one row's value; the last value takes its place."""
     last = len(values) - 1
     return [values[last if index == row else index] for index in range(last)]
 
 
 def without_row(x: mx.array, row: int) -> mx.array:
-    """x [B, ...] without one row, the last one in its place: [B - 1, ...]."""
+    """Remove one row of x [B, ...]; the last row takes its place. Returns [B - 1, ...]."""
     last = x.shape[0] - 1
     kept = x[:last]
     if row == last:

@@ -1,4 +1,4 @@
-"""Keys and values of full attention in 4 or 8 bits, row by row."""
+"""Caches for full attention with keys and values in 4 or 8 bits."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from eagle_mlx.cache.lengths import Moves, RowLengths
 from eagle_mlx.errors import TargetError
 
 GROUPS = (64, 32)
-"""Numbers that share a scale and a bias; the first that the heads' width can be cut into."""
+"""Group sizes, in numbers that share a scale and a bias. The first that divides the head width is used."""
 
 Triple = tuple[mx.array, ...]
 """Packed numbers [B, heads, L, D * bits / 32] uint32, scales and biases [B, heads, L, D / group_size]."""
 
 
 class RaggedQuantized:
-    """Keys and values of one attention layer in mlx-lm's cache protocol, as its QuantizedKVCache gives them.
+    """Keys and values of one attention layer, returned as by mlx-lm's QuantizedKVCache.
 
-    Each of the three arrays of which quantised numbers are made is kept like plain keys and values are. Entries are
-    quantised one by one, so that a verify writes what plain decoding would have written.
+    The packed numbers, the scales and the biases are stored as plain keys and values are. Each entry is quantized
+    alone, so that a verify writes what plain decoding would have written.
     """
 
     def __init__(self, lengths: RowLengths, bits: int):
@@ -32,7 +32,7 @@ class RaggedQuantized:
 
     @property
     def keys(self) -> mx.array | None:
-        """The packed keys, to which mlx-lm's pipelines tie what a rank sends: what computes them sends it, too."""
+        """The packed keys. mlx-lm's pipelines make them depend on a rank's send, so that computing them sends."""
         return self.parts[0].keys
 
     @keys.setter
@@ -45,7 +45,7 @@ class RaggedQuantized:
         return self.parts[0].make_mask(count, return_array, window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Triple, Triple]:
-        """Write [B, heads, L, D] behind each row's own length. Raises TargetError for heads that have no groups."""
+        """Write [B, heads, L, D] after each row's length. Raises TargetError if no group size fits the heads."""
         if not self.group_size:
             self.group_size = _group_size(keys.shape[-1], values.shape[-1])
         quantized = (mx.quantize(x, group_size=self.group_size, bits=self.bits) for x in (keys, values))

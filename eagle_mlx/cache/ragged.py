@@ -1,4 +1,4 @@
-"""The caches of a whole model for a batch of rows, what they hold of some positions, and what they take of memory."""
+"""The caches of a whole model for a batch of rows, pieces of them for reuse, and their size in bytes."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from eagle_mlx.hooks import NotesCalls, hook
 
 @dataclass(frozen=True)
 class KVPiece:
-    """Keys and values of some positions of one row, of all layers that keep every position."""
+    """Keys and values of some positions of one row, for all layers that keep every position."""
 
     layers: list[list[mx.array]]
-    """Layer by layer [1, heads, L, D], keys before values; empty for a layer that nothing was written to."""
+    """For each layer, keys and values [1, heads, L, D]; empty if nothing was written to the layer."""
 
     @property
     def arrays(self) -> list[mx.array]:
         return [x for layer in self.layers for x in layer]
 
     def split(self, at: int) -> tuple[KVPiece, KVPiece]:
-        """The first `at` positions and the others. This piece is given away: at most one array is there twice."""
+        """Return the first `at` positions and the rest. This piece is consumed: at most one array is held twice."""
         heads, tails = KVPiece([]), KVPiece([])
         for layer in self.layers:
             heads.layers.append([])
@@ -48,7 +48,7 @@ class KVPiece:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a cache is restored to."""
+    """The state of a cache to return to after a rollback."""
 
     lengths: SavedLengths
     states: list[list[mx.array | None]]
@@ -56,26 +56,26 @@ class Saved:
 
 
 class RaggedCache(Sequence[Any]):
-    """The caches of all layers of one model for a batch of rows; goes into the model as its `cache`."""
+    """The caches of all layers of one model for a batch of rows; pass it to the model as `cache`."""
 
     def __init__(self, layers: int | Sequence[Callable[[RowLengths], Any]], rows: int):
-        """`layers`: what makes each layer's cache from the rows' lengths; a number for so many of full attention."""
+        """`layers`: a factory for each layer's cache, or the number of full-attention layers."""
         lengths = RowLengths(rows)
         makers = [RaggedKV] * layers if isinstance(layers, int) else layers
         self._hold(lengths, [make(lengths) for make in makers])
 
     @classmethod
     def of(cls, model: nn.Module, rows: int, kv_bits: int | None = None) -> RaggedCache:
-        """What mlx-lm would make for this model, row by row. Raises TargetError where that is not supported.
+        """Return the ragged counterparts of the caches that mlx-lm would make for this model.
 
-        A model may make its own, as mlx-lm's do with `make_cache`: one that is spread over several machines does.
+        A model spread over several machines makes its own (`make_ragged_cache`). Raises TargetError if unsupported.
         """
         make: Callable[[int, int | None], RaggedCache] | None = getattr(model, "make_ragged_cache", None)
         return cls.local(model, rows, kv_bits) if make is None else make(rows, kv_bits)
 
     @classmethod
     def local(cls, model: nn.Module, rows: int, kv_bits: int | None = None) -> Self:
-        """The same of this process alone."""
+        """Return such a cache for this process alone."""
         self = cls.__new__(cls)
         lengths = RowLengths(rows)
         self._hold(lengths, [ragged(cache, lengths, model, kv_bits) for cache in make_prompt_cache(model)])
@@ -91,11 +91,11 @@ class RaggedCache(Sequence[Any]):
         self.windows = [part for part in parts if isinstance(part, RaggedWindow)]
         split = [part for cache in parts for part in (cache.parts if isinstance(cache, RaggedQuantized) else (cache,))]
         self.positional = [x for x in split if isinstance(x, RaggedKV) and not isinstance(x, RaggedWindow)]
-        """What keeps every position, and can be cut anywhere."""
+        """The caches that keep every position and can be cut anywhere."""
 
     @property
     def parts(self) -> list[Any]:
-        """The caches of all layers, those of lists one by one."""
+        """The caches of all layers, with lists of caches flattened."""
         return [part for layer in self.layers for part in (layer.caches if isinstance(layer, RaggedList) else (layer,))]
 
     def __len__(self) -> int:
@@ -108,37 +108,36 @@ class RaggedCache(Sequence[Any]):
         return iter(self.layers)
 
     def expect(self, counts: Sequence[int]) -> None:
-        """Before a forward: how many of its positions count in each row, where that is known; the rest is padding."""
+        """Set, before a forward, how many of its positions are real in each row; the rest is padding."""
         if len(set(counts)) > 1:
             self.lengths.expect(mx.array(list(counts), mx.int32))
 
     def advance(self, count: int | mx.array, at_most: int | None = None) -> None:
-        """Accept `count` of the positions last read: the same in every row, or [B] int32, bounded by `at_most`."""
+        """Accept `count` of the positions last read: an int for all rows, or [B] int32 of at most `at_most`."""
         for state in self.recurrent:
             state.commit(count)
         self.lengths.advance(count, at_most)
 
     def advance_some(self, count: mx.array, at_most: int, saved: Saved) -> None:
-        """The same where count [B] int32 may be 0: these rows stay as they were in `saved`, before the forward."""
+        """Accept count [B] int32 positions; rows with 0 return to `saved`, their state before the forward."""
         for state, before in zip(self.recurrent, saved.states, strict=True):
             state.commit(1 if at_most == 1 else mx.maximum(count, 1))
             state.restore_rows(count == 0, before)
         self.lengths.advance(count, at_most)
 
     def put_back(self, rows: mx.array, saved: Saved) -> None:
-        """After `advance`: give some rows, [B] bool, the recurrent states that they had in `saved`."""
+        """Return some rows, [B] bool, to their recurrent states in `saved`; call this after `advance`."""
         for state, before in zip(self.recurrent, saved.states, strict=True):
             state.restore_rows(rows, before)
 
     def branch(self, branches: Branches) -> None:
-        """Before a forward: its positions are those of a tree."""
+        """Set, before a forward, the tree that its positions form."""
         self.lengths.branch(branches)
 
     def keep(self, kept: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
-        """After a tree's verify: move the entries of the branches that are kept to where a chain's would lie.
+        """Move the accepted entries of a tree to where a chain's would be; call this after the verify.
 
-        kept: row by row the draft tokens of the branch, by their numbers from 0 on; starts: how many entries each row
-        had before.
+        kept: each row's accepted draft tokens, numbered from 0; starts: each row's number of entries before the verify.
         """
         moves = Moves.of(kept, starts)
         if moves is not None:
@@ -152,47 +151,47 @@ class RaggedCache(Sequence[Any]):
 
     @property
     def may_branch(self) -> bool:
-        """Whether trees can be read: every layer keeps keys and values, whatever their place."""
+        """Whether draft trees can be read: every layer keeps keys and values, and none uses chunks."""
         kinds = (RaggedKV, RaggedQuantized)
         return all(isinstance(part, kinds) and not isinstance(part, RaggedChunked) for part in self.parts)
 
     def sync(self, lengths: Sequence[int]) -> None:
-        """The host has read the rows' real lengths."""
+        """Set the rows' exact lengths, which the host now knows."""
         self.lengths.sync(lengths)
 
     def save(self) -> Saved:
         return Saved(self.lengths.save(), [list(state.cache) for state in self.recurrent])
 
     def restore(self, saved: Saved) -> None:
-        """Back to what `save` gave."""
+        """Return to a state from `save`."""
         self.lengths.restore(saved.lengths)
         for state, arrays in zip(self.recurrent, saved.states, strict=True):
             state.cache = list(arrays)
 
     def compact(self) -> None:
-        """Give up the room that only the wide forwards of a prompt needed."""
+        """Free the slots that only a prompt's wide forwards needed."""
         for window in self.windows:
             window.compact()
 
     def append(self, other: RaggedCache) -> None:
-        """The other's rows join behind this one's, which are copied where there is no place left for more."""
+        """Append the other's rows. Buffers without space for them are copied."""
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             mine.append(theirs)
         self.lengths.append(other.lengths)
 
     def remove(self, row: int) -> None:
-        """A row leaves; the last one moves into the gap. The others are copied where that gives much room back."""
+        """Remove a row; the last row moves into the gap. The others are copied if that frees much memory."""
         last = self.fork(self.lengths.rows - 1, self.lengths.upper) if row < self.lengths.rows - 1 else None
         if last is not None:
-            mx.eval(last.state)  # as long as it is to be computed it holds the buffers, which would then be copied
+            mx.eval(last.state)  # until computed, it refers to the buffers, and writing to those would copy them
         for index, layer in enumerate(self.layers):
             layer.remove(row, None if last is None else last.layers[index])
         self.lengths.remove(row)
-        # Until a smaller copy is computed it holds the larger buffer.
+        # Until a smaller copy is computed, it refers to the larger buffer.
         mx.async_eval([x for layer in self.layers for x in layer.fit()])
 
     def fork(self, row: int, length: int) -> RaggedCache:
-        """A cache of one row that holds the first `length` positions of one of these, at least `shortest(row)`."""
+        """Return a cache with the first `length` positions of one row; `length` must be at least `shortest(row)`."""
         other = RaggedCache.__new__(RaggedCache)
         lengths = RowLengths(1)
         lengths.sync([length])
@@ -200,22 +199,21 @@ class RaggedCache(Sequence[Any]):
         return other
 
     def piece(self, row: int, start: int, end: int) -> KVPiece:
-        """What positions `start` to `end` of a row have in layers that keep every position, in arrays of its own."""
+        """Copy positions `start` to `end` of a row from the layers that keep every position."""
         return KVPiece([[copied(x[row : row + 1, :, start:end]) for x in part.state] for part in self.positional])
 
     def outline(self, row: int, length: int) -> RaggedCache:
-        """All that a fork holds beside what `piece` gives: windows, as small as they can be, and states."""
+        """Return the part of a fork that `piece` leaves out: windows, as small as possible, and recurrent states."""
         other = self.fork(row, length)
         for window in other.windows:
-            window.forget_after(length)  # the row may have read further, tokens that are no part of this text
+            window.forget_after(length)  # the row may have read tokens past the end of this text
         other.compact()
         for part in other.positional:
             part.keys = part.values = None
         return other
 
     def joined(self, pieces: Sequence[KVPiece], length: int) -> RaggedCache:
-        """Of an outline, and pieces that begin with a text and hold at least its first `length` positions: a cache of
-        these positions."""
+        """Return a cache of `length` positions from this outline and the pieces that cover them, in order."""
         other = self.fork(0, length)
         for part, layers in zip(other.positional, zip(*(piece.layers for piece in pieces), strict=True), strict=True):
             if layers[0]:
@@ -225,17 +223,16 @@ class RaggedCache(Sequence[Any]):
         return other
 
     def shortest(self, row: int) -> int:
-        """The fewest positions that a fork of a row may hold: those whose next position sees only what is still here.
+        """Return the fewest positions a fork of a row may have: the next position must find all that it attends to.
 
-        It can be more than the row's length, where a state has read further than the row's text goes.
+        It may exceed the row's length if a recurrent state has read further.
         """
         return max((layer.shortest(row) for layer in self.layers), default=0)
 
     def zero(self, row: int, start: int = 0) -> None:
-        """Forget what a row holds from position `start` on, which is no number: masks multiply by 0, and NaN stays.
+        """Zero a row from position `start` on: a mask multiplies by 0, but NaN remains NaN.
 
-        For what lies behind its length after a draft that reads as no number was rejected. `append` clears the slots of
-        rows that have left.
+        Use it after a rejected draft has produced NaN. `append` clears the slots of rows that have left.
         """
         for layer in self.layers:
             layer.zero(row, start)
@@ -251,21 +248,21 @@ class RaggedCache(Sequence[Any]):
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Bytes that the caches of a batch take, by its rows and the longest of them.
+    """Bytes that the caches of a batch need, by the number of rows and the longest of them.
 
-    It is worked out from one row's caches, before there are others.
+    It is computed from the cache of one row.
     """
 
     position: int = 0
-    """Of a row and position, over all layers of full attention."""
+    """Bytes per row and position, over all layers of full attention."""
     windows: tuple[tuple[int, int], ...] = ()
-    """For each layer that sees a window: its slots, and the bytes of a row and slot."""
+    """For each sliding-window layer, its slots and the bytes per row and slot."""
     row: int = 0
-    """Of a row, whatever its length: recurrent and convolutional states."""
+    """Bytes per row, whatever its length: recurrent and convolutional states."""
 
     @classmethod
     def of(cls, cache: RaggedCache) -> CacheSize:
-        """Of caches of one row that has read something, or is about to: shapes are enough, nothing is computed."""
+        """Compute the size from one row's cache that has read something, or is about to; only shapes are needed."""
         position, windows, row = 0, [], 0
         for part in cache.parts:
             if isinstance(part, RaggedWindow):
@@ -277,7 +274,7 @@ class CacheSize:
         return cls(position, tuple(windows), row)
 
     def nbytes(self, rows: int, longest: int) -> int:
-        """The most that so many rows ever take, of which the longest has so many positions."""
+        """Return the most bytes that `rows` rows can take, the longest of which has `longest` positions."""
         if not rows:
             return 0
         windows = sum(most_slots(rows, min(longest, slots)) * each for slots, each in self.windows)
@@ -288,5 +285,5 @@ class CacheSize:
 
 
 def _slot_bytes(buffers: Iterable[mx.array]) -> int:
-    """Of one slot of one row, over buffers [1, heads, capacity, D]."""
+    """Return the bytes of one slot of one row, over buffers [1, heads, capacity, D]."""
     return sum(x.nbytes // x.shape[2] for x in buffers)

@@ -1,15 +1,14 @@
-"""Recurrent and convolutional state: what a layer keeps instead of keys, and how it forgets rejected tokens.
+"""Recurrent and convolutional states: what such layers keep instead of keys, and how rejected tokens are removed.
 
-Such a state cannot be cut back like keys: after a verify it is that of all the draft tokens. So the state from before
-is kept, which costs nothing because arrays are immutable, and once it is known how many tokens each row accepts, the
-layer is called again from there with what it was called with, for those tokens alone. MLX evaluates lazily: of that
-second call only the state is computed, not the layer's output, its output projection or its MLP, and no other layer.
-The projections before the recurrence are not computed again either: what they gave is kept for the length of a round.
-The alternative, to put the accepted tokens in front of the next verify, makes every layer read them twice, and their
-number grows until a draft is accepted whole.
+Unlike keys, a state cannot be cut: after a verify it includes all the draft tokens. So we keep the state from before,
+which costs nothing because arrays are immutable. Once it is known how many tokens each row accepts, we call the layer
+again from there with the same arguments, for the accepted tokens only. MLX evaluates lazily: the second call computes
+only the state, not the layer's output, its output projection, its MLP or any other layer. The projections before the
+recurrence are kept during a round and not computed again. The alternative, reading the accepted tokens again in front
+of the next verify, makes every layer read them twice, and they pile up until a whole draft is accepted.
 
-Where a layer takes lengths of rows into account (`MASKED`) one call gives every row its own state. Elsewhere the layer
-is called token by token, and each row takes the state after its last accepted token.
+If a layer respects the lengths of rows (`MASKED`), one call gives every row its own state. Otherwise the layer is
+called token by token, and each row takes the state after its last accepted token.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ MASKED = frozenset(
         "qwen3_next",
     }
 )
-"""mlx-lm's model files whose recurrent layers leave padding out of their state."""
+"""mlx-lm model files whose recurrent layers keep padding out of their state."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """How a layer was called in a verify, and the state that it was called with."""
+    """The arguments of a layer's call in a verify, and its state before the call."""
 
     layer: Callable[..., Any]
     args: tuple[Any, ...]
@@ -58,19 +57,19 @@ class _Call:
     projections: Projections = field(default_factory=Projections)
 
     def replay(self, replace: Callable[[Any], Any]) -> None:
-        """Call the layer for its state alone."""
+        """Call the layer again, for its state only."""
         with self.projections.replaying(lambda outputs, number: outputs[number] if number < len(outputs) else None):
             self.layer(*map(replace, self.args), **{name: replace(value) for name, value in self.kwargs.items()})
 
     def replay_at(self, step: int, replace: Callable[[Any], Any]) -> None:
-        """Call it for one position alone: [B, L, ...] -> [B, 1, ...]."""
+        """Call the layer again for one position: [B, L, ...] -> [B, 1, ...]."""
 
         def cut(value: Any) -> Any:
             ours = isinstance(value, mx.array) and value.ndim > 1 and value.shape[1] == self.width
             return value[:, step : step + 1] if ours else value
 
         def output_at(outputs: Sequence[mx.array], number: int) -> mx.array | None:
-            """Of projections of all positions at once, [B, L, n], this one's part; of those one by one, its own."""
+            """Return this position's part of a projection: a slice of [B, L, n], or the output of its own call."""
             each, over = divmod(len(outputs), self.width)
             one_by_one = not over and all(x.ndim == 2 and x.shape[0] == self.rows for x in outputs)
             if one_by_one:
@@ -100,17 +99,17 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
 
     @property
     def lengths(self) -> mx.array | None:
-        """[B] int32, how many of the positions being read count in each row; None for all."""
+        """[B] int32, the number of real positions in each row of the current forward; None for all."""
         return self.rows.valid if self._accepted is None else self._accepted
 
     def make_mask(self, count: int) -> mx.array | None:
         return self.rows.valid_mask(count)
 
     def advance(self, count: int) -> None:
-        """The lengths are those of one forward: nothing is left of them for the next."""
+        """Do nothing: the lengths hold for one forward only."""
 
     def note(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Projections | None:
-        """Remember a call of which some positions may be rejected."""
+        """Remember a call if some of its positions may be rejected."""
         rows, width = next(x.shape[:2] for x in (*args, *kwargs.values()) if isinstance(x, mx.array))
         known = width == 1 or self.rows.valid is not None
         self._call = None if known else _Call(layer, args, kwargs, list(self.cache), rows, width)
@@ -131,7 +130,7 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
         self._accepted = None
 
     def restore_rows(self, rows: mx.array, before: Sequence[mx.array | None]) -> None:
-        """Let some rows, [B] bool, have the state that they had before."""
+        """Return some rows, [B] bool, to their earlier state."""
         self.cache = [x if x is None else _where(rows, old, x) for x, old in zip(self.cache, before, strict=True)]
 
     def _read_masked(self, call: _Call, count: mx.array) -> None:
@@ -149,7 +148,7 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
         self.cache = [_picked(mx.stack(list(column), axis=1), count) for column in zip(*states, strict=True)]
 
     def _replaced(self, value: Any, mask: mx.array | None) -> Any:
-        """An argument for a second call: masks are the state's own, attention beside it sees the new keys alone."""
+        """Return an argument for the second call, with this state's mask; attention beside it gets no cached keys."""
         if isinstance(value, RaggedList):
             return [x if x is self else _PassThrough(x.offset) for x in value.caches]
         if isinstance(value, mx.array) and value.dtype == mx.bool_:
@@ -157,7 +156,7 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
         return value
 
     def append(self, other: RecurrentState) -> None:
-        """Take over the other's rows; call before the lengths are joined."""
+        """Append the other's rows; call this before the lengths are joined."""
         if not self.rows.rows:
             self.cache = list(other.cache)
             return
@@ -168,21 +167,21 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
         self.cache = [x if x is None else without_row(x, row) for x in self.cache]
 
     def fit(self) -> list[mx.array]:
-        """Nothing: a state has no room for other rows."""
+        """Return nothing: a state has no spare memory."""
         return []
 
     def fork(self, row: int, length: int, lengths: RowLengths) -> RecurrentState:
-        """One row's state, which is that of all its positions."""
+        """Copy one row's state, which always covers all its positions."""
         other = RecurrentState(lengths, len(self.cache), self.masked)
         other.cache = [x if x is None else copied(x[row : row + 1]) for x in self.cache]
         return other
 
     def shortest(self, row: int) -> int:
-        """A state is that of all positions and of no fewer."""
+        """Return the row's length: a state covers all positions."""
         return self.rows.bounds[row]
 
     def zero(self, row: int, start: int = 0) -> None:
-        """Nothing outlives a row, and what was rejected was never taken in."""
+        """Do nothing: a state leaves with its row and never includes rejected tokens."""
 
     @property
     def state(self) -> list[mx.array]:
@@ -190,7 +189,7 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
 
 
 class RaggedList(CallListener):
-    """Several caches of one layer, as mlx-lm's CacheList."""
+    """Several caches of one layer, like mlx-lm's CacheList."""
 
     def __init__(self, caches: Sequence[Any]):
         self.caches = tuple(caches)
@@ -199,7 +198,7 @@ class RaggedList(CallListener):
         return self.caches[index]
 
     def note(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Projections | None:
-        """Tell the first of the caches that listens."""
+        """Pass the call to the first cache that listens."""
         listener = next((cache for cache in self.caches if isinstance(cache, CallListener)), None)
         return listener.note(layer, args, kwargs) if listener is not None else None
 
@@ -236,7 +235,7 @@ class RaggedList(CallListener):
 
 @dataclass(frozen=True)
 class _PassThrough:
-    """An attention cache that keeps nothing, for a call whose attention is not used."""
+    """An attention cache that stores nothing, for calls whose attention output is not used."""
 
     offset: int | mx.array
 
@@ -245,19 +244,19 @@ class _PassThrough:
 
 
 def _picked(states: mx.array, count: mx.array) -> mx.array:
-    """states [B, L + 1, ...] -> [B, ...]: row b's state after count[b] positions."""
+    """Return each row's state after count[b] positions: states [B, L + 1, ...] -> [B, ...]."""
     index = count.reshape(-1, *[1] * (states.ndim - 1))
     return mx.take_along_axis(states, index, axis=1).squeeze(1)
 
 
 def _where(rows: mx.array, these: mx.array | None, those: mx.array) -> mx.array:
-    """`these` [B, ...], zeros for None, in some rows [B] bool, and `those` in the others."""
+    """Return `these` [B, ...], or zeros for None, in the given rows [B] bool, and `those` in the others."""
     these = mx.zeros_like(those) if these is None else these
     return mx.where(rows.reshape(-1, *[1] * (those.ndim - 1)), these, those)
 
 
 def _joined(a: mx.array | None, rows_a: int, b: mx.array | None, rows_b: int) -> mx.array | None:
-    """Two states behind each other; one of which nothing was read yet is zeros."""
+    """Concatenate the states of two batches; a missing state counts as zeros."""
     if a is None and b is None:
         return None
     like = a if a is not None else b

@@ -1,4 +1,4 @@
-"""Whether a target reads draft trees as it reads chains: by what it is, and tried on a few tokens."""
+"""Check whether a target reads draft trees exactly as it reads chains: by its type, then by a trial on a few tokens."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from eagle_mlx.target import Target
 Logits = NDArray[np.float32]
 
 _DRAWS = 3
-"""Texts that are tried side by side. More than half of them must be read right: that an expert is chosen otherwise by
-rounding alone happens in one of them, now and then; a model that takes its positions for a chain's is wrong in all."""
+"""Texts that are tried in one batch; more than half must match. Rounding alone sometimes changes one text's choice of
+experts, but a model that ignores the tree's positions fails on all of them."""
 _TEXT = 9
 _PARENTS = (0, 0, 0, 0, 1, 3, 5)
-"""The newest token, and below it a tree whose last nodes stand far from where they would in a chain."""
+"""The parents of a tree below the newest token. Its last nodes are far from where they would be in a chain."""
 _BRANCHES = ((0, 3, 6), (0, 1, 5, 7))
 _ROUNDING = 4.0
-"""A tree is read right where it differs from its branches by less than so many times what they differ by when they are
-read token by token."""
+"""A tree matches if it differs from its branches by less than this factor times the rounding error, which is measured
+as the difference between a chain and the same tokens read one by one."""
 _LEAST = 16.0
-"""The same for differences too small to be compared with one another: units of the last place of a typical logit."""
+"""The least difference that is allowed, in units in the last place of a typical logit."""
 
 
 def why_no_trees(target: Target, kv_bits: int | None = None) -> str | None:
-    """None where trees give this target's own logits, else the reason why not.
+    """Return None if this target reads trees exactly, else the reason why not.
 
     Costs ten forwards of a few tokens.
     """
@@ -43,7 +43,7 @@ def why_no_trees(target: Target, kv_bits: int | None = None) -> str | None:
         return "it keeps a state or chunks, which cannot be rolled back to a branch"
     try:
         readings = _read_all(target, kv_bits)
-    except Exception as e:  # whatever a model stumbles over that takes its positions for a chain's
+    except Exception as e:  # a model that cannot use the tree's positions may raise anything
         return f"it cannot read one: {e}"
     off, rounding = _distance(readings.tree, readings.chains), _distance(readings.steps, readings.last_chain)
     size = _distance(readings.chains, np.zeros_like(readings.chains))
@@ -59,13 +59,13 @@ class _Readings:
     """Logits [_DRAWS, N, V]."""
 
     tree: Logits
-    """Of the two branches and of a token behind the second, as a tree."""
+    """The two branches and a token after the second, read as a tree."""
     chains: Logits
-    """The same as chains."""
+    """The same tokens read as chains."""
     last_chain: Logits
-    """The second of these."""
+    """The second chain."""
     steps: Logits
-    """The same token by token."""
+    """The second chain read token by token."""
 
 
 def _read_all(target: Target, kv_bits: int | None) -> _Readings:
@@ -98,13 +98,12 @@ def _read(target: Target, cache: RaggedCache, tokens: NDArray[np.int64]) -> Logi
 
 
 def _numbers(logits: mx.array) -> Logits:
-    """Logits as numbers that can be told apart: those of tokens that are never said are infinite, and their difference
-    would be NaN."""
+    """Return float32 logits, with 0 for the infinite ones of impossible tokens: their difference would be NaN."""
     found = np.array(logits.astype(mx.float32))
     return np.where(np.isinf(found), np.float32(0), found)
 
 
 def _distance(a: Logits, b: Logits) -> Logits:
-    """[_DRAWS], the root of the mean square of each draw."""
+    """Return the root mean square difference of each text, [_DRAWS]."""
     out: Logits = np.sqrt(np.mean(np.square(a - b), axis=(1, 2)))
     return out

@@ -1,4 +1,4 @@
-"""Keys and values of sliding-window attention: a ring in which rejected entries never displace one still seen."""
+"""Caches for sliding-window attention: a ring in which rejected entries never overwrite one that is still visible."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ SLACK = 16
 
 
 class RaggedWindow(RaggedKV):
-    """Keys and values of one layer that sees the last `window` positions.
+    """Keys and values of one layer that attends to the last `window` positions.
 
-    The entry of position p lies in slot p mod `ring`, in a buffer that grows up to `ring` slots. A forward of L
-    positions displaces at most the position L - 1 - ring behind its first, and whatever of it is rejected, the next
-    query sees no further back than window - 1: with ring >= window + L - 1 nothing that is seen is ever lost, and
-    what a slot holds follows from the lengths alone.
+    The entry of position p is in slot p mod `ring`, in a buffer that grows up to `ring` slots. A forward of L positions
+    from position p on overwrites entries up to p + L - 1 - ring. Even if all of them are rejected, the next query looks
+    back at most window - 1 positions. So with ring >= window + L - 1 no visible entry is ever lost, and the lengths
+    alone determine what each slot holds.
 
-    A row that is cut back further sees further back. What has been displaced by then depends on the furthest position
-    that was ever written, rejected or not, so that is remembered.
+    A row that is cut back further needs earlier entries. Whether they are still there depends on the furthest position
+    ever written, rejected or not, so we keep track of it.
     """
 
     def __init__(self, lengths: RowLengths, window: int):
@@ -31,7 +31,7 @@ class RaggedWindow(RaggedKV):
         self.window = window
         self.ring = window + SLACK
         self.displaced = [0] * lengths.rows
-        """Row by row, the position from which on no entry of its text has been displaced."""
+        """For each row, the position from which on no entry has been overwritten."""
 
     def make_mask(
         self, count: int, return_array: bool = False, window_size: int | None = None
@@ -45,7 +45,7 @@ class RaggedWindow(RaggedKV):
         return super().make_mask(count, return_array, window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write [B, heads, L, D] into the ring; return what the mask spans: all of it, or its start before it wraps."""
+        """Write [B, heads, L, D] into the ring; return what the mask covers: the whole ring once it has wrapped."""
         rows, count = keys.shape[0], keys.shape[2]
         self.resize(self._ring_for(count))
         self._displace(count)
@@ -58,7 +58,7 @@ class RaggedWindow(RaggedKV):
         return self.keys_and_values()
 
     def _displace(self, count: int) -> None:
-        """Note that entries up to `count` positions behind each row's length have a place in the ring."""
+        """Record that positions up to `count` after each row's length are written to the ring."""
         ends = (bound + count for bound in self.lengths.bounds)
         self.displaced = [max(old, end - self.ring) for old, end in zip(self.displaced, ends, strict=True)]
 
@@ -78,11 +78,11 @@ class RaggedWindow(RaggedKV):
         return scattered(buffer, new, self.lengths.slots(count, self.ring))
 
     def compact(self) -> None:
-        """Give up the slots that only a prompt's wide forwards needed."""
+        """Free the slots that only a prompt's wide forwards needed."""
         self.resize(self.window + SLACK)
 
     def resize(self, ring: int) -> None:
-        """Move the entries of the window to where they lie in a ring of another size."""
+        """Change the ring's size and move the window's entries to their new slots."""
         if ring == self.ring:
             return
         smaller, self.ring, old = min(ring, self.ring), ring, self.ring
@@ -92,16 +92,16 @@ class RaggedWindow(RaggedKV):
             self.keys, self.values = (x if x is None else _gathered(x, held, old) for x in (self.keys, self.values))
 
     def zero(self, row: int, start: int = 0) -> None:
-        if self.keys is None or self.values is None or start < self.window:  # what is behind `start` has not wrapped
+        if self.keys is None or self.values is None or start < self.window:  # slots after `start` have not wrapped
             super().zero(row, start)
             return
-        # The position at `start` sees the window - 1 entries before it; all other slots hold nothing that is seen.
+        # The position at `start` sees the window - 1 entries before it; no other slot is visible.
         slots = mx.arange(start, start + self.ring - self.window + 1) % self.ring
-        slots = mx.minimum(slots, self.keys.shape[2] - 1)  # a buffer that is not full ends behind `start`
+        slots = mx.minimum(slots, self.keys.shape[2] - 1)  # a buffer that is not full ends after `start`
         self.keys[row : row + 1, :, slots], self.values[row : row + 1, :, slots] = 0, 0
 
     def forget_after(self, length: int) -> None:
-        """Zero what the only row holds of positions from `length` on, and nothing of those before it."""
+        """Zero the only row's entries from position `length` on, and none before it."""
         if self.keys is None or self.values is None:
             return
         written = range(length, self.displaced[0] + self.ring)
@@ -137,13 +137,13 @@ class RaggedWindow(RaggedKV):
         return other
 
     def shortest(self, row: int) -> int:
-        """The fewest positions behind which the whole window is still there."""
+        """Return the fewest positions a fork may have so that its whole window is still there."""
         displaced = self.displaced[row]
         return displaced + self.window - 1 if displaced else 0
 
 
 def _gathered(buffer: mx.array, slots: mx.array, ring: int) -> mx.array:
-    """buffer [R, heads, capacity, D] -> [B, heads, S, D]: for each row what lies in its slots [B, S]."""
+    """Gather each row's slots [B, S] from a buffer [R, heads, capacity, D] into [B, heads, S, D]."""
     rows = slots.shape[0]
     where = mx.minimum(slots, min(ring, buffer.shape[2]) - 1)[:, None, :, None]
     return mx.take_along_axis(buffer[:rows], where, axis=2)
