@@ -89,13 +89,14 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     shipped = em.load_head(args.head, target)
     demo = em.load_head(trained_head(folder / "head"), target)
     config = BenchConfig(max_tokens=args.max_tokens, repeats=1)
-    prompts = read_questions(args.prompts, args.limit)
+    questions = read_questions(args.prompts, args.limit)
     runs = measure(
-        target, build_modes(Models(target, shipped), ["mlx-lm", "eagle"], [1], [args.depth]), prompts, config
+        target, build_modes(Models(target, shipped), ["mlx-lm", "eagle"], [1], [args.depth]), questions, config
     )
     plain, eagle = runs
     print("\n" + report.table(runs))
 
+    prompts = [question.encode(target, max_tokens=config.max_tokens) for question in questions]
     title("3 of 3: acceptance length of an untrained head, of this demo's and of the one that ships")
     taus = Taus(
         untrained=tau(target, untrained_like(demo, target), prompts, config, args.depth),
