@@ -5,24 +5,20 @@ The matchers live in processes of their own (`process_work.py`), one for each gr
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from threading import Lock
 from time import monotonic
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
 
 from eagle_mlx.errors import ConfigError
 
 from ..processes import Process, ProcessEnded
 from .parser import ReasoningTags
-from .process_work import MatcherProcess, Places
 from .tools import Tool, ToolCallTags
 
 Schema = Mapping[str, Any]
@@ -116,81 +112,11 @@ def _thought(tags: ReasoningTags, thinking: bool, tag: TagWriter) -> list[str]:
     return [f"before: {opening}thought BREAKS", f"thought[suffix={end}]: /(.|\\n)*/", "BREAKS: /\\n{0,2}/"]
 
 
-COMPILE_SECONDS = 5.0
-"""Ordinary schemas take under 0.1 s, those of 64 KiB up to 1 s, on a machine with nothing else to do."""
 MASK_SECONDS = 10.0
 """Of the masks of one round; beyond them the request ends. Ordinary masks take under 10 ms."""
 MOST_MEMORY = 256 << 20
 """Bytes that compiling a grammar, or following it, may take: about twice what llguidance's own limits lead to."""
-_TOKENIZER_SECONDS = 60.0
-"""It takes 1 s for 49,152 tokens."""
 _LONGEST_REASON = 400
-
-
-class MatcherServer:
-    """The first of the processes, which compiles grammars for one tokenizer. Any thread may use it.
-
-    Raises ConfigError for a tokenizer that is not of the `tokenizers` library, that llguidance cannot read, or in which
-    no token ends a text.
-    """
-
-    def __init__(self, tokenizer: TokenizerWrapper, vocab_size: int, ends: Iterable[int]):
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise ConfigError("grammars need a fast tokenizer (tokenizer.json); this model's tokenizer is a slow one")
-        backend = copy.copy(backend)
-        backend.no_padding()
-        backend.no_truncation()
-        self._vocab, self._ends = vocab_size, frozenset(ends)
-        size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
-        known = sorted(token for token in self._ends if 0 <= token < vocab_size)
-        if not known:
-            raise ConfigError("grammars need a token that ends the text, and this model has none")
-        self._opening = ("open", backend.to_str(), size, known)
-        self._starting = Lock()
-        self._process: Process | None = None
-        self.special: frozenset[int] = frozenset()
-        """Tokens that grammars name by their ids: no text allows them."""
-        self.partial: frozenset[int] = frozenset()
-        """Tokens without an ASCII character. A grammar's text allows them only as parts of whole characters."""
-        self.start()
-
-    def start(self) -> Process:
-        """The process, in place of one that somebody has killed."""
-        with self._starting:
-            if self._process is None or not self._process.alive:
-                self._process = Process.start(MatcherProcess, MOST_MEMORY)
-                self._process.ask(*self._opening)
-                answer = self._process.answer(_TOKENIZER_SECONDS)
-                if answer is None or answer[1]:
-                    reason = answer[1] if answer else f"it was not read within {_TOKENIZER_SECONDS:g} seconds"
-                    raise ConfigError(f"grammars cannot be had with this model's tokenizer: {_on_one_line(reason)}")
-                self.special, self.partial = map(frozenset, answer[0])
-            return self._process
-
-    def compile(self, grammar: str, schemas: Places) -> CompiledGrammar:
-        """schemas: those in the grammar. Raises ConfigError with the place and the reason."""
-        where = ", ".join(where for where, _ in schemas)
-        try:
-            process = self.start().fork()
-            process.ask("compile", grammar, schemas)
-            answer = process.answer(COMPILE_SECONDS)
-        except ProcessEnded as e:
-            raise ConfigError(
-                f"{where}: too complex: to compile it takes more than {MOST_MEMORY >> 20} MB of memory; simplify it"
-            ) from e
-        if answer is None:
-            process.end()
-            raise ConfigError(f"{where}: too complex: it was not compiled within {COMPILE_SECONDS:g} s; simplify it")
-        first, reason = answer
-        if reason:
-            raise ConfigError(_on_one_line(reason))
-        return CompiledGrammar(process, _unpacked(first, self._vocab), self._vocab, self._ends)
-
-    def end(self) -> None:
-        """Kill all processes, whatever they are doing."""
-        if self._process is not None:
-            self._process.end()
 
 
 @dataclass(frozen=True)
@@ -257,8 +183,8 @@ class MatcherGrammar:
             raise ConfigError(f"{_FAILED}: to find what may come next takes more than {MASK_SECONDS:g} s")
         masks, reason = answer
         if reason:
-            raise ConfigError(f"{_FAILED}: {_on_one_line(reason)}")
-        self._asked, self._masks = None, [_unpacked(mask, self.compiled.vocab_size) for mask in masks]
+            raise ConfigError(f"{_FAILED}: {on_one_line(reason)}")
+        self._asked, self._masks = None, [unpacked(mask, self.compiled.vocab_size) for mask in masks]
         return True
 
     def _known(self) -> NDArray[np.bool_]:
@@ -297,10 +223,12 @@ _FAILED = "it cannot be followed any further"
 _TOO_MUCH = f"{_FAILED}: it takes more than {MOST_MEMORY >> 20} MB of memory"
 
 
-def _unpacked(bits: bytes, count: int) -> NDArray[np.bool_]:
+def unpacked(bits: bytes, count: int) -> NDArray[np.bool_]:
+    """Return a mask [count] of packed bits."""
     packed = np.frombuffer(bits, np.uint8)
     return np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)
 
 
-def _on_one_line(reason: str) -> str:
+def on_one_line(reason: str) -> str:
+    """Return llguidance's reason as errors say it."""
     return " ".join(reason.replace("<non-verbose/>", "").split())[:_LONGEST_REASON]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,19 +16,26 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import Grammar
 from eagle_mlx.target import Target
 
+from ..processes import Process, ProcessEnded
 from .grammar import (
+    MOST_MEMORY,
     CompiledGrammar,
     MatcherGrammar,
-    MatcherServer,
     Schema,
     free_text_grammar,
     grammar_text,
+    on_one_line,
     parameters_of,
+    unpacked,
 )
-from .process_work import Places
+from .process_work import MatcherProcess, Places
 from .template import ChatFormat
 from .tools import ToolOffer, tool_names, without
 
+COMPILE_SECONDS = 5.0
+"""Ordinary schemas take under 0.1 s, those of 64 KiB up to 1 s, on a machine with nothing else to do."""
+_TOKENIZER_SECONDS = 60.0
+"""It takes 1 s for 49,152 tokens."""
 MOST_SCHEMA_BYTES = 64 * 1024
 """The schemas of one request, as JSON text."""
 _MOST_KEPT = 16
@@ -45,8 +53,14 @@ class Grammars:
 
     def __init__(self, format: ChatFormat, vocab_size: int, eos_token_ids: Iterable[int]):
         self._format, self._vocab, self._ends = format, vocab_size, frozenset(eos_token_ids)
-        self._server: MatcherServer | None = None
-        self._lock = Lock()
+        self._tokenizer: Any = format.tokenizer
+        self._starting = Lock()
+        self._process: Process | None = None
+        """The first one, which holds the tokenizer; it is forked for each grammar."""
+        self._special: frozenset[int] = frozenset()
+        """Tokens that grammars name by their ids: no text allows them."""
+        self._partial: frozenset[int] = frozenset()
+        """Tokens without an ASCII character. A grammar's text allows them only as parts of whole characters."""
         self._compiled = lru_cache(_MOST_KEPT)(self._compile)
 
     @classmethod
@@ -96,31 +110,55 @@ class Grammars:
             compiled = self._compiled(text, places)
         return lambda: MatcherGrammar(compiled)
 
-    def start(self) -> MatcherServer:
-        """Start the processes, which takes a second, unless they run. Raises ConfigError where grammars cannot be."""
-        with self._lock:
-            if self._server is None:
-                if self._format.tokenizer is None:
-                    raise ConfigError("grammars need a tokenizer, and this model has none")
-                self._server = MatcherServer(self._format.tokenizer, self._vocab, self._ends)
-            return self._server
+    def start(self) -> Process:
+        """Return the first process, started if it does not run, which takes a second.
+
+        Raises ConfigError if there is no tokenizer of the `tokenizers` library, llguidance cannot read it, or no token
+        ends a text.
+        """
+        with self._starting:
+            if self._process is None or not self._process.alive:  # or somebody has killed it
+                process = Process.start(MatcherProcess, MOST_MEMORY)
+                process.ask("open", *_told(self._tokenizer, self._vocab, self._ends))
+                answer = process.answer(_TOKENIZER_SECONDS)
+                if answer is None or answer[1]:
+                    reason = answer[1] if answer else f"it was not read within {_TOKENIZER_SECONDS:g} seconds"
+                    raise ConfigError(f"grammars cannot be had with this model's tokenizer: {on_one_line(reason)}")
+                self._special, self._partial = map(frozenset, answer[0])
+                self._process = process
+            return self._process
 
     def end(self) -> None:
         """Kill the processes; requests that follow a grammar end with an error."""
-        with self._lock:
-            if self._server is not None:
-                self._server.end()
+        with self._starting:
+            if self._process is not None:
+                self._process.end()
             self._compiled.cache_clear()
 
-    def _compile(self, text: str, places: Places) -> CompiledGrammar:
-        return self.start().compile(text, places)
+    def _compile(self, grammar: str, schemas: Places) -> CompiledGrammar:
+        """schemas: those in the grammar. Raises ConfigError with the place and the reason."""
+        where = ", ".join(where for where, _ in schemas)
+        try:
+            process = self.start().fork()
+            process.ask("compile", grammar, schemas)
+            answer = process.answer(COMPILE_SECONDS)
+        except ProcessEnded as e:
+            raise ConfigError(
+                f"{where}: too complex: to compile it takes more than {MOST_MEMORY >> 20} MB of memory; simplify it"
+            ) from e
+        if answer is None:
+            process.end()
+            raise ConfigError(f"{where}: too complex: it was not compiled within {COMPILE_SECONDS:g} s; simplify it")
+        first, reason = answer
+        if reason:
+            raise ConfigError(on_one_line(reason))
+        return CompiledGrammar(process, unpacked(first, self._vocab), self._vocab, self._ends)
 
     def _tag(self, tag: str) -> str:
         """Special tokens by their ids, other text as it is. Raises ConfigError for a tag of both kinds."""
-        server = self.start()
-        assert self._format.tokenizer is not None
-        tokens = self._format.tokenizer.encode(tag, add_special_tokens=False)
-        special = [token in server.special for token in tokens]
+        self.start()
+        tokens = self._tokenizer.encode(tag, add_special_tokens=False)
+        special = [token in self._special for token in tokens]
         if all(special):
             return " ".join(f"<[{token}]>" for token in tokens)
         if any(special):
@@ -132,10 +170,24 @@ class Grammars:
 
         None of them holds a character of a tag, so they cannot help to spell one.
         """
-        assert self._format.tokenizer is not None
-        opening = self._format.tokenizer.encode(start, add_special_tokens=False)
-        server = self.start()
-        return _token_set((server.special | server.partial) - self._ends - {opening[0]})
+        self.start()
+        opening = self._tokenizer.encode(start, add_special_tokens=False)
+        return _token_set((self._special | self._partial) - self._ends - {opening[0]})
+
+
+def _told(tokenizer: Any, vocab_size: int, ends: Iterable[int]) -> tuple[str, int, list[int]]:
+    """What the first process is told of a tokenizer. Raises ConfigError if there is none that grammars can use."""
+    if tokenizer is None:
+        raise ConfigError("grammars need a tokenizer, and this model has none")
+    backend = copy.copy(getattr(tokenizer, "backend_tokenizer", None))
+    if backend is None:
+        raise ConfigError("grammars need a fast tokenizer (tokenizer.json); this model's tokenizer is a slow one")
+    backend.no_padding()
+    backend.no_truncation()
+    known = sorted(token for token in ends if 0 <= token < vocab_size)
+    if not known:
+        raise ConfigError("grammars need a token that ends the text, and this model has none")
+    return backend.to_str(), max(vocab_size, backend.get_vocab_size(with_added_tokens=True)), known
 
 
 def _token_set(tokens: Iterable[int]) -> str:

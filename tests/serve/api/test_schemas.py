@@ -35,7 +35,7 @@ def test_a_schema_that_is_known_to_hang_is_refused_at_once(server: Live) -> None
 
 def test_a_schema_that_turns_out_to_hang_is_refused_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured, "why_too_complex", lambda schema: None)
-    monkeypatch.setattr("eagle_mlx.serve.chat.grammar.COMPILE_SECONDS", 2.0)
+    monkeypatch.setattr("eagle_mlx.serve.chat.structured.COMPILE_SECONDS", 2.0)
     with live() as server, ThreadPoolExecutor(1) as pool:
         hanging = pool.submit(server.http.post, CHAT, json=asking(HANGS))
         while not hanging.done():
@@ -48,7 +48,7 @@ def test_a_schema_that_turns_out_to_hang_is_refused_and_others_go_on(monkeypatch
 
 def test_who_asks_for_no_schema_does_not_wait_for_those_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured, "why_too_complex", lambda schema: None)
-    monkeypatch.setattr("eagle_mlx.serve.chat.grammar.COMPILE_SECONDS", 3.0)
+    monkeypatch.setattr("eagle_mlx.serve.chat.structured.COMPILE_SECONDS", 3.0)
     plain = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     with live() as server, ThreadPoolExecutor(6) as pool:
         hanging = [pool.submit(server.http.post, CHAT, json=asking(HANGS)) for _ in range(6)]
