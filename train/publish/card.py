@@ -13,7 +13,7 @@ from eagle_mlx.catalog.base_model import by_mlx_community
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.precision import described, quantization_of
 
-from .figures import Figures, Speed, Tau, machine_line
+from .figures import Figures, Measured, machine_line
 from .recipe import Rows, data_sets, train_command, training
 from .source import Source
 
@@ -223,7 +223,7 @@ def _acceptance(figures: Sequence[Figures], repo: str, target: str) -> list[str]
     return parts
 
 
-def _tau_table(taus: Sequence[Tau]) -> str:
+def _tau_table(taus: Sequence[Measured]) -> str:
     head = ("prompts", "of them", "left out", "temperature", "depth", "τ", "accepted at position 1, 2, …")
     return _table(
         head,
@@ -257,7 +257,7 @@ def _speed(figures: Sequence[Figures]) -> list[str]:
     return parts
 
 
-def _speed_table(speeds: Sequence[Speed]) -> str:
+def _speed_table(speeds: Sequence[Measured]) -> str:
     head = ("mode", "rows", "depth", "temperature", "tokens/s", "of mlx-lm", "of plain", "τ", "text identical")
     return _table(
         head,

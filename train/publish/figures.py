@@ -23,32 +23,25 @@ _OWN_FLAGS = ("--json", "--plot", "--quiet", "--head", "--target")
 """Flags of eagle-bench that say nothing of how a figure came about, or that the card gives anew."""
 
 
-@dataclass(frozen=True)
-class Tau:
-    """Acceptance over one set of prompts."""
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one way to decode came to over one set of prompts."""
 
     data: str
+    mode: str = "eagle"
     depth: str
-    temperature: float
+    temperature: float = 0.0
     rows: int
     prompts: int
     left_out: int
     """Prompts left out because their continuation loops."""
     length: float
+    """τ."""
     by_position: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Speed:
-    mode: str
-    rows: int
-    depth: str
-    temperature: float
-    tokens_per_second: float
-    of_mlx_lm: float | None
-    of_plain: float | None
-    length: float
-    identical: str
+    tokens_per_second: float = 0.0
+    of_mlx_lm: float | None = None
+    of_plain: float | None = None
+    identical: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,8 +51,10 @@ class Figures:
     command: str
     how: str
     machine: str
-    taus: tuple[Tau, ...]
-    speeds: tuple[Speed, ...] = ()
+    taus: tuple[Measured, ...]
+    """With this head."""
+    speeds: tuple[Measured, ...] = ()
+    """With and without it."""
     depth: int | None = None
     """Draft tokens a round with which the head is best used, as far as this tells."""
 
@@ -76,10 +71,9 @@ def of_training(source: Source, target: str) -> Figures | None:
         return None
     data = config.get("eval_data") or next(iter(config.get("data") or ()), "") or "the training data"
     shown = "conversations made up by the target" if data == SELF else public(data)
-    tau = Tau(
+    tau = Measured(
         data=f"{shown}, held out",
         depth=str(found["depth"]),
-        temperature=0.0,
         rows=int(config.get("eval_batch") or 1),
         prompts=int(found["prompts"]),
         left_out=int(found.get("left_out") or 0),
@@ -102,13 +96,13 @@ def of_bench(file: Path, source: Source, repo: str, target: str) -> Figures:
     written = _read(file)
     _check_head(file, written, source)
     try:
+        data = last_name(str(written.get("prompts") or "prompts"))
         runs = [run for run in written["runs"] if run["prompts"]]
+        speeds = tuple(_measured(run, data) for run in runs)
         with_head = [run for run in runs if run["mode"] in _HEAD_MODES]
         if not with_head:
             raise ConfigError(f"{file} holds no figures of a head; run eagle-bench with --head, mode eagle included")
-        data = last_name(str(written.get("prompts") or "prompts"))
-        taus = _first_of_each([_tau(run, data) for run in with_head])
-        speeds = tuple(_speed(run) for run in runs)
+        taus = _first_of_each([one for one in speeds if one.mode in _HEAD_MODES])
         best = max(with_head, key=lambda run: (run["batch"] == 1, run["tokens_per_second"]))
         command = written.get("command") or "eagle-bench"
         return Figures(
@@ -143,9 +137,11 @@ def _check_head(file: Path, written: Mapping[str, Any], source: Source) -> None:
         )
 
 
-def _tau(run: Mapping[str, Any], data: str) -> Tau:
-    return Tau(
+def _measured(run: Mapping[str, Any], data: str) -> Measured:
+    count, of = run.get("identical_count"), run["prompts"] + run["left_out_looping"]
+    return Measured(
         data=data,
+        mode=str(run["mode"]),
         depth=_depth(run),
         temperature=float(run["temperature"]),
         rows=int(run["batch"]),
@@ -153,30 +149,19 @@ def _tau(run: Mapping[str, Any], data: str) -> Tau:
         left_out=int(run["left_out_looping"]),
         length=float(run["acceptance_length"]),
         by_position=tuple(map(float, run["acceptance_by_position"])),
-    )
-
-
-def _first_of_each(taus: Sequence[Tau]) -> tuple[Tau, ...]:
-    """One row for each depth and temperature, that of the fewest rows: the others tell the same acceptance again."""
-    found: dict[tuple[str, float], Tau] = {}
-    for tau in sorted(taus, key=lambda tau: tau.rows):
-        found.setdefault((tau.depth, tau.temperature), tau)
-    return tuple(tau for tau in taus if tau in found.values())
-
-
-def _speed(run: Mapping[str, Any]) -> Speed:
-    count, of = run.get("identical_count"), run["prompts"] + run["left_out_looping"]
-    return Speed(
-        mode=str(run["mode"]),
-        rows=int(run["batch"]),
-        depth=_depth(run),
-        temperature=float(run["temperature"]),
         tokens_per_second=float(run["tokens_per_second"]),
         of_mlx_lm=run.get("ratio_to_mlx_lm"),
         of_plain=run.get("ratio_to_plain"),
-        length=float(run["acceptance_length"]),
         identical="" if count is None else f"{count} of {of}",
     )
+
+
+def _first_of_each(taus: Sequence[Measured]) -> tuple[Measured, ...]:
+    """One row for each depth and temperature, that of the fewest rows: the others tell the same acceptance again."""
+    found: dict[tuple[str, float], Measured] = {}
+    for tau in sorted(taus, key=lambda tau: tau.rows):
+        found.setdefault((tau.depth, tau.temperature), tau)
+    return tuple(tau for tau in taus if tau in found.values())
 
 
 def _depth(run: Mapping[str, Any]) -> str:
