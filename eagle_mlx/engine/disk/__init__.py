@@ -1,4 +1,4 @@
-"""The prefix cache's disk tier: what was read of texts, in files that a restarted engine goes on from."""
+"""The prefix cache's disk tier: saved prefixes that survive a restart of the engine."""
 
 from eagle_mlx.engine.disk.tier import DiskTier, PassedOverError, default_bytes
 

@@ -1,7 +1,7 @@
-"""The database of the disk tier: which files there are, for all models and all servers that share a folder.
+"""The database of the disk tier's files, for all models and all servers that share a folder.
 
-One sqlite3 file lies next to the files. A file counts only if it has a row, and gets its row after it is on the disk.
-Servers write one at a time, in a transaction each; they read at any time.
+It is one sqlite3 file in that folder. A file is used only if it has a row, and its row is added after the file is on
+disk. Servers write one at a time, in transactions; they can read at any time.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from eagle_mlx.memory import gb
 
 NAME = "prefixes.sqlite3"
 BLOCK = 256
-"""Positions of a text in one file, counted from its start.
+"""Positions per file, counted from the start of a text.
 
-Of a model of 4B parameters that is 38 MB, which a disk reads at full speed; damage costs no more than so many. oMLX
-and the caches of mlx-lm that grow in steps have blocks of this length too.
+For a 4B model this is 38 MB, which a disk reads at full speed; a damaged file costs no more than that. oMLX and
+mlx-lm's growing caches use this block length too.
 """
 _VERSION = 1
-"""Of the tables. A database of another version starts over."""
+"""Version of the tables. A database of another version is replaced."""
 _WAIT_SECONDS = 30.0
-"""How long to wait for another server, which writes one file meanwhile."""
+"""How long to wait for another server, which writes one file at a time."""
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS files (
     path TEXT PRIMARY KEY, model TEXT NOT NULL, kind TEXT NOT NULL, parent TEXT NOT NULL, start INTEGER NOT NULL,
@@ -48,27 +48,27 @@ CREATE INDEX IF NOT EXISTS sizes ON files (model, nbytes);
 PRAGMA user_version = {_VERSION};
 """
 _FILE = re.compile(r"(block|state|place)-\d{8}-[0-9a-f]{32}\.safetensors")
-"""Names of our files; `place` is that of an earlier layout, whose files are removed."""
+"""Names of our files. `place` is from an earlier layout; such files are removed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
     """One file and its row: a block of positions, or the boundary state at one position.
 
-    A boundary state is what cannot be cut: windows of sliding attention and states of recurrent layers.
+    A boundary state is what cannot be cut: sliding windows and recurrent states.
     """
 
     model: str
-    """The digest of all that the numbers depend on. It names the folder."""
+    """The digest of everything that the content depends on (`identity`). It is the name of the folder."""
     kind: str
     """`block` or `state`."""
     parent: str
-    """The digest of all whole blocks before `start`, of the model and of the namespace."""
+    """The digest of the model, the namespace and all whole blocks before `start`."""
     start: int
     keys: Keys
-    """[N], N <= BLOCK: the positions of a block, or those from `start` up to a state."""
+    """[N], N <= BLOCK: the keys of a block, or the keys from `start` to a state."""
     shortest: int = 0
-    """Of a state: from how many positions on it serves."""
+    """For a state: the shortest prefix, in positions, that it can be used for."""
     nbytes: int = 0
     checksum: int = 0
 
@@ -78,7 +78,7 @@ class Entry:
 
     @property
     def first(self) -> int:
-        """The first key; -1 if there is none."""
+        """The first key; -1 if there are no keys."""
         return int(self.keys[0]) if len(self.keys) else -1
 
     @cached_property
@@ -87,26 +87,26 @@ class Entry:
 
     @cached_property
     def path(self) -> str:
-        """Below the folder of all models."""
+        """The path relative to the folder of all models."""
         return f"{self.model}/{self.kind}-{self.start:08d}-{self.digest}.safetensors"
 
     def covers(self, other: Entry) -> bool:
-        """Whether this file holds what another one with the same beginning does."""
+        """Return whether this file makes another one with the same parent unnecessary."""
         longer = self.kind == "block" and common(self.keys, other.keys) == len(other.keys)
         return longer or self.path == other.path
 
     def checksum_of(self, content: bytes) -> int:
-        """Return the CRC-32 of a file's content, and of what its row says of it."""
+        """Return the CRC-32 of a file's content and its row."""
         return zlib.crc32(content, zlib.crc32(f"{self.path} {self.parent} {self.shortest}".encode()))
 
 
 @dataclass(frozen=True)
 class Match:
-    """The beginning of a text, as files have it."""
+    """The longest prefix of a text that the files have."""
 
     length: int
     blocks: list[Entry]
-    """They hold these positions, and maybe some after them."""
+    """Blocks that cover these positions, and maybe some after them."""
     state: Entry | None
     """None if every layer keeps every position."""
 
@@ -122,7 +122,7 @@ class Match:
 def entries_of(keys: Keys, model: str, namespace: str = "", shortest: int | None = None) -> list[Entry]:
     """Return the files of a text: its blocks, the last of which may be short, and the state at its end.
 
-    `shortest`: from how many positions on that state serves; None if blocks are all.
+    `shortest`: the shortest prefix that the state can be used for; None if blocks are enough.
     """
     entries, parent = list[Entry](), _root(model, namespace)
     for start in range(0, len(keys), BLOCK):
@@ -137,19 +137,19 @@ def entries_of(keys: Keys, model: str, namespace: str = "", shortest: int | None
 
 
 class Database:
-    """Which files there are below a folder, of all models, and the limit of their bytes. Any thread may call it."""
+    """The files of all models in a folder, and the limit on their total size. Any thread may call it."""
 
     def __init__(self, root: Path, limit: int, say: Callable[[str], None]):
-        """`limit`: bytes of all files together. `say`: told what goes wrong, once each."""
+        """`limit`: total bytes of all files. `say`: receives each kind of problem once."""
         self.root, self.limit, self._say = root, limit, say
         self._ignored: set[str] = set()
-        """Files that are of no use to this process, though they may have rows."""
+        """Files that this process does not use, although they may have rows."""
         self._said = False
         self._reader: sqlite3.Connection | None = None
         self._writer: sqlite3.Connection | None = None
-        """None if nothing can be written now. Apart from the reader, which never waits for it."""
+        """None if nothing can be written at present. The reader is separate, so that reads never wait for writes."""
         self._inode = 0
-        """The database's, which somebody may delete with the folder at any time."""
+        """The inode of the database, which may be deleted with its folder at any time."""
         self._reading, self._writing = threading.Lock(), threading.Lock()
         try:
             with self._transaction():
@@ -163,7 +163,7 @@ class Database:
                 say(f"{min(odd)}{more} in the prefix cache {root} are no regular files; they are skipped: delete them")
 
     def report(self, e: OSError) -> None:
-        """Say once that nothing can be written."""
+        """Report once that nothing can be written."""
         if self._said:
             return
         self._said = True
@@ -175,15 +175,15 @@ class Database:
         )
 
     def nbytes(self, model: str = "%") -> int:
-        """Return the bytes of the files of a model, or of all."""
+        """Return the total size of a model's files, or of all files."""
         rows = self._rows("SELECT TOTAL(nbytes) FROM files WHERE model LIKE ?", model)
         return int(rows[0][0]) if rows else 0
 
     def find(self, keys: Keys, model: str, namespace: str, positional: bool) -> Match | None:
-        """Return the longest beginning of a text that files have.
+        """Return the longest prefix of a text that the files have.
 
-        `positional`: every layer keeps every position, so that there are no states. A state a few positions after the
-        one where the texts part is not looked for in the next block.
+        `positional`: every layer keeps every position, so that there are no states. A state that lies in the next
+        block, a few positions after the point where the texts differ, is not found.
         """
         best: Match | None = None
         path, parent, at = list[Entry](), _root(model, namespace), 0
@@ -205,7 +205,7 @@ class Database:
             path, parent, at = reach, _digest(parent, rest), at + BLOCK
 
     def lacks(self, text: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
-        """Return those files of a text that are missing, and those that are here or that longer ones stand for."""
+        """Return the files of a text that are missing, and those that are there or are covered by longer ones."""
         missing, here = list[Entry](), list[Entry]()
         for entry in text:
             same = self._beginning(entry.kind, entry.parent, entry.first)
@@ -214,14 +214,14 @@ class Database:
         return missing, here
 
     def _closest(self, parent: str, keys: Keys) -> tuple[Entry | None, int]:
-        """Return the block that has the most positions in common with these, and how many."""
+        """Return the block that shares the longest prefix with these keys, and the length of that prefix."""
         blocks = self._beginning("block", parent, int(keys[0]) if len(keys) else -1)
         shared = [(common(block.keys, keys), block) for block in blocks]
         count, block = max(shared, key=lambda x: x[0], default=(0, None))
         return block, count
 
     def _beginning(self, kind: str, parent: str, first: int) -> list[Entry]:
-        """Return the files after `parent` that begin with a key; -1 for those without one."""
+        """Return the files after `parent` whose first key is `first`; -1 for files without keys."""
         found = self._rows(
             "SELECT model, start, keys, shortest, nbytes, checksum FROM files"
             " WHERE kind = ? AND parent = ? AND first = ?",
@@ -234,10 +234,10 @@ class Database:
         return [entry for entry in entries if entry.path not in self._ignored]
 
     def write(self, entry: Entry, content: bytes, now: int) -> int:
-        """Write a file and its row, and remove the files that were not used for longest if there is no room.
+        """Write a file and its row. If necessary, remove the least recently used files.
 
-        `now`: when it was of use, in nanoseconds. Returns the bytes written: 0 if it is there by now, or does not fit.
-        Raises OSError.
+        `now`: the time of its last use, in nanoseconds. Returns the bytes written: 0 if the file exists or does not
+        fit. Raises OSError.
         """
         path, room = self.root / entry.path, len(content)
         if room > self.limit or path.is_dir():
@@ -261,26 +261,26 @@ class Database:
         return room
 
     def touch(self, entries: Iterable[Entry], now: int) -> None:
-        """Note that files were of use, now in nanoseconds; together, so that of a text the end goes first."""
+        """Set the last use of files to `now`, in nanoseconds; with equal times, a text's end is removed first."""
         paths = [(now, entry.path) for entry in entries]
         if paths and self._writer is not None:
             with self._transaction() as database:
                 database.executemany("UPDATE files SET used = ? WHERE path = ?", paths)
 
     def drop(self, entry: Entry, delete: bool) -> None:
-        """Use a file no longer. `delete`: it is damaged, for all servers."""
+        """Stop using a file. `delete`: it is damaged, so remove it for all servers."""
         self._ignored.add(entry.path)
         if delete:
             with suppress(OSError), self._transaction():
                 self._delete([entry.path])
 
     def drop_missing(self) -> None:
-        """Remove the rows of all files that somebody has deleted: such files are rarely deleted one by one."""
+        """Remove the rows of all files that no longer exist: files are rarely deleted one by one."""
         with suppress(OSError), self._transaction():
             self._remove_orphans()
 
     def close(self) -> None:
-        """Nothing is found afterward."""
+        """Close the database; nothing is found afterward."""
         with self._reading, self._writing:
             for each in (self._reader, self._writer):
                 if each is not None:
@@ -291,12 +291,12 @@ class Database:
         with self._reading:
             try:
                 return self._reader.execute(query, values).fetchall() if self._reader is not None else []
-            except sqlite3.Error:  # what cannot be read is not there
+            except sqlite3.Error:  # a database that cannot be read counts as empty
                 return []
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Keep other servers from writing, and do all of the block or nothing. Raises OSError."""
+        """Run the block as one transaction, while no other server writes. Raises OSError."""
         with self._writing:
             try:
                 path = self.root / NAME
@@ -310,7 +310,7 @@ class Database:
                 raise OSError(str(e)) from e
 
     def _open(self, path: Path) -> None:
-        """Open the database, or make it. Raises OSError and sqlite3.Error; it may be there to be read then."""
+        """Open or create the database. Raises OSError or sqlite3.Error; it may still be readable then."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -334,7 +334,7 @@ class Database:
             self._reader, self._inode = _reader(path), path.stat().st_ino
 
     def _make_room(self, nbytes: int) -> None:
-        """In a transaction: remove what was not used for longest until so many more bytes fit. Raises OSError."""
+        """Remove the least recently used files, within a transaction, until `nbytes` more bytes fit. Raises OSError."""
         assert self._writer is not None
         [(used,)] = self._writer.execute("SELECT TOTAL(nbytes) FROM files").fetchall()
         over, failed = int(used) + nbytes - self.limit, None
@@ -351,15 +351,15 @@ class Database:
         raise failed or OSError("there is no room")
 
     def _delete(self, paths: Iterable[str]) -> None:
-        """In a transaction: remove files and their rows. Raises OSError."""
+        """Remove files and their rows, within a transaction. Raises OSError."""
         assert self._writer is not None
         for path in paths:
             (self.root / path).unlink(missing_ok=True)
             self._writer.execute("DELETE FROM files WHERE path = ?", (path,))
 
     def _remove_orphans(self) -> list[str]:
-        """In a transaction: remove files without rows, which a process that was killed has left, and rows without
-        files. Returns the FIFOs and folders with names of files, which are left alone."""
+        """Remove files without rows (from a killed process) and rows without files, within a transaction. Returns the
+        FIFOs and folders that have names of our files; they are not removed."""
         assert self._writer is not None
         rows = {path for (path,) in self._writer.execute("SELECT path FROM files").fetchall()}
         there, odd = set[str](), list[str]()
@@ -378,9 +378,9 @@ class Database:
 
 
 def _connected(path: Path) -> sqlite3.Connection:
-    """Open the database, or make it. Raises sqlite3.OperationalError if it cannot be written, sqlite3.DatabaseError if
-    it is damaged or of another version."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # it tells what somebody wrote
+    """Open or create the database. Raises sqlite3.OperationalError if it is not writable, sqlite3.DatabaseError if it is
+    damaged or of another version."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # only its owner may read it: it reveals what was written
     connection = sqlite3.connect(path, _WAIT_SECONDS, isolation_level=None, check_same_thread=False)
     try:
         [(version,)] = connection.execute("PRAGMA user_version").fetchall()
@@ -403,8 +403,8 @@ def _reader(path: Path, how: str = "") -> sqlite3.Connection:
 
 
 def _write_synced(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read, and have it on the disk. Raises OSError."""
-    path.unlink(missing_ok=True)  # a FIFO, or what a process that was killed has left
+    """Write a file that only its owner can read, and sync it to disk. Raises OSError."""
+    path.unlink(missing_ok=True)  # a FIFO, or a leftover of a killed process
     with closing(os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0)) as file:
         view = memoryview(content)
         while view:
@@ -414,7 +414,7 @@ def _write_synced(path: Path, content: bytes) -> None:
 
 
 def _root(model: str, namespace: str) -> str:
-    """Return the digest of no text: what all texts of a namespace begin with, and no others."""
+    """Return the digest of an empty text in a namespace, the parent of its first blocks."""
     return hashlib.blake2b(f"{model}/{namespace}".encode(), digest_size=16, person=b"namespace").hexdigest()
 
 

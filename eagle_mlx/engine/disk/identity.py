@@ -1,4 +1,4 @@
-"""What must be the same so that one engine can use what another has written, down to every byte of the weights."""
+"""What must match, down to every byte of the weights, for an engine to use another engine's files."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from eagle_mlx.proposers.hybrid import model_of
 from eagle_mlx.target import Target
 
 _THREADS = min(8, os.cpu_count() or 1)
-"""Hashing leaves Python's lock. A core hashes 1.5 GB/s (EPYC, SHA-256), so 20 GB take 2 to 4 s on four to eight."""
+"""Hashing releases the GIL. A core hashes 1.5 GB/s (EPYC, SHA-256), so 20 GB take 2 to 4 s on four to eight cores."""
 
 
 def identity(target: Target, proposer: Proposer | None, kv_bits: int | None) -> dict[str, Any]:
     """Return all that keys, values and states depend on, as plain values.
 
-    Every byte of the weights in memory counts, whatever files they came from. A proposer counts if it reads hidden
-    states, because then its past is kept with the target's.
+    All weights in memory are hashed, whichever files they came from. The proposer is included if it reads hidden
+    states, because its cache is then saved with the target's.
     """
     model = model_of(proposer)
     reads = model is not None and model.aux_layers
@@ -55,7 +55,7 @@ def identity(target: Target, proposer: Proposer | None, kv_bits: int | None) -> 
 
 
 def digest_of(facts: dict[str, Any]) -> str:
-    """32 hexadecimal digits."""
+    """Return 32 hexadecimal digits that identify these facts."""
     return hashlib.blake2s(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -66,7 +66,7 @@ def _proposer(proposer: Proposer) -> Sequence[Any]:
 
 
 def _code(model: Any) -> str | None:
-    """Return a hash of the file that defines a model, which may have come with its weights; None if there is none."""
+    """Return a hash of the file that defines a model, which may have come with its weights; None without a file."""
     try:
         return hashlib.sha256(Path(inspect.getfile(type(model))).read_bytes()).hexdigest()[:32]
     except (TypeError, OSError):
@@ -74,7 +74,7 @@ def _code(model: Any) -> str | None:
 
 
 def _quantization(model: nn.Module) -> list[list[Any]]:
-    """Return how many modules are quantized in which way, as [bits, group size, mode, count]."""
+    """Return how many modules have each quantization, as [bits, group size, mode, count]."""
     found: Counter[tuple[Any, ...]] = Counter()
     for module in model.modules():
         if "scales" in module:
@@ -83,7 +83,7 @@ def _quantization(model: nn.Module) -> list[list[Any]]:
 
 
 def _config(model: Any) -> str:
-    """What a model was built with: its positions' angles, for instance, are in no tensor."""
+    """Return a model's configuration: some of it, such as the RoPE base, is in no tensor."""
     return repr(getattr(model, "args", getattr(model, "config", None)))
 
 
@@ -95,7 +95,7 @@ def _version(name: str) -> str:
 
 
 def hash_of_arrays(module: nn.Module) -> str:
-    """Return 32 hexadecimal digits of all bytes of a module's arrays in memory, their names, shapes and types."""
+    """Return 32 hexadecimal digits that identify a module's arrays: their bytes, names, shapes and dtypes."""
     leaves = sorted(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())), key=lambda leaf: leaf[0])
     on_host = [np.array(x.reshape(-1).view(mx.uint8), copy=False) for _, x in leaves]
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""Files of the disk tier as safetensors: blocks of positions, and the boundary states between them."""
+"""The disk tier's safetensors files: blocks of positions, and the boundary states between them."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from eagle_mlx.engine.prefix_tree import PrefixPiece
 from eagle_mlx.proposers.head import Gap, HeadPiece, gaps_between, joined_gaps, slots_before
 
 FORMAT = "eagle-mlx-prefix-2"
-"""Of what the files hold. It is one of the facts that name a model's folder, so that no other version reads them."""
+"""Format version of the files. It is part of the name of a model's folder, so no other version is ever read."""
 Layers = list[list[mx.array]]
-"""Layer by layer [1, heads, L, D], as in `KVPiece`."""
+"""For each layer, arrays [1, heads, L, D], as in `KVPiece`."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a file holds: arrays in the host's memory, and a few plain values."""
+    """The content of a file: arrays in host memory, and a few plain values."""
 
     about: dict[str, Any]
     arrays: dict[str, NDArray[Any]]
-    """numpy has no bfloat16, so these arrays are uint16 here; `about` names them."""
+    """bfloat16 arrays are stored as uint16, because numpy has no bfloat16; `about` lists them."""
 
     @classmethod
     def of(cls, about: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Content:
-        """Compute arrays, and hold them without a copy."""
+        """Evaluate arrays and view them on the host, without a copy."""
         wide = [name for name, x in arrays.items() if x.dtype == mx.bfloat16]
         views = {name: x.view(mx.uint16) if name in wide else x for name, x in arrays.items()}
-        mx.eval(views)  # together: each call waits for the device
+        mx.eval(views)  # all at once, because each call waits for the device
         on_host = {name: np.array(x, copy=False) for name, x in views.items()}
         return cls({**about, "bfloat16": wide}, on_host)
 
@@ -56,7 +56,7 @@ class Content:
 
 
 def read(path: Path) -> bytes:
-    """Return the content of a regular file. Raises OSError for anything else: opening a FIFO must not wait for data."""
+    """Return the content of a regular file. Raises OSError for other files: opening a FIFO would wait for data."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -66,7 +66,7 @@ def read(path: Path) -> bytes:
 
 
 def decode(content: bytes) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """Return what `Content.encode` was given, on the device."""
+    """Decode the result of `Content.encode` into plain values and arrays on the device."""
     found: Any = mx.load(io.BytesIO(content), format="safetensors", return_metadata=True)
     arrays, words = found
     about = json.loads(words["about"])
@@ -76,7 +76,7 @@ def decode(content: bytes) -> tuple[dict[str, Any], dict[str, mx.array]]:
 
 
 def content_of(piece: PrefixPiece) -> Content:
-    """Return what target and head have of some positions of a text."""
+    """Return the file content for some positions of a text: the target's keys and values, and the head's."""
     parts = {"target": piece.target.layers}
     about: dict[str, Any] = {"gaps": []}
     if piece.state is not None:
@@ -89,7 +89,7 @@ def content_of(piece: PrefixPiece) -> Content:
 
 
 def cut(content: Content, start: int, end: int) -> Content:
-    """Return positions `start` to `end` of what `content_of` gave, without a copy."""
+    """Return positions `start` to `end` of a content from `content_of`, without a copy."""
     gaps = [Gap(*gap) for gap in content.about["gaps"]]
     spans = {"target": slice(start, end), "head": slice(slots_before(gaps, start), slots_before(gaps, end))}
     ours = [[gap.slot, gap.count] for gap in gaps_between(gaps, start, end)]
@@ -98,7 +98,7 @@ def cut(content: Content, start: int, end: int) -> Content:
 
 
 def piece_from(about: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> PrefixPiece:
-    """Return the piece that a block's file holds."""
+    """Return the piece in a block's file."""
     parts = {
         part: KVPiece([[arrays[f"{part}.{i}.{j}"] for j in range(count)] for i, count in enumerate(counts)])
         for part, counts in about["layers"].items()
@@ -108,7 +108,7 @@ def piece_from(about: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Pref
 
 
 def joined(pieces: Sequence[PrefixPiece]) -> PrefixPiece:
-    """Return one piece of several that follow one another."""
+    """Join consecutive pieces."""
     heads = [piece.state for piece in pieces if isinstance(piece.state, HeadPiece)]
     target = KVPiece(_joined([piece.target.layers for piece in pieces]))
     if not heads:
@@ -119,13 +119,13 @@ def joined(pieces: Sequence[PrefixPiece]) -> PrefixPiece:
 
 
 def _joined(pieces: Sequence[Layers]) -> Layers:
-    """Join layer by layer; a layer that nothing was written to is empty."""
+    """Join each layer; a layer that nothing was written to is empty."""
     written = [[layer for layer in same if layer] for same in zip(*pieces, strict=True)]
     return [[mx.concatenate(list(x), axis=2) for x in zip(*same, strict=True)] for same in written]
 
 
 def content_of_state(state: RaggedCache) -> Content:
-    """Return the windows and states of a boundary state (`RaggedCache.outline`)."""
+    """Return the file content for a boundary state (`RaggedCache.outline`)."""
     windows = {f"window.{i}.{j}": x for i, window in enumerate(state.windows) for j, x in enumerate(window.state)}
     recurrent = {
         f"state.{i}.{j}": x
@@ -140,7 +140,7 @@ def content_of_state(state: RaggedCache) -> Content:
 def state_from(
     model: nn.Module, kv_bits: int | None, about: Mapping[str, Any], arrays: Mapping[str, mx.array]
 ) -> RaggedCache:
-    """Return the boundary state that a file of the same model holds."""
+    """Return the boundary state in a file of the same model."""
     cache = RaggedCache.of(model, 1, kv_bits)
     cache.lengths.sync([about["length"]])
     for i, (window, displaced) in enumerate(zip(cache.windows, about["displaced"], strict=True)):

@@ -1,4 +1,4 @@
-"""The disk tier: looks texts up that are not in memory, and has texts written after their answers."""
+"""The disk tier: finds prefixes that are not in memory, and has texts written after their answers."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ from eagle_mlx.target import Target
 
 log = logging.getLogger("eagle_mlx.prefixes")
 STEP_BYTES = 128 << 20
-"""What one step of the engine reads, while others decode: a tenth of a second if disk and checksum take 1.3 GB/s.
+"""Bytes read in one step of the engine, while other requests decode: 0.1 s if disk and checksum take 1.3 GB/s.
 
-On a loaded machine with two cores such a step took 0.65 s of the processor's time, most of it for new memory.
+On a busy machine with two cores, such a step took 0.65 s of CPU time, mostly for new memory.
 """
 _TEXTS_AHEAD = 4
-"""Texts of which some blocks have been read, but not all: a few, because prompts take turns. The oldest is dropped."""
+"""The most texts that may be partly read; prompts take turns, so a few are enough. The oldest is dropped."""
 _WAITING_BYTES = 1 << 30
-"""What may wait in memory to be written, except for the last text.
+"""Bytes that may wait in memory to be written, not counting the last text.
 
-A disk that takes 1 GB/s writes it in a second. A text that finds no place is offered again when it goes on.
+A disk at 1 GB/s writes them in a second. A text that is left out is offered again when it grows.
 """
 
 
 class PassedOverError(Exception):
-    """A file was of no use. It is not found again, and other files may do."""
+    """Raised if a file could not be used. It will not be found again; other files may be."""
 
 
 class DiskTier:
-    """Keeps in files what an engine's prefix cache keeps, for later engines.
+    """Saves the entries of an engine's prefix cache in files, for later engines.
 
-    Keys and values are in blocks of `BLOCK` positions; windows and states are in files of their own. A file's name is
-    made from its text, so two servers that read the same text write the same file. Its folder's name is made from
-    everything that the numbers depend on (`identity`): nothing else is ever read from there.
+    Keys and values are in blocks of `BLOCK` positions; windows and recurrent states have files of their own. A file is
+    named after its text, so that two servers that read the same text write the same file. Its folder is named after
+    everything that the content depends on (`identity`), so that nothing else is ever read.
 
-    The engine's thread finds and reads; another one writes. It belongs to the engine's thread.
+    Call it from the engine's thread only, which finds and reads files; another thread writes them.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class DiskTier:
         kv_bits: int | None = None,
         say: Callable[[str], None] = log.warning,
     ):
-        """`root`: the folder for all models. `limit`: bytes of all files there. `say`: told once what goes wrong.
+        """`root`: the folder for all models. `limit`: total bytes of all files in it. `say`: receives each problem.
 
-        Raises ConfigError if `root` is a file, or if the proposer's part cannot be written.
+        Raises ConfigError if `root` is a file, or if the proposer's cache cannot be saved.
         """
         if root.exists() and not root.is_dir():
             raise ConfigError(f"--prefix-cache-dir {root} is a file; name a folder")
@@ -92,12 +92,12 @@ class DiskTier:
         self._model = digest_of(facts)
         self.folder = root / self._model
         self.hits = self.tokens = self.bytes_read = self.left_out = self.passed_over = 0
-        """Prompts that went on from files, their positions that came from there, bytes, texts that were not written
-        because too much was waiting, and files that were of no use."""
+        """Prompts that continued from files, positions read for them, bytes read, texts not written because too much
+        was waiting, and files that could not be used."""
         self._ahead: dict[str, dict[str, PrefixPiece]] = {}
-        """Blocks that have been read for a state, until all of them are there."""
+        """For each state, the blocks that have been read, until all of them are there."""
         self._writer = Writer(self._database)
-        with suppress(OSError):  # the database says so too
+        with suppress(OSError):  # the database reports the same error
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             about = self.folder / "about.json"
             if not about.exists():
@@ -106,7 +106,7 @@ class DiskTier:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this model's files."""
+        """Total bytes of this model's files."""
         return self._database.nbytes(self._model)
 
     @property
@@ -115,22 +115,22 @@ class DiskTier:
 
     @property
     def bytes_waiting(self) -> int:
-        """What is kept in memory to be written."""
+        """Bytes in memory that are waiting to be written."""
         return self._writer.waiting_bytes
 
     @property
     def bytes_ahead(self) -> int:
-        """What has been read of texts that are not complete in memory."""
+        """Bytes read so far of texts that are not complete."""
         return sum(piece.nbytes for ahead in self._ahead.values() for piece in ahead.values())
 
     def find(self, keys: Keys, namespace: str = "") -> Match | None:
-        """Return the longest beginning of a text that files have, of texts of a namespace (`Request.namespace`)."""
+        """Return the longest prefix of a text that the files have in a namespace (`Request.namespace`)."""
         return self._database.find(keys, self._model, namespace, self._positional)
 
     def advance(self, match: Match, length: int) -> Match | None:
-        """Read on in what was found, of which memory has the first `length` positions: a bounded amount.
+        """Read some more of a match of which the first `length` positions are in memory; at most STEP_BYTES.
 
-        Returns what is there now; None if nothing can be used yet. Raises PassedOverError.
+        Returns what can be used now, or None if nothing can yet. Raises PassedOverError.
         """
         needed = [entry for entry in match.blocks if entry.end > length]
         if match.state is None:
@@ -150,14 +150,14 @@ class DiskTier:
         return match
 
     def outline(self, match: Match) -> RaggedCache:
-        """Return the boundary state at the end of what was found. Raises PassedOverError."""
+        """Return the boundary state at the end of a match. Raises PassedOverError."""
         about, arrays = {"length": match.length, "displaced": []}, dict[str, mx.array]()
         if match.state is not None:
             about, arrays = decode(self._read(match.state))
         return state_from(self._target.model, self._kv_bits, about, arrays)
 
     def piece(self, match: Match, start: int, end: int) -> PrefixPiece:
-        """Return the positions `start` to `end`. Raises PassedOverError."""
+        """Return positions `start` to `end`. Raises PassedOverError."""
         ahead = self._ahead.pop(match.state.path, {}) if match.state is not None else {}
         pieces = list[PrefixPiece]()
         for entry in match.blocks:
@@ -176,7 +176,7 @@ class DiskTier:
         return piece_from(*decode(self._read(entry)))
 
     def _read(self, entry: Entry) -> bytes:
-        """Return a file's content, which is what was written. Raises PassedOverError."""
+        """Return a file's verified content. Raises PassedOverError."""
         path, why, damaged = self.folder / entry.path.rpartition("/")[2], "", False
         try:
             content = read(path)
@@ -200,19 +200,19 @@ class DiskTier:
         raise PassedOverError(why)
 
     def stop(self) -> None:
-        """Forget the blocks that have been read for states of which not all are there."""
+        """Drop the blocks that have been read for incomplete states."""
         self._ahead.clear()
 
     def took(self, match: Match, positions: int, complete: bool) -> None:
-        """So many positions of what was found are in memory now that were not; `complete`: a prompt can go on."""
+        """Record that `positions` of a match were moved to memory; `complete`: the prompt can continue from it."""
         self.hits += complete
         self.tokens += positions
         self._writer.submit(Job(match.entries))
 
     def offer(self, keys: Keys, past: Past, outline: RaggedCache) -> None:
-        """Have a text written that the memory keeps, as far as files do not have it. `outline`: the state at its end.
+        """Write the part of a text in memory that the files lack. `outline`: the boundary state at its end.
 
-        What is written is copied from `past`, in whole blocks.
+        The positions are copied from `past`, in whole blocks.
         """
         shortest = None if self._positional else outline.shortest(0)
         missing, here = self._database.lacks(entries_of(keys, self._model, past.namespace, shortest))
@@ -233,15 +233,14 @@ class DiskTier:
         self._writer.submit(Job(here, files, nbytes))
 
     def close(self, seconds: float) -> bool:
-        """Finish writing, for so long at most; whether all is written. Nothing is found afterward."""
+        """Wait at most `seconds` for writing to finish; return whether it did. Nothing is found afterward."""
         return self._writer.close(seconds)
 
 
 def default_bytes(root: Path) -> int:
-    """What the files may take by default: a tenth of the disk, but no more than half of what is free on it.
+    """Return the default limit of the files' size: a tenth of the disk, but at most half of its free space.
 
-    A share goes with the machine; any number of gigabytes would be too much for one and too little for another. Raises
-    ConfigError if the disk cannot be asked.
+    Raises ConfigError if the disk cannot be queried.
     """
     there = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
     own = 0

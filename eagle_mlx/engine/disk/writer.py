@@ -1,4 +1,4 @@
-"""The thread that writes the disk tier's files, while the engine goes on."""
+"""The thread that writes the disk tier's files while the engine runs."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from eagle_mlx.engine.disk.snapshot_file import Content
 
 log = logging.getLogger("eagle_mlx.prefixes")
 _PAUSE_SECONDS = 60.0
-"""So long nothing is written after a write that failed: a full disk rarely has room again at once."""
+"""How long to write nothing after a failed write: a full disk rarely has space again at once."""
 _NICE = 10
-"""By how much the thread's priority is lower than its process's, if the system has priorities of threads."""
+"""By how much to lower the thread's priority, on systems where threads have priorities of their own."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be written of a text, and which of its files were of use."""
+    """The files of a text that are to be written, and those that were used."""
 
     here: Sequence[Entry] = ()
-    """Files that are there."""
+    """Files that exist already."""
     missing: Sequence[tuple[Entry, Content]] = ()
     nbytes: int = 0
-    """That the contents keep in memory."""
+    """Bytes that the contents keep in memory."""
 
 
 class Writer:
-    """Takes jobs from the engine's thread, and does them one after the other."""
+    """Carries out jobs from the engine's thread, one at a time."""
 
     def __init__(self, database: Database):
         self.database = database
         self.bytes_written = 0
         self.waiting_bytes = 0
-        """What the jobs keep in memory that are not done."""
+        """Bytes that unfinished jobs keep in memory."""
         self._waiting: set[str] = set()
         """Paths of files that are still to be written."""
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
@@ -50,7 +50,7 @@ class Writer:
         self._thread.start()
 
     def is_waiting(self, entry: Entry) -> bool:
-        """Whether a file is going to be written already."""
+        """Return whether a file is waiting to be written."""
         return entry.path in self._waiting
 
     def submit(self, job: Job) -> None:
@@ -60,7 +60,7 @@ class Writer:
         self._jobs.put(job)
 
     def close(self, seconds: float) -> bool:
-        """Finish what waits, for so long at most; whether that was enough. Then close the database."""
+        """Wait at most `seconds` for the jobs to finish and the database to close; return whether they did."""
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
@@ -68,7 +68,7 @@ class Writer:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        with suppress(OSError, AttributeError):  # on Linux a thread has a priority of its own
+        with suppress(OSError, AttributeError):  # on Linux, a thread has its own priority
             own = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + _NICE)
         while (job := self._jobs.get()) is not None:
@@ -89,6 +89,6 @@ class Writer:
 
     def _do(self, job: Job) -> None:
         now = time.time_ns()
-        self.database.touch(job.here, now)  # first, so that these stay when there is no room
+        self.database.touch(job.here, now)  # first, so that these files stay if space runs out
         for entry, content in job.missing:
             self.bytes_written += self.database.write(entry, content.encode(), now)
