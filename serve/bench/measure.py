@@ -266,20 +266,15 @@ class _Measurement:
     def _by_category(self, result: _Results, mlx_lm: _Results | None, kept: Sequence[int]) -> tuple[Category, ...]:
         """The figures of each category, if the prompts have categories."""
         found = []
-        decoded = Counter(map(self._category, sorted(result.continuations)))
-        for name, count in decoded.items():
+        for name, count in Counter(map(self._category, sorted(result.continuations))).items():
+            if name is None:
+                continue
             own = [index for index in kept if self._category(index) == name]
-            if name is not None:
-                found.append(
-                    Category(
-                        name=name,
-                        prompts=len(own),
-                        left_out_looping=count - len(own),
-                        tokens_per_second=median(result.rates(own)) if own else None,
-                        ratio_to_mlx_lm=result.ratio_to(mlx_lm, own) if own else None,
-                        acceptance_length=acceptance_length(result.outputs(own)) if own else None,
-                    )
-                )
+            figures: tuple[float | None, ...] = (None, None, None)
+            if own:
+                tau = acceptance_length(result.outputs(own))
+                figures = (median(result.rates(own)), result.ratio_to(mlx_lm, own), tau)
+            found.append(Category(name, len(own), count - len(own), *figures))
         return tuple(found)
 
     def _identity(self, result: _Results) -> Identity | None:

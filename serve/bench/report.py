@@ -224,8 +224,6 @@ _COLOURS = {
 }
 _CURVES = 3
 """Sizes of trees from which on they are drawn as curves."""
-_SHOWN = 3
-"""Ways to draft whose acceptance by depth is drawn: the smallest, a middle and the largest of the deepest."""
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:
@@ -319,9 +317,8 @@ def _over_sizes(axes: Any, runs: Sequence[Run], what: str, values: Sequence[floa
 
 def _by_depth(axes: Any, runs: Sequence[Run]) -> None:
     """The share of rounds that get so far, of the deepest drafts."""
-    deepest = sorted((run for run in runs if run.depth == max(each.depth for each in runs)), key=lambda run: run.nodes)
-    shown = deepest if len(deepest) <= _SHOWN else [deepest[0], deepest[len(deepest) // 2], deepest[-1]]
-    for run in shown:
+    deepest = max(run.depth for run in runs)
+    for run in sorted((run for run in runs if run.depth == deepest), key=lambda run: run.nodes):
         shares = run.acceptance_by_position
         name = f"tree of {run.nodes}" if run.nodes else f"chain of {run.depth}"
         axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, label=name)

@@ -326,7 +326,7 @@ def test_trees_of_several_sizes_are_drawn_as_curves(tmp_path: Path, monkeypatch:
     assert (list(chain.get_xdata()), list(chain.get_ydata())) == ([2, 4], [3.0, 5.0])
     assert (list(tree.get_xdata()), list(tree.get_ydata())) == ([8, 16, 32], [2.0, 4.0, 8.0])
     assert len(speeds.lines) == 2
-    assert [line.get_label() for line in by_depth.lines] == ["chain of 4", "tree of 16", "tree of 32"]
+    assert [line.get_label() for line in by_depth.lines] == ["chain of 4", "tree of 8", "tree of 16", "tree of 32"]
 
 
 # The command
