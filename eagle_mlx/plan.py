@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 CONFIDENCE_LAG = 2
 """An early exit looks at the confidence of the token so many before the newest: the device drafts those meanwhile, so
@@ -22,6 +22,8 @@ class Plan:
     """A chain ends early where its confidence falls below this; None drafts all of it."""
     lookup: bool | None = None
     """Where n-grams know how the text goes on beside a model: whether they draft. None where there is no choice."""
+    baseline: float | None = field(default=None, compare=False)
+    """Of an exploration: the tokens per second and row that the best plan is expected to give."""
 
     @property
     def is_tree(self) -> bool:

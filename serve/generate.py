@@ -92,15 +92,11 @@ def _generate(options: GenerateOptions) -> None:
         kv_bits=options.kv_bits,
         kv_bytes=memory.kv_bytes,
     )
-    prior = speculation.prior(engine)
+    speculation.learn_costs(engine)
     notes = [*speculation.about_head(engine), *speculation.why_chains(engine)]
     options.say("\n".join([f"target: {target.name}", f"speculation: {speculation}", *notes]))
     began = perf_counter()
-    try:
-        outputs = _one(engine, options, params) if options.file is None else _many(engine, options, params)
-    finally:
-        if prior is not None:
-            prior.save()
+    outputs = _one(engine, options, params) if options.file is None else _many(engine, options, params)
     options.say(summary(outputs, perf_counter() - began))
 
 

@@ -17,12 +17,12 @@ from eagle_mlx import hub
 from eagle_mlx.catalog import embedded
 from eagle_mlx.catalog.head_search import FoundHead, find_heads, load_found, where_mtp_layers_are
 from eagle_mlx.engine import Engine
-from eagle_mlx.engine.prior import Prior
+from eagle_mlx.engine.cost_curve import learn_costs
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.head_check import head_warning
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import described, quantize_for
-from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, HybridPolicy, Policy, ThroughputPolicy
+from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
 from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.draft_model import DraftModelProposer
@@ -108,7 +108,7 @@ class Speculation(Group):
     policy: PolicyName = setting("throughput", "the rule for how deep to draft", name="spec_policy")
     keep: bool = setting(
         True,
-        "with --spec-policy throughput: begin with what was learnt on this machine before, and keep what is learnt",
+        "with --spec-policy throughput: begin with the target's cost curve, which is measured once and kept",
         name="prior",
     )
     disable_at_rows: int | None = setting(None, f"{_EMA}no drafts from N requests on", name="disable_by_batch_size")
@@ -227,19 +227,14 @@ class Speculation(Group):
         if self.policy == "fixed":
             return FixedPolicy(self.depth, self.tree_nodes)
         if self.policy == "throughput":
-            return HybridPolicy(self.depth, max_nodes=self.tree_nodes)
+            return ThroughputPolicy(self.depth, max_nodes=self.tree_nodes)
         threshold = self.threshold if self.dynamic else 0.0
         return AcceptancePolicy(self.depth, self.alpha, threshold, self.disable_at_rows, self.adaptive)
 
-    def prior(self, engine: Engine) -> Prior | None:
-        """What the engine's policy begins with, and keeps what it learns; None where it is not to, or learns nothing.
-
-        For an engine that has not decoded yet.
-        """
-        policy = engine.policy
-        if self.keep and isinstance(policy, ThroughputPolicy) and engine.proposer is not None:
-            return Prior(engine, policy)
-        return None
+    def learn_costs(self, engine: Engine) -> None:
+        """Give the policy of an engine that has not decoded yet the target's cost curve, unless that is off."""
+        if self.keep:
+            learn_costs(engine)
 
     def about_head(self, engine: Engine) -> list[str]:
         """A line on the numbers that a head's weights are, where one drafts."""

@@ -21,7 +21,7 @@ from eagle_mlx.engine.round import Round
 from eagle_mlx.engine.schedule import Schedule
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.plan import PLAIN, Context, Plan, RoundResult
-from eagle_mlx.policy import HybridPolicy, Policy
+from eagle_mlx.policy import Policy, ThroughputPolicy
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.request import Chunk, Output, Prompt, make_request
@@ -102,14 +102,10 @@ class Engine:
             # Nothing of this is computed: hidden states that are not to be had are refused before the first prompt.
             target.forward(mx.zeros((1, 2), mx.int32), RaggedCache.of(target.model, 1), proposer.aux_layers)
         self.target, self.proposer = target, proposer
-        self.policy: Policy = policy or HybridPolicy()
+        self.policy: Policy = policy or ThroughputPolicy()
         self.max_batch, self.prefill_chunk, self.kv_bits = max_batch, prefill_chunk, kv_bits
         self.observer: Callable[[RoundResult], None] | None = None
         """Told of every round after it."""
-        self.on_first_round: Callable[[int], None] | None = None
-        """Told, before the first round is planned, how many tokens of context its rows have, in the mean."""
-        self.context = 0
-        """Tokens of context of the rows that were decoded last, in the mean, as they were when some joined."""
         self.prefixes = PrefixCache(prefix_cache_bytes, proposer) if prefix_cache_bytes else None
         self.wants_boundaries = self.prefixes is not None and not RaggedCache.of(target.model, 1).is_positional
         """Whether the boundaries of prompts serve for anything."""
@@ -285,7 +281,6 @@ class Engine:
             return []
         joined = list(joining.requests)
         self._report_first_tokens(joined, seconds)
-        self._look_at_context([*self.groups.requests, *joined])
         self.schedule.join(joining)
         return [request for request in joined if request.finish_reason]
 
@@ -300,12 +295,6 @@ class Engine:
         for each in self.groups.batches:
             self.schedule.release(each)
         return [request for request in decoding if request.finish_reason]
-
-    def _look_at_context(self, requests: Sequence[RequestState]) -> None:
-        self.context = sum(request.length + 1 for request in requests) // len(requests)
-        if self.on_first_round is not None:
-            self.on_first_round(self.context)
-            self.on_first_round = None
 
     def _report_first_tokens(self, requests: Sequence[RequestState], seconds: float) -> None:
         """Show the observer the tokens that requests got with their prompts; it is no round for the policy."""

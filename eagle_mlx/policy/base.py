@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -64,12 +63,6 @@ def check_depth(name: str, value: int) -> None:
     """Raise ConfigError where `value` is no number of draft tokens."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ConfigError(f"{name}, the number of draft tokens, must be an integer of at least 0; got {value!r}")
-
-
-def check_positive(name: str, value: float) -> None:
-    """Raise ConfigError where `value` is no finite number above 0."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ConfigError(f"{name} must be a number above 0; got {value!r}")
 
 
 def check_share(name: str, value: float) -> None:

@@ -1,4 +1,4 @@
-"""How long rounds take: seconds by rows and size, and how fast the machine is at present."""
+"""How long rounds take: seconds by kind, rows and size, and how fast the machine is at present."""
 
 from __future__ import annotations
 
@@ -6,39 +6,37 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from operator import mul
 
-from eagle_mlx.policy.base import check_depth, check_positive
-
+PLAIN_KIND, CHAIN_KIND = "plain", "chain"
 _LATEST = 7
 """Rounds of a size whose median counts: odd, and few, so that a change of speed is seen soon."""
 _OUTLIER = 3.0
-"""A round that takes more than so many times the expected counts as that much: something else had the machine."""
+"""A round counts as at most so many times the expected seconds: beyond that, something else had the machine."""
 _TRUSTED = 3
-"""Rounds of a size that outvote what its neighbours let expect: one that met an accident would hide it for long."""
-_NOISE_SHARE = 0.05
-"""What a new round counts for the noise: that of some twenty is remembered."""
-_MEDIAN_ERROR = math.pi / 2
-"""The standard error of the median of n rounds is this times their mean deviation by the root of n, for normal noise.
+"""Rounds of a size that outvote what other sizes let expect: the first may compile kernels or meet an accident."""
+_MOVED = 0.01
+"""A median that moves by less, half of the margin between arms, counts as before: estimates stay as they are."""
 
-Both the median's error and the standard deviation have a factor of sqrt(pi / 2) there."""
+Points = Sequence[tuple[float, float]]
+"""Points of a curve, (x, y), in ascending order of x."""
 
 
 class Drift:
-    """How long rounds take now, beside the same rounds at the machine's usual speed."""
+    """How long rounds take now, relative to the same rounds at the machine's usual speed."""
 
     _FOLLOW = 0.15
-    """How much of a change each round makes up for."""
+    """The share of a change that each round makes up for: six rounds follow it by two thirds."""
     _SUDDEN = 1.3
     """The largest change that one round tells of: more is an accident."""
     _REMEMBER = 0.99
-    """The power that is left with each new round: what is not measured again must not be compared with a speed long
-    gone."""
+    """The power that is left with each round: what is not measured again is not compared with a speed long gone."""
 
     def __init__(self) -> None:
         self.factor = 1.0
 
     def normalized(self, seconds: float, usual: float | None) -> float:
-        """A round's seconds as they would be at the usual speed; of that they tell where they usually are `usual`."""
+        """Return a round's seconds at the usual speed, at which it would take `usual` if that is known."""
         self.factor **= self._REMEMBER
         if usual is not None:
             change = seconds / (usual * self.factor)
@@ -47,115 +45,98 @@ class Drift:
 
 
 class Costs:
-    """Seconds of a round by (rows, size): the median of the latest of that size, between sizes on a line."""
+    """Seconds of a round by kind, rows and size: the median of the latest rounds.
+
+    Sizes that were not measured follow the cost curve of the target, at the level of plain rounds. Drafting adds what
+    it added at the sizes that were measured. Each size has its own cost: costs rise in steps.
+    """
 
     def __init__(self) -> None:
-        self._latest: dict[tuple[int, int], deque[float]] = {}
-        self._expected: dict[tuple[int, int], float] = {}
-        """What the neighbours of a size let expect of it when it was first measured."""
-        self._curves: dict[int, dict[int, float]] = {}
-        """By rows, then by size, both in ascending order of size."""
-        self._noise = 0.1
-        """How far rounds are from the median of their size, as a share, in the mean."""
+        self._latest: dict[tuple[str, int, int], deque[float]] = {}
+        self._medians: dict[tuple[str, int], dict[int, float]] = {}
+        """By kind and rows, then by size."""
+        self._estimates: dict[tuple[str, int, int], float] = {}
+        """Found since a median has moved."""
+        self.curve: Points = ((1, 1.0), (2, 1.3))
+        """The tokens that a forward of one row reads, and its seconds; before it is measured, a slope between those of
+        the chips (DESIGN.md, platform facts), from flat to a whole plain round for each further token."""
 
-    def add(self, rows: int, size: int, seconds: float, restart: bool = False) -> None:
-        """A round of `size` draft tokens. restart: the last ones were long ago, and count as one."""
-        usual, expected = self.known(rows, size), self.estimate(rows, size)
-        if usual is not None:
-            self._noise += _NOISE_SHARE * (min(abs(seconds / usual - 1), 1.0) - self._noise)
-        if expected is not None and rows in self._curves:
-            seconds = min(seconds, _OUTLIER * expected)
-            if usual is None:
-                self._expected[rows, size] = expected
-        latest = self._latest.setdefault((rows, size), deque(maxlen=_LATEST))
-        if restart and usual is not None:
-            latest.clear()
-            latest.append(usual)
-        latest.append(seconds)
-        self._set(rows, size, self._median(rows, size))
+    def add(self, kind: str, rows: int, size: int, seconds: float) -> None:
+        """Take the seconds of a round with `size` draft tokens in each row."""
+        most = _OUTLIER * self.estimate(kind, rows, size) if self._medians else math.inf
+        latest = self._latest.setdefault((kind, rows, size), deque(maxlen=_LATEST))
+        latest.append(min(seconds, most))
+        medians, median = self._medians.setdefault((kind, rows), {}), sorted(latest)[(len(latest) - 1) // 2]
+        if len(latest) <= _TRUSTED or abs(median / medians[size] - 1) > _MOVED:
+            medians[size] = median
+            self._estimates.clear()
 
-    def _median(self, rows: int, size: int) -> float:
-        """The lower one of two; of few rounds, what was expected is one of them."""
-        seconds = list(self._latest[rows, size])
-        if len(seconds) < _TRUSTED and (rows, size) in self._expected:
-            seconds.append(self._expected[rows, size])
-        return sorted(seconds)[(len(seconds) - 1) // 2]
+    def known(self, kind: str, rows: int, size: int) -> float | None:
+        """Return the median of what was measured."""
+        return self._medians.get((kind, rows), {}).get(size)
 
-    def _set(self, rows: int, size: int, seconds: float) -> None:
-        self._curves[rows] = dict(sorted((self._curves.get(rows, {}) | {size: seconds}).items()))
+    def estimate(self, kind: str, rows: int, size: int) -> float:
+        """Return the same, or what the curve and the sizes that were measured let expect."""
+        key = kind, rows, size
+        if key not in self._estimates:
+            self._estimates[key] = self._estimate(kind, rows, size)
+        return self._estimates[key]
 
-    def saved(self) -> list[list[float]]:
-        """Rows, size and seconds of each that was measured."""
-        return [[rows, size, seconds] for rows, curve in self._curves.items() for size, seconds in curve.items()]
+    def _estimate(self, kind: str, rows: int, size: int) -> float:
+        known, latest = self.known(kind, rows, size), self._latest.get((kind, rows, size), ())
+        if known is not None and kind == PLAIN_KIND:
+            return min(known, self._most_for_plain(rows))
+        if known is not None and len(latest) >= _TRUSTED:
+            return known
+        forward = self._forward(rows, size)
+        if kind == PLAIN_KIND:
+            return forward
+        expected = max(forward + self._drafting(kind, rows, size), self._forward(rows, 0))  # the curve may be wrong
+        values: list[float] = sorted([*latest, expected])
+        return values[(len(values) - 1) // 2]
 
-    def restore(self, saved: Sequence[tuple[int, int, float]]) -> None:
-        """Nothing is known yet. Raises ConfigError for numbers that cannot be."""
-        for rows, size, seconds in saved:
-            check_depth("rows", rows)
-            check_depth("size", size)
-            check_positive("seconds", seconds)
-            self._latest[rows, size] = deque([seconds] * _TRUSTED, maxlen=_LATEST)
-            self._set(rows, size, seconds)
+    def _most_for_plain(self, rows: int) -> float:
+        """The longest that a plain round takes by the drafting rounds of these rows, which read more tokens.
 
-    def known(self, rows: int, size: int) -> float | None:
-        """The median of what was measured."""
-        return self._curves.get(rows, {}).get(size)
-
-    def error(self, rows: int, size: int) -> float:
-        """The standard error of what is known, as a share."""
-        return _MEDIAN_ERROR * self._noise / math.sqrt(max(1, len(self._latest.get((rows, size), ()))))
-
-    def estimate(self, rows: int, size: int) -> float | None:
-        """The same, or what it would be by its neighbours; None before the first round.
-
-        Of rows that were not measured: the curve of the nearest number of rows, at the level of a size that both have.
+        It takes less than they do by the root of what the curve says: the curve may be wrong, and so may they.
         """
-        own = self._curves.get(rows, {})
-        if size in own or not self._curves:
-            return own.get(size)
-        like = min(self._curves, key=lambda other: (-len(self._curves[other]), abs(other - rows)))
-        curve = self._curves[like]
-        shared = min(own.keys() & curve.keys(), key=lambda other: abs(other - size), default=None)
-        return self._on_curve(like, size) * (1.0 if shared is None else own[shared] / curve[shared])
+        plain = self._on_curve(rows)
+        trusted = [key for key, latest in self._latest.items() if key[1] == rows and len(latest) >= _TRUSTED and key[2]]
+        shares = [math.sqrt(plain / self._on_curve(rows * (size + 1))) for *_, size in trusted]
+        medians = [self._medians[kind, rows][size] for kind, _, size in trusted]
+        return min(map(mul, medians, shares), default=math.inf)
 
-    def _on_curve(self, rows: int, size: int) -> float:
-        """Between two sizes on a line, before the first at its level, beyond the last as steep as drafts are."""
-        curve = self._curves[rows]
-        sizes = list(curve)
-        at = bisect_left(sizes, size)
-        if at == 0:
-            return curve[sizes[0]]
-        left = sizes[at - 1]
-        if at == len(sizes):
-            return curve[left] + self.per_token(rows) * (size - left)
-        return curve[left] + (curve[sizes[at]] - curve[left]) * (size - left) / (sizes[at] - left)
+    def _on_curve(self, tokens: float) -> float:
+        return _on(self.curve, tokens)
 
-    def per_token(self, rows: int, like: Costs | None = None, most: float = math.inf) -> float:
-        """Seconds that a draft token more takes, of all rows: by least squares over drafts of several sizes.
+    def _forward(self, rows: int, size: int) -> float:
+        """The curve's seconds for so many tokens, at the level of plain rounds of the nearest number of rows."""
+        near = self._nearest(PLAIN_KIND, rows)
+        level = 1.0 if near is None else self._medians[PLAIN_KIND, near][0] / self._on_curve(near)
+        return level * self._on_curve(rows * (size + 1))
 
-        like: of rounds that cost as much more for each token, whatever else they cost; most: the largest size asked.
-        """
-        kinds = (self,) if like is None else (self, like)
-        for other in sorted({other for kind in kinds for other in kind._curves}, key=lambda other: abs(other - rows)):
-            points = [[point for point in kind._points(other) if point[0] <= most] for kind in kinds]
-            for groups in (points, [[point for kind in points for point in kind]]):
-                sums = [_trend(group) for group in groups]
-                rise = sum(rise for rise, _ in sums)
-                spread = sum(spread for _, spread in sums)
-                if spread:
-                    return max(0.0, rise / spread)
-        return 0.0
+    def _drafting(self, kind: str, rows: int, size: int) -> float:
+        """What rounds of the nearest rows take longer than the target's forward."""
+        near = self._nearest(kind, rows)
+        points = [] if near is None else self._extras(kind, near, size)
+        if not points:
+            return 0.0 if kind == CHAIN_KIND else self._drafting(CHAIN_KIND, rows, size)
+        return _on([(0, 0.0), *points] if size < points[0][0] else points, size)
 
-    def _points(self, rows: int) -> list[tuple[int, float, int]]:
-        """Sizes of drafts, their seconds, and how often they were: at least twice, as one may be an accident."""
-        curve = self._curves.get(rows, {})
-        points = [(size, seconds, len(self._latest[rows, size])) for size, seconds in curve.items() if size]
-        return [point for point in points if point[2] > 1]
+    def _extras(self, kind: str, rows: int, size: int) -> list[tuple[float, float]]:
+        """By all sizes but this one: what was measured, less the forward."""
+        measured = sorted(self._medians[kind, rows].items())
+        return [(each, took - self._forward(rows, each)) for each, took in measured if each not in (0, size)]
+
+    def _nearest(self, kind: str, rows: int) -> int | None:
+        return min((of for each, of in self._medians if each == kind), key=lambda of: abs(of - rows), default=None)
 
 
-def _trend(points: Sequence[tuple[int, float, int]]) -> tuple[float, float]:
-    """Of points (x, y, weight): the sums of both deviations' products, and of the squares of that of x."""
-    total = sum(weight for *_, weight in points) or 1
-    middle, level = (sum(point[i] * point[2] for point in points) / total for i in (0, 1))
-    rise = sum((x - middle) * (y - level) * weight for x, y, weight in points)
-    return rise, sum((x - middle) ** 2 * weight for x, _, weight in points)
+def _on(points: Points, x: float) -> float:
+    """Between two points on a line, before the first at its level, beyond the last as steep as before it, or level."""
+    at = bisect_left(points, x, key=lambda point: point[0])
+    if at == 0 or len(points) == 1:
+        return points[0][1]
+    (left, low), (right, high) = points[at - 1 : at + 1] if at < len(points) else points[-2:]
+    slope = (high - low) / (right - left)
+    return low + slope * (x - left) if at < len(points) else high + max(0.0, slope) * (x - right)

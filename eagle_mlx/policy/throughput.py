@@ -1,413 +1,299 @@
-"""Drafting as much as pays, by what rounds cost and drafts yield here and now."""
+"""Drafting as much as pays: plain decoding and all ways to draft compete by tokens per second, as measured."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from copy import copy
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult
+from eagle_mlx.policy.acceptance import AcceptanceByPosition, AcceptanceByRank, ConfidenceCalibration
 from eagle_mlx.policy.base import check_depth, check_share
-from eagle_mlx.policy.budget import RegretBudget
-from eagle_mlx.policy.costs import Costs, Drift
-from eagle_mlx.policy.trials import AcceptanceByPosition, AcceptanceByRank, Calibration
+from eagle_mlx.policy.costs import CHAIN_KIND, PLAIN_KIND, Costs, Drift
 
 MOST_TOKENS = 8
 """Of a chain, unless something else is asked for: early exits seldom come later."""
 _SHORT = CONFIDENCE_LAG + 1
-"""Tokens that a chain has before its first early exit: shorter ones have a fixed depth."""
+"""Tokens that a chain has before its first early exit."""
 _TREES = (8, 16, 32, 64)
-"""Draft tokens of the trees that are compared."""
-_MARGIN = 0.03
-"""Of plans whose speeds are this close the smallest is taken: an estimate may be wrong, what is not drafted is free."""
-_CLOSE = 0.85
-"""A plan is close to the best where it is expected to reach more than this share of its speed."""
-_RUN = 3
-"""Rounds that exploring a close plan takes; others get one.
-
-The first round behind another plan takes longer, and is not timed where that matters."""
-_FIRST = 2
-"""Rounds of each kind before there is a choice: the first may compile kernels."""
-_FREE = 8
-"""Plain rounds that drafting may lose before its share of the time counts: a quarter of a second on a Mac, once.
-
-A dozen refused drafts say little of those to come, and would keep a run plain for two thousand rounds (docs/log.md)."""
-_FREE_FIRST = 6
-"""Of these, what the first rounds of each kind may take, so that a busy moment at first leaves room for a second look.
-
-Six to 7.75 do alike in simulation (docs/log.md)."""
-_EVERY = 20
-"""Rounds between two explorations, at least. Between two of the same plan they double each time."""
+"""Draft tokens of the trees that compete."""
+_MARGIN = 0.02
+"""Of arms whose speeds are this close the one with the shortest round is taken: what is not drafted is free."""
+_CLOSE = 0.9
+"""An exploration goes on for `_RUN` rounds if it reaches this share of the best arm's speed, else it has one."""
+_RUN = 4
+"""Of a run of plain rounds the first is not timed, since nothing was dispatched ahead of it: that leaves three."""
+_PAUSE, _LAST_PAUSE = 16, 512
+"""Rounds between two explorations of an arm, which double each time that it loses: at most ten seconds on a Mac."""
 _NEAR = 2
-"""Neighbours that are explored on each side: costs rise in steps, and behind a dear step may come a cheap one."""
-_DOUBT = 0.05
-"""An early exit is kept from the tokens behind a step where they lose more than this share of a round.
-
-Less may be noise: at 0 chains were cut by chance, at 0.1 some steps were not seen (docs/log.md)."""
-_CHECK = 4
-"""Rounds behind which a new leader is first compared with fresh plain rounds; they double with each comparison."""
-_LAST_CHECK = 256
-"""Where the doubling ends, of these and of explorations: a change is seen within some ten seconds on a Mac."""
-_CHECK_AFTER_PRIOR = 32
-"""`_CHECK` where drafting led in an earlier engine: the first rounds are not to pay for it again."""
+"""Neighbors of the best arm that are explored on each side: costs rise in steps."""
+_FREE = 4.0
+"""Plain rounds that exploration may lose before its share of the time counts, or it would begin late."""
+_CHECK = 20
+"""Of so many early exits one goes on for longer, to see whether the threshold is right."""
 
 
 def levels_for(nodes: int) -> int:
-    """How deep a tree of so many tokens may be: deeper than pays for a chain, as far as there are tokens for it."""
+    """Return how deep a tree of so many tokens may be: deeper than pays for a chain, as far as it has tokens."""
     return max(1, min(3 + nodes // 4, 8, nodes - 1))
 
 
 @dataclass
-class _Gain:
-    """What early exits gave, and what the best chain of a fixed depth would have given in that time."""
+class _Yields:
+    """What one drafter's drafts yield in one sort of place."""
 
-    tokens: float = 20.0
-    baseline: float = 20.0
-    """The first guess: as much, for 20 tokens a row."""
-    rounds: int = 0
+    positions: AcceptanceByPosition = field(default_factory=AcceptanceByPosition)
+    ranks: AcceptanceByRank = field(default_factory=AcceptanceByRank)
+    calibration: ConfidenceCalibration = field(default_factory=ConfidenceCalibration)
+    early, short = 20.0, 20.0
+    """The tokens of early exits, and those that the best chain gives in their time: as many, at first."""
 
-    def add(self, tokens: float, baseline: float) -> None:
-        """A round gave so many tokens a row, where that chain would have given `baseline`."""
-        self.tokens, self.baseline = self.tokens * 0.995 + tokens, self.baseline * 0.995 + baseline
-        self.rounds += 1
-
-    @property
-    def factor(self) -> float:
-        """Early exits' speed, that of the best chain of a fixed depth = 1; in their favour while little is known."""
-        return self.tokens / self.baseline + 1 / math.sqrt(1 + self.rounds)
-
-
-def _is_early(plan: Plan) -> bool:
-    return plan.stop_below is not None
-
-
-def _kind(plan: Plan) -> str:
-    return "tree" if plan.is_tree else "early exit" if _is_early(plan) else "chain"
+    def add_early(self, tokens: float, short: float) -> None:
+        self.early, self.short = 0.995 * self.early + tokens, 0.995 * self.short + short
 
 
 @dataclass(frozen=True)
-class _Decision:
-    """The plan that was given out, and the best one at that time."""
+class _Exploration:
+    """Rounds of an arm that is not the best, in a row."""
 
-    plan: Plan
-    best: Plan
+    baseline: float
+    """Tokens per second and row of the best arm."""
+    rounds: int = 0
+    tokens: float = 0.0
+    expected: float = 0.0
+    """Tokens that the best arm would have given in their time."""
 
-    @property
-    def is_exploration(self) -> bool:
-        return self.plan != self.best
+    def goes_on(self, arm: Plan) -> bool:
+        """It has its run unless it loses much, and goes on for as long as it gains."""
+        if arm == PLAIN:
+            return self.rounds < _RUN
+        return self.tokens > (_CLOSE if self.rounds < _RUN else 1 + _MARGIN) * self.expected
+
+
+@dataclass
+class _Group:
+    """What the rounds of one group of rows were before."""
+
+    arm: Plan | None = None
+    rows: int = 0
+    plain: list[float] = field(default_factory=list)
+    """Seconds of the plain rounds of a run that are not counted yet."""
+    explorations: dict[Plan, _Exploration] = field(default_factory=dict)
+    """Those under way, by arm; one of n-grams waits while nothing repeats."""
+
+
+def _kind(arm: Plan) -> str:
+    if arm.lookup or not arm.depth:
+        return "n-grams" if arm.lookup else PLAIN_KIND
+    return "tree" if arm.is_tree else "early exit" if arm.stop_below is not None else CHAIN_KIND
 
 
 class ThroughputPolicy:
     """Plans what is expected to give the most tokens per second, plain decoding included.
 
-    Expected tokens come from the acceptance by position, or in trees by rank; seconds from rounds of the same rows and
-    size. Where a proposer gives confidences, long chains exit early: as soon as a token more is worth less than what
-    decoding gives in its time otherwise.
+    Expected tokens come from the acceptance by position, or in trees by rank; seconds from rounds of the same kind,
+    rows and size. A head's or draft model's acceptance is kept apart for places where n-grams could draft too. If a
+    proposer gives confidences, long chains may exit early: as soon as a further token is worth less than what decoding
+    gives in its time otherwise.
 
-    Now and then it explores another plan: a neighbour of the best or the best of another kind, whichever was explored
-    the longest ago, and each at doubling distances; and plain decoding, at doubling distances behind a change of the
-    leader. What exploration loses against the best plan is at most `explore` of all time. Where plain decoding leads,
-    what drafting has lost against it counts too, but for the first few plain rounds. Raises ConfigError for values out
-    of range.
+    Now and then another arm is explored: of each other kind the best, and neighbors of the best arm. An arm that loses
+    waits twice as long for the next time; one that gains goes on. What explorations lose against the best arm is at
+    most `explore` of all time. Raises ConfigError for values out of range.
     """
 
-    def __init__(self, max_depth: int = MOST_TOKENS, explore: float = 0.005, max_nodes: int = 0):
+    def __init__(self, max_depth: int = MOST_TOKENS, explore: float = 0.01, max_nodes: int = 0):
         """`max_nodes`: the most tokens of a draft tree; 0 for chains alone, which are at most `max_depth` long."""
         check_depth("max_depth", max_depth)
         check_depth("max_nodes", max_nodes)
         check_share("explore", explore)
         self.max_depth, self.max_nodes, self.explore = max_depth, max_nodes, explore
-        self._chains = [Plan(depth) for depth in range(max_depth + 1)]
+        self.costs = Costs()
+        self._chains = [Plan(depth) for depth in range(1, max_depth + 1)]
         self._early = Plan(max_depth, stop_below=0.0)
         sizes = sorted({size for size in _TREES if size < max_nodes} | {max_nodes})
         self._trees = [tree for tree in (Plan(levels_for(size), size) for size in sizes if size) if tree.is_tree]
-        self.costs = {kind: Costs() for kind in ("chain", "early exit", "tree")}
-        self.positions, self.ranks, self.calibration = AcceptanceByPosition(), AcceptanceByRank(), Calibration()
-        self.reached = AcceptanceByPosition()
-        """Of early exits: at positions that only the better drafts reach."""
-        self._gains: dict[int, _Gain] = {}
+        self.wants_trees = bool(self._trees)
         self._drift = Drift()
-        self._round = self._run = 0
-        """Rounds, and those of the newest plan in a row."""
-        self._before, self._restart_costs = PLAIN, False
-        self._seen, self._count = Counter[Plan](), Counter[Plan]()
-        """The newest round of each plan, and how many there were."""
-        self._pause: dict[Plan, int] = {}
-        """Rounds before a plan is explored again."""
-        self._leader_since = self._last_exploration = 0
-        self._baseline_check = _CHECK
-        self._draft_budget, self._exploration_budget = RegretBudget(explore), RegretBudget(explore)
-        """Of drafting against plain decoding, and of exploration against the best plan."""
+        self._yields = {lookup: _Yields() for lookup in (None, False, True)}
+        """By `Plan.lookup`."""
+        self._groups: dict[int, _Group] = {}
+        self._round = self._deepest = 0
+        """Rounds, and the depth of the deepest chain of a model, so far."""
+        self._pauses: dict[Plan, int] = {}
+        self._due = {PLAIN: _RUN + _PAUSE}
+        """The round from which on an arm may be explored again."""
+        self._spent = self._lost = 0.0
+        """Seconds in all, and those that explorations have lost."""
+        self._arms: dict[tuple[Abilities, int], list[Plan]] = {}
         self._speeds: dict[tuple[int, Plan], float] = {}
-        """Found since the newest round."""
-        self._decisions: dict[tuple[int, Abilities], _Decision] = {}
-        self._decision = _Decision(PLAIN, PLAIN)
-        """The newest."""
-        self._groups = {0: self}
-        """The policy of each group of rows."""
-
-    def _twin(self) -> ThroughputPolicy:
-        """One that shares costs, acceptance and budgets, for rounds that alternate with this one's."""
-        other = copy(self)
-        other._seen, other._decisions = Counter(self._seen), {}
-        return other
-
-    def _of(self, group: int) -> ThroughputPolicy:
-        """Each group has decisions of its own, and learns from all."""
-        if group not in self._groups:
-            self._groups[group] = self._twin()
-        return self._groups[group]
-
-    def apart(self) -> ThroughputPolicy:
-        """One for rounds of another kind, that take as long: it shares costs and budgets, and learns what is kept."""
-        other = ThroughputPolicy(self.max_depth, self.explore, self.max_nodes)
-        other.costs, other._drift, other._count = self.costs, self._drift, self._count
-        other._draft_budget, other._exploration_budget = self._draft_budget, self._exploration_budget
-        return other
-
-    @property
-    def wants_trees(self) -> bool:
-        return bool(self._trees)
-
-    @property
-    def rounds(self) -> int:
-        """Those that it has seen."""
-        return self._round
-
-    @property
-    def drafts(self) -> bool:
-        """Whether drafting was the best there is when it was last asked."""
-        return self._decision.best != PLAIN
-
-    @property
-    def _estimates(self) -> dict[str, Costs | AcceptanceByPosition | AcceptanceByRank | Calibration]:
-        return {
-            **self.costs,
-            "positions": self.positions,
-            "reached": self.reached,
-            "ranks": self.ranks,
-            "calibration": self.calibration,
-        }
-
-    def knowledge(self) -> dict[str, Any]:
-        """What was learnt, as JSON takes it, for `start_from`."""
-        tried = [plan for plan, count in self._count.items() if count >= _FIRST]
-        return {
-            "estimates": {name: estimate.saved() for name, estimate in self._estimates.items()},
-            "gains": [[rows, gain.tokens, gain.baseline, gain.rounds] for rows, gain in self._gains.items()],
-            "tried": [[plan.depth, plan.nodes, _is_early(plan), self._pause.get(plan, _EVERY)] for plan in tried],
-            "drafting": self.drafts,
-        }
-
-    def start_from(self, knowledge: dict[str, Any]) -> None:
-        """Begin where another engine with the same proposer ended. Before the first round.
-
-        Raises ConfigError, KeyError, TypeError or ValueError where this is no knowledge; the policy is of no use then.
-        """
-        for name, estimate in self._estimates.items():
-            estimate.restore(knowledge["estimates"][name])
-        for rows, tokens, baseline, rounds in knowledge["gains"]:
-            self._gains[int(rows)] = _Gain(float(tokens), float(baseline), int(rounds))
-        for depth, nodes, early, pause in knowledge["tried"]:
-            plan = Plan(int(depth), int(nodes), 0.0 if early else None)
-            self._count[plan], self._pause[plan] = _FIRST, int(pause)
-        if knowledge["drafting"]:
-            self._decision = _Decision(self._chains[-1], self._chains[-1])
-            self._baseline_check = _CHECK_AFTER_PRIOR
+        self._plans: dict[Context, Plan] = {}
+        """Both found since the newest round."""
 
     def plan(self, context: Context) -> Plan:
-        return self._of(context.group)._plan(context.rows, context.can)
+        if context not in self._plans:
+            self._plans[context] = self._chosen(context)
+        return self._plans[context]
 
-    def _plan(self, rows: int, can: Abilities) -> Plan:
-        if (rows, can) not in self._decisions:
-            self._decisions[rows, can] = self._choose(rows, can)
-        self._decision = self._decisions[rows, can]
-        plan = self._decision.plan
-        return self._early_exit(rows) if _is_early(plan) else plan
-
-    def _choose(self, rows: int, can: Abilities) -> _Decision:
-        plans = self._plans(can)
-        for plan in self._first(rows, plans):
-            if self._count[plan] < _FIRST:
-                return _Decision(plan, plan)
-        best = self._best(rows, plans)
-        if self._continues(rows, best) and self._before in plans:
-            return _Decision(self._before, best)
-        return _Decision(self._explore(rows, plans, best) or best, best)
-
-    def _continues(self, rows: int, best: Plan) -> bool:
-        """Whether the exploration under way is to take another round."""
-        explored = self._decision.is_exploration and self._before == self._decision.plan and self._run < _RUN
-        return explored and self._is_close(rows, self._before, best)
-
-    def _is_close(self, rows: int, plan: Plan, best: Plan) -> bool:
-        return self._speed(rows, plan) > _CLOSE * self._speed(rows, best)
-
-    def _plans(self, can: Abilities) -> list[Plan]:
-        """What there is to choose from, the smallest first."""
-        exits = can.early_exit and self.max_depth > _SHORT
-        chains = [*self._chains[: _SHORT + 1], self._early] if exits else self._chains
-        return chains + (self._trees if can.trees else [])
-
-    def _first(self, rows: int, plans: list[Plan]) -> list[Plan]:
-        """What comes before anything can be compared: nothing, a short chain, a long one where that gives hope."""
-        chains = [plan for plan in plans if not plan.is_tree]
-        first = [PLAIN, chains[min(2, len(chains) - 1)]]
-        if all(self._count[plan] for plan in first) and self._speed(rows, chains[-1]) > self._speed(rows, PLAIN) / 2:
-            first.append(chains[-1])
-        return first
-
-    def _speed(self, rows: int, plan: Plan) -> float:
-        """Expected tokens per second and row."""
-        if (rows, plan) not in self._speeds:
-            self._speeds[rows, plan] = self._estimated_speed(rows, plan)
-        return self._speeds[rows, plan]
-
-    def _estimated_speed(self, rows: int, plan: Plan) -> float:
-        if _is_early(plan):
-            return self._best_short(rows) * self._gain(rows).factor
-        tokens = self.ranks.expected_tokens(plan.nodes) if plan.is_tree else self.positions.expected_tokens(plan.depth)
-        return tokens / self._seconds(rows, plan, plan.size)
-
-    def _best_short(self, rows: int) -> float:
-        return max(self._speed(rows, plan) for plan in self._chains[: _SHORT + 1])
-
-    def _seconds(self, rows: int, plan: Plan, size: int) -> float:
-        known = self.costs[_kind(plan)].estimate(rows, size)
-        return (self.costs["chain"].estimate(rows, size) if known is None else known) or math.inf
-
-    def _gain(self, rows: int) -> _Gain:
-        nearest = min(self._gains, key=lambda known: abs(known - rows), default=None)
-        return _Gain() if nearest is None else self._gains[nearest]
-
-    def _best(self, rows: int, plans: list[Plan]) -> Plan:
-        speeds = {plan: self._speed(rows, plan) for plan in plans}
-        most = max(speeds.values())
-        best = next(plan for plan in plans if speeds[plan] >= (1 - _MARGIN) * most)
-        lead = _MARGIN + (self._error(rows, best) if self._decision.best == PLAIN else 0.0)
-        return best if speeds[best] > (1 + lead) * speeds[PLAIN] else PLAIN
-
-    def _error(self, rows: int, plan: Plan) -> float:
-        """The standard error of a plan's seconds in those of a plain round: so much of a lead may be chance."""
-        return math.hypot(self.costs[_kind(plan)].error(rows, plan.size), self.costs["chain"].error(rows, 0))
-
-    def _early_exit(self, rows: int) -> Plan:
-        """A chain that ends where a token more is worth less than what its seconds give otherwise.
-
-        It ends before a step of the costs, too, that is not worth the tokens behind it.
-        """
-        speed = self._best_short(rows) * max(1.0, self._gain(rows).factor)
-        if self._round % _EVERY == 0:  # now and then, to see whether the threshold is right
-            return Plan(self.max_depth, stop_below=self._threshold(rows, self.max_depth, speed) / 2)
-        depths = range(_SHORT + 1, self.max_depth + 1)
-        worth = [self.reached.expected_tokens(d) - speed * self._seconds(rows, self._early, d) for d in depths]
-        doubt = _DOUBT * speed * self._seconds(rows, self._early, self.max_depth)
-        depth = max(d for d, w in zip(depths, worth, strict=True) if w >= max(worth) - doubt)
-        return Plan(depth, stop_below=self._threshold(rows, depth, speed))
-
-    def _threshold(self, rows: int, depth: int, speed: float) -> float:
-        """The confidence below which a token more, of those up to `depth`, is not worth its seconds at a speed."""
-        per_token = self.costs["chain"].per_token(rows, self.costs["early exit"], depth)
-        return min(self.calibration.threshold(speed * per_token), 2.0)
-
-    def _explore(self, rows: int, plans: list[Plan], best: Plan) -> Plan | None:
-        """A plan to explore in place of the best, where it is time for one."""
-        if best != PLAIN and self._round - self._leader_since >= self._baseline_check:
+    def _chosen(self, context: Context) -> Plan:
+        rows, group = context.rows, self._groups.get(context.group, _Group())
+        if self._round < _RUN:
             return PLAIN
-        if self._round - self._last_exploration < _EVERY:
-            return None
-        kinds = [[plan for plan in plans if _kind(plan) == kind and plan != PLAIN] for kind in self.costs]
-        others = {max(kind, key=lambda plan: self._speed(rows, plan)) for kind in kinds if kind}
-        at = plans.index(best)
-        others |= {plan for plan in plans[max(at - _NEAR, 0) : at + _NEAR + 1] if _kind(plan) == _kind(best)}
-        # In the order of `plans`: that of a set differs from process to process.
-        possible = [plan for plan in plans if plan in others and plan not in (best, PLAIN)]
-        due = [plan for plan in possible if self._round - self._seen[plan] >= self._pause.get(plan, 0)]
-        affordable = [plan for plan in due if self._may_lose(rows, best, self._loss(rows, plan, best))]
-        return min(affordable, key=lambda plan: self._seen[plan], default=None)
+        arms = self._arms_for(context.can)
+        best = self._best(rows, arms)
+        under_way = next((arm for arm in group.explorations if arm in arms), None)
+        arm = under_way or self._explored(rows, arms, best) or best
+        baseline = None if arm == best else self._speed(rows, best)
+        return replace(self._early_exit(rows, arm) if arm.stop_below is not None else arm, baseline=baseline)
 
-    def _may_lose(self, rows: int, best: Plan, seconds: float) -> bool:
-        """Whether an exploration may lose so many seconds against the best plan, and against plain decoding."""
-        free = _FREE * self._seconds(rows, PLAIN, 0)
-        drafts = best != PLAIN or self._draft_budget.allows(seconds, free)
-        return drafts and self._exploration_budget.allows(seconds)
+    def _arms_for(self, can: Abilities) -> list[Plan]:
+        """What there is to choose from: a model's chains are at most about twice as deep as they were."""
+        key = can, self._deepest
+        if key not in self._arms:
+            self._arms[key] = self._found_arms(can)
+        return self._arms[key]
 
-    def _loss(self, rows: int, plan: Plan, best: Plan) -> float:
-        """Seconds that a round of this plan is expected to lose."""
-        return self._seconds(rows, plan, plan.size) * (1 - self._speed(rows, plan) / self._speed(rows, best))
+    def _found_arms(self, can: Abilities) -> list[Plan]:
+        grown = self._deepest >= _SHORT
+        trees = self._trees if can.trees and grown else []
+        early = [self._early] if can.early_exit and grown and self.max_depth > _SHORT else []
+        model = [*self._chains[: 2 * self._deepest + 1], *early, *trees]
+        if not can.lookup:
+            return [PLAIN, *model]
+        ngrams = [*self._chains, *trees]
+        return [PLAIN, *(replace(arm, lookup=True) for arm in ngrams), *(replace(arm, lookup=False) for arm in model)]
+
+    def _speed(self, rows: int, arm: Plan) -> float:
+        """Return the expected tokens per second and row."""
+        key = rows, arm
+        if key not in self._speeds:
+            yields = self._yields[arm.lookup]
+            acceptance = yields.ranks if arm.is_tree else yields.positions
+            self._speeds[key] = (
+                acceptance.expected_tokens(arm.size) / self._seconds(rows, arm)
+                if arm.stop_below is None
+                else self._best_chain(rows, arm) * yields.early / yields.short
+            )
+        return self._speeds[key]
+
+    def _best_chain(self, rows: int, early: Plan) -> float:
+        return max(self._speed(rows, replace(chain, lookup=early.lookup)) for chain in self._chains)
+
+    def _seconds(self, rows: int, arm: Plan, size: int | None = None) -> float:
+        usual = arm.size if arm.stop_below is None else _SHORT
+        return self.costs.estimate(_kind(arm), rows, usual if size is None else size)
+
+    def _best(self, rows: int, arms: list[Plan]) -> Plan:
+        speeds = [self._speed(rows, arm) for arm in arms]
+        least = (1 - _MARGIN) * max(speeds)
+        close = [arm for arm, speed in zip(arms, speeds, strict=True) if speed >= least]
+        return min(close, key=lambda arm: self._seconds(rows, arm))
+
+    def _explored(self, rows: int, arms: list[Plan], best: Plan) -> Plan | None:
+        """An arm to explore in place of the best, if it is time for one and the budget allows it."""
+        allowed = self.explore * self._spent + _FREE * self._seconds(rows, PLAIN) - self._lost
+        due = [arm for arm in self._candidates(rows, arms, best) if self._round >= self._due.get(arm, 0)]
+        affordable = (arm for arm in due if self._price(rows, arm, best) <= allowed)
+        return min(affordable, key=lambda arm: self._due.get(arm, 0), default=None)
+
+    def _candidates(self, rows: int, arms: list[Plan], best: Plan) -> list[Plan]:
+        """While nothing is drafted, the best arm of each drafter; else plain decoding, other kinds and neighbors."""
+        if best == PLAIN:
+            drafters = [[arm for arm in arms if arm.depth and bool(arm.lookup) == lookup] for lookup in (True, False)]
+            return [max(each, key=lambda arm: self._speed(rows, arm)) for each in drafters if each]
+        kinds: dict[str, list[Plan]] = {}
+        for arm in arms[1:]:
+            kinds.setdefault(_kind(arm), []).append(arm)
+        own = kinds.pop(_kind(best))
+        at = own.index(best)
+        near = [arm for arm in own[max(at - _NEAR, 0) : at + _NEAR + 1] if arm != best]
+        return [PLAIN, *near, *(max(kind, key=lambda arm: self._speed(rows, arm)) for kind in kinds.values())]
+
+    def _price(self, rows: int, arm: Plan, best: Plan) -> float:
+        """Return the seconds that an exploration is expected to lose."""
+        share = self._speed(rows, arm) / self._speed(rows, best)
+        return self._seconds(rows, arm) * (1 - share) * (_RUN if arm == PLAIN or share > _CLOSE else 1)
+
+    def _early_exit(self, rows: int, arm: Plan) -> Plan:
+        """A chain that ends when a further token is worth less than what its seconds give otherwise."""
+        yields = self._yields[arm.lookup]
+        speed = self._best_chain(rows, arm) * max(1.0, yields.early / yields.short)
+        rise = self._seconds(rows, arm, arm.depth) - self._seconds(rows, arm, _SHORT)
+        threshold = min(yields.calibration.threshold(speed * rise / (arm.depth - _SHORT)), 1.0)
+        return replace(arm, stop_below=threshold / 2 if self._round % _CHECK == 0 else threshold)
 
     def observe(self, result: RoundResult) -> None:
-        self._of(result.group)._observe(result)
-
-    def _observe(self, result: RoundResult) -> None:
-        plan, rows = result.plan, result.rows
-        if _is_early(plan):
-            plan = self._early if plan.depth > _SHORT else Plan(plan.depth)
-        elif not plan.is_tree and plan.depth > self.max_depth:
+        self._plans.clear()
+        self._speeds.clear()
+        arm, group = self._arm(result.plan), self._groups.setdefault(result.group, _Group())
+        if arm is None or (arm.depth and not result.depth):  # nothing was found to draft, which says nothing
+            group.arm = None
             return
         self._round += 1
-        self._run = self._run + 1 if plan == self._before else 1
-        if self._run == 1:
-            self._restart_costs = self._round - self._seen[plan] > _EVERY
-        self._before, self._seen[plan] = plan, self._round
-        self._count[plan] += 1
-        size = plan.nodes if plan.is_tree else result.depth if _is_early(plan) else plan.depth
-        self._time(plan, rows, size, result.seconds)
-        self._learn(plan, result)
-        self._record_losses(plan, rows, size, 1 + sum(result.accepted) / rows)
-        self._decisions.clear()
-        self._speeds.clear()
+        size = arm.nodes if arm.is_tree else result.depth
+        self._time(group, arm, result, size)
+        self._learn(arm, result, size)
+        self._account(group, arm, result, self._seconds(result.rows, arm, size))
+        group.arm, group.rows = arm, result.rows
 
-    def time_plain(self, result: RoundResult) -> None:
-        """Learn what a plain round takes that another policy has planned."""
-        costs = self.costs[_kind(PLAIN)]
-        seconds = self._drift.normalized(result.seconds, costs.known(result.rows, 0))
-        costs.add(result.rows, 0, seconds, restart=False)
-        self._count[PLAIN] += 1
-        self._decisions.clear()
-        self._speeds.clear()
-
-    def _time(self, plan: Plan, rows: int, size: int, seconds: float) -> None:
-        """Take a round's seconds, at the machine's usual speed, unless it was the first behind another plan."""
-        costs = self.costs[_kind(plan)]
-        usual = costs.known(rows, size)
-        normalized = self._drift.normalized(seconds, usual)
-        if usual is not None and self._run == 1 and self._is_close(rows, plan, self._decision.best):
-            return
-        costs.add(rows, size, normalized, self._restart_costs)
-        self._restart_costs = False
-
-    def _learn(self, plan: Plan, result: RoundResult) -> None:
+    def _arm(self, plan: Plan) -> Plan | None:
+        """The arm that a plan belongs to, which may have been cut."""
         if plan.is_tree:
-            self.ranks.add(plan.nodes, result.paths)
-        elif _is_early(plan):
-            self.calibration.add(result.confidences, result.drafted, result.accepted)
-            self.reached.add(result.depth, result.accepted)
-            # Further on are those alone that were likely to be kept.
-            self.positions.add(min(result.depth, _SHORT), result.accepted)
-            seconds = self._seconds(result.rows, plan, result.depth)
-            gain = self._gains.setdefault(result.rows, replace(self._gain(result.rows)))
-            gain.add(1 + sum(result.accepted) / result.rows, seconds * self._best_short(result.rows))
+            arm = next((tree for tree in self._trees if tree.nodes == plan.nodes), None)
+        elif plan.stop_below is not None and plan.depth > _SHORT:
+            arm = self._early
         else:
-            self.positions.add(plan.depth, result.accepted)
+            arm = Plan(plan.depth) if plan.depth <= self.max_depth else None
+        return arm and replace(arm, lookup=plan.lookup)
 
-    def _record_losses(self, plan: Plan, rows: int, size: int, tokens: float) -> None:
-        """What drafting lost against plain decoding, and exploration against the best plan."""
-        decision, seconds = self._decision, self._seconds(rows, plan, size)
-        plain = self._seconds(rows, PLAIN, 0)
-        is_first = decision.plan == decision.best == plan and self._count[plan] <= _FIRST
-        most = _FREE_FIRST * plain if is_first else math.inf
-        self._draft_budget.record(seconds, min(plain, seconds) * tokens if plan.depth else None, most)
-        explored = decision.is_exploration and plan == decision.plan
-        counts = explored and plan.depth
-        self._exploration_budget.record(seconds, tokens / self._speed(rows, decision.best) if counts else None)
-        if explored:
-            self._last_exploration = self._round
-            if self._run == 1:
-                self._pause[plan] = min(2 * self._pause.get(plan, _EVERY), _LAST_CHECK)
-            if plan == PLAIN and not self._continues(rows, decision.best):
-                self._leader_since, self._baseline_check = self._round, min(2 * self._baseline_check, _LAST_CHECK)
-        elif plan == PLAIN:
-            self._leader_since, self._baseline_check = self._round, _CHECK
+    def _time(self, group: _Group, arm: Plan, result: RoundResult, size: int) -> None:
+        """Take a round's seconds, at the machine's usual speed.
+
+        Plain rounds are dispatched ahead, so only the mean of a run tells what one takes, without its first.
+        """
+        rows, kind = result.rows, _kind(arm)
+        if arm == PLAIN and (group.arm != PLAIN or group.rows != rows):
+            group.plain = []
+            return
+        seconds = self._drift.normalized(result.seconds, self.costs.known(kind, rows, size))
+        if arm != PLAIN:
+            self.costs.add(kind, rows, size, seconds)
+            return
+        group.plain.append(seconds)
+        if len(group.plain) == _RUN - 1:
+            self.costs.add(kind, rows, size, sum(group.plain) / len(group.plain))
+            group.plain = []
+
+    def _learn(self, arm: Plan, result: RoundResult, size: int) -> None:
+        yields, rows = self._yields[arm.lookup], result.rows
+        if arm.is_tree:
+            yields.ranks.add(arm.nodes, result.paths)
+            return
+        if not arm.lookup:
+            self._deepest = max(self._deepest, size)
+        if arm.stop_below is not None:
+            yields.calibration.add(result.confidences, result.drafted, result.accepted)
+            short = self._seconds(rows, arm, size) * self._best_chain(rows, arm)
+            yields.add_early(1 + sum(result.accepted) / rows, short)
+            self._speeds.clear()
+            size = min(size, _SHORT)  # only the better drafts go further
+        yields.positions.add(size, result.accepted)
+
+    def _account(self, group: _Group, arm: Plan, result: RoundResult, seconds: float) -> None:
+        """What an exploration lost, and whether it goes on."""
+        self._spent += seconds
+        under_way, baseline = group.explorations.pop(arm, None), result.plan.baseline
+        if baseline is None and arm == PLAIN and under_way is not None:  # it was dispatched ahead
+            baseline = under_way.baseline
+        if baseline is None:
+            if arm.depth:
+                self._pauses.pop(arm, None)
+            return
+        tokens, before = 1 + sum(result.accepted) / result.rows, under_way or _Exploration(baseline)
+        expected = before.expected + seconds * baseline
+        after = _Exploration(baseline, before.rounds + 1, before.tokens + tokens, expected)
+        self._lost = max(0.0, self._lost + seconds - tokens / baseline)
+        if after.goes_on(arm):
+            group.explorations[arm] = after
+            return
+        # Only drafts tell what drafts yield: those that are close to plain decoding, while it leads, are not put off.
+        close = self._speed(result.rows, PLAIN) > 0.999 * baseline and self._speed(result.rows, arm) > _CLOSE * baseline
+        pause = _PAUSE if close else min(2 * self._pauses.get(arm, _PAUSE // 2), _LAST_PAUSE)
+        self._pauses[arm], self._due[arm] = pause, self._round + pause

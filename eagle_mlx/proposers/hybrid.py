@@ -34,7 +34,7 @@ class HybridProposer:
     """Has two ways to draft, of which the plan names one for each round.
 
     A round is n-grams' to draft only where they know how at least half of the rows go on. The policy says whether they
-    do draft then: what pays better is measured (`HybridPolicy`).
+    do draft then: what pays better is measured (`ThroughputPolicy`).
     """
 
     def __init__(self, model: HeadProposer | DraftModelProposer, ngrams: NgramProposer | None = None):

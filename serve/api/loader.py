@@ -143,7 +143,8 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
         engine.prefixes.disk = DiskTier(folder, limit, target, proposer, config.kv_bits)
     drafts = speculation.max_depth if proposer is not None else 0
     name = proposer.name if proposer is not None else "none"
-    loaded = Loaded(engine, name, drafts, sampling_defaults(config.name), speculation.prior(engine), config.left_out())
+    speculation.learn_costs(engine)
+    loaded = Loaded(engine, name, drafts, sampling_defaults(config.name), config.left_out())
     with suppress(ConfigError):  # requests that want a grammar are told why there is none
         loaded.grammars.start()
     for line in _description(config, loaded):

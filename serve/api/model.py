@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 from eagle_mlx import hub
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.disk import DiskTier
-from eagle_mlx.engine.prior import Prior
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.proposers.hybrid import HybridProposer
 from eagle_mlx.sampling_params import Grammar, SamplingParams, StopWatcher
@@ -135,8 +134,6 @@ class Loaded:
     """Draft tokens a round at most."""
     defaults: Mapping[str, float] = field(default_factory=dict)
     """Sampling parameters for requests that do not give them."""
-    prior: Prior | None = None
-    """Where what the policy learns is kept."""
     volatile: Volatile = field(default_factory=Volatile)
     """What is left out of system prompts."""
 
@@ -184,9 +181,7 @@ class Loaded:
         return TokenTexts(self.tokenizer)
 
     def close(self) -> None:
-        """Keep what was learnt, end the processes beside the engine, and write the past prompts that wait for it."""
-        if self.prior is not None:
-            self.prior.save()
+        """End the processes alongside the engine, and write the past prompts that wait for it."""
         self.target.close()
         self.grammars.end()
         self.encoder.end()

@@ -47,7 +47,6 @@ from .modes import (
     NEEDS,
     STOCK,
     USE_HEAD,
-    EngineMode,
     Models,
     StockModel,
     build_modes,
@@ -127,7 +126,7 @@ class BenchOptions(Group):
     )
     prior: bool = setting(
         False,
-        "with --policy throughput: begin with what was learnt on this machine before, and keep what is learnt",
+        "with --policy throughput: begin with the target's cost curve, which is measured once and kept",
     )
     json: Path | None = setting(None, "write the figures")
     plot: Path | None = setting(None, "draw them; trees of several sizes as curves", metavar="FILE.png")
@@ -178,9 +177,6 @@ def _bench(options: BenchOptions, command: str) -> int:
     for config in options.configs():
         built = build_modes(models, modes, options.batch, depth, options.policy, options.nodes)
         runs += measure(target, built, questions, config, progress=not options.quiet)
-        for mode in built:
-            if isinstance(mode, EngineMode) and mode.prior is not None:
-                mode.prior.save()
     tolerance = tolerance_for(target) if options.tolerance is None else options.tolerance
     print(f"\n{report.table(runs)}\n\n{report.by_category(runs)}{report.footnote(runs, options.max_tokens, tolerance)}")
     extra: dict[str, object] = {

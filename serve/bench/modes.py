@@ -185,7 +185,7 @@ class Models:
     prefill_chunk: int = PREFILL_CHUNK
     """Tokens of prompts that one forward of an engine reads."""
     prior: bool = False
-    """Whether policies begin with what was learnt before, and keep what they learn."""
+    """Whether policies begin with the target's cost curve."""
     stock: StockModel | None = None
     """The target as mlx-lm itself loads it."""
 
@@ -227,8 +227,7 @@ class EngineMode(Mode):
             prefill_chunk=models.prefill_chunk,
             kv_bytes=models.kv_bytes,
         )
-        self.prior = speculation.prior(self.engine)
-        """Where what it learns is kept; None where it is not."""
+        speculation.learn_costs(self.engine)
         self._excluded = 0.0
         """Seconds of other modes' turns, which its clock leaves out."""
         self.engine.schedule.clock = lambda: perf_counter() - self._excluded

@@ -11,8 +11,8 @@ import pytest
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
+from eagle_mlx.policy.acceptance import AcceptanceByPosition, AcceptanceByRank, ConfidenceCalibration
 from eagle_mlx.policy.costs import Costs, Drift
-from eagle_mlx.policy.trials import AcceptanceByPosition, AcceptanceByRank, Calibration
 from tests.eagle_mlx.worlds import CHAINS, World, result
 
 
@@ -72,12 +72,15 @@ def test_acceptance_policy_is_off_in_large_batches() -> None:
 
 def test_acceptance_policy_turns_off_probes_and_comes_back() -> None:
     policy = AcceptancePolicy(k=4)
-    depths, *_ = World(chance=0.0).run(policy, 500)
+    world = World(chance=0.0)
+    world.run(policy, 500)
+    depths = [plan.depth for plan in world.plans]
     assert depths[:3] == [2, 2, 2]
     assert set(depths[20:]) == {0, 1}
     assert 1 / 40 < np.mean(depths[100:]) < 1 / 30
-    depths, *_ = World(chance=0.97).run(policy, 500)
-    assert depths[-1] == 4
+    world.chance = 0.97
+    world.run(policy, 500)
+    assert world.plans[-1] == Plan(4)
 
 
 def test_fixed_policy_draws_the_tree_that_it_was_given() -> None:
@@ -90,33 +93,58 @@ def test_fixed_policy_draws_the_tree_that_it_was_given() -> None:
         FixedPolicy(4, nodes=-1)
 
 
-def test_costs_of_depths_not_tried_lie_on_a_line_and_outliers_are_ignored() -> None:
-    costs = Costs()
-    assert costs.estimate(1, 0) is None
-    for seconds in (1.0, 1.0, 50.0):
-        costs.add(1, 0, seconds)
-    assert costs.estimate(1, 4) == 1.0
-    for _ in range(2):
-        costs.add(1, 2, 1.5)
-    assert costs.estimate(1, 3) == 1.5  # what a draft takes beside a plain round says nothing of a token more
-    for _ in range(2):
-        costs.add(1, 1, 1.25)
-    assert [costs.estimate(1, depth) for depth in range(4)] == [1.0, 1.25, 1.5, 1.75]
-    costs.add(4, 2, 3.0)  # at four rows the same shape, twice as high
-    assert [costs.estimate(4, depth) for depth in range(4)] == [2.0, 2.5, 3.0, 3.5]
-
-
-def test_an_accident_says_little_of_what_drafts_cost() -> None:
-    costs = Costs()
-    for size, seconds in ((3, 1.3), (4, 1.4), (5, 1.5)):
+def measure(costs: Costs, kind: str, rows: int, *rounds: tuple[int, float]) -> None:
+    for size, seconds in rounds:
         for _ in range(3):
-            costs.add(1, size, seconds)
-    costs.add(1, 6, 32.0)  # the first of its size
-    assert costs.estimate(1, 6) <= 3 * 1.6
-    assert costs.per_token(1) == pytest.approx(0.1)
-    for _ in range(4):
-        costs.add(1, 6, 1.6)
-    assert costs.estimate(1, 6) == 1.6
+            costs.add(kind, rows, size, seconds)
+
+
+def test_sizes_that_were_not_measured_follow_the_curve_and_what_drafting_adds() -> None:
+    costs = Costs()
+    costs.curve = [(1, 2.0), (3, 3.0), (5, 6.0)]
+    assert [costs.estimate("chain", 1, depth) for depth in range(5)] == [2.0, 2.5, 3.0, 4.5, 6.0]
+    measure(costs, "plain", 1, (0, 1.0))  # the curve at the level of plain rounds
+    assert [costs.estimate("chain", 1, depth) for depth in range(5)] == [1.0, 1.25, 1.5, 2.25, 3.0]
+    measure(costs, "chain", 1, (1, 1.35), (2, 1.7))
+    assert costs.estimate("chain", 1, 4) == pytest.approx(3.0 + 0.4)
+    assert costs.estimate("early exit", 1, 4) == pytest.approx(3.4)  # as chains, until it is measured
+    assert costs.estimate("n-grams", 1, 4) == pytest.approx(3.4)
+    measure(costs, "early exit", 1, (4, 3.7))
+    assert (costs.estimate("early exit", 1, 4), costs.estimate("chain", 1, 4)) == (3.7, pytest.approx(3.4))
+    assert costs.estimate("plain", 5, 0) == pytest.approx(3.0)  # five rows read as many tokens
+
+
+def test_drafting_adds_what_it_added() -> None:
+    costs = Costs()
+    costs.curve = [(1, 1.0), (9, 1.0)]
+    measure(costs, "plain", 1, (0, 1.0))
+    assert costs.estimate("chain", 1, 4) == 1.0
+    measure(costs, "chain", 1, (2, 1.5))
+    assert [costs.estimate("chain", 1, depth) for depth in (1, 2, 4)] == [1.25, 1.5, 1.5]
+    measure(costs, "chain", 1, (1, 1.25))
+    assert [costs.estimate("chain", 1, depth) for depth in (1, 2, 4)] == [1.25, 1.5, 2.0]
+    assert costs.estimate("plain", 4, 0) == 1.0
+
+
+def test_an_accident_says_little_of_what_rounds_cost() -> None:
+    costs = Costs()
+    costs.curve = [(1, 1.0), (9, 1.0)]
+    measure(costs, "plain", 1, (0, 1.0))
+    measure(costs, "chain", 1, (3, 1.3), (4, 1.4), (5, 1.5))
+    costs.add("chain", 1, 6, 32.0)  # the first of its size
+    assert costs.estimate("chain", 1, 6) == pytest.approx(1.6)
+    for _ in range(3):
+        costs.add("chain", 1, 6, 1.6)
+    assert costs.estimate("chain", 1, 6) == pytest.approx(1.6)
+
+
+def test_a_plain_round_takes_no_longer_than_rounds_that_read_more() -> None:
+    """Plain rounds that were timed while something else had the machine are not believed."""
+    costs = Costs()
+    costs.curve = [(1, 1.0), (2, 1.44)]
+    measure(costs, "plain", 1, (0, 1.6))
+    measure(costs, "chain", 1, (1, 1.2))
+    assert costs.estimate("plain", 1, 0) == pytest.approx(1.0)
 
 
 def test_what_was_measured_at_other_speeds_is_made_comparable() -> None:
@@ -133,20 +161,9 @@ def test_what_was_measured_at_other_speeds_is_made_comparable() -> None:
     assert drift.factor == pytest.approx(1.0, rel=0.01), "a speed that nothing tells of any more is forgotten"
 
 
-def test_a_token_more_costs_what_drafts_of_several_sizes_tell() -> None:
-    exits, chains = Costs(), Costs()
-    assert chains.per_token(1) == 0.0
-    for size in (3, 5, 8, 3, 5, 8):
-        exits.add(2, size, 4.0 + 0.5 * size)  # they wait for the device, and so cost more at every size
-    chains.add(2, 0, 1.0)
-    chains.add(2, 2, 2.0)
-    assert chains.per_token(2) == 0.0, "what drafting costs at all says nothing of a token more"
-    assert chains.per_token(2, exits) == pytest.approx(0.5)
-    assert chains.per_token(1, exits) == pytest.approx(0.5)  # as of the nearest number of rows
-
-
 def test_acceptance_by_position_counts_what_was_reached() -> None:
     acceptance = AcceptanceByPosition()
+    assert acceptance.expected_tokens(2) == 1.75
     for _ in range(300):
         acceptance.add(3, [3, 1])
     # The first token is always kept, the second in one row of two, the third wherever the second was.
@@ -167,12 +184,12 @@ def test_acceptance_by_rank_holds_for_smaller_trees_too() -> None:
 
 @pytest.mark.parametrize("claimed", [lambda chance: chance, lambda chance: chance**3])
 def test_confidences_need_not_be_right_to_tell_where_to_end(claimed: Callable[[float], float]) -> None:
-    rng, calibration = np.random.default_rng(0), Calibration()
+    rng, calibration = np.random.default_rng(0), ConfidenceCalibration()
     for _ in range(5000):
         chance = float(rng.random())
         kept = CONFIDENCE_LAG + 1 + bool(rng.random() < chance)
         calibration.add([[claimed(chance)]], [CONFIDENCE_LAG + 2], [kept])
     for least in (0.3, 0.5, 0.7):
-        assert calibration.threshold(least) == pytest.approx(claimed(least), abs=0.12)
+        assert calibration.threshold(least) == pytest.approx(claimed(least), abs=0.15)
     assert calibration.threshold(0.0) == 0.0
     assert calibration.threshold(1.1) > 1, "nothing is that sure"

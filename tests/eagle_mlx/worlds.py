@@ -1,211 +1,171 @@
-"""Simulated costs and acceptance for policies that measure both."""
+"""Simulated machines, heads and texts for policies that measure them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import product
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from eagle_mlx.plan import CONFIDENCE_LAG, Abilities, Context, Plan, RoundResult
-from eagle_mlx.policy import Policy, ThroughputPolicy
+from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult
+from eagle_mlx.policy import Policy
 from tests.full import in_full
 
 ASKED_TWICE = in_full(1, 9)
 """Of so many rounds one is planned twice: asking changes nothing."""
-Cost = Callable[[int, int], float]
 CHAINS, EARLY_EXITS = Abilities(), Abilities(early_exit=True)
+
+CURVES: dict[str, list[tuple[float, float]]] = {
+    "M1 and M2": [(1, 1.0), (2, 1.9)],
+    "M3 Max": [(1, 1.0), (2, 1.0), (4, 1.28), (6, 2.0), (8, 2.5), (16, 3.9), (32, 3.9), (33, 7.8), (64, 7.8)],
+    "M4 Pro": [(1, 1.0), (2, 1.1), (3, 1.3), (4, 1.45), (5, 1.75), (6, 2.05), (8, 2.7), (16, 5.3)],
+    "M5 Max": [(1, 1.0), (4, 1.29)],
+    "CPU": [(1, 1.0), (2, 1.18), (3, 1.33), (4, 1.59), (5, 1.65), (6, 1.65), (8, 1.72), (16, 1.76), (32, 2.7)],
+    "steps": [(1, 1.0), (2, 1.1), (3, 1.2), (4, 1.5), (5, 1.55), (6, 2.1), (7, 2.15), (8, 2.7), (9, 2.75)],
+    "a jump": [(1, 1.0), (2, 1.9), (9, 2.4)],
+}
+"""Tokens that a forward reads, and its time relative to one token: published, the first five (DESIGN, platform facts).
+
+Between two points and beyond the last on a line. On M1 and M2 each token has a kernel of its own.
+"""
+
+
+def verify_seconds(curve: str, tokens: int) -> float:
+    points = CURVES[curve]
+    (x0, y0), (x1, y1) = points[-2:]
+    if tokens >= x1:
+        return y1 + (y1 - y0) / (x1 - x0) * (tokens - x1)
+    return float(np.interp(tokens, *zip(*points, strict=True)))
 
 
 @dataclass
 class World:
-    """Rounds whose drafts are kept with one chance per position, and that take the seconds of a formula."""
+    """Rounds of a target with a published cost curve, a proposer that is right so often, and a machine with noise."""
 
-    chance: float
-    cost: Cost = lambda rows, depth: 1 + 0.1 * depth + (0.1 if depth else 0)
-    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
-    noise: float = 0.02
+    curve: str = "M5 Max"
+    chance: float = 0.7
+    """That a draft token is kept, if those before it are."""
+    hard: float | None = None
+    """The same in every other round; None: as in all."""
+    insight: float = 1.0
+    """1: confidences tell which rounds are hard; 0: they tell nothing."""
+    waiting: float = 0.03
+    """Plain rounds that a look at the confidences takes."""
+    drafting: float = 0.05
+    """Plain rounds that drafting a token takes."""
+    side: float = 0.0
+    """A tree's node beyond its chain adds this, divided by its rank, to the chance of one more token."""
+    can: Abilities = CHAINS
+    share: float = 0.0
+    """The share of rounds in which n-grams could draft; they cost nothing."""
+    ngrams: float = 0.8
+    """The chance of each of their tokens."""
+    there: float | None = None
+    """That of the model's in these rounds; None: as in all."""
+    noise: float = 0.03
     busy: float = 1.0
     """How much longer rounds take during every other 50 of them."""
+    turning: float = 0.0
+    """How much longer a round takes after one of another shape, as a share."""
     compiling: int = 0
-    """Rounds at first in which drafts take eight times as long, as where kernels are compiled for them."""
-    rounds: int = 0
-    asked: int = 0
-    """How often a policy was asked for a plan."""
+    """Rounds at first in which drafts take eight times as long, because kernels are compiled for them."""
+    seed: int = 0
+    rounds: int = field(default=0, init=False)
+    tokens: float = field(default=0.0, init=False)
+    seconds: float = field(default=0.0, init=False)
+    """Of a quiet machine."""
+    plans: list[Plan] = field(default_factory=list, init=False)
 
-    def run(self, policy: Policy, rounds: int, rows: int = 1) -> tuple[list[int], float, int]:
-        """The depths chosen, and the seconds and tokens of it all."""
-        depths, clock, tokens = [], 0.0, 0
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+
+    def curve_at(self, *tokens: int) -> list[tuple[int, float]]:
+        """What is measured at load."""
+        return [(count, verify_seconds(self.curve, count)) for count in tokens]
+
+    def run(self, policy: Policy, rounds: int, rows: int = 1, group: int = 0) -> float:
+        """Decode so many rounds; return the tokens per second and row, relative to plain decoding of these rows."""
+        tokens, seconds = self.tokens, self.seconds
         for _ in range(rounds):
-            plan = self.planned(policy, rows, CHAINS)
-            depth = plan.depth
-            kept = [self.kept(depth, self.chance) for _ in range(rows)]
-            seconds = self.cost(rows, depth) * max(0.2, self.rng.normal(1, self.noise))
-            seconds *= 20 if self.rng.random() < 0.01 else 1  # something else had the machine
-            seconds *= self.busy if self.rounds // 50 % 2 else 1
-            seconds *= 8 if depth and self.rounds < self.compiling else 1
-            self.rounds += 1
-            policy.observe(result(plan, [depth] * rows, kept, seconds))
-            depths.append(depth)
-            clock += self.cost(rows, depth)
-            tokens += rows + sum(kept)
-        return depths, clock, tokens
+            self._round(policy, rows, group)
+        return (self.tokens - tokens) / (self.seconds - seconds) * self.cost(rows, PLAIN, 0)
 
-    def planned(self, policy: Policy, rows: int, can: Abilities) -> Plan:
-        """What the policy plans, however often it is asked."""
-        plan = policy.plan(Context(rows, can))
-        self.asked += 1
-        assert self.asked % ASKED_TWICE or policy.plan(Context(rows, can)) == plan
-        return plan
+    def _round(self, policy: Policy, rows: int, group: int) -> None:
+        repeats = bool(self.rng.random() < self.share)
+        context = Context(rows, replace(self.can, lookup=repeats), group)
+        plan = policy.plan(context)
+        assert self.rounds % ASKED_TWICE or policy.plan(context) == plan
+        assert repeats or not plan.lookup
+        chances = [self.chance_of(bool(self.rng.random() < 0.5), repeats, bool(plan.lookup)) for _ in range(rows)]
+        depth, confidences = self._drafted(plan, chances)
+        size = plan.nodes if plan.is_tree else depth
+        seconds = self.cost(rows, plan, size) + self.waiting * len(confidences)
+        kept = [self._kept(depth, chance) for chance in chances]
+        paths = [self._path(plan, row) for row in kept] if plan.is_tree else ()
+        measured = seconds * max(0.2, self.rng.normal(1, self.noise)) * (20 if self.rng.random() < 0.01 else 1)
+        measured *= self.busy if self.rounds // 50 % 2 else 1
+        measured *= 8 if depth and self.rounds < self.compiling else 1
+        measured *= 1 + self.turning if self.plans and alike(plan) != alike(self.plans[-1]) else 1
+        accepted = [len(path) for path in paths] if plan.is_tree else kept
+        policy.observe(result(plan, [depth] * rows, accepted, measured, paths, confidences, group))
+        self.rounds, self.seconds = self.rounds + 1, self.seconds + seconds
+        self.tokens += sum(self.expected(plan, depth, chance) for chance in chances) / rows
+        self.plans.append(plan)
 
-    def kept(self, depth: int, chance: float) -> int:
-        """How many of so many draft tokens are kept."""
+    def _drafted(self, plan: Plan, chances: Sequence[float]) -> tuple[int, list[list[float]]]:
+        """How deep a plan drafts, and the confidences that it looked at."""
+        depth, confidences = plan.depth, list[list[float]]()
+        if plan.stop_below is not None:
+            mean = (self.chance + (self.chance if self.hard is None else self.hard)) / 2
+            claimed = [mean + self.insight * (chance - mean) for chance in chances]
+            depth = min(CONFIDENCE_LAG + 1, plan.depth)
+            while depth < plan.depth:
+                confidences.append([claim ** (len(confidences) + 1) for claim in claimed])
+                if sum(confidences[-1]) < plan.stop_below * len(chances):
+                    break
+                depth += 1
+        return depth, confidences
+
+    def _kept(self, depth: int, chance: float) -> int:
         return next((at for at, drawn in enumerate(self.rng.random(depth).tolist()) if drawn >= chance), depth)
 
-    def best(self, rows: int, most: int) -> int:
-        return max(range(most + 1), key=lambda d: sum(self.chance**i for i in range(d + 1)) / self.cost(rows, d))
+    def _path(self, plan: Plan, kept: int) -> list[int]:
+        """The chain is the first ranks of a tree."""
+        others = range(plan.depth, plan.nodes)
+        return [*range(min(kept, plan.depth)), *(rank for rank in others if self.rng.random() < self.side / (rank + 1))]
 
-    def speed(self, rows: int, *depths: int) -> float:
-        """Tokens per second to be expected of rounds of these depths."""
-        tokens = sum(self.chance**i for depth in depths for i in range(depth + 1))
-        return rows * tokens / sum(self.cost(rows, depth) for depth in depths)
-
-
-@dataclass
-class Moods(World):
-    """The same where whole rounds are easy or hard, and the proposer has an idea of which they are."""
-
-    hard: float = 0.2
-    """The chance of a position in every other round."""
-    insight: float = 1.0
-    """1: it knows which rounds are hard; 0: it has no idea."""
-    waiting: float = 0.0
-    """Seconds that each question costs."""
-    swing: float = 0.0
-    """How far the machine's speed wanders within a hundred rounds: the standard deviation of its logarithm."""
-    weather: float = 0.0
-    """That logarithm."""
-    turning: float = 0.0
-    """How much longer a round takes behind one of another shape, as a share."""
-
-    def draft(self, policy: ThroughputPolicy, rounds: int, rows: int = 1) -> tuple[list[Plan], float]:
-        """The plans chosen, and the tokens per second."""
-        plans: list[Plan] = []
-        clock, tokens = 0.0, 0
-        for _ in range(rounds):
-            plan = self.planned(policy, rows, EARLY_EXITS)
-            truth = [self.chance if self.rng.random() < 0.5 else self.hard for _ in range(rows)]
-            middle = (self.chance + self.hard) / 2
-            claimed = [middle + self.insight * (chance - middle) for chance in truth]
-            depth, confidences = plan.depth, list[list[float]]()
-            if plan.stop_below is not None:
-                depth = min(CONFIDENCE_LAG + 1, plan.depth)
-                while depth < plan.depth:
-                    confidences.append([claim ** (len(confidences) + 1) for claim in claimed])
-                    if sum(confidences[-1]) < plan.stop_below * rows:
-                        break
-                    depth += 1
-            kept = [self.kept(depth, chance) for chance in truth]
-            seconds = self.cost(rows, depth) + self.waiting * len(confidences)
-            seconds *= 1 + self.turning if plans and alike(plan) != alike(plans[-1]) else 1
-            measured = seconds * max(0.2, self.rng.normal(1, self.noise)) * (20 if self.rng.random() < 0.01 else 1)
-            if self.swing:
-                self.weather = 0.99 * self.weather + self.swing * math.sqrt(1 - 0.99**2) * self.rng.normal()
-                measured *= math.exp(self.weather)
-            policy.observe(result(plan, [depth] * rows, kept, measured, confidences=confidences))
-            plans.append(plan)
-            clock, tokens = clock + seconds, tokens + rows + sum(kept)
-        return plans, tokens / clock
-
-    def fastest(self, rows: int, most: int = 8) -> float:
-        """Tokens per second of the best fixed depth up to `most`."""
-        expected = [sum((self.chance**i + self.hard**i) / 2 for i in range(depth + 1)) for depth in range(most + 1)]
-        return max(rows * tokens / self.cost(rows, depth) for depth, tokens in enumerate(expected))
-
-
-@dataclass
-class Forest(World):
-    """The same where a tree of n tokens adds, with its i-th, the chance `gain / (i + 1)` of one more."""
-
-    gain: float = 0.5
-
-    def expected(self, plan: Plan) -> float:
-        if not plan.is_tree:
-            return sum(self.chance**i for i in range(plan.depth + 1))
-        return 1 + sum(self.gain / (i + 1) for i in range(plan.nodes))
-
-    def grow(self, policy: Policy, rounds: int, rows: int = 1, trees: bool = True) -> tuple[list[Plan], float]:
-        """The plans chosen, and the tokens per second."""
-        plans, clock, tokens = [], 0.0, 0.0
-        for _ in range(rounds):
-            plan = self.planned(policy, rows, Abilities(trees=trees))
-            seconds = self.cost(rows, plan.size)
-            measured = seconds * max(0.2, self.rng.normal(1, self.noise))
-            if plan.is_tree:
-                kept = [[i for i in range(plan.nodes) if self.rng.random() < self.gain / (i + 1)] for _ in range(rows)]
-                accepted = [len(path) for path in kept]
-                policy.observe(result(plan, [plan.depth] * rows, accepted, measured, paths=kept))
-            else:
-                depth = plan.depth
-                accepted = [self.kept(depth, self.chance) for _ in range(rows)]
-                policy.observe(result(plan, [depth] * rows, accepted, measured))
-            plans.append(plan)
-            clock, tokens = clock + seconds, tokens + rows * self.expected(plan)
-        return plans, tokens / clock
-
-
-@dataclass
-class Repeating(World):
-    """The same where a share of all rounds can be drafted by n-grams, which cost nothing, or by a model."""
-
-    share: float = 0.3
-    ngrams: float = 0.8
-    """The chance of each of their tokens; that of the model's is `chance`."""
-    there: float | None = None
-    """That of the model's where n-grams could draft too; by default as everywhere."""
-    draft: float = 0.05
-    """What a draft token of the model costs."""
-
-    def seconds(self, depth: int, lookup: bool) -> float:
-        return self.cost(1, depth) + (0 if lookup else self.draft * depth)
-
-    def decode(self, policy: ThroughputPolicy, rounds: int = 3000) -> float:
-        """Tokens per second."""
-        clock, tokens = 0.0, 0
-        for _ in range(rounds):
-            repeats = bool(self.rng.random() < self.share)
-            plan = self.planned(policy, 1, Abilities(lookup=repeats))
-            assert not plan.lookup or repeats
-            kept = self.kept(plan.depth, self.chance_of(repeats, bool(plan.lookup)))
-            seconds = self.seconds(plan.depth, bool(plan.lookup))
-            measured = seconds * max(0.2, self.rng.normal(1, self.noise)) * (20 if self.rng.random() < 0.01 else 1)
-            policy.observe(result(plan, [plan.depth], [kept], measured))
-            clock, tokens = clock + seconds, tokens + 1 + kept
-        return tokens / clock
-
-    def chance_of(self, repeats: bool, lookup: bool) -> float:
+    def chance_of(self, is_hard: bool, repeats: bool, lookup: bool) -> float:
         if lookup:
             return self.ngrams
-        return self.there if repeats and self.there is not None else self.chance
+        if repeats and self.there is not None:
+            return self.there
+        return self.hard if is_hard and self.hard is not None else self.chance
 
-    def fastest(self, most: int = 8) -> float:
-        """Tokens per second of the best fixed choice: who drafts where n-grams could, and how deep either drafts."""
-        depths = range(most + 1)
-        return max(
-            self.speed_of(
-                (1 - self.share, False, False, model), (self.share, True, lookup, ngrams if lookup else model)
-            )
-            for model, lookup, ngrams in product(depths, (True, False), depths)
-        )
+    def expected(self, plan: Plan, depth: int, chance: float) -> float:
+        """Tokens to be expected of a row."""
+        chain = sum(chance**i for i in range(depth + 1))
+        return chain + (sum(self.side / (rank + 1) for rank in range(plan.depth, plan.nodes)) if plan.is_tree else 0.0)
 
-    def speed_of(self, *places: tuple[float, bool, bool, int]) -> float:
-        tokens = sum(
-            share * sum(self.chance_of(repeats, lookup) ** i for i in range(depth + 1))
-            for share, repeats, lookup, depth in places
-        )
-        return tokens / sum(share * self.seconds(depth, lookup) for share, _, lookup, depth in places)
+    def cost(self, rows: int, plan: Plan, size: int) -> float:
+        levels = plan.depth if plan.is_tree else size
+        return verify_seconds(self.curve, rows * (size + 1)) + (0.0 if plan.lookup else self.drafting * levels)
+
+    def best(self, rows: int = 1, most: int = 8, trees: Sequence[Plan] = ()) -> float:
+        """The speed of the best fixed arm, or of the best for each sort of place, relative to plain decoding."""
+        here = [PLAIN, *map(Plan, range(1, most + 1)), *trees]
+        there = [*here, *(replace(plan, lookup=True) for plan in here[1:])]
+        places = [(self._best(rows, here, False), 1 - self.share), (self._best(rows, there, True), self.share)]
+        tokens, seconds = (sum(share * place[i] for place, share in places) for i in (0, 1))
+        return tokens / seconds * self.cost(rows, PLAIN, 0)
+
+    def _best(self, rows: int, plans: Sequence[Plan], repeats: bool) -> tuple[float, float]:
+        """Tokens of a row and seconds of the fastest plan."""
+        found = []
+        for plan in plans:
+            chances = [self.chance_of(is_hard, repeats, bool(plan.lookup)) for is_hard in (False, True)]
+            tokens = sum(self.expected(plan, plan.depth, chance) for chance in chances) / 2
+            found.append((tokens, self.cost(rows, plan, plan.size)))
+        return max(found, key=lambda place: place[0] / place[1])
 
 
 def alike(plan: Plan) -> tuple[int, int, bool]:
@@ -220,8 +180,8 @@ def result(
     seconds: float,
     paths: Sequence[Sequence[int]] = (),
     confidences: Sequence[Sequence[float]] = (),
+    group: int = 0,
 ) -> RoundResult:
     """A round of rows that go on."""
-    return RoundResult(
-        plan, drafted, accepted, [kept + 1 for kept in accepted], seconds, paths=paths, confidences=confidences
-    )
+    taken = [kept + 1 for kept in accepted]
+    return RoundResult(plan, drafted, accepted, taken, seconds, paths=paths, confidences=confidences, group=group)

@@ -1,0 +1,95 @@
+"""What a forward of the target costs by its number of tokens: measured once on a machine, and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+
+import mlx.core as mx
+
+from eagle_mlx.cache import RaggedCache
+from eagle_mlx.engine.engine import Engine
+from eagle_mlx.files import cache_folder, write_whole
+from eagle_mlx.machine import describe
+from eagle_mlx.policy import ThroughputPolicy
+from eagle_mlx.target import Target, fingerprint
+
+SIZES = (1, 4, 8, 2, 16, 3, 6, 32, 5, 7, 9)
+"""Tokens of the forwards that are measured, in this order: a slow target has the coarse curve in time."""
+SECONDS = 1.0
+"""What measuring may take, the compilation of kernels included, about."""
+_VERSION = 2
+"""Of what the files hold. One of another version is measured again."""
+
+Curve = list[tuple[int, float]]
+"""Tokens and seconds."""
+
+
+def learn_costs(engine: Engine, folder: Path | None = None) -> bool:
+    """Give an engine's policy the cost curve of its target; return whether it has one now.
+
+    The curve is read from a file for this machine and target, or measured and saved. The file may be deleted at any
+    time; nothing fails if it cannot be read or written. Only `ThroughputPolicy` has a use for it. Call it before the
+    first request, without other work for the machine. `folder`: by default `costs` in the cache folder.
+    """
+    policy = engine.policy
+    if engine.proposer is None or not isinstance(policy, ThroughputPolicy):
+        return False
+    about = _about(engine)
+    digest = hashlib.blake2s(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+    file = (folder or cache_folder() / "costs") / f"{digest}.json"
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        saved = sorted((int(tokens), float(seconds)) for tokens, seconds in content["curve"])
+        if content["about"] == about and _is_curve(saved):
+            policy.costs.curve = saved
+            return True
+    if engine.target.is_sharded:  # the other ranks would have to take part
+        return False
+    curve = measured_curve(engine.target, engine.kv_bits)
+    if not _is_curve(curve):
+        return False
+    policy.costs.curve = curve
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps({"about": about, "curve": curve}).encode())
+    return True
+
+
+def measured_curve(target: Target, kv_bits: int | None = None, seconds: float = SECONDS) -> Curve:
+    """Time forwards of one row; return those sizes for which there was time, each with the shortest of its times.
+
+    More tokens never count as less: what else the machine did may have made a forward longer, never shorter.
+    """
+    cache = RaggedCache.of(target.model, 1, kv_bits)
+    compiled, shortest = set[int](), dict[int, float]()
+    began = perf_counter()
+    for size in [*(size for size in SIZES for _ in range(2)), *SIZES, *SIZES]:
+        started = perf_counter()
+        if started - began > seconds:
+            break
+        mx.eval(target.forward(mx.zeros((1, size), mx.int32), cache).logits)
+        if size in compiled:
+            shortest[size] = min(perf_counter() - started, shortest.get(size, seconds))
+        compiled.add(size)
+    return [(size, min(took for of, took in shortest.items() if of >= size)) for size in sorted(shortest)]
+
+
+def _is_curve(curve: Curve) -> bool:
+    sizes = {tokens for tokens, _ in curve}
+    return len(curve) == len(sizes) > 1 and min(sizes) > 0 and all(0 < seconds < math.inf for _, seconds in curve)
+
+
+def _about(engine: Engine) -> dict[str, object]:
+    """What has to be the same for forwards to cost the same."""
+    return {
+        "version": _VERSION,
+        "machine": {name: str(value) for name, value in asdict(describe()).items()},
+        "target": fingerprint(engine.target),
+        "kv_bits": engine.kv_bits,
+    }
