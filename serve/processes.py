@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import getfile
@@ -194,56 +194,46 @@ def _socket_of(connection: Connection) -> socket.socket:
     return socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
 
 
-class Program:
-    """Answers questions over a connection, one after the other."""
-
-    def __init__(self, connection: Connection, memory: int, held: Any):
-        """`memory`: as in `Process.start`; `held`: whose methods are the questions."""
-        self.connection, self.memory, self.held = connection, memory, held
-
-    def serve(self) -> None:
-        """Answer until nobody asks any more."""
-        while True:
-            try:
-                name, *arguments = self.connection.recv()
-            except EOFError:
-                return
-            if name == "fork":
-                self.fork()
-            else:
-                self.connection.send(self.answer(getattr(self.held, name), arguments))
-
-    def answer(self, work: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, str]:
-        """What the work gives, or why it gives nothing."""
+def _serve(connection: Connection, memory: int, held: Any) -> None:
+    """Answer until nobody asks any more. memory: as in `Process.start`. held: its methods are the questions."""
+    while True:
         try:
-            return work(*arguments), ""
-        except (ValueError, RuntimeError) as e:
-            return None, str(e)
-
-    def fork(self) -> None:
-        """Have a copy of this process answer over a connection of its own, which first tells its id.
-
-        Before that, this process confirms that it has received the connection. Raises RuntimeError if it has not: too
-        many files may be open.
-        """
-        with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
-            handles = socket.recv_fds(channel, 1, 1)[1]
-        if not handles:
-            raise RuntimeError("a fork's connection has not arrived")
-        given = Connection(handles[0])
-        with suppress(OSError):  # if nobody waits for the fork any more, it ends by itself
-            given.send(True)
-        if os.fork():
-            given.close()
+            name, *arguments = connection.recv()
+        except EOFError:
             return
-        self.connection.close()
-        self.connection = given
-        if self.memory:
-            _bound_memory(self.memory)
-        with suppress(BrokenPipeError):  # nobody asks any more
-            self.connection.send(os.getpid())
-            self.serve()
-        os._exit(0)
+        if name == "fork":
+            _fork(connection, memory, held)
+            continue
+        try:
+            answer = getattr(held, name)(*arguments), ""
+        except (ValueError, RuntimeError) as e:
+            answer = None, str(e)
+        connection.send(answer)
+
+
+def _fork(connection: Connection, memory: int, held: Any) -> None:
+    """Have a copy of this process answer over a connection of its own, which first tells its id.
+
+    Before that, this process confirms that it has received the connection. Raises RuntimeError if it has not: too
+    many files may be open.
+    """
+    with _socket_of(connection) as channel:
+        handles = socket.recv_fds(channel, 1, 1)[1]
+    if not handles:
+        raise RuntimeError("a fork's connection has not arrived")
+    given = Connection(handles[0])
+    with suppress(OSError):  # if nobody waits for the fork any more, it ends by itself
+        given.send(True)
+    if os.fork():
+        given.close()
+        return
+    connection.close()
+    if memory:
+        _bound_memory(memory)
+    with suppress(BrokenPipeError):  # nobody asks any more
+        given.send(os.getpid())
+        _serve(given, memory, held)
+    os._exit(0)
 
 
 def _bound_memory(more: int) -> None:
@@ -270,7 +260,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that have ended leave nothing to be waited for
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     descriptor, memory, path, kind = sys.argv[1:]
-    Program(Connection(int(descriptor)), int(memory), _held(path, kind)).serve()
+    _serve(Connection(int(descriptor)), int(memory), _held(path, kind))
     os.killpg(0, signal.SIGKILL)
 
 
