@@ -1,6 +1,6 @@
-"""Which heads there are for a target: included, made or fetched here, published, or in the model itself.
+"""The draft heads for a target: included, made or fetched here, published, or in the model itself.
 
-The embedded target, head and prompts are found beside the code in a checkout.
+The embedded target, head and prompts come with a checkout of the code.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from eagle_mlx.errors import ConfigError
 
 
 def embedded(name: str) -> Path:
-    """`checkpoints/<name>` of the checkout that this code, or the working directory, is part of.
+    """Return `checkpoints/<name>` in the checkout of this code or in the working directory.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if there is none.
     """
     roots = _roots()
     for root in roots:
@@ -25,7 +25,7 @@ def embedded(name: str) -> Path:
 
 
 def is_embedded_target(name: str | Path) -> bool:
-    """Whether a target's name is the folder of the embedded one."""
+    """Return whether a target's name is the folder of the embedded target."""
     place = Path(name).expanduser().resolve()
     return any(place == (root / "checkpoints" / "target").resolve() for root in _roots())
 

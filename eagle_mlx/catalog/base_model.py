@@ -1,4 +1,4 @@
-"""The model that a target was made of, which other servers load in its place, and the names that it goes by."""
+"""The base model of a target, which other servers load instead of an MLX conversion, and the names of a target."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.formats.fields import read_config
 
 BASE_MODEL = "base_model"
-"""The field that names it: in a model's card, and under `eagle_mlx` in a head's config."""
+"""The field for the base model, in a model's card and under `eagle_mlx` in a head's config."""
 _CARD = "README.md"
 _CONVERTED = re.compile(
     r"[-_.](mlx|gguf|\d+(\.\d+)?bpw|\d+-?bits?|int[48]|[bf]+p?(16|32)|fp8|q[2-8]|gs\d+|d?dwq(-\d+)?|awq|gptq|[mn][xv]fp[48])$",
     re.IGNORECASE,
 )
-"""How names of conversions end, by what mlx-community and others call theirs."""
+"""The suffixes in names of conversions, as mlx-community and others use them."""
 _RENAMED = re.compile(r"^meta-(?=llama-3)", re.IGNORECASE)
-"""Meta has published Llama 3.1 as Meta-Llama-3.1 first, and conversions keep that name."""
+"""Meta first published Llama 3.1 as Meta-Llama-3.1, and conversions keep that name."""
 
 
 def check_id(given: str) -> str:
-    """A hub id that was given with --base-model. Raises ConfigError where it is none."""
+    """Return the hub id given as --base-model. Raises ConfigError if it is not a hub id."""
     try:
         hub.check_full_id(given)
     except EagleError as e:
@@ -36,10 +36,9 @@ def check_id(given: str) -> str:
 
 
 def check_base_model(given: str) -> None:
-    """Check a --base-model, a folder or a hub id, which other servers are to load.
+    """Check a --base-model, a folder or hub id that other servers will load. Uses no network.
 
-    Raises ConfigError if it is neither, or a conversion of MLX's, as far as that is known without a network, and
-    CheckpointError for a folder that holds no model.
+    Raises ConfigError if it is neither or is known to be an MLX conversion, CheckpointError if the folder has no model.
     """
     place = Path(given).expanduser()
     folder: Path | None = place
@@ -58,16 +57,16 @@ def check_base_model(given: str) -> None:
 
 
 def by_mlx_community(name: str) -> bool:
-    """Whether a hub id is of the community whose models only MLX reads."""
+    """Return whether a hub id belongs to mlx-community, whose models only MLX reads."""
     return name.startswith(f"{hub.DEFAULT_OWNER}/")
 
 
 def base_model_of(target: str) -> str | None:
-    """Hub id of the model that other servers load in a target's place; None where nothing certain says so.
+    """Return the hub id of the model that other servers load for a target; None if it is not certain.
 
-    A model of the hub that MLX has not written is that itself. Of one that MLX has quantised it is what the card names,
-    as mlx-lm writes it. What MLX has written without quantising it may be a fine-tune as well. Raises EagleError where
-    the target cannot be had.
+    A hub model that was not written by MLX is its own base model. For a model that MLX quantized, it is the one named
+    in the card, as mlx-lm writes it. A model that MLX wrote without quantizing may be a fine-tune. Raises EagleError if
+    the target is not available.
     """
     folder = hub.resolve(target)
     if "quantization" in read_config(folder):
@@ -83,7 +82,7 @@ def _format(file: Path) -> str | None:
 
 
 def _card(target: str, folder: Path) -> dict[str, Any]:
-    """What a model's card says to the hub; nothing where there is no card, or none that can be read or fetched."""
+    """Return the metadata of a model's card; empty if there is no card, or if it cannot be read or fetched."""
     repo = None if Path(target).expanduser().is_dir() else hub.hub_id(target)
     try:
         file = hub.fetch_file(repo, _CARD, folder.name, required=False) if repo else folder / _CARD
@@ -93,7 +92,7 @@ def _card(target: str, folder: Path) -> dict[str, Any]:
 
 
 def _read(card: Path) -> dict[str, Any]:
-    """What a card that is here says; nothing where it cannot be read."""
+    """Return the metadata of a local card; empty if it cannot be read."""
     try:
         return metadata_load(card) or {}
     except (OSError, ValueError, yaml.YAMLError):
@@ -101,7 +100,7 @@ def _read(card: Path) -> dict[str, Any]:
 
 
 def _named_by(card: dict[str, Any]) -> str | None:
-    """The one model that a conversion's card says it was made of, which is no conversion in turn."""
+    """Return the single base model that a conversion's card names; None if that is itself a conversion."""
     named = card.get(BASE_MODEL)
     base = named[0] if isinstance(named, list) and len(named) == 1 else named
     if not isinstance(base, str) or card.get("base_model_relation", "quantized") != "quantized":
@@ -110,29 +109,29 @@ def _named_by(card: dict[str, Any]) -> str | None:
 
 
 def names_of(target: str | Path) -> tuple[str, ...]:
-    """The names that a model goes by, the most certain first: its own, and that of the model it was made of.
+    """Return the names of a model, the most certain first: its own and its base model's.
 
-    Nobody is asked: of a model that is not here its own name must do.
+    Nothing is fetched: a model that is not on this machine has only its own name.
     """
     own = hub.public_name(target)
     place = Path(target).expanduser()
     folder = place if place.is_dir() else hub.cached(own)
     config = read_config(folder) if folder is not None and (folder / "config.json").is_file() else {}
     named = config.get(BASE_MODEL)
-    if named is None and ("quantization" in config or by_mlx_community(own)):  # else it may be what it was tuned from
+    if named is None and ("quantization" in config or by_mlx_community(own)):  # else it may be fine-tuned
         named = _named_by(_read(folder / _CARD)) if folder is not None else None
     return (own, named) if isinstance(named, str) and named != own else (own,)
 
 
 def same_model(name: str, published: str) -> bool:
-    """Whether a name is that of a published model, or of a conversion of it. Owners count where both are given."""
+    """Return whether a name means a published model or a conversion of it. Owners are compared if both are given."""
     owner, other = name.rpartition("/")[0], published.rpartition("/")[0]
     anybody = not owner or by_mlx_community(name) or owner.lower() == other.lower()
     return anybody and _plain(name) == _plain(published)
 
 
 def _plain(name: str) -> str:
-    """A model's name without its owner and without how it was converted, in small letters."""
+    """Return a model's name in lower case, without its owner and its conversion's suffixes."""
     short = name.rpartition("/")[2]
     while (cut := _CONVERTED.sub("", short)) != short:
         short = cut

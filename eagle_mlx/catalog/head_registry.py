@@ -1,4 +1,4 @@
-"""Which heads were trained, taken out of a model or fetched on this machine, and for which target."""
+"""The heads that were trained, extracted or fetched on this machine, and their targets."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from eagle_mlx.files import cache_folder, write_whole
 
 How = Literal["trained", "extracted", "fetched", "included"]
 LEAST = 1.05
-"""Heads with a smaller τ are not offered: one step of even the small included head takes 0.09 of a target step
-(checkpoints/README.md), so such a head costs more time than its drafts save."""
+"""The least τ of a head that is offered. One step of even the small included head takes 0.09 of a target step
+(checkpoints/README.md), so a head with a smaller τ costs more time than it saves."""
 _FEW = 4
-"""A τ counts as if it had been measured on so many more prompts on which no draft was accepted (τ 1). A τ of three
-prompts can be off by half of what it gains, and one of 80 prompts by little. `head_check` tries a head on as few."""
+"""The weight of a prior with τ 1, in prompts, because a τ measured on three prompts can be off by half of its gain and
+one measured on 80 by little. `head_check` measures a head on as few as this."""
 
 
 @dataclass(frozen=True)
 class HeadRecord:
-    """One head. The head itself stays where it is; a record whose head is gone is passed over."""
+    """One head, which stays in its own folder. A record is skipped if its head is gone."""
 
     head: str
-    """Its folder, or its hub id where it was fetched."""
+    """Its folder, or its hub id if it was fetched."""
     names: tuple[str, ...]
     """Names of its target, the most certain first."""
     how: How
     fingerprint: str = ""
-    """The target's, where it was in memory (`eagle_mlx.target.fingerprint`)."""
+    """The target's fingerprint if the target was in memory (`eagle_mlx.target.fingerprint`)."""
     acceptance_length: float | None = None
     """τ on held-out prompts, if it was measured."""
     prompts: int | None = None
-    """Prompts that τ was measured on; None if that is not known, which counts as few."""
+    """The number of prompts that τ was measured on; None if unknown, which counts as few."""
     made_at: float = field(default_factory=time.time)
     """Seconds since 1970."""
 
     @property
     def here(self) -> bool:
-        """Whether the head can be loaded without asking anybody."""
+        """Whether the head can be loaded without network access."""
         if self.how == "fetched" and hub.full_id(self.head):
             return hub.cached(self.head) is not None
         return (Path(self.head) / "config.json").is_file()
 
     @property
     def worth(self) -> float | None:
-        """τ, moved toward 1 the more the fewer prompts it was measured on; None if it was not measured."""
+        """τ shrunk toward 1, the more the fewer prompts it was measured on; None if it was not measured."""
         if self.acceptance_length is None:
             return None
         prompts = _FEW if self.prompts is None else self.prompts
@@ -58,7 +58,7 @@ class HeadRecord:
 
     @property
     def is_offered(self) -> bool:
-        """Whether commands may choose the head without being asked for it by name."""
+        """Whether commands may choose the head if the user names none."""
         return self.acceptance_length is None or self.acceptance_length >= LEAST
 
     def __str__(self) -> str:
@@ -76,9 +76,9 @@ def register(
     acceptance_length: float | None = None,
     prompts: int | None = None,
 ) -> bool:
-    """Remember a head, a folder or a hub id, for its target. Return whether it could be: a full disk fails nothing.
+    """Record a head (a folder or hub id) for its target. Return whether that worked; a full disk is not an error.
 
-    acceptance_length, prompts: its τ and the number of prompts that τ was measured on; with 0 there is no τ.
+    acceptance_length, prompts: its τ and the number of prompts that τ was measured on; with 0 prompts there is no τ.
     """
     acceptance_length = None if prompts == 0 else acceptance_length
     place = Path(head)
@@ -94,14 +94,14 @@ def register(
 
 
 def records() -> list[HeadRecord]:
-    """All heads that are still there, the newest first."""
+    """Return all heads that still exist, the newest first."""
     found = []
     try:
         files = list(_folder().iterdir())
-    except OSError:  # nothing was made here yet, or it is not this user's to read
+    except OSError:  # nothing was recorded yet, or this user may not read it
         files = []
     for file in files:
-        with suppress(OSError, ValueError, TypeError, KeyError):  # of another version, or damaged
+        with suppress(OSError, ValueError, TypeError, KeyError):  # another version, or damaged
             values = json.loads(file.read_text(encoding="utf-8"))
             found.append(HeadRecord(**{**values, "names": tuple(values["names"])}))
     return sorted((one for one in found if one.here), key=lambda one: -one.made_at)
@@ -121,10 +121,10 @@ def records_for(names: tuple[str, ...], fingerprint: str | None = None) -> list[
 
 
 def best_first(heads: list[HeadRecord], fingerprint: str | None = None) -> list[HeadRecord]:
-    """Return measured heads by what their τ is worth, then the others, the newest first.
+    """Return measured heads by `worth`, then the others, the newest first.
 
-    A τ holds for the weights that it was measured with, so a head that was measured with other weights than those of
-    `fingerprint` comes after the ones that were not. Of heads without a τ, those of the same weights come first.
+    A τ holds only for the weights that it was measured with, so heads measured with weights other than `fingerprint`
+    come after the other measured heads. Among heads without a τ, those for the same weights come first.
     """
 
     def place(one: HeadRecord) -> tuple[bool, bool, float, float]:

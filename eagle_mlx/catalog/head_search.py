@@ -1,4 +1,4 @@
-"""Which heads there are for a target, those made here first, and loading one of them."""
+"""Find the heads for a target, those made here first, and load one of them."""
 
 from __future__ import annotations
 
@@ -22,37 +22,36 @@ from eagle_mlx.heads.mtp.published import has_mtp_layer, mtp_of_model, published
 from eagle_mlx.target import Target
 
 _CONFIG, _BEST = "config.json", "best"
-"""What a head's folder holds, and where eagle-train puts the head that it keeps."""
+"""The file in a head's folder, and the subfolder in which eagle-train keeps its best head."""
 
 
 @dataclass(frozen=True)
 class FoundHead:
     head: str
-    """What `load_found` takes: a folder, or a hub id."""
+    """A folder or hub id for `load_found`."""
     about: str
-    """One line on what it is and whose."""
+    """One line on what it is and for which model."""
     here: bool = True
-    """Whether nothing has to be fetched."""
+    """Whether it is on this machine already."""
     mode: Literal["eagle", "mtp"] | None = None
     """How it drafts, if that is known before it is loaded."""
     why: str = ""
-    """Why it is tried before those that follow; empty if there is nothing to say."""
+    """Why it comes before the next one; empty if there is no reason to give."""
 
     @property
     def reason(self) -> str:
-        """What to print of a head that was chosen: `about`, and why."""
+        """A line that explains the choice: `about` and `why`."""
         return f"{self.about}; {self.why}" if self.why else self.about
 
 
 def find_heads(
     target: str | Path, fingerprint: str | None = None, say: Callable[[str], None] = lambda _: None
 ) -> list[FoundHead]:
-    """Return the heads for a target, by its folder or hub id, in the order in which they are to be tried.
+    """Return the heads for a target, a folder or hub id, in the order in which to try them.
 
-    First come heads with a measured τ that were trained, extracted or fetched here, and the included one, the best
-    first. Then come those without a τ, the newest first; then the MTP layers of the model; then published heads,
-    those in the hub's cache first. Nothing is fetched. A head whose τ is below `LEAST` is not in the list, and `say` is
-    told so.
+    First come the included head and those made or fetched here that have a measured τ, the best first. Then come heads
+    without a τ, the newest first; the model's own MTP layers; and published heads, those in the hub's cache first.
+    Nothing is fetched. Heads with a τ below `LEAST` are left out and reported to `say`.
     """
     names = names_of(target)
     known = records_for(names, fingerprint)
@@ -81,7 +80,7 @@ def find_heads(
 
 
 def _included(names: tuple[str, ...]) -> HeadRecord:
-    """The included head, with the τ that its config notes."""
+    """Return the included head with the τ in its config."""
     folder = embedded("head")
     noted = read_config(folder).get("eagle_mlx") or {}
     tau, prompts = noted.get("acceptance_length"), noted.get("prompts")
@@ -89,7 +88,7 @@ def _included(names: tuple[str, ...]) -> HeadRecord:
 
 
 def _with_reasons(records: list[HeadRecord]) -> list[FoundHead]:
-    """What is found of records in the order of `best_first`, each with the reason for its place."""
+    """Return records in the order of `best_first` as found heads, each with the reason for its place."""
     measured = sum(one.worth is not None for one in records)
     found = []
     for place, one in enumerate(records):
@@ -106,7 +105,7 @@ def _with_reasons(records: list[HeadRecord]) -> list[FoundHead]:
 
 
 def where_mtp_layers_are(target: str | Path) -> str | None:
-    """The command that fetches the MTP layers which a conversion has left out; None where there are none to be had."""
+    """Return the command that fetches MTP layers left out of a conversion; None if there are none."""
     names = names_of(target)
     for _, folder in _folders(target, names):
         if published_with_mtp(read_config(folder)) and not has_mtp_layer(folder):
@@ -116,9 +115,9 @@ def where_mtp_layers_are(target: str | Path) -> str | None:
 
 
 def load_found(name: str | Path, target: Target) -> DraftHead:
-    """Load a head for its target: a folder or a hub id, the output of eagle-train, or a whole model's MTP layer.
+    """Load a head for its target from a folder, a hub id, the output of eagle-train, or a whole model with MTP layers.
 
-    Raises CheckpointError for files that cannot be read, HeadError for a head of another target.
+    Raises CheckpointError if files cannot be read, HeadError if the head is for another target.
     """
     folder = hub.resolve(name)
     if not (folder / _CONFIG).is_file() and (folder / _BEST / _CONFIG).is_file():
@@ -132,7 +131,7 @@ def load_found(name: str | Path, target: Target) -> DraftHead:
 
 
 def _folders(target: str | Path, names: tuple[str, ...]) -> list[tuple[str, Path]]:
-    """Where files of the model lie on this machine, under each of its names."""
+    """Return the model's folders on this machine, each with the name that it was found by."""
     place = Path(target).expanduser()
     if place.is_dir():
         found: list[tuple[str, Path | None]] = [(names[0], place)]
@@ -149,21 +148,21 @@ UNKNOWN = "unknown"
 @dataclass(frozen=True)
 class KnownHead:
     target: str
-    """Hub id of the model that it was trained for."""
+    """The hub id of the model that it was trained for."""
     head: str
-    """Its own hub id."""
+    """The head's hub id."""
     kind: str
-    """As `eagle_mlx.heads.KINDS` has it."""
+    """The key in `eagle_mlx.heads.KINDS`."""
     licence: str
-    """As its page names it, or `UNKNOWN`."""
+    """The license named on its page, or `UNKNOWN`."""
     source: str
-    """Address of the page that says so."""
+    """URL of the page that describes the head."""
     licence_from: str = ""
-    """Address of the page that names the licence."""
+    """URL of the page that names the license."""
 
     @property
     def mode(self) -> Literal["eagle", "mtp"]:
-        """How it drafts, as `--spec-decode` calls it."""
+        """How it drafts, in the terms of `--spec-decode`."""
         return KINDS[self.kind].mode
 
     def __str__(self) -> str:
@@ -172,7 +171,7 @@ class KnownHead:
 
 @cache
 def known_heads() -> tuple[KnownHead, ...]:
-    """The table; of several heads for one target the first is the one to take."""
+    """Return the table of published heads; if a target has several, the preferred one is first."""
     table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     sources = table["sources"]
     rows = ((target, row) for target, rows in table["heads"].items() for row in rows)
@@ -180,5 +179,5 @@ def known_heads() -> tuple[KnownHead, ...]:
 
 
 def known_heads_for(names: tuple[str, ...]) -> list[KnownHead]:
-    """Those for a target that goes by any of these names, in the order of the table."""
+    """Return the published heads for a target with any of these names, in the table's order."""
     return [known for known in known_heads() if any(same_model(name, known.target) for name in names)]

@@ -1,10 +1,10 @@
-"""What only a CPU needs. The rest of the library and the applications import it from here.
+"""Code for the CPU only. The rest of the library and the applications import it from here.
 
-`import eagle_mlx.cpu` loads a fast BLAS, which has to be there before MLX is. Beside it are ways to compute what MLX
-computes, sooner on a CPU: exponentials, rotary angles found once for all layers, streams side by side.
+`import eagle_mlx.cpu` loads a fast BLAS, which must happen before MLX is loaded. The package also has CPU versions that
+are faster than MLX's own: exponentials, RoPE angles shared by all layers, and parallel streams.
 
-Whoever chooses between such a way and that of a GPU asks `use_shortcuts()`. `EAGLE_MLX_CPU_SHORTCUTS=0` switches all of
-them off, so that a machine without a GPU tests the way that a GPU takes. The BLAS stays: it has a variable of its own.
+Code with a CPU version and a GPU version calls `use_shortcuts()` to choose. `EAGLE_MLX_CPU_SHORTCUTS=0` turns the CPU
+versions off, so that a machine without a GPU can test the GPU's code path. It does not affect the BLAS.
 """
 
 from eagle_mlx.cpu import blas

@@ -1,4 +1,4 @@
-"""On Linux, a fast BLAS before MLX is loaded: the wheel's own is about 40 times slower. And its threads."""
+"""On Linux, load a fast BLAS before MLX and set its threads: the BLAS in MLX's wheel is about 40 times slower."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CANDIDATES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblas.so")
 class Blas:
     kind: Literal["openblas", "reference", "accelerate"]
     path: str
-    """The library's file; empty where MLX brings its own."""
+    """The library's file; empty if MLX brings its own."""
 
     def __str__(self) -> str:
         return f"{self.kind} ({self.path})" if self.path else self.kind
@@ -32,11 +32,11 @@ _active: Blas | None = None
 
 
 def activate() -> Blas:
-    """Load OpenBLAS into the global symbol table, once, and say which BLAS MLX will use.
+    """Load OpenBLAS into the global symbol table, once, and return the BLAS that MLX will use.
 
-    Must run before `mlx.core` is imported, which `import eagle_mlx` sees to. `EAGLE_MLX_BLAS=reference` keeps the
-    BLAS inside the MLX wheel; `EAGLE_MLX_BLAS=/path/to/lib.so` names a library. Never raises for a missing library:
-    everything works with the reference BLAS, slowly, after one warning.
+    This must run before `mlx.core` is imported; `import eagle_mlx` does it. `EAGLE_MLX_BLAS=reference` keeps the BLAS
+    in MLX's wheel; `EAGLE_MLX_BLAS=/path/to/lib.so` names a library. A missing library is not an error: after one
+    warning, everything runs slowly on the reference BLAS.
     """
     global _active
     if _active is None:
@@ -81,7 +81,7 @@ class _DlInfo(ctypes.Structure):
 
 
 def _provider() -> str | None:
-    """The file that gives the process its global `cblas_sgemm`, or None."""
+    """Return the file that provides the global `cblas_sgemm`, or None."""
     process = ctypes.CDLL(None)
     try:
         symbol = ctypes.cast(process.cblas_sgemm, ctypes.c_void_p)
@@ -97,7 +97,7 @@ def _provider() -> str | None:
 
 @contextlib.contextmanager
 def one_blas_thread(wanted: bool) -> Iterator[None]:
-    """OpenBLAS on one thread within the block, as streams side by side want it; nothing happens with another BLAS."""
+    """Run OpenBLAS on one thread within the block, for parallel streams; another BLAS is not affected."""
     before = blas_threads()
     if wanted:
         set_blas_threads(1)
@@ -108,13 +108,13 @@ def one_blas_thread(wanted: bool) -> Iterator[None]:
 
 
 def blas_threads() -> int:
-    """Threads of OpenBLAS; 0 with another BLAS. A product's last bits depend on them."""
+    """Return the number of OpenBLAS threads; 0 with another BLAS. It affects the last bits of matrix products."""
     openblas = _openblas()
     return int(openblas.openblas_get_num_threads()) if openblas else 0
 
 
 def set_blas_threads(count: int) -> None:
-    """Set what `blas_threads` tells."""
+    """Set the number of OpenBLAS threads."""
     openblas = _openblas()
     if openblas and count:
         openblas.openblas_set_num_threads(count)

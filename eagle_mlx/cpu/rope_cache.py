@@ -1,4 +1,4 @@
-"""The angles that rotary embeddings turn by, found once for all layers that turn alike."""
+"""RoPE angles, computed once for all layers that rotate in the same way."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import numpy as np
 from eagle_mlx.cpu.shortcuts import use_shortcuts
 
 Rotary = Callable[[mx.array, mx.array], mx.array]
-"""Inputs [N, H, 1, D] and a position [N] int32 for each of them -> turned, of the same shape."""
+"""Maps inputs [N, H, 1, D] and their positions [N] int32 to rotated inputs of the same shape."""
 
 
 class RopeCache:
-    """How each of a model's rotary modules rotates.
+    """How each of a model's RoPE modules rotates.
 
-    On the CPU a rotary embedding of a few positions is some twenty small operations, most of which compute the same
-    angles in every layer; a GPU has one kernel for all of them. What a module does is learned from the module itself:
-    it is given unit vectors, and where they show that it turns pairs of numbers, each by a position's own angle, their
-    images are the cosines and sines of all others.
+    On the CPU, applying RoPE to a few positions takes some twenty small operations, most of which compute the same
+    angles in every layer; a GPU has one kernel for all of them. We learn what a module does by applying it to unit
+    vectors. If they show that it rotates pairs of numbers, each by an angle of the position, the rotated vectors are
+    the cosines and sines.
     """
 
     def __init__(self) -> None:
         self.shared = False
-        """Whether chains, too, are turned by what is kept here, as trees always are."""
+        """Whether chains use these rotations, too; trees always do."""
         self._kinds: dict[tuple[int, bytes], Rotation] = {}
         self._of: dict[tuple[int, int], Rotation | None] = {}
-        """By module, which lives as long as the model, and by how wide its inputs are."""
+        """By the module's id (modules live as long as the model) and the width of its inputs."""
 
     @contextmanager
     def sharing(self) -> Iterator[None]:
-        """Let all forwards in here find their angles once for all layers, where that is faster."""
+        """Within the block, let forwards compute their angles once for all layers, if that is faster."""
         self.shared = use_shortcuts()
         try:
             yield
@@ -44,7 +44,7 @@ class RopeCache:
                 rotation.clear()
 
     def rotation(self, module: nn.Module, rotary: Rotary, dim: int) -> Rotation | None:
-        """How this module turns vectors of `dim` numbers; None where it does not turn pairs of them."""
+        """Return how this module rotates vectors of `dim` numbers; None if it does not rotate pairs."""
         key = id(module), dim
         if key not in self._of:
             partner = _partners(rotary, dim)
@@ -54,27 +54,27 @@ class RopeCache:
 
 
 class Rotation:
-    """How one kind of rotary module turns: number i and its partner by the angle of their position."""
+    """How one kind of RoPE module rotates: number i and its partner, by the angle of their position."""
 
     _PROBES = (0, 1, 2, 3, 31, 1000, 4095, 30011)
-    """Positions at which modules that agree are taken for alike."""
+    """Modules that agree at these positions are considered the same."""
 
     def __init__(self, rotary: Rotary, partner: np.ndarray[Any, np.dtype[np.int64]]):
         self._rotary = rotary
         dim = len(partner)
         self._half = dim // 2 if np.array_equal(partner, np.roll(np.arange(dim), dim // 2)) else 0
-        """Where to cut so that the two pieces are each other's partners; 0 where there is no such place."""
+        """Where to cut a vector so that each half holds the other's partners; 0 if it cannot be cut like this."""
         self._partner = mx.array(partner, mx.int32)
         self._first = mx.array(np.arange(dim) <= partner)
         self._units = mx.stack([self._first, ~self._first]).astype(mx.float32)[:, None]
         self.clear()
         self.suits_chains = self._half > 0 and self._matches_module()
-        """Whether the results are those of the module itself to the last bit, and cheaper than those."""
+        """Whether the results equal the module's own to the last bit and are cheaper."""
 
     def clear(self) -> None:
-        """The angles that are kept are not wanted any more."""
+        """Discard the cached angles."""
         self._at: tuple[int | mx.array, int] = -1, 0
-        """The offset and the number of positions that the angles are known of."""
+        """The offset and the number of positions of the cached angles."""
         self._cos_sin: tuple[mx.array, mx.array] = self._first, self._first
 
     def _matches_module(self) -> bool:
@@ -84,14 +84,14 @@ class Rotation:
         return bool(mx.array_equal(self(x, at[None]), alone).item())
 
     def signature(self) -> bytes:
-        """The same for modules that turn alike."""
+        """Return bytes that are equal for modules that rotate in the same way."""
         cos, sin = self._angles(mx.array([self._PROBES], mx.int32))
         return np.array(mx.concatenate([cos, sin])).tobytes()
 
     def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
-        """Turn x [B, ..., L, D] float32 to L positions, whose angles are kept for the next call.
+        """Rotate x [B, ..., L, D] float32 to L positions; their angles are cached for the next call.
 
-        offset: the first of them, for all rows or [B] int32 row by row, or all of them, [B, L] int32.
+        offset: the first position, as an int for all rows or [B] int32, or all positions [B, L] int32.
         """
         count = x.shape[-2]
         if not self._is_cached(offset, count):
@@ -112,7 +112,7 @@ class Rotation:
         return mx.concatenate([x[..., half:], x[..., :half]], axis=-1) if half else mx.take(x, self._partner, axis=-1)
 
     def _angles(self, offset: mx.array) -> tuple[mx.array, mx.array]:
-        """Positions [B, L] -> cosines and sines [B, L, D] by which a number and its partner are multiplied."""
+        """Return the cosines and sines [B, L, D], for a number and its partner, at positions [B, L]."""
         at = offset.reshape(-1)
         images = self._rotary(mx.broadcast_to(self._units, (at.size, *self._units.shape)), at)
         one, other = (image.reshape(*offset.shape, -1) for image in (images[:, 0], images[:, 1]))
@@ -120,14 +120,14 @@ class Rotation:
 
 
 def _positions(offset: int | mx.array, count: int) -> mx.array:
-    """[B or 1, count] int32"""
+    """Return the positions, [B or 1, count] int32."""
     if isinstance(offset, int):
         return mx.arange(offset, offset + count, dtype=mx.int32)[None]
     return offset if offset.ndim == 2 else offset[:, None] + mx.arange(count, dtype=mx.int32)
 
 
 def _partners(rotary: Rotary, dim: int) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-    """For each of `dim` numbers the one that it is turned with, itself where it stays; None where it is not so."""
+    """Return each number's partner in the rotation, itself if it does not rotate; None if these are not pairs."""
     images = np.array(rotary(mx.eye(dim)[:, None, None], mx.ones((dim,), mx.int32)))[:, 0, 0]
     elsewhere = (images != 0) & ~np.eye(dim, dtype=bool)
     if elsewhere.sum(axis=1).max() > 1:

@@ -1,4 +1,4 @@
-"""Whether a CPU takes ways of its own, and how it uses all its cores: parts of a batch each on an MLX stream."""
+"""Whether to use CPU versions of computations, and how to use all cores: one MLX stream for each part of a batch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _wanted = _wish(os.environ.get(ENVIRONMENT, ""))
 
 
 def use_shortcuts() -> bool:
-    """Whether to compute in the ways that are faster on a CPU: there, unless they are switched off."""
+    """Return whether to use the versions that are faster on a CPU: on a CPU, unless they are turned off."""
     return _wanted and mx.default_device() == mx.Device(mx.cpu)
 
 
 @contextlib.contextmanager
 def without_shortcuts() -> Iterator[None]:
-    """Compute as on a GPU within the block, in all threads."""
+    """Use the GPU's versions within the block, in all threads."""
     global _wanted
     before, _wanted = _wanted, False
     try:
@@ -41,28 +41,28 @@ def without_shortcuts() -> Iterator[None]:
 
 
 # MLX runs an elementwise operation on one thread, and half of a small head's step is elementwise. Two streams within
-# one `mx.eval` keep two cores busy; two evaluations after each other (`mx.async_eval`) do not.
+# one `mx.eval` keep two cores busy; two consecutive evaluations (`mx.async_eval`) do not.
 
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 
 
 def default_streams() -> int:
-    """One stream per core on a CPU under Linux, where the BLAS can be told to keep to one thread; else one."""
+    """Return one stream per core on a CPU under Linux, where the BLAS can be limited to one thread; else one."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" and use_shortcuts() else 1
 
 
 def make_streams(count: int) -> list[mx.Stream]:
-    """So many streams; a single one is the default stream."""
+    """Return `count` streams; if it is one, the default stream."""
     device = mx.default_device()
     return [mx.default_stream(device)] if count == 1 else [mx.new_stream(device) for _ in range(count)]
 
 
 def tune_process() -> None:
-    """Settings of the whole process for long work on a CPU under Linux; to be called before MLX evaluates anything.
+    """Tune the whole process for long work on a CPU under Linux; call this before MLX evaluates anything.
 
-    glibc keeps freed memory, since large buffers come and go every step and fresh pages cost a quarter of it. MLX walks
-    graphs in width, so that the operations of all streams are queued in turn: without that the second stream waits for
-    most of the first.
+    glibc keeps freed memory: large buffers are reallocated in every step, and fresh pages would cost a quarter of its
+    time. MLX walks graphs breadth-first, so that all streams get operations in turn; otherwise the second stream would
+    mostly wait for the first.
     """
     if sys.platform != "linux" or not use_shortcuts():
         return

@@ -378,8 +378,8 @@ class Database:
 
 
 def _connected(path: Path) -> sqlite3.Connection:
-    """Open or create the database. Raises sqlite3.OperationalError if it is not writable, sqlite3.DatabaseError if it is
-    damaged or of another version."""
+    """Open or create the database. Raises sqlite3.OperationalError if it is not writable, sqlite3.DatabaseError if it
+    is damaged or of another version."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # only its owner may read it: it reveals what was written
     connection = sqlite3.connect(path, _WAIT_SECONDS, isolation_level=None, check_same_thread=False)
     try:
