@@ -1,4 +1,4 @@
-"""One target over several processes: rank 0 decides, and the others do what it tells them."""
+"""One target over several processes: rank 0 decides, and the other ranks execute its commands."""
 
 from eagle_mlx.ranks.channel import TIMEOUT, Channel, RankStatus
 from eagle_mlx.ranks.follower import follow

@@ -1,7 +1,7 @@
-"""What rank 0 says to the others, one small message at a time, and what they say back in it.
+"""Messages from rank 0 to the other ranks, each of which carries their status back.
 
-A message is one sum over all ranks, to which rank 0 gives its text and each of the others a few numbers. A long one has
-its rest in a second. Nothing else is sent but what the target's own layers exchange.
+A message is one sum over all ranks: rank 0 contributes its text, the others a few numbers. A second sum carries the
+rest of a long text. Only the target's layers exchange anything else.
 """
 
 from __future__ import annotations
@@ -27,52 +27,51 @@ from eagle_mlx.errors import RanksError
 from eagle_mlx.ranks.world import World
 
 TIMEOUT = 60.0
-"""Seconds in which the others must answer: more than any forward takes, the longest chunk of a prompt included."""
+"""Seconds after which a silent rank counts as lost: longer than any forward, including a prompt's longest chunk."""
 _TEXT = 2048
-"""Bytes of a text that go with the first sum: a round of 8 rows takes a few hundred, a chunk of a prompt ten thousand.
-"""
+"""Bytes of text in the first sum. A round of 8 rows takes a few hundred, a chunk of a prompt ten thousand."""
 _MAGIC = 0x4EAD
-"""What every message begins with: a sum of anything else does not."""
+"""The first number of every message, by which ranks that are out of step are noticed."""
 _HEADER = 2 + _TEXT // 4
-"""Numbers of the sign, the text's size and its beginning."""
+"""Numbers before the statuses: the magic number, the text's size and its beginning."""
 _HEARTBEAT = 1.0
-"""Seconds between two messages at most: without them a rank could not tell one that waits from one that is gone."""
+"""Most seconds between two messages, so that a waiting rank can tell a busy rank 0 from a lost one."""
 REST = 0.02
-"""Seconds that all ranks sleep between two messages while there is nothing to do: MLX waits without resting.
+"""Seconds that all ranks sleep between two messages when idle, because MLX waits without sleeping.
 
-The first token behind a pause comes so much later at most."""
+It is the most that the first token after a pause is delayed.
+"""
 
 
 _KINDS = {"int32": mx.int32, "bool": mx.bool_, "float32": mx.float32}
-"""Types of the arrays that go with messages."""
+"""The dtypes of arrays in messages."""
 
 
 class State(IntEnum):
-    """What a rank says of itself."""
+    """The status that a rank reports."""
 
     RUNS = 0
     WANTS_TO_STOP = 1
-    """It has been sent SIGTERM."""
+    """It has received SIGTERM."""
     DIFFERS = 2
-    """Its numbers are not rank 0's."""
+    """Its results differ from rank 0's."""
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank has said with the last message."""
+    """What a rank reported with the last message."""
 
     state: State
     waited: float
-    """Seconds that it has waited for messages so far; of rank 0, for the others to take one. Those that only say that
-    rank 0 is there are not counted."""
+    """Total seconds spent waiting for messages; for rank 0, until the others took them. Heartbeats do not count."""
 
 
 class Channel:
-    """One message after the other, the same in all ranks; `send` is rank 0's, `receive` the others'.
+    """A sequence of messages, the same in all ranks; rank 0 calls `send`, the others `receive`.
 
-    Once begun it watches: rank 0 says at least every second that it is there. Where no message has gone through for
-    `timeout` seconds, or the connection is lost, `on_lost` is called from a thread. By default that ends the process,
-    since whoever waits within a forward would wait for ever.
+    After `watch`, rank 0 sends a heartbeat at least every second. If no message passes for `timeout` seconds or the
+    connection is lost, a thread calls `on_lost`. By default that ends the process, because a forward under way would
+    wait forever.
     """
 
     def __init__(self, world: World, timeout: float = TIMEOUT):
@@ -80,39 +79,39 @@ class Channel:
         self.state = State.RUNS
         self.on_lost: Callable[[str], None] = end_process
         self.on_stop: Callable[[], None] = _stop_process
-        """Called in rank 0, from a thread, when another rank wants to stop."""
+        """Called in rank 0, from a thread, if another rank wants to stop."""
         self.lost: str | None = None
-        """Why there is no other rank any more."""
+        """Why the connection is lost; None if it is not."""
         self.statuses = [RankStatus(State.RUNS, 0.0)] * world.size
         self.messages = 0
         self._waited = 0.0
         self._said = monotonic()
-        """When rank 0 last had something to say."""
+        """Time of rank 0's last message other than a heartbeat."""
         self._lock = threading.RLock()
         self._last = monotonic()
-        """When a message went through."""
+        """Time of the last message."""
         self._ended = threading.Event()
 
     @property
     def lock(self) -> threading.RLock:
-        """Held while layers exchange something, so that no message comes between."""
+        """Hold it while layers communicate, so that no message comes in between."""
         return self._lock
 
     def watch(self) -> None:
-        """Begin to watch, and in rank 0 to say now and then that it is there. All ranks are there by now."""
+        """Start to watch the connection and, in rank 0, to send heartbeats. All ranks must be connected."""
         self._last = monotonic()
         threading.Thread(target=self._watch, name="ranks-watch", daemon=True).start()
         if self.world.is_rank_zero:
             threading.Thread(target=self._heartbeat, name="ranks-heartbeat", daemon=True).start()
 
     def send(self, message: Any) -> None:
-        """Tell the others something, plain values as JSON has them. Raises RanksError where they are gone."""
+        """Send a JSON value to the other ranks. Raises RanksError if the connection is lost."""
         with self._lock:
             self._said = monotonic()
             self.exchange(json.dumps(message, separators=(",", ":")).encode())
 
     def receive(self) -> Any:
-        """What rank 0 says next; None where it only says that it is there, behind which nothing comes for `REST`."""
+        """Return rank 0's next message; None for a heartbeat, after which this sleeps for `REST`."""
         text = self.exchange(b"")
         if text:
             return json.loads(text)
@@ -120,21 +119,21 @@ class Channel:
         return None
 
     def check(self) -> None:
-        """Raise RanksError where the others are gone."""
+        """Raise RanksError if the connection is lost."""
         with self._lock:
             self.exchange(b"")
 
     @property
     def closed(self) -> bool:
-        """Whether nobody is waited for any more."""
+        """Whether the channel is closed or lost."""
         return self._ended.is_set()
 
     def close(self) -> None:
-        """There will be no more messages."""
+        """Stop watching; no more messages are sent."""
         self._ended.set()
 
     def exchange(self, text: bytes) -> bytes:
-        """One message; rank 0 gives its text, and every rank gets it."""
+        """Exchange one message: every rank gets rank 0's text."""
         if self.lost is not None:
             raise RanksError(self.lost)
         began = monotonic()
@@ -159,12 +158,12 @@ class Channel:
         return head + rest
 
     def fail(self, error: RuntimeError) -> NoReturn:
-        """There will be no more messages: MLX has raised this while ranks exchanged something. Raises RanksError."""
+        """Record that MLX raised `error` in an exchange, and raise RanksError."""
         self.lost = self.lost or f"rank {self.world.rank}: the exchange with {self.world.others} has failed ({error})"
         raise RanksError(self.lost) from error
 
     def _packed(self, text: bytes) -> NDArray[np.int32]:
-        """The sign, the text's size and beginning, and for each rank its state and the milliseconds it has waited."""
+        """Return the magic number, the text's size and beginning, and each rank's state and milliseconds of waiting."""
         numbers = np.zeros(_HEADER + 2 * self.world.size, np.int32)
         if self.world.is_rank_zero:
             numbers[:2] = _MAGIC, len(text)
@@ -224,7 +223,7 @@ class Channel:
 
 
 def end_process(reason: str) -> None:
-    """Say why and end with status 2, as commands do for an error, whatever other threads wait for."""
+    """Print the reason and end the process with status 2, even if other threads are waiting."""
     try:
         print(f"error: {reason}", file=sys.stderr, flush=True)
     finally:
@@ -236,10 +235,7 @@ def _stop_process() -> None:
 
 
 def encode(value: Any) -> Any:
-    """An argument as JSON has it: numbers, lists of them, arrays, what a tree is read by, and objects by their numbers.
-
-    An array that has not been computed is waited for.
-    """
+    """Convert an argument to JSON: numbers, lists, arrays, `Branches`, objects by their numbers. Waits for arrays."""
     if isinstance(value, mx.array):
         return _encode_array(value)
     if isinstance(value, Branches):
@@ -250,7 +246,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any, named: Callable[[int], Any]) -> Any:
-    """The argument that `encode` made this of; `named` gives an object by its number."""
+    """Return the argument that `encode` converted; `named` returns an object by its number."""
     if isinstance(value, list):
         return [decode(each, named) for each in value]
     if not isinstance(value, dict):

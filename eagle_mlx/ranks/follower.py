@@ -1,4 +1,4 @@
-"""The ranks behind the first: they read what they are told to, with their part of the target."""
+"""The ranks other than 0: they run rank 0's forwards on their part of the target."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from eagle_mlx.ranks.leader import CACHE_CALLS, PIECE_CALLS, lengths_of, size_of
 from eagle_mlx.target import Target
 
 _ROUNDING = 0.05
-"""What hidden states may differ by in their mean square. Chips round otherwise, in bfloat16 a number by 0.4 % a layer;
-states of other tokens, or without a rank's part, are far off."""
+"""Relative difference allowed in the hidden states' mean square. Chips round differently, in bfloat16 by 0.4 % per
+layer; with other tokens, or without a rank's part, the difference is far larger."""
 
 
 class Follower:
-    """Has the caches that rank 0 has, by the same numbers."""
+    """Executes rank 0's commands on copies of its caches, which have the same numbers."""
 
     def __init__(self, target: Target):
         self.target = target
         self._objects: dict[int, Any] = {}
         self._hidden: mx.array | None = None
-        """Of the last forward, behind all layers."""
+        """The last layer's output in the last forward."""
         self._freed = FreedBuffers()
         self.differs: str | None = None
-        """What is not as in rank 0."""
+        """How this rank differs from rank 0; None if it does not."""
 
     def do(self, message: dict[str, Any]) -> bool:
-        """What a message asks for; whether another is to come."""
+        """Execute a message; return whether another will come."""
         for number, name, args, kwargs, made in message["calls"]:
             known = self._objects.__getitem__
             args, kwargs = decode(args, known), {key: decode(value, known) for key, value in kwargs.items()}
@@ -77,12 +77,12 @@ class Follower:
 
 
 def follow(target: Target, channel: Channel) -> None:
-    """Read what rank 0 has read, until it ends. SIGTERM asks rank 0 to stop; what is under way is finished.
+    """Execute rank 0's commands until it ends. On SIGTERM, ask rank 0 to stop; work under way is finished first.
 
-    Raises RanksError where the connection is lost, or the ranks have come to different numbers.
+    Raises RanksError if the connection is lost or if this rank's results differ.
     """
     signal.signal(signal.SIGTERM, lambda *_: _say(channel, State.WANTS_TO_STOP))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells all ranks, and rank 0 decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal signals all ranks; rank 0 decides
     follower = Follower(target)
     try:
         goes_on = True
@@ -98,5 +98,5 @@ def follow(target: Target, channel: Channel) -> None:
 
 
 def _say(channel: Channel, state: State) -> None:
-    """Tell rank 0 with the next message."""
+    """Report a state to rank 0 with the next message."""
     channel.state = state

@@ -1,4 +1,4 @@
-"""Rank 0's target: what is read with it, and what its caches do, is told to the others."""
+"""Rank 0's target, which sends its forwards and its caches' calls to the other ranks."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ CACHE_CALLS = (
     *("expect", "branch", "advance", "advance_some", "put_back", "keep", "sync", "save", "restore"),
     *("compact", "zero", "append", "remove", "fork", "piece", "outline", "joined"),
 )
-"""What changes a RaggedCache, or makes something of one."""
+"""RaggedCache methods that change a cache or derive something from it."""
 PIECE_CALLS = ("split",)
-"""The same of a KVPiece."""
+"""KVPiece methods of the same kind."""
 
 
 class Calls:
-    """What has been called since the last message, which goes with the next forward."""
+    """Records calls for the other ranks; they are sent with the next forward."""
 
     def __init__(self, channel: Channel):
         self.channel = channel
         self._noted: list[tuple[Any, ...]] = []
         self._gone: deque[int] = deque()
-        """Numbers of objects that nobody has any more; a thread may add one at any time."""
+        """Numbers of deleted objects; any thread may add one at any time."""
         self._numbers = count()
         self._inside = False
-        """Whether a call is under way that has been noted, so that those within it are part of it."""
+        """Whether a recorded call is running, so that the calls it makes are not recorded."""
 
     def call(self, called: Any, name: str, do: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Do what is called, and have the others do it."""
-        with self.channel.lock:  # of several threads one calls at a time
+        """Make a call here and record it for the other ranks."""
+        with self.channel.lock:  # one thread at a time
             if self._inside:
                 return do(*args, **kwargs)
             self._inside = True
@@ -56,18 +56,18 @@ class Calls:
             return result
 
     def new_cache(self, target: Target, rows: int, kv_bits: int | None) -> RaggedCache:
-        """A cache that the others have too."""
+        """Return a new cache that the other ranks have, too."""
         with self.channel.lock:
             cache: RaggedCache = self._numbered(RaggedCache.local(target.model, rows, kv_bits))
             self._noted.append((None, "new", (rows, kv_bits), {}, [cache.number]))  # type: ignore[attr-defined]
         return cache
 
     def compare(self, cache: int | None, lengths: mx.array, size: mx.array) -> None:
-        """Have the others look, behind their next message, whether they have come to the same."""
+        """Have the other ranks compare their results with these, with the next message."""
         self._noted.append((cache, "compare", (lengths, size), {}, []))
 
     def send(self, *more: Any) -> None:
-        """Tell the others all that was called, and something to do behind it."""
+        """Send all recorded calls to the other ranks, and then a command."""
         noted, self._noted = self._noted, []
         gone = [self._gone.popleft() for _ in range(len(self._gone))]
         calls = [
@@ -77,7 +77,7 @@ class Calls:
         self.channel.send({"calls": calls, "gone": gone, "then": more})
 
     def _numbered(self, made: Any) -> Any:
-        """What a call made, with a number of its own by which it is named."""
+        """Return a call's result with a number, by which messages refer to it."""
         led = _MIRRORED.get(type(made))
         if led is None:
             return made
@@ -88,7 +88,7 @@ class Calls:
 
 
 def _mirrored(kind: type, name: str) -> Callable[..., Any]:
-    """A method that the others are told of."""
+    """Return a method whose calls are also recorded for the other ranks."""
     own = getattr(kind, name)
 
     @wraps(own)
@@ -102,23 +102,22 @@ _MIRRORED: dict[type, type] = {
     kind: type(f"Mirrored{kind.__name__}", (kind,), {name: _mirrored(kind, name) for name in names})
     for kind, names in ((RaggedCache, CACHE_CALLS), (KVPiece, PIECE_CALLS), (Saved, ()))
 }
-"""Caches, and what is made of them, whose calls are told to the others."""
+"""Subclasses of caches and of their results whose calls are recorded for the other ranks."""
 
 
 class LeadingTarget(Target):
-    """A target of which every rank has a part. Whoever uses it need not know: a forward is a forward.
+    """A target of which every rank has a part. It is used like any other target.
 
-    All that is decided is decided here: what is read, drafted and kept. The others are told what a forward reads, and
-    what has become of the caches since the one before, in one message. They read it with their part of each layer, or
-    with their layers. Behind the last layer nothing is shared, so that logits are computed here alone, and only where
-    they are used.
+    Rank 0 makes all decisions: what to read, to draft and to keep. Each forward sends one message with its tokens and
+    the caches' calls since the last forward. The other ranks read the tokens with their part of each layer, or with
+    their layers. Nothing after the last layer is shared: logits are computed only here, and only if they are used.
     """
 
     calls: Calls
     has_all_layers = True
-    """Whether this rank sees what every layer returns."""
+    """Whether this rank has the output of every layer."""
     compared = 64
-    """Of so many forwards the others compare one with this rank's."""
+    """Results are compared once in this many forwards."""
     _forwards = 0
     _least_free: int | None = None
 
@@ -126,10 +125,10 @@ class LeadingTarget(Target):
     def of(
         cls, target: Target, channel: Channel, free_memory: int | None = None, layers: int | None = None
     ) -> LeadingTarget:
-        """The same target, which leads from now on. The others `follow`.
+        """Return the same target as rank 0's; the other ranks must call `follow`.
 
-        free_memory: bytes that the rank with the least has free; by default as many as this one.
-        layers: how many all ranks have together, where each has some of them.
+        free_memory: bytes free on the rank that has the least; by default this rank's. layers: the total number of
+        layers, if each rank has some of them.
         """
         self = cls.__new__(cls)
         self.__dict__.update(target.__dict__)
@@ -147,7 +146,7 @@ class LeadingTarget(Target):
 
     @property
     def free_memory(self) -> int:
-        """Bytes that are free on every rank: all keep as many keys and values."""
+        """Bytes that are free on every rank, because all ranks store equally many keys and values."""
         own = super().free_memory
         return own if self._least_free is None else min(own, self._least_free)
 
@@ -162,10 +161,9 @@ class LeadingTarget(Target):
         aux_layers: Sequence[int] = (),
         ends: Sequence[int] | None = None,
     ) -> Forward:
-        """As of any target.
+        """Run a forward on all ranks.
 
-        Raises TargetError for caches of another kind and for layers of other ranks, RanksError where another rank is
-        gone.
+        Raises TargetError for other caches and for layers on other ranks, RanksError if the connection is lost.
         """
         if aux_layers and not self.has_all_layers:
             raise TargetError(
@@ -175,14 +173,14 @@ class LeadingTarget(Target):
         if cache is not None and not isinstance(cache, tuple(_MIRRORED.values())):
             raise TargetError("a target over several ranks keeps caches of its own: RaggedCache.of(target.model, …)")
         number = None if cache is None else cache.number  # type: ignore[attr-defined]
-        # Nothing of it is computed yet, so that what cannot be read raises before others begin to.
+        # Nothing is computed yet, so unreadable input raises here before other ranks start.
         out = super().forward(tokens, cache, aux_layers, ends)
-        assert out.hidden is not None  # `load_over_ranks` has looked
+        assert out.hidden is not None  # `load_over_ranks` has checked it
         read = np.array(tokens).tolist()
         with self.channel.lock:
             self.calls.send("forward", number, read)
             try:
-                # Waited for: a message from another thread could overtake what the layers exchange.
+                # Wait here: a message from another thread could overtake the layers' communication.
                 mx.eval(out.hidden)
             except RuntimeError as e:
                 self.channel.fail(e)
@@ -192,12 +190,12 @@ class LeadingTarget(Target):
         return out
 
     def close(self) -> None:
-        """Let the others go, if they are there."""
-        if self.channel.lost is not None:  # whoever waits for them still holds on to what is spoken with
+        """End the other ranks, if they are connected."""
+        if self.channel.lost is not None:  # a thread that waits for them still uses the connection
             return
         with self.channel.lock, suppress(RanksError):
             if not self.channel.closed:
-                self.calls.send("end")  # still watched: they may be gone, which nobody has noticed
+                self.calls.send("end")  # still watched, in case they are lost unnoticed
                 self.channel.close()
 
     def _lose(self, reason: str) -> None:
@@ -205,10 +203,10 @@ class LeadingTarget(Target):
 
 
 def lengths_of(cache: Any) -> mx.array:
-    """[B] int32, the lengths of a cache's rows; none for no cache."""
+    """Return the lengths of a cache's rows, [B] int32; [0] without a cache."""
     return mx.zeros((0,), mx.int32) if cache is None else cache.lengths.offset
 
 
 def size_of(hidden: mx.array) -> mx.array:
-    """The mean square of hidden states, float32."""
+    """Return the mean square of hidden states, float32."""
     return mx.mean(mx.square(hidden.astype(mx.float32)))

@@ -1,4 +1,4 @@
-"""Loading a target over all ranks that `mlx.launch` has started: each has its part, as mlx-lm divides it, checked."""
+"""Load a target over all ranks that `mlx.launch` started. mlx-lm divides it; the result is checked."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from eagle_mlx.ranks.world import World
 from eagle_mlx.target import Target, fingerprint, load_target
 
 _PACKAGES = ("mlx", "mlx-lm", "eagle-mlx")
-"""What all ranks must have the same version of."""
+"""Packages whose versions must be the same on all ranks."""
 _HEADS = ("num_attention_heads", "n_heads", "linear_num_key_heads", "linear_num_value_heads")
-"""Counts of a config that every rank has as many of."""
+"""Head counts in a config that must be divisible by the number of ranks."""
 
 
 def load_over_ranks(
@@ -36,12 +36,12 @@ def load_over_ranks(
     when_loaded: Callable[[], object] = lambda: None,
     **how: Any,
 ) -> LeadingTarget:
-    """Load this rank's part of a target; in rank 0, the target to work with.
+    """Load this rank's part of a target; in rank 0, return the target to use.
 
-    The others follow it until it ends, and then raise SystemExit. shard: whether each rank has a part of every layer or
-    some of the layers. when_loaded: called in a rank that follows, when its part is loaded. how: as `load_target` takes
-    it. Raises ConfigError where there is one process alone, TargetError for what cannot be sharded, RanksError where
-    ranks differ.
+    The other ranks follow until rank 0 ends, and then raise SystemExit. shard: whether each rank gets a part of every
+    layer or some of the layers. when_loaded: called in the other ranks once their part is loaded. how: arguments of
+    `load_target`. Raises ConfigError if there is only one process, TargetError if the target cannot be sharded,
+    RanksError if ranks differ.
     """
     if how.get("adapter_path") is not None:
         raise TargetError("--adapter-path does not go with --shard; put the adapters into the model with mlx_lm.fuse")
@@ -68,7 +68,7 @@ def load_over_ranks(
 
 
 def _explain(channel: Channel, before: Callable[..., Any], kind: Any, error: BaseException, trace: Any) -> None:
-    """What to say of an error that ends the process: where another rank is gone, that alone."""
+    """Report an error that ends the process; if a rank is lost, report only that."""
     try:
         if isinstance(error, RuntimeError):
             channel.check()
@@ -79,7 +79,7 @@ def _explain(channel: Channel, before: Callable[..., Any], kind: Any, error: Bas
 
 
 def _check_same(what: str, value: str, world: World) -> None:
-    """Raise RanksError where a rank has another value than rank 0."""
+    """Raise RanksError if a rank's value differs from rank 0's."""
     values = world.all_values(zlib.crc32(value.encode()) >> 1)
     if others := [rank for rank, each in enumerate(values) if each != values[0]]:
         ranks = ", ".join(map(str, others))
@@ -87,7 +87,7 @@ def _check_same(what: str, value: str, world: World) -> None:
 
 
 def check_readable(target: Target) -> None:
-    """Raise TargetError where it cannot be seen when all layers are read. Nothing is computed."""
+    """Raise TargetError if one cannot tell when all layers have been read. Nothing is computed."""
     target.forward(mx.zeros((1, 2), mx.int32), ends=(1,))
     if not target.norm_is_last:
         file = model_file(target.model)
@@ -105,9 +105,9 @@ def _version(package: str) -> str:
 
 
 def shard_tensors(model: nn.Module, group: mx.distributed.Group) -> None:
-    """Leave of each layer this rank's part, as mlx-lm divides it; embedding and output projection stay whole.
+    """Reduce each layer to this rank's part, as mlx-lm divides it; embedding and output projection stay whole.
 
-    Raises TargetError where mlx-lm cannot, or the layers cannot be divided by so many ranks.
+    Raises TargetError if mlx-lm has no tensor parallelism for the model, or it cannot be divided among the ranks.
     """
     file, size = model_file(model), group.size()
     if not hasattr(model, "shard"):
@@ -123,16 +123,16 @@ def shard_tensors(model: nn.Module, group: mx.distributed.Group) -> None:
         model.shard(group)
         _restore_output(model, whole)
         after = _widths(model)
-    except Exception as e:  # whatever shapes do when they cannot be divided
+    except Exception as e:  # shapes that cannot be divided raise anything
         raise TargetError(f"{size} ranks cannot share this target{_key_heads(args)}: {e}") from e
     if before != after:
         raise TargetError(f"{size} ranks cannot share this target{_key_heads(args)}: keys would be cut within a head")
 
 
 def shard_layers(model: nn.Module, group: mx.distributed.Group) -> None:
-    """Leave this rank's layers, as mlx-lm divides them: rank 0 has the last ones; embedding and norm are everywhere.
+    """Reduce the model to this rank's layers, as mlx-lm divides them: rank 0 has the last; all have embedding and norm.
 
-    Raises TargetError where mlx-lm cannot, or there are fewer layers than ranks.
+    Raises TargetError if mlx-lm has no pipeline for the model, or there are fewer layers than ranks.
     """
     backbone = next((each for each in model.modules() if hasattr(each, "pipeline_layers")), None)
     if backbone is None:
@@ -143,20 +143,20 @@ def shard_layers(model: nn.Module, group: mx.distributed.Group) -> None:
 
 
 def _widths(model: nn.Module) -> list[int]:
-    """How wide the keys and values of each layer are. Nothing is computed: shapes are known before."""
+    """Return the widths of all layers' keys and values. Nothing is computed: shapes are known beforehand."""
     cache = RaggedCache.local(model, 1)
     model(mx.zeros((1, 2), mx.int32), cache=list(cache))
     return [x.shape[-1] for part in cache.positional + cache.windows for x in part.state]
 
 
 def _output_of(model: nn.Module) -> tuple[Any, Any]:
-    """The module that holds the output projection, and this, where there is one."""
+    """Return the module that holds the output projection, and the projection; None if there is none."""
     holder = next((each for each in model.modules() if "lm_head" in each), None)
     return holder, holder and holder.lm_head
 
 
 def _restore_output(model: nn.Module, whole: tuple[Any, Any]) -> None:
-    """Heads ask the output projection for logits of their own, in rank 0 alone: it is whole everywhere."""
+    """Restore the whole output projection on every rank: heads use it for their own logits, in rank 0 only."""
     holder, output = whole
     if holder is not None and holder.lm_head is not output:
         holder.lm_head, holder.sharding_group = output, None

@@ -1,4 +1,4 @@
-"""The processes that `mlx.launch` has started, and what they can say to one another in step."""
+"""The processes that `mlx.launch` started, and collective operations between them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from eagle_mlx.errors import ConfigError, RanksError
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run. What is summed is the same in all of them, bit by bit.
+    """The processes of a run. Sums are bitwise equal in all of them.
 
-    Every process must call the same methods in the same order: each waits for the others.
+    Every process must call the same methods in the same order, because each call waits for the others.
     """
 
     rank: int
@@ -27,14 +27,14 @@ class World:
 
     @classmethod
     def single(cls) -> Self:
-        """One process, which sends nothing."""
+        """Return a world of one process, which sends nothing."""
         return cls(0, 1)
 
     @classmethod
     def init(cls) -> Self:
-        """The processes that `mlx.launch` has started; one where it has not.
+        """Return the processes that `mlx.launch` started, or only this one without it.
 
-        Raises ConfigError where they cannot reach one another.
+        Raises ConfigError if they cannot reach one another.
         """
         rank = int(os.environ.get("MLX_RANK", "0"))
         wanted = int(os.environ.get("MLX_WORLD_SIZE", rank + 1))
@@ -51,32 +51,32 @@ class World:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this process writes the files and reports progress."""
+        """Whether this is the process that writes files and reports progress."""
         return self.rank == 0
 
     @property
     def others(self) -> str:
-        """The other ranks in words."""
+        """The other ranks, in words."""
         return " or ".join(f"rank {rank}" for rank in range(self.size) if rank != self.rank)
 
     def all_sum(self, numbers: NDArray[Any]) -> NDArray[Any]:
-        """Whole numbers below 2**31, added over all processes."""
+        """Return integers below 2**31, summed over all processes."""
         if self.group is None:
             return numbers
         return np.array(self._sum(mx.array(numbers, mx.int32))).astype(numbers.dtype)
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so in one process at least, such as that it has been asked to stop."""
+        """Return whether a flag is set in any process, for instance a request to stop."""
         return bool(self.all_sum(np.array([flag], np.int32))[0])
 
     def all_values(self, value: int) -> list[int]:
-        """What each process gives, by their ranks; whole numbers of at least 0 and below 2**31."""
+        """Return the value of each process, by rank: integers from 0 to 2**31 - 1."""
         values = np.zeros(self.size, np.int64)
         values[self.rank] = value
         return [int(each) for each in self.all_sum(values)]
 
     def broadcast(self, value: Any = None) -> Any:
-        """Rank 0's value in all processes; plain values as JSON has them."""
+        """Return rank 0's value, which must be JSON, in all processes."""
         if self.group is None:
             return value
         text = np.frombuffer(json.dumps(value).encode() if self.is_rank_zero else b"", np.uint8)
@@ -85,9 +85,9 @@ class World:
         return json.loads(np.array(self._sum(mx.array(sent))).tobytes())
 
     def _sum(self, numbers: mx.array) -> mx.array:
-        """[n] -> [n], evaluated, so that messages are sent in the order of the calls."""
+        """Sum [n] over all processes and evaluate it, so that messages are sent in the order of the calls."""
         try:
-            # On the CPU: numbers that have not been on a GPU need not go there, and any thread may wait for them.
+            # On the CPU: the numbers are not on a GPU, and any thread may wait for them.
             summed = mx.distributed.all_sum(numbers, group=self.group, stream=mx.cpu)
             mx.eval(summed)
         except RuntimeError as e:

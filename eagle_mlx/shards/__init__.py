@@ -1,4 +1,4 @@
-"""Hidden states on disk: shards of examples in 16 or 8 bits, a manifest with checksums, a writer that can continue."""
+"""Hidden states on disk: shards in 16 or 8 bits, a manifest with checksums, and a writer that can resume."""
 
 from .format import BITS, MANIFEST, ShardFile, ShardMeta, bytes_per_token
 from .reader import ShardReader, unfinished_folder

@@ -1,4 +1,4 @@
-"""A folder of shards: its manifest, with the checksum of each file, and the examples that a file holds."""
+"""The format of a folder of shards: the manifest with each file's checksum, and the examples in a file."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ SUFFIX = ".safetensors"
 MANIFEST = "manifest.json"
 FORMAT = "eagle-mlx-shards"
 VERSION = 2
-"""Version 1 had 16 bits alone and did not say what it was made from; it is still read."""
+"""Version 1, which is still read, had only 16 bits and no `made_from`."""
 BLOCK = 64
-"""Values that share a scale: the size of a group in `mx.quantize`, if nothing else is asked for."""
+"""Values that share a scale: the default group size of `mx.quantize`."""
 
 
 @dataclass(frozen=True)
 class ShardMeta:
-    """What the hidden states are of. An aux layer id k means the output of layer k, counted from 0."""
+    """Describes the hidden states. Aux layer id k means the output of layer k, counted from 0."""
 
     target: str
     hidden_size: int
     vocab_size: int
     aux_layers: tuple[int, ...]
     bits: int = 16
-    """Of a value on the disk: 16 is float16, 8 is what `quantize` makes of it. Readers give float16 either way."""
+    """Bits per value on disk: 16 is float16, 8 is the output of `quantize`. Readers always return float16."""
     adapter: str = ""
-    """Digest of the LoRA adapters that the target had (`eagle_mlx.target.Adapter`); empty for none."""
+    """Digest of the target's LoRA adapters (`eagle_mlx.target.Adapter`); empty if it had none."""
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -47,7 +47,7 @@ class ShardMeta:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One line of the manifest."""
+    """One entry of the manifest."""
 
     name: str
     sha256: str
@@ -56,7 +56,7 @@ class ShardFile:
     samples: int
     tokens: int
     loss_tokens: int
-    """Tokens with loss mask 1."""
+    """Tokens whose loss mask is 1."""
 
     @property
     def index(self) -> int:
@@ -64,7 +64,7 @@ class ShardFile:
 
     @classmethod
     def of(cls, index: int, data: bytes, examples: Sequence[Example]) -> ShardFile:
-        """The line of shard `index`, whose file holds these bytes."""
+        """Return the entry of shard `index`, whose file has this content."""
         return cls(
             shard_name(index),
             hashlib.sha256(data).hexdigest(),
@@ -75,7 +75,7 @@ class ShardFile:
         )
 
     def fault(self, folder: Path) -> str | None:
-        """What is wrong with the file, in words that follow its name; None if it is as the manifest says."""
+        """Return what is wrong with the file, as a phrase that follows its name; None if it matches the manifest."""
         path = folder / self.name
         try:
             size = path.stat().st_size
@@ -93,23 +93,23 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder holds."""
+    """The content of a folder."""
 
     meta: ShardMeta
     files: tuple[ShardFile, ...] = ()
     made_from: Mapping[str, str] = field(default_factory=dict)
-    """A fingerprint in words: what has to be the same for a shard to come out the same. Empty if nobody said."""
+    """A readable fingerprint of everything that determines the content of the shards. Empty if unknown."""
     command: tuple[str, ...] = ()
-    """The arguments with which the folder was made; a repair repeats them."""
+    """The command-line arguments that made the folder; a repair uses them again."""
 
     def to_json(self) -> bytes:
-        """The manifest's file, with the SHA-256 of its own content."""
+        """Return the manifest's file, with the SHA-256 of its own content."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         return (json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n").encode()
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Raises ShardError, naming the file, for content that is damaged or of another format; OSError."""
+        """Read a manifest. Raises ShardError with the file's name if it is damaged or of another format; OSError."""
         try:
             found = json.loads(path.read_bytes())
             content = {k: v for k, v in found.items() if k != "sha256"}
@@ -129,14 +129,14 @@ class Manifest:
             raise ShardError(f"{path} is damaged and cannot be read ({e}); {_remedy(path)}") from e
 
     def differences(self, made_from: Mapping[str, str]) -> str:
-        """What it was not made from alike, in words; empty if all is the same."""
+        """Return how `made_from` differs from this folder's, in words; empty if it does not."""
         found = self.made_from
         names = [name for name in {**made_from, **found} if found.get(name) != made_from.get(name)]
         return "; ".join(f"{n}: {found.get(n, 'not said')} there, {made_from.get(n, 'not said')} now" for n in names)
 
 
 def bytes_per_token(meta: ShardMeta) -> int:
-    """Bytes on disk for one token, headers aside: its id, its mask, and the states of the aux layers and the last."""
+    """Return the bytes on disk per token, without headers: its id, its mask, and the aux and last layers' states."""
     layer = 2 * meta.hidden_size if meta.bits == 16 else meta.hidden_size + 2 * blocks(meta.hidden_size)
     return 4 + 1 + layer * (len(meta.aux_layers) + 1)
 
@@ -146,7 +146,7 @@ def shard_name(index: int) -> str:
 
 
 def check_example(example: Example, meta: ShardMeta) -> None:
-    """Raises ValueError for an example without states, or arrays that do not fit each other or the layers."""
+    """Raise ValueError if an example has no states, or if its arrays do not match each other or the layers."""
     t, h, n = len(example), meta.hidden_size, len(meta.aux_layers)
     states = example.states
     shapes = () if states is None else (example.loss_mask.shape, states.features.shape, states.last.shape)
@@ -155,7 +155,7 @@ def check_example(example: Example, meta: ShardMeta) -> None:
 
 
 def encode(examples: Sequence[Example], meta: ShardMeta) -> bytes:
-    """A shard as the bytes of its file; the same examples give the same bytes."""
+    """Return the content of a shard's file; the same examples give the same bytes."""
     tensors: dict[str, NDArray[Any]] = {
         "tokens": np.concatenate([one.tokens for one in examples]).astype(np.int32),
         "loss_mask": np.concatenate([one.loss_mask for one in examples]).astype(np.uint8),
@@ -173,7 +173,7 @@ def encode(examples: Sequence[Example], meta: ShardMeta) -> bytes:
 
 
 def decode(path: Path, rows: slice, meta: ShardMeta) -> Example:
-    """The example that takes these rows of a shard."""
+    """Return the example in these rows of a shard."""
     with safe_open(str(path), "numpy") as file:
 
         def states(name: str) -> NDArray[np.float16]:
@@ -187,12 +187,12 @@ def decode(path: Path, rows: slice, meta: ShardMeta) -> Example:
 
 
 def blocks(hidden_size: int) -> int:
-    """Scales for one layer of one token."""
+    """Return the number of scales for one layer of one token."""
     return -(-hidden_size // BLOCK)
 
 
 def quantize(states: NDArray[np.floating[Any]], hidden_size: int) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
-    """States [T, n * H], finite and within float16's range -> integers [T, n * H] and scales [T, n * blocks(H)]."""
+    """Quantize finite states [T, n * H] in float16's range to integers [T, n * H] and scales [T, n * blocks(H)]."""
     parts = _split(states.astype(np.float32), hidden_size)
     exact = np.abs(parts).max(-1) / np.float32(127)
     scales = exact.astype(np.float16)
@@ -203,14 +203,14 @@ def quantize(states: NDArray[np.floating[Any]], hidden_size: int) -> tuple[NDArr
 
 
 def dequantize(integers: NDArray[np.int8], scales: NDArray[np.float16], hidden_size: int) -> NDArray[np.float16]:
-    """The way back: float16 [T, n * H]."""
+    """Return the states as float16 [T, n * H]."""
     parts = _split(integers.astype(np.float32), hidden_size)
     parts *= scales.astype(np.float32).reshape(parts.shape[:-1])[..., None]
     return _join(clipped(parts), integers.shape, hidden_size)
 
 
 def _split(states: NDArray[np.float32], hidden_size: int) -> NDArray[np.float32]:
-    """[T, n * H] -> [T, n, blocks, BLOCK], the last block of a layer filled with zeros."""
+    """Reshape [T, n * H] to [T, n, blocks, BLOCK], padding each layer's last block with zeros."""
     rows, layers, count = len(states), states.shape[1] // hidden_size, blocks(hidden_size)
     parts = states.reshape(rows, layers, hidden_size)
     if hidden_size % BLOCK:
@@ -219,7 +219,7 @@ def _split(states: NDArray[np.float32], hidden_size: int) -> NDArray[np.float32]
 
 
 def _join(parts: NDArray[Any], shape: tuple[int, ...], hidden_size: int) -> NDArray[Any]:
-    """[T, n, blocks, BLOCK] -> [T, n * H]."""
+    """Reshape [T, n, blocks, BLOCK] to [T, n * H], without the padding."""
     rows, layers = parts.shape[:2]
     return parts.reshape(rows, layers, blocks(hidden_size) * BLOCK)[..., :hidden_size].reshape(shape)
 

@@ -1,4 +1,4 @@
-"""Reading shards: samples by index, each shard's checksum seen to before it is trusted."""
+"""Read shards: samples by index, with each shard's checksum verified before use."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from eagle_mlx.hidden_states import Example
 from .format import MANIFEST, Manifest, decode
 
 UNFINISHED = "unfinished.json"
-"""The manifest of a folder in the making: it lists the shards that are whole."""
+"""The manifest of an unfinished folder: it lists the complete shards."""
 
 
 def unfinished_folder(folder: str | Path) -> Path:
-    """Where the shards stand until they are complete: beside the folder, `out/shards.unfinished` for `out/shards`."""
+    """Return the folder of an unfinished capture: `out/shards.unfinished` for `out/shards`."""
     path = Path(folder).absolute()
     return path.with_name(path.name + ".unfinished")
 
 
 class ShardReader:
-    """Reads a folder of shards. `reader[i]` is one sample, `for sample in reader` all of them in order.
+    """Reads a folder of shards. `reader[i]` is one sample; iterate to get all of them in order.
 
-    States come as float16, whatever they are kept in. The manifest is checked at once, each shard's SHA-256 when it is
-    first touched; `verify()` checks them all. Raises ShardError naming the file that is missing, cut short or damaged,
-    and for a capture that has not been finished.
+    States are returned as float16 whatever their bits on disk. The manifest is checked at once, and each shard's
+    SHA-256 on first use; `verify()` checks all shards. Raises ShardError if a file is missing, cut short or damaged,
+    naming the file, and if a capture is not finished.
     """
 
     def __init__(self, folder: str | Path):
@@ -38,7 +38,7 @@ class ShardReader:
         self.meta, self.files = self.manifest.meta, list(self.manifest.files)
         self._ends = np.cumsum([f.samples for f in self.files])
         self._starts: dict[int, NDArray[np.int64]] = {}
-        """For each shard that has been checked, where its samples begin, and its number of tokens."""
+        """For each shard that has been checked, the start of each sample, and finally the number of tokens."""
 
     def __len__(self) -> int:
         return sum(f.samples for f in self.files)
@@ -61,12 +61,12 @@ class ShardReader:
         return (self[i] for i in range(len(self)))
 
     def where(self, index: int) -> str:
-        """A sample's file and its row there, counted from 0, in words. Raises IndexError."""
+        """Return a sample's file and its row there, counted from 0, in words. Raises IndexError."""
         shard, row = self._place(index)
         return f"row {row} of {self.folder / self.files[shard].name}"
 
     def _place(self, index: int) -> tuple[int, int]:
-        """Which shard, and which of its samples."""
+        """Return the shard of a sample, and its index in the shard."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         index %= len(self)
@@ -74,7 +74,7 @@ class ShardReader:
         return shard, index - (int(self._ends[shard - 1]) if shard else 0)
 
     def verify(self) -> None:
-        """Check the SHA-256 of every shard."""
+        """Check the SHA-256 of every shard. Raises ShardError."""
         for shard in range(len(self.files)):
             self._check(shard)
 
@@ -101,7 +101,7 @@ class ShardReader:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises ShardError for a folder that has none or a damaged one, and for an unfinished capture."""
+    """Read a folder's manifest. Raises ShardError if it is missing or damaged, or if the capture is unfinished."""
     path = folder / MANIFEST
     try:
         return Manifest.read(path)

@@ -1,4 +1,4 @@
-"""Writing shards: each whole and checked, all of them under their folder's name only when they are complete."""
+"""Write shards atomically; their folder gets its name only when all of them are complete."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .reader import UNFINISHED, read_manifest, unfinished_folder
 
 
 class ShardWriter:
-    """Writes examples into a folder, which appears under its name only when it is complete.
+    """Writes examples into a folder, which gets its name only when it is complete.
 
-    Use it in a `with` statement. Until the block ends well the shards stand in `unfinished_folder(folder)`, with a
-    manifest of those that are whole. With `made_from`, which says in words all that decides what the shards hold, they
-    stay there when the block raises or the process is killed, and the next writer made from the same finds them in
-    `files`; without it nothing is left.
+    Use it in a `with` statement. Until the block ends, the shards are in `unfinished_folder(folder)`, with a manifest
+    of the complete ones. `made_from` names everything that determines the shards' content. With it, they are kept if
+    the block raises or the process is killed, and the next writer with equal `made_from` has them in `files`. Without
+    it, they are deleted.
 
-    With `resume` a folder that exists is repaired in place: `files` holds its shards that are whole, `faults` says what
-    is wrong with the others, which are renamed to `*.damaged`. A shard that is written is at once part of the folder.
+    With `resume`, an existing folder is repaired in place: `files` has its good shards, `faults` describes the others,
+    which are renamed to `*.damaged`. A rewritten shard is part of the folder at once.
 
     Raises OutputError if the folder exists and neither `overwrite` nor `resume` is set, if an unfinished capture of
-    something else is in the way (which `overwrite` drops), if another process writes, and if the disk refuses;
-    ShardError if a folder to repair was made from something else or does not say from what.
+    something else is there (`overwrite` deletes it), if another process is writing, or if the disk fails; ShardError if
+    the folder to repair has a different `made_from` or none.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class ShardWriter:
     ):
         self.folder, self.tokens_per_shard = Path(folder), tokens_per_shard
         self.files: dict[int, ShardFile] = {}
-        """The shards that are whole, by number."""
+        """The complete shards, by number."""
         self.faults: list[str] = []
-        """One line for each shard of a folder to repair that is damaged or missing."""
+        """One line for each damaged or missing shard of a folder to repair."""
         self._overwrite = overwrite
         self._repairs = resume and (self.folder / MANIFEST).exists()
         self.part = self.folder if self._repairs else unfinished_folder(folder)
-        """Where the shards stand now."""
+        """The folder that holds the shards for now."""
         self._manifest = Manifest(meta, made_from=dict(made_from or {}), command=tuple(command))
         self._pending: list[Example] = []
         self._lock = ExitStack()
@@ -91,14 +91,14 @@ class ShardWriter:
                     shutil.rmtree(self.part, ignore_errors=True)
 
     def add(self, example: Example) -> None:
-        """Append an example to a new folder; a shard is written whenever `tokens_per_shard` tokens have gathered."""
+        """Append an example to a new folder. A shard is written once it has `tokens_per_shard` tokens."""
         check_example(example, self._manifest.meta)
         self._pending.append(example)
         if sum(map(len, self._pending)) >= self.tokens_per_shard:
             self._write_pending()
 
     def write(self, index: int, examples: Sequence[Example]) -> None:
-        """Write shard `index` and its line of the manifest, both on the disk when this returns."""
+        """Write shard `index` and its entry in the manifest; both are on disk when this returns."""
         for example in examples:
             check_example(example, self._manifest.meta)
         data = encode(examples, self._manifest.meta)
@@ -115,7 +115,7 @@ class ShardWriter:
         return bool(self._manifest.made_from and self.files)
 
     def _check_origin(self) -> None:
-        """Take the manifest of a folder to repair, which has to be made from the same."""
+        """Load the manifest of a folder to repair. Raises ShardError if its `made_from` differs."""
         found = read_manifest(self.folder)
         if not found.made_from:
             raise ShardError(
@@ -141,7 +141,7 @@ class ShardWriter:
                 path.replace(path.with_name(path.name + ".damaged"))
 
     def _begin(self) -> None:
-        """Find what an unfinished capture has left, and remove the rest of it."""
+        """Keep the complete shards of an unfinished capture, and remove its other files."""
         known = (UNFINISHED, MANIFEST)
         strange = [p.name for p in self.part.iterdir() if p.name not in known and not p.name.endswith((PART, SUFFIX))]
         if strange:
@@ -160,7 +160,7 @@ class ShardWriter:
                 path.unlink()
 
     def _kept(self) -> dict[int, ShardFile]:
-        """The whole shards of an unfinished capture. Raises OutputError if it is of something else."""
+        """Return the complete shards of an unfinished capture. Raises OutputError if it is of something else."""
         path = next((path for name in (UNFINISHED, MANIFEST) if (path := self.part / name).is_file()), None)
         if path is None:
             return {}
@@ -176,7 +176,7 @@ class ShardWriter:
         return {entry.index: entry for entry in found.files if found.made_from and entry.fault(self.part) is None}
 
     def _write_manifest(self, name: str) -> None:
-        """List the shards that are whole; in a folder to repair, the others as they were."""
+        """List the complete shards; in a folder to repair, keep the other entries."""
         listed = {**(dict(enumerate(self._manifest.files)) if self._repairs else {}), **self.files}
         found = replace(self._manifest, files=tuple(listed[index] for index in sorted(listed)))
         write_whole(self.part / name, found.to_json())
