@@ -82,7 +82,7 @@ def write_lines(path: str | Path, lines: Iterable[bytes], overwrite: bool = Fals
 
 
 _FORMAT = 1
-_FLUSH_SECONDS = 5.0
+FLUSH_SECONDS = 5.0
 """Rows reach the disk itself this often, for when the power goes; a process that dies loses none that was added."""
 
 
@@ -131,7 +131,7 @@ class PartialFile:
             start = self._file.tell() + len(head) + 1
             self._file.write(head + b"\t" + (row or b"\n"))
             self._file.flush()
-            if monotonic() - self._flushed > _FLUSH_SECONDS:
+            if monotonic() - self._flushed > FLUSH_SECONDS:
                 os.fsync(self._file.fileno())
                 self._flushed = monotonic()
         except OSError as e:

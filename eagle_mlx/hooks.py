@@ -176,7 +176,7 @@ class BoundedTable(Hook):
 
 _ATTENTION = "scaled_dot_product_attention"
 """Under this name mlx-lm's models have it, each in its own file."""
-_MOST_QUERIES = 8
+MOST_QUERIES = 8
 _MOST_HEADS = 32
 """Queries times heads that share keys. These two are the bounds of that kernel (mlx, backend/metal,
 scaled_dot_product_attention.cpp, `use_fallback`)."""
@@ -219,9 +219,9 @@ def _wrap_attention(
 
 def queries_at_once(length: int, sharing: int, width: int) -> int:
     """How many of `length` queries one call should take, of heads `sharing` keys, each `width` wide."""
-    if length == 1 or length > _LONGEST_VERIFY or (length > _MOST_QUERIES and width in _LONG_KERNEL):
+    if length == 1 or length > _LONGEST_VERIFY or (length > MOST_QUERIES and width in _LONG_KERNEL):
         return length
-    return min(length, _MOST_QUERIES, max(1, _MOST_HEADS // sharing))
+    return min(length, MOST_QUERIES, max(1, _MOST_HEADS // sharing))
 
 
 def sliced(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:

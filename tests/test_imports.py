@@ -116,24 +116,44 @@ def circle(arrows: dict[str, set[str]]) -> list[str]:
         left = {name: others for name, others in left.items() if name not in bottom}
 
 
-def files() -> list[Path]:
-    return sorted(path for name in ("eagle_mlx", *APPLICATIONS) for path in (ROOT / name).rglob("*.py"))
+def sources(*folders: str) -> list[tuple[Path, str]]:
+    """All files of folders, each with its path from the root and its text."""
+    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return [(path.relative_to(ROOT), path.read_text(encoding="utf-8")) for path in paths]
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_keep_the_rules(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
-    assert breaches(path.relative_to(ROOT), source) == []
-    assert changed_classes(path.relative_to(ROOT), source) == []
+def table(arrows: dict[str, set[str]]) -> str:
+    """The table of docs/structure.md: each room after those that it imports, without those that import nothing."""
+    known = {name for others in arrows.values() for name in others} - arrows.keys()
+    left = {name: others - known for name, others in arrows.items()}
+    rows = [", ".join(f"`{name}`" for name in sorted(known)) + " import nothing of the library.", "", "| | imports |"]
+    rows.append("|---|---|")
+    while left:
+        ready = sorted(name for name in left if left[name] <= known)
+        rows += [f"| `{name}` | {', '.join(f'`{other}`' for other in sorted(left.pop(name)))} |" for name in ready]
+        known |= set(ready)
+    return "\n".join(rows)
+
+
+def test_imports_keep_the_rules() -> None:
+    files = sources("eagle_mlx", *APPLICATIONS)
+    assert len(files) > 100
+    assert [breach for path, source in files for breach in breaches(path, source)] == []
+    assert [change for path, source in files for change in changed_classes(path, source)] == []
 
 
 def test_the_rooms_of_the_library_import_one_another_in_one_direction() -> None:
-    library = [
-        (path.relative_to(ROOT), path.read_text(encoding="utf-8")) for path in (ROOT / "eagle_mlx").rglob("*.py")
-    ]
+    library = sources("eagle_mlx")
     assert circle(rooms(library)) == []
     backwards = (Path("eagle_mlx/cache/full.py"), "from eagle_mlx.proposers.base import Proposer")
     assert {"cache", "proposers"} <= set(circle(rooms([*library, backwards])))
+
+
+def test_the_table_of_imports_in_the_documents_is_that_of_the_code() -> None:
+    text = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+    expected = table(rooms(sources("eagle_mlx")))
+    assert expected in text, f"docs/structure.md needs this table:\n{expected}"
+    assert table({"b": {"a"}, "c": {"a", "b"}}).endswith("| `b` |  |\n| `c` | `b` |")
 
 
 def test_a_changed_class_is_noticed() -> None:

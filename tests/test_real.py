@@ -175,7 +175,7 @@ def test_what_is_missing_is_named_and_nothing_is_left_behind(
 def test_questions_come_from_the_file_that_is_named(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(script, "_BESIDE", tmp_path / "nowhere.jsonl")
+    monkeypatch.setattr(script, "BESIDE", tmp_path / "nowhere.jsonl")
     monkeypatch.delenv("SPEC_BENCH", raising=False)
     assert script.questions_of(None) == script.OWN_QUESTIONS
     monkeypatch.setenv("SPEC_BENCH", "spec.jsonl")

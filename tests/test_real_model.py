@@ -57,7 +57,7 @@ def permuted(weight: mx.array, heads: int) -> mx.array:
 
 
 def write_gguf(script: ModuleType, model: nn.Module, path: Path, **changed: str) -> None:
-    theirs = {ours: name for name, ours in script._NAMES.items()}
+    theirs = {ours: name for name, ours in script.NAMES.items()}
     arrays = {}
     for name, weight in tree_flatten(model.parameters()):
         module, kind = name.rsplit(".", 1)

@@ -37,7 +37,7 @@ _GROUP = 32
 """Values that share a scale, in all of GGUF's simple quantisations."""
 _SPECIAL = 3
 """GGUF's type of a control token."""
-_NAMES = {
+NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
@@ -96,9 +96,9 @@ def read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
 
 def _name(name: str) -> str:
     *layer, part, kind = name.split(".")
-    if part not in _NAMES:
+    if part not in NAMES:
         raise CheckpointError(f"the tensor {name} belongs to no part of a llama that is known")
-    return f"model.layers.{layer[1]}.{_NAMES[part]}.{kind}" if layer else f"{_NAMES[part]}.{kind}"
+    return f"model.layers.{layer[1]}.{NAMES[part]}.{kind}" if layer else f"{NAMES[part]}.{kind}"
 
 
 def config(tensors: Mapping[str, mx.array], metadata: Mapping[str, Any]) -> dict[str, Any]:

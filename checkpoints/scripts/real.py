@@ -40,7 +40,7 @@ CHECKPOINTS = Path(__file__).resolve().parents[1]
 HEAD = CHECKPOINTS / make_real_model.NAME
 """The head that ships for the model."""
 OWN_QUESTIONS = CHECKPOINTS / "questions.jsonl"
-_BESIDE = CHECKPOINTS.parents[1] / "shared" / "data" / "spec_bench.jsonl"
+BESIDE = CHECKPOINTS.parents[1] / "shared" / "data" / "spec_bench.jsonl"
 """Spec-Bench beside the checkout, where somebody has put it there."""
 NO_HEAD = "none"
 TAU_DEPTH = 4
@@ -86,7 +86,7 @@ def questions_of(given: Path | None) -> Path:
         return given
     if named := os.environ.get("SPEC_BENCH"):
         return Path(named)
-    return _BESIDE if _BESIDE.is_file() else OWN_QUESTIONS
+    return BESIDE if BESIDE.is_file() else OWN_QUESTIONS
 
 
 def modes_of(target: em.Target, head: DraftHead | None) -> list[Mode]:

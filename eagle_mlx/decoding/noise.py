@@ -45,7 +45,7 @@ def noise_words(keys: mx.array, positions: mx.array) -> tuple[mx.array, mx.array
 @fused
 def gumbel_at(before: mx.array, between: mx.array, tokens: mx.array) -> mx.array:
     """`gumbel_noise` by the words of its positions. tokens: [m] or [B, n, m]. Returns [B, n, m] float32."""
-    return _gumbel_of(_hash(before, between, tokens.astype(mx.uint32)))
+    return _gumbel_of(mixed_bits(before, between, tokens.astype(mx.uint32)))
 
 
 def gumbel_ceiling(before: mx.array, between: mx.array, tokens: mx.array) -> mx.array:
@@ -55,7 +55,7 @@ def gumbel_ceiling(before: mx.array, between: mx.array, tokens: mx.array) -> mx.
     bits, as an integer, are its binary logarithm to within 0.0861 from below (Mitchell 1962), but for scale and offset.
     The offset is that constant. Arguments as of `gumbel_at`.
     """
-    v = (_hash(before, between, tokens.astype(mx.uint32)) ^ _UPPER).astype(mx.float32)
+    v = (mixed_bits(before, between, tokens.astype(mx.uint32)) ^ _UPPER).astype(mx.float32)
     return v.view(mx.int32).astype(mx.float32) * _PER_ULP
 
 
@@ -70,7 +70,7 @@ def _keyed(keys: mx.array, positions: mx.array) -> mx.array:
     return keys[:, None] ^ (positions[..., None].astype(mx.uint32) * mx.array([0, 1], mx.uint32))
 
 
-def _hash(before: mx.array, between: mx.array, tokens: mx.array) -> mx.array:
+def mixed_bits(before: mx.array, between: mx.array, tokens: mx.array) -> mx.array:
     """32 bits for each token: MurmurHash3's finalizer, with a word of the key before each of its products.
 
     With a single word, the bits of one position would be those of another in a different order.

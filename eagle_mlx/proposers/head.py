@@ -222,7 +222,8 @@ class HeadState:
         self._pending: _Pending | None = None
         self._in_prompts = False
         """Whether what waits to be read is of prompts."""
-        self._hidden = mx.zeros((rows, 1, self.head.hidden_size), self.target.dtype)
+        self.hidden = mx.zeros((rows, 1, self.head.hidden_size), self.target.dtype)
+        """[rows, 1, H]: the head's features at each row's newest position, from which it drafts."""
 
     def prefill(self, seen: Observation) -> None:
         """Read what came before, and this with what comes next: the target's first token does not wait for it."""
@@ -259,17 +260,17 @@ class HeadState:
         counts = [len(tokens) for tokens in pending.tokens]
         h = self._forward(pending.padded(), self.head.features(pending.layers()))
         if pending.even:
-            self._hidden = h[:, -1:]
+            self.hidden = h[:, -1:]
             self.cache.lengths.advance(counts[0])
         else:
             kept = mx.array(counts, mx.int32)
             newest = mx.take_along_axis(h, mx.maximum(kept - 1, 0)[:, None, None], axis=1)
-            self._hidden = mx.where(kept[:, None, None] > 0, newest, self._hidden)
+            self.hidden = mx.where(kept[:, None, None] > 0, newest, self.hidden)
             self.cache.lengths.advance(kept, at_most=pending.longest)
         self._lengths = [a + b for a, b in zip(self._lengths, counts, strict=True)]
         self.cache.lengths.sync(self._lengths)
         if self._in_prompts:
-            mx.async_eval(self._hidden, self.cache.state)
+            mx.async_eval(self.hidden, self.cache.state)
             self._in_prompts = False
 
     def _forward(self, tokens: mx.array, features: mx.array) -> mx.array:
@@ -286,7 +287,7 @@ class HeadState:
     def _chain(self, depth: int, draw: SampleFn, exits: EarlyExit | None = None) -> list[mx.array]:
         self._read_pending()
         committed = self.cache.lengths.save()
-        hidden = self._hidden
+        hidden = self.hidden
 
         def forward(token: mx.array | None) -> mx.array:
             nonlocal hidden
@@ -315,7 +316,7 @@ class HeadState:
             tokens, tree = grow_tree(
                 self.head,
                 self.cache,
-                self._hidden,
+                self.hidden,
                 lambda hidden, level: scores.of(self.head.logits(hidden), level),
                 depth,
                 nodes,
@@ -330,7 +331,7 @@ class HeadState:
         self.cache.append(other.cache)
         self._lengths.extend(other._lengths)
         self._gaps.extend(other._gaps)
-        self._hidden = mx.concatenate([self._hidden, other._hidden], axis=0)
+        self.hidden = mx.concatenate([self.hidden, other.hidden], axis=0)
 
     def remove(self, row: int) -> None:
         self._read_pending()
@@ -338,13 +339,13 @@ class HeadState:
         self._lengths[row], self._gaps[row] = self._lengths[-1], self._gaps[-1]
         self._lengths.pop()
         self._gaps.pop()
-        self._hidden = without_row(self._hidden, row)
+        self.hidden = without_row(self.hidden, row)
 
     def take(self, row: int) -> HeadState:
         length = self.length(row)
         taken = self.proposer.join([self.piece(row, 0, length)], length)
-        taken._hidden = self._hidden[row : row + 1]
-        mx.eval(taken._hidden, taken.cache.state)  # as long as it is to be computed it holds the buffers
+        taken.hidden = self.hidden[row : row + 1]
+        mx.eval(taken.hidden, taken.cache.state)  # as long as it is to be computed it holds the buffers
         self.remove(row)
         return taken
 

@@ -55,7 +55,11 @@ class ShardReader:
         shard, row = self._place(index)
         starts = self._check(shard)
         rows = slice(int(starts[row]), int(starts[row + 1]))
-        return decode(self.folder / self.files[shard].name, rows, self.meta)
+        path = self.folder / self.files[shard].name
+        try:
+            return decode(path, rows, self.meta)
+        except (SafetensorError, OSError) as e:  # somebody changed it after it was checked
+            raise ShardError(f"{path} cannot be read any more: {e}; {self._remedy}") from e
 
     def __iter__(self) -> Iterator[Example]:
         return (self[i] for i in range(len(self)))

@@ -69,12 +69,12 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def prepare_chat(request: Request, loaded: Loaded, body: ChatRequest, at_most: int | None = None) -> ChatAnswer:
-    """Make ready what this route, or another API's, asks. at_most: as for `_prepare`. Raises ApiError."""
+    """Make ready what this route, or another API's, asks. at_most: as for `open_chat`. Raises ApiError."""
     forced = body.tool_choice not in (None, "none", "auto")
     strict = any(tool.function.strict for tool in body.tools or ())
     has_schema = forced or strict or body.response_format is not None
     owner = owner_of(request)
-    return await in_thread(request, loaded, lambda encode: _prepare(body, loaded, encode, owner, at_most), has_schema)
+    return await in_thread(request, loaded, lambda encode: open_chat(body, loaded, encode, owner, at_most), has_schema)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,9 @@ def finish_reason(output: Output, calls: bool) -> str:
     return "tool_calls" if calls and output.finish_reason == "stop" else output.finish_reason
 
 
-def _prepare(body: ChatRequest, loaded: Loaded, encode: Encode, owner: Owner, at_most: int | None = None) -> ChatAnswer:
+def open_chat(
+    body: ChatRequest, loaded: Loaded, encode: Encode, owner: Owner, at_most: int | None = None
+) -> ChatAnswer:
     """Write the prompt and check everything.
 
     at_most: tokens of the answer, of which the context and the memory may leave fewer; the body then names no number.

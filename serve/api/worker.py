@@ -120,7 +120,7 @@ class Worker:
     def __init__(self, load: Callable[[], Loaded]):
         self._load = load
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._slots: list[_Slot] = []
+        self.slots: list[_Slot] = []
         self._scorings: deque[_Scoring] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._unloading = self._stopped = self._lost = False
@@ -183,7 +183,7 @@ class Worker:
         """Nobody can read with the target any more, and the thread may hang: its requests end with an error."""
         self._lost, self.failure = True, error
         loaded, self.loaded = self.loaded, None
-        slots, self._slots = self._slots, []
+        slots, self.slots = self.slots, []
         for slot in slots:
             slot.request.fail(str(error))
             slot.job.report(RequestEvent(slot.index, [], [], slot.request.output(None)))
@@ -239,10 +239,10 @@ class Worker:
 
     def _fail_what_is_left(self) -> None:
         """The engine has died, and nobody else would end its requests."""
-        if self._slots:
+        if self.slots:
             log.exception(_DIED)
-        self._report([(s.job, RequestEvent(s.index, [], [], _failed(s.request))) for s in self._slots])
-        self._slots = []
+        self._report([(s.job, RequestEvent(s.index, [], [], _failed(s.request))) for s in self.slots])
+        self.slots = []
         while self._scorings:
             self._resolve(self._scorings.popleft().result, error=ApiError(500, _DIED))
 
@@ -283,7 +283,7 @@ class Worker:
     def _end_overdue(self, engine: Engine) -> None:
         """End requests whose time is over: with what they have, or with an error where their job has nothing."""
         now = self.clock()
-        overdue = [slot for slot in self._slots if slot.deadline <= now]
+        overdue = [slot for slot in self.slots if slot.deadline <= now]
         if not overdue:
             return
         try:
@@ -304,7 +304,7 @@ class Worker:
         """Report what has changed, with one wakeup of the event loop for all requests."""
         events: list[tuple[Job, RequestEvent]] = []
         ended = False
-        for slot in self._slots:
+        for slot in self.slots:
             request, before = slot.request, slot.reported
             slot.reported = len(request.tokens)
             done = request.finish_reason is not None
@@ -316,7 +316,7 @@ class Worker:
                 new = RequestEvent(slot.index, request.tokens[before:], request.logprobs[before:], output)
                 events.append((slot.job, new))
         if ended:
-            self._slots = [slot for slot in self._slots if slot.request.finish_reason is None]
+            self.slots = [slot for slot in self.slots if slot.request.finish_reason is None]
         self._report(events)
 
     def _report(self, events: Sequence[tuple[Job, RequestEvent]]) -> None:
@@ -330,7 +330,7 @@ class Worker:
             return
         for index, request in unended:
             self.loaded.engine.submit(request)
-            self._slots.append(_Slot(request, job, index, job.limits.deadline))
+            self.slots.append(_Slot(request, job, index, job.limits.deadline))
 
     def _cancel(self, job: Job) -> None:
         if self.loaded is None:

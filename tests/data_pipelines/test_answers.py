@@ -209,7 +209,7 @@ def test_a_full_disk_keeps_what_is_done(
 
     path = tmp_path / "a.jsonl"
     with monkeypatch.context() as patch:
-        patch.setattr("eagle_mlx.data_pipelines.jsonl._FLUSH_SECONDS", -1.0)
+        patch.setattr("eagle_mlx.data_pipelines.jsonl.FLUSH_SECONDS", -1.0)
         stop_after(4, patch, lambda: patch.setattr(os, "fsync", full))
         with pytest.raises(
             OutputError, match=r"a.jsonl.partial could not be written: No space left.* the same command"

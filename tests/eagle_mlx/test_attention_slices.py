@@ -72,7 +72,7 @@ def test_text_with_slices_is_the_text_without(name: str, nodes: int, monkeypatch
     prompts = [[5, 6, 7, 8, 9], [9, 8, 7]]
     params = em.SamplingParams(max_tokens=20)
     plain = [output.tokens for output in em.Engine(target).generate(prompts, params)]
-    monkeypatch.setattr("eagle_mlx.hooks._MOST_QUERIES", 3)
+    monkeypatch.setattr("eagle_mlx.hooks.MOST_QUERIES", 3)
     slice_attention(model)
     slice_attention(model)
     assert module.scaled_dot_product_attention.sliced

@@ -66,7 +66,7 @@ def computed(monkeypatch: pytest.MonkeyPatch, as_on_a_gpu: None) -> dict[str, se
     def drafted(self: HeadState, *args: Any) -> Any:
         out = draft(self, *args)
         note("keys and values", list(self.cache.state))
-        note("hidden", [self._hidden])
+        note("hidden", [self.hidden])
         return out
 
     monkeypatch.setattr(HeadState, "draft", drafted)

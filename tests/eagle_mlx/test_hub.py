@@ -17,7 +17,7 @@ from eagle_mlx.errors import EagleError, OutputError
 from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.heads.eagle3 import save_eagle3
 from tests import hub_server
-from tests.eagle_mlx.test_formats_torch import _Storage, tensor, torch_file
+from tests.eagle_mlx.test_formats_torch import Storage, tensor, torch_file
 from tests.fakes import tiny_head, tiny_target
 
 
@@ -313,7 +313,7 @@ def test_a_head_in_a_file_of_torchs_loads_by_its_id(
     what, storages = {}, {}
     for key, (name, value) in enumerate(read_tensors(tmp_path / "h").items()):
         strides = tuple(n // value.itemsize for n in np.array(value).strides)
-        what[name] = tensor(_Storage("FloatStorage", str(key), value.size), 0, tuple(value.shape), strides)
+        what[name] = tensor(Storage("FloatStorage", str(key), value.size), 0, tuple(value.shape), strides)
         storages[f"s{key}"] = np.array(value).tobytes()
     torch = torch_file(tmp_path / "pytorch_model.bin", what, monkeypatch, **storages)
     online.put("user/torch", {file.name: file.read_bytes() for file in (torch, tmp_path / "h" / "config.json")})

@@ -127,7 +127,7 @@ def test_broken_noise_is_found_out(broken: Noise) -> None:
 
 
 def test_a_hash_without_its_second_half_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "_hash", lambda before, between, tokens: (tokens ^ before) * noise.FIRST + between)
+    monkeypatch.setattr(noise, "mixed_bits", lambda before, between, tokens: (tokens ^ before) * noise.FIRST + between)
     assert worst_z(gumbel_noise) > 10
 
 

@@ -79,7 +79,7 @@ def test_who_meets_a_limit_while_decoding_meets_it_alone() -> None:
 
 def test_a_server_whose_threads_all_hang_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     over = Event()
-    monkeypatch.setattr(chat, "_prepare", lambda *asked: over.wait(60))
+    monkeypatch.setattr(chat, "open_chat", lambda *asked: over.wait(60))
     made = Server(
         create_app(one_model(lambda: Loaded(engine(), "ngram", DEPTH, {"temperature": 0.0}), wide(drain_seconds=0.1)))
     )

@@ -288,7 +288,7 @@ def test_a_request_may_bound_its_own_answers_time(path: str) -> None:
         clock.now += 1000
         gate.let(6)
         server.until(lambda: any(request.tokens for request in gate.engine.snapshot().requests))
-        server.until(lambda: any(slot.deadline < 1e9 for slot in server.service.worker._slots))
+        server.until(lambda: any(slot.deadline < 1e9 for slot in server.service.worker.slots))
         assert not answer.done()
         clock.now += 3
         gate.let(6)
