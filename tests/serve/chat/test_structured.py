@@ -400,7 +400,10 @@ def test_what_compiles_without_end_is_killed_and_hurts_nobody(schema: Any, monke
 
     monkeypatch.setattr(Process, "fork", noted)
     grammars = GRAMMARS["plain", False]
-    with pytest.raises(ConfigError, match=r"schema: too complex: it was not compiled within 0\.5 s"):
+    # On a fast machine the hungry one meets the limit of memory first.
+    with pytest.raises(
+        ConfigError, match=r"schema: too complex: (it was not compiled within 0\.5 s|to compile it takes)"
+    ):
         grammars.grammar(by_schema(schema))
     (killed,) = started
     until_gone(*[each for each in (killed.pid,) if each])
