@@ -1,7 +1,7 @@
-"""eagle-serve: the engine over HTTP, in the shapes that OpenAI's clients know.
+"""eagle-serve: an HTTP server with OpenAI's and Anthropic's APIs.
 
-`app.create_app` makes the FastAPI application, `worker.Worker` the thread that owns the engine, and `loader.load` what
-that thread serves. A request passes `guard`, is read by `schema`, becomes requests of the engine in `chat` or
-`completions`, is decoded by `worker`, and is answered by `stream` or `answer`. The APIs in `messages` and `responses`
-are translated to what `chat` takes, and back.
+`app.create_app` makes the FastAPI application, `worker.Worker` is the thread that owns the engine, and `loader.load`
+loads the model. A request passes `guard`, is parsed by `schema`, becomes engine requests in `chat` or `completions`, is
+decoded by `worker`, and is answered by `answer`. `messages` and `responses` translate their APIs to and from Chat
+Completions.
 """

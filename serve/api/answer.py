@@ -1,4 +1,4 @@
-"""What all answers have: their parts, usage, timings and what speculation did; and answers as they are written."""
+"""What all answers share: their parts, usage, timings, speculation metrics, and streaming."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class CompletionDetails(Shape):
 
 
 class Usage(Shape):
-    """OpenAI's counts.
+    """Token counts under OpenAI's names.
 
-    OpenAI's `accepted_prediction_tokens` count a prediction that the client sends. They are not draft tokens.
+    OpenAI's `accepted_prediction_tokens` refer to a prediction that the client sends, not to draft tokens.
     """
 
     prompt_tokens: int
@@ -41,7 +41,7 @@ class Usage(Shape):
 
 
 class Timings(Shape):
-    """Under llama.cpp's names. The time until the first token includes the wait in the queue."""
+    """Timings under llama.cpp's names. The time to the first token includes the wait in the queue."""
 
     cache_n: int
     prompt_n: int
@@ -53,11 +53,11 @@ class Timings(Shape):
     draft_n: int
     draft_n_accepted: int
     cut_off: Literal["time"] = "time"
-    """Only if an answer was cut off because the request's time was over."""
+    """Set only if the request's time limit cut the answer off."""
 
 
 class Speculation(Shape):
-    """A step is a target forward of one request in which something was drafted."""
+    """Counts of speculative decoding. A step is a target forward of one request with draft tokens."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -68,20 +68,20 @@ class Speculation(Shape):
 
 
 class Metrics(Shape):
-    """Under vLLM's names."""
+    """Metrics under vLLM's names."""
 
     speculative_decoding: Speculation
 
 
 class Measured(Shape):
-    """What this server tells of all answers to a request together."""
+    """Timings and metrics, summed over all answers to a request."""
 
     timings: Timings
     metrics: Metrics
 
 
 class Completed(Measured):
-    """What answers of OpenAI's older routes have around their choices."""
+    """The fields around the choices in answers of OpenAI's older routes."""
 
     id: str
     created: int
@@ -91,17 +91,17 @@ class Completed(Measured):
 
 
 def failure(outputs: Sequence[Output]) -> ApiError | None:
-    """The error of the first request that ended with one."""
+    """Return the error of the first request that failed."""
     failed = next((output for output in outputs if output.error is not None), None)
     if failed is None:
         return None
-    if failed.cut_off == TIME:  # to ask again would only add to what keeps the server busy
+    if failed.cut_off == TIME:  # a retry would only add to the load
         return ApiError(504, str(failed.error), code="timeout", headers={"x-should-retry": "false"})
     return ApiError(400 if failed.refused else 500, str(failed.error), code="generation_failed")
 
 
 def usage(outputs: Sequence[Output], answers: int, thought_tokens: int = 0) -> dict[str, Any]:
-    """Count tokens; of several answers to a prompt, the first counts the prompt."""
+    """Count tokens. If a prompt has several answers, its tokens count once."""
     firsts = outputs[::answers]
     prompt, completion = sum(o.prompt_tokens for o in firsts), sum(len(o.tokens) for o in outputs)
     return Usage(
@@ -168,7 +168,7 @@ class Part:
     call: ToolCall | None = None
 
     def continues_with(self, other: Part) -> bool:
-        """Whether another is more of the same part. Every call is one by itself."""
+        """Return whether `other` extends this part. Every tool call is a part of its own."""
         return self.kind == other.kind != "call"
 
 
@@ -179,7 +179,7 @@ def part_of(delta: Delta) -> Part:
 
 
 def parts_of(deltas: Iterable[Delta]) -> list[Part]:
-    """The whole parts that deltas make up."""
+    """Join deltas into parts."""
     parts: list[Part] = []
     for part in map(part_of, deltas):
         if parts and parts[-1].continues_with(part):
@@ -191,12 +191,12 @@ def parts_of(deltas: Iterable[Delta]) -> list[Part]:
 
 DONE = b"data: [DONE]\n\n"
 PROGRESS_SECONDS = 1.0
-"""Between two looks at what an answer waits for."""
+"""Interval between checks of what a request waits for."""
 ChunkName = Literal["chat.completion.chunk", "text_completion"]
 
 
 class Frame:
-    """What all chunks of one answer have around their choice."""
+    """The fields that all chunks of one answer share."""
 
     def __init__(self, call: Call, kind: ChunkName, with_usage: bool, more: Mapping[str, str] | None = None):
         prefix = "chatcmpl" if kind == "chat.completion.chunk" else "cmpl"
@@ -214,7 +214,7 @@ class Frame:
         self.with_usage = with_usage
 
     def chunk(self, index: int, piece: str, logprobs: str = "null", finish: str = "null", more: str = "") -> str:
-        """piece: the choice's own field, as JSON. more: further fields of the chunk, with a comma in front."""
+        """piece: the choice's own field, as JSON. more: further fields of the chunk, starting with a comma."""
         return f'{self._head}{index},{piece},"logprobs":{logprobs},"finish_reason":{finish}}}]{self._usage}{more}}}\n\n'
 
     def usage_chunk(self, counts: dict[str, Any], more: str) -> str:
@@ -225,43 +225,43 @@ class Writer(Protocol):
     """Writes one choice's chunks."""
 
     def open(self) -> str:
-        """Before the first token."""
+        """Return what comes before the first token."""
         ...
 
     def write(self, event: RequestEvent) -> str: ...
 
     def close(self, output: Output, more: str) -> str:
-        """The chunk with the finish reason."""
+        """Return the chunk with the finish reason."""
         ...
 
 
 class EventWriter(Protocol):
-    """Writes the events of an answer to an API whose events have names."""
+    """Writes an answer as named server-sent events."""
 
     def open(self) -> str:
-        """Before the first token."""
+        """Return what comes before the first token."""
         ...
 
     def write(self, event: RequestEvent) -> str: ...
 
     def close(self, output: Output) -> str:
-        """What ends an answer that is whole, or was cut off."""
+        """Return the last events of an answer that is complete or cut off."""
         ...
 
     def fail(self, error: ApiError) -> str:
-        """What ends an answer in place of `close`."""
+        """Return the last events of an answer that failed."""
         ...
 
 
 def named_event(fields: dict[str, Any]) -> str:
-    """An event that is called as its type."""
+    """Return a server-sent event named after its type."""
     return f"event: {fields['type']}\ndata: {dumps(fields)}\n\n"
 
 
 async def waiting_comments(call: Call) -> AsyncIterator[bytes]:
-    """What the answer waits for, whenever that has changed, until there is something of it.
+    """Yield comments that say what the request waits for, until its first token.
 
-    Comments, which every reader of events drops (HTML standard, 9.2.6).
+    Event readers ignore comments (HTML standard, 9.2.6).
     """
     told: str | None = None
     while not await call.has_begun(PROGRESS_SECONDS):
@@ -271,7 +271,7 @@ async def waiting_comments(call: Call) -> AsyncIterator[bytes]:
 
 
 async def stream_answer(call: Call, writer: EventWriter) -> AsyncIterator[bytes]:
-    """The events of a single answer as they come; all that waits at one time goes out at once."""
+    """Yield the events of a single answer; events that are ready together are sent together."""
     yield writer.open().encode()
     async for comment in waiting_comments(call):
         yield comment
@@ -299,9 +299,9 @@ async def stream_events(
     answers: int,
     thought_tokens: Callable[[Output], int] = lambda _: 0,
 ) -> AsyncIterator[bytes]:
-    """The choices' chunks as they come; all that waits at one time goes out at once.
+    """Yield the chunks of all choices; chunks that are ready together are sent together.
 
-    thought_tokens: counts the reasoning of an answer, for its usage.
+    thought_tokens: counts the reasoning tokens of an answer, for its usage.
     """
     if opening := "".join(writer.open() for writer in writers):
         yield opening.encode()
@@ -334,7 +334,7 @@ async def stream_events(
 
 
 def _stats(call: Call, outputs: dict[int, Output]) -> str:
-    """Timings and metrics, as further fields of a chunk."""
+    """Return timings and metrics as further fields of a chunk."""
     return f",{dumps(stats(call, list(outputs.values())))[1:-1]}"
 
 

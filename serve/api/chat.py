@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation to be answered."""
+"""POST /v1/chat/completions: answers a conversation."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class ChatCompletion(Completed):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     service_tier: Literal["default"] = "default"
-    """Only if the request names a tier."""
+    """Set only if the request names a tier."""
 
 
 @router.post("/v1/chat/completions", responses=documented(ChatCompletion, *ERRORS, **EVENTS))
 async def chat_completions(request: Request) -> Response:
-    """The next message of a conversation, or several to choose from."""
+    """Return the next message of a conversation, or several to choose from."""
     body, service = await read_request(request, ChatRequest)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
@@ -69,7 +69,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def prepare_chat(request: Request, loaded: Loaded, body: ChatRequest, at_most: int | None = None) -> ChatAnswer:
-    """Make ready what this route, or another API's, asks. at_most: as for `open_chat`. Raises ApiError."""
+    """Prepare a chat request of this or another API. at_most: see `open_chat`. Raises ApiError."""
     forced = body.tool_choice not in (None, "none", "auto")
     strict = any(tool.function.strict for tool in body.tools or ())
     has_schema = forced or strict or body.response_format is not None
@@ -79,7 +79,7 @@ async def prepare_chat(request: Request, loaded: Loaded, body: ChatRequest, at_m
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """The engine's requests for a conversation, and how their text is to be read."""
+    """The engine requests for a conversation, and how to parse their text."""
 
     body: ChatRequest
     loaded: Loaded
@@ -91,12 +91,12 @@ class ChatAnswer:
         return _reader(self.loaded, self.offer, self.starts_in_reasoning)
 
     def deltas(self, output: Output) -> list[Delta]:
-        """A whole answer taken apart."""
+        """Split a complete answer into deltas."""
         reader = self.reader()
         return [*reader.push(output.text), *reader.finish(output.finish_reason == "stop")]
 
     def thought_tokens(self, output: Output) -> int:
-        """Tokens of the reasoning in an answer, including the tag that ends it."""
+        """Count the tokens of an answer's reasoning, including its end tag."""
         format, tokenizer = self.loaded.chat, self.loaded.tokenizer
         if not format.has_thinking:
             return 0
@@ -111,7 +111,7 @@ class ChatAnswer:
         tokens = output.tokens
         places = (at for at in range(len(tokens) - len(tag) + 1) if tag and tokens[at : at + len(tag)] == tag)
         at = next(places, None)
-        # Without a tag of its own, the thought ends where its text does.
+        # Without its own end tag, the reasoning ends where its text ends.
         return len(tokenizer.encode(thoughts, add_special_tokens=False)) if at is None else at + len(tag)
 
     def response(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class ChatAnswer:
 
 
 class DeltaStream:
-    """What an answer continues with as its events come."""
+    """Parses an answer into deltas as its events arrive."""
 
     def __init__(self, answer: ChatAnswer):
         self._text = TextStream(answer.loaded.tokenizer, answer.body.stops)
@@ -169,10 +169,10 @@ def finish_reason(output: Output, calls: bool) -> str:
 def open_chat(
     body: ChatRequest, loaded: Loaded, encode: Encode, owner: Owner, at_most: int | None = None
 ) -> ChatAnswer:
-    """Write the prompt and check everything.
+    """Render and encode the prompt, and check the request.
 
-    at_most: tokens of the answer, of which the context and the memory may leave fewer; the body then names no number.
-    Raises PromptError, ConfigError or ApiError.
+    at_most: an upper bound on answer tokens if the body sets none; context and memory may allow fewer. Raises
+    PromptError, ConfigError or ApiError.
     """
     chat, prompt, offer = _templated(body, loaded, encode)
     thinking = loaded.chat.starts_in_reasoning(prompt)
@@ -182,7 +182,7 @@ def open_chat(
         log.warning("%s", said)
     only_call: Callable[[], StopWatcher] | None = None
     if offer.tools and not offer.several and not offer.forced:
-        # Masks cannot allow one call in formats without a grammar, so decoding ends with the call in all of them.
+        # Masks cannot limit formats without a grammar to one call, so every format stops decoding after the first.
         def only_call() -> StopWatcher:
             return FirstCall(loaded.tokenizer, _reader(loaded, offer, thinking))
 
@@ -197,9 +197,9 @@ def _reader(loaded: Loaded, offer: ToolOffer, starts_in_reasoning: bool) -> Answ
 
 
 def read_prompt(body: ChatRequest, loaded: Loaded, encode: Encode, must_fit: bool = True) -> list[int]:
-    """The tokens of a conversation. Raises PromptError, ConfigError or ApiError.
+    """Return the tokens of a conversation. Raises PromptError, ConfigError or ApiError.
 
-    must_fit: whether to refuse what is too long for the context.
+    must_fit: whether to refuse a prompt that exceeds the context.
     """
     return _templated(body, loaded, encode, must_fit)[1]
 
@@ -207,7 +207,7 @@ def read_prompt(body: ChatRequest, loaded: Loaded, encode: Encode, must_fit: boo
 def _templated(
     body: ChatRequest, loaded: Loaded, encode: Encode, must_fit: bool = True
 ) -> tuple[Chat, list[int], ToolOffer]:
-    """The conversation as the template writes it, its tokens, and the tools that it offers."""
+    """Return the rendered conversation, its tokens, and the tools it offers."""
     chosen = body.tool_choice
     offer = ToolOffer.of(
         [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
@@ -247,7 +247,7 @@ class _Writer:
     def write(self, event: RequestEvent) -> str:
         deltas = self._deltas.push(event)
         if self._answer.body.logprobs and event.logprobs:
-            # Tokens whose text waits are listed with the empty text.
+            # Tokens whose text is held back are listed with empty text.
             logprobs = dumps(chat_logprobs(self._answer.loaded.texts, event.logprobs))
             first, rest = (deltas[0], deltas[1:]) if deltas else (Delta(), [])
             return self._piece(first, logprobs) + "".join(map(self._piece, rest))

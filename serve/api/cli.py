@@ -1,4 +1,4 @@
-"""The command `eagle-serve`: a model, or several, behind an OpenAI endpoint."""
+"""The command `eagle-serve`: serves one or several models over OpenAI's API."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class LimitOptions(Group):
 
 @dataclass(frozen=True)
 class ServeOptions(Group):
-    """A server: its models, where it listens, and its limits."""
+    """A server: its models, its address, and its limits."""
 
     check: bool = setting(False, "decode 16 tokens with and without drafts, compare, end")
     models: Path | None = setting(
@@ -133,7 +133,7 @@ class ServeOptions(Group):
                 )
 
     def configs(self) -> dict[str, LoadConfig]:
-        """What is served, by name. Raises ConfigError for a file of models that cannot be used."""
+        """Return the configs by model name. Raises ConfigError if the file of models is invalid."""
         if self.models is None:
             name = None if self.model.target is None else str(self.model.target)
             return {self.place.served_model_name or served_name(name): self.model.resolved()}
@@ -143,7 +143,7 @@ class ServeOptions(Group):
         return configs
 
     def settings(self) -> Settings:
-        """What all models share. Raises ConfigError for a key or a list of proxies that cannot be used."""
+        """Return the settings that all models share. Raises ConfigError for an invalid key or proxy list."""
         place, limits = self.place, self.limits
         key = place.api_key if place.api_key is not None else os.environ.get("EAGLE_API_KEY")
         if key is not None and not (key.split() and key.isascii() and key.isprintable()):
@@ -164,7 +164,7 @@ class ServeOptions(Group):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run eagle-serve; returns the exit status: 0, 1 where --check fails, 2 for an error."""
+    """Run eagle-serve. Returns the exit status: 0, 1 if --check fails, or 2 for an error."""
     about = "Serve a model over HTTP, in OpenAI's shapes, with speculative decoding: the same text, sooner."
     return exit_code(lambda: _run(read(ServeOptions, argv, "eagle-serve", about, EPILOG)))
 
@@ -181,19 +181,19 @@ def _run(options: ServeOptions) -> int:
 
 
 def command() -> NoReturn:
-    """Run eagle-serve as a process, which ends with `main`'s exit status."""
+    """Run eagle-serve as a process and exit with `main`'s status."""
     set_up_log()
     status = main()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # When the engine's thread ends it gives up MLX's compiled functions, which are Python objects. That comes after it
-    # can be joined, and would abort an interpreter that is being taken down: so none is taken down.
+    # After it can be joined, the engine's thread still releases MLX's compiled functions, which are Python objects.
+    # That would abort an interpreter that is shutting down, so skip the shutdown.
     os._exit(status)
 
 
 def say(text: str) -> None:
-    """Print a line about the start of the server. What comes after it goes to the log, with time and level."""
+    """Print a line about startup. Later lines go to the log, with time and level."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -203,7 +203,7 @@ def note(text: str) -> None:
 
 
 def _checked(name: str, config: LoadConfig) -> bool:
-    gc.collect()  # the model before this one
+    gc.collect()  # free the previous model
     say(f"model: {name}")
     loaded = load(config, say)
     try:
@@ -225,12 +225,12 @@ def _serve(configs: dict[str, LoadConfig], settings: Settings, options: ServeOpt
 
 
 def _models(configs: dict[str, LoadConfig], settings: Settings, options: ServeOptions) -> Models:
-    """The one model, loaded at the start, or those of a file, loaded when they are asked for."""
+    """Return the single model, loaded at startup, or the models of a file, loaded on demand."""
     if options.models is None:
         ((name, config),) = configs.items()
         say(f"model: {name}")
 
-        def tell(text: str) -> None:  # later, the model may be unloaded by hand, and loaded again
+        def tell(text: str) -> None:  # the model may be unloaded and reloaded later
             (say if models.state == "starting" else note)(text)
 
         models = Models(settings, [single(name, config, tell)], at_start=True)
@@ -242,12 +242,12 @@ def _models(configs: dict[str, LoadConfig], settings: Settings, options: ServeOp
 
 
 def hosts_of(sock: socket.socket, named: Sequence[str]) -> tuple[str, ...] | None:
-    """The hosts to serve: on a loopback address only those of this machine and those named, else any or those named."""
+    """Return the hosts to accept besides loopback ones; None, the default off the loopback, accepts any."""
     return tuple(named) if named or is_loopback(sock.getsockname()[0]) else None
 
 
 def served_name(target: str | None) -> str:
-    """The name of a target for clients: a hub id as it is, a folder by its last part."""
+    """Return a target's name for clients: a hub id unchanged, a folder's last part."""
     if target is None:
         return "embedded"
     return Path(target).resolve().name if Path(target).exists() else target

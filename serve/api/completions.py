@@ -1,4 +1,4 @@
-"""POST /v1/completions: text, or token ids, to be continued."""
+"""POST /v1/completions: continues text or token ids."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Completion(Completed):
 
 @router.post("/v1/completions", responses=documented(Completion, *ERRORS, **EVENTS))
 async def completions(request: Request) -> Response:
-    """Text that continues from a prompt, or from each of several."""
+    """Return text that continues a prompt, or each of several."""
     body, service = await read_request(request, CompletionRequest)
     service.settings.limits.check_prompts(len(body.prompts))
     if body.best_of not in (None, body.answers):
@@ -69,7 +69,7 @@ class _Prompt:
     text: str
     tokens: list[int]
     scores: list[TokenLogprob] = field(default_factory=list)
-    """Of all tokens but the first, where they are echoed with log probabilities."""
+    """Log probabilities of all tokens but the first, if they are echoed."""
 
 
 def _prepare(body: CompletionRequest, loaded: Loaded, encode: Encode, owner: Owner) -> CompletionAnswer:
@@ -85,7 +85,7 @@ def _prepare(body: CompletionRequest, loaded: Loaded, encode: Encode, owner: Own
     for prompt in prompts:
         check_context(len(prompt.tokens), body.max_tokens, loaded, "prompt")
     requests = [loaded.engine.prepare(prompt.tokens, each, **owner) for prompt in prompts for each in params]
-    if body.max_tokens == 0:  # the echo is all that is wanted
+    if body.max_tokens == 0:  # only the echo is wanted
         for engine_request in requests:
             engine_request.finish("length")
     return CompletionAnswer(body, loaded, prompts, requests)
@@ -101,7 +101,7 @@ def _prompt(given: str | list[int], loaded: Loaded, encode: Encode) -> _Prompt:
 
 
 class CompletionAnswer:
-    """The engine's requests for a completion: for each prompt its answers, one after the other."""
+    """The engine requests of a completion, grouped by prompt."""
 
     def __init__(
         self, body: CompletionRequest, loaded: Loaded, prompts: list[_Prompt], requests: Sequence[RequestState]
@@ -126,11 +126,11 @@ class CompletionAnswer:
         return stream_events(call, frame, writers, self.body.answers)
 
     def prompt(self, index: int) -> _Prompt:
-        """That of a choice."""
+        """Return the prompt of a choice."""
         return self.prompts[index // self.body.answers]
 
     def lists(self, index: int) -> tuple[CompletionLogprobs, dict[str, Any]]:
-        """What lists a choice's log probabilities, and those of the prompt where it is echoed."""
+        """Return the writer of a choice's log probabilities, and the lists of the prompt if it is echoed."""
         prompt = self.prompt(index)
         lists = CompletionLogprobs(self.loaded.texts, self.loaded.tokenizer)
         return lists, lists.take(prompt.scores, prompt.tokens[0]) if self.body.echo else lists.take(())

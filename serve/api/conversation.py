@@ -1,4 +1,4 @@
-"""What the front doors beside Chat Completions share: their turns and parts, written as what that route takes."""
+"""What the Messages and Responses APIs share: translating turns and blocks to Chat Completions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .errors import ApiError, ContextExceeded
 from .schema import Body
 
 PARAGRAPH = "\n\n"
-"""Between pieces of text that came as blocks of their own."""
+"""Separates pieces of text that came as separate blocks."""
 EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
-"""Efforts that templates do not know, by those that they do: low, medium and high."""
+"""Maps efforts that templates do not know to low or high."""
 
 
 class Extensions(Body):
-    """What this server takes beside each API's own fields."""
+    """Fields that this server adds to each API."""
 
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     min_p: float | None = None
@@ -30,17 +30,17 @@ class Extensions(Body):
     num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
     t_max_predict_ms: float | None = Field(None, ge=0)
     cache_salt: str | None = Field(None, min_length=1)
-    """Only requests with the same one share what the prefix cache has; the name is vLLM's."""
+    """Requests share prefix cache entries only if their salts are equal. The name is vLLM's."""
 
     def extensions(self) -> dict[str, Any]:
-        """Those that were given, under the names that they have there too."""
+        """Return the fields that were given; Chat Completions has them under the same names."""
         return self.model_dump(include=set(Extensions.model_fields), exclude_none=True)
 
 
 class Conversation:
-    """Turns in, messages of Chat Completions out.
+    """Collects turns and returns them as messages of Chat Completions.
 
-    What a role says several times in a row is one message: many templates refuse roles that do not alternate.
+    Consecutive turns of one role become one message, because many templates require roles to alternate.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,6 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The messages so far."""
         return [turn.message() for turn in self._turns]
 
     def say(self, role: Literal["system", "user"], text: str) -> None:
@@ -60,20 +59,20 @@ class Conversation:
             self._turns.append(_Turn(role, [text]))
 
     def answer(self, text: str) -> None:
-        """Add a piece of what the model said; nothing comes between it and the next."""
+        """Append text to the model's message, without a separator."""
         self._open_turn.pieces.append(text)
 
     def think(self, text: str) -> None:
         self._open_turn.thoughts.append(text)
 
     def call(self, id: str, name: str, arguments: str) -> None:
-        """arguments: the JSON text of an object."""
+        """Add a tool call. arguments: the JSON text of an object."""
         self._made.add(id)
         call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._open_turn.calls.append(call)
 
     def result(self, id: str, text: str, where: str) -> None:
-        """Add the result of a call. Raises ApiError 400 that names the field `where` if there was no such call."""
+        """Add the result of a call. Raises ApiError 400 that names the field `where` if there is no such call."""
         if id not in self._made:
             said = f"there is no call with the id {id[:100]!r} before this result; send that call too"
             raise ApiError(400, f"{where}: {said}", where)
@@ -81,7 +80,7 @@ class Conversation:
 
     @property
     def _open_turn(self) -> _Turn:
-        """The message that the model is saying."""
+        """Return the model's message, opening one if needed."""
         if not self._turns or self._turns[-1].role != "assistant":
             self._turns.append(_Turn("assistant"))
         return self._turns[-1]
@@ -89,7 +88,7 @@ class Conversation:
 
 @dataclass
 class _Turn:
-    """A message in pieces, joined once: to extend a text piece by piece takes quadratic time."""
+    """A message as a list of pieces, joined once; repeated concatenation takes quadratic time."""
 
     role: str
     pieces: list[str] = field(default_factory=list)
@@ -107,9 +106,10 @@ class _Turn:
 
 
 def one_of(*kinds: str, otherwise: str = "", alike: Mapping[str, str] | None = None) -> Discriminator:
-    """Tells blocks apart by their type, as a tag that is no name: places in bodies then name fields alone.
+    """Return a discriminator of blocks by type.
 
-    otherwise: the type of those that do not say. alike: types that are read as others.
+    Tags are bracketed, so that paths in errors name fields only. otherwise: the type of blocks without one. alike: maps
+    types to those that they are read as.
     """
 
     def tag(value: object) -> str:
@@ -122,16 +122,16 @@ def one_of(*kinds: str, otherwise: str = "", alike: Mapping[str, str] | None = N
 
 
 def without_details(tool: object) -> object:
-    """What there is to know of a tool that is not run here."""
+    """Keep only the type and name of a tool that does not run here."""
     return {key: tool[key] for key in ("type", "name") if key in tool} if isinstance(tool, dict) else tool
 
 
 @contextmanager
 def named_as(names: Mapping[str, str], tools: Sequence[int] = ()) -> Iterator[None]:
-    """Let errors name the fields of the API that was asked, and not those of Chat Completions.
+    """Rename the Chat Completions fields in errors to those of the requested API.
 
-    names: patterns of the latter, and templates of what they are in the former. tools: where in the request those
-    are that the model is told of.
+    names: patterns of Chat Completions fields, and their replacements. tools: the request index of each tool that the
+    model sees.
     """
     try:
         yield
@@ -144,7 +144,7 @@ def named_as(names: Mapping[str, str], tools: Sequence[int] = ()) -> Iterator[No
 
 
 def _renamed(text: str, names: Mapping[str, str], tools: Sequence[int]) -> str:
-    """A text with the field at its beginning under its other name."""
+    """Return a text with the field at its beginning renamed."""
     for pattern, name in names.items():
         if found := re.match(pattern, text):
             text = found.expand(name) + text[found.end() :]

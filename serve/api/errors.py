@@ -1,4 +1,4 @@
-"""What goes wrong with a request, the shape in which clients of each API hear of it, and what routes publish."""
+"""Errors of requests, their bodies in each API, and what routes document."""
 
 from __future__ import annotations
 
@@ -36,30 +36,29 @@ _MESSAGES_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""As Anthropic's documentation of errors has them; it says 529 for its own overload."""
+"""From Anthropic's documentation of errors, which uses 529 for its own overload."""
 MESSAGES, MODELS = "/v1/messages", "/v1/models"
 MOST_SAID = 4000
-"""Characters of a message: room for all routes and a long reason, whatever a client sends to be named in it."""
+"""Characters of a message: enough for all routes and a long reason, and a bound on quoted client input."""
 _NAMED = 200
-"""Characters of an unknown path that its refusal repeats."""
+"""Characters of an unknown path to quote."""
 _FIELD = re.compile(r"([a-z_]+(?:[\[.][\w\[\].]*)?)(?::| must| names| has| cannot)")
-"""A field, perhaps with a place in it, at the beginning of a message."""
+"""A field, optionally with an index, at the beginning of a message."""
 
 
 ERRORS = (400, 401, 404, 413, 429, 500, 503, 504)
-"""How a POST may end."""
+"""Error statuses of a POST route."""
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 EVENTS: dict[str, Any] = {"content": {"text/event-stream": {"schema": _EVENT}}}
-"""What an answer may be instead."""
+"""The response of a stream."""
 
 
 class Shape(BaseModel):
-    """Something that clients get. Fields with a default may be left out."""
+    """A response body. Fields with a default are optional."""
 
     model_config = ConfigDict(extra="forbid")
 
     def plain(self) -> dict[str, Any]:
-        """Return the fields that were given."""
         return self.model_dump(exclude_unset=True)
 
 
@@ -87,12 +86,12 @@ class MessagesError(Shape):
 def documented(
     answer: type[Shape] | UnionType, *errors: int, error: type[Shape] = Error, **more: Any
 ) -> dict[int | str, dict[str, Any]]:
-    """Return a route's `responses`: its answer, and the errors that it may end in."""
+    """Return a route's `responses`: its answer and its errors."""
     return {200: {"model": answer, **more}, **{status: {"model": error} for status in errors}}
 
 
 class ApiError(Exception):
-    """A refusal: status, message, the field that it is about, a code for programs."""
+    """A refusal: status, message, the field at fault, and a code for programs."""
 
     def __init__(
         self,
@@ -113,13 +112,13 @@ class ApiError(Exception):
         return Error(error=ErrorBody(message=self.message, type=kind, param=self.param, code=self.code)).plain()
 
     def response(self, path: str, headers: Mapping[str, str] | None = None) -> Response:
-        """The refusal of a request to this path with these headers, in the shape of the client's API."""
+        """Return the error in the shape of the client's API, which the path and headers determine."""
         body = self.messages_body if speaks_messages(path, headers or {}) else self.body
         return Response(json.dumps(body), self.status, self.headers, "application/json")
 
     @property
     def messages_body(self) -> dict[str, Any]:
-        """As Anthropic's API has it: there the message alone names the field."""
+        """The body in Anthropic's shape, where only the message can name the field."""
         named = self.param is None or self.param in self.message
         message = self.message if named else f"{self.param}: {self.message}"
         kind = _MESSAGES_TYPES.get(self.status, "invalid_request_error")
@@ -127,7 +126,7 @@ class ApiError(Exception):
 
 
 class ContextExceeded(ApiError):
-    """A prompt that does not fit the context: both in tokens."""
+    """The prompt does not fit the context; both sizes are in tokens."""
 
     def __init__(self, message: str, param: str, prompt: int, context: int):
         super().__init__(400, message, param, "context_length_exceeded")
@@ -135,25 +134,25 @@ class ContextExceeded(ApiError):
 
 
 def speaks_messages(path: str, headers: Mapping[str, str]) -> bool:
-    """Whether a request is one of Anthropic's API. `/v1/models` belongs to both; there the client's header decides."""
+    """Return whether a request uses Anthropic's API. For `/v1/models`, in both APIs, the header decides."""
     if path == MODELS or path.startswith(f"{MODELS}/"):
         return "anthropic-version" in headers
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
 def shortened(text: str, most: int) -> str:
-    """The text if it is short, else so many characters of it and three points."""
+    """Return at most `most` characters of a text, plus "..." if it is longer."""
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def bad_request(error: EagleError) -> ApiError:
-    """What the library refuses is the client's to fix. Its messages begin with the field that they are about."""
+    """Return a library error as status 400. Library messages begin with the field at fault."""
     found = _FIELD.match(str(error))
     return ApiError(400, str(error), found[1] if found else None)
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Give every error of an API the same body."""
+    """Give all errors the body of the client's API."""
 
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)

@@ -1,4 +1,4 @@
-"""An HTTP request's way through the worker, the same for every route: admit, prepare, decode, respond."""
+"""The path of an HTTP request, the same for every route: admit, prepare, decode, respond."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ from .service import Call, Service
 T = TypeVar("T")
 R = TypeVar("R", bound=schema.Request)
 KEEP_ALIVE_SECONDS = 15
-"""Between signs of life in a stream: the HTML standard advises one about every 15 seconds (9.2.7)."""
+"""Interval between keep-alive messages in a stream; the HTML standard advises about 15 seconds (9.2.7)."""
 COMMENT = ServerSentEvent(comment="waiting", sep="\n")
-"""A sign of life that every reader of events drops."""
+"""A keep-alive message that every event reader ignores."""
 Prepare = Callable[[Call, Loaded], Awaitable["Answer"]]
-"""Makes a request ready to be decoded, when its model is loaded."""
+"""Prepares a request for decoding once its model is loaded."""
 
 
 class Answer(Protocol):
-    """What a route makes of a request before it decodes."""
+    """A request that a route has prepared for decoding."""
 
     @property
     def requests(self) -> Sequence[RequestState]: ...
 
     def response(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
-        """The whole, once all requests have ended."""
+        """Return the complete answer after all requests have ended."""
         ...
 
     def stream(self, call: Call) -> AsyncIterator[bytes]:
-        """The chunks, as server-sent events."""
+        """Yield the answer as server-sent events."""
         ...
 
 
 class EventStream(EventSourceResponse):
-    """Events of a call, which ends with them however they end: read, cut off, or never begun."""
+    """A stream of a call's events. Closes the call when the stream ends, even if it never began."""
 
     def __init__(self, call: Call, events: AsyncIterator[bytes], ping: ServerSentEvent):
         super().__init__(events, sep="\n", ping=KEEP_ALIVE_SECONDS, ping_message_factory=lambda: ping)
@@ -72,41 +72,41 @@ def models_of(request: Request) -> Models:
 
 
 def client_of(request: Request) -> str:
-    """Return who asks, for taking turns: an address, because clients may share a key (`guard.ForwardedFor`)."""
+    """Return the client's address for fair scheduling; clients may share a key (`guard.ForwardedFor`)."""
     return request.client.host if request.client is not None else ""
 
 
 def namespace_of(request: Request) -> str:
-    """Return whose texts in the prefix cache a request shares: those with the same key, and the same `cache_salt`.
+    """Return the prefix cache namespace of a request: its key and `cache_salt`.
 
-    Without either, all share. The body must have been read.
+    Requests without either share one namespace. The body must have been read.
     """
     key, salt = getattr(request.state, "key", None), request.state.cache_salt
     return "" if key is None and salt is None else json.dumps([key, salt])
 
 
 class Owner(TypedDict):
-    """Whose a request is, as `Engine.prepare` takes it."""
+    """The owner of a request, as `Engine.prepare` takes it."""
 
     client: str
     namespace: str
 
 
 def owner_of(request: Request) -> Owner:
-    """Return whose a request is. The body must have been read."""
+    """Return the owner of a request. The body must have been read."""
     return Owner(client=client_of(request), namespace=namespace_of(request))
 
 
 def json_response(body: Any, status: int = 200) -> Response:
-    """Return a body of plain values, or a shape, as JSON."""
+    """Return plain values or a shape as JSON."""
     plain = body.plain() if isinstance(body, Shape) else body
     return Response(dumps(plain), status, media_type="application/json")
 
 
 async def body_of(request: Request, kind: type[B]) -> B:
-    """The body of a request, read and checked. Raises ApiError."""
+    """Return the parsed and validated body. Raises ApiError."""
     models = models_of(request)
-    models.check_open()  # a server that takes no requests does not read their bodies
+    models.check_open()  # a server that takes no requests does not read bodies
     body = await read_body(request, models.settings.limits)
     request.state.size = len(body)
     unknown: Literal["forbid", "ignore"] = "ignore" if models.settings.ignore_unknown_fields else "forbid"
@@ -116,7 +116,7 @@ async def body_of(request: Request, kind: type[B]) -> B:
 
 
 async def read_request(request: Request, kind: type[R]) -> tuple[R, Service]:
-    """The body, within the limits, and the model that it is for. Raises ApiError."""
+    """Return the validated body and the service of its model. Raises ApiError."""
     body = await body_of(request, kind)
     service = models_of(request).named(body.model)
     check(body, service.settings.limits)
@@ -124,10 +124,10 @@ async def read_request(request: Request, kind: type[R]) -> tuple[R, Service]:
 
 
 async def in_thread(request: Request, loaded: Loaded, work: Callable[[Encode], T], has_schema: bool = False) -> T:
-    """Do what may take a while beside the event loop, with what encodes the texts of this request.
+    """Run `work` in a thread, with a function that encodes the texts of this request.
 
-    When this is cancelled, the encoding of a long text is, too. The body must have been read. What the library refuses
-    comes back as ApiError 400.
+    Cancelling this also cancels the encoding of a long text. The body must have been read. Library errors become
+    ApiError 400.
     """
     pools, client = models_of(request).pools, client_of(request)
     long, cancelled = models_of(request).settings.limits.long_bytes, Event()
@@ -144,7 +144,7 @@ async def in_thread(request: Request, loaded: Loaded, work: Callable[[Encode], T
 
 
 def error_event(error: ApiError) -> bytes:
-    """An error in a stream that has begun, for clients of Chat Completions and Completions."""
+    """Return an error event for a Chat Completions or Completions stream that has begun."""
     return f"data: {dumps(error.body)}\n\n".encode() + DONE
 
 
@@ -158,12 +158,11 @@ async def respond(
     error_event: Callable[[ApiError], bytes] = error_event,
     answer_seconds: float = inf,
 ) -> Response:
-    """Serve a request that needs so many slots of a model, whole or as a stream.
+    """Serve a request that needs `slots` slots of a model, as one body or as a stream.
 
-    A stream begins when its answer does; where that takes longer than a sign of life may, as while the model is being
-    loaded, it begins without. ping: what it sends while nothing is to be said, so that nobody takes it for a dead
-    connection. error_event: what it ends with where an error comes then. answer_seconds: for each of its answers, from
-    the first token.
+    A stream begins with its answer, or after `KEEP_ALIVE_SECONDS` if the answer takes longer, for example while the
+    model loads. ping: keeps an idle connection alive. error_event: formats an error after the stream has begun.
+    answer_seconds: time limit of each answer, from its first token.
     """
     call = service.admit(slots, client_of(request))
     call.beginning = beginning = asyncio.ensure_future(_begin(request, call, prepare, answer_seconds))
@@ -187,7 +186,7 @@ async def respond(
 
 
 async def _begin(request: Request, call: Call, prepare: Prepare, answer_seconds: float) -> Answer:
-    """Have the model loaded, and the request decoded."""
+    """Load the model, prepare the request, and submit it."""
     answer = await prepare(call, await models_of(request).loaded(call.service))
     call.submit(answer.requests, answer_seconds)
     return answer
@@ -196,7 +195,7 @@ async def _begin(request: Request, call: Call, prepare: Prepare, answer_seconds:
 async def _later(
     call: Call, beginning: asyncio.Future[Answer], ping: ServerSentEvent, error_event: Callable[[ApiError], bytes]
 ) -> AsyncIterator[bytes]:
-    """The events of an answer that has not begun when its stream does."""
+    """Yield the events of an answer that begins after its stream."""
     yield ping.encode()
     try:
         answer = await beginning
@@ -208,7 +207,7 @@ async def _later(
 
 
 async def finished(call: Call) -> list[Output]:
-    """Wait for all requests of a call, whose outputs come in their order."""
+    """Wait for all requests of a call and return their outputs in order."""
     assert call.job is not None
     outputs: dict[int, Output] = {}
     while len(outputs) < len(call.job.requests):
@@ -217,7 +216,7 @@ async def finished(call: Call) -> list[Output]:
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """Wait for `work`, but no longer than for the client. Raises ApiError where it has left; nobody reads it."""
+    """Return the result of `work`. Raises ApiError 499 if the client disconnects first."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(request))
     try:

@@ -1,4 +1,4 @@
-"""Middleware in front of all routes: forms of HTTP, refusals by key, host or framing, and which client asks."""
+"""Middleware in front of all routes: request forms, checks of key, host and framing, and the client's address."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Address = IPv4Address | IPv6Address
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::\d+)?", re.IGNORECASE)
 OPEN = frozenset({"/", "/health", "/metrics"})
-"""What needs no key: it tells nothing of what is asked or answered."""
+"""Paths that need no key, because they reveal nothing about requests or answers."""
 ANYBODY = "*"
-"""Stands for any peer in `--forwarded-allow-ips`, as in uvicorn's."""
+"""Trusts any peer in `--forwarded-allow-ips`, as in uvicorn."""
 _MOST_PROXIES = 32
-"""Addresses of a header that are read, from the right: no request passes more proxies, and a header may have 64 KB."""
+"""Addresses to read from the right of the header. A real chain is shorter; a header may have 64 KB."""
 
 
 class KeyGuard:
-    """Lets requests through that carry `Authorization: Bearer <key>`, or Anthropic's `x-api-key: <key>`.
+    """Requires `Authorization: Bearer <key>` or Anthropic's `x-api-key: <key>`.
 
-    Tells the routes which key it is, as a hash (`flow.namespace_of`).
+    Passes the key to the routes as a hash (`flow.namespace_of`).
     """
 
     def __init__(self, app: ASGIApp, keys: Collection[str]):
@@ -54,21 +54,21 @@ class KeyGuard:
         await refusal.response(scope["path"], Headers(scope=scope))(scope, receive, send)
 
     def _key_of(self, scope: Scope) -> str | None:
-        """Return the hash of the key that a request carries; None for none, or a wrong one."""
+        """Return the hash of the request's key, or None if it is missing or wrong."""
         scheme, _, given = (header(scope, b"authorization") or "").partition(" ")
         found = None
         for text in (given if scheme.lower() == "bearer" else "", header(scope, b"x-api-key") or ""):
-            for key, name in self._keys:  # all of them, so that the time does not depend on which it is
+            for key, name in self._keys:  # check all of them, so that timing does not reveal a match
                 if hmac.compare_digest(text.strip().encode(), key) and found is None:
                     found = name
         return found
 
 
 class HostGuard:
-    """Lets requests through whose `Host` is a loopback address, `localhost`, or named.
+    """Allows requests if `Host` is a loopback address, `localhost`, or an allowed name.
 
-    A web page may give its own name an address of this machine (DNS rebinding). The browser then takes this server for
-    the page's own, and only the name in `Host` tells them apart.
+    A web page can point its own name at this machine (DNS rebinding). The browser then treats this server as the page's
+    own, and only the name in `Host` tells them apart.
     """
 
     def __init__(self, app: ASGIApp, allowed: Collection[str]):
@@ -76,7 +76,7 @@ class HostGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         host = header(scope, b"host")
-        if scope["type"] != "http" or host is None or self._knows(host):  # without a host it comes from no browser
+        if scope["type"] != "http" or host is None or self._knows(host):  # browsers always send a host
             await self.app(scope, receive, send)
             return
         said = f"the host {host[:100]!r} is not served here; to let it in, name it with --allowed-host"
@@ -89,7 +89,7 @@ class HostGuard:
 
 
 class FramingGuard:
-    """Refuses a request with a length and a transfer coding, which a proxy may read as two requests (RFC 9112, 6.1)."""
+    """Refuses requests with both a length and a transfer coding: a proxy may read them as two (RFC 9112, 6.1)."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -103,10 +103,10 @@ class FramingGuard:
 
 
 class ForwardedFor:
-    """Takes the word of trusted proxies for the address that asks (`X-Forwarded-For`).
+    """Takes the client's address from trusted proxies (`X-Forwarded-For`).
 
-    Each proxy adds the address of its own peer at the right; everything to the left may be made up by the client. So
-    the client is the right-most address that is not trusted. If all are trusted, it is the left-most.
+    Each proxy appends the address of its peer; the client may forge everything to the left. The client is therefore the
+    right-most untrusted address, or the left-most address if all are trusted.
     """
 
     def __init__(self, app: ASGIApp, trusted: Sequence[str]):
@@ -123,7 +123,7 @@ class ForwardedFor:
         await self.app(scope, receive, send)
 
     def _client(self, given: str) -> str | None:
-        """Return the client's address; None if the header has none, and then the peer is the client."""
+        """Return the client's address, or None if the header has none; the peer is then the client."""
         client = None
         for text in reversed(given.split(",")[-_MOST_PROXIES:]):
             address = _address(text)
@@ -139,7 +139,7 @@ class ForwardedFor:
 
 
 def check_trusted(given: str) -> tuple[str, ...]:
-    """Return the parts of a `--forwarded-allow-ips`. Raises ConfigError for what is no address, network or `*`."""
+    """Return the parts of `--forwarded-allow-ips`. Raises ConfigError unless each is an address, a network or `*`."""
     parts = tuple(part for each in given.split(",") if (part := each.strip()))
     for part in parts:
         try:
@@ -152,7 +152,7 @@ def check_trusted(given: str) -> tuple[str, ...]:
 
 
 def _address(text: str) -> Address | None:
-    """Return an address, with or without a port, as proxies write it; None for anything else."""
+    """Parse an address with or without a port, as proxies write it; return None if it is invalid."""
     text = text.strip()
     if text.startswith("["):
         text = text[1:].partition("]")[0]
@@ -162,16 +162,16 @@ def _address(text: str) -> Address | None:
         address = ip_address(text)
     except ValueError:
         return None
-    return getattr(address, "ipv4_mapped", None) or address  # a socket for both families writes IPv4 addresses so
+    return getattr(address, "ipv4_mapped", None) or address  # dual-stack sockets map IPv4 addresses to IPv6
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """The first header of a name, which must be in lower case."""
+    """Return the first header with this lower-case name."""
     return next((value.decode("latin-1") for key, value in scope.get("headers", ()) if key == name), None)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an IP address is one of this machine's own alone; False for what is no address."""
+    """Return whether a text is a loopback IP address."""
     try:
         return ip_address(address).is_loopback
     except ValueError:
@@ -179,14 +179,14 @@ def is_loopback(address: str) -> bool:
 
 
 _ABSOLUTE = re.compile(r"https?://([^/?#]*)(/.*)?", re.IGNORECASE | re.DOTALL)
-"""A target with scheme and host: clients send it to a proxy, and a server must take it too (RFC 9112, 3.2.2)."""
+"""A request target with scheme and host, meant for proxies; servers must accept it too (RFC 9112, 3.2.2)."""
 
 
 class RequestForms:
-    """Brings a request into the form that the other layers read, and gives its answer an id.
+    """Normalizes requests for the other layers, and adds an id to each response.
 
-    An absolute target becomes a path, and its host replaces `Host`. HEAD is answered as GET, without the body. The id
-    is in the header that the client's API has for it.
+    An absolute target becomes a path, and its host replaces `Host`. HEAD is handled as GET, without the body. The id is
+    in the header of the client's API.
     """
 
     def __init__(self, app: ASGIApp):
@@ -215,7 +215,7 @@ class RequestForms:
 
 
 def _relative(scope: Scope) -> dict[str, Any]:
-    """What an absolute target changes in a scope; nothing if the target is a path."""
+    """Return the scope fields that an absolute target changes; empty if the target is a path."""
     found = _ABSOLUTE.fullmatch(scope["path"])
     if found is None:
         return {}

@@ -1,4 +1,4 @@
-"""Limits: how much one client may ask for, reading bodies within it, and taking turns for threads."""
+"""Limits on requests, reading bodies within them, and fair use of threads."""
 
 from __future__ import annotations
 
@@ -25,44 +25,44 @@ from eagle_mlx.request_state import RequestState
 from .errors import ApiError
 
 _LINGERING = 8
-"""Times the limit of a body that is too large that are read and dropped: while clients send, they do not listen."""
+"""How much of an oversized body to read and drop, as a multiple of the limit: clients send before they read."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of a request. Raises ConfigError for one that would let nothing in."""
+    """Bounds of requests. Raises ConfigError for a bound that would refuse everything."""
 
     body_bytes: int = 8 << 20
     queue: int = 128
-    """Requests of the engine that may wait beside those that decode."""
+    """Engine requests that may wait while others decode."""
     n: int = 16
     prompts: int = 64
-    """Prompts of one completions request."""
+    """Prompts per completions request."""
     stops: int = 16
     stop_length: int = 256
     """Characters of a stop string."""
     long_bytes: int = 1 << 16
-    """Requests of so many bytes are long: they wait for each other, and nobody else waits for them."""
+    """Requests of at least this size are long: they are encoded one at a time and delay no others."""
     short_threads: int = 4
-    """Others that are encoded at once."""
+    """Short requests that are encoded at once."""
     schema_threads: int = 4
-    """Requests with a schema that are made ready at once; each may keep a core busy while it is compiled."""
+    """Requests with a schema that are prepared at once; compiling one may keep a core busy."""
     responses: int = 1000
-    """Responses that are kept to be gone on from."""
+    """Responses stored for `previous_response_id`."""
     response_bytes: int = 64 << 20
-    """Of them together, as JSON: eight bodies of the most that one may have."""
+    """Total JSON size of stored responses: eight times the default limit of a body."""
     connections: int = 1000
-    """Open at once. mlx-lm allows the process 2048 files at least; half of them are for the rest."""
+    """Open connections. mlx-lm allows the process at least 2048 files; half are left for other uses."""
     head_seconds: float = 60.0
-    """For the head of a request to come; as nginx's client_header_timeout."""
+    """Time to receive a request's head, as nginx's client_header_timeout."""
     body_seconds: float = 60.0
-    """For its body to come, all of it."""
+    """Time to receive the whole body."""
     request_seconds: float = inf
-    """For a request, from its arrival to its last token."""
+    """Time of a request, from arrival to its last token."""
     send_seconds: float = 60.0
-    """That a client may let pass without reading anything of its answer; as nginx's send_timeout."""
+    """How long a client may read nothing of its answer, as nginx's send_timeout."""
     room_seconds: float = 60.0
-    """For other models to become idle, so that one can be loaded; as nginx's proxy_read_timeout."""
+    """How long to wait for other models to become idle before one can be loaded, as nginx's proxy_read_timeout."""
 
     def __post_init__(self) -> None:
         if self.body_bytes < 1024:
@@ -90,16 +90,16 @@ class Limits:
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """The body, no more of it in memory than is allowed, whatever its headers say.
+    """Return the body, with no more of it in memory than the limit allows, whatever its headers say.
 
-    Raises ApiError 400, 408 where it does not come in time, 413, or 499 where the client leaves.
+    Raises ApiError 400, 408 if it does not arrive in time, 413 if it is too large, or 499 if the client disconnects.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # which no web page of another origin can send without being let
+    if kind != "application/json":  # web pages of other origins cannot send this type without permission
         raise ApiError(400, f"the body must be sent with content-type application/json, not {kind or 'none'}")
     declared = request.headers.get("content-length", "")
     if request.headers.get("expect") and declared.isdecimal() and int(declared[:20]) > limits.body_bytes:
-        raise _too_large(limits)  # the client waits for leave to send it
+        raise _too_large(limits)  # the client waits for permission to send it
     body, size = bytearray(), 0
     try:
         async with asyncio.timeout(limits.body_seconds):
@@ -120,18 +120,18 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 def _too_large(limits: Limits) -> ApiError:
-    # What may be left of the body is not read, so the connection cannot serve another request.
+    # The rest of the body may be unread, so the connection cannot serve another request.
     message = f"the body is larger than {limits.body_bytes} bytes; shorten it"
     return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
 
 
 def waits_for(engine: Engine, requests: Sequence[RequestState], with_counts: bool = True) -> str | None:
-    """What requests wait for that have no token yet: their turn, or their prompts to be read.
+    """Return what requests without a token wait for: their turn or prefill.
 
-    None if there is nothing to tell of either, or if the prompts are short: those are read in one step. Any thread may
-    call it. It does not wait for the engine, which may be a step farther by then.
+    Returns None if there is nothing to report, or if the prompts are short enough for one prefill step. Any thread may
+    call this. It does not wait for the engine, so the answer may be a step old.
 
-    with_counts: whether to tell how many tokens have been read, those from the prefix cache among them.
+    with_counts: whether to include how many tokens have been read, prefix cache hits included.
     """
     begun = [request for request in requests if request.read_tokens]
     if begun:
@@ -149,12 +149,11 @@ T = TypeVar("T")
 
 
 class Pools:
-    """A pool for each kind of work, so that short requests never wait for long ones, nor for schemas.
+    """A thread pool for each kind of work, so that short requests never wait for long ones or for schemas.
 
-    Long ones are taken one at a time: encoding megabytes keeps a core busy for seconds, and the engine needs one too.
-    A schema may take seconds to compile, in a process of its own. Clients take turns for both.
-    Work that has not begun when its request is cancelled never does. Of work that has, the encoding of a long text ends
-    (`Encoder` in `model.py`).
+    Long requests are encoded one at a time: encoding megabytes keeps a core busy for seconds, and the engine needs one
+    too. Schemas may take seconds to compile, in a process of their own. Clients take turns for both. Cancelling
+    a request drops work that has not started; of started work, it stops only long encodings (`model.Encoder`).
     """
 
     def __init__(self, limits: Limits):
@@ -166,11 +165,11 @@ class Pools:
         self._long_semaphore, self._schema_semaphore = FairSemaphore(), FairSemaphore(limits.schema_threads)
 
     async def read(self, work: Callable[[], T], size: int) -> T:
-        """Read a body of so many bytes; a short one at once, which takes less than to hand it over."""
+        """Parse a body of `size` bytes; short ones run here, because handing them to a thread would take longer."""
         return await _in(self._reading, work) if size >= self._long_bytes else work()
 
     async def encode(self, work: Callable[[], T], size: int, client: str, has_schema: bool = False) -> T:
-        """Make a client's request of so many bytes ready to be decoded. Raises what `work` raises."""
+        """Prepare a client's request of `size` bytes for decoding. Raises what `work` raises."""
         if size >= self._long_bytes:
             pool, semaphore = self._long, self._long_semaphore
         elif has_schema:
@@ -181,13 +180,13 @@ class Pools:
             return await _in(pool, work)
 
     def close(self) -> None:
-        """Begin nothing more; what has begun is not waited for."""
+        """Start no more work, and do not wait for running work."""
         for pool in (self._reading, self._short, self._long, self._schemas):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Threads(ThreadPoolExecutor):
-    """A pool whose end waits for nothing: asyncio's own would keep a server from ending while some work hangs."""
+    """A thread pool that shuts down at once; asyncio's default waits for work that hangs."""
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         super().shutdown(wait=False, cancel_futures=True)
@@ -198,7 +197,7 @@ async def _in(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
 
 
 class FairSemaphore:
-    """A semaphore for which clients take turns: who has many that wait for it keeps nobody else waiting for them all.
+    """A semaphore that serves clients in turn, so that one with many waiters does not delay the others.
 
     Belongs to the event loop.
     """
@@ -206,11 +205,11 @@ class FairSemaphore:
     def __init__(self, at_once: int = 1) -> None:
         self._free = at_once
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """By client, the one whose turn comes next first."""
+        """Waiters by client, in the order of turns."""
 
     @asynccontextmanager
     async def acquire(self, client: str) -> AsyncIterator[None]:
-        """Wait for a turn, and have it for as long as this context."""
+        """Wait for a turn and hold it inside the context."""
         if self._free:
             self._free -= 1
         else:
@@ -226,51 +225,51 @@ class FairSemaphore:
         try:
             await mine
         except asyncio.CancelledError:
-            if not mine.cancelled():  # the turn had come already
+            if not mine.cancelled():  # the turn had already come
                 self._release()
             raise
 
     def _release(self) -> None:
-        """Give a turn that has ended to whoever is next, or to nobody."""
+        """Pass the turn to the next waiter, or free it."""
         while self._waiting:
             client = next(iter(self._waiting))
             line = self._waiting.pop(client)
             following = line.popleft()
             if line:
-                self._waiting[client] = line  # behind everybody else
-            if not following.done():  # else its client has left
+                self._waiting[client] = line  # at the end of the line
+            if not following.done():  # otherwise its client has left
                 following.set_result(None)
                 return
         self._free += 1
 
 
 _CODE_POINT = 4
-"""Bytes of a character that the vocabulary lacks, at most."""
+"""Maximum bytes of a character that is not in the vocabulary."""
 _SHRINKS = {"NFC": 3, "Prepend": 1, "ByteLevel": 1}
-"""Normalizers, and how many bytes of text they write as one at most: NFC makes one Hangul syllable of three letters."""
+"""Normalizers, and how many bytes they may turn into one: NFC merges three Hangul letters into one syllable."""
 _KEEPS = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"}
-"""Ways to cut a text into words that leave nothing of it out, unless they are told to."""
+"""Pre-tokenizers that keep the whole text, unless configured otherwise."""
 
 
 @dataclass(frozen=True)
 class TokenSize:
-    """What a token stands for at most."""
+    """The most text that one token can stand for."""
 
     most_bytes: int
     loses_space: bool = False
-    """Whether white space may be left out of the tokens altogether."""
+    """Whether tokens may omit white space."""
 
     def least_tokens(self, text: str) -> int:
-        """Tokens that a text is made into, or fewer, never more."""
+        """Return a lower bound on the tokens of a text."""
         kept = "".join(text.split()) if self.loses_space else text
         return -(-len(kept.encode()) // self.most_bytes)
 
 
 def token_size(tokenizer: TokenizerWrapper) -> TokenSize | None:
-    """How much of a text one token can stand for; None where that has no bound, or none that is known.
+    """Return the most text that one token can stand for, or None if that is unbounded or unknown.
 
-    A normalizer may shorten a text, and an unknown token or a space may stand for any length of it. Known are
-    vocabularies that have every byte, or a token for each character that they lack.
+    A normalizer may shorten a text, and an unknown token or a space may stand for text of any length. The bound is
+    known for vocabularies with every byte, or with one unknown token for each character that they lack.
     """
     backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
@@ -289,7 +288,7 @@ def token_size(tokenizer: TokenizerWrapper) -> TokenSize | None:
 
 
 def _knows_all(model: Any, vocabulary: Mapping[str, int], letters: bool) -> bool:
-    """Whether no token stands for a whole run of what is not in the vocabulary, and nothing of it is dropped."""
+    """Return whether no token stands for a run of unknown characters, and none are dropped."""
     if not isinstance(model, BPE | Unigram) or not vocabulary:
         return False
     if letters:
@@ -300,7 +299,7 @@ def _knows_all(model: Any, vocabulary: Mapping[str, int], letters: bool) -> bool
 
 
 def _state(part: Any) -> dict[str, Any]:
-    """A normalizer or a pre-tokenizer, as tokenizer.json has it."""
+    """Return a normalizer or pre-tokenizer as in tokenizer.json."""
     return {} if part is None else dict(json.loads(part.__getstate__()))
 
 
@@ -330,11 +329,11 @@ def _keeps(pre_tokenizer: Mapping[str, Any]) -> bool:
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letters with which byte-level vocabularies write bytes: printable ones stand for themselves."""
+    """Map the letters of byte-level vocabularies to bytes; printable bytes stand for themselves."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 BYTE_LETTERS = _byte_letters()
-"""Each of the 256 bytes by its letter."""
+"""The byte for each of the 256 letters."""

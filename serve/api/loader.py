@@ -1,4 +1,4 @@
-"""Loads what is to be served, tries it once, and says what is on: one model, or several that share memory."""
+"""Loads and tries out the model to serve, or several models that share memory."""
 
 from __future__ import annotations
 
@@ -100,25 +100,21 @@ class LoadConfig(Group):
             )
 
     def left_out(self) -> Volatile:
-        """What is left out of system prompts. Raises ConfigError for a pattern that is none."""
+        """Return what to leave out of system prompts. Raises ConfigError for an invalid pattern."""
         return Volatile.of(self.volatile, not self.keep_volatile)
 
     def resolved(self) -> Self:
-        """The same with the names that are meant: of the embedded target, and of the head that goes with it."""
+        """Return this config with the default target and head filled in."""
         target, speculation = self.speculation.for_target(None if self.target is None else str(self.target))
         return replace(self, target=target, speculation=speculation)
 
     @property
     def name(self) -> str | Path:
-        """The target's name."""
         return embedded("target") if self.target is None else self.target
 
 
 def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
-    """Load target and proposer and decode a few tokens, so that what cannot work fails now.
-
-    Raises an EagleError that says what is wrong.
-    """
+    """Load target and proposer, and decode a few tokens so that problems show now. Raises EagleError."""
     target = load_target(config)
     speculation, proposer = load_proposer(config.speculation, target, config.name, say)
     config.loading.wire_active()
@@ -145,7 +141,7 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     name = proposer.name if proposer is not None else "none"
     speculation.learn_costs(engine)
     loaded = Loaded(engine, name, drafts, sampling_defaults(config.name), config.left_out())
-    with suppress(ConfigError):  # requests that want a grammar are told why there is none
+    with suppress(ConfigError):  # requests that need a grammar report why there is none
         loaded.grammars.start()
     for line in _description(config, loaded):
         say(line)
@@ -153,7 +149,7 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
 
 
 def load_target(config: LoadConfig, lazy: bool = False) -> Target:
-    """Load the target; with `lazy`, read only the headers of its weights. Raises EagleError if it cannot be served."""
+    """Load the target; `lazy` reads only the headers of its weights. Raises EagleError if it cannot be served."""
     target = config.loading.load(config.name, lazy=lazy)
     if target.tokenizer is None:
         raise TargetError(f"{config.name} has no tokenizer, so it cannot be served")
@@ -167,7 +163,7 @@ def load_target(config: LoadConfig, lazy: bool = False) -> Target:
 
 
 def check(loaded: Loaded, say: Callable[[str], None]) -> bool:
-    """Whether greedy text is the same with and without speculation; where it first differs by rounding alone, it is."""
+    """Return whether greedy text is the same with and without speculation, apart from rounding."""
     target = loaded.target
     params = SamplingParams(max_tokens=min(_CHECK_TOKENS, target.context_length - 2), ignore_eos=True)
     prompt = loaded.engine.prepare(_CHECK_PROMPT, params).prompt[-(target.context_length - params.max_tokens - 1) :]
@@ -185,7 +181,7 @@ def check(loaded: Loaded, say: Callable[[str], None]) -> bool:
 
 
 def _try_out(target: Target, proposer: Proposer | None, depth: int) -> None:
-    """Decode with and without drafts, which also compiles what the first request would wait for."""
+    """Decode with and without drafts. This also compiles what the first request needs."""
     prompt = [0] * min(8, target.context_length - 1)
     params = SamplingParams(max_tokens=2 * depth + 2, ignore_eos=True)
     Engine(target, proposer, policy=FixedPolicy(depth), max_batch=1).generate([prompt], params)
@@ -193,7 +189,7 @@ def _try_out(target: Target, proposer: Proposer | None, depth: int) -> None:
 
 
 def _description(config: LoadConfig, loaded: Loaded) -> list[str]:
-    """What is on, line by line."""
+    """Return the startup report, line by line."""
     target, chat = loaded.target, loaded.chat
     chats = [
         "chat template" if chat.has_chat_template else "no chat template (completions only)",
@@ -222,7 +218,7 @@ def _description(config: LoadConfig, loaded: Loaded) -> list[str]:
 
 
 def _about_disk(disk: DiskTier | None) -> list[str]:
-    """Where past prompts are kept in files, and how much is there already."""
+    """Return a line on the folder of prefix cache files and its size."""
     if disk is None:
         return []
     return [f"prefix files: {disk.folder}, {gb(disk.nbytes)} there, up to {gb(disk.limit)} of all models"]
@@ -232,16 +228,16 @@ Say = Callable[[str], None]
 
 
 def single(name: str, config: LoadConfig, say: Say) -> Source:
-    """A model that is alone."""
+    """Return the source of the only model."""
     return Source(name, lambda: load(config, say), config.max_batch)
 
 
 def several(configs: Mapping[str, LoadConfig], nbytes: int, say: Say) -> list[Source]:
-    """Models that share so many bytes.
+    """Return the sources of models that share `nbytes`.
 
-    Whose file says nothing of keys and values gets an equal part of half the budget for them, or what its weights leave
-    where that is less. So what a model takes does not depend on who is there. Raises ConfigError for one that is on
-    this machine and would not fit if it were alone.
+    If a model's entry sets no KV cache size, it gets an equal part of half the budget, or what its weights leave if
+    that is less. Its size therefore does not depend on which models are loaded. Raises ConfigError if a local model
+    would not fit alone.
     """
     for name, config in configs.items():
         if Path(config.name).is_dir() and (needed := _sized(config, nbytes, len(configs))[1]) > nbytes:
@@ -253,7 +249,7 @@ def several(configs: Mapping[str, LoadConfig], nbytes: int, say: Say) -> list[So
 
 
 def budget(given: int | None) -> int:
-    """Return the bytes for all models: those that are given, or a share of what is free."""
+    """Return the bytes for all models: `given`, or a share of free memory."""
     return memory.models_bytes(memory.free_memory()) if given is None else given
 
 
@@ -271,7 +267,7 @@ def _shared(name: str, config: LoadConfig, nbytes: int, count: int, say: Say) ->
 
 
 def _sized(config: LoadConfig, nbytes: int, count: int) -> tuple[LoadConfig, int]:
-    """The config with bytes for keys and values, and what the model takes with them. Fetches what is not here."""
+    """Return the config with its KV cache size, and the model's total bytes. Fetches missing files."""
     weights = weights_bytes(config)
     share = max(1, min(nbytes // 2 // count, nbytes - weights))
     kv = share if config.memory.kv_bytes is None else config.memory.kv_bytes
@@ -279,18 +275,17 @@ def _sized(config: LoadConfig, nbytes: int, count: int) -> tuple[LoadConfig, int
 
 
 def weights_bytes(config: LoadConfig) -> int:
-    """Bytes of the files of weights: the target's, and those of the head or draft model that is named.
+    """Return the bytes of the weights of the target, and of its head or draft model if one is named.
 
-    A head that is looked for is not among them. Raises EagleError where a model cannot be had.
+    Raises EagleError if a model is not available.
     """
     return sum(file.stat().st_size for folder in _folders(config) for file in _weights(folder))
 
 
 def check_files(config: LoadConfig) -> None:
-    """Raise an EagleError if a model that is named cannot be loaded from its files.
+    """Raise EagleError if a named model cannot be loaded from its files.
 
-    Reads configs, tokenizer and the headers of weights, and so takes little time and memory. Another model is unloaded
-    only after this.
+    Reads only configs, tokenizer and headers of weights, so it is fast. Run it before unloading another model.
     """
     for folder in _folders(config):
         if not (files := _weights(folder)):
@@ -304,7 +299,7 @@ def check_files(config: LoadConfig) -> None:
 
 
 def _folders(config: LoadConfig) -> list[Path]:
-    """The folders of the target, and of the head or draft model that is named. Fetches what is not here."""
+    """Return the folders of the target, and of its head or draft model if named. Fetches missing files."""
     speculation = config.speculation
     head = None if speculation.head in (AUTO, NO_HEAD) else speculation.head
     named = [config.name, *(place for place in (head, speculation.draft_model) if place is not None)]

@@ -1,4 +1,4 @@
-"""Log probabilities in the two shapes of OpenAI's routes, those of a prompt, and the texts of single tokens."""
+"""Log probabilities in the shapes of OpenAI's two routes, those of a prompt, and the texts of single tokens."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .limits import BYTE_LETTERS
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ANCHOR = "a"
-"""Text in front of a token, so that its leading space is not taken for the beginning of a text."""
+"""Text before a token, so that its leading space is kept."""
 _LEAST = -9999.0
-"""In place of minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON lacks."""
 
 
 class TopLogprob(Shape):
@@ -49,7 +49,7 @@ class LogprobLists(Shape):
 
 
 class TokenTexts:
-    """The text and the bytes of each token of a vocabulary, worked out once."""
+    """The text and bytes of each token of a vocabulary, computed once."""
 
     def __init__(self, tokenizer: TokenizerWrapper):
         self._tokenizer: Any = tokenizer
@@ -58,7 +58,7 @@ class TokenTexts:
         self._known: dict[int, tuple[str, bytes]] = {}
 
     def __getitem__(self, token: int) -> tuple[str, bytes]:
-        """A token that is only a part of a character reads `bytes:\\xe2\\x82`, so that no two have the same text."""
+        """Return a token's text and bytes. Part of a character reads `bytes:\\xe2\\x82`, so that texts are unique."""
         found = self._known.get(token)
         if found is None:
             found = self._known[token] = self._find(token)
@@ -95,20 +95,20 @@ def _entry(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
 
 
 class CompletionLogprobs:
-    """The lists of a completion, which tell where in the text each token begins."""
+    """The log probability lists of a completion, with the text offset of each token."""
 
     def __init__(self, texts: TokenTexts, tokenizer: TokenizerWrapper, offset: int = 0):
-        """offset: where the first token begins."""
+        """offset: the text offset of the first token."""
         self._texts, self._offset = texts, offset
         self._stream = TextStream(tokenizer)
 
     def take(self, found: Iterable[TokenLogprob], first_unknown: int | None = None) -> dict[str, Any]:
-        """The lists for the tokens that come next, and before them for one of which nothing can be known."""
+        """Return the lists for the next tokens. `first_unknown` is a token before them without a log probability."""
         lists: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         if first_unknown is not None:
             self._add(lists, first_unknown, None, None)
         for each in found:
-            # The token itself is listed with the likeliest, also where it is not one of them.
+            # The token itself is always listed, even if it is not among the top ones.
             top = {self._texts[token][0]: max(logprob, _LEAST) for token, logprob in each.top}
             top.setdefault(self._texts[each.token][0], max(each.logprob, _LEAST))
             self._add(lists, each.token, max(each.logprob, _LEAST), top)
@@ -123,14 +123,14 @@ class CompletionLogprobs:
 
 
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Two sets of lists as one."""
+    """Concatenate two sets of lists."""
     return {name: first[name] + second[name] for name in first}
 
 
 def score_prompt(target: Target, tokens: Sequence[int], top: int, chunk: int = 256) -> Iterator[list[TokenLogprob]]:
-    """Of each token but the first, given those before it; `chunk` of them at a time, so that others get their turn.
+    """Yield the log probabilities of each token but the first, `chunk` tokens at a time, so that others get turns.
 
-    top: how many of the likeliest to report at each place. Must run in the thread that owns the target.
+    top: how many of the likeliest tokens to report at each position. Must run in the thread that owns the target.
     """
     cache, freed = RaggedCache.of(target.model, 1), FreedBuffers()
     for start in range(0, len(tokens) - 1, chunk):

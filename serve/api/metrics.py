@@ -1,6 +1,6 @@
-"""The totals as Prometheus and as JSON.
+"""Metrics as Prometheus and as JSON, by model.
 
-`vllm:spec_decode_*` are the names that dashboards know; the server's own begin with `eagle:`. Each number is a model's.
+`vllm:spec_decode_*` are the names that dashboards know; the server's own names begin with `eagle:`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .service import SECONDS, Histogram, Service, Totals
 
 T = TypeVar("T")
 _MODEL = "model_name"
-"""The label that tells models apart, as vLLM calls it."""
+"""The label of a model's name, as in vLLM."""
 _COUNTERS: tuple[tuple[str, str, Callable[[Totals], float]], ...] = (
     ("vllm:spec_decode_num_drafts", "Rounds of a request in which tokens were drafted", lambda t: t.drafts),
     ("vllm:spec_decode_num_draft_tokens", "Tokens drafted", lambda t: t.drafted),
@@ -69,7 +69,7 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[Totals], Histogram]], ...] = (
 )
 _DISK = "eagle:prefix_disk"
 _ABOUT_CACHE = re.compile("cached_prompt|prefix_")
-"""Metrics by which one client could tell, between two requests, whether a text was in the prefix cache."""
+"""Metrics that could reveal to a client whether a text was in the prefix cache."""
 _DISK_COUNTERS: tuple[tuple[str, str, Callable[[DiskTier], float]], ...] = (
     (f"{_DISK}_hits", "Prompts that went on from files", lambda d: d.hits),
     (f"{_DISK}_tokens", "Their tokens that came from files", lambda d: d.tokens),
@@ -85,7 +85,7 @@ _DISK_GAUGES: tuple[tuple[str, str, Callable[[DiskTier], float]], ...] = (
 
 
 class ServerCollector(Collector):
-    """Reads the totals whenever somebody asks for the metrics."""
+    """Collects the current totals on every scrape."""
 
     def __init__(self, models: Models):
         self._models = models
@@ -126,7 +126,7 @@ def _families(
     numbers: Sequence[tuple[str, str, Callable[[T], float]]],
     of: Sequence[tuple[str, T]],
 ) -> Iterator[Metric]:
-    """Each number, for the models of these names."""
+    """Yield one metric family per number, with a sample per model."""
     for name, text, read in numbers:
         family = kind(name, text, labels=[_MODEL])
         for model, each in of:
@@ -135,7 +135,7 @@ def _families(
 
 
 def _about_ranks(services: Sequence[tuple[str, Service]]) -> Iterator[Metric]:
-    """How long the ranks have waited for each other, of models that several machines share."""
+    """Yield how long ranks have waited for messages, for models that run on several machines."""
     shared = [(name, each.rank_waits) for name, each in services if each.rank_waits]
     if not shared:
         return
@@ -152,7 +152,7 @@ def _about_ranks(services: Sequence[tuple[str, Service]]) -> Iterator[Metric]:
 
 
 def registry(models: Models) -> CollectorRegistry:
-    """A registry of this server's own."""
+    """Return a registry for this server alone."""
     own = CollectorRegistry(auto_describe=False)
     own.register(ServerCollector(models))
     return own
@@ -176,7 +176,7 @@ class SpeculationSummary(Shape):
 
 
 def speculation_summary(totals: Totals, mode: str, most: int) -> SpeculationSummary:
-    """Sum up what speculation has done. most: draft tokens a round."""
+    """Summarize speculation. most: the maximum draft tokens per round."""
     steps = totals.row_rounds
     return SpeculationSummary(
         spec_decode_enabled=mode != "none",
@@ -195,6 +195,6 @@ def speculation_summary(totals: Totals, mode: str, most: int) -> SpeculationSumm
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """How many were within each bound, those of the bounds below it with them."""
+    """Return the cumulative counts of a histogram's buckets."""
     counts = list(histogram.buckets)
     return [(bound, sum(counts[: at + 1])) for at, bound in enumerate((*map(str, SECONDS), "+Inf"))]

@@ -1,4 +1,4 @@
-"""A loaded model: its engine, the encoder of its texts, and the sampling that requests may ask of it."""
+"""A loaded model: its engine, its encoder, and the sampling parameters of requests."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ from .logprobs import TokenTexts
 from .schema import Request
 
 _LOOK_SECONDS = 0.05
-"""Between looks whether a request has been cancelled."""
+"""Interval between checks whether a request was cancelled."""
 _TOKENIZER_SECONDS = 60.0
-"""As for grammars; it takes under a second."""
+"""The same limit as for grammars; loading a tokenizer takes under a second."""
 _OWN_WAYS = ("__call__", "encode", "_encode_plus", "_convert_encoding", "set_truncation_and_padding")
-"""Methods with which a tokenizer's class may do more to a text than its backend does."""
+"""Methods in which a tokenizer's class may process text beyond its backend."""
 
 Encode = Callable[[str, bool], list[int]]
-"""A text, and whether the special tokens that begin or end one are added -> its token ids."""
+"""Maps a text, and whether to add special tokens, to token ids."""
 
 
 class Encoder:
-    """Encodes short texts here, and long ones in a process, which is killed when its request is cancelled.
+    """Encodes short texts in this process, and long ones in another, which is killed if the request is cancelled.
 
-    The process holds the tokenizer's backend (the `tokenizers` library) and nothing else. A tokenizer without one, or
-    whose class does more than its backend, encodes long texts here too, and then nothing stops it. A text takes some
-    200 bytes of memory for each of its own, so the limit of bodies bounds that too. Any thread may use this.
+    The process holds only the tokenizer's backend (the `tokenizers` library). Long texts are encoded here, and cannot
+    be stopped, if there is no backend or the tokenizer's class adds processing to it. Encoding takes about 200 bytes of
+    memory per byte of text, so the body limit bounds memory too. Any thread may use this.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper):
         self._tokenizer = tokenizer
         self._starting = Lock()
         self.process: Process | None = None
-        """The first one, forked for each text; started at the first need."""
+        """The first process, started on demand; it forks one for each text."""
 
     def encode(self, text: str, add_special_tokens: bool, is_long: bool, cancelled: Event) -> list[int]:
-        """The tokenizer's ids of a text. Raises ApiError, 499 once this is cancelled, 503 if the process is killed."""
+        """Return a text's token ids. Raises ApiError: 499 once cancelled, 503 if the process is killed."""
         if cancelled.is_set():
             raise _gone()
         if not is_long or self._opening is None:
@@ -74,19 +74,19 @@ class Encoder:
 
     @cached_property
     def _opening(self) -> tuple[str, str, bool] | None:
-        """What the first process is told; None where long texts are encoded here."""
-        tokenizer: Any = self._tokenizer._tokenizer  # transformers' own; mlx-lm's wrapper adds nothing to its `encode`
+        """The first message to the process; None if long texts are encoded here."""
+        tokenizer: Any = self._tokenizer._tokenizer  # transformers' own; mlx-lm's wrapper adds nothing to `encode`
         backend = getattr(tokenizer, "backend_tokenizer", None)
         own = any(getattr(type(tokenizer), name) is not getattr(PreTrainedTokenizerFast, name) for name in _OWN_WAYS)
         if own or not isinstance(backend, Tokenizer):
             return None
         try:
             return "open", backend.to_str(), tokenizer.split_special_tokens
-        except Exception:  # of no other kind, where a part of the backend is written in Python
+        except Exception:  # tokenizers raises no subclass if part of the backend is in Python
             return None
 
     def _start(self) -> Process:
-        """The first process, in place of one that somebody has killed. Raises ProcessEnded."""
+        """Return the first process; start it if it is not running. Raises ProcessEnded."""
         with self._starting:
             if self.process is None or not self.process.alive:
                 process = Process.start(EncoderProcess)
@@ -97,7 +97,7 @@ class Encoder:
             return self.process
 
     def end(self) -> None:
-        """Kill all processes, whatever they are doing."""
+        """Kill all processes."""
         with self._starting:
             if self.process is not None:
                 self.process.end()
@@ -105,7 +105,7 @@ class Encoder:
 
 
 def _asked(process: Process, text: str, add_special_tokens: bool, cancelled: Event) -> tuple[Any, str]:
-    """What a process answers, which ends with this. Raises ProcessEnded, and ApiError once this is cancelled."""
+    """Return a process's answer and end the process. Raises ProcessEnded, or ApiError once cancelled."""
     try:
         process.ask("encode", text, add_special_tokens)
         while (answer := process.answer(_LOOK_SECONDS)) is None:
@@ -122,24 +122,24 @@ def _gone() -> ApiError:
 
 log = logging.getLogger("eagle_mlx.serve")
 _LAST_WRITES = 5.0
-"""Seconds that files of past prompts have at the end: with the drain less than the 45 that a container is given."""
+"""Seconds to write prefix cache files at shutdown; with the drain, less than the 45 that a container gets."""
 
 
 @dataclass(frozen=True)
 class Loaded:
     engine: Engine
     mode: str = "none"
-    """How it speculates."""
+    """The mode of speculation."""
     most_drafts: int = 0
-    """Draft tokens a round at most."""
+    """Maximum draft tokens per round."""
     defaults: Mapping[str, float] = field(default_factory=dict)
-    """Sampling parameters for requests that do not give them."""
+    """Default sampling parameters."""
     volatile: Volatile = field(default_factory=Volatile)
-    """What is left out of system prompts."""
+    """What to leave out of system prompts."""
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """What a request may name in `spec_decode`: what is loaded, and none."""
+        """The values of `spec_decode` that a request may use."""
         also = ("ngram",) if isinstance(self.engine.proposer, HybridProposer) else ()
         return tuple(dict.fromkeys((self.mode, *also, "none")))
 
@@ -149,12 +149,12 @@ class Loaded:
 
     @property
     def disk(self) -> DiskTier | None:
-        """Where past prompts are kept in files."""
+        """The disk tier of the prefix cache."""
         return self.engine.prefixes.disk if self.engine.prefixes is not None else None
 
     @property
     def tokenizer(self) -> TokenizerWrapper:
-        """The target's, without which nothing is served."""
+        """The target's tokenizer; `load` requires one."""
         tokenizer = self.target.tokenizer
         assert tokenizer is not None
         return tokenizer
@@ -173,7 +173,7 @@ class Loaded:
 
     @cached_property
     def token_size(self) -> TokenSize | None:
-        """What a token stands for at most; None where that is not known."""
+        """The most text that one token can stand for, or None if unknown."""
         return token_size(self.tokenizer)
 
     @cached_property
@@ -181,7 +181,7 @@ class Loaded:
         return TokenTexts(self.tokenizer)
 
     def close(self) -> None:
-        """End the processes alongside the engine, and write the past prompts that wait for it."""
+        """End the processes alongside the engine, and write pending prefix cache files."""
         self.target.close()
         self.grammars.end()
         self.encoder.end()
@@ -190,7 +190,7 @@ class Loaded:
 
 
 def sampling_defaults(name: str | Path) -> dict[str, float]:
-    """What the model's authors advise in `generation_config.json`, as far as it can be read and used."""
+    """Return the valid sampling defaults from the model's `generation_config.json`, if there is one."""
     try:
         advice: dict[str, Any] = json.loads((hub.resolve(name) / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -210,7 +210,7 @@ def _usable(name: str, value: Any) -> bool:
 
 
 def check(request: Request, limits: Limits) -> None:
-    """Raise ApiError 400 for what is too much, or contradicts itself."""
+    """Raise ApiError 400 if a request exceeds the limits or contradicts itself."""
     limits.check_n(request.answers)
     limits.check_stops(request.stops)
     if request.stream_options is not None and not request.stream:
@@ -225,7 +225,7 @@ def sampling(
     grammar: Callable[[], Grammar] | None = None,
     stop_watcher: Callable[[], StopWatcher] | None = None,
 ) -> list[SamplingParams]:
-    """One for each of the `n` answers, whose seeds count up from the request's.
+    """Return parameters for each of the `n` answers; their seeds count up from the request's.
 
     max_tokens: None for what the context leaves. top_logprobs: None for no log probabilities. Raises ApiError 400.
     """
@@ -235,7 +235,7 @@ def sampling(
         if (value := getattr(request, name)) is not None
     }
     advised: dict[str, float] = {"temperature": 1.0, **loaded.defaults, **given}
-    if advised.get("top_k") == -1:  # as other servers write "all"
+    if advised.get("top_k") == -1:  # other servers' value for "all"
         advised["top_k"] = 0
     try:
         params = SamplingParams(
@@ -263,7 +263,7 @@ def sampling(
 
 
 def _drafts(request: Request, loaded: Loaded) -> int | None:
-    """The most draft tokens a round that the request wants. Raises ApiError 400 for a way to draft that is not here."""
+    """Return the request's maximum draft tokens per round. Raises ApiError 400 for a mode that is not loaded."""
     mode, most = request.spec_decode, request.num_speculative_tokens
     if mode not in (None, *loaded.modes):
         *others, last = map(repr, loaded.modes)
@@ -276,16 +276,16 @@ def _drafts(request: Request, loaded: Loaded) -> int | None:
 
 
 def check_text(text: str, max_tokens: int | None, loaded: Loaded, param: str) -> None:
-    """Raise ContextExceeded where a text is so long that it need not be encoded to know that it does not fit."""
+    """Raise ContextExceeded if a text is too long for the context, without encoding it."""
     if loaded.token_size is not None:
         check_context(loaded.token_size.least_tokens(text), max_tokens, loaded, param, "at least ")
 
 
 def check_context(prompt: int, max_tokens: int | None, loaded: Loaded, param: str, about: str = "") -> None:
-    """Raise ContextExceeded where a prompt of so many tokens, and its answer, do not fit."""
+    """Raise ContextExceeded if `prompt` tokens and the answer do not fit the context."""
     context = loaded.target.context_length
     if prompt + (max_tokens or 1) > context:
         wanted = f" and {max_tokens} to generate" if max_tokens else ""
-        # The first words are OpenAI's: by them agents know that they must shorten the conversation.
+        # OpenAI's words, which tell agents to shorten the conversation.
         here = f"this model's maximum context length is {context} tokens"
         raise ContextExceeded(f"{here}, but the prompt has {about}{prompt}{wanted}; shorten it", param, prompt, context)

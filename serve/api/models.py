@@ -1,4 +1,4 @@
-"""The models of a server by name: the file that names them, and loading by demand and unloading by least use."""
+"""A server's models: reading the file that names them, loading on demand, and unloading the least recently used."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from .service import Service, Settings, Source
 log = logging.getLogger("eagle_mlx.serve")
 ServerState = Literal["starting", "ready", "draining"]
 _NAMED = 200
-"""Characters of an unknown model's name that its refusal repeats."""
+"""Characters of an unknown model's name to quote."""
 
 
 class Models:
-    """What the routes share: a service for each model, what is loaded of them, and the threads for encoding.
+    """What the routes share: a service per model, its loaded state, and the threads for encoding.
 
-    Each model has an engine and a thread of its own. One is loaded at a time, so that room is counted once. Belongs to
-    the event loop.
+    Each model has its own engine and thread. Models load one at a time, so that memory is counted once. Belongs to the
+    event loop.
     """
 
     def __init__(
         self, settings: Settings, sources: Sequence[Source], nbytes: int | None = None, at_start: bool = False
     ):
-        """nbytes: memory for all loaded models; None for no bound. at_start: load them all then, and end without."""
+        """nbytes: memory for all loaded models; None for no limit. at_start: load all at startup, or end."""
         self.settings = settings
         self.services = {source.name: Service(settings, source) for source in sources}
         self.pools = Pools(settings.limits)
         self.draining = False
         self._nbytes, self._at_start = nbytes, at_start
         self._starting = set(self.services) if at_start else set()
-        """Names of those that the server waits for."""
+        """Models that the server waits for before it is ready."""
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._taken: dict[str, int] = {}
-        """Bytes of those that are loaded, or being loaded."""
+        """Bytes of models that are loaded or loading."""
         self._checking = ThreadPoolExecutor(1, "checking")
-        """One thread, because MLX keeps something of each that has used it."""
+        """One thread, because MLX keeps state for each thread that has used it."""
         self._turn = asyncio.Lock()
         self._room = asyncio.Event()
-        """Set whenever a model may have become idle."""
+        """Set when a model may have become idle."""
         for service in self.services.values():
             service.on_idle = self._room.set
 
@@ -66,18 +66,18 @@ class Models:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is under way."""
+        """Whether no request is in progress."""
         return all(service.idle for service in self.services.values())
 
     @property
     def failure(self) -> BaseException | None:
-        """What has become of a model without which the server is to end."""
+        """The failure of a model that the server cannot run without."""
         if not self._at_start:
             return None
         return next((each.worker.failure for each in self.services.values() if each.worker.failure is not None), None)
 
     def start(self) -> None:
-        """Start the models' threads, in the event loop."""
+        """Start the models' threads in the event loop."""
         for service in self.services.values():
             service.worker.observer = service.totals.observe
             service.worker.start(asyncio.get_running_loop())
@@ -91,7 +91,7 @@ class Models:
         for service in self.services.values():
             service.worker.stop()
         for service in self.services.values():
-            service.worker.join()  # not in a thread of the pool: work that hangs may hold all of them
+            service.worker.join()  # not in a pool thread: work that hangs may hold all of them
 
     def abort_all(self, reason: str) -> None:
         """End every request with an error."""
@@ -99,22 +99,22 @@ class Models:
             service.worker.abort_all(reason)
 
     def check_open(self) -> None:
-        """Raise ApiError 503 where requests are not taken."""
+        """Raise ApiError 503 if the server takes no requests."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "30"})
         if self._starting:
             raise ApiError(503, "the model is being loaded", code="starting", headers={"Retry-After": "5"})
 
     def named(self, model: str | None) -> Service:
-        """The model that a request names; where there is one alone, it need not.
+        """Return the model that a request names; a single model need not be named.
 
-        Raises ApiError 404 for a name that is not known, 400 for none, 503 where requests are not taken.
+        Raises ApiError 404 for an unknown name, 400 for a missing one, 503 if the server takes no requests.
         """
         self.check_open()
         return self.known(model)
 
     def known(self, model: str | None) -> Service:
-        """As `named`, whether or not requests are taken."""
+        """Return a model as `named` does, but also while the server takes no requests."""
         names = ", ".join(map(repr, self.services))
         if model is None and len(self.services) > 1:
             raise ApiError(400, f"model is not given, and several are served: {names}", "model")
@@ -125,18 +125,18 @@ class Models:
         return self.services[model] if model is not None else next(iter(self.services.values()))
 
     async def loaded(self, service: Service) -> Loaded:
-        """The model for a request of its, which waits until it is loaded.
+        """Wait until a request's model is loaded, and return it.
 
-        Raises ApiError 500 where it cannot be, 503 where there is no room for it in time.
+        Raises ApiError 500 if loading fails, 503 if there is no memory for it in time.
         """
         while (loaded := service.loaded) is None:
             await asyncio.shield(self._begin(service))
         return loaded
 
     async def unload(self, service: Service) -> None:
-        """Give a model's memory back, where it is loaded.
+        """Unload a model and free its memory.
 
-        Raises ApiError 409 while it has requests, and for one that several machines share: all of them would end.
+        Raises ApiError 409 while it has requests, or if several machines share it, because the whole run would end.
         """
         async with self._turn:
             if service.rank_waits:
@@ -148,7 +148,7 @@ class Models:
             await self._end(service)
 
     def _begin(self, service: Service) -> asyncio.Task[None]:
-        """The load that is under way, or a new one. Who waits for it may leave."""
+        """Return the load in progress, or start one. It continues if a waiting request is cancelled."""
         if service.name not in self._loading:
             loading = self._loading[service.name] = asyncio.create_task(self._load(service))
             loading.add_done_callback(lambda done: self._ended(service, done))
@@ -157,11 +157,11 @@ class Models:
     def _ended(self, service: Service, loading: asyncio.Task[None]) -> None:
         del self._loading[service.name]
         if not loading.cancelled():
-            loading.exception()  # which those have who waited, where there are any
+            loading.exception()  # mark it as retrieved, even if nobody waited
 
     async def _load(self, service: Service) -> None:
         async with self._turn:
-            await self._end(service)  # where its engine has died
+            await self._end(service)  # in case its engine has died
             service.state = "loading"
             try:
                 needed = await self._checked(service.source)
@@ -175,19 +175,19 @@ class Models:
                 service.state = "failed"
                 self._taken.pop(service.name, None)
                 if service.name not in self._starting:
-                    service.worker.failure = None  # the next request may have more luck
+                    service.worker.failure = None  # let the next request try again
                 if not isinstance(e, EagleError):
                     log.error("model %s could not be loaded", service.name, exc_info=e)
-                elif service.name not in self._starting:  # else the server ends, and says it then
+                elif service.name not in self._starting:  # else the server ends and reports it then
                     log.error("model %s could not be loaded: %s", service.name, e)
-                # The reason may name folders of this machine, which are no client's business.
+                # The reason may name folders of this machine, which clients should not see.
                 said = f"model {service.name!r} could not be loaded; the server's log says why"
                 raise ApiError(500, said, code="model_not_loaded") from e
             service.state = "loaded"
             self._starting.discard(service.name)
 
     async def _checked(self, source: Source) -> int:
-        """Return the bytes that a model takes. Raises what its files tell of why it cannot be loaded."""
+        """Return the bytes that a model takes. Raises EagleError if its files show that it cannot be loaded."""
         loop = asyncio.get_running_loop()
         needed = await loop.run_in_executor(self._checking, source.nbytes)
         if self._nbytes is not None and needed > self._nbytes:
@@ -196,7 +196,7 @@ class Models:
         return needed
 
     async def _make_room(self, service: Service, needed: int) -> None:
-        """Unload who has been idle for longest until so many bytes are free. Raises ApiError 503 if it is too late."""
+        """Unload the models idle longest until `needed` bytes are free. Raises ApiError 503 after `room_seconds`."""
         if self._nbytes is None:
             return
         until = monotonic() + self.settings.limits.room_seconds
@@ -213,7 +213,7 @@ class Models:
                 raise ApiError(503, said, code="no_room", headers={"Retry-After": "5"}) from e
 
     async def _end(self, service: Service) -> None:
-        """Unload a model that has no requests; nothing happens where it is not loaded."""
+        """Unload a model that has no requests; do nothing if it is not loaded."""
         if service.state != "loaded":
             return
         service.state = "unloading"
@@ -223,15 +223,15 @@ class Models:
 
 
 DEFAULT = "default"
-"""The entry whose settings all models share."""
+"""The entry with settings for all models."""
 _KEPT_NAMES = (None, AUTO, NO_HEAD)
-"""Values of `head` that are no places."""
+"""Values of `head` that are not a folder or hub id."""
 
 
 def read_models(file: Path) -> dict[str, LoadConfig]:
-    """The models of a file by name. Nothing is loaded or fetched.
+    """Read the models of a file by name, without loading or fetching them.
 
-    Raises ConfigError that names file, entry and remedy for what cannot be read, is not known, given twice or missing.
+    Raises ConfigError, with file, entry and remedy, for invalid, unknown, duplicate or missing settings.
     """
     entries = _read(file)
     shared = entries.pop(DEFAULT, None)
@@ -253,7 +253,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _settings(file: Path, name: str, values: Any) -> dict[str, Any]:
-    """An entry's settings by their names in the code."""
+    """Return an entry's settings under their names in code."""
     if values is None:
         values = {}
     if not isinstance(values, dict):
@@ -277,7 +277,7 @@ def _settings(file: Path, name: str, values: Any) -> dict[str, Any]:
 def _config(file: Path, name: str, settings: Mapping[str, Any]) -> LoadConfig:
     if not settings.get("target"):
         raise ConfigError(f"{file}: {name}: has no target; add `target: folder or hub id`")
-    try:  # None is as if the setting were not there, when `default` has it
+    try:  # drop None, so that an entry can unset a setting of `default`
         config = LoadConfig.of(**{key: value for key, value in settings.items() if value is not None}).resolved()
     except EagleError as e:
         raise ConfigError(f"{file}: {name}: {e}") from e
@@ -289,13 +289,13 @@ def _config(file: Path, name: str, settings: Mapping[str, Any]) -> LoadConfig:
 
 
 def _is_missing(place: str | Path) -> bool:
-    """Whether a name can only be a folder's, and there is none."""
+    """Return whether a name can only be a folder, and that folder is missing."""
     return not Path(place).expanduser().is_dir() and hub.hub_id(place) is None
 
 
 @cache
 def _keys() -> Mapping[str, tuple[str, bool]]:
-    """By key: the setting, and whether the key says the opposite (`no-prior`)."""
+    """Map each key to its setting, and whether the key negates it (`no-prior`)."""
     keys = {}
     for known in settings_of(LoadConfig).values():
         for each in (known.name, *known.also):

@@ -1,4 +1,4 @@
-"""The small routes: models, health, numbers, tokens, loading and unloading, the page, and what is not served."""
+"""The small routes: models, health, metrics, tokens, loading and unloading, and the web page."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ModelList(Shape):
 
 
 class AnthropicModel(Shape):
-    """For clients that send `anthropic-version`."""
+    """A model as clients that send `anthropic-version` expect it."""
 
     type: Literal["model"]
     id: str
@@ -68,23 +68,20 @@ class AnthropicModelList(Shape):
 
 @router.get("/health", responses={**documented(Health), 503: {"model": Health}})
 async def health(request: Request) -> Response:
-    """Whether requests are taken: 200 when ready, 503 while starting or draining.
-
-    A model that is loaded when it is asked for keeps nobody waiting here.
-    """
+    """Return 200 when ready, 503 while starting or draining. Loading models on demand does not change it."""
     state = models_of(request).state
     return json_response(Health(status=state), 200 if state == "ready" else 503)
 
 
 @router.get("/version", responses=documented(Version, 401))
 async def version() -> Response:
-    """The server's version."""
+    """Return the server's version."""
     return json_response(Version(version=metadata.version("eagle-mlx")))
 
 
 @router.get("/v1/models", responses=documented(ModelList | AnthropicModelList, 401))
 async def models(request: Request) -> Response:
-    """The models that are served, loaded or not."""
+    """Return the models of this server, loaded or not."""
     services = list(models_of(request).services.values())
     if "anthropic-version" in request.headers:
         data = [described_to_anthropic(each) for each in services]
@@ -94,14 +91,14 @@ async def models(request: Request) -> Response:
 
 @router.get("/v1/models/{model:path}", responses=documented(Model | AnthropicModel, 401, 404))
 async def model(request: Request, model: str) -> Response:
-    """A model, by its name."""
+    """Return a model by its name."""
     service = models_of(request).known(model)
     is_anthropic = "anthropic-version" in request.headers
     return json_response(described_to_anthropic(service) if is_anthropic else described(service))
 
 
 def described(service: Service) -> Model:
-    """A model as clients see it. What is known of it only when it is loaded is None until then."""
+    """Describe a model for clients. What is known only of a loaded model is None until then."""
     loaded = service.loaded
     return Model(
         id=service.name,
@@ -129,13 +126,13 @@ def described_to_anthropic(service: Service) -> AnthropicModel:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """All numbers, for Prometheus."""
+    """Return all metrics, for Prometheus."""
     return Response(generate_latest(request.app.state.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.get("/v1/spec_decode/metrics", responses=documented(SpeculationSummary, 400, 401, 404, 409, 503))
 async def spec_decode_metrics(request: Request, model: str | None = None) -> Response:
-    """What speculation has done so far, for the model of this name."""
+    """Return the speculation metrics of a model."""
     service = models_of(request).named(model)
     loaded = service.loaded
     if loaded is None:
@@ -145,14 +142,14 @@ async def spec_decode_metrics(request: Request, model: str | None = None) -> Res
 
 
 def _hash(html: str, tag: str) -> str:
-    """A page's one inline script or style, as its policy names it."""
+    """Return the policy's hash of a page's only script or style."""
     (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 HEADERS = {
-    # The page's own script and style, requests to this server, and nothing else.
+    # Allow the page's own script and style, requests to this server, and nothing else.
     "Content-Security-Policy": "; ".join(
         (
             "default-src 'none'",
@@ -174,7 +171,7 @@ HEADERS = {
 
 @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
 async def page() -> HTMLResponse:
-    """The page. It asks for nothing but this server's own numbers."""
+    """Return the web page, which requests only this server's own metrics."""
     return HTMLResponse(PAGE, headers=HEADERS)
 
 
@@ -183,7 +180,7 @@ _ERRORS = (400, 401, 403, 404, 413, 500, 503)
 
 @router.post("/admin/load", responses=documented(Model, *_ERRORS))
 async def load(request: Request) -> Response:
-    """Load a model, and wait until it is there."""
+    """Load a model, and wait until it is ready."""
     service = await _asked(request)
     await unless_disconnected(request, models_of(request).loaded(service))
     return json_response(described(service))
@@ -191,14 +188,14 @@ async def load(request: Request) -> Response:
 
 @router.post("/admin/unload", responses=documented(Model, *_ERRORS, 409))
 async def unload(request: Request) -> Response:
-    """Give a model's memory back. The next request for it loads it again."""
+    """Unload a model and free its memory. The next request for it loads it again."""
     service = await _asked(request)
     await models_of(request).unload(service)
     return json_response(described(service))
 
 
 async def _asked(request: Request) -> Service:
-    """The model that is meant. Raises ApiError 403 where anybody could ask: without a key, only this machine may."""
+    """Return the requested model. Raises ApiError 403 if there is no key and other machines can connect."""
     settings = models_of(request).settings
     if settings.api_key is None and not settings.is_local:
         said = "without an API key models are loaded and unloaded only where the server listens at a loopback address"
@@ -209,7 +206,7 @@ async def _asked(request: Request) -> Service:
 
 @router.post("/v1/embeddings", include_in_schema=False)
 async def embeddings() -> None:
-    """Raises ApiError 501, always."""
+    """Raise ApiError 501."""
     said = (
         "this server has no embedding model: it writes text, through /v1/chat/completions, /v1/responses and "
         "/v1/messages. For embeddings run a server that has one beside it, such as llama.cpp's "
@@ -231,7 +228,7 @@ class Text(Shape):
 
 @router.post("/tokenize", responses=documented(Tokens, *ERRORS))
 async def tokenize(request: Request) -> Response:
-    """The tokens of a text, or of a conversation as the model would read it."""
+    """Return the tokens of a text, or of a conversation as the model reads it."""
     body = await body_of(request, TokenizeRequest)
     service = models_of(request).named(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -255,7 +252,7 @@ def _tokens(body: TokenizeRequest, loaded: Loaded, encode: Encode) -> Tokens:
 
 @router.post("/detokenize", responses=documented(Text, *ERRORS))
 async def detokenize(request: Request) -> Response:
-    """The text of tokens."""
+    """Return the text of tokens."""
     body = await body_of(request, DetokenizeRequest)
     service = models_of(request).named(body.model)
     return await _respond(request, service, lambda loaded, _: _text(body, loaded))
@@ -268,7 +265,7 @@ def _text(body: DetokenizeRequest, loaded: Loaded) -> Text:
 
 
 async def _respond(request: Request, service: Service, work: Callable[[Loaded, Encode], Shape]) -> Response:
-    """Do the work in a slot of the queue, and encode its result in the same thread; both may be long."""
+    """Run `work` in a queue slot and serialize its result in the same thread, because both may be slow."""
 
     async def answer() -> Response:
         loaded = await models_of(request).loaded(service)

@@ -1,4 +1,4 @@
-"""What clients may send: OpenAI's fields, those of the field's other servers, and none that nobody would heed."""
+"""Requests: OpenAI's fields and those of similar servers. Fields that would have no effect are refused."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from .errors import ApiError
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
 _PLAIN = frozenset({"str", "int", "float", "bool"})
-"""Names that pydantic gives to the ways to read a value. No field has such a name."""
+"""Type names that pydantic puts into error locations. No field has such a name."""
 _INSTANCE = re.compile(r"valid dictionary or (?:object|instance) .*")
-"""How pydantic asks for an object: with the name of a class of ours."""
+"""How pydantic asks for an object: with a class name of ours."""
 Id = Annotated[int, Field(ge=0, lt=2**31)]
-"""A token id; whether the vocabulary has it, the engine knows."""
+"""A token id. The engine checks it against the vocabulary."""
 
 
 Temperature = Annotated[float, Field(ge=0, le=2)]
-"""In OpenAI's range. The other ranges below are OpenAI's too."""
+"""OpenAI's range, as are the ranges below."""
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 _MOST_BIAS = 100
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
-"""What OpenAI's clients may ask for. This server has one tier."""
+"""Tiers that OpenAI's clients may request. This server has one."""
 SERVICE_TIER = "default"
-"""The tier that answers name."""
+"""The tier in answers."""
 
 
 def _biases(value: object) -> object:
-    """Stop at the first entry that is wrong: a list of all of them could be long."""
+    """Stop at the first invalid entry, because a list of all could be long."""
     if isinstance(value, dict):
         for key, bias in value.items():
             if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 11):
@@ -46,7 +46,7 @@ def _biases(value: object) -> object:
 
 
 class Body(BaseModel):
-    """A body whose every field is known."""
+    """A request body; unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -61,24 +61,24 @@ class JsonSchema(Body):
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
-    """The schema is kept either way."""
+    """The schema is enforced either way."""
 
 
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
-    """With `json_object`, as llama.cpp takes it and older versions of instructor send it."""
+    """With `json_object`, as llama.cpp accepts it and older versions of instructor send it."""
 
 
 class AdminRequest(Body):
-    """Which model to load or unload."""
+    """The model to load or unload."""
 
     model: str
 
 
 class Request(Body):
-    """What both routes take."""
+    """Fields of both routes."""
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=0)
@@ -99,13 +99,13 @@ class Request(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     spec_decode: Literal["none", "ngram", "draft", "eagle", "mtp"] | None = None
-    """The mode that is loaded, `ngram` if n-grams draft with a model, or `none`."""
+    """The loaded mode, `ngram` if n-grams draft alongside a model, or `none`."""
     num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
     t_max_predict_ms: float | None = Field(None, ge=0)
-    """From the first token to the end of an answer; 0 is no limit. As in llama.cpp, but at any place in a line."""
+    """Limit from the first token to the end of an answer; 0 is none. As in llama.cpp, but not only at line ends."""
     cache_salt: str | None = Field(None, min_length=1)
-    """Only requests with the same one share what the prefix cache has; the name is vLLM's."""
-    # Of no consequence here: who asks, what for, and what OpenAI's own servers do about it.
+    """Requests share prefix cache entries only if their salts are equal. The name is vLLM's."""
+    # Ignored: these concern OpenAI's own servers.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -115,7 +115,7 @@ class Request(Body):
 
     @property
     def tier_echo(self) -> dict[str, str]:
-        """The tier that the answer names, if the request names one."""
+        """The answer's tier, if the request names one."""
         return {} if self.service_tier is None else {"service_tier": SERVICE_TIER}
 
     @property
@@ -134,7 +134,7 @@ class Request(Body):
 
     @property
     def answer_seconds(self) -> float:
-        """That an answer may take from its first token."""
+        """The time limit of an answer, from its first token."""
         return self.t_max_predict_ms / 1000 if self.t_max_predict_ms else inf
 
     @property
@@ -151,7 +151,7 @@ class CompletionRequest(Request):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each of them; a list of token ids is one."""
+        """The prompts; a list of token ids is one prompt."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and all(isinstance(token, int) for token in self.prompt):
@@ -160,7 +160,7 @@ class CompletionRequest(Request):
 
 
 class Part(Body):
-    """A piece of a message; pictures and sound are refused."""
+    """A piece of a message; images and audio are refused."""
 
     type: Literal["text", "refusal"]
     text: str | None = None
@@ -181,7 +181,7 @@ _NOT_TEXT = {
 
 
 def supported(part: object) -> object:
-    """Say of parts that are no text what they are, which the list of those that are would not."""
+    """Refuse known parts that are not text by name, which is clearer than a list of valid types."""
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind in _NOT_TEXT:
         raise ValueError(f"{_NOT_TEXT[kind]} not supported; this server reads text alone")
@@ -206,17 +206,17 @@ class Message(Body):
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """The same under vLLM's newer name."""
+    """The same as `reasoning_content`, under vLLM's newer name."""
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
-    # What clients send back of an answer of ours, or of OpenAI's.
+    # Fields that clients send back from an answer of this server or of OpenAI.
     refusal: str | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
 
     def plain(self) -> dict[str, Any]:
-        """The message without what says nothing to a template."""
+        """Return the message without fields that templates ignore."""
         plain = self.model_dump(exclude={"refusal", "annotations", "audio", "function_call"}, exclude_none=True)
         if isinstance(self.content, list):
             plain["content"] = "".join(part.text or part.refusal or "" for part in self.content)
@@ -260,9 +260,9 @@ class ChatRequest(Request):
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: Many[Literal["text"]] | None = None
     reasoning_effort: str | None = None
-    """For templates that know it."""
+    """For templates that use it."""
     verbosity: Literal["low", "medium", "high"] | None = None
-    """As the effort."""
+    """For templates that use it."""
     audio: None = None
     prediction: None = None
     functions: None = None
@@ -271,7 +271,7 @@ class ChatRequest(Request):
 
     @property
     def most_tokens(self) -> int | None:
-        """Of an answer, under the newer name or the older."""
+        """The limit on answer tokens, under its newer or older name."""
         return self.max_completion_tokens or self.max_tokens
 
 
@@ -293,9 +293,9 @@ B = TypeVar("B", bound=Body)
 
 
 def read(kind: type[B], body: bytes, unknown: Literal["forbid", "ignore"] = "forbid") -> B:
-    """A body as the request that it should be. Raises ApiError 400 that names the field.
+    """Parse and validate a body. Raises ApiError 400 that names the field.
 
-    unknown: what becomes of fields that are not known.
+    unknown: what to do with unknown fields.
     """
     try:
         fields = from_json(body, allow_inf_nan=False)
@@ -309,7 +309,7 @@ def read(kind: type[B], body: bytes, unknown: Literal["forbid", "ignore"] = "for
 
 
 def validated(kind: type[B], fields: dict[str, Any], unknown: Literal["forbid", "ignore"] = "forbid") -> B:
-    """Fields as the request that they should make. Raises ApiError 400 that names the field."""
+    """Validate fields. Raises ApiError 400 that names the field."""
     try:
         return kind.model_validate(fields, extra=unknown)
     except ValidationError as e:
@@ -317,7 +317,7 @@ def validated(kind: type[B], fields: dict[str, Any], unknown: Literal["forbid", 
 
 
 def _explained(details: list[ErrorDetails]) -> ApiError:
-    """The first field that is wrong; of several ways to read it, the one that came farthest."""
+    """Report the first invalid field; of several ways to parse it, the one that got furthest."""
     field = details[0]["loc"][0] if details[0]["loc"] else None
     about = max((d for d in details if d["loc"][:1] == details[0]["loc"][:1]), key=_progress)
     is_strange = about["type"] == "extra_forbidden"
@@ -331,9 +331,9 @@ def _explained(details: list[ErrorDetails]) -> ApiError:
 
 
 def _path(steps: Sequence[int | str], is_strange: bool) -> str:
-    """A place in a body as OpenAI writes it, `messages[0].content`; without the ways in which it could be read.
+    """Return a path as OpenAI writes it, such as `messages[0].content`, without pydantic's type names.
 
-    is_strange: whether the last step is the client's own name for a field, whatever it is.
+    is_strange: whether the last step is the client's name for an unknown field.
     """
     last = len(steps) - 1
     ways = _PLAIN | _class_names(Body)
@@ -346,12 +346,12 @@ def _is_field(step: int | str, ways: Collection[str]) -> bool:
 
 
 def _class_names(base: type[BaseModel]) -> frozenset[str]:
-    """Names of all classes below a base. Pydantic names the members of a union by them."""
+    """Return the names of all subclasses, which pydantic uses for the members of a union."""
     return frozenset().union(*({each.__name__} | _class_names(each) for each in base.__subclasses__()))
 
 
 def _progress(detail: ErrorDetails) -> tuple[int, int, bool]:
-    """How far a way to read a field came: into the value, along its list, past the check of the type."""
+    """Rank an error by how far parsing got: depth in the value, list index, past the type check."""
     last = detail["loc"][-1] if detail["loc"] else 0
     return len(detail["loc"]), last if isinstance(last, int) else 0, not detail["type"].endswith("_type")
 

@@ -1,6 +1,4 @@
-"""The application and the server that runs it: connections, the log, and the end, which is a drain unless the one model
-is lost.
-"""
+"""The application and its server: connections, log, and shutdown with a drain."""
 
 from __future__ import annotations
 
@@ -60,11 +58,11 @@ _LINKS: dict[str, dict[str, tuple[str, str, dict[str, Any]]]] = {
         ),
     },
 }
-"""What can be done with an answer of a POST route: path, method, and what to send there."""
+"""OpenAPI links from a POST route's answer: path, method, and what to send there."""
 
 
 def add_schema(app: FastAPI, models: Sequence[str]) -> None:
-    """Let the app's schema tell what its POST routes take, for models of these names; the only one may be left out."""
+    """Add request bodies to the app's schema. models: names of models; a single one may be left out of requests."""
     without_bodies = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -100,7 +98,7 @@ ROUTERS = (chat.router, completions.router, responses, messages, routes.router)
 
 
 def create_app(models: Models) -> FastAPI:
-    """An application that serves these models; its start also starts their threads."""
+    """Return an application that serves these models; its startup also starts their threads."""
     settings = models.settings
 
     @asynccontextmanager
@@ -119,7 +117,7 @@ def create_app(models: Models) -> FastAPI:
         app.include_router(router)
     if settings.api_key is not None:
         app.add_middleware(KeyGuard, keys=settings.api_key.split())
-    if settings.origins:  # outside of the guard: browsers ask first without a key
+    if settings.origins:  # before the key check: browsers send preflight requests without a key
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"]
         )
@@ -128,7 +126,7 @@ def create_app(models: Models) -> FastAPI:
     app.add_middleware(FramingGuard)
     if settings.forwarded_allow_ips:
         app.add_middleware(ForwardedFor, trusted=settings.forwarded_allow_ips)
-    app.add_middleware(RequestForms)  # the outermost: the guards read the path and the host
+    app.add_middleware(RequestForms)  # outermost: the guards read the path and the host
     add_schema(app, list(models.services))
     return app
 
@@ -137,15 +135,15 @@ Wait = Literal["head", "send", "none"]
 
 
 class Connection(H11Protocol):
-    """Uvicorn's connection, which knows what it is waiting for and since when."""
+    """Uvicorn's connection, extended to track what it waits for and since when."""
 
     _waiting: tuple[Any, ...] = ("none",)
     _since = 0.0
 
     def waited(self, now: float) -> tuple[Wait, float]:
-        """What of the client's this waits for, and the seconds since there was any progress.
+        """Return what it waits for from the client, and the seconds without progress.
 
-        Must be asked regularly, because progress is what has changed since it was last asked.
+        Must be called regularly: progress is what changed since the last call.
         """
         waiting = self._wait()
         if waiting != self._waiting:
@@ -157,23 +155,23 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _wait(self) -> tuple[Any, ...]:
-        """The kind of wait, and what changes with progress."""
+        """Return the kind of wait, and a value that changes with progress."""
         unsent = self.transport.get_write_buffer_size()
         if unsent and (self.between_requests or self.flow.write_paused):
             return "send", unsent
-        if self.between_requests and self.timeout_keep_alive_task is None:  # else uvicorn's own time is running
+        if self.between_requests and self.timeout_keep_alive_task is None:  # else uvicorn's own timer is running
             return "head", id(self.cycle)
-        return ("none",)  # a body's time is measured where it is read
+        return ("none",)  # the time of a body is limited where it is read
 
     def _should_upgrade(self) -> bool:
-        """There are no websockets here, and nothing to be said of it in the log for everyone who asks."""
+        """Ignore upgrades: there are no websockets, and logging every attempt would be noise."""
         return False
 
 
 def close_overdue(connections: Iterable[Connection], limits: Limits, now: float) -> None:
-    """Cut off connections that make no progress, and those beyond the limit that have waited longest for a request.
+    """Abort connections without progress, and surplus connections, longest idle first.
 
-    Aborted, not closed: closing would wait until what is unsent has been read.
+    Closing instead would wait for the client to read unsent data.
     """
     allowed: dict[Wait, float] = {"head": limits.head_seconds, "send": limits.send_seconds, "none": inf}
     kept = []
@@ -191,37 +189,37 @@ def close_overdue(connections: Iterable[Connection], limits: Limits, now: float)
 
 
 _LAST_WORDS = 2.0
-"""Seconds that answers which were cut off have for being sent."""
+"""Seconds to send the errors of aborted answers."""
 
 
 class Server(uvicorn.Server):
-    """Uvicorn with an end in order: at the first signal new requests are refused while those under way finish.
+    """Uvicorn with graceful shutdown: the first signal refuses new requests and lets those in progress finish.
 
-    After `drain_seconds`, or at a second signal, those that are left end with an error.
+    After `drain_seconds`, or at a second signal, the remaining requests end with an error.
     """
 
     def __init__(
         self, app: FastAPI, say: Callable[[str], None] = lambda _: None, note: Callable[[str], None] = lambda _: None
     ):
-        """say: told when it is ready. note: told what happens later."""
+        """say: prints startup lines. note: logs later lines."""
         config = uvicorn.Config(
             app,
             log_level="warning",
-            log_config=None,  # its lines go where all others go (`LogHandler`)
+            log_config=None,  # its lines go to the common log (`LogHandler`)
             access_log=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=5,
             lifespan="on",
             http=Connection,
             ws="none",
-            proxy_headers=False,  # `guard.ForwardedFor` reads them, if an operator wants that
+            proxy_headers=False,  # `guard.ForwardedFor` reads them if the operator enables it
         )
         super().__init__(config)
         self.models: Models = app.state.models
         self._say, self._note = say, note
         self._announced = False
         self._end: float | None = None
-        """When what is under way must have finished."""
+        """When requests in progress must have finished."""
         self._draining = False
         self._abandoned = False
 
@@ -231,7 +229,7 @@ class Server(uvicorn.Server):
         self.models.draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn every tenth of a second."""
+        """Check for startup, failures, drain and overdue connections; uvicorn calls this every 0.1 s."""
         if self.models.state == "ready" and not self._announced:
             self._announced = True
             self._say(f"ready: {' '.join(self._addresses())}")
@@ -261,13 +259,13 @@ class Server(uvicorn.Server):
 
 
 def address(sock: socket.socket) -> str:
-    """A listening socket as a URL."""
+    """Return the URL of a listening socket."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at an address. Raises ConfigError where it cannot be had."""
+    """Open a listening socket. Raises ConfigError if the address is not available."""
     if not 0 <= port < 65536:
         raise ConfigError(f"--port must be from 0 to 65535; got {port}")
     try:
@@ -288,7 +286,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(server: Server, sock: socket.socket) -> None:
-    """Serve until the end. Raises what has become of a model without which it ends."""
+    """Serve until shutdown. Raises the failure of a model that the server cannot run without."""
     server.run(sockets=[sock])
     failure = server.models.failure
     if failure is not None:
@@ -298,9 +296,9 @@ def run(server: Server, sock: socket.socket) -> None:
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 TIME = "%Y-%m-%dT%H:%M:%S%z"
 PERIOD = 60.0
-"""Seconds in which a line that repeats is counted, and not written."""
+"""Seconds in which repeats of a line are counted instead of written."""
 _MOST_LINES = 256
-"""Different lines of a period. Beyond them, lines that differ in their details count as the same."""
+"""Maximum distinct lines per period. Beyond it, lines that differ only in details count as the same."""
 _Line = tuple[str, int, str, str]
 
 
@@ -312,7 +310,7 @@ class _Repeats:
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
-    """Writes a line once, then once a period how often it was repeated."""
+    """Writes a line once, then once per period how often it was repeated."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
         super().__init__(stream if stream is not None else sys.stderr)
@@ -331,7 +329,7 @@ class LogHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
     def close(self) -> None:
-        """Write the counts that are left."""
+        """Write the remaining counts."""
         self.acquire()
         try:
             self._end_periods(float("inf"))
@@ -359,6 +357,6 @@ class LogHandler(logging.StreamHandler[TextIO]):
 
 
 def set_up_log() -> None:
-    """Write the log of this process to stderr: warnings of all libraries, and what the server says of itself."""
+    """Log to stderr: warnings of all libraries, and this server's messages from INFO up."""
     logging.basicConfig(handlers=[LogHandler()], level=logging.WARNING)
     logging.getLogger("eagle_mlx").setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""One model behind the routes: its worker, admission, its requests under way, and what they add up to."""
+"""A served model: its worker, admission, requests in progress, and totals."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from .model import Loaded
 from .worker import Job, RequestEvent, TimeLimits, Worker
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-"""Upper bounds of the histograms' buckets: the defaults of Prometheus's Go client, and three for long answers."""
+"""Upper bounds of histogram buckets: the defaults of Prometheus's Go client, and three for long answers."""
 _ALPHA = 0.1
-"""Weight of a round in the moving average of the acceptance rate, which so tells of the last ten or so."""
+"""Weight of a round in the moving average of the acceptance rate, which covers about ten rounds."""
 
 
 @dataclass
 class Histogram:
     buckets: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
-    """By the bounds above; the last one takes what is beyond them."""
+    """Counts by the bounds above; the last is for longer times."""
     sum: float = 0.0
 
     def add(self, seconds: float) -> None:
@@ -43,39 +43,39 @@ class Histogram:
 
 @dataclass
 class Totals:
-    """Numbers that only grow, but for the last round's.
+    """Running totals, except for the last round's depth.
 
-    The engine's thread counts rounds, the event loop's counts requests; no number has two writers.
+    The engine's thread counts rounds and the event loop counts requests, so no number has two writers.
     """
 
     rounds: int = 0
     plain_rounds: int = 0
-    """In which nothing was drafted for anybody."""
+    """Rounds without any drafts."""
     row_rounds: int = 0
-    """Rounds of single requests: target forwards as a request sees them."""
+    """Rounds counted per request: target forwards as a request sees them."""
     drafts: int = 0
-    """Rounds of single requests in which something was drafted."""
+    """Rounds counted per request, in which it had drafts."""
     drafted: int = 0
     accepted: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
     emitted: int = 0
-    """Tokens that requests were given."""
+    """Emitted tokens."""
     verify_seconds: float = 0.0
     draft_seconds: float = 0.0
     depth: int = 0
-    """Of the last round."""
+    """Depth of the last round."""
     rounds_by_depth: Counter[int] = field(default_factory=Counter)
-    """Rounds by the depth that the policy chose; of early exits, that at which they came."""
+    """Rounds by the policy's depth, or by the depth of the early exit."""
     acceptance_ema: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     requests: Counter[str] = field(default_factory=Counter)
-    """By how they ended."""
+    """Requests by how they ended."""
     first_token: Histogram = field(default_factory=Histogram)
     whole: Histogram = field(default_factory=Histogram)
 
     def observe(self, result: RoundResult) -> None:
-        """A round has ended."""
+        """Count a round."""
         drafted, accepted, draft_seconds = sum(result.drafted), result.kept, result.draft_seconds or 0.0
         self.rounds += 1
         self.plain_rounds += drafted == 0
@@ -99,37 +99,37 @@ class Totals:
                 self.accepted_by_position[position] += 1
 
     def ended(self, how: str, seconds: float) -> None:
-        """A request has come to its end."""
+        """Count a request that has ended."""
         self.requests[how] += 1
         self.whole.add(seconds)
 
 
 log = logging.getLogger("eagle_mlx.serve")
 _RESERVED_SHARE = 8
-"""One of so many slots is reserved for clients that have none, so that no client can take them all."""
+"""One in this many slots is reserved for clients without requests, so that no client can take all slots."""
 State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the operator has chosen, for all models."""
+    """The operator's settings for all models."""
 
     limits: Limits = field(default_factory=Limits)
     api_key: str | None = None
-    """What clients must send: a key, or several with spaces between them. Each has a prefix cache of its own."""
+    """Accepted keys, separated by spaces. Each has a prefix cache of its own."""
     cache_report: bool = True
-    """Whether answers, streams and metrics tell how much came from the prefix cache."""
+    """Whether answers and metrics report prefix cache hits."""
     origins: tuple[str, ...] = ()
-    """Web pages of these origins may use the server; `*` is all."""
+    """Origins of web pages that may use the server; `*` allows all."""
     hosts: tuple[str, ...] | None = None
-    """Names of this server beside the loopback ones, as clients may write them; None serves any."""
+    """Accepted host names besides loopback ones; None accepts any."""
     forwarded_allow_ips: tuple[str, ...] = ()
-    """Addresses and networks of proxies whose `X-Forwarded-For` names the client; `*` is any peer."""
+    """Addresses and networks of proxies with a trusted `X-Forwarded-For`; `*` is any peer."""
     ignore_unknown_fields: bool = False
-    """Whether fields of requests that nobody would heed are dropped, and not refused."""
+    """Whether to drop unknown request fields instead of refusing them."""
     drain_seconds: float = 30.0
     is_local: bool = True
-    """Whether nobody but this machine reaches the address that it listens at."""
+    """Whether only this machine can connect."""
 
 
 @dataclass(frozen=True)
@@ -137,18 +137,18 @@ class Source:
     """A model that can be loaded."""
 
     name: str
-    """Under which it is served."""
+    """The name that clients use."""
     load: Callable[[], Loaded]
-    """Raises an EagleError where it cannot be had."""
+    """Raises EagleError if the model is not available."""
     max_batch: int = 8
     nbytes: Callable[[], int] = lambda: 0
-    """The memory that it takes when it is loaded, keys and values with it. Raises what `load` may raise."""
+    """Memory of the loaded model, including its KV cache. Raises what `load` may raise."""
     check: Callable[[], None] = lambda: None
-    """Raises what `load` would raise, as far as its files tell that. It takes little time and memory."""
+    """Raises what `load` would raise, if the files show it. Fast, and needs little memory."""
 
 
 class Service:
-    """One model behind the routes, whether or not it is in memory. Belongs to the event loop."""
+    """A served model, loaded or not. Belongs to the event loop."""
 
     def __init__(self, settings: Settings, source: Source):
         self.settings, self.source = settings, source
@@ -159,10 +159,10 @@ class Service:
         self.fingerprint = f"fp_{secrets.token_hex(5)}"
         self.state: State = "unloaded"
         self.on_idle: Callable[[], None] = lambda: None
-        """Called when the last of its requests has ended."""
+        """Called when the model becomes idle."""
         self._calls: set[Call] = set()
         self._encoding: Counter[str] = Counter()
-        """Requests that take a slot and decode nothing, by client."""
+        """Requests by client that take a slot without decoding."""
 
     @property
     def name(self) -> str:
@@ -170,7 +170,7 @@ class Service:
 
     @property
     def loaded(self) -> Loaded | None:
-        """The model, where requests may use it."""
+        """The model, if requests may use it."""
         return self.worker.loaded if self.state == "loaded" else None
 
     @property
@@ -179,23 +179,23 @@ class Service:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is under way."""
+        """Whether no request is in progress."""
         return not self._calls and not self._encoding.total()
 
     @property
     def running(self) -> int:
-        """Requests of the engine that decode."""
+        """Engine requests that are decoding."""
         loaded = self.worker.loaded
         return loaded.engine.active if loaded else 0
 
     @property
     def waiting(self) -> int:
-        """Requests of the engine that wait for their turn."""
+        """Engine requests that wait for their turn."""
         return max(0, self.slots_taken - self._encoding.total() - self.running)
 
     @property
     def slots_taken(self) -> int:
-        """A request that has ended holds no slot, whether or not its text has been read."""
+        """Slots in use. A finished request holds none, even if its text has not been read."""
         return sum(call.unfinished for call in self._calls) + self._encoding.total()
 
     @property
@@ -204,13 +204,13 @@ class Service:
 
     @property
     def pauses(self) -> int:
-        """How often requests were paused since the model was loaded."""
+        """Number of pauses of requests since the model was loaded."""
         loaded = self.worker.loaded
         return loaded.engine.pauses if loaded else 0
 
     @property
     def kv_bytes(self) -> tuple[int, int, int]:
-        """Of keys and values: of rows, of past prompts, and what both may take together."""
+        """Bytes of the KV caches of rows, of the prefix cache, and the limit of both together."""
         loaded = self.worker.loaded
         if loaded is None:
             return 0, 0, 0
@@ -219,20 +219,21 @@ class Service:
 
     @property
     def prefix_files(self) -> DiskTier | None:
-        """Past prompts in files."""
+        """The disk tier of the prefix cache."""
         loaded = self.worker.loaded
         return loaded.disk if loaded else None
 
     @property
     def rank_waits(self) -> tuple[float, ...]:
-        """Seconds that each rank has waited, of a model that several machines share."""
+        """Seconds that each rank has waited; empty unless several machines share the model."""
         loaded = self.worker.loaded
         return loaded.target.rank_waits if loaded else ()
 
     def admit(self, count: int, client: str = "") -> Call:
-        """Take an HTTP request that needs `count` slots. While it is under way, the model stays, or is loaded for it.
+        """Admit an HTTP request that needs `count` slots. The model stays loaded, or loads, while it is in progress.
 
-        Raises ApiError 429 where the queue is full, 400 where there are never so many."""
+        Raises ApiError 429 if the queue is full, 400 if `count` exceeds all slots.
+        """
         self._check_capacity(count, client)
         call = Call(self, count, client)
         self._calls.add(call)
@@ -245,14 +246,14 @@ class Service:
 
     @contextmanager
     def encoding(self, client: str) -> Iterator[None]:
-        """Take a request that decodes nothing: one slot, for as long as this context. Raises ApiError 429."""
+        """Hold a slot for a request that decodes nothing. Raises ApiError 429."""
         self._check_capacity(1, client)
         self._encoding[client] += 1
         try:
             yield
         finally:
             self._encoding[client] -= 1
-            self._encoding += Counter()  # forgets clients that have none
+            self._encoding += Counter()  # drop clients at zero
             self._used()
 
     def _used(self) -> None:
@@ -274,13 +275,13 @@ class Service:
             )
 
     def _retry_after(self) -> int:
-        """Seconds after which somebody who was sent away may find room: as long as a request has taken on average."""
+        """Return the seconds after which a refused client may try again: the mean time of a request."""
         ended = sum(self.totals.whole.buckets)
         return max(1, min(60, round(self.totals.whole.sum / ended))) if ended else 1
 
 
 class Call:
-    """One HTTP request under way, from its admission to its last byte."""
+    """An HTTP request from admission to its last byte."""
 
     def __init__(self, service: Service, slots: int, client: str):
         self.service, self.slots, self.client = service, slots, client
@@ -291,35 +292,35 @@ class Call:
         self.first_token: float | None = None
         self.failed = False
         self.beginning: asyncio.Future[Any] | None = None
-        """What makes its requests, until there is a job."""
+        """The task that prepares the requests, until there is a job."""
         self.job: Job | None = None
         self._closed = False
 
     @property
     def unfinished(self) -> int:
-        """Requests that have not ended, and those that are still to be made."""
+        """Requests that have not ended, including those not created yet."""
         return self.slots if self.job is None else self.job.unfinished
 
     def submit(self, requests: Sequence[RequestState], answer_seconds: float = inf) -> None:
-        """answer_seconds: for each of them, from its first token."""
+        """answer_seconds: time limit of each request, from its first token."""
         self.job = self.service.worker.submit(requests, TimeLimits(self.deadline, answer_seconds))
 
     async def has_begun(self, seconds: float) -> bool:
-        """Whether there is anything to read of its answers, now or within so many seconds."""
+        """Return whether there is any output, now or within `seconds`."""
         assert self.job is not None
         with suppress(TimeoutError):
             await asyncio.wait_for(self.job.begun.wait(), seconds)
         return self.job.begun.is_set()
 
     def waits_for(self) -> str | None:
-        """What an answer waits for that has not begun; None where that is nothing worth telling."""
+        """Return what an answer without output waits for, or None if that is not worth reporting."""
         loaded = self.service.worker.loaded
         if loaded is None or self.job is None:
             return None
         return waits_for(loaded.engine, self.job.requests, self.service.settings.cache_report)
 
     async def events(self) -> list[RequestEvent]:
-        """The events of its requests that wait, at least one."""
+        """Return the pending events of its requests, at least one."""
         assert self.job is not None
         found = await self.job.events()
         if self.first_token is None and any(event.tokens for event in found):
@@ -347,6 +348,6 @@ class Call:
 
 
 def _uncounted(event: RequestEvent) -> RequestEvent:
-    """An event that does not tell how much of the prompt came from the prefix cache."""
+    """Remove prefix cache hits from an event."""
     output = event.output
     return event if output is None else replace(event, output=replace(output, cached_tokens=0))

@@ -1,4 +1,4 @@
-"""The thread that loads and owns a model's engine: requests go in by a queue, events come back by the event loop."""
+"""The thread that loads and owns a model's engine. Requests arrive through a queue; events return to the event loop."""
 
 from __future__ import annotations
 
@@ -31,40 +31,40 @@ T = TypeVar("T")
 _DIED = "the engine's thread died"
 
 TIME = "time"
-"""What cuts off a request that has taken too long (`Output.cut_off`)."""
+"""The cutoff of a request that took too long (`Output.cut_off`)."""
 _LAST_WORDS = 4.0
-"""Seconds for errors to be sent where another machine is gone; then the process ends, whoever still reads."""
+"""Seconds to send errors after another machine is lost; then the process exits."""
 _NO_TOKEN = "the time for the request was over before its first token; ask for less, or at another time"
 Score = Iterator[list[TokenLogprob]]
-"""Log probabilities of a prompt, piece by piece, each computed when it is asked for."""
+"""Log probabilities of a prompt, computed piece by piece on demand."""
 
 
 @dataclass(frozen=True)
 class RequestEvent:
-    """What a step has added to a request."""
+    """What a step added to a request."""
 
     index: int
-    """Its place among the requests of its job."""
+    """Index in the job's requests."""
     tokens: list[int]
     logprobs: list[TokenLogprob]
-    """One for each of the tokens, where the request asked."""
+    """One per token, if requested."""
     output: Output | None
-    """The whole, when the request has ended."""
+    """The complete output once the request has ended."""
 
 
 @dataclass(frozen=True)
 class TimeLimits:
-    """Bounds of a request's time, by the worker's clock."""
+    """Time limits of a request, by the worker's clock."""
 
     deadline: float = inf
     """When it must have ended."""
     answer_seconds: float = inf
-    """From its first token to its end."""
+    """Limit from its first token to its end."""
 
 
 @dataclass(eq=False)
 class Job:
-    """The engine's requests of one HTTP request, and their events. Belongs to the event loop."""
+    """The engine requests of one HTTP request, and their events. Belongs to the event loop."""
 
     requests: Sequence[RequestState]
     limits: TimeLimits = field(default_factory=TimeLimits)
@@ -82,7 +82,7 @@ class Job:
         self._events.put_nowait(event)
 
     async def events(self) -> list[RequestEvent]:
-        """All that wait, at least one: a slow reader gets more at a time."""
+        """Return all pending events, at least one; a slow reader gets more at a time."""
         found = [await self._events.get()]
         while not self._events.empty():
             found.append(self._events.get_nowait())
@@ -97,7 +97,7 @@ class _Slot:
     job: Job
     index: int
     deadline: float
-    """When the request ends with what it has."""
+    """When to end the request with the output so far."""
     reported: int = 0
 
 
@@ -109,12 +109,12 @@ class _Scoring:
 
 
 class Worker:
-    """Runs an engine in a thread of its own, because MLX arrays belong to the thread that made them.
+    """Runs an engine in its own thread, because MLX arrays belong to the thread that made them.
 
-    The thread stays when the model is unloaded, and loads it again: MLX 0.32 keeps a thread of its own for every one
-    that has computed on a CPU, also when that has ended.
+    The thread stays and loads the model again after unloading: MLX 0.32 keeps an internal thread for each thread that
+    has computed on a CPU, even after it ended.
 
-    All methods are for the event loop's thread. `load` is called in the worker's; what it raises is kept in `failure`.
+    Call all methods from the event loop's thread. `load` runs in the worker's; its error is kept in `failure`.
     """
 
     def __init__(self, load: Callable[[], Loaded]):
@@ -126,29 +126,29 @@ class Worker:
         self._unloading = self._stopped = self._lost = False
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self.loaded: Loaded | None = None
-        """None unless everything is in memory."""
+        """None unless the model is fully loaded."""
         self.observer: Callable[[RoundResult], None] | None = None
         """Called after every round, in the worker's thread."""
         self.failure: BaseException | None = None
-        """What the last load raised, or the engine that it gave."""
+        """The error of the last load or of the engine."""
         self.clock: Callable[[], float] = perf_counter
-        """Seconds by which the time of requests is limited."""
+        """The clock, in seconds, for time limits."""
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._thread.start()
 
     async def load(self) -> Loaded:
-        """Load the model, which must not be loaded. Raises what loading it raises."""
+        """Load the model, which must not be loaded yet. Raises any error of loading."""
         return await self._ask(lambda result: lambda: self._serve(result))
 
     async def unload(self) -> None:
-        """Let go of the model, which must have no requests, and give its memory back."""
+        """Unload the model, which must have no requests, and free its memory."""
         self._commands.put(self._begin_unloading)
         await self._ask(lambda result: lambda: self._give_back(result))
 
     def submit(self, requests: Sequence[RequestState], limits: TimeLimits | None = None) -> Job:
-        """Queue requests; the job reports their events. Those that have ended already are reported at once."""
+        """Queue requests and return a job with their events. Requests that have already ended are reported at once."""
         job = Job(requests, limits or TimeLimits())
         for index, request in enumerate(requests):
             if request.finish_reason is not None:
@@ -157,12 +157,12 @@ class Worker:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Cancel the requests of a job; nothing happens to those that have ended."""
+        """Cancel the unfinished requests of a job."""
         if job.unfinished:
             self._commands.put(lambda: self._cancel(job))
 
     async def score(self, score: Score) -> list[TokenLogprob]:
-        """Log probabilities of a prompt, computed between the steps of others."""
+        """Compute log probabilities of a prompt between steps."""
         return await self._ask(lambda result: lambda: self._scorings.append(_Scoring(score, result)))
 
     def abort_all(self, reason: str) -> None:
@@ -170,17 +170,17 @@ class Worker:
         self._commands.put(lambda: self._abort_all(reason))
 
     def stop(self) -> None:
-        """End the thread after the step that it is in; `join` waits for that."""
+        """End the thread after its current step; use `join` to wait."""
         self._commands.put(self._stop)
 
     def join(self) -> None:
-        """Wait for the thread, but not long, and end what hangs beside it."""
+        """Wait briefly for the thread, and end the processes alongside it."""
         self._thread.join(timeout=0 if self._lost else 5)
         if self.loaded is not None:
             _close(self.loaded)
 
     def _give_up(self, error: EagleError) -> None:
-        """Nobody can read with the target any more, and the thread may hang: its requests end with an error."""
+        """End all requests with an error: the target is lost, and the thread may hang."""
         self._lost, self.failure = True, error
         loaded, self.loaded = self.loaded, None
         slots, self.slots = self.slots, []
@@ -188,14 +188,14 @@ class Worker:
             slot.request.fail(str(error))
             slot.job.report(RequestEvent(slot.index, [], [], slot.request.output(None)))
         while not self._commands.empty():
-            self._commands.get()()  # requests that it has not seen end at once, since nothing is loaded
+            self._commands.get()()  # requests not seen yet end at once, because nothing is loaded
         while self._scorings:
             _settle(self._scorings.popleft().result, None, ApiError(500, str(error)))
         if loaded is not None:
             loaded.grammars.end()
 
     async def _ask(self, command: Callable[[asyncio.Future[T]], Callable[[], None]]) -> T:
-        """Queue a command that resolves a future, and wait for that."""
+        """Queue a command that resolves a future, and wait for it."""
         assert self._loop is not None
         result: asyncio.Future[T] = self._loop.create_future()
         self._commands.put(command(result))
@@ -238,7 +238,7 @@ class Worker:
             self._score_next()
 
     def _fail_what_is_left(self) -> None:
-        """The engine has died, and nobody else would end its requests."""
+        """End the remaining requests after the engine has died."""
         if self.slots:
             log.exception(_DIED)
         self._report([(s.job, RequestEvent(s.index, [], [], _failed(s.request))) for s in self.slots])
@@ -247,21 +247,21 @@ class Worker:
             self._resolve(self._scorings.popleft().result, error=ApiError(500, _DIED))
 
     def _lose(self, reason: str) -> None:
-        """Called in a thread of the target's."""
+        """Handle the loss of another machine. Runs in a thread of the target."""
         log.error("%s", reason)
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._give_up, RanksError(reason))
-        last = Timer(_LAST_WORDS, os._exit, [1])  # whatever the event loop or a client makes of it
+        last = Timer(_LAST_WORDS, os._exit, [1])  # even if the event loop or a client hangs
         last.daemon = True
         last.start()
 
     def _begin_unloading(self) -> None:
         self._unloading = True
-        self.failure = None  # whose traceback may hold what is to go
+        self.failure = None  # its traceback may reference the model
 
     def _give_back(self, result: asyncio.Future[None]) -> None:
-        """What a model that is gone has taken goes back to the system."""
-        gc.collect()  # models and engines refer to each other in circles
+        """Return the memory of an unloaded model to the system."""
+        gc.collect()  # models and engines have reference cycles
         mx.clear_cache()
         self._resolve(result, None)
 
@@ -276,12 +276,12 @@ class Worker:
     def _step(self, engine: Engine) -> None:
         try:
             engine.step()
-        except Exception:  # the requests that the step worked on have ended, and those that wait get their turn
+        except Exception:  # the requests in the step have ended; the others continue
             log.exception("a step of the engine failed; the requests in it end")
         self._publish(engine)
 
     def _end_overdue(self, engine: Engine) -> None:
-        """End requests whose time is over: with what they have, or with an error where their job has nothing."""
+        """End overdue requests with their output so far, or with an error if their job has no tokens."""
         now = self.clock()
         overdue = [slot for slot in self.slots if slot.deadline <= now]
         if not overdue:
@@ -295,13 +295,13 @@ class Worker:
         self._publish(engine)
 
     def _fail_all(self, engine: Engine, error: Exception) -> None:
-        """All requests end, and the engine continues with those to come."""
+        """End all requests; the engine continues with new ones."""
         log.exception("the engine failed; the requests in it end")
         engine.abandon(f"the engine failed: {type(error).__name__}: {error}")
         self._publish(engine)
 
     def _publish(self, engine: Engine) -> None:
-        """Report what has changed, with one wakeup of the event loop for all requests."""
+        """Report all changes with one wakeup of the event loop."""
         events: list[tuple[Job, RequestEvent]] = []
         ended = False
         for slot in self.slots:
@@ -346,7 +346,7 @@ class Worker:
         self._publish(self.loaded.engine)
 
     def _score_next(self) -> None:
-        """One piece of the prompt whose turn it is."""
+        """Score one piece of the next prompt."""
         if not self._scorings:
             return
         scoring = self._scorings.popleft()

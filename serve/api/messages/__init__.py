@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: requests are read by `schema`, written as a chat by `translate`, answered by `answer`."""
+"""Anthropic's Messages API: `schema` parses requests, `translate` turns them into chats, `answer` writes answers."""

@@ -1,4 +1,4 @@
-"""POST /v1/messages and count_tokens: an answer as a message, whole or as the events that make it up."""
+"""POST /v1/messages and count_tokens: answers as a message or as a stream of events."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MessageOutputDetails(Shape):
 
 
 class MessageUsage(Shape):
-    """Anthropic's counts, in which what came from the cache is no input."""
+    """Anthropic's counts; `input_tokens` excludes cached tokens."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -79,7 +79,7 @@ class TokenCount(Shape):
 
 @dataclass(frozen=True)
 class MessageAnswer:
-    """A chat that is answered with a message."""
+    """A prepared chat to be answered with a message."""
 
     body: MessagesRequest
     chat: ChatAnswer
@@ -106,7 +106,7 @@ class MessageAnswer:
         return _Writer(self, call)
 
     def message(self, call: Call, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        """One that has not ended."""
+        """Return a message that has not ended."""
         return {
             "id": f"msg_{call.id}",
             "type": "message",
@@ -129,7 +129,7 @@ class MessageAnswer:
         ).plain()
 
     def ended(self, output: Output, calls: bool) -> dict[str, Any]:
-        """Why a message ended."""
+        """Return why a message ended."""
         reason = finish_reason(output, calls)
         if reason == "tool_calls":
             return {"stop_reason": "tool_use", "stop_sequence": None}
@@ -151,7 +151,7 @@ class MessageAnswer:
 
 
 def opened(part: Part) -> dict[str, Any]:
-    """A block as it begins."""
+    """Return an empty block for a part."""
     if part.call is not None:
         return {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": {}}
     if part.kind == "reasoning":
@@ -160,12 +160,12 @@ def opened(part: Part) -> dict[str, Any]:
 
 
 def signature(call: Call) -> str:
-    """Clients send a thought back only with one. It proves nothing: whoever may ask may also say what was thought."""
+    """Return a thinking block's signature. Clients require one to send the block back; it proves nothing."""
     return f"sig_{call.id}"
 
 
 class _Writer:
-    """One block after the other: each is opened, continued and stopped before the next."""
+    """Writes blocks in turn: each is started, extended and stopped before the next."""
 
     def __init__(self, answer: MessageAnswer, call: Call):
         self._answer, self._call = answer, call
@@ -175,7 +175,7 @@ class _Writer:
         self._calls = False
 
     def open(self) -> str:
-        """How much of the prompt was cached is not known yet; the last event has the counts that hold."""
+        """Return the first events. Cached tokens are not known yet; the last event has the final counts."""
         (request,) = self._answer.requests
         usage: dict[str, Any] = {"input_tokens": len(request.prompt), "cache_creation_input_tokens": 0}
         usage |= {"cache_read_input_tokens": 0, "output_tokens": 0, "service_tier": "standard"}
@@ -223,7 +223,7 @@ class _Writer:
         return last + named_event({"type": "content_block_stop", "index": self._index})
 
     def _delta(self, kind: str, name: str, text: str) -> str:
-        """An event for every piece, so it is put together without a dictionary."""
+        """Return a delta event, built without a dictionary because there is one for every piece."""
         delta = f'{{"type":"{kind}","{name}":{quote(text)}}}'
         head = 'event: content_block_delta\ndata: {"type":"content_block_delta","index":'
         return f'{head}{self._index},"delta":{delta}}}\n\n'
@@ -234,7 +234,7 @@ router = APIRouter()
 
 @router.post("/v1/messages", responses=documented(MessageObject, *ERRORS, error=MessagesError, **EVENTS))
 async def messages(request: Request) -> Response:
-    """The next message of a conversation, for clients of Anthropic's API."""
+    """Return the next message of a conversation, for clients of Anthropic's API."""
     body = await body_of(request, MessagesRequest)
     service = models_of(request).named(body.model)
     places = tool_places(body)
@@ -246,7 +246,7 @@ async def messages(request: Request) -> Response:
         try:
             with named_as(FIELDS, places):
                 return MessageAnswer(body, await prepare_chat(request, loaded, chat, body.max_tokens))
-        except ContextExceeded as e:  # in Anthropic's words, by which clients know that they must shorten it
+        except ContextExceeded as e:  # Anthropic's words tell clients to shorten the conversation
             said = f"prompt is too long: {e.prompt} tokens > {e.context} maximum"
             raise ApiError(400, said, "messages", e.code) from e
 
@@ -256,7 +256,7 @@ async def messages(request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens", responses=documented(TokenCount, *ERRORS, error=MessagesError))
 async def count_tokens(request: Request) -> Response:
-    """The tokens of the prompt that a conversation makes."""
+    """Count the prompt tokens of a conversation."""
     body = await body_of(request, CountTokensRequest)
     service = models_of(request).named(body.model)
     chat = await models_of(request).pools.read(lambda: chat_request(body), request.state.size)

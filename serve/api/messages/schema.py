@@ -1,4 +1,4 @@
-"""What clients of Anthropic's Messages API may send."""
+"""Requests of Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..conversation import Extensions, one_of, without_details
 from ..schema import Body, Many, supported
 
 Ignored = Any
-"""Where a cache may be cut is of no consequence here: the prefix cache finds that by itself."""
+"""Marks fields without effect. Cache breakpoints need none: the prefix cache finds them itself."""
 
 
 KnownType = Literal[
@@ -94,7 +94,7 @@ _BY_TYPE: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def known_function(type: KnownType, name: str) -> dict[str, Any]:
-    """Return the function that stands for a known tool, under the name that the client gives it."""
+    """Return the function for a known tool, under the client's name for it."""
     description, parameters = _BY_TYPE[type]
     return {"name": name, "description": description, "parameters": parameters}
 
@@ -113,7 +113,7 @@ class ThinkingBlock(Body):
 
 
 class RedactedThinkingBlock(Body):
-    """A thought that only its writer can read; it is left out."""
+    """Encrypted reasoning, which is left out of the prompt."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -160,7 +160,7 @@ class ClientTool(Body):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    # Of no consequence: every tool is told of at once, and its input comes in one piece.
+    # Ignored: all tools are in the prompt, and tool input arrives in one piece.
     cache_control: Ignored = None
     defer_loading: bool | None = None
     eager_input_streaming: bool | None = None
@@ -169,7 +169,7 @@ class ClientTool(Body):
 
 
 class KnownTool(BaseModel):
-    """A tool that the client runs, whose schema `known_function` knows. Its other fields say nothing to the model."""
+    """A tool that the client runs, with a schema from `known_function`. The model does not see its other fields."""
 
     model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra={"additionalProperties": True})
 
@@ -179,7 +179,7 @@ class KnownTool(BaseModel):
 
 
 class AnthropicTool(BaseModel):
-    """A tool that Anthropic runs, or whose schema only Anthropic's models know."""
+    """A tool that Anthropic runs, or with a schema known only to Anthropic's models."""
 
     model_config = ConfigDict(strict=True, json_schema_extra={"additionalProperties": True})
 
@@ -195,7 +195,7 @@ def _tool_tag(value: object) -> str:
 
 
 def _known_fields(tool: object) -> object:
-    """The fields of a known tool that are read, so that others are not refused."""
+    """Keep only the fields of a known tool that are used, so that others are not refused."""
     return {key: tool[key] for key in KnownTool.model_fields if key in tool} if isinstance(tool, dict) else tool
 
 
@@ -217,7 +217,7 @@ class MessagesToolChoice(Body):
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=1)
-    """Not kept: a thought ends where the model ends it, or at max_tokens."""
+    """Not enforced: reasoning ends when the model ends it, or at max_tokens."""
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -232,7 +232,7 @@ class OutputConfig(Body):
 
 
 class CountTokensRequest(Extensions):
-    """The conversation, and what else goes into the prompt."""
+    """The conversation and everything else that goes into the prompt."""
 
     model: str | None = None
     messages: Annotated[Many[Turn], Field(min_length=1)]
@@ -241,7 +241,7 @@ class CountTokensRequest(Extensions):
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    # Of no consequence here: who asks, what for, and what Anthropic's own servers do about it.
+    # Ignored: these concern Anthropic's own servers.
     cache_control: Ignored = None
     context_management: dict[str, Any] | None = None
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -252,14 +252,13 @@ class CountTokensRequest(Extensions):
 
 class MessagesRequest(CountTokensRequest):
     max_tokens: int = Field(ge=1)
-    """As many at most: the context may leave fewer."""
+    """An upper bound: the context may leave fewer."""
     stream: bool | None = None
     stop_sequences: Many[str] | None = None
     temperature: float | None = Field(None, ge=0, le=1)
-    """In Anthropic's range."""
     top_p: float | None = None
     top_k: int | None = None
-    # As above.
+    # Ignored as well.
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     inference_geo: str | None = None

@@ -1,4 +1,4 @@
-"""A request of the Messages API as the one of Chat Completions that means the same."""
+"""Translates Messages API requests to Chat Completions requests."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ FIELDS = {
     r"tools\[(\d+)\]\.function": r"tools[\1]",
     r"messages(\[\d+\][\w.\[\]]*)": "messages",
 }
-"""Fields of Chat Completions, and what they are here. Messages are not the client's own, so none of them is named."""
+"""Chat Completions fields and their names here. Translated messages have other indexes, so errors name no index."""
 _ROLES = {"user": (TextBlock, ToolResultBlock), "system": (TextBlock,)}
 
 
 def chat_request(body: CountTokensRequest) -> ChatRequest:
-    """The chat, without max_tokens, which is only a bound here. Raises ApiError that names the field."""
+    """Return the chat without max_tokens, which is only a bound here. Raises ApiError that names the field."""
     asked: dict[str, Any] = {"messages": _messages(body), **body.extensions(), **_tools(body)}
     if body.thinking is not None:
         thinks = {"enable_thinking": body.thinking.type != "disabled"}
@@ -57,7 +57,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
 
 
 def tool_places(body: CountTokensRequest) -> list[int]:
-    """Where in the request those tools are that the model is told of."""
+    """Return the request index of each tool that the model sees."""
     return [index for index, tool in enumerate(body.tools or ()) if not isinstance(tool, AnthropicTool)]
 
 
@@ -114,7 +114,7 @@ def _result(block: ToolResultBlock) -> str:
 
 
 def _tools(body: CountTokensRequest) -> dict[str, Any]:
-    """What may be called. Tools that Anthropic runs are left out where there are others."""
+    """Return the tool fields of the chat. Tools that Anthropic runs are dropped if there are others."""
     given, choice = body.tools or [], body.tool_choice
     offered = [tool for tool in given if not isinstance(tool, AnthropicTool)]
     hosted = {tool.name: (at, tool.type) for at, tool in enumerate(given) if isinstance(tool, AnthropicTool)}

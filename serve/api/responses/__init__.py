@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: requests are read by `schema`, written as a chat by `translate`, answered by `answer`."""
+"""OpenAI's Responses API: `schema` parses requests, `translate` turns them into chats, `answer` writes answers."""

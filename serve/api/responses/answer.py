@@ -1,4 +1,4 @@
-"""An answer as a response of the Responses API, whole or as the events that make it up, each with its number."""
+"""Answers as responses of the Responses API, or as a stream of numbered events."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ ID_PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
 }
-"""How ids of items begin, by their type."""
+"""Prefixes of item ids, by item type."""
 
 
 @dataclass(frozen=True)
 class Kept:
     response: dict[str, Any]
     items: Sequence[Item]
-    """The whole conversation, the response with it."""
+    """The whole conversation, including the response."""
     nbytes: int
-    """Of the conversation as JSON, with all that came before."""
+    """JSON size of the conversation, including earlier turns."""
 
     def input_items(self) -> list[dict[str, Any]]:
-        """The conversation that was answered, oldest item first, each item with an id and a status."""
+        """Return the conversation before the response, oldest item first, each with an id and a status."""
         id = str(self.response["id"]).removeprefix("resp_")
         count = len(self.items) - len(self.response["output"])
         return [_described(item, f"{id}_in_{index}") for index, item in enumerate(self.items[:count])]
 
 
 def _described(item: Item, place: str) -> dict[str, Any]:
-    """An item as OpenAI lists it. place: makes up its id if the client gave none."""
+    """Return an item as OpenAI lists it. place: its id if the client gave none."""
     fields = item.model_dump(exclude_none=True)
     kind = fields.setdefault("type", "message")
     if kind == "message" and isinstance(fields["content"], str):
@@ -61,9 +61,9 @@ def _described(item: Item, place: str) -> dict[str, Any]:
 
 
 class ResponseMemory:
-    """At most so many responses and bytes; the least recently used goes first. Belongs to the event loop.
+    """Stores the most recently used responses, within a count and a size. Belongs to the event loop.
 
-    A response stands for its whole conversation, so that it may be gone on from when those before it have gone.
+    Each entry holds its whole conversation, so it does not depend on earlier entries.
     """
 
     def __init__(self, most: int, most_bytes: int):
@@ -81,7 +81,7 @@ class ResponseMemory:
             self.nbytes -= self._kept.popitem(last=False)[1].nbytes
 
     def get(self, id: str, param: str | None = None) -> Kept:
-        """Return a kept response. Raises ApiError if it is not kept: 400 if the field `param` names it, else 404."""
+        """Return a stored response. Raises ApiError if it is missing: 400 if the field `param` names it, else 404."""
         found = self._kept.get(id)
         if found is None:
             raise self._gone(id, param)
@@ -89,7 +89,7 @@ class ResponseMemory:
         return found
 
     def delete(self, id: str) -> None:
-        """Raises ApiError 404 where it is not kept."""
+        """Delete a stored response. Raises ApiError 404 if it is missing."""
         found = self._kept.pop(id, None)
         if found is None:
             raise self._gone(id, None)
@@ -100,7 +100,7 @@ class ResponseMemory:
             f"response {id[:100]!r} is not kept here; it may have been sent with store false, deleted, or forgotten: "
             f"the last {self.most} are kept, {self.most_bytes >> 20} MB of them. Send the conversation as input"
         )
-        if param is not None:  # as OpenAI answers
+        if param is not None:  # as in OpenAI's API
             return ApiError(400, said, param, "previous_response_not_found")
         return ApiError(404, said, None, "response_not_found")
 
@@ -109,21 +109,21 @@ _INPUT_EVENTS = {
     "function_call": ("response.function_call_arguments", "arguments"),
     "custom_tool_call": ("response.custom_tool_call_input", "input"),
 }
-"""By kind of call: how its events begin, and what its input is called."""
+"""The event prefix and the input's name, by type of call."""
 _CONTENT_EVENTS = {"text": "response.output_text", "reasoning": "response.reasoning_text"}
 
 
 class ResponseWriter:
-    """One item after the other: each is added, continued and done before the next."""
+    """Writes items in turn: each is added, extended and done before the next."""
 
     def __init__(self, answer: ResponseAnswer, call: Call):
         self._answer, self._call = answer, call
         self._deltas = DeltaStream(answer.chat)
         self._parts: list[Part] = []
-        """All so far; the last one may go on."""
+        """All parts so far; the last may grow."""
         self._is_open = False
         self._id = ""
-        """Of the item that is the last."""
+        """Id of the last item."""
         self._number = -1
 
     def open(self) -> str:
@@ -169,7 +169,7 @@ class ResponseWriter:
         return added + self._of_item("response.content_part.added", content_index=0, part=self._content(""))
 
     def _done(self, status: str) -> str:
-        """The end of the item that is open."""
+        """Return the events that end the open item."""
         if not self._is_open:
             return ""
         self._is_open = False
@@ -195,7 +195,7 @@ class ResponseWriter:
         return content | {"text": text}
 
     def _of_item(self, type: str, **fields: Any) -> str:
-        """An event of the item that is the last."""
+        """Return an event of the last item."""
         return self._event(type, item_id=self._id, output_index=self._index, **fields)
 
     def _event(self, type: str, **fields: Any) -> str:
@@ -208,15 +208,15 @@ _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 @dataclass(frozen=True)
 class ResponseAnswer:
-    """A chat that is answered with a response."""
+    """A prepared chat to be answered with a response."""
 
     body: ResponsesRequest
     chat: ChatAnswer
     functions: Functions
     items: Sequence[Item]
-    """The conversation that is answered."""
+    """The conversation to answer."""
     nbytes: int
-    """Of the conversation, as JSON."""
+    """JSON size of the conversation."""
     memory: ResponseMemory
 
     @property
@@ -234,7 +234,7 @@ class ResponseAnswer:
         return ResponseWriter(self, call)
 
     def ended(self, call: Call, output: Output, parts: Sequence[Part]) -> dict[str, Any]:
-        """The response of an answer that is whole, or was cut off; it is kept where that is wanted."""
+        """Return the response of an answer that is complete or cut off; store it unless `store` is false."""
         cut_off = output.finish_reason == "length"
         last = len(parts) - 1
         items = [
@@ -259,7 +259,7 @@ class ResponseAnswer:
         return self.begun(call) | {"status": "failed", "error": {"code": code, "message": error.message}}
 
     def begun(self, call: Call) -> dict[str, Any]:
-        """The response before anything is said."""
+        """Return the response before any output."""
         body = self.body
         form = body.text.format if body.text is not None else None
         choice = body.tool_choice or "auto"
@@ -291,7 +291,7 @@ class ResponseAnswer:
         }
 
     def item(self, call: Call, part: Part, index: int, status: str) -> dict[str, Any]:
-        """A part as an item. Calls are never cut off: what is cut off is no call, but text."""
+        """Return a part as an item. Calls are always complete, because a cut-off call is text."""
         if part.call is not None:
             item = self.functions.called(part.call)
             status = "in_progress" if status == "in_progress" else "completed"

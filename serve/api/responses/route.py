@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what is kept of them under /v1/responses/{id}."""
+"""POST /v1/responses, and reading and deleting stored responses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .translate import FIELDS, Functions, chat_request, input_items
 
 router = APIRouter()
 _MOST_ITEMS = 100
-"""Of a page, as OpenAI's API bounds it."""
+"""Maximum items per page, as in OpenAI's API."""
 
 
 def memory_of(request: Request) -> ResponseMemory:
@@ -31,7 +31,7 @@ def memory_of(request: Request) -> ResponseMemory:
 
 @router.post("/v1/responses", responses=documented(ResponseObject, *ERRORS, **EVENTS))
 async def responses(request: Request) -> Response:
-    """The next turn of a conversation, for clients of OpenAI's newer API."""
+    """Return the next turn of a conversation, for clients of OpenAI's newer API."""
     memory = memory_of(request)
     body = await body_of(request, ResponsesRequest)
     service = models_of(request).named(body.model)
@@ -54,14 +54,14 @@ async def responses(request: Request) -> Response:
 
 
 def _error_event(error: ApiError) -> bytes:
-    """As OpenAI's event `error` has it."""
+    """Return an error as OpenAI's `error` event."""
     fields = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
     return named_event({**fields, "sequence_number": 0}).encode()
 
 
 @router.get("/v1/responses/{id}", responses=documented(ResponseObject, 400, 401, 404))
 async def response(request: Request, id: str) -> Response:
-    """A response that was kept."""
+    """Return a stored response."""
     if request.query_params.get("stream") == "true":
         raise ApiError(400, "stream: a response that has ended is given whole; leave stream out", "stream")
     return json_response(memory_of(request).get(id).response)
@@ -75,7 +75,7 @@ async def input_items_of(request: Request, id: str) -> Response:
 
 
 def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """A page of a list, as `order`, `after` and `limit` ask for it. Raises ApiError 400 that names the parameter."""
+    """Return a page of a list by `order`, `after` and `limit`. Raises ApiError 400 that names the parameter."""
     order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
     if order not in ("asc", "desc"):
         raise ApiError(400, "order: must be asc or desc", "order")
@@ -95,6 +95,6 @@ def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, An
 
 @router.delete("/v1/responses/{id}", responses=documented(DeletedResponse, 401, 404))
 async def delete_response(request: Request, id: str) -> Response:
-    """Forget a response."""
+    """Delete a stored response."""
     memory_of(request).delete(id)
     return json_response(DeletedResponse(id=id, object="response", deleted=True))

@@ -1,4 +1,4 @@
-"""What clients of OpenAI's Responses API may send, and what they get."""
+"""Requests and responses of OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import Shape
 from ..schema import Body, Many, ServiceTier, Temperature, supported
 
 Ignored = Any
-"""What clients send back of an answer, or say of its making, and what no prompt holds."""
+"""Marks fields that clients send back or that have no effect on the prompt."""
 Status = Literal["in_progress", "completed", "incomplete"]
 Ended = Literal["completed", "incomplete"]
 
@@ -47,7 +47,7 @@ class MessageItem(Body):
 
 
 class CallItem(Body):
-    """What both kinds of calls have."""
+    """The fields of both kinds of calls."""
 
     call_id: str
     name: str
@@ -63,7 +63,7 @@ class FunctionCallItem(CallItem):
 
 
 class CustomCallItem(CallItem):
-    """A call whose input is a text of any form."""
+    """A call with free text as its input."""
 
     type: Literal["custom_tool_call"]
     input: str
@@ -116,7 +116,7 @@ Item = Annotated[
 class ClientRunTool(Body):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
     description: str | None = None
-    # Of no consequence: every tool is told of at once, and clients call them all themselves.
+    # Ignored: all tools are in the prompt, and clients call them all themselves.
     defer_loading: bool | None = None
     allowed_callers: list[str] | None = None
 
@@ -129,7 +129,7 @@ class FunctionTool(ClientRunTool):
 
 
 class CustomTool(ClientRunTool):
-    """A tool whose input is a text of any form; the model is asked for it as the one argument of a function."""
+    """A tool with free text as its input; the model sees a function with that text as its only argument."""
 
     type: Literal["custom"]
     format: dict[str, Any] | None = None
@@ -141,7 +141,7 @@ OwnTool = Annotated[
 
 
 class NamespaceTool(Body):
-    """Tools under a common name, as Codex offers those of MCP servers."""
+    """Tools under a common name; Codex offers the tools of MCP servers this way."""
 
     type: Literal["namespace"]
     name: str
@@ -150,11 +150,11 @@ class NamespaceTool(Body):
 
 
 OWN_TOOLS = ("function", "custom", "namespace")
-"""Those that clients run."""
+"""Types of tools that clients run."""
 
 
 class OpenAITool(BaseModel):
-    """A tool that OpenAI runs, or whose schema only OpenAI's models know."""
+    """A tool that OpenAI runs, or with a schema known only to OpenAI's models."""
 
     model_config = ConfigDict(strict=True, json_schema_extra={"additionalProperties": True})
 
@@ -184,7 +184,7 @@ class ChosenTool(Body):
 
 class Reasoning(Body):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    # Thoughts are given as they are; there is nothing that could sum them up.
+    # Reasoning is returned in full; nothing here can summarize it.
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: Literal["auto", "current_turn", "all_turns"] | None = None
@@ -225,7 +225,7 @@ class ResponsesRequest(Extensions):
     previous_response_id: str | None = None
     store: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    """As many at most: the context may leave fewer."""
+    """An upper bound: the context may leave fewer."""
     temperature: Temperature | None = None
     top_p: float | None = None
     tools: Many[ResponsesTool] | None = None
@@ -245,7 +245,7 @@ class ResponsesRequest(Extensions):
     conversation: None = None
     prompt: None = None
     max_tool_calls: None = None
-    # Of no consequence here: who asks, what for, and what OpenAI's own servers do about it.
+    # Ignored: these concern OpenAI's own servers.
     client_metadata: dict[str, Any] | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -291,7 +291,7 @@ class OutputThought(Shape):
 
 
 class OutputItem(Shape):
-    """What all items of an answer have."""
+    """The fields of all output items."""
 
     id: str
     status: Ended
@@ -311,7 +311,7 @@ class OutputReasoning(OutputItem):
 
 
 class OutputCall(OutputItem):
-    """What both kinds of calls have."""
+    """The fields of both kinds of calls."""
 
     call_id: str
     name: str
@@ -329,7 +329,7 @@ class OutputCustomCall(OutputCall):
 
 
 class ResponseObject(Measured):
-    """A response. What the request asked for stands in it again, with defaults filled in."""
+    """A response. It repeats the request's settings, with defaults filled in."""
 
     id: str
     object: Literal["response"]
@@ -358,7 +358,7 @@ class ResponseObject(Measured):
 
 
 class InputItem(Shape):
-    """An item as the client sent it, or an earlier response gave it; its other fields depend on its type."""
+    """An item from the client or an earlier response; its other fields depend on its type."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -1,4 +1,4 @@
-"""A request of the Responses API, its tools with it, as the one of Chat Completions that means the same."""
+"""Translates Responses API requests and tools to Chat Completions requests."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _TEXT = {
     "required": ["input"],
     "additionalProperties": False,
 }
-"""The parameters of a function that stands for a tool whose input is a text."""
+"""The parameters of a function that replaces a tool with text input."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a function was in the request."""
+    """The tool that a function came from."""
 
     kind: Literal["function", "custom"]
     name: str
@@ -50,19 +50,16 @@ class Origin:
 
 @dataclass
 class Functions:
-    """The functions that a model is told of."""
+    """The functions that a model sees."""
 
     functions: list[dict[str, Any]] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-    """Of each, where in `tools` it was."""
+    """For each function, its index in `tools`."""
     origins: dict[str, Origin] = field(default_factory=dict)
 
     @classmethod
     def of(cls, body: ResponsesRequest) -> Functions:
-        """Those of a request. Tools that OpenAI runs are left out where there are others.
-
-        Raises ApiError where they are all that there is.
-        """
+        """Return the functions of a request, without tools that OpenAI runs. Raises ApiError if none are left."""
         found, hosted = cls(), [(at, tool) for at, tool in enumerate(body.tools or ()) if isinstance(tool, OpenAITool)]
         for at, tool in enumerate(body.tools or ()):
             if isinstance(tool, NamespaceTool):
@@ -87,13 +84,13 @@ class Functions:
         self.origins[name] = Origin(tool.type, tool.name, namespace)
 
     def choice(self, chosen: str | ChosenTool | None) -> str | dict[str, Any] | None:
-        """`tool_choice`, as Chat Completions has it."""
+        """Return `tool_choice` for Chat Completions."""
         if not isinstance(chosen, ChosenTool):
             return chosen
         return {"type": "function", "function": {"name": flat_name(chosen.name, chosen.namespace)}}
 
     def called(self, call: ToolCall) -> dict[str, Any]:
-        """The item of a call, without what says which item it is."""
+        """Return the item of a call, without its id and status."""
         origin = self.origins.get(call.name, Origin("function", call.name))
         named = {"call_id": call.id, "name": origin.name}
         if origin.namespace is not None:
@@ -104,25 +101,25 @@ class Functions:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """The name of a function, which has no namespace of its own."""
+    """Return a function's name that includes the tool's namespace."""
     if namespace is None:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") or name.startswith("__") else f"{namespace}__{name}"
 
 
 def custom_arguments(text: str) -> str:
-    """The arguments of a function that stands for a tool whose input is a text."""
+    """Return the arguments of a function that replaces a tool with text input."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
 def _text_of(arguments: str) -> str:
-    """What `custom_arguments` was made of; all of it where a model that was free wrote something else."""
+    """Return the text in `custom_arguments`, or all of `arguments` if an unconstrained model wrote something else."""
     found = json.loads(arguments).get("input")
     return found if isinstance(found, str) else arguments
 
 
 def _description(tool: OwnTool) -> str | None:
-    """With the grammar that an input is to follow, which no model here is held to."""
+    """Return a tool's description, with the grammar of its input, which is not enforced here."""
     form: dict[str, Any] = (tool.format or {}) if isinstance(tool, CustomTool) else {}
     if not isinstance(definition := form.get("definition"), str):
         return tool.description
@@ -131,7 +128,7 @@ def _description(tool: OwnTool) -> str | None:
 
 
 def echoed(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
-    """The tools as they were sent, but for the details of those that are not run here."""
+    """Return the tools as sent, but without the details of tools that do not run here."""
     return [tool.model_dump(by_alias=True, exclude_unset=True) for tool in tools or ()]
 
 
@@ -141,9 +138,9 @@ FIELDS = {
     r"tools\[(\d+)\]\.function": r"tools[\1]",
     r"messages(\[\d+\][\w.\[\]]*)?": "input",
 }
-"""Fields of Chat Completions, and what they are here. Messages are not the client's own, so no item is named."""
+"""Chat Completions fields and their names here. Translated messages have other indexes, so errors name no index."""
 _SEALED = "thought:"
-"""Begins what stands here for an encrypted thought. It is the thought itself in base64: the client could read it."""
+"""Prefix of `encrypted_content`, which holds the reasoning in plain base64: the client may read it."""
 
 
 def input_items(body: ResponsesRequest) -> list[Item]:
@@ -151,7 +148,7 @@ def input_items(body: ResponsesRequest) -> list[Item]:
 
 
 def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Functions) -> ChatRequest:
-    """The chat that these items make, without max_output_tokens, which is only a bound. Raises ApiError."""
+    """Return the chat of these items, without max_output_tokens, which is only a bound. Raises ApiError."""
     asked: dict[str, Any] = {
         "messages": _messages(body.instructions, items, len(items) - len(input_items(body))),
         "tools": functions.functions or None,
@@ -172,12 +169,12 @@ def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Funct
 
 
 def sealed(thought: str) -> str:
-    """A thought for clients that send back only what they take for encrypted, as Codex does."""
+    """Encode reasoning for clients that send back only encrypted content, such as Codex."""
     return _SEALED + b64encode(thought.encode()).decode()
 
 
 def unsealed(text: str | None) -> str:
-    """The thought; nothing where another server has sealed it."""
+    """Decode reasoning; empty if another server encrypted it."""
     if not text or not text.startswith(_SEALED):
         return ""
     try:
@@ -187,7 +184,7 @@ def unsealed(text: str | None) -> str:
 
 
 def _messages(instructions: str | None, items: Sequence[Item], kept: int) -> list[dict[str, Any]]:
-    """kept: how many items come from the previous response, and not from the request."""
+    """Return the messages of a chat. kept: how many items come from the previous response."""
     conversation = Conversation()
     if instructions:
         conversation.say("system", instructions)
@@ -224,7 +221,7 @@ def _thought(item: ReasoningItem) -> str:
 
 
 def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
-    """`text.format`, which has the schema's fields beside its type."""
+    """Return `text.format` for Chat Completions, which nests the schema's fields."""
     form = body.text.format if body.text is not None else None
     if form is None:
         return None
