@@ -1,4 +1,4 @@
-"""The command `eagle-generate`: one prompt, or a file of them, through the engine."""
+"""The command `eagle-generate`: answers one prompt, or a file of prompts."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ class GenerateOptions(Group):
             raise OutputError(f"{self.output} exists already; name another file")
 
     def say(self, text: str) -> None:
-        """A line about the run, unless it is to be quiet."""
+        """Print a line about the run to stderr, unless quiet."""
         if not self.quiet:
             print(text, file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run eagle-generate; returns the exit status: 0, 2 for an error, 130 when interrupted."""
+    """Run eagle-generate. Returns the exit status: 0, 2 for an error, or 130 if interrupted."""
     about = "Generate text with speculative decoding: the model's own text, sooner."
     return exit_code(lambda: _generate(read(GenerateOptions, argv, "eagle-generate", about, EPILOG)))
 
@@ -112,7 +112,7 @@ def _one(engine: Engine, options: GenerateOptions, params: SamplingParams) -> li
 
 
 def prompt_of(text: str, target: Target, options: GenerateOptions) -> EnginePrompt:
-    """Text as a turn of a conversation where the target has a chat template, unless it is to be taken as it is."""
+    """Return `text` as a conversation if the target has a chat template and --raw is off, else unchanged."""
     if not text:
         raise PromptError("the prompt is empty; give some text")
     if options.raw or target.tokenizer is None or not target.tokenizer.has_chat_template:
@@ -124,7 +124,7 @@ def prompt_of(text: str, target: Target, options: GenerateOptions) -> EngineProm
 
 
 def _many(engine: Engine, options: GenerateOptions, params: SamplingParams) -> list[Output]:
-    """Decode a file's rows side by side, turn by turn; one line of JSON for each, in their order."""
+    """Decode a file's rows together, turn by turn, and write one line of JSON per row, in order."""
     assert options.file is not None
     questions = read_questions(options.file)
     for question in questions:
@@ -149,7 +149,7 @@ def _many(engine: Engine, options: GenerateOptions, params: SamplingParams) -> l
 
 
 def _row(question: Question, answers: Sequence[Output]) -> dict[str, object]:
-    """What a row came to; of a row of `turns` under that name, an answer for each."""
+    """Return a row's result: one answer, or an answer per turn for rows of `turns`."""
     if question.category is None:
         return _result(answers[0])
     return {"category": question.category, "turns": [_result(answer) for answer in answers]}
@@ -166,7 +166,7 @@ def _result(output: Output) -> dict[str, object]:
 
 
 def summary(outputs: Sequence[Output], seconds: float) -> str:
-    """Tokens, speed and what came of drafting, in one line."""
+    """Summarize tokens, speed and acceptance in one line."""
     tokens, rounds = sum(len(o.tokens) for o in outputs), sum(o.rounds for o in outputs)
     drafted, accepted = sum(o.drafted for o in outputs), sum(o.accepted for o in outputs)
     text = f"{tokens} tokens in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.1f} tokens/s, prompts included"

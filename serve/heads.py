@@ -1,4 +1,4 @@
-"""The command `eagle-heads`: which heads there are here and published, which fit a target, and fetching one."""
+"""The command `eagle-heads`: lists known heads, finds those for a target, and fetches one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ examples:
 
 eagle-serve and eagle-generate look here when no --head is given."""
 _MOST_LAYERS = 8
-"""Heads have one layer or a few; what has more is a model, and not to be fetched as a head."""
+"""Heads have few layers; anything with more is a model and is not fetched as a head."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Pull(Group):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run eagle-heads; returns the exit status: 0, 1 where no head is found, 2 for an error."""
+    """Run eagle-heads. Returns the exit status: 0, 1 if no head is found, or 2 for an error."""
     about = "Heads on this machine and published ones: which there are, which fit a target, and fetching one."
     commands = Subcommands(new_parser("eagle-heads", about, EPILOG, "%(prog)s list | find TARGET | pull NAME"))
     commands.add("list", List, _list, "All that are known.")
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _list(_: List) -> int:
-    """Print what is here, then what is published, those that are in the hub's cache marked."""
+    """Print local heads, then published ones, with a mark on those in the hub's cache."""
     here = records()
     print("here:" if here else "here: none yet; eagle-train and eagle-heads pull make some")
     for record in here:
@@ -82,7 +82,7 @@ def _find(options: Find) -> int:
 
 
 def _pull(options: Pull) -> int:
-    """Fetch a head, by its own name or that of its target, and remember for whom it is."""
+    """Fetch a head by its own name or its target's, and register it for that target."""
     name, target = options.name, options.target
     known = _known(name)
     repo, of = (known.head, target or known.target) if known else (hub.hub_id(name), target)
@@ -102,13 +102,13 @@ def _pull(options: Pull) -> int:
 
 
 def _known(name: str) -> KnownHead | None:
-    """The published head of that name, or else the first one for a target of that name."""
+    """Return the published head of that name, or else the first one for a target of that name."""
     of_that_name = next((one for one in known_heads() if one.head.lower() == name.lower()), None)
     return of_that_name or next(iter(known_heads_for(names_of(name))), None)
 
 
 def _check_size(repo: str) -> None:
-    """Raise ConfigError for what is a whole model, before its weights are fetched."""
+    """Raise ConfigError if `repo` is a whole model. Fetches only its config."""
     config = hub.fetch_file(repo, "config.json")
     assert config is not None
     layers = read_config(config.parent).get("num_hidden_layers")

@@ -29,7 +29,7 @@ class MemoryOptions(Group):
 
     @property
     def kv_bytes(self) -> int | None:
-        """Bytes for keys and values; None for a share of what is free after the weights."""
+        """Bytes for the KV cache; None for a share of what is free after the weights."""
         return bytes_of(self.kv_gb)
 
 
@@ -50,7 +50,7 @@ class SamplingOptions(Group):
     ignore_eos: bool = setting(False, "continue after the model's end of text")
 
     def params(self) -> SamplingParams:
-        """The same for the engine. Raises ConfigError for a value out of range."""
+        """Return the parameters for the engine. Raises ConfigError for a value out of range."""
         return SamplingParams(**self.flat())
 
 

@@ -1,7 +1,7 @@
-"""Processes that are asked something and can be killed when it takes too long; of our files, each imports one alone.
+"""Processes that answer questions and can be killed if an answer takes too long.
 
-This file is also their program, run by its path, and imports none of ours. The first process is forked for each piece
-of work. Whatever becomes of a fork, it shares no state with any other.
+They also run this file, by its path; it imports no module of the project, and each process loads just one. The first
+process forks for each piece of work, and forks share no state.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from typing import Any
 
 _PROGRAM = Path(__file__)
 _LAST_SECONDS = 10.0
-"""The first process does nothing long but read the tokenizer, which takes a second."""
+"""Time for the first process to end. Its longest work, reading the tokenizer, takes a second."""
 _PARENT_SECONDS = 0.05
-"""While a fork has not begun, the time between two checks that the process that is to make it still lives."""
+"""Interval between checks that a fork's parent is alive, until the fork has begun."""
 
 
 class ProcessEnded(Exception):
-    """The process has died: it needed more memory or a deeper stack than it may have, or somebody killed it."""
+    """The process has died: it exceeded its memory or stack, or it was killed."""
 
 
 class Process:
-    """One process of the tree, which is killed, whatever it does, when nobody holds this or a fork of it."""
+    """A process, which is killed when neither this object nor a fork of it is referenced any more."""
 
     def __init__(
         self,
@@ -45,14 +45,14 @@ class Process:
         parent: Process | None = None,
         sent: Sequence[Connection] = (),
     ):
-        """Raise nothing; the process may have ended already.
+        """program: the first process's. parent, sent: a fork's parent, and the end of its connection that was sent.
 
-        `program`: the first process's. `parent` and `sent`: a fork's, with the end of its connection that was sent.
+        Does not raise, even if the process has ended already.
         """
         self._connection, self.parent = connection, parent
         self._sending = Lock()
         self._sent = list(sent)
-        """Our copy of a fork's end, until that has arrived."""
+        """Our copy of a fork's end of the connection, until it has arrived."""
         self._id = [program.pid] if program else []
         """Empty until a fork has sent it."""
         self._ending = (
@@ -63,23 +63,23 @@ class Process:
 
     @classmethod
     def start(cls, kind: type, memory: int = 0) -> Process:
-        """The first one.
+        """Start the first process.
 
-        kind: what it holds, made without arguments, whose methods are the questions; its file may import none of ours.
-        memory: bytes that a fork may take beside those that it begins with, 0 for as many as there are.
+        kind: a class without constructor arguments; its methods answer the questions, and its file may import no module
+        of the project. memory: bytes that a fork may add to its initial size; 0 for no limit.
         """
         ours, its = Pipe()
         with its:
             what = [str(its.fileno()), str(memory), getfile(kind), kind.__name__]
-            command = [sys.executable, "-P", str(_PROGRAM), *what]  # nothing is imported from the program's folder
+            command = [sys.executable, "-P", str(_PROGRAM), *what]  # -P: import nothing from the program's folder
             program = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()])
         return cls(ours, program)
 
     def fork(self) -> Process:
-        """Return a copy of this process that goes its own way. Nothing is waited for. Raises ProcessEnded.
+        """Return a copy of this process with its own state, without waiting. Raises ProcessEnded.
 
-        `multiprocessing.reduction.send_handle` is not used: on macOS it waits for a byte on this connection, and
-        another thread that reads here could take that byte.
+        Not with `multiprocessing.reduction.send_handle`: on macOS that waits for a byte on this connection, which
+        another thread that reads here could take.
         """
         ours, its = Pipe()
         try:
@@ -92,7 +92,7 @@ class Process:
         return Process(ours, parent=self, sent=[its])
 
     def ask(self, *question: Any) -> None:
-        """A method's name and its arguments. Raises ProcessEnded."""
+        """Send a question: a method's name and its arguments. Raises ProcessEnded."""
         try:
             with self._sending:
                 self._connection.send(question)
@@ -100,9 +100,9 @@ class Process:
             raise ProcessEnded from e
 
     def answer(self, seconds: float) -> tuple[Any, str] | None:
-        """What the method gave, or why it gave nothing; None after so many seconds. Raises ProcessEnded.
+        """Return the method's result and an error text, or None after `seconds`. Raises ProcessEnded.
 
-        One thread at a time may call it; nothing else reads from the connection.
+        Only one thread at a time may call this; nothing else reads from the connection.
         """
         end = monotonic() + seconds
         try:
@@ -120,7 +120,7 @@ class Process:
 
     @property
     def pid(self) -> int | None:
-        """Its id; None until a fork has told it."""
+        """The process id; None until a fork has sent it."""
         return self._id[0] if self._id else None
 
     @property
@@ -136,18 +136,18 @@ class Process:
             return False
 
     def end(self) -> None:
-        """Kill it; of the first process, all forks with it."""
+        """Kill the process; killing the first one also kills all forks."""
         self._ending()
 
 
 def _close(connection: Connection, program: subprocess.Popen[bytes]) -> None:
-    """The first process ends itself and all forks when nobody can ask it any more."""
+    """Close the connection. The first process then ends itself and all forks."""
     connection.close()
     program.wait(_LAST_SECONDS)
 
 
 def _kill(connection: Connection, known: list[int], sent: list[Connection], parent: Process | None) -> None:
-    """Kill a fork, unless it has ended: another process might have its id by now."""
+    """Kill a fork, unless it has ended, because its id may have been reused."""
     with suppress(EOFError, OSError):
         _let_go(sent, parent)
         while connection.poll(0 if known else 1):
@@ -161,7 +161,7 @@ def _kill(connection: Connection, known: list[int], sent: list[Connection], pare
 
 
 def _begin(message: int, known: list[int], sent: list[Connection]) -> None:
-    """Take one of a fork's first two messages: True, its parent has received the connection; then its own id."""
+    """Handle one of a fork's first two messages: True if its parent received the connection, then its id."""
     if message is True:
         _drop(sent)
     else:
@@ -169,9 +169,9 @@ def _begin(message: int, known: list[int], sent: list[Connection]) -> None:
 
 
 def _let_go(sent: list[Connection], parent: Process | None) -> bool:
-    """Return whether our copy of a fork's end was closed, because the process that was to make the fork is gone.
+    """Return whether our copy of a fork's end was closed because the parent process is gone.
 
-    If the fork was not made, its connection ends with that.
+    If the fork was never made, this ends its connection.
     """
     if not sent or parent is None or parent.alive:
         return False
@@ -180,9 +180,9 @@ def _let_go(sent: list[Connection], parent: Process | None) -> bool:
 
 
 def _drop(sent: list[Connection]) -> None:
-    """Close our copy of a fork's end, whichever thread does so first.
+    """Close our copy of a fork's end, in whichever thread comes first.
 
-    It is kept until it has arrived: macOS may shut down a descriptor that is closed on its way (nodejs/node#7512).
+    The copy is kept until the end has arrived: macOS may shut down a descriptor closed in transit (nodejs/node#7512).
     """
     with suppress(IndexError):
         while True:
@@ -195,7 +195,7 @@ def _socket_of(connection: Connection) -> socket.socket:
 
 
 def _serve(connection: Connection, memory: int, held: Any) -> None:
-    """Answer until nobody asks any more. memory: as in `Process.start`. held: its methods are the questions."""
+    """Answer until the connection closes. memory: as in `Process.start`. held: its methods answer the questions."""
     while True:
         try:
             name, *arguments = connection.recv()
@@ -212,17 +212,17 @@ def _serve(connection: Connection, memory: int, held: Any) -> None:
 
 
 def _fork(connection: Connection, memory: int, held: Any) -> None:
-    """Have a copy of this process answer over a connection of its own, which first tells its id.
+    """Fork a copy of this process, which sends its id and then answers over its own connection.
 
-    Before that, this process confirms that it has received the connection. Raises RuntimeError if it has not: too
-    many files may be open.
+    First this process confirms on that connection that it has arrived. Raises RuntimeError if it has not, for example
+    because too many files are open.
     """
     with _socket_of(connection) as channel:
         handles = socket.recv_fds(channel, 1, 1)[1]
     if not handles:
         raise RuntimeError("a fork's connection has not arrived")
     given = Connection(handles[0])
-    with suppress(OSError):  # if nobody waits for the fork any more, it ends by itself
+    with suppress(OSError):  # if nobody waits for the fork, it ends by itself
         given.send(True)
     if os.fork():
         given.close()
@@ -230,14 +230,14 @@ def _fork(connection: Connection, memory: int, held: Any) -> None:
     connection.close()
     if memory:
         _bound_memory(memory)
-    with suppress(BrokenPipeError):  # nobody asks any more
+    with suppress(BrokenPipeError):  # the asker is gone
         given.send(os.getpid())
         _serve(given, memory, held)
     os._exit(0)
 
 
 def _bound_memory(more: int) -> None:
-    """Let this process have so many bytes more than it has. Only Linux keeps to it; elsewhere time is the bound."""
+    """Limit this process to `more` bytes beyond its size. Only Linux enforces it; elsewhere time is the limit."""
     if sys.platform == "linux":
         pages = Path("/proc/self/statm").read_text().split()[0]
         size = int(pages) * resource.getpagesize()
@@ -245,7 +245,7 @@ def _bound_memory(more: int) -> None:
 
 
 def _held(path: str, kind: str) -> Any:
-    """What is held: the file is not imported by its name, which would import the package and MLX with it."""
+    """Create the held object. An import by name would also import the package and MLX."""
     spec = spec_from_file_location(kind, path)
     assert spec is not None
     assert spec.loader is not None
@@ -255,9 +255,9 @@ def _held(path: str, kind: str) -> Any:
 
 
 def main() -> None:
-    """Serve the descriptor that is the first argument; with its end all forks end too, whatever they are doing."""
+    """Serve the descriptor in the first argument. When it closes, all forks end too."""
     os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that have ended leave nothing to be waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended forks need no wait
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     descriptor, memory, path, kind = sys.argv[1:]
     _serve(Connection(int(descriptor)), int(memory), _held(path, kind))

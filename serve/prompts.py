@@ -1,4 +1,4 @@
-"""Questions of one turn or several from a jsonl file, and text to put before them."""
+"""Questions of one or several turns from a jsonl file, and filler text before them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and what is asked after its answer."""
+    """A prompt and the user's later turns."""
 
     content: Prompt
-    """Text, token ids, or messages that end with a turn to be answered."""
+    """Text, token ids, or messages that end with a turn to answer."""
     later: tuple[str, ...] = ()
-    """The user's later turns; `content` is then messages."""
+    """Later turns, if `content` is messages."""
     category: str | None = None
     origin: str = "the prompt"
     """`file:line`, for errors."""
 
     def encode(self, target: Target, answers: Sequence[str] = (), max_tokens: int = 0) -> list[int]:
-        """Return the token ids of the turn after so many answers: messages through the chat template, text as it is.
+        """Return the token ids of the turn that follows `answers`: messages through the chat template, text unchanged.
 
-        Raises PromptError if text meets a target without a tokenizer, or prompt and answer do not fit the context.
+        Raises PromptError if text has no tokenizer, or prompt and answer do not fit the context.
         """
         content = self.content
         for answer, turn in zip(answers, self.later, strict=False):
@@ -58,9 +58,8 @@ class Question:
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     """Read rows with `messages`, with `prompt` (text), or with `turns` (the user's texts) and their `category`.
 
-    Assistant turns at the end of `messages` are left out: they are what is to be generated. limit: at most so many,
-    evenly of all categories. Raises PromptError, with file and line, for a row that cannot be used or a file without
-    rows.
+    Drops assistant turns at the end of `messages`, which are to be generated. limit: maximum number of questions,
+    spread evenly over categories. Raises PromptError, with file and line, for an invalid row or a file without rows.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -68,10 +67,10 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
         raise PromptError(f"{path}: the prompts cannot be read ({e}); give a jsonl file in UTF-8") from e
     if not text:
         raise PromptError(f"{path}: the file has no rows; give one JSON object a line, with `messages` or `prompt`")
-    lines = text.removesuffix("\n").split("\n")  # texts may hold other line ends
+    lines = text.removesuffix("\n").split("\n")  # texts may contain other line breaks
     questions = [_question(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
     seen = Counter[str | None]()
-    ranks = []  # within each category
+    ranks = []  # rank within each category
     for question in questions:
         ranks.append(seen[question.category])
         seen[question.category] += 1
@@ -130,10 +129,10 @@ _LEAST_CHARS = 200
 
 
 def behind_filler(questions: Sequence[Question], target: Target, tokens: int) -> list[Question]:
-    """Put so many tokens of text before each question, a different piece for each.
+    """Put a different piece of text, `tokens` tokens long, before each question.
 
-    The text is the longer docstrings of Python's standard library. Raises ConfigError for a target without a tokenizer,
-    and if there is too little text.
+    The text comes from long docstrings of Python's standard library. Raises ConfigError if the target has no tokenizer,
+    or if there is too little text.
     """
     if target.tokenizer is None:
         raise ConfigError("--filler puts text before prompts, and the target has no tokenizer")
@@ -159,7 +158,7 @@ def _pieces(tokenizer: Any, tokens: int) -> Iterator[str]:
 
 
 def _docstrings() -> Iterator[str]:
-    """The longer docstrings of all files, in the order of their paths."""
+    """Yield the long docstrings of all files, in the order of their paths."""
     library = Path(sysconfig.get_paths()["stdlib"])
     for file in sorted(path for path in library.rglob("*.py") if "site-packages" not in path.parts):
         try:

@@ -1,4 +1,4 @@
-"""How to speculate, as settings of a command, and which head drafts if none is named; shared by all that decode."""
+"""Settings of speculation that all decoding commands share, and the choice of a head if none is named."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ PolicyName = Literal["throughput", "acceptance-ema", "fixed"]
 Bits = Literal["4bit", "8bit"]
 TARGET_HELP = "folder or hub id of the model (default: the embedded one)"
 AUTO, NO_HEAD = "auto", "none"
-"""What `--head` says for one that is looked for (`load_proposer`), and for none."""
+"""Values of `--head`: search for one (`load_proposer`), or use none."""
 DEFAULT_TOKENS: dict[PolicyName, int] = {"throughput": MOST_TOKENS, "acceptance-ema": 4, "fixed": 4}
-"""Draft tokens a round."""
+"""Default draft tokens per round."""
 
 _METHODS: dict[str, Mode] = {
     "eagle": "eagle",
@@ -51,7 +51,7 @@ _METHODS: dict[str, Mode] = {
     "ngram": "ngram",
     "draft_model": "draft",
 }
-"""Names of other servers' `--speculative-config`, and what they are here."""
+"""Methods in other servers' `--speculative-config`, and their modes here."""
 
 
 _EMA = "with --spec-policy acceptance-ema: "
@@ -143,7 +143,7 @@ class Speculation(Group):
 
     @classmethod
     def of(cls, **settings: Any) -> Self:
-        """As any group's, with what `--speculative-config` sets. Raises ConfigError for a setting given twice."""
+        """Return the settings, including those of `--speculative-config`. Raises ConfigError if one is given twice."""
         text = settings.pop("speculative_config", None)
         known = {} if text is None else _from_json(text)
         given = {find(cls, name).field for name, value in settings.items() if value is not None}
@@ -153,9 +153,9 @@ class Speculation(Group):
         return cls(**own, **known)
 
     def for_target(self, target: str | None) -> tuple[str | Path, Self]:
-        """The name of the target, and how to speculate for it; without a name the embedded target with its head.
+        """Return the target's name and its speculation. Without a name it is the embedded target with its head.
 
-        If nothing is named that drafts, the head is `AUTO`, which `load_proposer` looks for.
+        If nothing that drafts is named, the head is `AUTO`, and `load_proposer` searches for one.
         """
         resolved = self
         if self.head in (None, AUTO) and self.draft_model is None and self.mode in (None, *_HEADS):
@@ -168,11 +168,11 @@ class Speculation(Group):
 
     @property
     def depth(self) -> int:
-        """Draft tokens a round, the most where the policy adapts."""
+        """Draft tokens per round, or their maximum if the policy adapts."""
         return DEFAULT_TOKENS[self.policy] if self.num_tokens is None else self.num_tokens
 
     def resolved_mode(self) -> Mode:
-        """The mode that is on."""
+        """Return the mode in use."""
         if self.depth == 0:
             return "none"
         if self.mode is not None:
@@ -181,14 +181,14 @@ class Speculation(Group):
 
     @property
     def max_depth(self) -> int:
-        """The most draft tokens below one another."""
+        """The maximum depth of a draft."""
         grown = levels_for(self.tree_nodes) if self.policy == "throughput" else 0
         return max(self.depth, grown)
 
     def proposer(self, target: Target) -> Proposer | None:
-        """Load what drafts; None for plain decoding. A head that hardly drafts is worth a line on standard error.
+        """Load the proposer, or return None for plain decoding. Warns on stderr about a head that is rarely accepted.
 
-        Raises an EagleError where it cannot be had or does not fit.
+        Raises EagleError if the model is not available or does not fit.
         """
         mode = self.resolved_mode()
         if mode == "ngram":
@@ -199,13 +199,13 @@ class Speculation(Group):
         return HybridProposer(model, self._ngrams(MAX_NGRAM, MIN_NGRAM))
 
     def _ngrams(self, longest: int, shortest: int) -> NgramProposer:
-        """N-grams of these lengths, but for what the flags say."""
+        """Return an n-gram proposer with these lengths, unless flags set others."""
         longest = longest if self.ngram_max is None else self.ngram_max
         shortest = shortest if self.ngram_min is None else self.ngram_min
         return NgramProposer(longest, shortest, self.prompt_lookup)
 
     def _model(self, target: Target, mode: Mode) -> HeadProposer | DraftModelProposer | None:
-        """What drafts beside n-grams."""
+        """Load the head or draft model; None if the mode has neither."""
         if mode in _HEADS:
             if self.head is None:
                 raise ConfigError(f"--spec-decode {mode} needs a head for {target.name}: give --head")
@@ -223,7 +223,7 @@ class Speculation(Group):
         return None
 
     def make_policy(self) -> Policy:
-        """A new policy, as an engine needs one of its own."""
+        """Return a new policy; each engine needs its own."""
         if self.policy == "fixed":
             return FixedPolicy(self.depth, self.tree_nodes)
         if self.policy == "throughput":
@@ -237,12 +237,12 @@ class Speculation(Group):
             learn_costs(engine)
 
     def about_head(self, engine: Engine) -> list[str]:
-        """A line on the numbers that a head's weights are, where one drafts."""
+        """Return a line on the number format of the head's weights, if a head drafts."""
         proposer = model_of(engine.proposer)
         return [f"head numbers: {described(proposer.head)}"] if isinstance(proposer, HeadProposer) else []
 
     def why_chains(self, engine: Engine) -> list[str]:
-        """A line on why there will be no trees, where some were asked for."""
+        """Return a line on why there are no trees, if some were requested."""
         return [f"no draft trees for this target: {engine.chains_only}; it gets chains"] if engine.chains_only else []
 
     def __str__(self) -> str:
@@ -256,20 +256,20 @@ class Speculation(Group):
 
 
 def load_quantized(name: str | Path, target: Target, bits: int | None) -> DraftHead:
-    """Load a head and quantise it as `--head-bits` asks. Raises an EagleError where it cannot be had."""
+    """Load a head and quantize it as `--head-bits` requests. Raises EagleError if it is not available."""
     head = load_found(name, target)
     quantize_for(head, target, bits)
     return head
 
 
 def warn_of_head(head: DraftHead, target: Target) -> None:
-    """Try a head on its target, and say on standard error what speaks against it, if anything does."""
+    """Try a head on its target and print any warning to stderr."""
     if (said := head_warning(head, target)) is not None:
         print(f"warning: {said}", file=sys.stderr)
 
 
 def _from_json(text: str) -> dict[str, Any]:
-    """The fields that a `--speculative-config` sets."""
+    """Return the fields that a `--speculative-config` sets."""
     try:
         config = json.loads(text)
     except json.JSONDecodeError as e:
@@ -298,7 +298,7 @@ def _from_json(text: str) -> dict[str, Any]:
 
 
 def quantize(model: nn.Module, bits: Bits, group_size: int = 64) -> None:
-    """Quantise the weights of a model in place, where their rows can be cut into groups; the rest stays as it is."""
+    """Quantize a model's weights in place. Layers with rows that do not divide into groups stay unchanged."""
 
     def fits(_: str, module: nn.Module) -> bool:
         return hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
@@ -310,10 +310,10 @@ def quantize(model: nn.Module, bits: Bits, group_size: int = 64) -> None:
 def load_proposer(
     speculation: Speculation, target: Target, name: str | Path, say: Callable[[str], None]
 ) -> tuple[Speculation, Proposer | None]:
-    """What drafts, and the speculation with the head that was found; `say` is told which, and why not another.
+    """Return the speculation with the head that was found, and its proposer. `say` reports the choice.
 
-    `name` is what the target was asked for as. Raises an EagleError where what was named cannot be had, and where a
-    head was asked for and none is found; a head that was only found and does not load is passed over.
+    name: the target as the user named it. Raises EagleError if a named model is not available, or if a required head is
+    not found. Skips found heads that do not load.
     """
     if speculation.head != AUTO or speculation.resolved_mode() == "none":
         return speculation, speculation.proposer(target)
@@ -321,7 +321,7 @@ def load_proposer(
         one = replace(speculation, head=found.head, mode=speculation.mode or found.mode)
         try:
             proposer = one.proposer(target)
-            Engine(target, proposer, max_batch=1)  # whether this target gives what the head reads
+            Engine(target, proposer, max_batch=1)  # check that the target has the hidden states that the head reads
         except EagleError as e:
             say(f"head: {found.head} is passed over: {e}")
             continue
@@ -337,10 +337,10 @@ def load_proposer(
 def usable_heads(
     target: str | Path, say: Callable[[str], None], digest: str | None = None, mode: str | None = None
 ) -> Iterator[FoundHead]:
-    """The heads for a target that are here, fetched as they are asked for where the target came from the hub itself.
+    """Yield the available heads for a target. Fetches heads only if the target was named by its hub id.
 
-    Whoever names a model by its hub id has its weights fetched without being asked, and a head is a small part more.
-    For a folder nothing is fetched: `say` is told the command.
+    Naming a hub id already fetches the model's weights, and a head adds little. For a folder, `say` reports the command
+    to fetch a head instead.
     """
     by_hub_id = hub.full_id(hub.public_name(target))
     for found in find_heads(target, digest, lambda text: say(f"head: {text}")):
@@ -348,7 +348,7 @@ def usable_heads(
             continue
         if not found.here and not by_hub_id:
             say(f"head: not here yet: {found.about}; to fetch it: eagle-heads pull {found.head}")
-            break  # those that are here come first
+            break  # available heads come first
         try:
             hub.resolve(found.head)
         except EagleError as e:
