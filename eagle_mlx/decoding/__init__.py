@@ -1,5 +1,5 @@
-"""From logits to tokens: sampling, its noise, draft trees, the rules of acceptance. Pure functions over a batch.
+"""From logits to tokens: sampling, its noise, draft trees, and acceptance rules, as pure functions over a batch.
 
-`sampling.py` defines the distribution, `verify.py` what is kept of a draft, `draft.py` who sees whom in one.
-`processors.py` and `masks.py` apply what requests ask to be done to logits, at every position of a draft.
+`sampling.py` defines the distribution, `verify.py` the acceptance rules, and `draft.py` chains and trees.
+`processors.py` and `masks.py` apply requests' logits processors and grammars at every position of a draft.
 """

@@ -1,4 +1,4 @@
-"""What a round drafts for each row: a chain, or a tree, in which a node sees its own branch alone.
+"""A round's draft for each row: a chain, or a tree in which each node attends only to its own branch.
 
 Sources: Miao et al. 2024, SpecInfer, section 4.2 (one verify for a whole tree); Li et al. 2024, EAGLE-2, section 4.
 """
@@ -16,15 +16,15 @@ from eagle_mlx.request_state import Pending
 
 @dataclass(frozen=True)
 class Branches:
-    """How the next forward's L positions hang together with the T >= L entries of their tree, theirs the last of them.
+    """The tree structure of the next forward's L positions, which are the last of the tree's T >= L entries.
 
-    Entries lie behind the text in the order in which they were written; each position sees the text and its own branch.
+    Entries follow the text in the order in which they were written; each position sees the text and its own branch.
     """
 
     seen: mx.array
-    """[B, L, T] bool, which entries of the tree each position sees, itself included."""
+    """[B, L, T] bool: the tree entries that each position sees, including itself."""
     depths: mx.array
-    """[B, T] int32, how far behind the text each entry stands: what its place in the sequence would be."""
+    """[B, T] int32: each entry's depth, its distance from the text as in a sequence."""
 
     @property
     def count(self) -> int:
@@ -43,25 +43,25 @@ class Branches:
 
 @dataclass(frozen=True)
 class Tree:
-    """Node 0 is each row's newest token, node i + 1 its i-th draft token; parents come before their children."""
+    """A draft tree. Node 0 is each row's newest token, node i + 1 its i-th draft token; parents precede children."""
 
     parents: mx.array
-    """[B, n] int32: the node that draft token i hangs below."""
+    """[B, n] int32: the parent node of each draft token."""
     levels: int
-    """A bound of the depth, on the host."""
+    """An upper bound on the depth, on the host."""
     scores: mx.array | None = None
-    """[B, n] float32, where the proposer knows it: the logarithm of the chance that the branch down to each draft token
-    stands, by the proposer's own reckoning."""
+    """[B, n] float32, if the proposer knows it: its estimate of the log probability that each draft token is accepted,
+    together with its ancestors."""
 
     def branches(self) -> Branches:
-        """As the target's verify reads it: each node sees itself and its ancestors.
+        """Return the structure for the target's verify: each node sees itself and its ancestors.
 
-        With the steps to a node's parent and to itself as a matrix, its second power reaches two steps up, its fourth
-        four, and so on. The entries count ways, of which there are few. A node deeper than `levels` sees itself alone,
-        and so is on no path: it may have been reached in part only.
+        The matrix of steps to a node's parent and to itself reaches two steps up when squared, four when squared again,
+        and so on. Its entries count paths, which are few. A node deeper than `levels` may be reached only in part, so
+        it sees only itself and is on no path.
         """
         nodes = mx.arange(self.parents.shape[1] + 1, dtype=mx.int32)
-        above = mx.pad(self.parents, [(0, 0), (1, 0)])  # the newest token's is itself
+        above = mx.pad(self.parents, [(0, 0), (1, 0)])  # the newest token is its own parent
         itself = nodes[:, None] == nodes
         reach = ((above[..., None] == nodes) | itself).astype(mx.float32)
         for _ in range((self.levels - 1).bit_length()):
@@ -74,27 +74,26 @@ class Tree:
 
 @dataclass(frozen=True)
 class Path:
-    """The nodes that a verify keeps, row by row: from the newest token down one branch."""
+    """The accepted nodes of each row: one branch, from the newest token down."""
 
     nodes: mx.array
-    """[B, levels + 1] int32; those behind `accepted` mean nothing."""
+    """[B, levels + 1] int32; those after `accepted` are meaningless."""
     accepted: mx.array
-    """[B] int32, draft tokens on the path."""
+    """[B] int32, the number of draft tokens on the path."""
 
 
 def walk(samples: mx.array, drafts: mx.array, valid: mx.array, tree: Tree, branches: Branches) -> Path:
-    """Down the tree as long as a child is the token that the target draws at its parent.
+    """Follow the tree down while a child equals the token that the target draws at its parent.
 
-    samples: [B, n+1] int32, the target's own draw at every node; drafts: [B, n] int32, distinct below one parent;
-    valid: [B, n] bool, which of them count. So at most one branch stands, and what it says is what plain decoding
-    would have said.
+    samples: [B, n+1] int32, the target's draw at every node; drafts: [B, n] int32; valid: [B, n] bool, which drafts are
+    real. Siblings are distinct, so at most one branch is accepted: the text that plain decoding would have emitted.
     """
     drawn = mx.take_along_axis(samples, tree.parents, axis=1)
     stands = mx.pad((drafts == drawn) & valid, [(0, 0), (1, 0)], constant_values=mx.array(True))
-    # A node is kept where all nodes of its branch stand.
+    # A node is accepted if all nodes of its branch are.
     kept = ~mx.any(branches.seen & ~stands[:, None], axis=-1)
     accepted = mx.max(mx.where(kept, branches.depths, 0), axis=-1)
-    # The branch of one node, also where a proposer gave siblings the same token, so that two branches stand.
+    # Take one node's branch, even if a proposer gave siblings the same token and two branches are accepted.
     deepest = mx.argmax(mx.where(kept, branches.depths, -1), axis=-1)
     branch = mx.take_along_axis(branches.seen, deepest[:, None, None], axis=1)  # [B, 1, n+1]
     levels = mx.arange(tree.levels + 1, dtype=mx.int32)
@@ -103,29 +102,29 @@ def walk(samples: mx.array, drafts: mx.array, valid: mx.array, tree: Tree, branc
 
 
 def along(states: Sequence[mx.array], nodes: mx.array) -> tuple[mx.array, ...]:
-    """Hidden states [B, n+1, H] at the nodes [B, D] of a path: [B, D, H] each."""
+    """Return the hidden states [B, n+1, H] at the nodes [B, D] of a path, [B, D, H] each."""
     return tuple(mx.take_along_axis(x, nodes[..., None], axis=1) for x in states)
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Draft tokens of a batch, a chain or a tree per row."""
+    """The draft tokens of a batch: a chain or a tree per row."""
 
     tokens: mx.array
-    """[B, k] int32 target ids; k may be less than was asked for, and 0."""
+    """[B, k] int32, ids of the target; k may be smaller than requested, or 0."""
     lengths: mx.array
-    """[B] int32, how many of a row's tokens count; 0 is allowed."""
+    """[B] int32, the number of real tokens in each row; may be 0."""
     probs: mx.array | None = None
-    """[B, k, V] float32, the distributions that the tokens were drawn from; None where they were not drawn."""
+    """[B, k, V] float32, the distributions that the tokens were drawn from; None if they were not drawn."""
     tree: Tree | None = None
-    """How the tokens hang together; None for chains. The likeliest come first."""
+    """The structure of the tokens, the most likely first; None for chains."""
     confidences: Sequence[Sequence[float]] = ()
-    """Of early exits, as in `RoundResult`: the confidence of every row, for each time that the proposer looked."""
+    """For early exit, as in `RoundResult`: every row's confidence at each time that the proposer checked it."""
 
     def unjudged(self, row: int, emitted: Sequence[int]) -> Pending | None:
-        """Return the part of a row's chain that follows what the row has emitted, None if nothing does.
+        """Return the part of a row's chain that follows the emitted tokens; None if there is none.
 
-        Waits for the draft, which has been computed once the round is collected.
+        Waits for the draft, which is computed by the time the round is collected.
         """
         length, count = cast(int, self.lengths[row].item()), len(emitted)
         tokens = cast(list[int], self.tokens[row, :length].tolist())

@@ -1,12 +1,12 @@
-"""Which tokens top-k, top-p and min-p keep: all from a least logit on, which is found without sorting a vocabulary.
+"""Top-k, top-p and min-p: keep all tokens from some logit on, which is found without sorting the vocabulary.
 
-With W(t) the number of the tokens that exceed t (top-k), or their mass (top-p), a token x is kept where W(x) is less
-than the limit, which is k, or top_p times the whole mass. W falls as t rises, so what is kept are all tokens from
-some logit on. Tokens that tie are kept or removed together.
+Let W(t) be the number (top-k) or the total mass (top-p) of the tokens above t. A token x is kept if W(x) is less than
+the limit: k, or top_p times the total mass. W falls as t rises, so the tokens kept are those from some logit on. Tied
+tokens are kept or removed together.
 
-There are two ways to find that logit. A row's own parameters say which it takes, so that no bit of it depends on the
-rows beside it. Over the vocabulary, top_k of up to MOST_CANDIDATES reads the logits twice, top_p included. Any other
-bisects the logits' representable numbers: 16 steps for 16 bits, 32 for 32, each with one sum over the vocabulary.
+There are two ways to find that logit. The row's own parameters determine which one is used, so that no bit of the
+result depends on the other rows. A top_k up to MOST_CANDIDATES reads the logits twice, including top_p. Otherwise we
+bisect the representable numbers: 16 steps for 16 bits, 32 for 32, each with one sum over the vocabulary.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from eagle_mlx.cpu import fastmath, use_shortcuts
 from eagle_mlx.sampling_params import SamplingParams
 
 MOST_CANDIDATES = 64
-"""The greatest top_k that orders candidates: the greatest default of a model family (Gemma 3; Qwen3 has 20)."""
+"""The largest top_k that sorts candidates. It is the largest default of a model family (Gemma 3; Qwen3 uses 20)."""
 
 _OFF = 2**31 - 1
 _NONE = (_OFF, math.inf)
 
 
 def fused(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Let MLX compile an elementwise function of arrays, for all shapes at once: one pass over memory in place of many.
+    """Compile an elementwise function with MLX, for all shapes at once: one pass over memory instead of many.
 
-    A CPU takes the function as it is: MLX would compile it with g++, which costs seconds and gains nothing there.
+    On a CPU the function stays as it is: MLX would compile it with g++, which takes seconds and gains nothing there.
     """
     compiled = mx.compile(function, shapeless=True)
 
@@ -46,11 +46,11 @@ def fused(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 @dataclass(frozen=True)
 class Filters:
-    """The filters of B requests. Greedy ones have none."""
+    """The filters of B requests. Greedy requests have none."""
 
-    top_k: mx.array  # [B] int32, 2^31 - 1 where off
-    top_p: mx.array  # [B] float32, infinite where off
-    min_p: mx.array  # [B] float32, 0 where off
+    top_k: mx.array  # [B] int32, 2^31 - 1 if off
+    top_p: mx.array  # [B] float32, infinite if off
+    min_p: mx.array  # [B] float32, 0 if off
     few: mx.array  # [R] int32, the rows with a top_k of at most MOST_CANDIDATES
     many: mx.array  # [S] int32, the other rows with top_k or top_p
     any_top_k: bool  # whether any of `many` has top_k
@@ -81,16 +81,16 @@ class Filters:
         return bool(self.few.size or self.many.size or self.any_min_p)
 
     def apply(self, logits: mx.array, divisor: mx.array) -> mx.array:
-        """The logits in float32, minus infinity where a filter of the row removes the token; each row keeps some.
+        """Return float32 logits with minus infinity for removed tokens; each row keeps at least one.
 
-        logits: [B, n, V]; divisor: [B, 1, 1] float32, the temperatures. In this order: temperature, top_k, top_p of
-        what top_k left, min_p.
+        logits: [B, n, V]; divisor: [B, 1, 1] float32, the temperatures. The order is temperature, top_k, top_p of what
+        top_k kept, min_p.
         """
         x = logits.astype(mx.float32)
         return mx.where(x >= self._least(x, divisor, logits.dtype), x, -math.inf)
 
     def _least(self, x: mx.array, divisor: mx.array, dtype: mx.Dtype) -> mx.array:
-        """The least logit that each row keeps, [B, n, 1]; minus infinity where it keeps all."""
+        """Return the least logit that each row keeps, [B, n, 1]; minus infinity if it keeps all."""
         rows, width, _ = x.shape
         least = mx.full((rows, width, 1), -math.inf)
         top_k, top_p = self.top_k[:, None, None], self.top_p[:, None, None]
@@ -106,14 +106,14 @@ class Filters:
     def _least_of_few(
         self, x: mx.array, divisor: mx.array, top_k: mx.array, top_p: mx.array, dtype: mx.Dtype
     ) -> mx.array:
-        """By ordering the MOST_CANDIDATES greatest, as many for every row, so that all rows' sums are made alike."""
+        """Sort the MOST_CANDIDATES largest logits, the same number for every row so that all sums are rounded alike."""
         count = min(MOST_CANDIDATES, x.shape[-1])
         ordered = mx.sort(largest(x, count)[0], axis=-1)[..., ::-1]
         last = mx.minimum(top_k, count) - 1
         last = mx.broadcast_to(last, (*x.shape[:-1], 1))
         kept = mx.arange(count) <= last
         kth = mx.take_along_axis(ordered, last, axis=-1)
-        ties = mx.sum(x >= kth, axis=-1, keepdims=True) - (last + 1)  # not among the k, but kept with the last of them
+        ties = mx.sum(x >= kth, axis=-1, keepdims=True) - (last + 1)  # beyond the top k, but kept with the last of them
         masses = mx.where(kept, mx.exp((ordered - ordered[..., :1]) / divisor), 0.0)
         whole = mx.sum(masses, axis=-1, keepdims=True) + ties * mx.take_along_axis(masses, last, axis=-1)
         likelier = mx.cumsum(masses, axis=-1, inclusive=False)
@@ -123,9 +123,9 @@ class Filters:
     def _least_of_many(
         self, x: mx.array, divisor: mx.array, top_k: mx.array, top_p: mx.array, dtype: mx.Dtype
     ) -> mx.array:
-        """By bisection."""
+        """Bisect."""
         greatest = mx.max(x, axis=-1, keepdims=True)
-        start = greatest.astype(dtype)  # what the logits had before they were float32
+        start = greatest.astype(dtype)  # in the dtype that the logits had before
         least = mx.full(greatest.shape, -math.inf)
         if self.any_top_k:
             least = bisect(lambda t: mx.sum(x > t, axis=-1, keepdims=True) < top_k, start)
@@ -143,15 +143,15 @@ def _above(masses: mx.array, x: mx.array, t: mx.array) -> mx.array:
 
 
 def bisect(holds: Callable[[mx.array], mx.array], greatest: mx.array) -> mx.array:
-    """The least number t of the type of `greatest` for which `holds(t)`, which is taken to hold from some t on.
+    """Return the least number t, in the dtype of `greatest`, for which `holds(t)`; it must hold from some t on.
 
-    At `greatest` it is taken to hold without asking, so that something is always kept.
+    It is assumed to hold at `greatest`, so that something is always kept.
 
-    Exact, since what is halved is the count of the numbers that lie between. `holds` may compare a sum of masses with a
-    limit: rounding keeps order, so a sum made in the same order cannot rise where some of the masses become 0.
+    The result is exact, because we halve the number of representable values in between. `holds` may compare a sum of
+    masses with a limit: rounding is monotonic, so a sum in the same order cannot grow when some masses become 0.
 
-    greatest: float32 or of 16 bits. `holds` gets float32 and gives bool. All shapes are that of `greatest`. Returns
-    float32.
+    greatest: float32 or a 16-bit type. `holds` takes float32 and returns bool; all shapes equal that of `greatest`.
+    Returns float32.
     """
     integer, sign = (mx.int16, 0x7FFF) if greatest.dtype.size == 2 else (mx.int32, 0x7FFFFFFF)
 
@@ -171,26 +171,26 @@ def bisect(holds: Callable[[mx.array], mx.array], greatest: mx.array) -> mx.arra
 
 @fused
 def _flipped(bits: mx.array, sign: mx.array) -> mx.array:
-    """The bits of a float, as a signed integer that rises with it; and back."""
+    """Convert a float's bits to a signed integer of the same order, and back."""
     return mx.where(bits < 0, bits ^ sign, bits)
 
 
 @fused
 def _middle(low: mx.array, high: mx.array) -> mx.array:
-    """Rounded down, where the sum of both would not fit."""
+    """Return the mean, rounded down, without overflow."""
     return (low & high) + ((low ^ high) >> 1)
 
 
 _HEIGHT = 64
-"""Most entries of a column. Vocabularies are padded to multiples of 64 or more."""
+"""Maximum height of a column. Vocabularies are padded to multiples of 64 or more."""
 
 
 def largest(x: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """The `count` greatest along the last axis and their places, both [..., count], in any order.
+    """Return the `count` largest entries along the last axis and their indices, both [..., count], in any order.
 
-    The axis is cut into columns, and one pass over x finds the maximum of each. The `count` columns with the largest
-    maxima hold at least `count` entries that no other column exceeds, so only these columns are partitioned. If x
-    cannot be cut into enough short columns, all of it is. `count` is at most the length of the axis.
+    We cut the axis into columns and find each column's maximum in one pass. The `count` columns with the largest maxima
+    contain the `count` largest entries, so only these columns are partitioned. If x cannot be cut into enough short
+    columns, all of it is. `count` is at most the length of the axis.
     """
     if not has_columns(x.shape[-1], count):
         return _partitioned(x, count)
@@ -200,15 +200,15 @@ def largest(x: mx.array, count: int) -> tuple[mx.array, mx.array]:
 
 
 def has_columns(size: int, count: int) -> bool:
-    """Whether so many entries can be seen as columns that are short, and many enough to leave most of them out."""
+    """Return whether an axis of this size can be cut into short columns, most of which can be skipped."""
     height = gcd(size, _HEIGHT)
     return height > 1 and size // height >= 2 * count
 
 
 def best_columns(x: mx.array, count: int) -> mx.array:
-    """The places [..., m] uint32, in rising order, of all entries of the `count` columns with the greatest of entries.
+    """Return the indices [..., m] uint32, ascending, of all entries in the `count` columns with the largest maxima.
 
-    Reads x once. It must have columns, as `has_columns` says.
+    Reads x once. Requires `has_columns`.
     """
     size = x.shape[-1]
     height = gcd(size, _HEIGHT)

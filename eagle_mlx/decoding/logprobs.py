@@ -1,4 +1,4 @@
-"""The target's own log probabilities of the tokens that are emitted, for the rows that ask."""
+"""The target's log probabilities of emitted tokens, for the rows that request them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from eagle_mlx.request_state import RequestState
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Of M rows of a verify, on the device."""
+    """The log probabilities of M rows of a verify, on the device."""
 
     rows: list[int]
-    """Their places in the batch."""
+    """The rows' indices in the batch."""
     tops: list[int]
-    """How many of the likeliest tokens each of them wants."""
+    """The number of most likely tokens that each row requests."""
     chosen: mx.array
-    """[M, n+1] float32, of the verdict's tokens."""
+    """[M, n+1] float32, for the verdict's tokens."""
     ids: mx.array
-    """[M, n+1, K] int32, the likeliest tokens, the likeliest first."""
+    """[M, n+1, K] int32, the most likely tokens in descending order."""
     values: mx.array
     """[M, n+1, K] float32"""
 
@@ -33,7 +33,7 @@ class Logprobs:
 
     @classmethod
     def of(cls, requests: Sequence[RequestState], logits: mx.array, tokens: mx.array) -> Logprobs | None:
-        """logits: [B, n+1, V], the target's own; tokens: [B, n+1] int32. None where no row asks."""
+        """Compute the log probabilities; None if no row requests them. logits: [B, n+1, V]; tokens: [B, n+1] int32."""
         places = [index for index, request in enumerate(requests) if request.params.wants_logprobs]
         if not places:
             return None
@@ -43,7 +43,7 @@ class Logprobs:
         return cls(places, tops, *logprobs_of(logits, tokens, max(tops)))
 
     def read(self, tokens: Sequence[Sequence[int]]) -> dict[int, list[TokenLogprob]]:
-        """Wait for them: by place in the batch, one for each token that the row emits. tokens: row by request."""
+        """Wait for them; return one for each emitted token, by row. tokens: each row's emitted tokens."""
         chosen = cast(list[list[float]], self.chosen.tolist())
         ids = cast(list[list[list[int]]], self.ids.tolist())
         values = cast(list[list[list[float]]], self.values.tolist())
@@ -54,10 +54,10 @@ class Logprobs:
 
 
 def logprobs_of(logits: mx.array, tokens: mx.array, top: int) -> tuple[mx.array, mx.array, mx.array]:
-    """What logits [..., V] make of tokens [...] int32, and the likeliest `top`, or V where that is less.
+    """Return log probabilities under logits [..., V], of tokens [...] int32 and of the `top` most likely tokens.
 
-    Returns the tokens' log probabilities [...], and ids [..., K] int32 and log probabilities [..., K] of the likeliest,
-    the likeliest first; all log probabilities float32.
+    Returns the tokens' log probabilities [...], and the ids [..., K] int32 and log probabilities [..., K] of the K =
+    min(top, V) most likely in descending order; all log probabilities are float32.
     """
     logits = logits.astype(mx.float32)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -72,7 +72,7 @@ def listed(
     values: Sequence[Sequence[float]],
     top: int,
 ) -> list[TokenLogprob]:
-    """One for each token, from what `logprobs_of` gave, on the host; there may be more of that than tokens."""
+    """Return one entry for each token, from the values of `logprobs_of` on the host, which may cover more tokens."""
     return [
         TokenLogprob(token, chosen[i], tuple(zip(ids[i][:top], values[i][:top], strict=True)))
         for i, token in enumerate(tokens)
@@ -80,7 +80,7 @@ def listed(
 
 
 def _likeliest(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """The ids [..., count] int32 and values of the largest entries, the largest first. logprobs: [..., V]."""
+    """Return the ids [..., count] int32 and values of the largest entries in descending order. logprobs: [..., V]."""
     if not count:
         none = mx.zeros((*logprobs.shape[:-1], 0))
         return none.astype(mx.int32), none

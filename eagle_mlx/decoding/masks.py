@@ -1,4 +1,4 @@
-"""The masks of grammars along the drafts of a round: found here, or elsewhere while the target reads the drafts."""
+"""Grammar masks along a round's drafts, computed here or asynchronously while the target reads the drafts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import AsyncGrammar, Grammar
 
 PATIENCE = 0.05
-"""Seconds that a batch waits for one row's masks: a pause that people hardly see in a stream."""
+"""Seconds that a batch waits for one row's masks: a pause that is barely visible in a stream."""
 
 RequestMasks = tuple[list[mx.array], int]
-"""A row's masks, each [V] bool, and how many of its draft tokens can be judged by them, -1 where they are late."""
+"""A row's masks, each [V] bool, and how many draft tokens they can verify; -1 if they are late."""
 
 
 def ask(request: RequestState, draft: Sequence[int]) -> None:
-    """Begin to find masks, where that is done elsewhere and none are on their way."""
+    """Ask an asynchronous grammar for masks, unless some are pending."""
     if request.finish_reason is None and request.asked is None and isinstance(request.grammar, AsyncGrammar):
         request.ask_grammar(_before_end(request, draft))
 
@@ -28,9 +28,9 @@ def ask(request: RequestState, draft: Sequence[int]) -> None:
 def collect(
     requests: Sequence[RequestState], drafts: Sequence[list[int]], logits: mx.array, patience: float
 ) -> list[RequestMasks]:
-    """The masks of some requests, for which those that were late before are not waited for again.
+    """Return the masks of some requests; requests that were late before are not waited for.
 
-    logits: what the masks are for, which the device may be working on; patience: seconds.
+    logits: what the masks apply to, which the device may still compute; patience: seconds.
     """
     if any(request.slow for request in requests):
         mx.eval(logits)
@@ -43,7 +43,7 @@ def collect(
 
 
 def may_decode(requests: Sequence[RequestState], patience: float = PATIENCE) -> bool:
-    """Whether some row does not wait for masks. Where all do, the first's are waited for, so many seconds."""
+    """Return whether some row need not wait for masks. If all must, wait up to `patience` seconds for the first."""
     if any(request.finish_reason or request.asked is None for request in requests):
         return True
     for request in requests:
@@ -80,11 +80,11 @@ def _found(request: RequestState, draft: list[int], vocab: int, seconds: float) 
     if asked == text:
         return answer, len(draft)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, text, strict=False)))
-    return answer, min(same, len(answer) - 1)  # they are of the draft of an earlier round
+    return answer, min(same, len(answer) - 1)  # they belong to an earlier round's draft
 
 
 def _check(masks: object, by: str, vocab: int) -> None:
-    """Raise ValueError unless these are masks, at least one: without any, the row would be decoded unmasked."""
+    """Raise ValueError unless these are masks, at least one; with none, the row would be decoded without masks."""
     if not isinstance(masks, list) or not masks:
         raise ValueError(f"{by} gave {said(masks)}; give a list of masks, one for each position of the draft")
     for mask in masks:
@@ -93,19 +93,19 @@ def _check(masks: object, by: str, vocab: int) -> None:
 
 
 def said(value: object) -> str:
-    """What something is, in an error."""
+    """Describe a value for an error message."""
     if isinstance(value, mx.array):
         return f"{list(value.shape)} {str(value.dtype).removeprefix('mlx.core.')}"
     return f"{value!r:.80}"
 
 
 def _before_end(request: RequestState, draft: Sequence[int]) -> list[int]:
-    """The draft up to a token that ends the text, which no grammar is given and behind which nothing counts."""
+    """Return the draft up to a stop token, which grammars do not get and after which nothing matters."""
     return list(takewhile(lambda token: token not in request.request.stop_ids, draft))
 
 
 def walk(grammar: Grammar, draft: Sequence[int]) -> list[mx.array]:
-    """The masks, each [V] bool, at the positions of a draft up to its first illegal token, behind which none counts."""
+    """Return the masks, each [V] bool, at the positions of a draft up to its first illegal token."""
     masks = [grammar.mask()]
     for token in draft:
         if not grammar.advance(token):

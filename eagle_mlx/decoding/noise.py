@@ -1,9 +1,9 @@
-"""Noise for any token at any position, and the greatest of logits with noise: the Gumbel-max trick.
+"""Noise for any token at any position, and the argmax of logits with noise: the Gumbel-max trick.
 
-The noise is a hash of a key, the position and the token's id (counter-based: Salmon et al. 2011, Random123). So whoever
-needs the noise of few tokens computes no other, and gets the same numbers. Gumbel-max: Gumbel 1954, Maddison et al.
-2014. A GPU computes the noise of all tokens in one kernel. A CPU would pay two logarithms a token, so it takes them for
-few: those that come first by a ceiling of the noise, which needs none.
+The noise is a hash of a key, the position and the token's id (counter-based: Salmon et al. 2011, Random123), so that
+one can compute the noise of a few tokens alone and get the same numbers. Gumbel-max: Gumbel 1954, Maddison et al. 2014.
+A GPU computes the noise of all tokens in one kernel. On a CPU two logarithms per token are too slow, so we compute it
+only for the tokens that rank highest by an upper bound of the noise, which needs no logarithm.
 """
 
 from __future__ import annotations
@@ -18,25 +18,22 @@ from eagle_mlx.decoding.filters import best_columns, fused, has_columns
 FIRST = mx.array(0x85EBCA6B, mx.uint32)
 """The first multiplier of MurmurHash3's 32-bit finalizer (Appleby 2011, `fmix32`)."""
 _SECOND = mx.array(0xC2B2AE35, mx.uint32)
-"""Its second one."""
+"""The second multiplier."""
 _UPPER = mx.array(0xFFFFFF00, mx.uint32)
-"""The bits of a hash of which `_gumbel_of` takes an exponential variate that is the smaller, the larger they are."""
+"""The upper bits of a hash. The larger they are, the smaller is the exponential variate that `_gumbel_of` computes."""
 _PER_ULP = -math.log(2) * 2.0**-23
-"""What a step of a float's integer is of its natural logarithm: 2^23 of them double it. The sign is that of noise."""
+"""Change of the natural logarithm per unit of a float's bits: 2^23 of them double it. The sign is that of the noise."""
 
 
 def gumbel_noise(keys: mx.array, positions: mx.array, tokens: mx.array) -> mx.array:
-    """Standard Gumbel noise, always finite.
-
-    keys: [B, 2] uint32; positions: [B, n] int32; tokens: [m] int32, token ids. Returns [B, n, m] float32.
-    """
+    """Return standard Gumbel noise, always finite."""
     return gumbel_at(*noise_words(keys, positions), tokens)
 
 
 def noise_words(keys: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
-    """What the noise of a position is made of, beside the token: two words, each [B, n, 1] uint32.
+    """Return the two words of each position's noise, each [B, n, 1] uint32, which are then hashed with tokens.
 
-    keys, positions: as of `gumbel_noise`.
+    keys, positions: as in `gumbel_noise`.
     """
     words = mx.vmap(mx.vmap(lambda key: mx.random.split(key, 1)[0]))(_keyed(keys, positions))
     return words[..., :1], words[..., 1:]
@@ -44,36 +41,36 @@ def noise_words(keys: mx.array, positions: mx.array) -> tuple[mx.array, mx.array
 
 @fused
 def gumbel_at(before: mx.array, between: mx.array, tokens: mx.array) -> mx.array:
-    """`gumbel_noise` by the words of its positions. tokens: [m] or [B, n, m]. Returns [B, n, m] float32."""
+    """Return `gumbel_noise` from the words of its positions. tokens: [m] or [B, n, m]. Returns [B, n, m] float32."""
     return _gumbel_of(mixed_bits(before, between, tokens.astype(mx.uint32)))
 
 
 def gumbel_ceiling(before: mx.array, between: mx.array, tokens: mx.array) -> mx.array:
-    """A number for each token, without a logarithm: its noise is at most this less a constant, and close where large.
+    """Return an upper bound of each token's noise, up to a constant, without a logarithm; it is tight if large.
 
-    The exponential variate E behind the noise is at least v = 1 - exp(-E), so the noise is at most -log v. A float's
-    bits, as an integer, are its binary logarithm to within 0.0861 from below (Mitchell 1962), but for scale and offset.
-    The offset is that constant. Arguments as of `gumbel_at`.
+    The exponential variate E of the noise is at least v = 1 - exp(-E), so the noise is at most -log v. A float's bits,
+    as an integer, are its binary logarithm up to scale and offset, and at most 0.0861 below it (Mitchell 1962). The
+    offset is the constant. Arguments as in `gumbel_at`.
     """
     v = (mixed_bits(before, between, tokens.astype(mx.uint32)) ^ _UPPER).astype(mx.float32)
     return v.view(mx.int32).astype(mx.float32) * _PER_ULP
 
 
 def uniform_noise(keys: mx.array, positions: mx.array) -> mx.array:
-    """Uniform noise in [0, 1), a number for each position. keys, positions: as of `gumbel_noise`. Returns [B, n]."""
+    """Return uniform noise in [0, 1) for each position, [B, n]. keys, positions: as in `gumbel_noise`."""
     draws: mx.array = mx.vmap(mx.vmap(lambda key: mx.random.uniform(key=key)))(_keyed(keys, positions))
     return draws
 
 
 def _keyed(keys: mx.array, positions: mx.array) -> mx.array:
-    """A key for each position, [B, n, 2] uint32, for MLX's own generator (Threefry), which makes strangers of them."""
+    """Return a key for each position, [B, n, 2] uint32. MLX's generator (Threefry) makes them independent."""
     return keys[:, None] ^ (positions[..., None].astype(mx.uint32) * mx.array([0, 1], mx.uint32))
 
 
 def mixed_bits(before: mx.array, between: mx.array, tokens: mx.array) -> mx.array:
-    """32 bits for each token: MurmurHash3's finalizer, with a word of the key before each of its products.
+    """Return 32 bits for each token: MurmurHash3's finalizer, with a word of the key before each product.
 
-    With a single word, the bits of one position would be those of another in a different order.
+    With only one word, one position's bits would be a permutation of another's.
     """
     bits = ((tokens ^ (tokens >> 16)) ^ before) * FIRST + between
     bits = (bits ^ (bits >> 13)) * _SECOND
@@ -81,23 +78,23 @@ def mixed_bits(before: mx.array, between: mx.array, tokens: mx.array) -> mx.arra
 
 
 def _gumbel_of(bits: mx.array) -> mx.array:
-    """Minus the logarithm of an exponential variate, whose own logarithm is taken of the upper 24 bits.
+    """Return minus the logarithm of an exponential variate, which is minus the logarithm of the upper 24 bits.
 
-    The lower 8 bits fill the gaps of 2^-24 between its values. That resolves the variates near 0, with which unlikely
-    tokens win. All products are exact, so that contracting them with sums cannot change the result.
+    The lower 8 bits fill the gaps of 2^-24 between its values and so resolve variates near 0, with which unlikely
+    tokens win. All products are exact, so that fusing them with sums cannot change the result.
     """
-    upper = (bits | 255).astype(mx.float32) * 2.0**-32  # in (0, 1], on the grid of 2^-24 where it is close to 1
+    upper = (bits | 255).astype(mx.float32) * 2.0**-32  # in (0, 1], in steps of 2^-24 near 1
     lower = (bits & 255).astype(mx.float32) * 2.0**-32 + 2.0**-33  # in (0, 2^-24)
     return -mx.log(lower - mx.log(upper))
 
 
 CANDIDATES = 64
-"""Columns of tokens whose noise is computed. The chance that the greatest is in another is below 2^-60 a position.
+"""Columns of tokens whose noise is computed. Each position misses the largest with a probability below 2^-60.
 
-Let token j be the greatest, with a score of M, and a(i) = exp(logit(i) / T - M / T). All others' variates E(i) exceed
-their a(i). That i passes j by its ceiling needs v(i) <= 1.062 a(i) as well, which is at most 1.062 a(i) likely. The
-a(i) sum to no more than an Exp(1) variate. So 64 that pass are as likely as 64 events of a Poisson law whose mean is
-1.062 times such a variate, or less: (1.062 / 2.062)^64 = 2^-61.
+Let token j have the largest score M, and let a(i) = exp(logit(i) / T - M / T). All other variates E(i) exceed a(i). For
+i to exceed j by its bound, v(i) <= 1.062 a(i) is needed, which has a probability of at most 1.062 a(i). The sum of all
+a(i) is at most an Exp(1) variate. So the probability of 64 such tokens is at most that of 64 events of a Poisson
+variate whose mean is 1.062 times an Exp(1) variate: (1.062 / 2.062)^64 = 2^-61.
 """
 
 
@@ -109,12 +106,11 @@ def noisy_argmax(
     levels: mx.array | None = None,
     any_greedy: bool = True,
 ) -> mx.array:
-    """The place of the greatest of logits + temperature * noise, the first one where some are equal.
+    """Return the index of the largest of logits + temperature * noise, the first one in a tie.
 
-    logits: [B, n, V]; temperature: [B], 0 in greedy rows; words: of `noise_words`, for n positions; token_ids: [V], the
-    id of each place, which keys its noise, None where they are the same; levels: [B, n] int32, which of the words'
-    positions is whose, where there are fewer than n of them; any_greedy: whether a row may be greedy. Returns [B, n]
-    int32.
+    logits: [B, n, V]; temperature: [B], 0 in greedy rows; words: from `noise_words`, for n positions; token_ids: [V],
+    the token id of each index, None if they are equal; levels: [B, n] int32, the index into the words' positions, if
+    there are fewer than n; any_greedy: whether a row may be greedy. Returns [B, n] int32.
     """
     warmth = temperature[:, None, None]
     tokens = mx.arange(logits.shape[-1]) if token_ids is None else token_ids
@@ -125,7 +121,7 @@ def noisy_argmax(
         few = places if token_ids is None else token_ids[places]
         scores = _scores(mx.take_along_axis(logits, places, axis=-1), warmth, before, between, few)
         best = mx.take_along_axis(places, mx.argmax(scores, axis=-1, keepdims=True), axis=-1)[..., 0].astype(mx.int32)
-        # Of very many logits that are equal the first may be in another column.
+        # With very many equal logits, the first may be in another column.
         return mx.where(temperature[:, None] == 0, _argmax(logits), best) if any_greedy else best
     if levels is not None:
         return _argmax(logits + warmth * _spread(gumbel_at(*words, tokens), levels))
@@ -138,7 +134,7 @@ def _scores(logits: mx.array, warmth: mx.array, before: mx.array, between: mx.ar
 
 
 def _spread(x: mx.array, levels: mx.array | None) -> mx.array:
-    """x[b, levels[b, i]] for each row b and position i."""
+    """Return x[b, levels[b, i]] for each row b and position i."""
     return x if levels is None else x[mx.arange(x.shape[0])[:, None], levels]
 
 

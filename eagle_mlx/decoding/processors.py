@@ -1,8 +1,8 @@
-"""What rows ask to be done to the target's logits before a token is drawn: penalties, bias, callables, grammars.
+"""Changes to the target's logits that rows request: penalties, bias, logits processors and grammars.
 
-Every position of a verify is treated as plain decoding would treat it: with the text up to there, the draft tokens
-before it included. Position 0 follows the row's newest token, position i the i-th draft token. A batch in which no
-row asks for anything has no `Processors`, and the rows that do not ask are not touched.
+Every position of a verify is treated as in plain decoding: with the text so far, including the draft tokens before it.
+Position 0 follows the row's newest token, position i the i-th draft token. A batch has no `Processors` if no row
+requests changes, and rows that request none are not modified.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ from eagle_mlx.decoding.verify import Verdict
 from eagle_mlx.request_state import RequestState
 
 _MOST_DRAFTS = 2**31 - 1
-"""Of rows without a grammar, all of whose draft tokens can be judged: the largest int32."""
+"""The number of verifiable draft tokens of rows without a grammar: the largest int32."""
 
 
 class Processors:
-    """Of one batch, in its present arrangement of rows."""
+    """The processors of one batch, for its current order of rows."""
 
     def __init__(self, requests: Sequence[RequestState], vocab: int):
         self.penalties = Penalties.of(requests, vocab)
         self.biased, self.bias = _dense_bias(requests, vocab)
         self.on_host = [index for index, request in enumerate(requests) if request.params.needs_host]
-        """The rows whose processors run on the host, which must read the draft for them."""
+        """Rows whose processors run on the host, which must read their drafts."""
         self.reach: mx.array | None = None
-        """[B] int32, how many draft tokens of each row the last round can judge: -1 where a row's masks are late, so
-        that not even the token behind its newest can be; None where all can.
-        """
+        """[B] int32, how many draft tokens of each row the last round can verify; -1 if a row's masks are late, so that
+        not even its next token can be drawn. None if all can be verified."""
         self.spoiled: mx.array | None = None
         """[B, n+1] bool, where the last round's processors made NaN of numbers; None if no row has processors."""
         self._all_requests = requests
@@ -43,20 +42,20 @@ class Processors:
 
     @classmethod
     def of(cls, requests: Sequence[RequestState], vocab: int) -> Processors | None:
-        """None where no row asks for any."""
+        """Return the batch's processors; None if no row requests any."""
         asking = (
             request.params.penalizes or request.params.logit_bias or request.params.needs_host for request in requests
         )
         return cls(requests, vocab) if any(asking) else None
 
     def may_decode(self, patience: float) -> bool:
-        """Whether some row does not wait for masks, now or after so many seconds."""
+        """Return whether some row has its masks, or gets them within `patience` seconds."""
         return may_decode(self._all_requests, patience)
 
     def apply(self, logits: mx.array, draft: Draft, patience: float = PATIENCE) -> mx.array:
-        """logits: [B, n+1, V]. Returns them as each row wants them, [B, n+1, V] float32.
+        """Return the logits with every row's changes, [B, n+1, V] float32. logits: [B, n+1, V].
 
-        patience: seconds that masks are waited for which are found elsewhere.
+        patience: seconds to wait for masks of asynchronous grammars.
         """
         drafts = self._read(draft, logits) if self.on_host else []
         for row, drafted in zip(self._rows, drafts, strict=True):
@@ -77,7 +76,7 @@ class Processors:
         return logits
 
     def _note(self, drafts: Sequence[list[int]], masks: Sequence[RequestMasks]) -> None:
-        """What of the drafts can be judged."""
+        """Record how much of the drafts can be verified."""
         judged = [count for _, count in masks]
         self.reach = None
         if judged != list(map(len, drafts)):
@@ -87,7 +86,7 @@ class Processors:
             self.reach = mx.array(reach, mx.int32)
 
     def _read(self, draft: Draft, logits: mx.array) -> list[list[int]]:
-        """The drafts of the host's rows; the device goes on with the target's forward while the host works on them."""
+        """Return the drafts of `on_host` rows; the device runs the target's forward while the host works on them."""
         listed = mx.concatenate([draft.lengths[:, None], draft.tokens], axis=1)[mx.array(self.on_host)]
         mx.async_eval(listed)
         mx.async_eval(logits)
@@ -103,32 +102,32 @@ class Processors:
         return None if self.penalties is None else self.penalties.counts
 
     def restore(self, saved: mx.array | None) -> None:
-        """Back to a saved state, before a round that is not wanted."""
+        """Return to a saved state, from before a round that is discarded."""
         if self.penalties is not None and saved is not None:
             self.penalties.counts = saved
 
     def _on(self, rows: mx.array, logits: mx.array, change: Callable[[mx.array], mx.array]) -> mx.array:
-        """The logits with some rows changed."""
+        """Return the logits with some rows changed."""
         if rows.size == self._count:
             return change(logits)
         changed = change(logits[rows])
-        out = logits + 0  # an array of our own to write into
+        out = logits + 0  # an array of our own to write to
         out[rows] = changed
         return out
 
 
 class Penalties:
-    """Repetition, presence and frequency penalties of the rows that have any, from counts kept on the device."""
+    """Repetition, presence and frequency penalties of the rows that have any, from counts on the device."""
 
     def __init__(self, rows: mx.array, strengths: mx.array, prompts: mx.array, counts: mx.array):
         self.rows = rows
-        """[M] int32, their places in the batch."""
+        """[M] int32, their indices in the batch."""
         self.repetition, self.presence, self.frequency = strengths[:, :, None, None]
         """Each [M, 1, 1] float32."""
         self.prompts = prompts
         """[M, V] bool, the tokens of the prompts."""
         self.counts = counts
-        """[M, V] int32, how often each token is in the generated text."""
+        """[M, V] int32, the count of each token in the generated text."""
 
     @classmethod
     def of(cls, requests: Sequence[RequestState], vocab: int) -> Penalties | None:
@@ -147,9 +146,9 @@ class Penalties:
         )
 
     def apply(self, logits: mx.array, drafts: mx.array) -> mx.array:
-        """logits: [M, n+1, V] float32; drafts: [M, n] int32. Returns [M, n+1, V] float32.
+        """Apply the penalties to logits [M, n+1, V] float32 with drafts [M, n] int32; return logits of the same shape.
 
-        Repetition: Keskar et al. 2019 (CTRL), equation 2, as vLLM takes it; presence and frequency: OpenAI's API.
+        Repetition: Keskar et al. 2019 (CTRL), equation 2, as in vLLM; presence and frequency: OpenAI's API.
         """
         counts = self.counts[:, None]
         if drafts.shape[1]:
@@ -161,13 +160,13 @@ class Penalties:
         return logits - self.frequency * counts - self.presence * written
 
     def add(self, tokens: mx.array, accepted: mx.array) -> None:
-        """Request m has emitted tokens[m, : accepted[m] + 1]. tokens: [M, n+1] int32; accepted: [M] int32."""
+        """Count the emitted tokens[m, : accepted[m] + 1]. tokens: [M, n+1] int32; accepted: [M] int32."""
         emitted = mx.arange(tokens.shape[1]) <= accepted[:, None]
         self.counts = self.counts.at[mx.arange(tokens.shape[0])[:, None], tokens].add(emitted.astype(mx.int32))
 
 
 def _dense_bias(requests: Sequence[RequestState], vocab: int) -> tuple[mx.array, mx.array]:
-    """The places [M] int32 of the rows that have a bias, and their biases [M, 1, V] float32."""
+    """Return the indices [M] int32 of the rows with a bias, and their biases [M, 1, V] float32."""
     places = [index for index, request in enumerate(requests) if request.params.logit_bias]
     bias = np.zeros((len(places), 1, vocab), np.float32)
     for index, place in enumerate(places):
@@ -178,7 +177,7 @@ def _dense_bias(requests: Sequence[RequestState], vocab: int) -> tuple[mx.array,
 def _on_host(
     logits: mx.array, requests: Sequence[RequestState], drafts: Sequence[list[int]], masks: Sequence[RequestMasks]
 ) -> mx.array:
-    """Callables and grammars, row by row. logits: [M, n+1, V] float32; drafts: row by row, at most n tokens."""
+    """Apply logits processors and grammars row by row. logits: [M, n+1, V] float32; drafts: at most n tokens each."""
     out = []
     for x, request, draft, (found, _) in zip(logits, requests, drafts, masks, strict=True):
         if request.params.logits_processors:
@@ -191,7 +190,7 @@ def _on_host(
 
 
 def _called(logits: mx.array, request: RequestState, draft: list[int]) -> mx.array:
-    """The row's callables at every position that its draft reaches. logits: [n+1, V] float32."""
+    """Apply a row's logits processors at every position of its draft. logits: [n+1, V] float32."""
     parts = []
     try:
         for position, text in enumerate(request.texts(draft)):
@@ -203,6 +202,6 @@ def _called(logits: mx.array, request: RequestState, draft: list[int]) -> mx.arr
                     raise ValueError(f"{name} gave {said(part)}; give [1, {logits.shape[-1]}], as it was given")
             parts.append(part.astype(mx.float32))
         return mx.concatenate([*parts, logits[len(parts) :]])
-    except Exception as e:  # whatever a request's own callables raise is no other row's trouble
+    except Exception as e:  # a request's own processor may raise anything, which must not affect other rows
         request.fail(f"a logits processor failed: {e}")
         return logits

@@ -1,4 +1,4 @@
-"""The distribution that sampling parameters define, and noise that depends on (seed, position) alone."""
+"""The distribution that sampling parameters define, and noise that depends only on seed and position."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from eagle_mlx.sampling_params import Rule, SamplingParams
 
 
 class Stream(IntEnum):
-    """What noise is for; draws of different streams are independent."""
+    """The purpose of noise; draws of different streams are independent."""
 
     TOKEN = 0
     """The target's own tokens."""
     DRAFT = 1
-    """The proposer's tokens: in coupled rows the same noise as TOKEN, by design."""
+    """The proposer's tokens; in coupled rows this is deliberately the same noise as TOKEN."""
     ACCEPT = 2
     """The uniforms of the rejection test."""
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The parameters of B requests as arrays, and what the host must know of them to skip work that no row needs."""
+    """The parameters of B requests as arrays, and flags that let the host skip work that no row needs."""
 
     temperature: mx.array  # [B] float32, 0 in greedy rows, whose filters are off
     filters: Filters
     keys: mx.array  # [B, len(Stream), 2] uint32
-    rejects: mx.array  # [B] bool, rows of the rejection rule
-    thresholds: mx.array  # [B] float32, infinite but in rows of the threshold rule, which is not lossless
+    rejects: mx.array  # [B] bool, rows with the rejection rule
+    thresholds: mx.array  # [B] float32, infinite unless the row has the threshold rule, which is not lossless
     all_greedy: bool
     any_greedy: bool
     any_filtered: bool
@@ -46,7 +46,7 @@ class SamplingBatch:
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int]) -> SamplingBatch:
-        """Gather the rows' parameters; `seeds` gives every row's seed, also of requests that came without one."""
+        """Collect the rows' parameters. `seeds`: every row's seed, including those that the requests did not set."""
         rules = [row.rule for row in params]
         sampled = [rule != "greedy" for rule in rules]
         filters = Filters.of(params)
@@ -68,7 +68,7 @@ class SamplingBatch:
 
 
 def _stream_keys(seed: int, rule: Rule) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]]:
-    """One key per stream, [len(Stream), 2]: near seeds and different streams share no structure."""
+    """Return one key per stream, [len(Stream), 2]; similar seeds and different streams share no structure."""
     digest = blake2b((seed % 2**64).to_bytes(8, "little"), digest_size=8 * len(Stream)).digest()
     keys = np.frombuffer(digest, "<u4").astype(np.uint32).reshape(len(Stream), 2)
     if rule == "coupled":
@@ -77,7 +77,7 @@ def _stream_keys(seed: int, rule: Rule) -> np.ndarray[tuple[int, ...], np.dtype[
 
 
 def gumbel(batch: SamplingBatch, positions: mx.array, vocab: int, stream: Stream = Stream.TOKEN) -> mx.array:
-    """Standard Gumbel noise for every token, a function of the row's seed, the position, the token and `stream` alone.
+    """Return standard Gumbel noise for every token, which depends only on seed, position, token and `stream`.
 
     positions: [B, n] int32. Returns [B, n, vocab] float32, always finite.
     """
@@ -85,22 +85,22 @@ def gumbel(batch: SamplingBatch, positions: mx.array, vocab: int, stream: Stream
 
 
 def uniform(batch: SamplingBatch, positions: mx.array, stream: Stream = Stream.ACCEPT) -> mx.array:
-    """Uniform noise in [0, 1), keyed as in `gumbel`. positions: [B, n] int32. Returns [B, n] float32."""
+    """Return uniform noise in [0, 1), keyed as in `gumbel`. positions: [B, n] int32. Returns [B, n] float32."""
     return uniform_noise(batch.keys[:, stream], positions)
 
 
 def filtered(logits: mx.array, batch: SamplingBatch) -> tuple[mx.array, SamplingBatch]:
-    """The logits [B, n, V], minus infinity where a filter removes the token, and the rows as they are from then on.
+    """Return logits [B, n, V] with minus infinity for the tokens that filters remove, and the batch without filters.
 
-    For those who sample from the same logits and ask for their distribution.
+    Use it before sampling from logits and computing their distribution.
     """
     return _filtered(logits, batch), replace(batch, any_filtered=False)
 
 
 def distribution(logits: mx.array, batch: SamplingBatch) -> mx.array:
-    """The probabilities that each row's parameters define; one-hot at the argmax in greedy rows.
+    """Return the probabilities that each row's parameters define; one-hot at the argmax in greedy rows.
 
-    logits: [B, n, V]. Returns [B, n, V] float32, every row of which keeps at least one token.
+    logits: [B, n, V]. Returns [B, n, V] float32; at least one token has a positive probability.
     """
     if batch.all_greedy:
         return _one_hot_argmax(logits)
@@ -118,14 +118,14 @@ def sample(
     stream: Stream = Stream.TOKEN,
     token_ids: mx.array | None = None,
 ) -> mx.array:
-    """The token that plain decoding emits after each position's logits.
+    """Return the token that plain decoding emits after each position's logits.
 
-    A function of the row's own logits, parameters, seed and position, bit for bit, by the Gumbel-max trick:
-    argmax(log p + gumbel), here times the temperature, which makes greedy rows the case of no noise.
+    It depends, bit for bit, only on the row's own logits, parameters, seed and position. By the Gumbel-max trick it is
+    argmax(log p + gumbel); here both are multiplied by the temperature, so that greedy rows have no noise.
 
-    logits: [B, n, V]; positions: [B, n] int32, of the tokens being drawn; levels: [B, n] int32, which of the positions
-    is whose, where several are drawn at one; token_ids: [V] int32, where V is not the target's vocabulary. Returns
-    [B, n] int32, places in V.
+    logits: [B, n, V]; positions: [B, n] int32, of the tokens being drawn; levels: [B, n] int32, indices into the
+    positions, if several tokens are drawn at one; token_ids: [V] int32, if V is not the target's vocabulary. Returns
+    [B, n] int32, indices into V.
     """
     if batch.all_greedy:
         return mx.argmax(logits, axis=-1).astype(mx.int32)
@@ -137,14 +137,14 @@ def sample(
 def draft_sample(
     logits: mx.array, batch: SamplingBatch, positions: mx.array, vocab: int, token_ids: mx.array | None = None
 ) -> tuple[mx.array, mx.array | None]:
-    """A proposer's tokens at the given positions, and the probabilities that they were drawn from.
+    """Return a proposer's tokens at the given positions, and the probabilities that they were drawn from.
 
-    Coupled rows share the target's noise token by token, so that they agree wherever the distributions nearly do;
+    Coupled rows share the target's noise token by token, so that they agree wherever the distributions are close;
     rejection rows have a stream of their own.
 
     logits: [B, n, Vd]; positions: [B, n] int32; vocab: the target's V; token_ids: [Vd] int32, the target's id of each
-    draft id, None where they are the same. Returns tokens [B, n] int32 in the target's ids, and q [B, n, V] float32,
-    None where no row needs it.
+    draft id, None if they are equal. Returns tokens [B, n] int32 in the target's ids, and q [B, n, V] float32, None if
+    no row needs it.
     """
     logits, rest = filtered(logits, batch) if batch.any_rejection else (logits, batch)
     tokens = sample(logits, rest, positions, stream=Stream.DRAFT, token_ids=token_ids)
@@ -159,25 +159,25 @@ def draft_sample(
 def draft_scores(
     logits: mx.array, batch: SamplingBatch, positions: mx.array, vocab: int, token_ids: mx.array | None = None
 ) -> mx.array:
-    """How likely each token is to be what the target draws, as the logits of shares; the greatest is `draft_sample`'s.
+    """Return scores of how likely the target is to draw each token, as unnormalized log probabilities.
 
-    Where the target's noise is known (coupled rows) it is taken into account. Arguments as of `draft_sample`, but that
-    positions [B, 1] will do where all n are at the same one. Returns [B, n, Vd] float32, in the draft's ids.
+    The largest is that of `draft_sample`'s token. In coupled rows the target's noise is known and included. Arguments
+    as in `draft_sample`, but positions may be [B, 1] if all n are the same. Returns [B, n, Vd] float32, in draft ids.
     """
     scores = _filtered(logits, batch)
     if batch.all_greedy:
         return scores
-    # Of the tokens that can be drafted, and of no others.
+    # For the tokens that can be drafted, and no others.
     tokens = mx.arange(vocab) if token_ids is None else token_ids
     noise = gumbel_noise(batch.keys[:, Stream.DRAFT], positions, tokens)
     return scores / _divisor(batch) + mx.where(batch.temperature[:, None, None] > 0, noise, 0.0)
 
 
 def surprise_of(logits: mx.array, batch: SamplingBatch) -> mx.array:
-    """Minus the logarithm of the likeliest token's chance at each row's temperature, 1 in greedy rows.
+    """Return minus the log probability of the most likely token, at each row's temperature (1 in greedy rows).
 
-    Filters are left out. logits: [B, n, Vd]. Returns [B, n] float32: 0 where nothing else can come. In bfloat16 a
-    confidence of 0.992 would be 1.
+    Filters are ignored. logits: [B, n, Vd]. Returns [B, n] float32, 0 if the token is certain. In bfloat16 a confidence
+    of 0.992 would be 1.
     """
     logits = logits.astype(mx.float32)
     scores = logits if batch.all_greedy else logits / _divisor(batch)
@@ -190,10 +190,10 @@ def _one_hot_argmax(logits: mx.array) -> mx.array:
 
 
 def _divisor(batch: SamplingBatch) -> mx.array:
-    """[B, 1, 1]: the temperature, 1 in greedy rows."""
+    """Return the temperatures, [B, 1, 1], with 1 in greedy rows."""
     return mx.where(batch.temperature > 0, batch.temperature, 1.0)[:, None, None]
 
 
 def _filtered(logits: mx.array, batch: SamplingBatch) -> mx.array:
-    """The logits in float32, minus infinity where a filter of the row removes the token."""
+    """Return float32 logits with minus infinity for tokens that the row's filters remove."""
     return batch.filters.apply(logits, _divisor(batch)) if batch.any_filtered else logits.astype(mx.float32)

@@ -1,4 +1,4 @@
-"""Which draft tokens are kept: acceptance rules, pure functions over a batch of rows; all but one are lossless."""
+"""Acceptance rules for draft tokens: pure functions over a batch of rows. All but one are lossless."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from eagle_mlx.request_state import Pending
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one verify decided: row b emits tokens[b, : accepted[b] + 1]."""
+    """The result of a verify: row b emits tokens[b, : accepted[b] + 1]."""
 
-    accepted: mx.array  # [B] int32, drafts accepted
+    accepted: mx.array  # [B] int32, accepted draft tokens
     tokens: mx.array  # [B, n+1] int32: the accepted drafts, the target's own token, then anything
     path: mx.array | None = None
-    """[B, levels + 1] int32, in a tree the nodes whose tokens' successors `tokens` are; None for chains."""
+    """[B, levels + 1] int32, in a tree the nodes after which `tokens` come; None for chains."""
     nan: mx.array | None = None
-    """[B, n+1] bool, the positions of the verify whose logits hold NaN; None if nobody has looked."""
+    """[B, n+1] bool, the positions of the verify whose logits contain NaN; None if this was not checked."""
 
 
 def verify(
@@ -32,12 +32,12 @@ def verify(
     batch: SamplingBatch,
     positions: mx.array,
 ) -> Verdict:
-    """Accept drafts by each row's own rule; rows of different rules may share the batch.
+    """Accept drafts by each row's own rule; rows with different rules may share the batch.
 
-    logits: [B, n+1, V], of the target after the last token and after each draft; drafts: [B, n] int32, any valid id
-    from lengths on; lengths: [B] int32, drafts per row, 0 allowed; q: [B, n, V] float32, the distributions that the
-    drafts of rejection rows were drawn from with noise of their own (`Stream.DRAFT`), None where the proposer has
-    none; positions: [B, n+1] int32, of the tokens being drawn.
+    logits: [B, n+1, V], the target's, after the last token and after each draft; drafts: [B, n] int32, any valid id
+    from `lengths` on; lengths: [B] int32, drafts per row, 0 allowed; q: [B, n, V] float32, the distributions from which
+    rejection rows' drafts were drawn with their own noise (`Stream.DRAFT`), None if the proposer has none; positions:
+    [B, n+1] int32, of the tokens being drawn.
     """
     if drafts.shape[1] == 0 or not (batch.any_rejection or batch.any_threshold):
         return match(sample(logits, batch, positions), drafts, lengths)
@@ -46,7 +46,7 @@ def verify(
     rejects_all = not (batch.any_greedy or batch.any_coupled or batch.any_threshold)
     verdict = None
     if batch.any_rejection:
-        # Every round begins at a position where none began before: its noise, keyed by that position, is always new.
+        # Each round starts at a new position, so its noise, keyed by that position, has never been used.
         noise = gumbel(batch, positions[:, :1], logits.shape[-1])
         verdict = rejection(p, q, drafts, lengths, uniform(batch, positions[:, :-1]), noise)
     if not rejects_all:
@@ -69,24 +69,24 @@ def verify_tree(
     batch: SamplingBatch,
     positions: mx.array,
 ) -> Verdict:
-    """Greedy and coupled over trees: the target's own text, as far down as it was drafted.
+    """Verify a tree by the greedy or coupled rule: accept the target's own text as far as it was drafted.
 
-    logits: [B, n+1, V]; drafts: [B, n] int32; valid: [B, n] bool, the drafts that count; positions: [B, n+1] int32, of
-    the tokens being drawn. `tokens` of the verdict are [B, levels + 1].
+    logits: [B, n+1, V]; drafts: [B, n] int32; valid: [B, n] bool, the drafts that are real; positions: [B, n+1] int32,
+    of the tokens being drawn. The verdict's `tokens` are [B, levels + 1].
     """
     levels = positions[:, :1] + mx.arange(tree.levels + 1, dtype=mx.int32)
-    samples = sample(logits, batch, levels, branches.depths)  # one draw for each depth, not for each node
+    samples = sample(logits, batch, levels, branches.depths)  # one draw per depth, not per node
     path = walk(samples, drafts, valid, tree, branches)
     return Verdict(path.accepted, mx.take_along_axis(samples, path.nodes, axis=1), path.nodes)
 
 
 def _chosen(rows: mx.array, these: Verdict, those: Verdict) -> Verdict:
-    """`these` in the rows [B] bool that are true, `those` in the others."""
+    """Return `these` in the rows [B] bool that are true, `those` in the others."""
     return Verdict(mx.where(rows, these.accepted, those.accepted), mx.where(rows[:, None], these.tokens, those.tokens))
 
 
 def match(samples: mx.array, drafts: mx.array, lengths: mx.array) -> Verdict:
-    """Greedy and coupled: accept a draft where it is the target's own sample, so that samples are what is emitted.
+    """Accept a draft if it is the target's own sample (greedy and coupled), so that the samples are emitted.
 
     samples: [B, n+1] int32, from `sample`; drafts: [B, n] int32; lengths: [B] int32.
     """
@@ -96,13 +96,13 @@ def match(samples: mx.array, drafts: mx.array, lengths: mx.array) -> Verdict:
 def rejection(
     p: mx.array, q: mx.array | None, drafts: mx.array, lengths: mx.array, u: mx.array, gumbel: mx.array
 ) -> Verdict:
-    """Accept draft x with probability min(1, p(x) / q(x)); at the first refusal draw from the positive part of p - q.
+    """Accept draft x with probability min(1, p(x) / q(x)); at the first rejection, draw from max(p - q, 0).
 
-    Where all drafts are accepted the next token comes from p. What is emitted follows p (Leviathan et al. 2023,
+    If all drafts are accepted, the next token is drawn from p. Emitted tokens follow p (Leviathan et al. 2023,
     algorithm 1; Chen et al. 2023, theorem 1), provided that drafts, `u` and `gumbel` are independent.
 
-    p: [B, n+1, V] float32; q: [B, n, V] float32, None for drafts chosen without chance (q one-hot); drafts: [B, n]
-    int32, n at least 1; lengths: [B] int32; u: [B, n] float32 in [0, 1); gumbel: [B, n+1, V] or [B, 1, V] float32.
+    p: [B, n+1, V] float32; q: [B, n, V] float32, None for deterministic drafts (one-hot q); drafts: [B, n] int32, n at
+    least 1; lengths: [B] int32; u: [B, n] float32 in [0, 1); gumbel: [B, n+1, V] or [B, 1, V] float32.
     """
     p_draft = mx.take_along_axis(p[:, :-1], drafts[..., None], axis=-1)[..., 0]
     q_draft = 1.0 if q is None else mx.take_along_axis(q, drafts[..., None], axis=-1)[..., 0]
@@ -112,7 +112,7 @@ def rejection(
     proposed = _one_hot(_at(drafts, accepted), p.shape[-1]) if q is None else _at(q, accepted)
     refused = (accepted < lengths)[:, None]
     residual = mx.maximum(target - mx.where(refused, proposed, 0.0), 0.0)
-    # Where p and q are equal to rounding a refusal can leave nothing; p is then as good as the residual.
+    # If p and q are equal up to rounding, the residual may be empty; p serves as well then.
     weights = mx.where(mx.max(residual, axis=-1, keepdims=True) > 0, residual, target)
     token = mx.argmax(mx.log(weights) + _at(gumbel, accepted), axis=-1).astype(mx.int32)[:, None]
 
@@ -121,10 +121,10 @@ def rejection(
 
 
 def threshold(p: mx.array, samples: mx.array, drafts: mx.array, lengths: mx.array, least: mx.array) -> Verdict:
-    """**Not lossless**: accept every draft of at least the given probability; after them the target's own sample.
+    """**Not lossless**: accept drafts with at least the given probability, then the target's own sample.
 
-    p: [B, n+1, V] float32; samples: [B, n+1] int32, from `sample`; drafts: [B, n] int32; lengths: [B] int32; least:
-    [B] float32. The idea is typical acceptance (Cai et al. 2024, Medusa, section 2.3.1) without its entropy.
+    p: [B, n+1, V] float32; samples: [B, n+1] int32, from `sample`; drafts: [B, n] int32; lengths: [B] int32; least: [B]
+    float32. This is typical acceptance (Cai et al. 2024, Medusa, section 2.3.1) without its entropy term.
     """
     likely = mx.take_along_axis(p[:, :-1], drafts[..., None], axis=-1)[..., 0] >= least[:, None]
     accepted = _leading(likely, lengths)
@@ -133,14 +133,14 @@ def threshold(p: mx.array, samples: mx.array, drafts: mx.array, lengths: mx.arra
 
 
 def cut_at_nan(verdict: Verdict, nan: mx.array, may_reread: mx.array) -> Verdict:
-    """Keep what was drawn before the first position whose logits are NaN.
+    """Keep only the tokens drawn before the first position whose logits are NaN.
 
-    The last of these tokens then is the row's newest one, and the next round reads it again. If the first position is
-    NaN, a draft behind it may be the reason, because masked attention multiplies by 0. A row that may be read again
-    sits the round out (-1 accepted), and its next round must draft nothing. Other rows stay as they are.
+    The last of these becomes the row's newest token, and the next round reads it again. If the first position is NaN, a
+    draft after it may be the cause, because masked attention multiplies by 0. A row that may be read again then skips
+    the round (-1 accepted), and must draft nothing in the next. Other rows stay as they are.
 
-    A row of the rejection rule must not lose the rest of its draft for what it says: the text would be biased. The
-    rest is judged later, by `judge_pending`.
+    In a row with the rejection rule, dropping the rest of the draft because of its content would bias the text. The
+    rest is verified later, by `judge_pending`.
 
     nan: [B, n+1] bool; may_reread: [B] bool.
     """
@@ -153,9 +153,9 @@ def cut_at_nan(verdict: Verdict, nan: mx.array, may_reread: mx.array) -> Verdict
 
 
 def mixture(p: mx.array, q: mx.array, drafts: mx.array) -> mx.array:
-    """Return the distribution of the next token of rows whose draft token rejection has yet to judge.
+    """Return the next token's distribution for rows with a pending draft token under the rejection rule.
 
-    Draft d is accepted with probability a = min(1, p(d) / q(d)); else the token comes from the positive part of p - q.
+    Draft d is accepted with probability a = min(1, p(d) / q(d)); else the token comes from the residual max(p - q, 0).
     One draw from a * one_hot(d) + (1 - a) * residual does both. Averaged over d drawn from q, it is p.
 
     p, q: [B, V] float32; drafts: [B] int32, with q(d) > 0. Returns [B, V] float32.
@@ -164,18 +164,18 @@ def mixture(p: mx.array, q: mx.array, drafts: mx.array) -> mx.array:
     accept = mx.minimum(mx.take_along_axis(p, at, axis=-1) / mx.take_along_axis(q, at, axis=-1), 1.0)
     residual = mx.maximum(p - q, 0.0)
     total = residual.sum(axis=-1, keepdims=True)
-    residual = mx.where(total > 0, residual / mx.maximum(total, 1e-38), p)  # p and q may be equal to rounding
+    residual = mx.where(total > 0, residual / mx.maximum(total, 1e-38), p)  # p and q may be equal up to rounding
     return accept * _one_hot(drafts, p.shape[-1]) + (1 - accept) * residual
 
 
 def judge_pending(
     logits: mx.array, batch: SamplingBatch, pending: Sequence[Pending | None]
 ) -> tuple[mx.array, SamplingBatch]:
-    """Make the next draw of some rows the judgment of the first draft token that is pending there.
+    """Verify the first pending draft token of some rows in their next draw.
 
-    These rows are of the rejection rule and draft nothing, so that `verify` draws their token by the first logits
-    alone. logits: [B, n+1, V]; pending: for each row. Returns the logits [B, n+1, V] float32 with filters applied, and
-    the rows' parameters without them, as `filtered` does.
+    These rows have the rejection rule and draft nothing, so that `verify` draws their token from the first logits
+    alone. logits: [B, n+1, V]; pending: for each row. Returns filtered logits [B, n+1, V] float32 and the batch without
+    filters, as `filtered` does.
     """
     logits, batch = filtered(logits, batch)
     rows = [row for row, each in enumerate(pending) if each is not None]
@@ -185,20 +185,20 @@ def judge_pending(
     q = mx.stack([row if each.probs is None else each.probs[0] for row, each in zip(certain, waiting, strict=True)])
     at = mx.array(rows)
     p = distribution(logits[:, :1], batch)[at, 0]
-    out = logits + 0  # an array of our own to write into
+    out = logits + 0  # an array of our own to write to
     out[at, 0] = mx.log(mixture(p, q, drafts)) * batch.temperature[at][:, None]
     return out, batch
 
 
 def _leading(passed: mx.array, lengths: mx.array) -> mx.array:
-    """How many of each row's first `lengths` tests were passed before one failed. passed: [B, n] bool."""
+    """Return how many of each row's first `lengths` tests pass before one fails. passed: [B, n] bool."""
     if passed.shape[1] == 0:
         return lengths
     return mx.min(mx.where(passed, lengths[:, None], mx.arange(passed.shape[1], dtype=mx.int32)), axis=1)
 
 
 def _at(x: mx.array, index: mx.array) -> mx.array:
-    """x[b, min(index[b], last)] for each row b. x: [B, n, ...]; index: [B] int32."""
+    """Return x[b, min(index[b], last)] for each row b. x: [B, n, ...]; index: [B] int32."""
     return x[mx.arange(x.shape[0]), mx.minimum(index, x.shape[1] - 1)]
 
 
