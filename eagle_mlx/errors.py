@@ -1,4 +1,4 @@
-"""The exceptions that users meet; every message says what was wrong, where, and what to do.
+"""Exceptions for users' errors; every message says what was wrong, where, and what to do.
 
 EagleError
 ├── ConfigError      an option, a field or a key that cannot be used
@@ -7,18 +7,18 @@ EagleError
 ├── CheckpointError  a head checkpoint that cannot be read
 ├── DataError        a conversation or a data file, with file and line
 ├── ShardError       a hidden-state shard that is damaged or missing
-├── PromptError      a prompt that the target cannot take
-├── ProposerError    a draft that no verify can read
-├── RanksError       another process of a run that has ended, or does not answer
+├── PromptError      a prompt that the target cannot process
+├── ProposerError    a draft that cannot be verified
+├── RanksError       another process of a run that has ended or does not answer
 └── OutputError      a place that cannot be written to
 
-HeadWarning, a UserWarning: a head that loads and fits, but hardly drafts anything that its target says, or may not,
-since its config sets fields that are not known.
+HeadWarning, a UserWarning: a head that fits but whose drafts are rarely accepted, or may be, because its config has
+unknown fields.
 """
 
 
 class EagleError(Exception):
-    """The root of every error that a user can cause and mend."""
+    """The base class of all errors that a user can cause and fix."""
 
 
 class ConfigError(EagleError): ...

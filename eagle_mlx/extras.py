@@ -1,4 +1,4 @@
-"""The commands, each behind a look at whether the packages of its extra are installed."""
+"""Entry points of the commands, which first check that the packages of their extra are installed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ EXTRAS = {
         "uvicorn": "uvicorn",
     },
 }
-"""What each extra of pyproject.toml brings: the package's name, and the module that it is imported as."""
+"""The packages of each extra in pyproject.toml, and the modules that they are imported as."""
 
 
 def require(what: str, extra: str, *packages: str) -> None:
-    """Raise ConfigError where packages of an extra are not installed, all of them unless some are named.
+    """Raise ConfigError if packages of an extra, by default all of them, are not installed.
 
     `what` needs them: a command or a flag. The message says what to type.
     """
@@ -37,49 +37,49 @@ def require(what: str, extra: str, *packages: str) -> None:
 
 
 def data() -> int:
-    """`eagle-data`."""
+    """Run `eagle-data`."""
     return _run("eagle-data", "data_pipelines.cli:main", "train")
 
 
 def train() -> int:
-    """`eagle-train`."""
+    """Run `eagle-train`."""
     return _run("eagle-train", "train.cli:main", "train")
 
 
 def convert() -> int:
-    """`eagle-convert`."""
+    """Run `eagle-convert`."""
     return _run("eagle-convert", "train.convert.cli:main")
 
 
 def publish() -> int:
-    """`eagle-publish`, which reads what training wrote."""
+    """Run `eagle-publish`, which reads what training wrote."""
     return _run("eagle-publish", "train.publish.cli:main", "train")
 
 
 def generate() -> int:
-    """`eagle-generate`."""
+    """Run `eagle-generate`."""
     return _run("eagle-generate", "serve.generate:main")
 
 
 def bench() -> int:
-    """`eagle-bench`, whose `--plot` asks for its package itself."""
+    """Run `eagle-bench`, which checks itself for the package that `--plot` needs."""
     return _run("eagle-bench", "serve.bench.cli:main")
 
 
 def heads() -> int:
-    """`eagle-heads`."""
+    """Run `eagle-heads`."""
     return _run("eagle-heads", "serve.heads:main")
 
 
 def serve() -> int:
-    """`eagle-serve`."""
+    """Run `eagle-serve`."""
     return _run("eagle-serve", "serve.api.cli:command", "serve")
 
 
 def _run(command: str, entry: str, extra: str | None = None) -> int:
-    """The command's exit status; 2 if its extra is missing, 130 after a Ctrl-C that the command did not handle.
+    """Run a command; return its exit status: 2 if its extra is missing, 130 after an unhandled Ctrl-C.
 
-    The application is imported only after that look, which takes seconds in which somebody may interrupt it.
+    The application is imported within `exit_code`, because that takes seconds in which the user may press Ctrl-C.
     """
 
     def work() -> int:

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, or that one process writes at a time; YAML that users write."""
+"""Atomic writes of files and folders, locks for folders, and YAML that users write."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import yaml
 from eagle_mlx.errors import ConfigError, OutputError
 
 PART = ".part"
-"""The end of a file's name while it is being written."""
+"""The suffix of a file while it is being written."""
 
 
 def cache_folder() -> Path:
-    """Where this project keeps what it can do without: EAGLE_MLX_CACHE, or `eagle-mlx` in the user's cache folder.
+    """Return this project's cache folder: EAGLE_MLX_CACHE, or `eagle-mlx` in the user's cache folder.
 
-    A user without a home, as in some containers, gets a place where nothing can be kept.
+    For a user without a home, as in some containers, it is a path where nothing can be stored.
     """
     if named := os.environ.get("EAGLE_MLX_CACHE"):
         return Path(named)
@@ -34,9 +34,9 @@ def cache_folder() -> Path:
 
 
 def write_whole(path: Path, data: bytes, part: Path | None = None) -> None:
-    """Write a file that is there whole or not at all, even after a power cut. Raises OSError.
+    """Write a file atomically, safe even against a power failure. Raises OSError.
 
-    `part`: the file beside it that holds the data until then; by default its name with `PART` behind it.
+    `part`: the temporary file in the same folder; by default, the file's name and `PART`.
     """
     part = part or path.with_name(path.name + PART)
     try:
@@ -51,7 +51,7 @@ def write_whole(path: Path, data: bytes, part: Path | None = None) -> None:
 
 
 def write_output(path: Path, text: str) -> None:
-    """`write_whole` for a file that the user named, among files that are not ours. Raises OutputError."""
+    """Write a file that the user named, as `write_whole` does, in a folder that is not ours. Raises OutputError."""
     try:
         write_whole(path, text.encode(), path.with_name(f".{path.name}.{os.getpid()}{PART}"))
     except OSError as e:
@@ -71,16 +71,16 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove what an interrupted write has left."""
+    """Remove the files of interrupted writes."""
     for part in folder.glob(f"*{PART}"):
         part.unlink()
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other writers out of a folder within the block; the lock goes with the process, however that ends.
+    """Lock a folder against other writers within the block; the lock ends with the process at the latest.
 
-    Raises OutputError where another one writes there. A file system without locks is taken on trust.
+    Raises OutputError if another process holds the lock. File systems without locks are not protected.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -96,10 +96,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def check_free(folder: str | Path, overwrite: bool = False) -> Path:
-    """The folder as a path, after making sure that it can be written and that writing it later will lose nothing.
+    """Return the folder as a path, after checking that it can be written and that nothing will be lost.
 
-    Raises OutputError where it exists and `overwrite` is not set, where its name is taken by a file, or where no folder
-    can be made in that place.
+    Raises OutputError if it exists and `overwrite` is not set, if it is a file, or if it cannot be created.
     """
     path = Path(folder)
     if path.exists() and not path.is_dir():
@@ -113,9 +112,9 @@ def check_free(folder: str | Path, overwrite: bool = False) -> Path:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise OutputError unless something can be written in a folder, or in the nearest one in which it can be made.
+    """Raise OutputError unless a folder can be written, or created in its nearest existing parent.
 
-    It is tried, because permissions alone do not tell: root may do everything, but not on a read-only file system.
+    We try it, because permissions alone do not tell: root may do everything, but not on a read-only file system.
     """
     place = folder.absolute()
     while not place.exists() and place != place.parent:
@@ -130,10 +129,10 @@ def check_writable(folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: str | Path, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its name when the block ends, and vanishes when the block fails.
+    """Yield a temporary folder that is renamed to `folder` when the block ends, or deleted if the block fails.
 
-    Files are flushed to the disk before the rename. What stood at `folder` before goes away only after that. Raises
-    OutputError where the folder exists and `overwrite` is not set, and for a full disk or a place without permission.
+    Files are flushed to disk before the rename, and an old `folder` is deleted only after it. Raises OutputError if the
+    folder exists and `overwrite` is not set, if the disk is full, or if permission is denied.
     """
     path = check_free(folder, overwrite)
     try:
@@ -145,7 +144,7 @@ def new_folder(folder: str | Path, overwrite: bool = False) -> Iterator[Path]:
         yield part
         _flush(part)
         part.chmod(0o755)
-        check_free(path, overwrite)  # another process may have made it meanwhile
+        check_free(path, overwrite)  # another process may have created it meanwhile
         swap(part, path)
     except OSError as e:
         raise OutputError(f"{path} could not be written: {e.strerror or e}; nothing was left behind") from e
@@ -154,7 +153,7 @@ def new_folder(folder: str | Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def swap(part: Path, path: Path) -> None:
-    """Rename `part` to `path`; a folder already there is deleted only once the new one has its name."""
+    """Rename `part` to `path`; an existing folder is deleted only after that."""
     if not path.exists():
         part.rename(path)
         return
@@ -178,9 +177,9 @@ def _flush(folder: Path) -> None:
 
 
 def read_yaml(file: Path, what: str) -> Any:
-    """What a YAML file holds.
+    """Return the content of a YAML file.
 
-    Raises ConfigError, which says `what` it was to be, where it cannot be read, or gives one name twice.
+    Raises ConfigError, naming `what` the file is, if it cannot be read or has a key twice.
     """
     try:
         return yaml.load(file.read_text(encoding="utf-8"), _Loader)
@@ -191,7 +190,7 @@ def read_yaml(file: Path, what: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which no name may be there twice: plain YAML keeps the last one and says nothing."""
+    """A YAML loader that rejects duplicate keys: plain YAML silently keeps the last one."""
 
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:

@@ -1,4 +1,4 @@
-"""Whether a head drafts for its target at all: a few real rounds when the two meet."""
+"""Check whether a head drafts usefully for its target, by decoding a few rounds."""
 
 from __future__ import annotations
 
@@ -27,42 +27,42 @@ PROMPTS = (
     "List the things that one should pack for a week at sea.",
 )
 TOKENS = 64
-"""Tokens that are decoded for each prompt."""
+"""Tokens to decode for each prompt."""
 DEPTH = 2
 SOUND = 0.4
-"""The first draft token of the weakest heads that fit is accepted in so many rounds, of good ones in up to 0.9."""
+"""Rate at which the weakest fitting heads have their first draft token accepted; good ones reach 0.9."""
 BOUND = 0.11
-"""A head counts as one of chance where fewer rounds accept both of two draft tokens.
+"""A head counts as no better than chance if both of two draft tokens are accepted in a smaller share of rounds.
 
-A head to which the hidden states say nothing still sees the last token, and foresees the next in 1 to 25 of 100 rounds,
-two in at most 5. The weakest that fit foresee one in 40 and two in 20. Between shares p < q both errors are equally
-likely at 1 / (1 + log(q / p) / log((1 - p) / (1 - q))): 0.11 here. One token alone would not tell: on text that is easy
-to foresee, a head with its layers in the wrong order reaches 0.3, and a good one on hard text no more. A head with a
-norm for each layer may do well enough with them in the wrong order to go unnoticed: the included one has 15 in 100."""
+A head that gets nothing from the hidden states still sees the last token. It predicts the next token in 1 to 25 % of
+rounds and two in at most 5 %. The weakest fitting heads predict one in 40 % and two in 20 %. Between shares p < q, both
+errors are equally likely at 1 / (1 + log(q / p) / log((1 - p) / (1 - q))), here 0.11. The first token alone would not
+tell: on easy text a head with layers in the wrong order reaches 0.3, a good head on hard text no more. A head with a
+norm for each layer may do too well with layers in the wrong order to be noticed: the included one reaches 15 %.
+"""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of the rounds."""
+    """The result of the rounds."""
 
     rounds: int
-    """Rounds that had two draft tokens."""
+    """Rounds with two draft tokens."""
     first: int
-    """Of these, the ones in which the first was accepted."""
+    """Rounds of these in which the first was accepted."""
     both: int
 
 
 def load_head(name: str | Path, target: Target | None = None, check: bool = True, bits: int | None = None) -> DraftHead:
-    """Load a head from a folder or a hub id, and with a target see that it fits and that it drafts.
+    """Load a head from a folder or a hub id; with a target, check that it fits and that it drafts.
 
-    `bits` quantises its large matrices: 4 or 8, or 16 to leave it as it is. By default they are quantised where most of
-    the target is, in as few bits. A head that is quantised on disk stays as it is there.
+    `bits` quantizes its large matrices: 4 or 8, or 16 for no quantization. By default they get the bits of most of the
+    target's weights. A head that is quantized on disk stays so.
 
-    A head that fits and yet drafts next to nothing is a HeadWarning that names the likely causes. To find out, four
-    answers of 64 tokens are decoded side by side: at most 64 forwards of the target behind the one that reads the
-    prompts, about 30 with a good head (four times as many with the few models that decode one row at a time). With
-    `check=False` nothing is decoded. Raises CheckpointError for files that cannot be read, HeadError for a head of
-    another target, ConfigError for other `bits`.
+    If a head fits but drafts almost nothing, this gives a HeadWarning with the likely causes. The check decodes four
+    answers of 64 tokens in one batch: at most 64 forwards of the target after prefill, about 30 with a good head (four
+    times as many for the few models that decode one row at a time). With `check=False` nothing is decoded. Raises
+    CheckpointError if files cannot be read, HeadError if the head is for another target, ConfigError for other `bits`.
     """
     check_bits(bits)
     head = heads.load_head(name, target)
@@ -75,21 +75,21 @@ def load_head(name: str | Path, target: Target | None = None, check: bool = True
 
 
 def head_warning(head: DraftHead, target: Target, progress: bool = False) -> str | None:
-    """Return one line on a head that hardly drafts for its target; None for one that does.
+    """Return a one-line warning about a head that hardly drafts for its target, else None.
 
-    Never raises: if the rounds cannot be run, the line says that.
+    Never raises; if the rounds cannot be run, the warning says so.
     """
     try:
         trial = try_out(head, target, progress)
     except TargetError:
-        return None  # a target that cannot be drafted for says so itself, to whoever decodes with it
-    except Exception as e:  # whatever it is, a head that works is not to fail for it
+        return None  # decoding with this target will raise the same error
+    except Exception as e:  # whatever it is, it must not stop a head that works
         return f"the head could not be tried on its target: {type(e).__name__}: {' '.join(str(e).split())}"
     return warning_of(trial, named_layers(head))
 
 
 def try_out(head: DraftHead, target: Target, progress: bool = False) -> Trial:
-    """Decode the built-in prompts greedily with drafts, past every end of text. Leaves no random state changed."""
+    """Decode the built-in prompts greedily with drafts, ignoring stop tokens. Does not change random state."""
     engine = Engine(target, HeadProposer(head), policy=FixedPolicy(DEPTH), max_batch=_rows(target))
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=0)
     requests = [engine.prepare(prompt, params) for prompt in trial_prompts(target)]
@@ -106,11 +106,11 @@ def try_out(head: DraftHead, target: Target, progress: bool = False) -> Trial:
         raise EagleError(failed)
     rounds = sum(sum(output.drafted_by_position[1:2]) for output in outputs)
     first, both = (sum(sum(output.accepted_by_position[at : at + 1]) for output in outputs) for at in (0, 1))
-    return Trial(rounds, min(first, rounds), both)  # the last round of a text may have had one draft token alone
+    return Trial(rounds, min(first, rounds), both)  # a text's last round may have drafted only one token
 
 
 def warning_of(trial: Trial, layers: tuple[int, ...] = ()) -> str | None:
-    """The warning that a trial deserves, if any; `layers` are those that the head reads."""
+    """Return the warning for a trial, if any; `layers` are those that the head reads."""
     if trial.both >= BOUND * trial.rounds:
         return None
     share, both = trial.first / trial.rounds, trial.both / trial.rounds
@@ -130,7 +130,7 @@ def warning_of(trial: Trial, layers: tuple[int, ...] = ()) -> str | None:
 
 
 def _rows(target: Target) -> int:
-    """As many rows as there are prompts, or one where the model decodes no more."""
+    """Return the number of prompts, or 1 if the model decodes only one row."""
     try:
         check_cacheable(target.model, len(PROMPTS))
     except TargetError:
@@ -139,7 +139,7 @@ def _rows(target: Target) -> int:
 
 
 def trial_prompts(target: Target) -> list[list[int]]:
-    """The prompts' token ids; without a tokenizer just some ids."""
+    """Return the prompts' token ids; arbitrary ids without a tokenizer."""
     longest = max(1, target.context_length - TOKENS - 1)
     if target.tokenizer is None:
         return [[(11 + 31 * row + 17 * i) % target.vocab_size for i in range(16)] for row in range(len(PROMPTS))]
@@ -147,10 +147,10 @@ def trial_prompts(target: Target) -> list[list[int]]:
 
 
 def _encode(target: Target, text: str) -> list[int]:
-    """A text as a turn of a conversation, or as it is where the target's chat template has no place for it."""
+    """Encode a text as a user's turn, or as plain text if the chat template is missing or fails."""
     if target.tokenizer is not None and target.tokenizer.has_chat_template:
         try:
             return encode(target, [{"role": "user", "content": text}])
-        except Exception:  # templates are programs, and fail as programs do
+        except Exception:  # templates are programs and may raise anything
             return encode(target, text)
     return encode(target, text)

@@ -1,7 +1,7 @@
-"""Hidden states of a target: of which layers, in which order, in 16 bits; and examples to learn from that carry them.
+"""Hidden states of a target in 16 bits, and training examples with hidden states.
 
-Everything that captures, stores, packs or reads hidden states asks this module for their layout: the outputs of the
-layers that a head reads side by side, then the last layer's.
+All code that captures, stores, packs or reads hidden states uses the layout defined here: the outputs of the layers
+that a head reads, concatenated, and then the last layer's.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from numpy.typing import NDArray
 from eagle_mlx.target import Target
 
 LIMIT = float(np.finfo(np.float16).max)
-"""The largest number in 16 bits; larger ones are clipped to it."""
+"""The largest float16 number; larger ones are clipped to it."""
 
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """Outputs of a target's layers for T tokens; n layers of hidden size H besides the last."""
+    """Outputs of a target's layers for T tokens: n layers of hidden size H, and the last layer."""
 
     layers: tuple[int, ...]
-    """The layers of `features`, counted from 0, in their order."""
+    """The layers of `features` in order, counted from 0."""
     features: NDArray[np.float16]
-    """[T, n * H]: the outputs of the layers that a head reads, side by side."""
+    """[T, n * H]: the concatenated outputs of the layers that a head reads."""
     last: NDArray[np.float16]
     """[T, H]: the last layer's output, before the final norm."""
 
     @classmethod
     def split(cls, layers: Sequence[int], whole: NDArray[np.float16]) -> HiddenStates:
-        """Take apart [T, (n + 1) * H], the features and the last layer side by side; the arrays are copies."""
+        """Split [T, (n + 1) * H] into the features and the last layer; the arrays are copies."""
         size = whole.shape[1] // (len(layers) + 1)
         return cls(tuple(layers), whole[:, :-size].copy(), whole[:, -size:].copy())
 
     @property
     def whole(self) -> NDArray[np.float16]:
-        """[T, (n + 1) * H]: the features and the last layer side by side."""
+        """[T, (n + 1) * H]: the features and the last layer, concatenated."""
         return np.concatenate((self.features, self.last), axis=1, dtype=np.float16)
 
     def __getitem__(self, at: slice) -> HiddenStates:
-        """The states of some positions."""
+        """Return the states of some positions."""
         return replace(self, features=self.features[at], last=self.last[at])
 
     def of_layers(self, layers: Sequence[int], last_layer: int) -> HiddenStates:
-        """The states with the features of other layers, each one of `layers` or the `last_layer` itself."""
+        """Return the states with other layers as features, each from `self.layers` or the `last_layer`."""
         if tuple(layers) == self.layers:
             return self
         size, held = self.last.shape[1], (*self.layers, last_layer)
@@ -59,14 +59,14 @@ class HiddenStates:
 
 @dataclass(frozen=True)
 class Example:
-    """A conversation of T tokens to learn from."""
+    """A training example: a conversation of T tokens."""
 
     tokens: NDArray[np.int32]
     """[T]"""
     loss_mask: NDArray[np.uint8]
-    """[T], 1 on the tokens to learn."""
+    """[T], 1 on tokens to be learned."""
     states: HiddenStates | None = None
-    """None before the target has read it."""
+    """None until the target has read the example."""
 
     @classmethod
     def of(cls, tokens: Sequence[int], loss_mask: Sequence[int], states: HiddenStates | None = None) -> Example:
@@ -76,39 +76,39 @@ class Example:
         return len(self.tokens)
 
     def __getitem__(self, at: slice) -> Example:
-        """Some of its positions."""
+        """Return some positions."""
         return Example(self.tokens[at], self.loss_mask[at], None if self.states is None else self.states[at])
 
 
 def read_states(target: Target, tokens: mx.array, layers: Sequence[int]) -> mx.array:
-    """Have the target read tokens [B, L], right-padded and without a cache.
+    """Have the target read tokens [B, L], right-padded, without a cache.
 
-    Returns the features and the last layer side by side, [B, L, (n + 1) * H] in the target's type, lazily.
+    Returns the features and the last layer, concatenated, [B, L, (n + 1) * H] in the target's dtype, lazily.
     """
     return side_by_side(target.forward(tokens, aux_layers=(*layers, target.num_layers - 1)).aux)
 
 
 def side_by_side(outputs: Sequence[mx.array]) -> mx.array:
-    """The outputs of layers, [B, L, H] each, as one array; the last layer's is the last of them."""
+    """Concatenate layers' outputs [B, L, H]; the last layer comes last."""
     return mx.concatenate(list(outputs), axis=-1)
 
 
 def in_16_bits(states: mx.array) -> mx.array:
-    """The states as float16, clipped to its range."""
+    """Return the states as float16, clipped to its range."""
     return mx.clip(states, -LIMIT, LIMIT).astype(mx.float16)
 
 
 def clipped(states: NDArray[Any]) -> NDArray[np.float16]:
-    """`in_16_bits` on the host."""
+    """Return the states as float16, clipped to its range, on the host."""
     found: NDArray[np.float16] = np.clip(states, -LIMIT, LIMIT).astype(np.float16)
     return found
 
 
 def features_of(states: mx.array, hidden_size: int) -> mx.array:
-    """The features [..., n * H] of whole states [..., (n + 1) * H]."""
+    """Return the features [..., n * H] of concatenated states [..., (n + 1) * H]."""
     return states[..., :-hidden_size]
 
 
 def last_of(states: mx.array, hidden_size: int) -> mx.array:
-    """The last layer's output [..., H] of whole states [..., (n + 1) * H]."""
+    """Return the last layer's output [..., H] of concatenated states [..., (n + 1) * H]."""
     return states[..., -hidden_size:]

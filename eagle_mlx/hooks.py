@@ -1,8 +1,8 @@
-"""Hooks on modules of mlx-lm's models: all that this library changes of what it did not make.
+"""Hooks on modules of mlx-lm's models, the only changes that this library makes to them.
 
-A hooked module gets a subclass of its own class and of the hook's. It stays what it was for whoever asks what it is,
-and keeps its parameters. What it does then is said by the forward under way, so that any number of targets can share a
-model, and one that is gone leaves nothing behind.
+A hooked module gets a subclass of its own class and the hook's, so that it passes the same type checks and keeps its
+parameters. The running forward decides what the hook does. Any number of targets can therefore share a model, and a
+target that is deleted leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from eagle_mlx.cpu import RopeCache, fastmath, use_shortcuts
 
 
 class Hook:
-    """What all hooked modules are instances of."""
+    """The base class of all hooks."""
 
 
 def hook(module: nn.Module, how: type[Hook]) -> None:
-    """Give a module a subclass of its own class and of `how`; nothing happens where it has it."""
+    """Give a module a subclass of its own class and of `how`, unless it has one already."""
     if not isinstance(module, how):
         base = type(module)
         module.__class__ = type(base.__name__, (how, base), {"__module__": base.__module__})
 
 
-# Outputs of layers, which heads read; and logits of the wanted positions alone, which saves the others' projection.
+# Record layers' outputs, which heads read, and compute logits only for the requested positions.
 
 
 @dataclass
 class Recording:
-    """One forward of a model."""
+    """What hooked modules record in one forward of a model."""
 
     ends: mx.array | None = None
-    """[B, 1, 1] int32, where only these positions' logits are wanted."""
+    """[B, 1, 1] int32, the positions whose logits are requested; None for all."""
     last: nn.Module | None = None
     """The last layer."""
     norm: object = None
     """The final norm."""
     cut: bool = False
-    """Whether the final norm goes on with `ends` alone."""
+    """Whether the final norm passes on only the positions in `ends`."""
     hidden: mx.array | None = None
-    """What the final norm was given when it was last called."""
+    """The input of the last call of the final norm."""
     outputs: dict[int, mx.array] = field(default_factory=dict)
-    """What layers have returned, by the id of the layer."""
+    """The layers' outputs, by the id of the layer."""
     normed: list[bool] = field(default_factory=list)
-    """Calls of the final norm: whether the last layer was behind it."""
+    """For each call of the final norm, whether the last layer had run before it."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let hooked modules tell this recording of their calls."""
+        """Make this the recording of all hooked modules within the block."""
         token = _RUNNING.set(self)
         try:
             yield
@@ -70,7 +70,7 @@ _RUNNING: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 
 class RecordsOutput(Hook):
-    """A layer that tells the forward under way what it returns: mlx-lm's models return logits alone."""
+    """A layer that records its output: mlx-lm's models return only logits."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out = super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -81,9 +81,7 @@ class RecordsOutput(Hook):
 
 
 class CutNorm(Hook):
-    """A final norm that tells what it was given, and goes on with the wanted positions alone in models that call it
-    once, behind all layers.
-    """
+    """A final norm that records its input. If the model calls it once, after all layers, it can pass on only `ends`."""
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
         recording = _RUNNING.get()
@@ -95,14 +93,14 @@ class CutNorm(Hook):
         return super().__call__(x, *args, **kwargs)  # type: ignore[misc]
 
 
-# Rotary positions one by one: a tree's nodes stand at their depths, not one behind the other.
+# RoPE with a position per input: a tree's nodes are at their depths, not at consecutive positions.
 
 
 def place_one_by_one(model: nn.Module) -> RopeCache:
-    """Let a model's rotary embeddings also take an offset [B, L], a position for each of L inputs.
+    """Let a model's RoPE modules also accept an offset [B, L], a position for each of L inputs.
 
-    With any other offset such a module does what it did, unless what is returned is `sharing`, on a CPU: chains are
-    then turned in the same way, by angles that are found once instead of in every layer.
+    Other offsets work as before. On a CPU, while the returned cache is `sharing`, chains are rotated like trees, by
+    angles that are computed once instead of in every layer.
     """
     rotary = [module for module in model.modules() if _is_rotary(module)]
     cache = next((module.rope_cache for module in rotary if isinstance(module, PlacesOneByOne)), RopeCache())
@@ -114,7 +112,7 @@ def place_one_by_one(model: nn.Module) -> RopeCache:
 
 
 class PlacesOneByOne(Hook):
-    """Sees [B, ..., L, D] with offsets [B, L] as B * L inputs of one position each, which every rotary takes."""
+    """A RoPE module that treats [B, ..., L, D] with offsets [B, L] as B * L inputs of one position each."""
 
     rope_cache: RopeCache
 
@@ -141,22 +139,22 @@ class PlacesOneByOne(Hook):
 
 
 def _is_rotary(module: nn.Module) -> bool:
-    """By what it is called and by what it takes: mlx-lm has some kinds, and models have their own."""
+    """Return whether a module is RoPE, by its name and arguments: mlx-lm has several kinds, and some models too."""
     name = type(module).__name__.lower()
     return ("rope" in name or "rotary" in name) and "offset" in inspect.signature(type(module).__call__).parameters
 
 
-# Learned positions: a table that nobody may read behind its end, where other memory lies.
+# Learned positions: an index past the end of the table would read other memory.
 
 _TABLE = "wpe"
-"""What mlx-lm's models with learned positions (gpt2, gpt_bigcode) call their table."""
+"""The name of the table in mlx-lm's models with learned positions (gpt2, gpt_bigcode)."""
 
 
 def bound_positions(backbone: nn.Module) -> int | None:
-    """Let the table of learned positions give its last entry for those behind it; how many it has, None without one.
+    """Let the table of learned positions clamp its indices. Return its size, None if there is no table.
 
-    Rows near their context share forwards with rows that have more to draft. What is read behind a context is never
-    kept, but has to be numbers: even what a mask hides is multiplied by nothing.
+    Rows near the end of their context share forwards with rows that draft more. What is read past a context is never
+    kept, but must not be NaN, because masked attention multiplies by 0.
     """
     table = getattr(backbone, _TABLE, None)
     if not isinstance(table, nn.Embedding | nn.QuantizedEmbedding):
@@ -166,32 +164,31 @@ def bound_positions(backbone: nn.Module) -> int | None:
 
 
 class BoundedTable(Hook):
-    """An embedding that is asked for no more than it holds."""
+    """An embedding that clamps its indices to its size."""
 
     def __call__(self, positions: mx.array) -> Any:
         return super().__call__(mx.minimum(positions, self.weight.shape[0] - 1))  # type: ignore[misc, attr-defined]
 
 
-# Attention in slices of its queries: a verify's, as Metal's kernel for few queries takes them; a prompt's, on a CPU.
+# Attention over slices of the queries: of a verify, for Metal's kernel for few queries; of a prompt, on a CPU.
 
 _ATTENTION = "scaled_dot_product_attention"
-"""Under this name mlx-lm's models have it, each in its own file."""
+"""The name under which each of mlx-lm's model files has attention."""
 MOST_QUERIES = 8
 _MOST_HEADS = 32
-"""Queries times heads that share keys. These two are the bounds of that kernel (mlx, backend/metal,
+"""Queries times heads that share keys. Both limits are those of Metal's kernel (mlx, backend/metal,
 scaled_dot_product_attention.cpp, `use_fallback`)."""
 _LONG_KERNEL = (64, 80, 128)
-"""Widths of a head for which there is a kernel for more queries than those."""
+"""Head widths for which Metal has a kernel for more queries."""
 _LONGEST_VERIFY = 64
-"""Queries beyond which it is a prompt that is read, whose scores are little beside the rest of the work."""
+"""Forwards with more queries are prompts, for which attention scores are a small part of the work."""
 _TILE = 128
-"""Queries of a prompt that attend together on a CPU, to earlier keys only. Without tiles MLX computes all scores there,
-and their exponentials take most of the time (docs/decisions.md). Smaller tiles lose more to their number.
-"""
+"""Queries of a prompt that attend together on a CPU, only to earlier keys. Otherwise MLX computes all scores there, and
+their exponentials take most of the time (docs/decisions.md). Smaller tiles cost more in overhead."""
 
 
 def suit_attention(model: nn.Module) -> None:
-    """Let the attention of a model's file suit the device: a verify on Metal, a prompt on a CPU."""
+    """Adapt the attention of a model's file to the device: for a verify on Metal, for a prompt on a CPU."""
     if mx.metal.is_available() and mx.default_device() == mx.gpu:
         slice_attention(model)
     elif mx.default_device() == mx.cpu:
@@ -199,9 +196,9 @@ def suit_attention(model: nn.Module) -> None:
 
 
 def slice_attention(model: nn.Module) -> None:
-    """Let the attention of a model's file take a verify's queries in slices, each of which stays in the fused kernel.
+    """Let the attention of a model's file process a verify's queries in slices that fit the fused kernel.
 
-    Outside of it the scores of all heads are written to memory and read again. Plain decoding and prompts go as before.
+    Otherwise the scores of all heads are written to memory and read again. Plain decoding and prompts do not change.
     """
     _wrap_attention(model, sliced, "sliced")
 
@@ -209,7 +206,7 @@ def slice_attention(model: nn.Module) -> None:
 def _wrap_attention(
     model: nn.Module, wrap: Callable[[Callable[..., mx.array]], Callable[..., mx.array]], mark: str
 ) -> None:
-    """Replace the attention in a model's file, unless what is there has this mark already."""
+    """Replace the attention in a model's file, unless it has this mark already."""
     for name in {type(module).__module__ for module in model.modules()}:
         file = sys.modules.get(name)
         attention = getattr(file, _ATTENTION, None)
@@ -218,14 +215,14 @@ def _wrap_attention(
 
 
 def queries_at_once(length: int, sharing: int, width: int) -> int:
-    """How many of `length` queries one call should take, of heads `sharing` keys, each `width` wide."""
+    """Return how many of `length` queries one call should take, with `sharing` heads per key head of size `width`."""
     if length == 1 or length > _LONGEST_VERIFY or (length > MOST_QUERIES and width in _LONG_KERNEL):
         return length
     return min(length, MOST_QUERIES, max(1, _MOST_HEADS // sharing))
 
 
 def sliced(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """mlx-lm's `scaled_dot_product_attention`, a slice of the queries at a time; the values are the same."""
+    """Return mlx-lm's `scaled_dot_product_attention`, called with slices of the queries; its values do not change."""
 
     def attend(
         queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
@@ -239,7 +236,7 @@ def sliced(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
         past, parts = keys.shape[2] - length, []
         for start in range(0, length, most):
             end = min(start + most, length)
-            seen = past + end if isinstance(mask, str) else keys.shape[2]  # "causal" is counted from the last key
+            seen = past + end if isinstance(mask, str) else keys.shape[2]  # "causal" counts from the last key
             part = mask[..., start:end, :] if isinstance(mask, mx.array) and mask.shape[-2] == length else mask
             some = queries[:, :, start:end], keys[:, :, :seen], values[:, :, :seen]
             parts.append(attention(*some, cache=cache, scale=scale, mask=part, sinks=sinks))
@@ -250,7 +247,7 @@ def sliced(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 def tiled(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Return mlx-lm's `scaled_dot_product_attention` with prompts attending a tile of queries at a time."""
+    """Return mlx-lm's `scaled_dot_product_attention`, with prompts processed in tiles of queries."""
 
     def attend(
         queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
@@ -265,9 +262,9 @@ def tiled(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 def _is_causal(cache: Any, keys: mx.array, mask: Any, length: int) -> bool:
-    """Return whether, on a CPU, key s stands at position s, so that query i sees no key behind place `past + i`.
+    """Return whether, on a CPU, key s is at position s, so that query i sees no key after `past + i`.
 
-    That is so in caches of this library unless a ring has wrapped: its keys are then not as many as positions.
+    That holds in this library's caches unless a ring has wrapped, when there are fewer keys than positions.
     """
     if not (mx.default_device() == mx.cpu and use_shortcuts() and isinstance(mask, mx.array)):
         return False
@@ -277,10 +274,7 @@ def _is_causal(cache: Any, keys: mx.array, mask: Any, length: int) -> bool:
 
 
 def _in_tiles(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array) -> mx.array:
-    """Causal attention of a prompt on a CPU, a tile of queries at a time.
-
-    queries: [B, heads, L, D]; keys, values: [B, key heads, T, D]; mask: [B or 1, 1 or heads, L, T] bool.
-    """
+    """Compute a prompt's causal attention on a CPU, one tile of queries at a time."""
     rows, heads, length, width = queries.shape
     sharing, past, parts = heads // keys.shape[1], keys.shape[2] - length, []
     for start in range(0, length, _TILE):
@@ -294,38 +288,38 @@ def _in_tiles(queries: mx.array, keys: mx.array, values: mx.array, scale: float,
     return mx.concatenate(parts, axis=2)
 
 
-# Calls of layers, which a recurrent state repeats for the tokens that were accepted.
+# Calls of layers, which a recurrent state repeats for accepted tokens only.
 
 Project = Callable[[nn.Module, Callable[[], mx.array]], mx.array]
-"""Gives a linear projection's output: by computing it, or without."""
+"""Returns a linear projection's output, computed or recorded."""
 
 
 class CallListener(ABC):
-    """A cache that is told of each call of a layer that it is given to."""
+    """A cache that is notified of each call of a layer it is passed to."""
 
     @abstractmethod
     def note(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Projections | None:
-        """The layer is about to be called so; calling `layer` tells nobody.
+        """Record that a layer is about to be called so; calling `layer` itself does not notify.
 
-        Returns what is to keep the outputs of the layer's projections; None where nobody will ask for them.
+        Returns an object to record the layer's projections; None if they will not be needed.
         """
 
 
 class Projections:
-    """What a layer's linear projections gave in a call, so that another need not read their weights again."""
+    """The outputs of a layer's linear projections in one call, so that a second call need not read their weights."""
 
     def __init__(self) -> None:
         self._outputs: dict[int, list[mx.array]] = {}
         """By the id of the projection, in the order of its calls."""
 
     def recording(self) -> AbstractContextManager[None]:
-        """Keep what projections give within the block."""
+        """Record the projections' outputs within the block."""
         return _projecting(self._record)
 
     def replaying(self, choose: Callable[[Sequence[mx.array], int], mx.array | None]) -> AbstractContextManager[None]:
-        """Let projections give, in the block, what `choose` makes of what they gave; where it is None they compute.
+        """In the block, let projections return what `choose` takes from their recorded outputs; if None, they compute.
 
-        `choose` takes all that a projection gave, call by call, and the number of its call in this block.
+        `choose` takes a projection's recorded outputs and the index of its current call in this block.
         """
         calls: dict[int, int] = {}
 
@@ -356,7 +350,7 @@ def _projecting(how: Project) -> Iterator[None]:
 
 
 class KeepsProjection(Hook):
-    """A linear projection within a layer whose call may be repeated."""
+    """A linear projection in a layer whose call may be repeated."""
 
     def __call__(self, x: mx.array) -> mx.array:
         plain: Any = super().__call__  # type: ignore[misc]
@@ -366,7 +360,7 @@ class KeepsProjection(Hook):
 
 
 class NotesCalls(Hook):
-    """A layer that tells the cache in its arguments of each call, which may have to be made again."""
+    """A layer that notifies the cache in its arguments of each call, which may be repeated."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plain: Any = super().__call__  # type: ignore[misc]

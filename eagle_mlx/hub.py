@@ -1,4 +1,4 @@
-"""Names of models: a local folder, a hub id, or a bare name of the mlx-community; and publishing under such a name."""
+"""Model names (a local folder, a hub id, or a bare name of the mlx-community), downloads and publishing."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from eagle_mlx.errors import EagleError, OutputError
 DEFAULT_OWNER = "mlx-community"
 _WANTED = ("*.json", "*.jsonl", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md")
 _CODE = "*.py"
-"""Fetched only for those who trust it."""
+"""Fetched only if the user trusts the code."""
 _SAME_AGAIN = ("consolidated*", "original/*", "*/*.safetensors")
-"""Where publishers put the weights once more, in their own layout: Mistral's, Meta's, and folders of other formats."""
+"""Second copies of the weights in other layouts: Mistral's, Meta's, and subfolders."""
 _TORCH = "pytorch_model*.bin"
-"""Fetched only from where there are no safetensors."""
+"""Fetched only if the repository has no safetensors."""
 _REPLACED = ("*.safetensors", "*.safetensors.index.json", _TORCH, "pytorch_model*.index.json", "report.json", "plots/*")
-"""What of an older head must not stay beside a newer one."""
+"""Files of an older head to delete when a newer one is published."""
 _POINTER = b"version https://git-lfs.github.com/spec/"
-"""How a pointer begins (Git LFS, docs/spec.md)."""
+"""The first bytes of a Git LFS pointer (Git LFS, docs/spec.md)."""
 _QUICK = 5.0
-"""Seconds for an answer to `quick_file`; a hub that can be reached takes less than one."""
+"""Timeout of `quick_file` in seconds; a reachable hub answers in less than one."""
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 _TransportError = cast("type[Exception]", HfHubHTTPError.__bases__[0])
-"""What huggingface_hub lets through when there is no connection: the root of its HTTP library's errors."""
+"""The base class of the HTTP library's errors, which huggingface_hub does not catch."""
 
 
 class UnreachableError(EagleError):
-    """The hub does not answer, and its cache does not have what was asked for."""
+    """The hub does not answer, and the file or model is not in its cache."""
 
 
 def resolve(name: str | Path, code: bool = False) -> Path:
-    """The local folder of a model: an existing folder as it is, anything else through the hub's cache.
+    """Return the local folder of a model: an existing folder, or the hub's cache, to which the model is fetched.
 
-    `Qwen3-32B-4bit` means `mlx-community/Qwen3-32B-4bit`. Of a repository with no safetensors its PyTorch files are
-    fetched, and its Python files only with `code`. Raises EagleError where the name is no folder and the hub has no
-    such model, keeps it from this user or cannot be reached.
+    `Qwen3-32B-4bit` means `mlx-community/Qwen3-32B-4bit`. PyTorch files are fetched only if there are no safetensors,
+    Python files only with `code`. Raises EagleError if the name is no folder and the hub has no such model, denies
+    access or cannot be reached.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -66,7 +66,7 @@ def resolve(name: str | Path, code: bool = False) -> Path:
 
 
 def cached(repo: str) -> Path | None:
-    """The folder of a repository whose config and weights have been fetched before; None otherwise. Asks nobody."""
+    """Return a repository's folder if its config and weights are in the hub's cache, else None. Uses no network."""
     config = huggingface_hub.try_to_load_from_cache(repo, "config.json")
     if not isinstance(config, str):
         return None
@@ -75,9 +75,9 @@ def cached(repo: str) -> Path | None:
 
 
 def quick_file(repo: str, file: str) -> Path:
-    """One file of a repository: from the hub's cache, or fetched if the hub answers at once.
+    """Return one file of a repository from the hub's cache, or fetch it if the hub answers at once.
 
-    Nothing is tried twice. Raises UnreachableError if the hub does not answer, EagleError as `resolve` does.
+    Never retries. Raises UnreachableError if the hub does not answer, EagleError as in `resolve`.
     """
     found = huggingface_hub.try_to_load_from_cache(repo, file)
     if isinstance(found, str):
@@ -90,14 +90,14 @@ def quick_file(repo: str, file: str) -> Path:
 
 
 def fetch_file(repo: str, file: str, commit: str | None = None, required: bool = True) -> Path | None:
-    """One file of a repository, through the hub's cache; None where it has no such file and need not.
+    """Return one file of a repository, fetching it if necessary; None if it does not exist and is not `required`.
 
-    Without a network nobody knows whether there is one. Raises EagleError as `resolve` does.
+    Without a network, a file that is not cached counts as missing. Raises EagleError as in `resolve`.
     """
     with _asking(repo, repo, f"{file} of {repo}"):
         try:
             return Path(huggingface_hub.hf_hub_download(repo, file, revision=commit))
-        except EntryNotFoundError as e:  # of which LocalEntryNotFoundError is one
+        except EntryNotFoundError as e:  # includes LocalEntryNotFoundError
             if not required:
                 return None
             if isinstance(e, LocalEntryNotFoundError):
@@ -107,7 +107,7 @@ def fetch_file(repo: str, file: str, commit: str | None = None, required: bool =
 
 @contextmanager
 def _asking(repo: str, name: str, missing: str) -> Iterator[None]:
-    """Turn what goes wrong while something is fetched into one line; `missing` is what a cache does not hold then."""
+    """Turn errors of a download into one line; `missing` names what is not in the cache."""
     try:
         yield
     except GatedRepoError as e:
@@ -144,7 +144,7 @@ def _fetch(repo: str, code: bool) -> Path:
 
 
 def hub_id(name: str | Path) -> str | None:
-    """The hub id that a name stands for, or None where it can only be a path."""
+    """Return the hub id that a name stands for; None if it can only be a path."""
     text = str(name)
     if not text or text.startswith(("/", ".", "~")) or text.endswith("/") or "\\" in text or text.count("/") > 1:
         return None
@@ -152,13 +152,13 @@ def hub_id(name: str | Path) -> str | None:
 
 
 def public_name(name: str | Path) -> str:
-    """What a model may be called in a file that others get: its hub id, or the name of its folder without the path."""
+    """Return a model's name for files that others get: its hub id, or its folder's name without the path."""
     folder = Path(name).expanduser()
     return folder.resolve().name if folder.is_dir() else hub_id(name) or folder.name
 
 
 def is_pointer(file: Path) -> bool:
-    """Whether a file is what Git LFS leaves in place of a large one until it has fetched that."""
+    """Return whether a file is a Git LFS pointer, the placeholder of a large file that has not been fetched."""
     try:
         with file.open("rb") as opened:
             return opened.read(len(_POINTER)) == _POINTER
@@ -167,7 +167,7 @@ def is_pointer(file: Path) -> bool:
 
 
 def why_damaged(place: Path, otherwise: str) -> str:
-    """What to say of a file of weights, or a folder of them, that cannot be read."""
+    """Explain why a file or folder of weights cannot be read."""
     files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
     if pointer := next(filter(is_pointer, files), None):
         return f"{pointer} is a Git LFS pointer and not the weights; type git lfs pull in {pointer.parent}"
@@ -175,7 +175,7 @@ def why_damaged(place: Path, otherwise: str) -> str:
 
 
 def full_id(name: str) -> bool:
-    """Whether this is `owner/name` as the hub spells it, and no folder here."""
+    """Return whether this is a hub id `owner/name` and not a local folder."""
     try:
         check_full_id(name)
     except EagleError:
@@ -184,9 +184,9 @@ def full_id(name: str) -> bool:
 
 
 def check_full_id(name: str) -> None:
-    """Raise OutputError where this is not `owner/name` as the hub spells it."""
+    """Raise OutputError if this is not a valid hub id `owner/name`."""
     try:
-        huggingface_hub.hf_hub_url(name, "config.json")  # checks the name, and asks nobody
+        huggingface_hub.hf_hub_url(name, "config.json")  # checks the name without network access
     except HFValidationError as e:
         raise OutputError(f"{name!r} is no name of a repository: {_one_line(e)}") from e
     if "/" not in name:
@@ -194,7 +194,7 @@ def check_full_id(name: str) -> None:
 
 
 def weights_digest(folder: Path) -> str:
-    """SHA-256 over the weights of a head's folder, which tells whether two folders hold the same head."""
+    """Return the SHA-256 of a head's weights, which tells whether two folders have the same head."""
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")) or sorted(folder.glob(_TORCH)):
         with file.open("rb") as opened:
@@ -207,7 +207,7 @@ class Published:
     url: str
     """The repository's page."""
     commit: str
-    """Id of the one commit that holds everything."""
+    """The id of the single commit with all files."""
 
 
 def publish_head(
@@ -219,15 +219,15 @@ def publish_head(
     overwrite: bool = False,
     message: str = "Publish a draft head",
 ) -> Published:
-    """Upload a folder as the repository `user/name`, which is made where it does not exist, in one commit.
+    """Upload a folder as the repository `user/name` in one commit, creating the repository if necessary.
 
-    README.md of the folder is the card, which the hub checks before anything is made. Without `token` the usual places
-    are looked in: HF_TOKEN, then the login of huggingface_hub. With `overwrite` a repository that holds files already
-    gets these in place of an older head's; other files in it stay.
+    The folder's README.md is the model card, which the hub validates first. The default `token` is HF_TOKEN or the
+    login of huggingface_hub. With `overwrite`, the files replace an older head in an existing repository; other files
+    there stay.
 
-    Raises OutputError for a name that the hub cannot have, no token or one without the right, no network, a card that
-    the hub refuses, a repository that holds files where `overwrite` is not set, and one that is public where `private`
-    is asked for. Whatever is wrong, no part of the folder is there without the rest.
+    Raises OutputError if the name or the card is invalid, the token is missing or lacks write access, the hub cannot be
+    reached, the repository has files and `overwrite` is not set, or it is public although `private` is set. After an
+    error, none of the folder's files have been published.
     """
     folder = Path(folder)
     check_full_id(repo)
@@ -257,7 +257,7 @@ def publish_head(
 
 
 def _files(api: huggingface_hub.HfApi, repo: str, private: bool) -> Sequence[str] | None:
-    """What a repository holds, beside what the hub itself puts there; None where there is no such repository."""
+    """Return a repository's files, except those that the hub adds; None if there is no such repository."""
     try:
         info = api.model_info(repo)
     except RepositoryNotFoundError:
@@ -268,17 +268,17 @@ def _files(api: huggingface_hub.HfApi, repo: str, private: bool) -> Sequence[str
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a file of a repository matches, folders being told apart as pathlib does."""
+    """Return whether a repository's file matches a pattern, with folders as in pathlib."""
     return Path(name).match(pattern) and name.count("/") == pattern.count("/")
 
 
 @contextmanager
 def _told(repo: str, left: str) -> Iterator[None]:
-    """Turn what goes wrong at the hub into one line that says what to do, and what is `left` there."""
+    """Turn errors of the hub into one line that says what to do and what is `left` there."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, _TransportError) as e:
-        behind = isinstance(e, RuntimeError) and isinstance(e.__cause__, Exception)  # so a large file's failure comes
+        behind = isinstance(e, RuntimeError) and isinstance(e.__cause__, Exception)  # a failed large upload
         raise OutputError(f"{_explained(repo, e.__cause__ if behind else e)}; {left}") from e
 
 

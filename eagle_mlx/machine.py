@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""A description of the machine on which figures were measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Machine:
     mlx: str
     mlx_lm: str
     device: str
-    """Where MLX computes: cpu, or the GPU's name."""
+    """The device on which MLX computes: cpu, or the GPU's name."""
     blas: str
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class Machine:
 
 
 def describe() -> Machine:
-    """This machine, as MLX sees it now."""
+    """Return a description of this machine."""
     return Machine(
         cpu=_cpu(),
         cores=_cores(),

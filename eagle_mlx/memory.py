@@ -1,8 +1,8 @@
-"""Memory: what a machine has left, what of it keys and values get, and what MLX is allowed to keep.
+"""Memory: how much is free, how much of it the KV cache gets, and how much MLX may keep.
 
-MLX keeps the buffers of arrays that are gone, for arrays to come, and by default as many as there is memory. Prompts
-and batches of ever new lengths leave buffers that nothing fits: people report footprints of 38 to 108 GB (mlx#3350,
-vllm-mlx#793). mlx-lm gives them back behind each chunk of a prompt and every 256 tokens. So does this.
+MLX keeps freed buffers for later arrays, by default up to all memory. Prompts and batches of ever new lengths leave
+buffers that fit nothing: people report footprints of 38 to 108 GB (mlx#3350, vllm-mlx#793). Like mlx-lm, we return them
+to the system after each chunk of a prompt and every 256 tokens.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ import mlx.core as mx
 
 _CGROUP = Path("/sys/fs/cgroup")
 _KV_SHARE = 0.8
-"""Of what is free behind the weights: a forward's activations and others' programs need some too."""
+"""The KV cache's share of the memory that is free after loading; activations and other programs need the rest."""
 _SMALL_MEMORY, _SMALL_KV_SHARE = 1 << 34, 0.6
-"""The same up to 16 GiB of memory, which is 17.2e9 bytes: Macs of that size froze (vmlx-swift#421)."""
+"""The share with up to 16 GiB of memory, which is 17.2e9 bytes: Macs of that size froze (vmlx-swift#421)."""
 _WIRED_SHARE = 0.6
-"""Of a machine's memory, what is wired at most. All that Metal recommends led to kernel panics (mlx#3186)."""
+"""The most of a machine's memory to wire. Wiring all that Metal recommends led to kernel panics (mlx#3186)."""
 _PREFIX_SHARE = 0.25
-"""The same of the pasts of ended requests, which give way to rows that decode."""
+"""The most of the free memory for saved prefixes, which are dropped when running requests need it."""
 _KEPT_SHARE = 1 / 16
-"""Of the device's memory, the freed buffers that MLX keeps: 3 GB of a Mac of 64, more than one forward of a chunk."""
+"""The share of the device's memory for freed buffers: 3 GB on a Mac with 64 GB, more than a chunk's forward needs."""
 _STEPS = 256
-"""Steps between two times that freed buffers are given back, as many as in mlx-lm."""
+"""Steps after which freed buffers are returned to the system, as in mlx-lm."""
 
 
 def limit_mlx() -> None:
-    """Bound what MLX keeps of freed buffers, if the device says how much memory it has."""
+    """Limit the freed buffers that MLX keeps, if the device reports its memory."""
     kept = kept_bytes(_gpu())
     if kept is not None:
         mx.set_cache_limit(kept)
 
 
 def kept_bytes(info: Mapping[str, str | int]) -> int | None:
-    """Return the bytes of freed buffers that MLX may keep, for a GPU of which `mx.device_info` says this; None: all."""
+    """Return the bytes of freed buffers that MLX may keep, given `mx.device_info` of a GPU; None for no limit."""
     memory = device_memory(info)
     return None if memory is None else int(_KEPT_SHARE * memory)
 
 
 def wire_active() -> None:
-    """Keep in memory what is there now, whatever else runs. Only Metal needs it.
+    """Wire the memory in use, so that other programs cannot page it out. Only Metal needs it.
 
-    Call it after the target and what drafts have been loaded: weights that were paged out would be read from the disk
-    again in each round. Nothing that comes later is wired.
+    Call it after loading the target and the draft model: paged-out weights would be read from disk in each round.
+    Memory allocated later is not wired.
     """
     if mx.metal.is_available():
         info = _gpu()
@@ -55,27 +55,27 @@ def wire_active() -> None:
 
 
 def wired_bytes(active: int, memory: int, recommended: int) -> int:
-    """Return how many bytes to wire of `active` ones.
+    """Return how many of the `active` bytes to wire.
 
-    `memory`: the machine's. `recommended`: what the device recommends to use at most, beyond which MLX refuses.
+    `memory`: the machine's bytes. `recommended`: the most that the device recommends to use; MLX refuses to wire more.
     """
     return max(0, min(active, int(_WIRED_SHARE * memory), recommended))
 
 
 class FreedBuffers:
-    """When the buffers that MLX keeps of arrays that are gone are given back to the system."""
+    """Decides when to return MLX's freed buffers to the system."""
 
     def __init__(self, give_back: Callable[[], object] = mx.clear_cache):
         self._give_back = give_back
         self._steps = 0
 
     def after_chunk(self) -> None:
-        """A chunk of a prompt, or of data, has been read: what comes next is of another size."""
+        """Return buffers after a chunk of a prompt or of data: the next one has another size."""
         self._steps = 0
         self._give_back()
 
     def after_step(self, is_last: bool = False) -> None:
-        """A round or an optimizer's step is done; `is_last` where no other follows it soon."""
+        """Count a round or an optimizer step; `is_last` if no other follows soon."""
         self._steps += 1
         if is_last or self._steps >= _STEPS:
             self._steps = 0
@@ -83,18 +83,18 @@ class FreedBuffers:
 
 
 def kv_bytes(free: int, memory: int | None) -> int:
-    """Return what keys and values get of so many free bytes. `memory`: the machine's bytes, None if nobody knows."""
+    """Return the KV cache's part of `free` bytes. `memory`: the machine's bytes, None if unknown."""
     is_small = memory is not None and memory <= _SMALL_MEMORY
     return max(1, int((_SMALL_KV_SHARE if is_small else _KV_SHARE) * free))
 
 
 def models_bytes(free: int) -> int:
-    """Return what several models get of so many free bytes, their keys and values included."""
+    """Return the part of `free` bytes for several models, including their KV caches."""
     return max(1, int(_KV_SHARE * free))
 
 
 def machine_memory() -> int | None:
-    """Return the bytes of memory of this machine, None if it does not say, or if a GPU has memory of its own."""
+    """Return the bytes of this machine's memory; None if it is unknown or if a GPU has its own memory."""
     if mx.default_device() == mx.Device(mx.gpu) and not mx.metal.is_available():
         return None
     try:
@@ -104,16 +104,16 @@ def machine_memory() -> int | None:
 
 
 def prefix_cache_bytes(free: int) -> int:
-    """What of that the pasts of ended requests get at most."""
+    """Return the most that saved prefixes may take of `free` bytes."""
     return int(_PREFIX_SHARE * free)
 
 
 def free_memory() -> int:
-    """Bytes that MLX's arrays may still take without swapping.
+    """Return the bytes that MLX's arrays may still take without swapping.
 
-    On a GPU what the device recommends to use at most (Metal) or has (CUDA), less what MLX holds. On a CPU what Linux
-    counts as available, or what is left of the limit of a container where that is less; on a Mac, where the memory is
-    one, the same as on its GPU.
+    On a GPU, it is what the device recommends (Metal) or has (CUDA), minus what MLX uses. On a CPU under Linux, it is
+    what the kernel counts as available, or what a container's limit leaves if that is less. On a Mac's CPU, which
+    shares the GPU's memory, it is the same as on the GPU.
     """
     memory = device_memory(_gpu())
     if memory is not None and (sys.platform == "darwin" or mx.default_device() == mx.Device(mx.gpu)):
@@ -122,13 +122,13 @@ def free_memory() -> int:
 
 
 def device_memory(info: Mapping[str, str | int]) -> int | None:
-    """What a device recommends to use at most (Metal) or has (CUDA); None where it does not say."""
+    """Return the bytes that a device recommends to use (Metal) or has (CUDA); None if unknown."""
     names = ("max_recommended_working_set_size", "total_memory", "memory_size")
     return next((int(info[name]) for name in names if name in info), None)
 
 
 def gb(count: float) -> str:
-    """So many bytes for people, in units of 10⁹ or 10⁶."""
+    """Format bytes in units of 10⁹ or 10⁶."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
@@ -137,7 +137,7 @@ def _gpu() -> Mapping[str, str | int]:
 
 
 def _available(meminfo: Path) -> int:
-    """What the kernel says a process can get without swapping; without a limit where it does not say."""
+    """Return the bytes that the kernel counts as available; `sys.maxsize` if unknown."""
     try:
         lines = meminfo.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -147,7 +147,7 @@ def _available(meminfo: Path) -> int:
 
 
 def left_of_container(cgroup: Path) -> int:
-    """What a container's limit leaves, file pages that can be dropped counted as free; no limit where it has none."""
+    """Return the bytes that a container's limit leaves, counting file pages as free; `sys.maxsize` without a limit."""
     try:
         limit = int((cgroup / "memory.max").read_text(encoding="ascii"))
         used = int((cgroup / "memory.current").read_text(encoding="ascii"))

@@ -1,4 +1,4 @@
-"""Progress bars: redrawn in place on a terminal, a line now and then in a log."""
+"""Progress bars: redrawn in place on a terminal, occasional lines in a log."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, NoReturn, TypeVar, overload
 from tqdm import tqdm
 
 LINE_SECONDS = 30.0
-"""Seconds between the lines of a bar that goes to no terminal."""
+"""Seconds between lines if stderr is not a terminal."""
 
 T = TypeVar("T")
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and what it counts: `1 token`, `2,000 tokens`. The plural is made with an s, or ies for y."""
+    """Return a number and its noun: `1 token`, `2,000 tokens`. The plural is formed with -s, or -ies for -y."""
     if number == 1:
         return f"1 {noun}"
     ends = noun[-1] == "y" and noun[-2] not in "aeiou"
@@ -25,7 +25,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def tokens_per_second(rate: float) -> str:
-    """A rate in words, with two digits at least, since small machines make less than one token a second."""
+    """Format a rate with at least two digits, because small machines make less than one token per second."""
     return f"{rate:,.0f} tokens/s" if rate >= 10 else f"{rate:.2g} tokens/s"
 
 
@@ -38,13 +38,13 @@ def progress_bar(iterable: None = None, **settings: Any) -> tqdm[NoReturn]: ...
 
 
 def progress_bar(iterable: Iterable[Any] | None = None, **settings: Any) -> tqdm[Any]:
-    """A tqdm bar on stderr with tqdm's own settings, which does not fill a log with redrawn lines."""
+    """Return a tqdm bar on stderr with tqdm's own settings, which does not fill a log with redrawn lines."""
     on_terminal = sys.stderr is not None and sys.stderr.isatty()
     return tqdm(iterable, **settings) if on_terminal else _Lines(iterable, **settings)
 
 
 class _Lines(tqdm):  # type: ignore[type-arg]  # not generic at run time
-    """Whole lines without carriage returns: one every LINE_SECONDS, and one at the end."""
+    """A bar of whole lines without carriage returns: one every LINE_SECONDS, and one at the end."""
 
     def __init__(self, iterable: Iterable[Any] | None = None, **settings: Any):
         self._shown = time.monotonic()
@@ -57,7 +57,7 @@ class _Lines(tqdm):  # type: ignore[type-arg]  # not generic at run time
             print(self, file=self.fp, flush=True)
 
     def clear(self, nolock: bool = False) -> None:
-        """Lines stay."""
+        """Do nothing: lines stay."""
 
     def close(self) -> None:
         if not self.disable:

@@ -1,4 +1,4 @@
-"""The target: an mlx-lm model seen as embed, a forward that gives aux hidden states, norm and lm_head."""
+"""The target: an mlx-lm model with embed, a forward that returns hidden states, norm and lm_head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from eagle_mlx.hooks import CutNorm, Recording, RecordsOutput, bound_positions, 
 from eagle_mlx.memory import free_memory, limit_mlx
 from eagle_mlx.text import ChatTokenizer, template_args
 
-# Where mlx-lm's architectures keep their parts, in the order in which they are looked for.
+# Names of the parts in mlx-lm's models, in the order in which we look for them.
 _BACKBONES = ("model", "language_model.model", "model.language_model", "transformer", "backbone", "model.model")
 _EMBEDDINGS = (
     "embed_tokens",
@@ -49,35 +49,35 @@ _NORMS = (
 )
 _LM_HEADS = ("lm_head", "language_model.lm_head", "output", "embed_out", "model.embed_out")
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
-"""What a folder of adapters holds."""
+"""The files in a folder of adapters."""
 _FINGERPRINT_VALUES = 1024
-"""Values of every tensor that are looked at, spread over all of it: an edit of some of its rows is seen too."""
+"""Values sampled from every tensor, spread over all of it so that a change of some rows is noticed."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """LoRA adapters in a target."""
+    """The LoRA adapters of a target."""
 
     name: str
-    """Their folder's, without its path."""
+    """The name of their folder, without the path."""
     digest: str
-    """Hexadecimal digits made from their files, the same on every machine."""
+    """A hexadecimal hash of their files, the same on every machine."""
 
 
 @dataclass(frozen=True)
 class Forward:
     logits: mx.array
-    """[B, L, V]; costs nothing unless it is used."""
+    """[B, L, V]; computed only if used."""
     aux: tuple[mx.array, ...]
-    """One [B, L, H] for each layer asked for, in that order: the layers' outputs."""
+    """The outputs of the requested layers in order, [B, L, H] each."""
     hidden: mx.array | None = None
-    """[B, L, H], what the final norm was given."""
+    """[B, L, H], the final norm's input."""
 
 
 class Target:
-    """A language model in memory, with what speculation needs of it.
+    """A language model in memory, with what speculative decoding needs.
 
-    Raises TargetError where the model's embedding, layers, final norm or output projection cannot be found.
+    Raises TargetError if its embedding, layers, final norm or output projection cannot be found.
     """
 
     def __init__(self, model: nn.Module, tokenizer: TokenizerWrapper | None = None, name: str = ""):
@@ -85,11 +85,11 @@ class Target:
         self.tokenizer = tokenizer
         self.name = name
         self.adapter: Adapter | None = None
-        """What it was loaded with."""
+        """The adapters that it was loaded with."""
         self.whole_digest: str | None = None
-        """Its fingerprint, where this process holds a part of it alone."""
+        """The whole target's fingerprint, if this process has only a part of it."""
         self.on_lost: Callable[[str], None] | None = None
-        """Told, from another thread, why nobody can read with it any more; never where all of it is here."""
+        """Called from another thread with the reason if other ranks are lost; never called without ranks."""
         backbone = _backbone(model)
         self._embed = _first(backbone, _EMBEDDINGS, "token embedding", model)
         self._norm = _first(backbone, _NORMS, "final norm", model)
@@ -98,7 +98,7 @@ class Target:
         self._rope_cache = place_one_by_one(model)
         suit_attention(model)
         self.norm_is_last: bool | None = None
-        """Whether the final norm is called once, behind all layers; None before the first forward with `ends`."""
+        """Whether the final norm is called once, after all layers; None before the first forward with `ends`."""
         args = getattr(model, "args", None)
         args = getattr(args, "text_config", None) or args
         self.context_length = min(
@@ -117,7 +117,7 @@ class Target:
 
     @property
     def bits(self) -> int | None:
-        """Bits of most of its weights where these are quantised, else None."""
+        """Bits of most of its weights if these are quantized, else None."""
         counts: Counter[int | None] = Counter()
         for module in self.model.modules():
             own = [x for x in module.values() if isinstance(x, mx.array)]
@@ -129,40 +129,40 @@ class Target:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a forward reads at most: of an embedding that is no output projection, next to none."""
+        """The most bytes of weights that a forward reads, without an embedding that is not the output projection."""
         tied = getattr(self._lm_head, "__self__", None) is self._embed
         return nbytes_of(self.model) - (0 if tied else nbytes_of(self._embed))
 
     @property
     def free_memory(self) -> int:
-        """Bytes that are free, now that it is in memory."""
+        """Bytes that are free after loading."""
         return free_memory()
 
     @property
     def is_sharded(self) -> bool:
-        """Whether other processes have a part of it, so that its model is of no use without `forward`."""
+        """Whether other processes have parts of it, so that its model can be used only through `forward`."""
         return bool(self.rank_waits)
 
     @property
     def rank_waits(self) -> tuple[float, ...]:
-        """Seconds that each rank has waited for messages, where there are several."""
+        """Seconds that each rank has waited for messages; empty without ranks."""
         return ()
 
     def close(self) -> None:
-        """Nobody reads with it any more. It may be called twice."""
+        """Release other ranks. It may be called twice."""
 
     def embed(self, tokens: mx.array) -> mx.array:
-        """Token ids [...] -> embeddings [..., H]."""
+        """Embed token ids [...] as [..., H]."""
         out: mx.array = self._embed(tokens)
         return out
 
     def norm(self, hidden: mx.array) -> mx.array:
-        """The last layer's output [..., H] through the final norm."""
+        """Apply the final norm to the last layer's output [..., H]."""
         out: mx.array = self._norm(hidden)
         return out
 
     def lm_head(self, hidden: mx.array) -> mx.array:
-        """Normed hidden states [..., H] -> logits [..., V]."""
+        """Return the logits [..., V] of normed hidden states [..., H]."""
         out: mx.array = self._lm_head(hidden)
         return out
 
@@ -173,11 +173,11 @@ class Target:
         aux_layers: Sequence[int] = (),
         ends: Sequence[int] | None = None,
     ) -> Forward:
-        """Run the model over tokens [B, L] and keep the outputs of `aux_layers` (counted from 0).
+        """Run the model over tokens [B, L] and return the outputs of `aux_layers` (counted from 0).
 
-        What the caller does not use is never computed: MLX evaluates lazily. `ends`: row by row, the one position whose
-        logits are wanted; they come as [B, 1, V], and no others are computed. Raises TargetError for layers that the
-        model lacks, or whose outputs are not one hidden state for each token.
+        Unused results are never computed, because MLX evaluates lazily. `ends`: for each row, the one position whose
+        logits [B, 1, V] are returned; no others are computed. Raises TargetError for layers that the model lacks or
+        whose output is not one hidden state per token.
         """
         for layer in aux_layers:
             self._record(layer)
@@ -200,7 +200,7 @@ class Target:
         hook(self.layers[index], RecordsOutput)
 
     def _recorded(self, recording: Recording, index: int, tokens: mx.array) -> mx.array:
-        """What a layer has returned, where that is [B, L, H]."""
+        """Return a layer's recorded output. Raises TargetError if it is not [B, L, H]."""
         out, wanted = recording.outputs.get(id(self.layers[index])), (*tokens.shape, self.hidden_size)
         if out is None:
             reason = "its layers are not called whole"
@@ -225,15 +225,14 @@ def load_target(
     lazy: bool = False,
     shard: Callable[[nn.Module], None] | None = None,
 ) -> Target:
-    """Load a target from a folder or a hub id through mlx-lm.
+    """Load a target from a folder or a hub id with mlx-lm.
 
-    `dtype` is the type of the weights that are not quantised; by default the file's own, except on a CPU under Linux,
-    where only float32 goes through BLAS. The others are mlx-lm's: a folder of LoRA adapters; leave to run the code
-    that comes with the model; tokens, or their ids, that end a text as well; a template in place of the tokenizer's
-    own, and what a template takes beside messages. With `lazy` weights stay in their files until they are used, and in
-    the files' own type. `shard` leaves of the model what is this process's part, before weights are read (`ranks`). On
-    a GPU this bounds what MLX keeps of freed buffers (`memory.limit_mlx`). Raises TargetError for what mlx-lm cannot
-    load.
+    `dtype` is the dtype of weights that are not quantized; by default that of the files, except on a CPU under Linux,
+    where only float32 uses BLAS. Further arguments are mlx-lm's: a folder of LoRA adapters; permission to run code that
+    comes with the model; additional stop tokens or their ids; a template that replaces the tokenizer's own, and its
+    arguments. With `lazy`, weights stay in their files, in the files' dtype, until they are used. `shard` reduces the
+    model to this process's part before weights are read (`ranks`). On a GPU, this limits the freed buffers that MLX
+    keeps (`memory.limit_mlx`). Raises TargetError if mlx-lm cannot load the model.
     """
     folder = hub.resolve(name, code=trust_remote_code)
     adapter = None if adapter_path is None else _adapter_folder(adapter_path)
@@ -263,7 +262,7 @@ def load_target(
 
 
 def _settle(model: nn.Module, dtype: mx.Dtype | None) -> None:
-    """Have the weights in memory, in the type in which they compute."""
+    """Load the weights into memory, in the dtype to compute in."""
     if dtype is not None:
         model.set_dtype(dtype)
     mx.eval(model.parameters())
@@ -271,7 +270,7 @@ def _settle(model: nn.Module, dtype: mx.Dtype | None) -> None:
 
 
 def _on_trust(error: Exception, trusted: bool) -> str:
-    """How to run a model's own code, where that is what it wants."""
+    """Return how to allow a model's own code, if the error asks for it."""
     wants = not trusted and "trust_remote_code" in str(error)
     return "; where you trust its authors, say so with --trust-remote-code" if wants else ""
 
@@ -289,7 +288,7 @@ def _digest_of_adapters(folder: Path) -> str:
 
 
 def _add_adapters(model: nn.Module, folder: Path) -> None:
-    """Put LoRA layers, or those of another kind that mlx-lm trains, into a model."""
+    """Add LoRA layers, or other adapters that mlx-lm trains, to a model."""
     try:
         load_adapters(model, str(folder))
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as e:
@@ -298,7 +297,7 @@ def _add_adapters(model: nn.Module, folder: Path) -> None:
 
 
 def _add_eos(tokenizer: TokenizerWrapper, token: str) -> None:
-    """One more token, or the id of one, that ends a text."""
+    """Add a stop token, given as a token or an id. Raises TargetError if there is no such token."""
     known = token.isdecimal() or token in tokenizer.get_vocab()
     if not known:
         raise TargetError(f"--extra-eos-token {token!r} is no token of this tokenizer; give a token or its id")
@@ -306,7 +305,7 @@ def _add_eos(tokenizer: TokenizerWrapper, token: str) -> None:
 
 
 def compute_dtype() -> mx.Dtype | None:
-    """The type to compute in where the file's own would be slow, else None."""
+    """Return the dtype to compute in if the files' own would be slow, else None."""
     return mx.float32 if sys.platform == "linux" and use_shortcuts() else None
 
 
@@ -323,7 +322,7 @@ def _find(root: Any, paths: Sequence[str]) -> Any | None:
 
 
 def _backbone(model: nn.Module) -> Any:
-    """The first of the places that holds a token embedding, else the first that exists."""
+    """Return the first backbone with a token embedding, else the first that exists."""
     places = [_find(model, (path,)) for path in _BACKBONES]
     with_embedding = (place for place in places if place is not None and _find(place, _EMBEDDINGS) is not None)
     return next(with_embedding, None) or _first(model, _BACKBONES, "backbone", model)
@@ -346,7 +345,7 @@ def _argument(args: Any, names: Sequence[str], default: int) -> int:
 
 
 def fingerprint(target: Target) -> str:
-    """Hexadecimal digits made from the target's tensors (`digest_of`), adapters included, and chat template."""
+    """Return a hexadecimal hash of the target's tensors (`digest_of`), including adapters, and its chat template."""
     return target.whole_digest or digest_of(target.model, _template_of(target.tokenizer))
 
 
@@ -355,7 +354,7 @@ def _template_of(tokenizer: TokenizerWrapper | None) -> str:
 
 
 def text_settings(target: Target) -> dict[str, Any]:
-    """All of a target that its texts depend on, as plain values; a file of them is continued only with the same."""
+    """Return what a target's texts depend on, as plain values; a file of texts is continued only if it is equal."""
     return {
         "target": fingerprint(target),
         "target_template_args": dict(template_args(target.tokenizer)),
@@ -364,13 +363,13 @@ def text_settings(target: Target) -> dict[str, Any]:
 
 
 def nbytes_of(module: nn.Module) -> int:
-    """Bytes of all its parameters."""
+    """Return the total bytes of a module's parameters."""
     leaves = cast(list[tuple[str, mx.array]], tree_flatten(module.parameters()))
     return sum(leaf.nbytes for _, leaf in leaves)
 
 
 def _digest_of_files(folder: Path, dtype: mx.Dtype | None, tokenizer: TokenizerWrapper, trusted: bool) -> str:
-    """The fingerprint of a target in a folder, of which this process is to have a part."""
+    """Return the fingerprint of a whole target, of which this process will have a part."""
     model = load_model(folder, lazy=True, trust_remote_code=trusted)[0]
     if dtype is not None:
         model.set_dtype(dtype)
@@ -380,12 +379,12 @@ def _digest_of_files(folder: Path, dtype: mx.Dtype | None, tokenizer: TokenizerW
 
 
 def digest_of(module: nn.Module, more: str = "") -> str:
-    """Hexadecimal digits made from tensors (names, shapes, types, some of the values) and a text."""
+    """Return a hexadecimal hash of a module's tensors (names, shapes, dtypes, some values) and a text."""
     return _digest(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())), more)
 
 
 def _digest(leaves: list[tuple[str, mx.array]], more: str) -> str:
-    """The list is emptied on the way: of tensors that nobody else holds, one is in memory at a time."""
+    """Return the hash, emptying `leaves` on the way so that only one of the tensors is in memory at a time."""
     digest = hashlib.blake2s(more.encode(errors="replace"))
     leaves.sort(key=lambda leaf: leaf[0], reverse=True)
     while leaves:

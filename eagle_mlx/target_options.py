@@ -1,4 +1,4 @@
-"""How the target is loaded, as flags and settings of every command: mlx-lm's own, under its names."""
+"""How the target is loaded: flags and settings of every command, named as in mlx-lm."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _OF_THE_RENDERING = {
     *("messages", "conversation", "tools", "add_generation_prompt"),
     *("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
 }
-"""What a template is given by whoever renders it."""
+"""Arguments that are set by the code that renders a template."""
 _OF_A_TEMPLATE = "{"
-"""Every template that shows a message has one, and no file's name should."""
+"""Every template that shows a message has one; file names should not."""
 
 
 @dataclass(frozen=True)
@@ -51,30 +51,30 @@ class TargetOptions(Group):
         _template_args(self.chat_template_args)
 
     def load(self, name: str | Path, lazy: bool = False) -> Target:
-        """Load a target so; with `lazy` only the headers of its files are read.
+        """Load a target with these options; with `lazy`, read only its files' headers.
 
-        With `shard` this returns in rank 0 alone; the other ranks follow it until it ends, and then raise SystemExit.
-        Raises an EagleError where the target, its adapters or the file of a template cannot be had.
+        With `shard`, this returns only in rank 0; the other ranks follow it until it ends, and then raise SystemExit.
+        Raises an EagleError if the target, its adapters or a template's file is not available.
         """
         if self.shard != "none" and not lazy:
             return load_over_ranks(name, self.shard, self.rank_seconds, self.wire_active, **self.arguments())
         return load_target(name, lazy=lazy, **self.arguments())
 
     def wire_active(self) -> None:
-        """Wire what is in memory now, unless that is off; call it when the target and what drafts are loaded."""
+        """Wire the memory in use, unless `wire` is off; call this once the target and the draft model are loaded."""
         if self.wire:
             wire_active()
 
     def follow(self, name: str | Path) -> None:
-        """In a rank behind the first, load the target and follow rank 0 until it ends; this then raises SystemExit.
+        """Load the target and follow rank 0 until it ends, then raise SystemExit; in rank 0, do nothing.
 
-        For commands whose target is loaded elsewhere than in the main thread. Nothing happens in rank 0.
+        For commands that load the target outside of the main thread.
         """
         if self.shard != "none" and not World.init().is_rank_zero:
             self.load(name)
 
     def arguments(self) -> dict[str, Any]:
-        """What `load_target` is told. Raises ConfigError where the file of a template cannot be had."""
+        """Return the arguments for `load_target`. Raises ConfigError if a template's file cannot be read."""
         return {
             "adapter_path": self.adapter_path or None,
             "trust_remote_code": self.trust_remote_code,
@@ -85,7 +85,7 @@ class TargetOptions(Group):
 
 
 def _template(given: str) -> str | None:
-    """The template that is given as such, or that a file holds; None where none is given."""
+    """Return the template given as text or in a file; None if none is given."""
     if not given or _OF_A_TEMPLATE in given:
         return given or None
     try:
