@@ -1,6 +1,6 @@
 """Data for training draft heads: conversations, the chat template and loss mask, regenerated answers, capture.
 
-`eagle-data` is in `cli`. Training uses the names below and nothing else of this package.
+The command `eagle-data` is in `cli`. Training uses only the names below.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Capture: the target's hidden states over rendered conversations, one by one or into shards."""
+"""Compute the target's hidden states for rendered conversations, one by one or into shards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TokensAndMask = tuple[Sequence[int], Sequence[int]]
 """Tokens and loss mask of one conversation."""
 
 WINDOW = 512
-"""Conversations sorted by length at a time."""
+"""Number of conversations that are sorted by length at a time."""
 
 
 def capture(
@@ -36,9 +36,8 @@ def capture(
 ) -> Iterator[Example]:
     """Yield each conversation with the outputs of `aux_layers` and of the last layer (before the final norm).
 
-    Conversations of like length go through the target together, right-padded and without a cache, `batch_tokens`
-    tokens at a time, so they do not come in the order in which they were given. The hidden states are copied out as
-    float16, clipped to its range. Nothing is kept once it is yielded.
+    Conversations of similar length form a right-padded batch of up to `batch_tokens` tokens and run without a cache, so
+    the order of the input is not kept. Hidden states are float16, clipped to its range.
     """
     total = sum(len(tokens) for tokens, _ in samples) if isinstance(samples, Sequence) else None
     with progress_bar(total=total, desc="capture", unit="token", unit_scale=True, disable=not progress) as bar:
@@ -50,9 +49,9 @@ def capture(
 def capture_batches(
     target: Target, aux_layers: Sequence[int], batches: Iterable[list[TokensAndMask]]
 ) -> Iterator[Example]:
-    """`capture` of batches already made, in their order. A batch comes out the same whatever goes before and after it.
+    """Capture prepared batches in order. The result for a batch does not depend on the other batches.
 
-    Raises TargetError where the target's hidden states are no numbers.
+    Raises TargetError if a hidden state is NaN.
     """
     streams = make_streams(default_streams())
     for group in _groups(iter(batches), len(streams)):
@@ -68,7 +67,7 @@ def capture_batches(
 
 
 def make_batches(samples: Iterable[TokensAndMask], batch_tokens: int) -> Iterator[list[TokensAndMask]]:
-    """Batches of like length, each of at most `batch_tokens` tokens with its padding, or of one conversation."""
+    """Yield batches of similar length. Each has at most `batch_tokens` tokens with padding, or one conversation."""
     remaining = iter(samples)
     while window := sorted(islice(remaining, WINDOW), key=lambda s: len(s[0])):
         batch: list[TokensAndMask] = []
@@ -88,7 +87,7 @@ def _groups(batches: Iterator[list[TokensAndMask]], size: int) -> Iterator[list[
 def _hidden_states(
     target: Target, aux_layers: Sequence[int], group: Sequence[list[TokensAndMask]], streams: Sequence[mx.Stream]
 ) -> list[np.ndarray]:
-    """Whole hidden states in 16 bits, [B, L, (n + 1) * H], for each batch; one stream for each."""
+    """Return 16-bit hidden states, [B, L, (n + 1) * H], for each batch. Each batch runs on its own stream."""
     states = []
     for batch, stream in zip(group, streams, strict=False):
         padded = np.zeros((len(batch), max(len(tokens) for tokens, _ in batch)), np.int32)
@@ -107,8 +106,8 @@ def _hidden_states(
 class ShardCapture:
     """A capture into shards.
 
-    The order of the samples, and with it what each shard holds, follows from their lengths and the sizes given here.
-    So any shard can be captured by itself, and comes out the same, byte by byte, on the same machine.
+    The order of the samples and the contents of each shard depend only on the samples' lengths and the sizes given
+    here. So any shard can be captured alone, and is the same byte for byte on the same machine.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class ShardCapture:
         self.meta = shard_meta(target, aux_layers, bits)
         self._batches = list(make_batches(samples, batch_tokens))
         self._starts = [0, *accumulate(len(batch) for batch in self._batches)]
-        """Of each batch, the number of its first sample in the order of capture; and the number of all samples."""
+        """Index of each batch's first sample in capture order, and at the end the number of samples."""
         lengths = [len(tokens) for batch in self._batches for tokens, _ in batch]
         self._bounds = _bounds(lengths, tokens_per_shard)
         self._tokens = [sum(lengths[start:stop]) for start, stop in self._bounds]
@@ -139,29 +138,29 @@ class ShardCapture:
     def open(
         self, folder: str | Path, overwrite: bool = False, resume: bool = False, command: Sequence[str] = ()
     ) -> ShardWriter:
-        """Where the shards go, to be entered with `with`; it knows those that are whole already.
+        """Return a writer for the shards, to be used in a `with` block. It lists the shards that are already complete.
 
-        An unfinished capture made from the same continues. With `resume` a finished folder is repaired: what is damaged
-        is set aside. `command` is kept in the manifest.
+        An unfinished capture of the same input continues. With `resume`, a finished folder is repaired: damaged shards
+        are set aside. `command` is recorded in the manifest.
         """
         return ShardWriter(
             folder, self.meta, overwrite=overwrite, made_from=self.made_from, command=command, resume=resume
         )
 
     def __len__(self) -> int:
-        """Shards in all."""
+        """Return the number of shards."""
         return len(self._bounds)
 
     def missing(self, shards: ShardWriter) -> list[int]:
-        """The shards that are still to be captured."""
+        """Return the indices of the shards that are still to be captured."""
         return [index for index in range(len(self)) if index not in shards.files]
 
     def tokens(self, indexes: Collection[int] | None = None) -> int:
-        """Tokens of these shards, or of all."""
+        """Return the number of tokens in these shards, or in all."""
         return sum(self._tokens) if indexes is None else sum(self._tokens[index] for index in indexes)
 
     def run(self, shards: ShardWriter, progress: bool = False) -> None:
-        """Capture what is missing. Raises OutputError where the disk refuses; what was written stays."""
+        """Capture the missing shards. Raises OutputError if writing fails; shards already written are kept."""
         missing, total = self.missing(shards), self.tokens()
         if not missing:
             return
@@ -173,7 +172,7 @@ class ShardCapture:
                 shards.write(index, examples)
 
     def _captured(self, missing: Sequence[int], bar: tqdm[NoReturn]) -> Iterator[tuple[int, list[Example]]]:
-        """These shards' examples, computed in the batches that they always come in."""
+        """Yield the examples of these shards, computed in the same batches as in a full capture."""
         shard_of = {number: index for index in missing for number in range(*self._bounds[index])}
         numbers = [range(start, stop) for start, stop in pairwise(self._starts)]
         needed = [at for at, batch in enumerate(numbers) if any(number in shard_of for number in batch)]
@@ -199,10 +198,10 @@ def capture_to_shards(
     bits: int = 16,
     resume: bool = False,
 ) -> None:
-    """Capture into a folder of shards, which appears when it is complete; an interrupted capture continues.
+    """Capture into a folder of shards, which appears once it is complete. An interrupted capture continues.
 
-    Raises OutputError where the folder exists, or cannot be written; then the shards made so far are kept beside it
-    for the next call. With `resume` a folder that exists is repaired.
+    Raises OutputError if the folder exists or cannot be written; shards made so far are kept for the next call. With
+    `resume`, an existing folder is repaired.
     """
     plan = ShardCapture(target, aux_layers, samples, bits, batch_tokens)
     with plan.open(folder, overwrite, resume) as shards:
@@ -210,13 +209,13 @@ def capture_to_shards(
 
 
 def shard_meta(target: Target, aux_layers: Sequence[int], bits: int = 16) -> ShardMeta:
-    """What shards of this target's hidden states say about themselves."""
+    """Return the metadata for shards of this target's hidden states."""
     adapter = "" if target.adapter is None else target.adapter.digest
     return ShardMeta(target.name, target.hidden_size, target.vocab_size, tuple(aux_layers), bits, adapter)
 
 
 def _bounds(lengths: Sequence[int], tokens_per_shard: int) -> list[tuple[int, int]]:
-    """First sample of each shard and the one after its last: a shard ends where enough tokens have gathered."""
+    """Return the index of each shard's first sample and the index after its last."""
     bounds, start, gathered = [], 0, 0
     for stop, length in enumerate(lengths, 1):
         gathered += length

@@ -1,4 +1,4 @@
-"""The command `eagle-data`: make up conversations, regenerate answers, collect hidden states, look at data."""
+"""The command `eagle-data`: make conversations, regenerate answers, collect hidden states, inspect data."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ A capture or a regeneration that was interrupted continues when the same command
 
 @dataclass(frozen=True, kw_only=True)
 class CollectChoice(ChoiceOptions):
-    """Which conversations of a source are captured, and in which order."""
+    """Which conversations to capture, and in which order."""
 
     split: Split | None = setting("train", SPLIT_HELP)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectOptions(ReadOptions):
-    """What is captured, and where it goes."""
+    """What to capture, and where to write it."""
 
     output: Path = setting(REQUIRED, "folder of shards to make", metavar="DIR")
     max_length: int = setting(2048, "tokens kept", AT_LEAST_1)
@@ -77,9 +77,7 @@ class CollectOptions(ReadOptions):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 after an error that the user can fix, 130 after Ctrl-C, 143
-    after a SIGTERM.
-    """
+    """Run one command; return 0, 2 for an error that the user can fix, 130 after Ctrl-C or 143 after SIGTERM."""
     return exit_code(lambda: _main(arguments(argv)), "nothing was written")
 
 
@@ -100,7 +98,7 @@ def _main(given: list[str]) -> int | None:
 
 
 def collect(options: CollectOptions, given: Sequence[str]) -> None:
-    """Render all conversations first, so that bad data shows at once, then capture what is not there yet."""
+    """Render all conversations first, so that bad data is reported at once, then capture the missing shards."""
     if not options.resume:
         check_free(options.output, options.overwrite)
     for place in filter(Path.exists, (options.output, unfinished_folder(options.output))):
@@ -151,9 +149,9 @@ def collect(options: CollectOptions, given: Sequence[str]) -> None:
 
 
 def _with_recorded(argv: list[str]) -> list[str]:
-    """`collect --repair DIR` as the command that made the folder, with `--resume`; anything else as it is.
+    """Replace `collect --repair DIR` by the command that made the folder, with `--resume`; return other commands as is.
 
-    What else was given comes last, and so prevails. Raises ShardError for a folder that names no command.
+    Further options come last and so take precedence. Raises ShardError if the folder records no command.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--repair", type=Path)

@@ -1,4 +1,4 @@
-"""A conversation: what was said by whom, or plain text."""
+"""A conversation: messages or plain text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 HELDOUT_ONE_IN = 25
-"""One conversation in this many is held out, chosen by a hash of its prompt; of the standard library, one file."""
+"""One conversation in this many is held out, chosen by a hash of its prompt. For the standard library, one file."""
 _SYSTEM = ("system", "developer")
 
 
@@ -32,37 +32,38 @@ class Conversation:
     messages: tuple[Message, ...] = ()
     text: str | None = None
     tools: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
-    """Definitions of the tools that may be called, for the chat template."""
+    """Tool definitions for the chat template."""
     origin: str = field(default="", compare=False)
-    """Where it came from, for error messages: `file.jsonl:12`."""
+    """Source, for error messages, such as `file.jsonl:12`."""
 
     @property
     def turns(self) -> int:
-        """How often the user speaks; 0 for plain text."""
+        """The number of user messages; 0 for plain text."""
         return sum(m.role == "user" for m in self.messages)
 
     def as_row(self) -> dict[str, Any]:
-        """The row of a jsonl file from which `parse_row` makes this conversation again."""
+        """Return a row for a jsonl file. `parse_row` turns it back into this conversation."""
         if self.text is not None:
             return {"text": self.text}
         row: dict[str, Any] = {"messages": [m.as_dict() for m in self.messages]}
         return {**row, "tools": [dict(tool) for tool in self.tools]} if self.tools else row
 
     def prompt_key(self) -> int:
-        """64 bits of a hash of what is asked: the words of all but the assistant and the system, normalised.
+        """Return a 64-bit hash of the prompt: the normalized text of all messages except the assistant's and the
+        system's.
 
-        Regenerated answers and other system prompts do not change it, nor do case, spaces and forms of characters, so
-        that a prompt and its like are never on two sides of a split.
+        Other answers, system prompts, case, white space or character forms do not change it, so similar prompts are
+        never on both sides of a split.
         """
         return self._key([m for m in self.messages if m.role not in ("assistant", *_SYSTEM)])
 
     @property
     def is_held_out(self) -> bool:
-        """Whether it is on the held-out side, which its prompt alone decides."""
+        """Whether the conversation is in the held-out split. Only its prompt decides."""
         return self.prompt_key() % HELDOUT_ONE_IN == 0
 
     def whole_key(self) -> int:
-        """64 bits of a hash of all that is said, by whom, calls of tools included; normalised as in `prompt_key`."""
+        """Return a 64-bit hash of all messages with their roles and tool calls, normalized as in `prompt_key`."""
         return self._key(self.messages)
 
     def _key(self, messages: Sequence[Message]) -> int:
@@ -75,5 +76,5 @@ class Conversation:
 
 
 def normal(text: str) -> str:
-    """The text without differences of case, of white space and of forms of characters (NFKC)."""
+    """Return the text with case, white space and character forms (NFKC) normalized."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())

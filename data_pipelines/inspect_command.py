@@ -1,4 +1,4 @@
-"""`eagle-data inspect` and `eagle-data presets`: looking at data before anything is done with it."""
+"""`eagle-data inspect` and `eagle-data presets`: look at data before using it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ HELP = (
 
 @dataclass(frozen=True, kw_only=True)
 class InspectChoice(ChoiceOptions):
-    """Which conversations of a source are shown, and in which order."""
+    """Which conversations to show, and in which order."""
 
     split: Split | None = setting("all", SPLIT_HELP)
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(Group):
-    """What to look at."""
+    """What to inspect."""
 
     data: tuple[str, ...] = setting(
         REQUIRED, "a folder of shards, or what --data takes", name="SOURCE", positional=True
@@ -60,12 +60,12 @@ class PresetsOptions(Group):
 
 
 def list_presets(_: PresetsOptions) -> None:
-    """Print the sets that --data preset:NAME reads."""
+    """Print the presets that `--data preset:NAME` reads."""
     print(presets.describe())
 
 
 def inspect(options: InspectOptions) -> None:
-    """Show the first conversations, then the lengths of more."""
+    """Show the first conversations, then a histogram of lengths; or check a folder of shards."""
     if (Path(options.data[0]) / MANIFEST).is_file():
         if len(options.data) > 1:
             raise ConfigError("inspect checks one folder of shards at a time; name the others in commands of their own")
@@ -98,7 +98,7 @@ def inspect(options: InspectOptions) -> None:
 
 
 def _rendered(tokenizer: TokenizerWrapper | None, conversation: Conversation) -> Rendered | None:
-    """What is made of a conversation for a model; of one without an answer nothing is learnt."""
+    """Render a conversation if there is a tokenizer. Without an answer, the loss mask is 0 everywhere."""
     if tokenizer is None:
         return None
     if conversation.text is None and not any(m.role == "assistant" for m in conversation.messages):
@@ -137,16 +137,16 @@ def _inspect_shards(folder: Path) -> None:
 _LEARNT, _OTHER, _HEAD, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BAR = 40
-"""Characters of the longest bar."""
+"""Width of the longest bar in characters."""
 
 
 def wants_colour(stream: IO[str]) -> bool:
-    """Whether to colour what goes there: a terminal that can, and no NO_COLOR (no-color.org) in the environment."""
+    """Whether to use color: the stream is a capable terminal, and NO_COLOR (no-color.org) is not set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def marked(rendered: Rendered, decode: Callable[[list[int]], str], colour: bool) -> str:
-    """The text with the parts to learn in green and the rest faint, or between ⟦ and ⟧ where there is no colour."""
+    """Return the text with the learned parts in green and the rest faint, or between ⟦ and ⟧ without color."""
     parts, start = [], 0
     tokens, mask = rendered
     for i in range(1, len(tokens) + 1):
@@ -161,7 +161,7 @@ def marked(rendered: Rendered, decode: Callable[[list[int]], str], colour: bool)
 
 
 def as_text(conversation: Conversation) -> str:
-    """A conversation as it is written down, for want of a model to render it for."""
+    """Return a conversation as plain text, without a chat template."""
     if conversation.text is not None:
         return escape_control_characters(conversation.text)
     lines = [f"[tools] {json.dumps(list(conversation.tools), ensure_ascii=False)}"] if conversation.tools else []
@@ -176,12 +176,12 @@ def heading(text: str, colour: bool) -> str:
 
 
 def escape_control_characters(text: str) -> str:
-    """The text with control characters made visible, so that no data can command a terminal."""
+    """Return the text with control characters escaped, so that data cannot send commands to a terminal."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def histogram(lengths: Sequence[int], unit: str) -> str:
-    """How many conversations there are of each length, in bins that double, with the figures that matter."""
+    """Return a histogram of lengths in bins that double, with a line of statistics."""
     if not lengths:
         return f"no conversations, so no lengths in {unit}"
     ordered = sorted(lengths)

@@ -1,4 +1,4 @@
-"""Files of conversations: they appear whole or not at all, and a file in the making survives any interruption."""
+"""Write files of conversations: a file appears only once it is complete, and partial files survive interruptions."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from eagle_mlx.files import check_writable, locked
 from .conversation import Conversation
 
 GZ = ".gz"
-"""The end of the name of a file that is compressed."""
+"""Suffix of a compressed file."""
 
 
 def check_new(path: str | Path, overwrite: bool = False) -> Path:
-    """The path, after making sure that it can be written and that this loses nothing; OutputError otherwise."""
+    """Return the path. Raises OutputError if it cannot be written or would replace a file without `overwrite`."""
     path = Path(path)
     if path.is_dir():
         raise OutputError(f"{path} is a folder; name a file")
@@ -35,9 +35,9 @@ def check_new(path: str | Path, overwrite: bool = False) -> Path:
 
 
 def as_line(conversation: Conversation, **beside: str) -> bytes:
-    """A conversation as a line of JSON with its line end; what UTF-8 cannot hold (half a surrogate pair) is escaped.
+    """Return a conversation as a line of JSON. Text that UTF-8 cannot encode (lone surrogates) is escaped.
 
-    `beside`: further keys of the row.
+    `beside` adds keys to the row.
     """
     row = {**conversation.as_row(), **beside}
     try:
@@ -47,17 +47,17 @@ def as_line(conversation: Conversation, **beside: str) -> bytes:
 
 
 def _written(file: BinaryIO, path: Path) -> AbstractContextManager[IO[bytes]]:
-    """What lines are written to: the file, or what compresses into it, without a time, so that same is same."""
+    """Return the file, or a gzip writer around it. There is no timestamp, so equal rows give equal bytes."""
     if path.suffix != GZ:
         return nullcontext(file)
     return cast(AbstractContextManager[IO[bytes]], gzip.GzipFile("", "wb", fileobj=file, mtime=0))
 
 
 def write_lines(path: str | Path, lines: Iterable[bytes], overwrite: bool = False) -> int:
-    """Write rows and return their number; the file appears when the last one is on the disk.
+    """Write rows and return their number. The file appears once the last row is on disk.
 
-    It is compressed if its name ends in .gz. Raises OutputError if the file exists or cannot be written; then nothing
-    is left behind.
+    It is compressed if its name ends in .gz. Raises OutputError if the file exists or cannot be written, and leaves
+    nothing behind.
     """
     path = check_new(path, overwrite)
     count, part = 0, None
@@ -83,28 +83,27 @@ def write_lines(path: str | Path, lines: Iterable[bytes], overwrite: bool = Fals
 
 _FORMAT = 1
 FLUSH_SECONDS = 5.0
-"""Rows reach the disk itself this often, for when the power goes; a process that dies loses none that was added."""
+"""Interval of fsync, in case of a power failure. If only the process dies, no row is lost."""
 
 
 class Done(NamedTuple):
-    """A row that is in the file."""
+    """A row that is already in the partial file."""
 
     key: int
-    """Of the conversation that it was made from."""
+    """Key of the source conversation."""
     counts: tuple[int, ...]
-    """What the row adds to the report."""
+    """What the row adds to the report's counts."""
     at: int
-    """Where its text begins in the file."""
+    """Offset of the row's text in the file, in bytes."""
     size: int
-    """Bytes of its text; 0 for a conversation of which nothing was left."""
+    """Size of the row's text in bytes; 0 if the conversation was dropped."""
 
 
 @dataclass
 class PartialFile:
-    """`NAME.partial`, beside the file that it becomes: a line of settings, then a line for each row, in any order.
+    """`NAME.partial`, next to the output file: a line of settings, then a line for each row, in any order.
 
-    A row's line is `[index, key, crc32, counts…]`, a tab and the row as it will stand in the file. Its name is not one
-    that data is read from, and its lines are no rows.
+    A row's line is `[index, key, crc32, counts…]`, a tab and the row's text. Readers of data ignore the file.
     """
 
     path: Path
@@ -115,7 +114,7 @@ class PartialFile:
     _flushed: float
 
     def check(self, index: int, key: int, origin: str) -> bool:
-        """Whether the row is done. Raises DataError where it was made from something else."""
+        """Return whether the row is done. Raises DataError if it was made from another conversation."""
         found = self.done.get(index)
         if found is not None and found.key != key:
             raise DataError(
@@ -125,7 +124,7 @@ class PartialFile:
         return found is not None
 
     def add(self, index: int, key: int, counts: tuple[int, ...], row: bytes) -> None:
-        """Write a row, a line with its line end or nothing. Raises OutputError where that cannot be done."""
+        """Write a row: a line with its line end, or nothing. Raises OutputError if writing fails."""
         head = json.dumps([index, key, zlib.crc32(row), *counts]).encode()
         try:
             start = self._file.tell() + len(head) + 1
@@ -142,9 +141,9 @@ class PartialFile:
         self.done[index] = Done(key, counts, start, len(row))
 
     def finish(self, total: int, overwrite: bool = False) -> int:
-        """Write the rows in order into the output, which appears whole; the partial file goes. Returns their number.
+        """Write the rows in order to the output, delete the partial file and return the number of rows.
 
-        Raises DataError where rows are done beyond the `total` that there are now.
+        Raises DataError if there is a row beyond `total`.
         """
         beyond = [index for index in self.done if index >= total]
         if beyond:
@@ -155,7 +154,7 @@ class PartialFile:
         return self.finish_with(sorted(self.done), overwrite)
 
     def finish_with(self, indexes: Sequence[int], overwrite: bool = False) -> int:
-        """`finish` with these rows alone, in this order."""
+        """Do the same as `finish`, with only these rows, in this order."""
         count = write_lines(self.output, self._rows(indexes), overwrite)
         self.path.unlink()
         return count
@@ -170,13 +169,13 @@ class PartialFile:
 
 
 def partial_path(output: str | Path) -> Path:
-    """Where a file in the making lies until it is whole."""
+    """Return the path of the partial file for an output."""
     path = Path(output)
     return path.with_name(f"{path.name}.partial")
 
 
 def check_idle(output: str | Path) -> None:
-    """Raise OutputError where another process is making an output now."""
+    """Raise OutputError if another process is writing this output."""
     path = partial_path(output)
     if path.exists():
         with locked(path):
@@ -185,10 +184,10 @@ def check_idle(output: str | Path) -> None:
 
 @contextmanager
 def open_partial(output: str | Path, settings: Mapping[str, Any], overwrite: bool = False) -> Iterator[PartialFile]:
-    """Continue with the partial file of an output where there is one, else begin it; it stays when the block fails.
+    """Open an output's partial file, or create it if there is none. It is kept if the block fails.
 
-    `settings` are all that the rows depend on. Raises OutputError where the output exists and `overwrite` is not set,
-    where the partial file was begun with other settings, or where another process is writing it.
+    `settings` has everything that the rows depend on. Raises OutputError if the output exists and `overwrite` is not
+    set, if the partial file has other settings, or if another process is writing it.
     """
     output = check_new(output, overwrite)
     path = partial_path(output)
@@ -204,7 +203,7 @@ def open_partial(output: str | Path, settings: Mapping[str, Any], overwrite: boo
 
 
 def _read(file: BinaryIO, path: Path, settings: Mapping[str, Any]) -> dict[int, Done]:
-    """The rows that are whole; whatever follows the last of them is cut off. A new file gets its first line."""
+    """Return the rows up to the first damaged one, and truncate the file there. A new file gets its first line."""
     file.seek(0)
     done: dict[int, Done] = {}
     end = 0
@@ -229,7 +228,7 @@ def _read(file: BinaryIO, path: Path, settings: Mapping[str, Any]) -> dict[int, 
 
 
 def _row(line: bytes, at: int) -> tuple[int, Done] | None:
-    """A line's row; None for one that is damaged."""
+    """Parse a line; return None if it is damaged."""
     head, tab, row = line.partition(b"\t")
     row = b"" if row == b"\n" else row
     try:

@@ -1,4 +1,4 @@
-"""`eagle-data make`: conversations from no data at all, which the target makes up by itself."""
+"""`eagle-data make`: have the target make up conversations."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _DEFAULT = MakeConfig()
 
 @dataclass(frozen=True)
 class WritingOptions(Group):
-    """What is written, and how it is drawn."""
+    """What to write, and how to sample it."""
 
     domains: Path = setting(
         FILE,
@@ -94,7 +94,7 @@ class WritingOptions(Group):
     )
 
     def config(self, seed: int) -> MakeConfig:
-        """What is made up with this seed. Raises ConfigError for settings that cannot be."""
+        """Return the configuration for this seed. Raises ConfigError if a setting is invalid."""
         return MakeConfig(
             seed=seed,
             domains=choose_domains(self.domain, self.domains),
@@ -111,7 +111,7 @@ class WritingOptions(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class MakeOptions(Group):
-    """How much is made, and where it goes."""
+    """How much to make, and where to write it."""
 
     target: str = setting(REQUIRED, TARGET_HELP, metavar="MODEL")
     output: Path = setting(REQUIRED, "file to make", metavar="FILE.jsonl[.gz]")
@@ -131,7 +131,7 @@ class MakeOptions(Group):
 
 
 def run(options: MakeOptions) -> None:
-    """Look at the template first, so that a target that cannot speak as its user shows at once."""
+    """Check the template first, so that an unusable target is reported at once, then make conversations."""
     check_new(options.output, options.overwrite)
     check_idle(options.output)
     limits = _limits(options)
@@ -154,7 +154,7 @@ def run(options: MakeOptions) -> None:
 
 
 def _limits(options: MakeOptions) -> Limits:
-    """What ends the file besides what is wanted. Raises DataError where there is nothing to finish."""
+    """Return the conditions that end the file early. Raises DataError if there is nothing to finish."""
     if not options.finish:
         return Limits()
     if not (begun := partial_path(options.output)).exists():
@@ -163,7 +163,7 @@ def _limits(options: MakeOptions) -> Limits:
 
 
 def _place(options: MakeOptions, target: Target) -> tuple[ShardPlace | None, tuple[int, ...]]:
-    """Where hidden states go, and the layers that they are the outputs of; nowhere without `--capture`."""
+    """Return the place for hidden states and the layers to capture, or None and no layers without `--capture`."""
     if options.capture is None:
         return None, ()
     aux_layers = aux_layers_of(options.aux_layers, target)
@@ -172,7 +172,7 @@ def _place(options: MakeOptions, target: Target) -> tuple[ShardPlace | None, tup
 
 
 def _tell_unsteered(target: Target, config: MakeConfig) -> None:
-    """Say what of the settings is of no effect. Raises TargetError for a target that can make up nothing."""
+    """Warn about settings that have no effect. Raises TargetError if the target cannot make up anything."""
     tokenizer = tokenizer_of(target)
     if not tokenizer.has_chat_template:
         begin = tokenizer.decode(beginning(tokenizer, target.name))

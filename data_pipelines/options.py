@@ -1,4 +1,4 @@
-"""Settings that the commands of `eagle-data` share: what is read, what of it is kept, and how the target generates."""
+"""Settings that the commands of `eagle-data` share: what to read and keep, and how the target generates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SPLIT_HELP = (
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceOptions(Group):
-    """Which conversations of a source are wanted, and in which order."""
+    """Which conversations to use, and in which order."""
 
     split: Split | None = setting(None, SPLIT_HELP, shown="train of builtin:, all of anything else")
     seed: int = setting(DataConfig.seed, "of the order, and of sampling")
@@ -51,14 +51,14 @@ class ChoiceOptions(Group):
     dedupe: Dedupe = setting(DataConfig.dedupe, "keep the first of those with the same prompt, or of the same whole")
 
     def config(self, sources: Sequence[str], limit: int | None) -> DataConfig:
-        """What to read of these sources. Raises ConfigError or DataError for what cannot be."""
+        """Return what to read from these sources. Raises ConfigError or DataError if a setting or source is invalid."""
         own = {name: value for name, value in self.flat().items() if name != "split"}
         return DataConfig(sources=tuple(sources), limit=limit or 0, **own)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions(Group):
-    """A target, the conversations that it reads, and what becomes of an output that exists."""
+    """A target, the conversations that it reads, and whether to replace the output."""
 
     target: str = setting(REQUIRED, TARGET_HELP, metavar="MODEL")
     data: tuple[str, ...] = setting(REQUIRED, "what to read; repeatable", metavar="SPEC[=WEIGHT]")
@@ -68,17 +68,17 @@ class ReadOptions(Group):
     loading: TargetOptions = field(default_factory=TargetOptions)
 
     def conversations(self, tokenizer: TokenizerWrapper | None, report: ReadReport) -> Iterator[Conversation]:
-        """The conversations that are asked for."""
+        """Yield the selected conversations."""
         return read_conversations(self.data_config(), self.choice.split, tokenizer, report)
 
     def data_config(self) -> DataConfig:
-        """What to read. Raises ConfigError or DataError for what cannot be."""
+        """Return what to read. Raises ConfigError or DataError if a setting or source is invalid."""
         return self.choice.config(self.data, self.limit)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftingOptions(Group):
-    """How many decode at once, and what drafts for them."""
+    """Batch size and draft head."""
 
     batch: int | None = setting(
         None,
@@ -90,9 +90,9 @@ class DraftingOptions(Group):
 
 
 def engine_of(options: DraftingOptions, loading: TargetOptions, target: Target, captured: Sequence[int] = ()) -> Engine:
-    """The engine that the options ask for, which keeps the hidden states of the layers `captured`, if any.
+    """Return an engine for these options. It captures the hidden states of the layers `captured`.
 
-    Raises HeadError for a head that is none of the target's.
+    Raises HeadError if the head does not fit the target.
     """
     head = None
     if options.head is not None and options.num_speculative_tokens:
@@ -105,7 +105,7 @@ def engine_of(options: DraftingOptions, loading: TargetOptions, target: Target, 
 
 
 def aux_layers_of(wish: str | None, target: Target) -> tuple[int, ...]:
-    """The layers that `--aux-layers` names, or those that EAGLE-3 heads read. Raises ConfigError for what are none."""
+    """Return the layers of `--aux-layers`, or EAGLE-3's default layers. Raises ConfigError if a layer is invalid."""
     if wish is None:
         return default_aux_layers(target.num_layers)
     try:

@@ -1,4 +1,4 @@
-"""`eagle-data regenerate`: answers of the target's own, into a file that can be continued."""
+"""`eagle-data regenerate`: replace answers by the target's own, in a file that can be continued."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class RegenerateOptions(ReadOptions):
-    """What is answered, and how."""
+    """What to answer, and how."""
 
     output: Path = setting(REQUIRED, "file to make", metavar="FILE.jsonl")
     temperature: float = setting(SamplingParams.temperature, "0 is greedy")
@@ -52,7 +52,7 @@ class RegenerateOptions(ReadOptions):
 
 
 def run(options: RegenerateOptions) -> None:
-    """Read the conversations first, so that bad data shows at once, then answer them."""
+    """Read the conversations first, so that bad data is reported at once, then answer them."""
     check_new(options.output, options.overwrite)
     check_idle(options.output)
     params = SamplingParams(

@@ -1,4 +1,4 @@
-"""Conversations as tokens: the target's chat template, and a loss mask on the assistant's tokens alone."""
+"""Render conversations as tokens with the target's chat template, and a loss mask on the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ Messages = list[dict[str, Any]]
 Span = tuple[int, int]
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys under which data sets and templates keep the thoughts of a message."""
+"""Keys for a message's reasoning in data sets and templates."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARK = "\ue0f0\ue0f1"
-"""Private-use characters that stand for a message's content while its place is sought."""
+"""Private-use characters that replace a message's content in order to locate it."""
 
 
 class Rendered(NamedTuple):
     tokens: list[int]
     loss_mask: list[int]
-    """1 on the tokens to learn: what the assistant says, with the token that ends its turn."""
+    """1 on the tokens to learn: the assistant's text and the token that ends its turn."""
 
 
 class Unrendered(NamedTuple):
-    """What of a conversation a chat template leaves out without an error."""
+    """The parts of a conversation that a chat template silently drops."""
 
     parts: tuple[str, ...] = ()
     """Such as `tool calls`, `tool results`, `tools` or `reasoning`."""
     turns: frozenset[int] = frozenset()
-    """Indices of the assistant's messages of which nothing is rendered. They are not learned."""
+    """Indices of assistant messages that render as nothing. They are not learned."""
     answers: int = 0
-    """Messages of the assistant of which something is rendered."""
+    """Number of assistant messages that render as something."""
 
 
 @dataclass
 class TemplateReport:
-    """Counts what a chat template leaves out of conversations."""
+    """Counts what a chat template drops from conversations."""
 
     parts: Counter[str] = field(default_factory=Counter)
-    """Conversations by the part that is left out, such as `tool calls`."""
+    """Number of conversations by dropped part, such as `tool calls`."""
     empty: int = 0
-    """Conversations from which nothing can be learned, because nothing is rendered of any answer."""
+    """Conversations without anything to learn, because every answer renders as nothing."""
     empty_turns: int = 0
-    """Answers of the other conversations of which nothing is rendered. They are not learned."""
+    """Answers in the other conversations that render as nothing. They are not learned."""
 
     def add(self, lost: Unrendered) -> bool:
-        """Count one conversation; return whether there is anything to learn in it."""
+        """Count one conversation and return whether it has anything to learn."""
         self.parts.update(lost.parts)
         if lost.turns and not lost.answers:
             self.empty += 1
@@ -64,7 +64,7 @@ class TemplateReport:
         return True
 
     def notes(self, target: str) -> list[str]:
-        """Return what the chat template of a target leaves out, a line each; nothing if it renders all."""
+        """Return one line for each part that a target's chat template drops."""
         lost = [
             f"the chat template of {target} does not render {part}: {counted(count, 'conversation')} affected"
             for part, count in sorted(self.parts.items())
@@ -79,15 +79,15 @@ class TemplateReport:
 @dataclass(frozen=True)
 class RenderReport:
     conversations: int
-    """Those that are kept."""
+    """Conversations that are kept."""
     tokens: int
     loss_tokens: int
     cut: int
-    """Conversations of which `max_length` cut something away."""
+    """Conversations that `max_length` shortened."""
     dropped: int
-    """Conversations left out, since `max_length` cut all of the assistant's tokens away."""
+    """Conversations dropped because `max_length` cut off all of the assistant's tokens."""
     unusable: int = 0
-    """Conversations left out, since they have no answer or the chat template does not take them."""
+    """Conversations dropped because they have no answer or the chat template refuses them."""
     template: TemplateReport = field(default_factory=TemplateReport)
 
 
@@ -114,9 +114,9 @@ class _Template(NamedTuple):
 def render_all(
     tokenizer: TokenizerWrapper, conversations: Iterable[Conversation], max_length: int, skip_bad: bool = False
 ) -> tuple[list[Rendered], RenderReport]:
-    """Render conversations; leave out those that have no answer in their first `max_length` tokens.
+    """Render conversations; drop those without an answer in their first `max_length` tokens.
 
-    Conversations are also left out if nothing is rendered of any answer, and with `skip_bad` if `render` refuses them.
+    Conversations are also dropped if every answer renders as nothing and, with `skip_bad`, if `render` refuses them.
     The report counts all of these.
     """
     kept: list[Rendered] = []
@@ -145,18 +145,19 @@ def render_all(
 def render(tokenizer: TokenizerWrapper, conversation: Conversation, max_length: int | None = None) -> Rendered:
     """Return the tokens and the loss mask of one conversation, cut to `max_length`.
 
-    Plain text is learned from end to end. Messages go through the chat template. If it has `{% generation %}` tags,
-    they say what the assistant's part is; otherwise that is found by rendering the conversation up to each answer.
-    An answer of which the template renders nothing is not learned. Raises DataError, naming the conversation's origin,
-    if there is no assistant turn or no template, if the template refuses the conversation, or if the assistant's part
-    cannot be found.
+    Plain text is learned from end to end. Messages go through the chat template. Its `{% generation %}` tags mark the
+    assistant's part; without them, that part is found by rendering the conversation up to each answer. Answers that
+    render as nothing are not learned.
+
+    Raises DataError with the conversation's origin if there is no assistant turn or no template, if the template
+    refuses the conversation, or if the assistant's part cannot be found.
     """
     whole, _ = _examined(tokenizer, conversation)
     return Rendered(whole.tokens[:max_length], whole.loss_mask[:max_length])
 
 
 def unrendered(tokenizer: TokenizerWrapper, conversation: Conversation) -> Unrendered:
-    """Find what the chat template leaves out of a conversation. Raises DataError as `render` does."""
+    """Return what the chat template drops from a conversation. Raises DataError as `render` does."""
     if conversation.text is not None:
         return Unrendered()
     template = _template(tokenizer, conversation)
@@ -165,7 +166,7 @@ def unrendered(tokenizer: TokenizerWrapper, conversation: Conversation) -> Unren
 
 
 def _examined(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[Rendered, Unrendered]:
-    """One conversation whole, and what the template leaves out of it. Raises DataError as `render` does."""
+    """Render a whole conversation and find what the template drops. Raises DataError as `render` does."""
     if conversation.text is not None:
         tokens = list(tokenizer.encode(conversation.text))
         return Rendered(tokens, [1] * len(tokens)), Unrendered()
@@ -183,18 +184,18 @@ def _examined(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[
     if spans is None:
         learned = [turn for turn in turns if turn not in lost.turns]
         spans = _found_spans(template, messages, learned, text, tokens, conversation.origin)
-    elif len(spans) == len(turns):  # else what is empty has no span of its own
+    elif len(spans) == len(turns):  # otherwise, empty answers have no span.
         spans = [span for span, turn in zip(spans, turns, strict=True) if turn not in lost.turns]
     return Rendered(tokens, _mask(tokens, spans, frozenset(tokenizer.eos_token_ids))), lost
 
 
 def _left_out(template: _Template, messages: Messages, text: str) -> Unrendered:
-    """Find what a template ignores, by taking parts away: the text of the others is then the same."""
+    """Find what a template ignores: removing such a part does not change the text."""
 
     def same(others: Messages, using: _Template = template) -> bool:
         try:
             return using.text(others) == text
-        except Exception:  # a template may need what was taken away, so it reads it
+        except Exception:  # the template may need the part, so it does read it
             return False
 
     def without(keys: Collection[str], start: int = 0) -> Messages:
@@ -209,7 +210,7 @@ def _left_out(template: _Template, messages: Messages, text: str) -> Unrendered:
         bare = {key: message[key] for key in ("role", "name") if key in message} | {"content": ""}
         return message == bare or same([*messages[:turn], bare, *messages[turn + 1 :]])
 
-    # Many templates drop earlier thoughts on purpose once the user speaks again, so only later thoughts count.
+    # Many templates drop reasoning before the last user message on purpose, so only later reasoning counts.
     recent = max((at for at, m in enumerate(messages) if m["role"] == "user"), default=0)
     results = [{**m, "content": _MARK} if m["role"] == "tool" and m["content"] else m for m in messages]
     parts = {
@@ -224,7 +225,7 @@ def _left_out(template: _Template, messages: Messages, text: str) -> Unrendered:
 
 
 def all_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[int]:
-    """The tokens of a conversation, with or without an answer in it. Raises DataError as `render` does."""
+    """Return the tokens of a conversation, with or without an answer. Raises DataError as `render` does."""
     if conversation.text is not None:
         return list(tokenizer.encode(conversation.text))
     template = _template(tokenizer, conversation)
@@ -232,9 +233,9 @@ def all_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[
 
 
 def prompt_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[int]:
-    """The tokens of a conversation up to where the assistant is to answer: what it says at the end is left out.
+    """Return the tokens up to the assistant's next answer; trailing assistant messages are dropped.
 
-    Raises DataError where there is no template, or it refuses the conversation.
+    Raises DataError if there is no template, or if it refuses the conversation.
     """
     template = _template(tokenizer, conversation)
     messages: list[Message] = list(conversation.messages)
@@ -246,7 +247,7 @@ def prompt_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> li
                 [m.as_dict() for m in messages], add_generation_prompt=True, tokenize=True, **template.options
             )
         )
-    except Exception as e:  # whatever a template raises
+    except Exception as e:  # templates may raise anything
         raise DataError(f"{conversation.origin}: the chat template refuses this conversation: {e}") from e
 
 
@@ -259,12 +260,12 @@ def _template(tokenizer: TokenizerWrapper, conversation: Conversation) -> _Templ
 def _whole(template: _Template, messages: Messages, origin: str) -> str:
     try:
         return template.text(messages)
-    except Exception as e:  # whatever a template raises
+    except Exception as e:  # templates may raise anything
         raise DataError(f"{origin}: the chat template refuses this conversation: {e}") from e
 
 
 def _mask(tokens: Sequence[int], spans: Iterable[Span], ends: frozenset[int]) -> list[int]:
-    """A turn lasts to the first end-of-turn token in its span or right behind it: there the target itself stops."""
+    """Return the loss mask. A turn ends with the first end token in its span or directly after it."""
     mask = [0] * len(tokens)
     for start, end in spans:
         stop = next((i + 1 for i in range(start, min(end + 1, len(tokens))) if tokens[i] in ends), end)
@@ -273,12 +274,12 @@ def _mask(tokens: Sequence[int], spans: Iterable[Span], ends: frozenset[int]) ->
 
 
 def _tagged_spans(template: _Template, messages: Messages, text: str, tokens: list[int]) -> list[Span] | None:
-    """Token spans by the template's `{% generation %}` tags, or None where it has none or they mark nothing."""
+    """Return token spans from the `{% generation %}` tags, or None if there are none or they mark nothing."""
     tokenizer = template.tokenizer
     source = tokenizer.chat_template
     if not isinstance(source, str) or not _GENERATION_TAG.search(source) or not tokenizer.is_fast:
         return None
-    # mlx-lm's wrapper forces return_dict=False, with which transformers gives no mask.
+    # mlx-lm's wrapper forces return_dict=False, and then transformers returns no mask.
     encoded = tokenizer._tokenizer.apply_chat_template(
         messages,
         return_dict=True,
@@ -295,7 +296,7 @@ def _tagged_spans(template: _Template, messages: Messages, text: str, tokens: li
 
 
 def _whole_characters(offsets: Sequence[Span], end: int) -> int:
-    """A span's end, moved past the tokens that share its last character: transformers marks the first of those only."""
+    """Move a span's end past tokens that share its last character; transformers marks only the first of them."""
     while offsets[end][0] < offsets[end - 1][1]:
         end += 1
     return end
@@ -304,7 +305,7 @@ def _whole_characters(offsets: Sequence[Span], end: int) -> int:
 def _found_spans(
     template: _Template, messages: Messages, turns: Sequence[int], text: str, tokens: list[int], origin: str
 ) -> list[Span]:
-    """Token spans of the messages with the indices `turns`. Raises DataError for one that cannot be found."""
+    """Return the token spans of the messages `turns`. Raises DataError if one cannot be found."""
     spans = []
     for turn in turns:
         span = _by_prefix(template, messages, turn, text) or _by_substitution(template, messages, turn, text)
@@ -321,11 +322,11 @@ def _found_spans(
 
 
 def _by_prefix(template: _Template, messages: Messages, turn: int, text: str) -> Span | None:
-    """The answer's characters: what the text up to it has beyond the prompt; None where they are no prefixes."""
+    """Return the answer's characters: the text through the answer minus the prompt. None if they are not prefixes."""
     try:
         prompt = template.text(messages[:turn], add_generation_prompt=True)
         through = template.text(messages[: turn + 1])
-    except Exception:  # many templates refuse a conversation that is cut off
+    except Exception:  # many templates refuse a truncated conversation
         return None
     start, end = len(prompt), len(through.rstrip())
     answer = messages[turn]["content"].split("</think>")[-1].strip()
@@ -334,11 +335,11 @@ def _by_prefix(template: _Template, messages: Messages, turn: int, text: str) ->
 
 
 def _by_substitution(template: _Template, messages: Messages, turn: int, text: str) -> Span | None:
-    """The answer's characters, found by rendering the conversation with a mark in place of the answer.
+    """Return the answer's characters, found by rendering the conversation with a mark in place of the answer.
 
-    For templates that render an earlier turn differently once later ones follow (dropped thinking, a system prompt
-    that moves to the last user message). Thoughts and calls of tools belong to the answer, so the mark stands for them
-    too, where the template then still agrees with itself around it.
+    This is for templates that render an earlier turn differently once later turns follow, such as dropped thinking or a
+    system prompt that moves to the last user message. Reasoning and tool calls belong to the answer, so the mark
+    replaces them too if the text around it stays the same.
     """
     message = messages[turn]
     bare = {key: value for key, value in message.items() if key in ("role", "name")}
@@ -346,7 +347,7 @@ def _by_substitution(template: _Template, messages: Messages, turn: int, text: s
         marked = [*messages[:turn], {**kept, "content": _MARK}, *messages[turn + 1 :]]
         try:
             before, mark, after = template.text(marked).partition(_MARK)
-        except Exception:  # whatever a template raises
+        except Exception:  # templates may raise anything
             continue
         end = len(text) - len(after)
         if mark and len(before) <= end and text.startswith(before) and text.endswith(after):
@@ -355,6 +356,6 @@ def _by_substitution(template: _Template, messages: Messages, turn: int, text: s
 
 
 def _common(prefix: list[int], tokens: list[int]) -> tuple[int, bool]:
-    """How many tokens the two begin with in common, and whether the prefix ends within the token after those."""
+    """Return the length of the common prefix, and whether `prefix` ends within the next token."""
     same = next((i for i, (a, b) in enumerate(zip(prefix, tokens, strict=False)) if a != b), len(prefix))
     return same, same < len(prefix)

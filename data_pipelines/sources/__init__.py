@@ -1,1 +1,1 @@
-"""Where conversations come from, what of them is kept, and in which order."""
+"""Sources of conversations: names, readers, filters and order."""

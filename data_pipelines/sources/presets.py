@@ -1,4 +1,4 @@
-"""The field's usual sets of conversations: where they are on the hub, and which of their fields holds what."""
+"""Well-known conversation data sets: their place on the hub and the names of their fields."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .rows import FieldMap
 
 @dataclass(frozen=True)
 class Preset:
-    """One set. What it holds and its licence are as the set's own page had them; read that before you rely on it."""
+    """A data set. Its content and license are as stated on its own page; check that page before you rely on them."""
 
     id: str
-    """On the hub."""
+    """Hub id."""
     split: str
     holds: str
     licence: str
     config: str | None = None
     files: str | None = None
-    """The one file to read, where the repository holds several versions."""
+    """The one file to read if the repository has several versions."""
     names: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Fields, as in `mapping.FieldMap`."""
+    """Field names, as in `rows.FieldMap`."""
     uneven: bool = False
-    """Some rows are known to be unusable (empty conversations, say): they are left out and counted."""
+    """Whether the set has unusable rows, such as empty conversations. They are left out and counted."""
 
     @property
     def map(self) -> FieldMap | None:
@@ -83,7 +83,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def find(name: str) -> Preset:
-    """The preset of that name. Raises ConfigError, with the nearest name, where there is none."""
+    """Return the preset with this name. Raises ConfigError, with the nearest name, if there is none."""
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, 1)
         hint = f"did you mean {near[0]}? " if near else ""
@@ -92,7 +92,7 @@ def find(name: str) -> Preset:
 
 
 def describe() -> str:
-    """The presets as a text for people."""
+    """Return a description of all presets."""
     parts = []
     for name, preset in PRESETS.items():
         fields = ", ".join(f"{ours}={theirs}" for ours, theirs in preset.names.items())

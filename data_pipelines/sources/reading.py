@@ -1,4 +1,4 @@
-"""Reading conversations: which sources, in which order and mix, and what of them is kept."""
+"""Read conversations from sources, in order or mixed, and filter them."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ T = TypeVar("T")
 Split = Literal["train", "heldout", "all"]
 SPLITS = get_args(Split)
 BLOCK = 10_000
-"""Rows of a stream that are held at once to be shuffled."""
+"""Number of rows of a stream that are shuffled at a time."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What to read and what of it to keep. Raises ConfigError or DataError, when it is made, for what cannot be.
+    """What to read and what to keep. Raises ConfigError or DataError on creation if a setting or source is invalid.
 
-    With weights the sources are mixed so that at any place each has its share of what came before, and the mix ends
-    when a source has run out; without, they come one after the other, whole.
+    With weights, sources are mixed so that each has its share at any point, until one runs out. Without weights, they
+    are read one after the other, to the end.
     """
 
     sources: tuple[str, ...]
-    """As in `spec.SPECS`, with weights for all of them or for none."""
+    """As in `spec.SPECS`. Either all or none have weights."""
     map: tuple[str, ...] = ()
-    """Names of fields: `role=from,content=value` for all sources, `SOURCE:prompt=question` for one."""
+    """Field names: `role=from,content=value` for all sources, `SOURCE:prompt=question` for one."""
     limit: int = 0
-    """Conversations at most, all sources together; 0 for all."""
+    """Maximum number of conversations from all sources together; 0 for no limit."""
     seed: int | None = 0
-    """Of the order; None keeps the sources' own."""
+    """Seed of the order; None keeps the sources' own order."""
     stream: bool = False
-    """Read rows as they come and store none, for sets that are larger than the disk."""
+    """Read rows as they arrive and store none, for sets that are larger than the disk."""
     skip_bad: bool = False
-    """Leave rows out that cannot be used, and count them, in place of ending with an error."""
+    """Leave out and count unusable rows instead of raising an error."""
     keep_turns: str = ""
-    """MIN:MAX turns of the user; either may be left out."""
+    """MIN:MAX user turns; either may be omitted."""
     keep_tokens: str = ""
-    """MIN:MAX tokens of the whole conversation, template included."""
+    """MIN:MAX tokens of the whole conversation, including the template; either may be omitted."""
     dedupe: Dedupe = "none"
-    """Keep the first of several with the same prompt, or of the same whole; case and spaces do not count."""
+    """Keep only the first conversation with the same prompt, or with the same text. Case and spaces are ignored."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -67,11 +67,11 @@ class DataConfig:
             raise ConfigError(f"--limit {self.limit}: it must not be negative")
         Range.parse(self.keep_turns, "--keep-turns")
         Range.parse(self.keep_tokens, "--keep-tokens")
-        _ = self.parsed  # so that what cannot be is said at once
+        _ = self.parsed  # report errors at once
 
     @cached_property
     def parsed(self) -> list[Source]:
-        """The sources, each with its map. Raises ConfigError for maps and weights that do not fit them."""
+        """The sources with their maps. Raises ConfigError if maps or weights do not fit them."""
         found = [parse(text) for text in self.sources]
         weighted = [source.weight is not None for source in found]
         if any(weighted) and not all(weighted):
@@ -89,7 +89,7 @@ class DataConfig:
         return tuple(source.spec for source in self.parsed)
 
     def alone(self, source: str) -> DataConfig:
-        """The same reading of one source by itself, with the maps that are meant for it, whole."""
+        """Return the configuration for reading all of this one source, with its own maps."""
         spec = parse(source).spec
         maps = tuple(text for text in self.map if place_of(text) in ("", spec))
         return replace(self, sources=(spec,), map=maps, limit=0)
@@ -101,13 +101,14 @@ def read_conversations(
     tokenizer: TokenizerWrapper | None = None,
     report: ReadReport | None = None,
 ) -> Iterator[Conversation]:
-    """Yield the conversations of all sources, in an order that the seed fixes; counts go to `report`.
+    """Yield the conversations of all sources, in an order fixed by the seed; counts go to `report`.
 
-    One in 25 is held out: by file for the built-in sources, elsewhere by a hash of the prompt, so that a prompt is
-    never on both sides, and regenerated answers stay on theirs. A split of None is `train` of built-in sources and all
-    of others. Raises DataError, with file and line where there are any, for a source or a row that cannot be used
-    (JSON files are checked from end to end before the first conversation is yielded, unless they are streamed or rows
-    may be left out), ConfigError for a filter by tokens without a tokenizer.
+    One in 25 is held out. Built-in sources are split by file, others by a hash of the prompt, so a prompt is never on
+    both sides and regenerated answers stay on theirs. None means `train` for built-in sources and `all` for others.
+
+    Raises DataError, with file and line if possible, if a source or row is unusable. JSON files are checked completely
+    before the first conversation, unless they are streamed or bad rows may be left out. Raises ConfigError for a filter
+    by tokens without a tokenizer.
     """
     if split not in (None, *SPLITS):
         raise ConfigError(f"split {split!r}: it must be train, heldout or all")
@@ -129,8 +130,8 @@ def read_conversations(
 
 
 def mix(streams: Sequence[Iterator[Conversation]], weights: Sequence[float]) -> Iterator[Conversation]:
-    """Take from the stream that is furthest behind its share, the first of equals, until that one has run out."""
-    exact = [Fraction(str(weight)) for weight in weights]  # so that 7 and 3 are the same as 0.7 and 0.3
+    """Yield from the stream that is furthest below its share (the first if tied), until that stream runs out."""
+    exact = [Fraction(str(weight)) for weight in weights]  # so 7 and 3 equal 0.7 and 0.3
     shares = [weight / sum(exact) for weight in exact]
     taken = [0] * len(streams)
     while True:
@@ -152,7 +153,7 @@ def _mapped(source: Source, maps: tuple[str, ...]) -> Source:
 
 
 def _read(source: Source, config: DataConfig, split: builtin.Side | None, report: ReadReport) -> Iterator[Conversation]:
-    """One side of one source, rows that cannot be used counted where they may be left out."""
+    """Yield one split of one source. Unusable rows are counted if they may be left out."""
     if source.kind == "builtin":
         yield from builtin.iter_conversations(source.name, split or "train", config.seed)
         return
@@ -169,7 +170,7 @@ def _read(source: Source, config: DataConfig, split: builtin.Side | None, report
 
 
 def _rows(source: Source, config: DataConfig) -> Iterator[tuple[str, Callable[[], tables.Row]]]:
-    """Each row's origin, and what reads it: only then is a line decoded."""
+    """Yield each row's origin and a function that decodes the row."""
     if config.stream:
         for origin, row in shuffled(tables.stream_rows(source), config.seed):
             yield origin, partial(tables.decoded, row, origin)
@@ -186,7 +187,7 @@ def _rows(source: Source, config: DataConfig) -> Iterator[tuple[str, Callable[[]
 def _filtered(
     conversations: Iterator[Conversation], kept: Filter, config: DataConfig, source: Source
 ) -> Iterator[Conversation]:
-    """Those that the filter keeps; one that it cannot judge, because no template takes it, is unusable as well."""
+    """Yield the conversations to keep. One that the template refuses, so that it cannot be counted, is unusable."""
     for conversation in conversations:
         try:
             if kept.keeps(conversation):
@@ -207,11 +208,11 @@ def _count_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> in
 
 
 def shuffled(parts: Sequence[Callable[[], Iterable[T]]], seed: int | None, block: int = BLOCK) -> Iterator[T]:
-    """Every row of every part once: the parts in an order drawn by the seed, then shuffled block by block.
+    """Yield every row of every part once: the parts in random order, with rows shuffled block by block.
 
-    A block is filled, permuted by (seed, its number), emptied, and only then comes the next one. So the row at any
-    place is a function of the seed and the data, and whoever starts again meets the same rows in the same order: none
-    is lost or met twice, as happens with a buffer whose contents are forgotten. None keeps the parts' own order.
+    Each block is permuted with (seed, block number) and emptied before the next one is read. So the order depends only
+    on the seed and the data, and a restart repeats it without losing or repeating rows. If the seed is None, the order
+    is not changed.
     """
     if seed is None:
         yield from chain.from_iterable(part() for part in parts)
@@ -232,7 +233,7 @@ _RANGE = re.compile(r"(\d*):(\d*)")
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `least` to `most`, both included."""
+    """An inclusive range of numbers."""
 
     least: int = 0
     most: int | None = None
@@ -242,7 +243,7 @@ class Range:
 
     @classmethod
     def parse(cls, text: str, flag: str) -> Range | None:
-        """Read `MIN:MAX`, of which one may be left out; None for nothing. Raises ConfigError for anything else."""
+        """Parse `MIN:MAX`; either may be omitted. Return None if empty. Raises ConfigError for anything else."""
         if not text:
             return None
         found = _RANGE.fullmatch(text)
@@ -260,9 +261,9 @@ class ReadReport:
 
     kept: int = 0
     unusable: int = 0
-    """Rows left out because they cannot be read."""
+    """Rows that cannot be read."""
     first_unusable: str = ""
-    """What was wrong with the first of them."""
+    """The error of the first such row."""
     by_turns: int = 0
     by_tokens: int = 0
     duplicates: int = 0
@@ -284,7 +285,7 @@ class ReadReport:
 
 
 class Filter:
-    """Says which conversations are kept, and counts the others."""
+    """Decides which conversations to keep, and counts the others."""
 
     def __init__(
         self,
@@ -299,7 +300,7 @@ class Filter:
         self._seen: set[int] = set()
 
     def keeps(self, conversation: Conversation) -> bool:
-        """Plain text has no turns, and is kept whatever they should be."""
+        """Return whether to keep a conversation. The filter by turns does not apply to plain text."""
         if self.turns is not None and conversation.text is None and conversation.turns not in self.turns:
             self.report.by_turns += 1
             return False
@@ -312,7 +313,7 @@ class Filter:
         return False
 
     def _known(self, conversation: Conversation) -> bool:
-        """Whether the like has been met; 64 bits a conversation are remembered, in up to 100 bytes of a set."""
+        """Return whether a duplicate was seen before. Stores 64 bits per conversation (up to 100 bytes in a set)."""
         if self.dedupe == "none":
             return False
         key = conversation.prompt_key() if self.dedupe == "prompt" else conversation.whole_key()

@@ -1,4 +1,4 @@
-"""Rows of any known shape, or with the names of fields that `--map` gives, as conversations."""
+"""Parse rows of any known shape, or with the field names from `--map`, into conversations."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ COLUMNS = {
     "text": "plain text",
     "tools": "definitions of tools, a list or its JSON; may be null",
 }
-"""What a column of a row can be."""
+"""Columns of a row, with their descriptions."""
 KEYS = {
     "role": "who speaks",
     "content": "what is said",
     "tool_calls": "calls of tools",
     "reasoning_content": "thoughts before the answer",
 }
-"""What a key of a message can be."""
+"""Keys of a message, with their descriptions."""
 SPEAKERS = {"user": "the user's name among the roles", "assistant": "the assistant's name among the roles"}
 
 _OPTIONAL = ("system", "tools", "completion")
-"""Columns that may be null in a row."""
+"""Columns that may be null."""
 _LISTS = ("messages", "conversations")
 
 
@@ -61,11 +61,11 @@ class FieldMap:
     """Names of fields; with no names, rows are taken as they are."""
 
     names: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """What this project calls a field -> what the rows call it."""
+    """Maps this project's field names to the data set's."""
 
     @classmethod
     def parse(cls, text: str) -> FieldMap:
-        """Read `role=from,content=value`. Raises ConfigError for a field that there is not, or names that clash."""
+        """Parse `role=from,content=value`. Raises ConfigError for an unknown field or names that clash."""
         known = [*COLUMNS, *KEYS, *SPEAKERS]
         names: dict[str, str] = {}
         for part in text.split(","):
@@ -92,7 +92,7 @@ class FieldMap:
         return cls(names)
 
     def apply(self, row: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
-        """The row with the names of `conversation.SHAPES`. Raises DataError, naming the field, where one is missing."""
+        """Return the row with the field names of `SHAPES`. Raises DataError, with the name, if a field is missing."""
         if not self.names:
             return row
         for ours in COLUMNS:
@@ -124,7 +124,7 @@ class FieldMap:
 
     def _message(self, message: Any, origin: str) -> Any:
         if not isinstance(message, Mapping):
-            return message  # the reader says what is wrong with it
+            return message  # the caller reports the error
         if "role" in self.names:
             self._require(message, "role", origin, "message")
         renamed = {self.names[ours]: ours for ours in KEYS if ours in self.names}
@@ -135,7 +135,7 @@ class FieldMap:
             out[role] = speaker[out[role]]
         if "content" in self.names and "content" not in out and not out.get("tool_calls"):
             self._require(message, "content", origin, "message")
-        if role == "from" and "content" in out:  # only the content was named
+        if role == "from" and "content" in out:  # only the content was mapped
             out["role"] = out.pop("from", None)
         if role == "role" and "value" in out and "content" not in out:
             out["content"] = out.pop("value")
@@ -155,7 +155,7 @@ def _fields(row: Mapping[str, Any], what: str = "row") -> str:
 
 
 def _with_system(row: dict[str, Any], system: Any) -> dict[str, Any]:
-    """The row with its system prompt as the first message, where it has one."""
+    """Return the row with its system prompt, if any, as the first message."""
     if not system or "text" in row:
         return row
     first = [{"role": "system", "content": system}]
@@ -167,7 +167,7 @@ def _with_system(row: dict[str, Any], system: Any) -> dict[str, Any]:
 
 
 def choose(maps: Iterable[str], source: str) -> FieldMap | None:
-    """The map for a source: of `SOURCE:FIELD=NAME,…` its own, else the one that names no source, else None."""
+    """Return the source's own map (`SOURCE:FIELD=NAME,…`), else the map for all sources, else None."""
     common: FieldMap | None = None
     own: FieldMap | None = None
     for text in maps:
@@ -181,7 +181,7 @@ def choose(maps: Iterable[str], source: str) -> FieldMap | None:
 
 
 def place_of(text: str) -> str:
-    """The source that a map is for, empty where it names none."""
+    """Return the source that a map is for, or "" if it is for all."""
     return text.partition("=")[0].rpartition(":")[0]
 
 
@@ -192,9 +192,9 @@ def _once(before: FieldMap | None, now: FieldMap, text: str) -> FieldMap:
 
 
 def parse_row(row: Mapping[str, Any], origin: str, fields: FieldMap | None = None) -> Conversation:
-    """Read one row in any of `SHAPES`, or with the names of `fields`.
+    """Parse one row in any of `SHAPES`, or with the names of `fields`.
 
-    Raises DataError naming the row, its keys and the shapes where it cannot be read.
+    Raises DataError with the row's origin, its keys and the known shapes if it cannot be parsed.
     """
     if fields is not None:
         row = fields.apply(row, origin)
@@ -263,7 +263,7 @@ def _content(value: Any, origin: str) -> str:
 
 
 def _calls(value: Any, origin: str) -> list[dict[str, Any]]:
-    """Calls of tools with their arguments as objects, as chat templates take them; some sets keep these as JSON."""
+    """Return tool calls with arguments as objects, as chat templates need them. Some data sets store JSON strings."""
     calls = _decoded(value)
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise DataError(f"{origin}: `tool_calls` must be a list of objects, not {_show(value)}")
@@ -289,7 +289,7 @@ def _tools(row: Mapping[str, Any], origin: str) -> tuple[Mapping[str, Any], ...]
 
 
 def _decoded(value: Any) -> Any:
-    """What a string of JSON stands for; anything else as it is."""
+    """Decode a JSON string; return other values as they are."""
     if not isinstance(value, str):
         return value
     try:

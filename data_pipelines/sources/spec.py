@@ -1,4 +1,4 @@
-"""How a source is named: `chats.jsonl`, `user/name:config:split=0.3`, `preset:gsm8k@rows.parquet`."""
+"""Parse names of sources: `chats.jsonl`, `user/name:config:split=0.3`, `preset:gsm8k@rows.parquet`."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ _PART = re.compile(r"[\w.-]+(\[[\d%:-]*\])?(\+[\w.-]+(\[[\d%:-]*\])?)*")
 
 @dataclass(frozen=True)
 class Source:
-    """Where conversations come from."""
+    """A source of conversations."""
 
     spec: str
-    """As it was given, without its weight: error messages and maps name it so."""
+    """The name as given, without its weight. Error messages and maps use it."""
     kind: Kind
     name: str
     config: str | None = None
     split: str = "train"
-    """The data set's own; which part is held out is another matter."""
+    """The data set's own split, unrelated to our held-out split."""
     weight: float | None = None
-    """Its share of a mix, relative to the other weights."""
+    """Share of the mix, relative to the other weights."""
     files: str | None = None
-    """The files of a repository that are read, where not all are."""
+    """The files to read from a repository, if not all."""
     fields: FieldMap | None = None
     uneven: bool = False
-    """Rows that cannot be used are expected, and left out."""
+    """Whether unusable rows are expected and left out."""
 
 
 def parse(text: str) -> Source:
-    """Read a source with its weight. Raises DataError for what names no source, ConfigError for a bad weight."""
+    """Parse a source with its weight. Raises DataError for an unknown source, ConfigError for an invalid weight."""
     found = _WEIGHT.fullmatch(text)
     if found is None or Path(text).exists():
         return _parse(text)

@@ -1,4 +1,4 @@
-"""The built-in source `builtin:python`: the running Python's own standard library as conversations."""
+"""The built-in source `builtin:python`: the running Python's standard library as conversations."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _GENERATED = ("encodings/", "pydoc_data/", "ensurepip/_bundled/", "lib2to3/tests
 @dataclass(frozen=True)
 class SourceFile:
     path: str
-    """Relative to the standard library, with forward slashes."""
+    """Path relative to the standard library, with forward slashes."""
     text: str
 
 
 def stdlib_root() -> Path:
-    """The folder of the running Python's standard library."""
+    """Return the folder of the running Python's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def split_of(path: str) -> Split:
-    """The split of a file, a function of its relative path alone, so every Python version agrees."""
+    """Return the split of a file. It depends only on the relative path, so it is the same in every Python version."""
     digest = hashlib.blake2s(path.encode()).digest()
     return "heldout" if int.from_bytes(digest[:4], "big") % HELDOUT_ONE_IN == 0 else "train"
 
 
 def iter_files(split: Split, root: Path | None = None) -> Iterator[SourceFile]:
-    """Yield the Python files of a split in sorted order; generated tables and unreadable files are left out."""
+    """Yield the Python files of a split in sorted order, without generated tables and unreadable files."""
     root = root or stdlib_root()
     for file in sorted(root.rglob("*.py")):
         path = file.relative_to(root).as_posix()
@@ -61,23 +61,23 @@ class Function:
     path: str
     name: str
     signature: str
-    """Dedented, the `def` line (or lines) with its colon."""
+    """The dedented `def` line (or lines) with the colon."""
     docstring: str
-    """Cleaned; empty where there is none."""
+    """The cleaned docstring, or ""."""
     code: str
-    """Dedented: the signature and the body without the docstring."""
+    """The dedented signature and body, without the docstring."""
 
     @property
     def prompt(self) -> str:
         return f'{self.signature}\n    """{self.docstring}"""' if self.docstring else self.signature
 
     def messages(self) -> list[dict[str, str]]:
-        """The function as a conversation: signature and docstring in, code out."""
+        """Return the function as a conversation: signature and docstring from the user, code from the assistant."""
         return [{"role": "user", "content": self.prompt}, {"role": "assistant", "content": self.code}]
 
 
 def functions_of(file: SourceFile, max_doc_chars: int = 400) -> Iterator[Function]:
-    """Yield every function and method of a file that has a body beside its docstring."""
+    """Yield every function and method that has more than a docstring in its body."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -120,11 +120,12 @@ Side = Literal["train", "heldout", "all"]
 Reader = Callable[[SourceFile], Iterator[Conversation]]
 
 SHARES = {"docstrings": 0.3, "bare": 0.5, "files": 0.2}
-"""Of `builtin:python`: functions with a docstring, functions without, pieces of plain files; until one runs out."""
+"""Shares of functions with a docstring, functions without one, and pieces of files. A kind that is used up drops out.
+"""
 MAX_ANSWER_CHARS = 1200
 PIECE_CHARS = 1500
 _BUFFER = 1024
-"""Conversations of each kind held at once to be shuffled, so that a few are had without reading every file."""
+"""Number of conversations per kind in the shuffle buffer, so that a few can be drawn without reading every file."""
 
 _NAMES = {
     "python": ("docstrings", "bare", "files"),
@@ -135,9 +136,9 @@ _NAMES = {
 
 
 def iter_conversations(spec: str, split: Side, seed: int | None) -> Iterator[Conversation]:
-    """Yield a split of `builtin:…`, no answer twice, in an order fixed by the seed; None keeps the order of the files.
+    """Yield a split of `builtin:…` without repeated answers, in an order fixed by the seed; None keeps the file order.
 
-    Raises DataError for a name that there is not.
+    Raises DataError for an unknown name.
     """
     kinds = _NAMES.get(spec.removeprefix("builtin:"))
     if kinds is None:
@@ -160,7 +161,7 @@ def _mix(streams: dict[str, Iterator[Conversation]], rng: random.Random) -> Iter
 
 
 def _shuffled(files: list[SourceFile], read: Reader, rng: random.Random) -> Iterator[Conversation]:
-    """What `read` finds in the files, taken in random order from a buffer that is kept full."""
+    """Yield what `read` finds in the files, in random order from a buffer that is kept full."""
     buffer: list[Conversation] = []
     for conversation in chain.from_iterable(map(read, rng.sample(files, len(files)))):
         buffer.append(conversation)
@@ -190,7 +191,7 @@ def _chat(function: Function) -> Conversation:
 
 
 def _pieces(file: SourceFile) -> Iterator[Conversation]:
-    """The file cut at line ends into pieces of about `PIECE_CHARS`."""
+    """Yield pieces of the file of about `PIECE_CHARS`, cut at line ends."""
     piece, first = "", 1
     for number, line in enumerate(file.text.splitlines(keepends=True), 1):
         if piece and len(piece) + len(line) > PIECE_CHARS:

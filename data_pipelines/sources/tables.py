@@ -1,4 +1,4 @@
-"""Rows of local files, of folders and of the hub's data sets, read through `datasets`."""
+"""Read rows of local files, folders and the hub's data sets through `datasets`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .spec import Source
 
 Row = dict[str, Any]
 Check = Callable[[Row, str], object]
-"""Raises DataError for a row, with its origin, that cannot be used."""
+"""Raises DataError, with the origin, if a row is unusable."""
 
 
 class Rows(Protocol):
@@ -27,10 +27,10 @@ class Rows(Protocol):
 
 
 def open_rows(source: Source, check: Check | None) -> Rows:
-    """The rows of a file, a folder or a data set of the hub, each to be had by its number.
+    """Open a file, a folder or a data set of the hub for random access by row.
 
-    With a check the rows of JSON files are all read and checked first, so that nothing is found wrong hours later.
-    Raises DataError, for JSON lines with the line's number, for what is missing, empty or not of its kind.
+    With a check, all rows of a JSON file are checked first, so that errors do not appear hours later. Raises DataError,
+    with the line number for JSON lines, if the source is missing, empty or malformed.
     """
     if source.kind != "file":
         return _Table(_load_set(source))
@@ -40,20 +40,20 @@ def open_rows(source: Source, check: Check | None) -> Rows:
     if _is_list(path):
         return _listed(path.read_bytes(), path)
     if path.suffix == GZ:
-        lines = list(_lines_of(path))  # in memory: such a file cannot be read from its middle
+        lines = list(_lines_of(path))  # in memory, because a gzip file has no random access
         return _Lines(path, lines.__getitem__, len(lines))
     options: dict[str, Any] = {"data_files": str(path), "split": "train"}
     if path.suffix == ".parquet":
         return _Table(_load(source, options, "parquet"))
-    # Latin-1 keeps every byte, so that a line that is no UTF-8 is found by its number.
+    # Latin-1 keeps every byte, so an error in UTF-8 is reported with its line number.
     rows = _load(source, {**options, "encoding": "latin-1"}, "text")
     return _Lines(path, lambda index: rows[index]["text"].encode("latin-1"), len(rows))
 
 
 def stream_rows(source: Source) -> list[Callable[[], Iterator[tuple[str, Row]]]]:
-    """The parts that a source is made of, each of which can be begun: (origin, row) in order, nothing stored.
+    """Return the parts of a source. Each is a function that yields (origin, row) in order without storing rows.
 
-    Raises DataError for a source that there is not.
+    Raises DataError if there is no such source.
     """
     if source.kind != "file":
         return _parts(source, _load_set(source, streaming=True))
@@ -72,16 +72,16 @@ def stream_rows(source: Source) -> list[Callable[[], Iterator[tuple[str, Row]]]]
 
 
 _LINE = "\0line"
-"""A row that is still to be decoded, under this key."""
+"""Key of a line that is not decoded yet."""
 
 
 def decoded(row: Row, origin: str) -> Row:
-    """A streamed row; DataError, naming its line, for one that is no JSON object."""
+    """Decode a streamed row. Raises DataError, with the line number, if it is not a JSON object."""
     return _object(row[_LINE], origin) if _LINE in row else _without_nulls(row)
 
 
 class _Table:
-    """Rows of Arrow tables, which fill in every key that any row has: without these nulls."""
+    """Rows of Arrow tables, without the nulls that Arrow adds for missing keys."""
 
     def __init__(self, rows: Rows):
         self._rows = rows
@@ -95,7 +95,7 @@ class _Table:
 
 
 def _lines_of(path: Path) -> Iterator[bytes]:
-    """Raises DataError for a compressed file that is damaged."""
+    """Yield the lines of a file. Raises DataError if it cannot be read."""
     try:
         with gzip.open(path, "rb") if path.suffix == GZ else path.open("rb") as file:
             yield from file
@@ -104,7 +104,7 @@ def _lines_of(path: Path) -> Iterator[bytes]:
 
 
 class _Lines:
-    """Lines of JSON. They are kept as text, since tables of nested rows would mix the rows' keys."""
+    """JSON lines. They are kept as text, since Arrow tables of nested rows would mix the rows' keys."""
 
     def __init__(self, path: Path, line: Callable[[int], bytes], count: int):
         self._path, self._line, self._count = path, line, count
@@ -123,7 +123,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _parts(source: Source, found: Any) -> list[Callable[[], Iterator[tuple[str, Row]]]]:
-    """One part for each file behind a streamed data set."""
+    """Return one part for each file of a streamed data set."""
     count = found.num_shards
 
     def part(number: int) -> Callable[[], Iterator[tuple[str, Row]]]:
@@ -134,7 +134,7 @@ def _parts(source: Source, found: Any) -> list[Callable[[], Iterator[tuple[str, 
                     yield f"{place}{index}", row
             except DataError:
                 raise
-            except Exception as e:  # the network's and every reader's
+            except Exception as e:  # from the network or any reader
                 raise DataError(f"{source.spec}: the stream broke off: {_cause(e)}; start again") from e
 
         return rows
@@ -163,7 +163,7 @@ def _load(source: Source, options: dict[str, Any], reader: str) -> Any:
     with _quiet() as library:
         try:
             return library.load_dataset(reader, **options)
-        except Exception as e:  # the network's, the hub's and every reader's below `datasets`
+        except Exception as e:  # from the network, the hub or any reader in `datasets`
             raise DataError(_failure(source, _cause(e))) from e
 
 
@@ -183,7 +183,7 @@ def _failure(source: Source, cause: str) -> str:
 
 
 def _is_list(path: Path) -> bool:
-    """Whether a file holds one list of rows in place of one row a line; only a .json may."""
+    """Return whether a file is one JSON list instead of JSON lines. Only a .json file may be."""
     if path.suffix != ".json":
         return False
     with path.open("rb") as file:
@@ -230,7 +230,7 @@ def _object(line: bytes, origin: str) -> Row:
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost message, which is the one that says something."""
+    """Return the innermost error message."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}"

@@ -1,1 +1,1 @@
-"""What a target writes for its head to learn: conversations that it makes up, and answers to prompts that are there."""
+"""Conversations that a target makes up, and its answers to existing prompts."""

@@ -1,4 +1,4 @@
-"""Conversations that a target makes up, as a file: the same seed gives the same bytes, whatever interrupts it."""
+"""Write conversations that a target makes up to a file. The same seed gives the same bytes despite interruptions."""
 
 from __future__ import annotations
 
@@ -28,70 +28,69 @@ from .shards import MadeShards, ShardPlace, ShardPlan, open_shards
 from .tries import MakeConfig, Try, tries
 
 FREE_TRIES = 64
-"""Tries that may all fail: enough to tell one usable try in twenty from none, 96 times in 100."""
+"""Number of tries that may all fail. If one try in twenty is usable, at least one of 64 is with probability 0.96."""
 TRIES_A_ROW = 20
-"""Tries for each conversation that is kept, beyond which a target writes nothing usable. Where good ones are made, two
-tries are plenty; twenty cost ten times that much."""
+"""Maximum number of tries per kept conversation. A good target needs fewer than two."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """How much is wanted, by rows or by tokens. Raises ConfigError, when it is made, where that is not said."""
+    """How many rows or tokens to make. Raises ConfigError on creation unless exactly one is given."""
 
     rows: int = 0
     tokens: int = 0
-    """Of whole conversations, template included; the one that reaches the number is the last."""
+    """Total tokens, including the template. The conversation that reaches this number is the last."""
     heldout: int = 0
-    """Conversations of the held-out side among them: more are made until there are as many."""
+    """Minimum number of held-out conversations; more conversations are made until it is reached."""
 
     def __post_init__(self) -> None:
         if (self.rows > 0) == (self.tokens > 0) or min(self.rows, self.tokens) < 0:
             raise ConfigError("say how much is wanted: --rows N or --tokens N")
 
     def reached(self, rows: float, tokens: float, heldout: int) -> bool:
-        """Whether there are as many."""
+        """Return whether these counts are enough."""
         return (rows >= self.rows if self.rows else tokens >= self.tokens) and heldout >= self.heldout
 
 
 Enough = Callable[[int, int], bool]
-"""Asked, before a try is begun, with the tokens made so far and those to be expected of the tries that run."""
+"""Called before each try with the tokens made so far and the tokens expected from running tries."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What else ends the making of a file, and what is not wanted in it."""
+    """Conditions that end the file early, and duplicates to leave out."""
 
     known: Collection[int] = ()
-    """Hashes of what conversations elsewhere begin with (`prompt_keys`); such a conversation is a duplicate."""
+    """Hashes of first messages elsewhere (see `prompt_keys`). Conversations with such a beginning are duplicates."""
     enough: Enough = lambda made, coming: False
-    """Once it holds no try is begun but for a first batch; those that run are ended."""
+    """Once it returns true, no try starts except in the first batch; running tries finish."""
     over: Callable[[int], bool] = lambda made: False
-    """Asked before each step with the tokens made so far. Once it holds, running tries stop: of a conversation, the
-    turns with complete answers are kept."""
+    """Called before each step with the tokens made so far. Once true, running tries stop; their complete turns are
+    kept.
+    """
     first: bool = True
     """Whether there is to be that first batch, so that something comes of however little time."""
 
 
 @dataclass
 class Selection:
-    """The tries that make up the file: in the order of their numbers, each beginning once, until there are enough.
+    """Chooses the tries for the file: in order of their numbers, without duplicates, until there are enough.
 
-    So the file depends on no order in which tries end. What is still to come is told apart from what is settled, which
-    is every try up to the first that has not ended.
+    So the file does not depend on the order in which tries end. A try is settled once all tries before it have ended.
     """
 
     wanted: Wanted
     shards: ShardPlan | None = None
-    """Told of every try that is settled."""
+    """Notified of every settled try."""
     rows: list[int] = field(default_factory=list)
-    """The numbers of the tries that are in the file."""
+    """Numbers of the tries in the file."""
     report: MakeReport = field(default_factory=MakeReport)
-    """Of the settled tries."""
+    """Counts of the settled tries."""
     settled: int = 0
     _ended: dict[int, tuple[int, MakeReport, bool]] = field(default_factory=dict)
-    """Of the others: the hash of the beginning, the counts, whether there is a conversation."""
+    """Ended but unsettled tries: hash of the beginning, counts, and whether there is a conversation."""
     seen: set[int] = field(default_factory=set)
-    """The hashes of what conversations begin with."""
+    """Hashes of the conversations' first messages."""
 
     @property
     def full(self) -> bool:
@@ -99,13 +98,13 @@ class Selection:
 
     @property
     def progress(self) -> int:
-        """Rows or tokens so far, by which of them is wanted; some of what has ended may still be left out."""
+        """Rows or tokens so far, whichever is wanted. Unsettled tries count, though some may still be left out."""
         rows, tokens, _ = self.ended
         return min(rows, self.wanted.rows) or min(tokens, self.wanted.tokens)
 
     @property
     def ended(self) -> tuple[int, int, int]:
-        """Conversations, tokens and held-out conversations so far, those not settled included."""
+        """Number of conversations, tokens and held-out conversations so far, including unsettled tries."""
         coming = [report for _, report, kept in self._ended.values() if kept]
         return (
             len(self.rows) + len(coming),
@@ -114,18 +113,18 @@ class Selection:
         )
 
     def add(self, number: int, key: int, counts: tuple[int, ...], kept: bool) -> None:
-        """A try has ended. Raises DataError where so many have failed that no end is in sight."""
+        """Add a try that has ended. Raises DataError if too many tries have failed."""
         self._ended[number] = key, MakeReport(*counts), kept
         while not self.full and self.settled in self._ended:
             self._settle(*self._ended.pop(self.settled))
 
     def promising(self, running: int) -> bool:
-        """Whether what has ended, and what runs by the share that is usable, is probably enough."""
+        """Return whether the ended and `running` tries will probably be enough."""
         rows, tokens, heldout = self.ended
         return self.wanted.reached(rows + running * self._usable, tokens + self.coming(running), heldout)
 
     def coming(self, running: int) -> int:
-        """Tokens to be expected of so many tries, as those that have ended were."""
+        """Return the number of tokens expected from `running` tries, given those that have ended."""
         rows, tokens, _ = self.ended
         return round(running * self._usable * tokens / max(1, rows))
 
@@ -165,18 +164,18 @@ def make_to_file(
     note: Path | None = None,
     limits: Limits | None = None,
 ) -> MakeReport:
-    """Have the target make up conversations into a jsonl file; returns what the tries came to.
+    """Have the target make up conversations into a jsonl file; return counts of the tries.
 
-    Rows are kept in `OUTPUT.partial` as soon as they are made, and the same call after any interruption continues with
-    that file. The output is the same to the byte whatever interrupted it, and with other batch sizes and proposers, as
-    far as the target's arithmetic does not depend on them. A partial file may be continued with more or less wanted.
+    Rows are written to `OUTPUT.partial` at once, and the same call after an interruption continues with that file, even
+    if more or less is wanted now. The output has the same bytes despite interruptions, batch sizes and proposers if the
+    target's arithmetic does not depend on them.
 
-    With a `place` the engine must have a CapturingProposer; then the hidden states of the conversations to learn from
-    go into shards there, and what is wanted must stay the same. With a `note`, a file of that name tells what
-    the output was made from, as `settings_of` has it, before the output is there. `limits` may end it with less than is
-    wanted. Raises OutputError where the output
-    exists and `overwrite` is not set, where it cannot be written, or where the partial file was begun with other
-    settings or by a process that still runs; DataError where nothing usable comes.
+    With a `place`, the engine must have a CapturingProposer; the hidden states of the training conversations go into
+    shards there, and `wanted` must not change. With a `note`, a file of that name gets `settings_of` the output, before
+    the output appears. `limits` may end the file early.
+
+    Raises OutputError if the output exists and `overwrite` is not set, if it cannot be written, or if the partial file
+    has other settings or is in use; DataError if nothing usable is made.
     """
     settings = settings_of(engine.target, config)
     with open_partial(output, settings, overwrite) as part:
@@ -200,7 +199,7 @@ def _run(
     shards: MadeShards | None,
     limits: Limits | None,
 ) -> Selection:
-    """Go on from what is done until there is enough."""
+    """Continue from the finished tries until there are enough."""
     limits = limits or Limits()
     for number in _lost(wanted, part.done, shards) if shards is not None else ():
         del part.done[number]
@@ -239,7 +238,7 @@ def _make(
 
     def following(running: int) -> Try | None:
         nonlocal ahead
-        # What stands between tries that are done is needed, however promising those are: it comes before them.
+        # Gaps between finished tries must be filled first, even if there would be enough.
         over = ahead >= first and limits.enough(selection.ended[1], selection.coming(running))
         if selection.full or (ahead > reached and (over or selection.promising(running))):
             return None
@@ -269,7 +268,7 @@ def _replayed(selection: Selection, done: Mapping[int, Done]) -> Selection:
 
 
 def _lost(wanted: Wanted, done: Mapping[int, Done], shards: MadeShards) -> list[int]:
-    """The tries whose hidden states are neither in a shard that is whole nor waiting, though they may be wanted."""
+    """Return the tries that may be wanted but whose hidden states are lost."""
     planned = ShardPlan()
     if _replayed(Selection(wanted, planned), done).full:
         planned.finish()
@@ -282,14 +281,14 @@ def _lost(wanted: Wanted, done: Mapping[int, Done], shards: MadeShards) -> list[
 
 
 def made_from(settings: Mapping[str, Any], wanted: Wanted, place: ShardPlace) -> dict[str, str]:
-    """What the manifest of a file's shards says that they were made from."""
+    """Return the `made_from` entry for the manifest of a file's shards."""
     layers = ", ".join(map(str, place.meta.aux_layers))
     said = {name: str(value) for name, value in settings.items()}
     return {**said, "wanted": str(asdict(wanted)), "layers": layers, "bits": str(place.meta.bits)}
 
 
 def settings_of(target: Target, config: MakeConfig, wanted: Wanted | None = None) -> Mapping[str, Any]:
-    """All that the conversations depend on, as plain values; with what is `wanted`, all that a file of them does."""
+    """Return all settings that the conversations depend on; with `wanted`, all that the file depends on."""
     found = {**asdict(config), **(asdict(wanted) if wanted is not None else {})}
     found["domains"] = [list(domain.values()) for domain in found["domains"]]
     return {
@@ -306,11 +305,10 @@ def make_once(
     progress: bool = False,
     place: ShardPlace | None = None,
 ) -> MakeReport | None:
-    """Make a file as `make_to_file` does, unless it is there; returns None where it is.
+    """Make a file as `make_to_file` does, or return None if it exists.
 
-    What it was made from stands beside it, in `OUTPUT.from.json`. With a `place` the hidden states of the forwards that
-    write it go there. Raises OutputError, which names the difference, where the file is there and was made from
-    something else, and where the states' place is taken; otherwise as `make_to_file`.
+    The settings are written to `OUTPUT.from.json`. With a `place`, hidden states are captured there. Raises OutputError
+    if the file exists with other settings, or if the place is taken; other errors as `make_to_file`.
     """
     output = Path(output)
     if output.exists():
@@ -323,22 +321,22 @@ def make_once(
 
 
 def making_engine(target: Target, place: ShardPlace | None = None, head: DraftHead | None = None) -> Engine:
-    """An engine for `make_to_file`; with a `place` it keeps the hidden states that are to go there."""
+    """Return an engine for `make_to_file`. With a `place`, it captures hidden states."""
     layers = (*place.meta.aux_layers, target.num_layers - 1) if place is not None else ()
     return growing_engine(target, head, layers)
 
 
 def prompt_keys(file: Path) -> set[int]:
-    """Hashes of what the conversations of a file begin with, as duplicates are told by."""
+    """Return hashes of the first messages of a file's conversations, as used to find duplicates."""
     with file.open(encoding="utf-8") as lines:
         said = [parse_row(json.loads(line), str(file)).messages for line in lines]
     return {Conversation(tuple([m for m in messages if m.role != "system"][:1])).prompt_key() for messages in said}
 
 
 def made_states(target: Target, config: MakeConfig, wanted: Wanted, place: ShardPlace) -> ShardReader | None:
-    """The hidden states that were kept at a place while such a file was made; None where there are none.
+    """Return the hidden states captured while such a file was made, or None.
 
-    Raises ShardError for a manifest that is damaged.
+    Raises ShardError if the manifest is damaged.
     """
     if not (place.folder / MANIFEST).exists():
         return None
@@ -347,7 +345,7 @@ def made_states(target: Target, config: MakeConfig, wanted: Wanted, place: Shard
 
 
 def note_path(output: Path) -> Path:
-    """Where it stands what a file was made from."""
+    """Return the path of the file with an output's settings."""
     return output.with_name(f"{output.name}.from.json")
 
 

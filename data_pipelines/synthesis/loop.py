@@ -1,4 +1,4 @@
-"""The loop that drives the engine: many tasks side by side, in as many rows at once as pay."""
+"""Run many generation tasks on the engine at once, and find the batch size with the best throughput."""
 
 from __future__ import annotations
 
@@ -23,35 +23,33 @@ from eagle_mlx.target import Target
 from .report import LOOK
 
 FIRST_ROWS = 32
-"""A beginning that fits small machines: 32 conversations of 500 tokens take 2.4 GB with a model of 8 billion parameters
-(36 layers, 8 heads of 128, 16 bits)."""
+"""Initial batch size. 32 conversations of 500 tokens take 2.4 GB with an 8B model (36 layers, 8 KV heads of 128)."""
 MOST_ROWS = 256
-"""Logits of so many rows take 150 MB if a vocabulary has 150,000 tokens. Keys and values have a limit of their own
-(`kv_bytes` of `Engine`)."""
+"""Maximum batch size. Its logits take 150 MB with a vocabulary of 150,000. `kv_bytes` limits the KV cache."""
 _AHEAD = 4
-"""Requests that wait beyond the rows that decode, so that a free row is taken in the same step."""
+"""Number of extra requests that wait, so that a free row is filled in the same step."""
 ROUNDS = 64
-"""Rounds over which a number of rows is timed: a minute of a slow CPU, so that no single pause decides."""
+"""Number of rounds over which a batch size is timed: about a minute on a slow CPU, so that no single pause decides."""
 WORTH = 1.1
-"""What twice the rows must give: less may be chance, and more rows take more memory."""
+"""Required speedup from doubling the batch. A smaller gain may be noise and costs memory."""
 _SHOW_SECONDS = 0.5
-"""Between two updates of the shown speed."""
+"""Interval between updates of the shown speed."""
 
 
 class Task(Protocol):
-    """Work for which the target writes one text after another."""
+    """Work for which the target generates one text after another."""
 
     def submit(self) -> RequestState | None:
-        """Submit the request for the next text; None if the task has ended."""
+        """Submit the request for the next text; return None if the task has ended."""
 
     def take(self, request: RequestState) -> None:
-        """Use a text that has been written. Raises DataError if the request failed."""
+        """Use a finished text. Raises DataError if the request failed."""
 
     def give_up(self, request: RequestState) -> bool:
-        """Whether the text being written cannot be used any more. If so, the task ends without it."""
+        """Return whether the unfinished text is already unusable. If so, the task ends without it."""
 
     def stop(self, request: RequestState) -> None:
-        """End the task without the text being written, because the time is over."""
+        """End the task without the unfinished text, because time is up."""
 
 
 T = TypeVar("T", bound=Task)
@@ -62,10 +60,10 @@ class _Running(Generic[T]):
     task: T
     request: RequestState
     looks: int = 0
-    """How often the text has been looked at while it was written."""
+    """Number of checks of the unfinished text."""
 
     def look(self) -> bool:
-        """Whether enough has been written since the last look; then this is one."""
+        """Return whether the text has grown enough for another check, and count that check."""
         before, self.looks = self.looks, len(self.request.tokens) // LOOK
         return self.looks > before
 
@@ -76,11 +74,11 @@ def run_tasks(
     shown: tqdm[NoReturn] | None = None,
     over: Callable[[], bool] = lambda: False,
 ) -> Iterator[T]:
-    """Yield each task as soon as it has ended; texts of different tasks decode side by side.
+    """Yield each task once it has ended; texts of different tasks decode in one batch.
 
-    `following(running)` gives the next task while so many run, or None if none is wanted now. The iterator ends when no
-    task runs; leave it early to cancel those that do. `over()` is asked before each step; once it holds, running tasks
-    stop. `shown` gets the tokens per second.
+    `following(running)` returns the next task, or None if none is wanted now. The iterator ends when no task runs;
+    close it early to cancel running tasks. `over()` is called before each step; once true, running tasks stop. `shown`
+    displays the tokens per second.
     """
     running: list[_Running[T]] = []
     speed = Speed(shown)
@@ -122,7 +120,7 @@ def run_tasks(
 
 
 def seed_of(seed: int, *parts: int | str) -> int:
-    """63 bits made from a seed and what it is for, which no order of work changes."""
+    """Return 63 bits derived from a seed and its purpose, independent of the order of work."""
     text = "/".join(map(str, (seed, *parts)))
     return int.from_bytes(hashlib.blake2s(text.encode()).digest()[:8], "big") >> 1
 
@@ -139,15 +137,15 @@ class Doubling:
     most: int = MOST_ROWS
     settled: bool = False
     _before: tuple[int, float] = (0, 0.0)
-    """The rows before they were last doubled, and the tokens a second that they made."""
+    """The previous batch size and its tokens per second."""
     _full: bool = False
-    """Whether all rows have been taken since: the prompts that fill them come first, and are not timed."""
+    """Whether the batch has been full at this size. Earlier rounds include prefill and are not timed."""
     _rounds: int = 0
     _tokens: int = 0
     _seconds: float = 0.0
 
     def add(self, active: int, tokens: int, seconds: float) -> None:
-        """A round that made so many tokens, while so many rows were taken."""
+        """Add a round with its active rows, emitted tokens and duration."""
         if self.settled:
             return
         if not self._full:
@@ -178,10 +176,10 @@ def growing_engine(
     most_tokens: int = MOST_TOKENS,
     rows: int | None = None,
 ) -> Engine:
-    """An engine that decodes so many `rows` at once, by default as many as pay.
+    """Return an engine with a batch of `rows`; by default the batch grows while that increases throughput.
 
-    A `head` drafts as much as pays, up to `most_tokens`; the text is the same. The hidden states of the layers
-    `captured` are kept, if there are any.
+    A `head` drafts up to `most_tokens` if that is faster; the text is the same. Hidden states of the layers `captured`
+    are kept.
     """
     drafts = HeadProposer(head) if head is not None and most_tokens else None
     policy = ThroughputPolicy(most_tokens) if drafts is not None else FixedPolicy(0)
@@ -191,7 +189,7 @@ def growing_engine(
 
 
 def let_grow(engine: Engine) -> Engine:
-    """The engine, with as many rows at once as pay; `max_batch` is what it begins with. Text does not depend on it."""
+    """Let the engine's batch grow from `max_batch` while that increases throughput. Text does not depend on it."""
     doubling = Doubling(engine.max_batch)
 
     def observe(result: RoundResult) -> None:
@@ -203,7 +201,7 @@ def let_grow(engine: Engine) -> Engine:
 
 
 class Speed:
-    """Shows tokens per second beside a progress bar, unfinished answers included."""
+    """Shows tokens per second in a progress bar, including unfinished answers."""
 
     def __init__(self, shown: tqdm[NoReturn] | None):
         self.shown = shown

@@ -1,4 +1,4 @@
-"""Conversations whose answers are the target's own, which is what a draft head has to predict."""
+"""Replace the answers in conversations by the target's own, which a draft head must predict."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .loop import run_tasks, seed_of
 from .report import Counts
 
 _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
-"""What of the sampling parameters is compared before a file is continued."""
+"""Sampling parameters that must not change when a file is continued."""
 
 
 @dataclass
@@ -35,25 +35,25 @@ class RegenerateReport(Counts):
     answers: int = 0
     tokens: int = 0
     cut: int = 0
-    """Answers that ended at `max_tokens`; their conversations end there."""
+    """Answers cut at `max_tokens`; their conversations end there."""
     looping: int = 0
     """Answers left out because they loop; their conversations end before them."""
     too_long: int = 0
-    """Turns whose prompt leaves no room in the target's context; their conversations end before them."""
+    """Prompts that fill the target's context; their conversations end before them."""
     dropped: int = 0
-    """Conversations of which nothing was left."""
+    """Conversations without any answer left."""
 
 
 @dataclass(frozen=True)
 class RegenerateConfig:
-    """How answers are made. With a seed the answers are a function of it and of the conversation alone."""
+    """How to generate answers. With a seed, answers depend only on it and on the conversation."""
 
     params: SamplingParams = field(default_factory=SamplingParams)
-    """A seed is mixed with each conversation and turn; without one, sampled answers differ from run to run."""
+    """The seed is mixed with conversation and turn. Without a seed, sampled answers differ between runs."""
     systems: tuple[str, ...] = ()
-    """System prompts, one of which, drawn by the seed, takes the place of a conversation's own; empty text for none."""
+    """System prompts. Each conversation gets one by the seed in place of its own; "" is none."""
     least_distinct: float = 0.0
-    """Answers whose share of distinct 4-grams is less are left out."""
+    """Minimum share of distinct 4-grams; answers with fewer are left out."""
 
 
 def regenerate(
@@ -63,14 +63,13 @@ def regenerate(
     shown: tqdm[NoReturn] | None = None,
     skip: Callable[[Regeneration], bool] = lambda task: False,
 ) -> Iterator[Regeneration]:
-    """Replace every assistant answer by the target's own; yield each conversation as soon as its last answer is made.
+    """Replace every assistant answer by the target's own; yield each conversation once its last answer is done.
 
-    The answers of a conversation are made one after the other, each on top of the new answers before it; a
-    conversation that ends without an answer gets one. An answer that calls tools stays as it is, since the replies
-    depend on it; so does plain text. A conversation ends with an answer that `max_tokens` cut, before one that loops,
-    and before a prompt that leaves no room in the context; what is left without any answer is dropped. The batch is
-    kept full across conversations and turns. Those to `skip` are left out. Raises DataError for a target without a
-    chat template.
+    Each answer follows the new answers before it. A conversation that ends without an answer gets one. Answers that
+    call tools are kept, since the tool results depend on them, and plain text is not changed. A conversation ends with
+    an answer that `max_tokens` cut, before an answer that loops, and before a prompt that fills the context; it is
+    dropped if no answer is left. The batch is kept full across conversations and turns. Conversations that `skip`
+    selects are left out. Raises DataError if the target has no chat template.
     """
     tasks = (task for task in _regenerations(engine, conversations, config) if not skip(task))
     return run_tasks(engine, lambda _: next(tasks, None), shown)
@@ -86,16 +85,15 @@ def regenerate_to_file(
     progress: bool = False,
     total: int | None = None,
 ) -> tuple[int, RegenerateReport]:
-    """Answer conversations, as `regenerate` does, into a jsonl file; return its rows, and the counts of them all.
+    """Regenerate conversations into a jsonl file; return the number of rows and the counts.
 
-    Rows are kept in `OUTPUT.partial` as soon as they are made. If there is such a file, those that it holds are not
-    made again, so the same call after any interruption continues with it, and the output is the same to the byte. So it
-    is with other batch sizes and proposers, as far as the target's arithmetic does not depend on them. `settings` are
-    compared as well, for whatever else the rows depend on. `total` is for the progress bar, if the number of
-    conversations is not known.
+    Rows are written to `OUTPUT.partial` at once, and the same call after an interruption continues with that file. The
+    output has the same bytes despite interruptions, batch sizes and proposers if the target's arithmetic does not
+    depend on them. `settings` holds whatever else the rows depend on; they must not change either. `total` is for the
+    progress bar if the number of conversations is unknown.
 
-    Raises OutputError if the output exists and `overwrite` is not set, or the partial file was begun with other
-    settings or by a process that still runs; DataError if the data has changed since.
+    Raises OutputError if the output exists and `overwrite` is not set, or if the partial file has other settings or is
+    in use; DataError if the data has changed.
     """
     compared = _settings(engine, config) | dict(settings or {})
     if isinstance(conversations, Sequence):
@@ -130,13 +128,13 @@ def regenerate_to_file(
 
 
 class Regeneration:
-    """A conversation that is answered, as a task of `run_tasks`: its messages so far, and those still to come."""
+    """A conversation to answer, as a task of `run_tasks`."""
 
     def __init__(self, engine: Engine, config: RegenerateConfig, position: int, source: Conversation, repeat: int):
-        """`position`: its number among those to answer; `repeat`: how many before it have the same prompt."""
+        """`position` is its index among the conversations; `repeat` counts earlier ones with the same prompt."""
         self.position, self.source = position, source
         self.report = RegenerateReport()
-        """Of this conversation alone."""
+        """Counts of this conversation alone."""
         self._engine, self._config, self._repeat = engine, config, repeat
         self._prompt_key = source.prompt_key()
         self._rest = self._with_system(list(source.messages))
@@ -165,7 +163,7 @@ class Regeneration:
         return request
 
     def take(self, request: RequestState) -> None:
-        """Put an answer into the conversation, which it may end."""
+        """Add an answer to the conversation, and end it if the answer loops or was cut."""
         output = self._engine.output(request)
         if output.finish_reason == "error":
             raise DataError(f"{self.source.origin}: no answer could be made: {output.error}")
@@ -184,10 +182,10 @@ class Regeneration:
         return False
 
     def stop(self, request: RequestState) -> None:
-        """What was said so far is the result."""
+        """Do nothing: the messages so far are the result."""
 
     def result(self) -> Conversation | None:
-        """What was said up to the last answer; None if none was made."""
+        """Return the conversation up to the last answer; None if there is none."""
         if self.source.text is not None:
             return self.source
         while self._messages and self._messages[-1].role != "assistant":
@@ -200,7 +198,7 @@ class Regeneration:
         return replace(self.source, messages=tuple(self._messages))
 
     def _with_system(self, messages: list[Message]) -> list[Message]:
-        """The messages with the system prompt that the seed draws in place of their own."""
+        """Return the messages with a system prompt drawn by the seed in place of their own."""
         systems = self._config.systems
         if not messages or not systems:
             return messages
@@ -209,7 +207,7 @@ class Regeneration:
         return [Message("system", systems[drawn]), *messages] if systems[drawn] else messages
 
     def _advance(self) -> bool:
-        """Move the original's messages over up to the next answer to make; False if there is none."""
+        """Move the original's messages over up to the next answer to generate; return False if there is none."""
         while self._rest and not self._ended:
             message = self._rest.pop(0)
             if message.role == "assistant" and self._asked and "tool_calls" not in message.extra:
@@ -219,14 +217,14 @@ class Regeneration:
 
     @property
     def _asked(self) -> bool:
-        """Whether anyone but the system has spoken: a greeting of the assistant's is no answer."""
+        """Whether there is a user or tool message. Without one, a greeting of the assistant is not an answer."""
         return any(m.role not in ("system", "developer", "assistant") for m in self._messages)
 
 
 def _regenerations(
     engine: Engine, conversations: Iterable[Conversation], config: RegenerateConfig
 ) -> Iterator[Regeneration]:
-    """The conversations in order; those with the same prompt are told apart, so that answers differ."""
+    """Yield tasks in order. Repeated prompts are numbered, so that their answers differ."""
     seen: Counter[int] = Counter()
     for position, conversation in enumerate(conversations):
         key = conversation.prompt_key()

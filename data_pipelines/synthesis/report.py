@@ -1,4 +1,4 @@
-"""What tries to make up conversations came to, and why some of them cannot be used."""
+"""Count the results of tries, and decide whether questions and answers are usable."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from eagle_mlx.progress import counted
 from eagle_mlx.text import is_loop
 
 LEAST_WORDS = 3
-"""Words of a user's turn: with fewer it says nothing that an answer could be about."""
+"""Minimum number of words in a user turn."""
 LOOK = 128
-"""Tokens after which a text is looked at for loops, so that no time goes into the rest of one. As many as decide
-whether a prompt is left out of this project's figures."""
+"""Interval in tokens between checks for loops. Benchmarks leave out prompts by the same number."""
 _APOSTROPHE = "['\u2019]"
 _IM = f"i{_APOSTROPHE}m"
 _EXCUSE = rf"({_IM}|i am) sorry,? but|i apologi[sz]e|as an ai\b|{_IM} (just )?an ai\b"
 _UNABLE = rf"(({_IM}|i am) )?sorry,|i (can{_APOSTROPHE}t|cannot|can not|am unable|am not able|won{_APOSTROPHE}t)\b"
 _REFUSES = re.compile(rf"({_EXCUSE}|{_UNABLE}|{_IM} (unable|not able)\b)", re.IGNORECASE)
 _NO_USER = re.compile(rf"({_EXCUSE})", re.IGNORECASE)
-"""A user may well say what they cannot do."""
+"""Does not match refusals, since users may say what they cannot do."""
 _ANSWERS = re.compile(
     r"(sure[,!.]|certainly[,!.]|of course[,!.]|absolutely[,!.]|here (is|are) (a|an|the|some|your)\b|here's (a|an|the)\b"
     r"|i'd be happy to|i'm happy to|hello! how can i|how can i (help|assist) you|thank you for (asking|your question))",
@@ -29,21 +28,21 @@ _ANSWERS = re.compile(
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether a text repeats itself too much as a whole, or in any `LOOK` tokens from a multiple of that on."""
+    """Return whether a text loops as a whole, or in any block of `LOOK` tokens."""
     return is_loop(tokens) or loops_so_far(tokens)
 
 
 def loops_so_far(tokens: Sequence[int]) -> bool:
-    """What `loops` will say of the whole text, as far as it can be told while the text is written."""
+    """Return whether any complete block of `LOOK` tokens loops; this works on unfinished texts."""
     starts = range(0, len(tokens) - LOOK + 1, LOOK)
     return any(is_loop(tokens[start : start + LOOK]) for start in starts)
 
 
 def why_no_question(text: str, tokens: Sequence[int], ended: bool, special: Collection[int]) -> str | None:
-    """Why a user's turn cannot be used, as a field of `MakeReport`; None where it can.
+    """Return why a user turn is unusable, as a field of `MakeReport`, or None.
 
-    `tokens` are those of the turn without its end; `ended` whether it came to one; `special` the ids that stand in no
-    text that a user writes.
+    `tokens` excludes the end of turn, `ended` tells whether there was one, and `special` holds ids that users do not
+    write.
     """
     if not ended:
         return "endless"
@@ -59,7 +58,7 @@ def why_no_question(text: str, tokens: Sequence[int], ended: bool, special: Coll
 
 
 def why_no_answer(text: str, tokens: Sequence[int], special: Collection[int]) -> str | None:
-    """Why an answer cannot be used, as a field of `MakeReport`; None where it can. `tokens` are without the end."""
+    """Return why an answer is unusable, as a field of `MakeReport`, or None. `tokens` excludes the end of turn."""
     if any(token in special for token in tokens):
         return "markup"
     if not text.strip():
@@ -72,10 +71,10 @@ def why_no_answer(text: str, tokens: Sequence[int], special: Collection[int]) ->
 
 
 class Counts:
-    """A dataclass of counters, as plain values and back."""
+    """Base of a dataclass of counters, with conversion to plain values."""
 
     def add(self, counts: Sequence[int]) -> None:
-        """Add the fields of another of its kind, in their order."""
+        """Add another report's counts, in field order."""
         for own, count in zip(fields(self), counts, strict=True):  # type: ignore[arg-type]
             setattr(self, own.name, getattr(self, own.name) + count)
 
@@ -89,33 +88,33 @@ class MakeReport(Counts):
 
     tries: int = 0
     tokens: int = 0
-    """Of the conversations that were kept, template included."""
+    """Tokens of the kept conversations, including the template."""
     answers: int = 0
     answer_tokens: int = 0
     cut: int = 0
-    """Answers that ended at `max_tokens`; their conversations end there."""
+    """Answers cut at `max_tokens`; their conversations end there."""
     shortened: int = 0
-    """Conversations that were kept without the later turns that were planned, because one of those failed."""
+    """Conversations kept without later planned turns, because one of those failed."""
     heldout: int = 0
-    """Conversations on the held-out side."""
+    """Conversations in the held-out split."""
     endless: int = 0
-    """User's turns that did not end in time."""
+    """User turns that did not end in time."""
     markup: int = 0
-    """Turns with special tokens in them."""
+    """Turns with special tokens."""
     short: int = 0
-    """User's turns of hardly a word."""
+    """User turns with fewer than `LEAST_WORDS` words."""
     question_loops: int = 0
     no_user: int = 0
-    """User's turns that an assistant would say."""
+    """User turns that read like an assistant's."""
     silent: int = 0
     """Empty answers."""
     answer_loops: int = 0
     refusals: int = 0
     """Answers that refuse."""
     duplicates: int = 0
-    """Conversations that begin with what another begins with."""
+    """Conversations that begin like another."""
     late: int = 0
-    """Tries that the end of the time stopped before anything of them could be kept."""
+    """Tries stopped because time was up, with nothing to keep."""
 
     @property
     def failed(self) -> int:
@@ -123,7 +122,7 @@ class MakeReport(Counts):
         return sum(getattr(self, name) for name in _FAILURES)
 
     def summary(self) -> str:
-        """The counts in two lines."""
+        """Return the counts in two lines."""
         return (
             f"{counted(self.tries - self.failed, 'conversation')} of {counted(self.tokens, 'token')}, "
             f"{counted(self.answers, 'answer')} of "
@@ -133,7 +132,7 @@ class MakeReport(Counts):
         )
 
     def failures(self) -> str:
-        """What tries failed by, the most frequent first."""
+        """Return the reasons of failures, the most frequent first."""
         said = sorted(((getattr(self, name), text) for name, text in _FAILURES.items()), key=lambda each: -each[0])
         return ", ".join(f"{count:,} {text}" for count, text in said if count) or "none"
 

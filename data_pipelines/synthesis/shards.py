@@ -1,4 +1,4 @@
-"""Shards of conversations that a target makes up, with the hidden states of the forwards that wrote them."""
+"""Write shards of conversations that a target makes up, with the hidden states from generating them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, ShardWriter
 from eagle_mlx.shards.format import SUFFIX, decode, encode
 
 TOKENS_PER_SHARD = 4096
-"""As in a capture of conversations that are there already."""
+"""The same as for a capture of existing conversations."""
 
 
 @dataclass(frozen=True)
@@ -33,46 +33,46 @@ class ShardPlace:
 
 
 class ShardPlan:
-    """Which conversations make up which shard: those to learn from, in the order of their numbers."""
+    """Assigns training conversations to shards, in order of their numbers."""
 
     def __init__(self) -> None:
         self.groups: list[list[int]] = []
-        """The numbers in each shard that is full."""
+        """Numbers of the conversations in each full shard."""
         self.dropped: set[int] = set()
-        """Those that are not wanted."""
+        """Numbers of the tries that are not wanted."""
         self._open: list[int] = []
         self._tokens = 0
 
     def choose(self, number: int, tokens: int) -> None:
-        """A conversation of so many tokens is the next to learn from."""
+        """Add the next training conversation, with its number of tokens."""
         self._open.append(number)
         self._tokens += tokens
         if self._tokens >= TOKENS_PER_SHARD:
             self.finish()
 
     def drop(self, number: int) -> None:
-        """A try is not among those to learn from."""
+        """Exclude a try from training."""
         self.dropped.add(number)
 
     def finish(self) -> None:
-        """The next shard is full, or there are no more conversations."""
+        """Close the current shard."""
         if self._open:
             self.groups.append(self._open)
             self.write(len(self.groups) - 1)
         self._open, self._tokens = [], 0
 
     def write(self, index: int) -> None:
-        """A shard is full."""
+        """Write a full shard; does nothing here."""
 
 
 class MadeShards(ShardPlan):
-    """Examples on their way into shards.
+    """Writes examples to shards.
 
-    A sample waits in a file of its own until its shard is full; whoever goes on after an interruption finds it there.
+    Each sample waits in its own file until its shard is full, so it survives an interruption.
     """
 
     def __init__(self, place: ShardPlace, waiting: Path, shards: ShardWriter | None):
-        """`shards` is None where they are complete, and only the file of conversations is not."""
+        """Create the writer. `shards` is None if they are complete and only the file of conversations is not."""
         super().__init__()
         self._waiting, self._shards = waiting, shards
         self._meta = replace(place.meta, bits=16)
@@ -84,7 +84,7 @@ class MadeShards(ShardPlan):
         return sys.maxsize if shards is None else next(index for index in count() if index not in shards.files)
 
     def holds(self, number: int) -> bool:
-        """Whether a try's sample waits, whole."""
+        """Return whether a try's sample waits undamaged."""
         try:
             with safe_open(str(self._file(number)), "numpy"):
                 return True
@@ -92,11 +92,11 @@ class MadeShards(ShardPlan):
             return False
 
     def keep(self, number: int, sample: Example) -> None:
-        """Keep a sample until its shard is full, or `drop`. Raises OutputError where the disk refuses."""
+        """Keep a sample until its shard is full or it is dropped. Raises OutputError if writing fails."""
         path = self._file(number)
         part = path.with_name(path.name + PART)
         try:
-            part.write_bytes(encode([sample], self._meta))  # what a power cut takes is made again
+            part.write_bytes(encode([sample], self._meta))  # no fsync: a lost sample is made again
             part.replace(path)
         except OSError as e:
             part.unlink(missing_ok=True)
@@ -124,9 +124,9 @@ class MadeShards(ShardPlan):
 
 @contextmanager
 def open_shards(place: ShardPlace, made_from: Mapping[str, str]) -> Iterator[MadeShards]:
-    """The shards to be, which appear under their folder's name when the block ends well.
+    """Yield the shards; they appear in their folder once the block succeeds.
 
-    After an interruption those that are whole are there again. Raises OutputError as ShardWriter does.
+    After an interruption, complete shards are reused. Raises OutputError as ShardWriter does.
     """
     waiting = place.folder.absolute().with_name(place.folder.name + ".waiting")
     if (place.folder / MANIFEST).exists() and ShardReader(place.folder).manifest.made_from == made_from:

@@ -1,7 +1,7 @@
-"""Conversations that a target makes up by itself: it writes the user's turns, and answers them.
+"""Have a target make up conversations: it writes the user turns and answers them.
 
-The user's turns come as in Magpie (Xu et al. 2024, arXiv 2406.08464): the target is given its own chat template up to
-the place where the user speaks. A target without a chat template writes plain texts.
+User turns are generated as in Magpie (Xu et al. 2024, arXiv 2406.08464): the target continues its own chat template
+from where the user speaks. A target without a chat template writes plain texts.
 """
 
 from __future__ import annotations
@@ -33,26 +33,25 @@ A = TypeVar("A")
 
 @dataclass(frozen=True)
 class MakeConfig:
-    """How conversations are made up. Raises ConfigError, when it is made, for what cannot be."""
+    """How to make up conversations. Raises ConfigError on creation if a setting is invalid."""
 
     seed: int = 0
     domains: tuple[Domain, ...] = DOMAINS
     turns: tuple[float, ...] = (0.7, 0.2, 0.1)
-    """The shares of conversations in which the user is to speak once, twice, …"""
+    """Shares of conversations with one planned user turn, two, and so on."""
     user_temperature: float = 1.0
-    """Of the user's turns; Magpie's own scripts take 1."""
+    """For user turns; Magpie's scripts use 1."""
     user_top_p: float = 1.0
     user_tokens: int = 256
-    """Tokens by which a user's turn must have ended."""
+    """Maximum tokens of a user turn; longer ones are unusable."""
     temperatures: tuple[float, ...] = (0.0, 0.8)
-    """Of the answers; each conversation gets one of them. Magpie's scripts answer at 0, SpecForge's at 0.8: what is
-    served is both."""
+    """For answers; each conversation gets one. Magpie's scripts use 0, SpecForge's 0.8; heads serve both."""
     top_p: float = 1.0
-    """Of the answers."""
+    """For answers."""
     max_tokens: int = 512
-    """Of one answer."""
+    """Maximum tokens of an answer."""
     systems: tuple[str, ...] = ("",)
-    """System prompts to answer under, of which each conversation gets one; empty for the template's own."""
+    """System prompts for answers; each conversation gets one. "" keeps the template's own."""
 
     def __post_init__(self) -> None:
         for name in ("domains", "turns", "temperatures", "systems"):
@@ -65,7 +64,7 @@ class MakeConfig:
         self.question(UserPlace((), (), ()))
 
     def question(self, place: UserPlace) -> SamplingParams:
-        """How a user's turn is drawn."""
+        """Return the sampling parameters for a user turn."""
         return SamplingParams(
             temperature=self.user_temperature,
             top_p=self.user_top_p,
@@ -75,37 +74,37 @@ class MakeConfig:
         )
 
     def answer(self, temperature: float) -> SamplingParams:
-        """How an answer is drawn."""
+        """Return the sampling parameters for an answer."""
         return SamplingParams(temperature=temperature, top_p=self.top_p, max_tokens=self.max_tokens)
 
 
 class Try:
-    """A try to make something up, as a task of `run_tasks`: a function of the seed and its number alone."""
+    """A try to make up something, as a task of `run_tasks`. It depends only on the seed and its number."""
 
     domain: str
 
     def __init__(self, engine: Engine, config: MakeConfig, number: int):
         self.engine, self.config, self.number = engine, config, number
         self.report = MakeReport(tries=1)
-        """Of this try alone."""
+        """Counts of this try alone."""
         self.example: Example | None = None
-        """Its tokens with their hidden states, if the engine captures."""
+        """Tokens with their hidden states, if the engine captures them."""
         self.ended = False
         self._capture = engine.proposer if isinstance(engine.proposer, CapturingProposer) else None
 
     answering = True
-    """Whether the text being written is one to learn from."""
+    """Whether the text being generated is an answer."""
 
     def prompt(self) -> tuple[list[int], SamplingParams]:
-        """The tokens that the next text follows, and how it is drawn."""
+        """Return the tokens before the next text, and its sampling parameters."""
         raise NotImplementedError
 
     def add(self, request: RequestState, output: Output, said: list[int]) -> bool:
-        """Put a text into its place, `said` being its tokens without the end; return whether another one follows."""
+        """Add a text, where `said` is its tokens without the end of turn; return whether another text follows."""
         raise NotImplementedError
 
     def result(self) -> tuple[Conversation | None, int]:
-        """What came of it, None if it failed; and a hash of its beginning, which duplicates have in common."""
+        """Return the conversation, or None if the try failed, and a hash of its beginning to find duplicates."""
         raise NotImplementedError
 
     def fail(self, why: str) -> None:
@@ -141,7 +140,7 @@ class Try:
         self.fail("late")
 
     def answered(self, request: RequestState, output: Output, said: list[int], mask: list[int]) -> bool:
-        """Count an answer and take its hidden states; return False if it cannot be used. `mask` is the prompt's."""
+        """Count an answer and take its hidden states; return False if it is unusable. `mask` belongs to the prompt."""
         example = self._captured(request, [*mask, *([1] * len(request.tokens))]) if self._capture is not None else None
         why = why_no_answer(output.text, said, self._special)
         if why is not None:
@@ -164,7 +163,7 @@ class Try:
         return frozenset(self.engine.target.tokenizer.all_special_ids)
 
     def _captured(self, request: RequestState, mask: list[int]) -> Example:
-        """The tokens with the states of the forwards that read and wrote them. Raises DataError if some are missing."""
+        """Return the tokens with their captured hidden states. Raises DataError if some are missing."""
         assert self._capture is not None
         states = self._capture.take(request.prompt, request.tokens)
         if states is None:
@@ -173,7 +172,7 @@ class Try:
 
 
 class ConversationTry(Try):
-    """A conversation of which a target with a chat template writes both sides."""
+    """A conversation in which a target with a chat template writes both sides."""
 
     def __init__(
         self,
@@ -183,7 +182,7 @@ class ConversationTry(Try):
         tokenizer: TokenizerWrapper,
         domains: tuple[Domain, ...],
     ):
-        """`domains`: those that `steerable` finds, of which the try's number draws one."""
+        """Draw the settings from the try's number, and one of `domains`, which come from `steerable`."""
         super().__init__(engine, config, number)
         self._tokenizer = tokenizer
 
@@ -196,23 +195,23 @@ class ConversationTry(Try):
         domain = domains[_drawn([d.weight for d in domains], share("domain"))]
         self.domain, self._steering = domain.name, domain.system
         self.turns = 1 + _drawn(config.turns, share("turns"))
-        """The user's turns that are planned."""
+        """Number of planned user turns."""
         self.system = one_of("system", config.systems)
         self.temperature = one_of("temperature", config.temperatures)
         self._opening = one_of("opening", domain.openings)
         self.messages: list[Message] = []
-        """Without a system prompt. The user's word is the last while it is answered."""
+        """Messages without a system prompt. While an answer is generated, the last is the user's."""
         self.kept = 0
-        """Messages up to the last answer that is good."""
+        """Number of messages up to the last usable answer."""
 
     @property
     def answering(self) -> bool:  # type: ignore[override]
-        """Whether the next to speak is the assistant."""
+        """Whether the next turn is the assistant's."""
         return bool(self.messages) and self.messages[-1].role == "user"
 
     @property
     def begun(self) -> str:
-        """What the user's next turn begins with."""
+        """The given beginning of the next user turn."""
         return "" if self.messages else self._opening
 
     def under(self, system: str) -> list[Message]:
@@ -232,7 +231,7 @@ class ConversationTry(Try):
         return follows and self._fits()
 
     def fail(self, why: str) -> None:
-        """End the conversation before the turn that failed, or altogether if it is the first."""
+        """End the conversation before the failed turn; fail if it is the first."""
         if self.kept:
             self.report.shortened += 1
         else:
@@ -249,7 +248,7 @@ class ConversationTry(Try):
     def _add_question(self, output: Output, said: list[int]) -> bool:
         text = (self.begun + output.text).strip()
         why = why_no_question(text, said, output.finish_reason == "stop", self._special)
-        if why is None and not output.text.strip():  # an opening alone
+        if why is None and not output.text.strip():  # only the opening
             why = "short"
         if why is not None:
             self.fail(why)
@@ -266,7 +265,7 @@ class ConversationTry(Try):
         return output.finish_reason != "length" and self.kept // 2 < self.turns
 
     def _mask(self, prompt: list[int]) -> list[int]:
-        """The loss mask of a prompt: 1 on the answers in it."""
+        """Return the loss mask of a prompt: 1 on its answers."""
         if not self.kept:
             return [0] * len(prompt)
         rendered = render(self._tokenizer, Conversation(tuple(self.under(self.system))))
@@ -275,7 +274,7 @@ class ConversationTry(Try):
         return [*mask, *([0] * (len(prompt) - len(mask)))]
 
     def _fits(self) -> bool:
-        """Whether the next turn has room in the target's context."""
+        """Return whether the next turn fits in the target's context."""
         room = self.config.max_tokens if self.answering else self.config.user_tokens
         used = self.report.tokens + (self.config.user_tokens if self.answering else 0)
         fits = used + room < self.engine.target.context_length or not self.kept
@@ -285,16 +284,15 @@ class ConversationTry(Try):
 
 
 class TextTry(Try):
-    """A plain text, which a target without a chat template writes from its beginning on.
+    """A plain text from a target without a chat template.
 
-    It is drawn as a user's turns are, so that texts are as varied as the target has them: at temperature 0 all would be
-    one.
+    It uses the sampling parameters of user turns, so that texts vary; at temperature 0, all would be the same.
     """
 
     domain = "text"
 
     def __init__(self, engine: Engine, config: MakeConfig, number: int, begin: list[int]):
-        """`begin`: the tokens of `beginning`."""
+        """Create the try; `begin` are the tokens of `beginning`."""
         super().__init__(engine, config, number)
         self._begin, self._text = begin, ""
 
@@ -316,11 +314,10 @@ class TextTry(Try):
 
 
 def tries(engine: Engine, config: MakeConfig) -> Callable[[int], Try]:
-    """What gives the try of a number: a conversation, or a text if the target has no chat template.
+    """Return a function that creates the try with a given number: a conversation, or a text without a chat template.
 
-    If the engine's proposer is a CapturingProposer, whose last layer must be the target's, each comes with the hidden
-    states of the forwards that wrote it. Raises TargetError for a target that cannot speak as its user, or that has no
-    tokenizer.
+    If the engine's proposer is a CapturingProposer that captures the target's last layer, tries have hidden states.
+    Raises TargetError if the chat template does not let the target write user turns, or if there is no tokenizer.
     """
     target = engine.target
     tokenizer = target.tokenizer
@@ -334,14 +331,13 @@ def tries(engine: Engine, config: MakeConfig) -> Callable[[int], Try]:
 
 
 def beginning(tokenizer: TokenizerWrapper, name: str) -> list[int]:
-    """The tokens that a text begins with; `name` is the target's, for the error message.
+    """Return the tokens at the beginning of a text; `name` is the target's, for the error message.
 
-    They are those that the tokenizer puts in front of every text; where it puts none, its token for the beginning of a
-    text; where it has none, the one for the end, which stands between the texts that such models were trained on.
-    Raises TargetError where it has neither.
+    These are the tokens that the tokenizer adds before every text, else its BOS token, else its EOS token, which
+    separates texts in training. Raises TargetError if there is none.
     """
     before: list[int] = list(tokenizer.encode(""))
-    while before and before[-1] == tokenizer.eos_token_id:  # some put the end behind every text as well
+    while before and before[-1] == tokenizer.eos_token_id:  # some tokenizers also append EOS
         before.pop()
     if before:
         return before
@@ -355,6 +351,6 @@ def beginning(tokenizer: TokenizerWrapper, name: str) -> list[int]:
 
 
 def _drawn(weights: tuple[float, ...] | list[float], share: float) -> int:
-    """The index at which a share, 0 to 1, of all weights is reached."""
+    """Return the index at which `share` (0 to 1) of the total weight is reached."""
     sums = list(accumulate(weights))
     return min(bisect.bisect_right(sums, share * sums[-1]), len(sums) - 1)

@@ -1,4 +1,4 @@
-"""The user's turns that a target writes: what they are about, and where in the chat template they begin."""
+"""User turns that a target writes: their domains, and where they begin in the chat template."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from eagle_mlx.files import read_yaml
 from ..conversation import Message
 
 FILE = Path(__file__).parent / "domains.yaml"
-"""The project's own domains."""
+"""The default domains."""
 
 
 @dataclass(frozen=True)
 class Domain:
-    """A kind of conversation. Raises ConfigError, when it is made, for a weight that cannot be."""
+    """A kind of conversation. Raises ConfigError on creation if the weight is invalid."""
 
     name: str
     weight: float
-    """Its share of the conversations, relative to the other weights."""
+    """Share of the conversations, relative to the other weights."""
     system: str = ""
-    """The system prompt that a user turn is written under; empty for the chat template's own. No answer sees it."""
+    """System prompt for generating user turns; "" keeps the template's own. Answers do not see it."""
     openings: tuple[str, ...] = ("",)
-    """What the first user turn begins with: each conversation gets one of them."""
+    """Beginnings of the first user turn; each conversation gets one."""
 
     @property
     def messages(self) -> list[Message]:
-        """What stands in front of the user's first turn."""
+        """The messages before the first user turn."""
         return [Message("system", self.system)] if self.system else []
 
     def __post_init__(self) -> None:
@@ -43,9 +43,9 @@ class Domain:
 
 
 def read_domains(file: Path) -> tuple[Domain, ...]:
-    """The domains of a YAML file: under each name a weight, and if need be a system prompt and openings.
+    """Read domains from a YAML file: under each name a weight, and optionally a system prompt and openings.
 
-    Raises ConfigError, naming the file and the domain, for what cannot be used.
+    Raises ConfigError, with the file and the domain, if something is invalid.
     """
     found = read_yaml(file, "file of domains")
     if not isinstance(found, dict) or not found:
@@ -57,9 +57,9 @@ def read_domains(file: Path) -> tuple[Domain, ...]:
 
 
 def choose_domains(wishes: Sequence[str], file: Path = FILE) -> tuple[Domain, ...]:
-    """The domains of a file that are named by `NAME` or `NAME=WEIGHT`; all where none is.
+    """Return a file's domains selected by `NAME` or `NAME=WEIGHT`; all if there is no selection.
 
-    Raises ConfigError for a name, a weight or a file that cannot be used.
+    Raises ConfigError if a name, a weight or the file is invalid.
     """
     domains = read_domains(file)
     if not wishes:
@@ -98,31 +98,28 @@ DOMAINS = read_domains(FILE)
 
 
 _MARKS = ("\ue0f0\ue0f1", "\ue0f2 \ue0f3\ue0f4")
-"""Private-use characters that stand for the user's words. Two, of different make: a place that depends on the words is
-none where other words can be written."""
+"""Private-use characters in place of the user's text. Two kinds detect templates that depend on the text."""
 
 
 @dataclass(frozen=True)
 class UserPlace:
-    """Where the user's words begin, and how they end."""
+    """Where a user turn begins, and how it ends."""
 
     tokens: tuple[int, ...]
-    """All that stands in front of them."""
+    """All tokens before the user's text."""
     stop_token_ids: tuple[int, ...]
-    """The special token that the template puts after them. The model's own end-of-sequence tokens end a turn too."""
+    """The special token after the user's text. The model's own end tokens end a turn too."""
     stop: tuple[str, ...]
-    """The text that the template puts after them, if it does not begin with a special token."""
+    """The text after the user's text, if it does not begin with a special token."""
 
 
 def find_user_place(
     tokenizer: TokenizerWrapper, messages: Sequence[Message], name: str, opening: str = ""
 ) -> UserPlace:
-    """The place of the user's next turn behind `messages`; `name` is the target's, for error messages.
+    """Return the place of the next user turn after `messages`; `name` is the target's, for error messages.
 
-    With an `opening` it is the place behind these words, with which the user's turn begins.
-
-    Raises TargetError, with what to do instead, where the template refuses the conversation, hides or changes what was
-    said before, or puts something else in front of other words.
+    With an `opening`, the place is after these words. Raises TargetError, with what to do instead, if the template
+    refuses the conversation, hides or changes earlier messages, or depends on the user's text.
     """
     found = {_around(tokenizer, messages, mark, name) for mark in _MARKS}
     if len(found) != 1:
@@ -130,7 +127,7 @@ def find_user_place(
     before, after = found.pop()
     if hidden := [m for m in messages if m.content.strip() and m.content.strip() not in before]:
         raise _closed(name, f"it does not show what the {hidden[0].role} says in front of the user's turn")
-    # A space at the end would be a token by itself, which no text that the model has read begins with.
+    # A trailing space would be a token of its own, and no text in training begins that way.
     tokens = tuple(tokenizer.encode(before + opening if opening else before.rstrip(" "), add_special_tokens=False))
     if not tokens:
         raise _closed(name, "it puts nothing in front of the user's words, so there is nothing to continue")
@@ -141,11 +138,11 @@ def find_user_place(
 
 
 def _around(tokenizer: TokenizerWrapper, messages: Sequence[Message], mark: str, name: str) -> tuple[str, str]:
-    """Return what the template puts before the user's words, and after them up to the answer."""
+    """Return the template's text before the user's text, and after it up to the answer."""
     chat = [*(m.as_dict() for m in messages), {"role": "user", "content": mark}]
     try:
         text: str = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    except Exception as e:  # whatever a template raises
+    except Exception as e:  # templates may raise anything
         raise _closed(name, f"it refuses the conversation: {e}") from e
     before, found, after = text.partition(mark)
     if not found or mark in after:
@@ -161,9 +158,9 @@ def _closed(name: str, why: str) -> TargetError:
 
 
 def steerable(tokenizer: TokenizerWrapper, domains: tuple[Domain, ...], name: str) -> tuple[Domain, ...]:
-    """The domains that the template lets something steer: their system prompt, or else their openings alone.
+    """Return the domains that the template supports: with their system prompt, else with their openings alone.
 
-    Those that have neither need none. Raises TargetError, as `find_user_place` does, where there are no such domains.
+    Domains without either need no support. Raises TargetError, as `find_user_place` does, if none is left.
     """
     usable: list[Domain] = []
     refused: TargetError | None = None
