@@ -1,4 +1,4 @@
-"""What all commands share: flags from groups of settings, stopping when asked to, and one way to end."""
+"""Shared by all commands: flags from groups of settings, handling of signals, and exit codes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DefaultText = Callable[[Setting], str]
 
 
 class Stopped(KeyboardInterrupt):
-    """The process was asked to end, by Ctrl-C or by SIGTERM. The text, if any, says what is kept."""
+    """Raised by Ctrl-C or SIGTERM. Its message, if any, says what is kept."""
 
     def __init__(self, number: int = signal.SIGINT):
         super().__init__()
@@ -36,8 +36,8 @@ class Stopped(KeyboardInterrupt):
 class Stop:
     """Turns SIGINT and SIGTERM into Stopped.
 
-    It is raised at once; in a block of `deferred`, at the next call of `check` instead. After the first signal the
-    system's own handling is back, so that a second one ends the process whatever it does.
+    It is raised at once, or in a `deferred` block at the next `check`. After the first signal, default handling is
+    restored, so a second signal always ends the process.
     """
 
     def __init__(self) -> None:
@@ -46,12 +46,12 @@ class Stop:
 
     @property
     def asked(self) -> bool:
-        """Whether a signal has come."""
+        """Whether a signal has arrived."""
         return self._number is not None
 
     @contextmanager
     def listening(self) -> Generator[None, None, None]:
-        """Take the signals within the block. Only the main thread can; elsewhere nothing changes."""
+        """Handle signals within the block. Does nothing outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -64,19 +64,19 @@ class Stop:
 
     @contextmanager
     def deferred(self) -> Generator[None, None, None]:
-        """What is in the block is not torn: a signal waits for `check`."""
+        """Defer signals within the block until the next `check`."""
         with self._set(True):
             yield
 
     @contextmanager
     def immediate(self) -> Generator[None, None, None]:
-        """What is in the block may be given up at any point, even within a block of `deferred`."""
+        """Raise Stopped at any point within the block, even inside a `deferred` block."""
         with self._set(False):
             self.check()
             yield
 
     def check(self) -> None:
-        """Raise Stopped if a signal has come."""
+        """Raise Stopped if a signal has arrived."""
         if self._number is not None:
             raise Stopped(self._number)
 
@@ -97,9 +97,9 @@ class Stop:
 
 
 def exit_code(work: Callable[[], int | None], kept: str = "") -> int:
-    """Do a command's work: its own status or 0, 2 after an error that the user can fix, 130 or 143 when interrupted.
+    """Run a command; return its status or 0, 2 for an error that the user can fix, 130 or 143 if interrupted.
 
-    `kept`: what to say of an interruption that says nothing itself. A reader that closes the pipe is no error.
+    `kept` is the message for an interruption without one. A closed pipe is not an error.
     """
     try:
         return work() or 0
@@ -111,21 +111,21 @@ def exit_code(work: Callable[[], int | None], kept: str = "") -> int:
         print(f"interrupted; {said}" if said else "interrupted", file=sys.stderr)
         return e.exit_code if isinstance(e, Stopped) else 130
     except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123  (what is left goes nowhere)
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123  (discards remaining output)
         return 0
 
 
 def arguments(argv: Sequence[str] | None) -> list[str]:
-    """What a command was given: `argv`, or what the process was started with."""
+    """Return `argv`, or the process's arguments."""
     return list(sys.argv[1:] if argv is None else argv)
 
 
 def read(
     options: type[Options], argv: Sequence[str] | None, prog: str, about: str, epilog: str | None = None
 ) -> Options:
-    """A command's settings from its flags. Raises ConfigError, and SystemExit for flags that are none and for --help.
+    """Parse a command's settings. Raises ConfigError, or SystemExit for unknown flags and --help.
 
-    `about` and `epilog` stand before and after the flags in the help.
+    `about` and `epilog` come before and after the flags in the help.
     """
     parser = new_parser(prog, about, epilog)
     add_flags(parser, options)
@@ -133,7 +133,7 @@ def read(
 
 
 def new_parser(prog: str, about: str, epilog: str | None = None, usage: str | None = None) -> argparse.ArgumentParser:
-    """A parser that shows its texts as they are written and keeps only the flags that were given."""
+    """Return a parser that keeps line breaks in its texts and stores only given flags."""
     return argparse.ArgumentParser(
         prog=prog,
         usage=usage,
@@ -145,7 +145,7 @@ def new_parser(prog: str, about: str, epilog: str | None = None, usage: str | No
 
 
 class Subcommands:
-    """The commands of a command, each with settings of its own."""
+    """Subcommands, each with its own settings."""
 
     def __init__(self, parser: argparse.ArgumentParser, metavar: str = "COMMAND"):
         self._parser = parser
@@ -153,29 +153,29 @@ class Subcommands:
         self._known: dict[str, tuple[type[Group], Callable[[Any], int | None]]] = {}
 
     def add(self, name: str, options: type[Options], work: Callable[[Options], int | None], about: str) -> None:
-        """A command that does `work` with its settings."""
+        """Add a command that calls `work` with its settings."""
         raw = argparse.RawDescriptionHelpFormatter
         part = self._parts.add_parser(name, description=about, formatter_class=raw, argument_default=argparse.SUPPRESS)
         add_flags(part, options)
         self._known[name] = options, work
 
     def parse(self, argv: Sequence[str]) -> Callable[[], int | None]:
-        """What is to be done. Its call raises ConfigError for settings that cannot be."""
+        """Return a function that runs the command. It raises ConfigError if settings are invalid."""
         values = vars(self._parser.parse_args(argv))
         options, work = self._known[values.pop("command")]
         return lambda: work(options.of(**values))
 
 
 def default_text(known: Setting) -> str:
-    """What a flag's help says of its default; nothing of None, False and of what must be given."""
+    """Return the default for a flag's help; "" for None, False and required settings."""
     unsaid = (None, False, REQUIRED)
     return "" if any(known.default is each for each in unsaid) else shown(known.default)
 
 
 def add_flags(parser: argparse.ArgumentParser, group: type[Group], say: DefaultText = default_text) -> None:
-    """Every setting of a group as a flag; those of each group within it under a heading of their own.
+    """Add a flag for each setting, with a heading for each inner group.
 
-    A flag that is not given leaves nothing in the namespace. `say`: what the help says of a default.
+    Flags that are not given do not appear in the namespace. `say` formats the default for the help.
     """
     _add(parser, parser, group, say)
 
@@ -198,7 +198,7 @@ def _add_one(to: argparse._ActionsContainer, known: Setting, say: DefaultText) -
         return
     how |= {"dest": known.name}
     flags = [name if name.startswith("-") else flag(name) for name in (flag(known.name), *known.also)]
-    if known.type is bool and known.default is False:  # --no-x is there too, for what a file of settings says
+    if known.type is bool and known.default is False:  # a file of settings may say true, so --no-x exists too
         to.add_argument(*flags, action="store_true", **how)
         to.add_argument(f"--no-{flags[0][2:]}", action="store_false", **{**how, "help": argparse.SUPPRESS})
         return
@@ -206,7 +206,7 @@ def _add_one(to: argparse._ActionsContainer, known: Setting, say: DefaultText) -
 
 
 def _argument(known: Setting) -> dict[str, Any]:
-    """What argparse's `add_argument` needs to read a setting's value."""
+    """Return `add_argument`'s options for a setting's value."""
     if known.type is bool:
         return {"action": argparse.BooleanOptionalAction}
     several = typing.get_origin(known.type) is tuple
@@ -231,7 +231,7 @@ def _argument(known: Setting) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value of a setting, for people."""
+    """Format a setting's value for people."""
     if value is True:
         return "on"
     if isinstance(value, tuple):

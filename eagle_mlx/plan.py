@@ -1,4 +1,4 @@
-"""What a round is to draft and what it came to: two values of plain numbers, which can be logged, replayed and sent."""
+"""The plan of a round and its result, as plain numbers that can be logged, replayed and sent."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 CONFIDENCE_LAG = 2
-"""An early exit looks at the confidence of the token so many before the newest: the device drafts those meanwhile, so
-that it does not wait for the host."""
+"""An early exit uses the confidence of the token this many steps before the newest. The device drafts meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -15,15 +14,15 @@ class Plan:
     """What the next round drafts for each row: nothing, a chain, or a tree."""
 
     depth: int
-    """Tokens of a chain, or levels of a tree; 0 decodes plainly."""
+    """Tokens of a chain, or levels of a tree; 0 is plain decoding."""
     nodes: int = 0
-    """Tokens of a tree; a chain where they are not more than `depth`."""
+    """Tokens of a tree; a chain if not more than `depth`."""
     stop_below: float | None = None
-    """A chain ends early where its confidence falls below this; None drafts all of it."""
+    """End a chain early when its confidence falls below this; None drafts all of it."""
     lookup: bool | None = None
-    """Where n-grams know how the text goes on beside a model: whether they draft. None where there is no choice."""
+    """Whether n-grams draft instead of the model; None if there is no choice."""
     baseline: float | None = field(default=None, compare=False)
-    """Of an exploration: the tokens per second and row that the best plan is expected to give."""
+    """For an exploration, the tokens per second and row expected of the best plan."""
 
     @property
     def is_tree(self) -> bool:
@@ -31,63 +30,62 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Draft tokens that the target reads."""
+        """Number of draft tokens that the target reads."""
         return self.nodes if self.is_tree else self.depth
 
     def cut(self, most: int) -> Plan:
-        """The same where no row has a use for more than `most` tokens below one another."""
+        """Return the plan limited to a depth of `most`."""
         if most >= self.depth:
             return self
         return replace(self, depth=most, nodes=self.nodes if self.is_tree else 0) if most > 0 else PLAIN
 
 
 PLAIN = Plan(0)
-"""A round in which nothing is drafted."""
+"""A round without drafting."""
 
 
 @dataclass(frozen=True)
 class Abilities:
-    """What proposer and rows allow in the next round."""
+    """What the proposer and the rows can do in the next round."""
 
     trees: bool = False
     early_exit: bool = False
     lookup: bool = False
-    """N-grams know how most of the rows' texts go on, and could draft in place of a model."""
+    """Whether n-grams match in most rows, and could draft instead of a model."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a policy is told before a round."""
+    """A policy's input before a round."""
 
     rows: int
     can: Abilities = Abilities()
     group: int = 0
-    """The number of the group of rows that the round is for."""
+    """Index of the round's group of rows."""
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What a round came to, row by row."""
+    """The result of a round, by row."""
 
     plan: Plan
-    """What was drafted by, cut to what the rows had a use for."""
+    """The plan, cut to what the rows could use."""
     drafted: Sequence[int]
-    """Draft tokens of a chain, levels of a tree."""
+    """Draft tokens of a chain, or levels of a tree."""
     accepted: Sequence[int]
-    """Draft tokens that the verify kept."""
+    """Draft tokens that the verify accepted."""
     taken: Sequence[int]
-    """Tokens that the row took, the bonus token included: fewer than the verify gave where the row ended."""
+    """Tokens added to the row, including the bonus token. Fewer than the verify gave if the row ended."""
     seconds: float
-    """From the end of what came before it; drafting and the host's work are part of it, prompts are not."""
+    """Time since the end of the previous work; includes drafting and the host's work, not prefill."""
     draft_seconds: float | None = None
-    """What drafting took of it, by the share that it had when that was last measured."""
+    """Time spent drafting, estimated from its last measured share."""
     paths: Sequence[Sequence[int]] = ()
-    """Of trees: the numbers, from 0 on and the likeliest first, of the draft tokens that were kept."""
+    """For trees, the indices of accepted draft tokens, where 0 is the most likely token."""
     confidences: Sequence[Sequence[float]] = ()
-    """Of early exits: for each time that the proposer looked, the confidence of every row. The i-th look decides
-    whether the draft token number i + 1 + CONFIDENCE_LAG, from 0 on, is drafted."""
+    """For early exits, each row's confidence at each check. Check i decides on draft token i + 1 + CONFIDENCE_LAG."""
     group: int = 0
-    """The number of the group of rows that decoded."""
+    """Index of the group of rows."""
 
     @property
     def rows(self) -> int:

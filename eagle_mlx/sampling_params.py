@@ -1,4 +1,4 @@
-"""What a request may ask of the tokens that are drawn for it, and of where they end."""
+"""Sampling parameters of a request, and its stop conditions."""
 
 from __future__ import annotations
 
@@ -15,72 +15,71 @@ Acceptance = Literal["auto", "coupled", "rejection", "threshold"]
 Rule = Literal["greedy", "coupled", "rejection", "threshold"]
 
 COLDEST = 1e-5
-"""Temperatures below this one are greedy: dividing by them would leave the range of float32."""
+"""Lower temperatures are greedy, since dividing by them would overflow float32."""
 MOST_LOGPROBS = 20
 
 _MOST_ID = 2**31 - 1
 
 LogitsProcessor = Callable[[list[int], mx.array], mx.array]
-"""(prompt and text so far, logits [1, V]) -> logits [1, V], as in mlx-lm.
+"""Takes the prompt with the text so far and logits [1, V]; returns logits [1, V], as in mlx-lm.
 
-It is called for every position that is verified, also behind draft tokens that are then refused, so it must not count
-its calls; it must neither keep nor change the list.
+It is called for every verified position, including those after rejected draft tokens, so it must not count its calls.
+It must neither keep nor change the list.
 """
 
 
 StopWatcher = Callable[[int], bool]
-"""Takes each token of a text in turn, accepted ones alone; true ends the text with this token."""
+"""Called with each accepted token in turn; returning true ends the text with this token."""
 
 
 class Grammar(Protocol):
-    """Which tokens may come next in one row's text; matchers of llguidance and xgrammar take three lines to adapt.
+    """The tokens allowed next in one row. Matchers of llguidance and xgrammar need three lines to adapt.
 
-    Between rounds it stands behind the row's accepted tokens. Within one it is advanced over the draft, asked at each
-    position, and rolled back. (States as values would need no rolling back, but a matcher's state is expensive to copy
-    and cheap to undo.)
+    Between rounds, it has seen the row's accepted tokens. In a round, it advances over the draft, gives a mask at each
+    position, and is rolled back. Matchers are expensive to copy but cheap to roll back.
     """
 
     def mask(self) -> mx.array:
-        """[V] bool, the tokens allowed next; end-of-sequence tokens where the text may end, none where it must."""
+        """Return the allowed tokens, [V] bool: end tokens are allowed if the text may end; nothing is if it must."""
         ...
 
     def advance(self, token: int) -> bool:
-        """Take a token; False, without a change, where it is not allowed. A token that ends the text is not passed."""
+        """Add a token; return False, without a change, if it is not allowed. Tokens that end the text are not added."""
         ...
 
     def rollback(self, count: int) -> None:
-        """Undo the last `count` tokens taken."""
+        """Undo the last `count` tokens."""
         ...
 
 
 @runtime_checkable
 class AsyncGrammar(Grammar, Protocol):
-    """A grammar that finds its masks elsewhere, in a thread or a process, while the target reads the draft.
+    """A grammar that computes its masks in a thread or process while the target reads the draft.
 
-    A row whose masks are late sits the round out, and the others go on. Between `ask` and an answer that is not None
-    nothing else is called.
+    If a row's masks are late, it sits out the round while the others continue. Between `ask` and an answer that is not
+    None, nothing else is called.
     """
 
     def ask(self, draft: Sequence[int]) -> None:
-        """Begin to find the masks along a draft, which holds no token that ends the text; wait for nothing."""
+        """Start computing the masks along a draft, which has no token that ends the text; do not block."""
         ...
 
     def answer(self, seconds: float) -> list[mx.array] | None:
-        """The masks at the draft's positions, each [V] bool, up to its first illegal token; the grammar stands where it
-        stood. None where they are not there after so many seconds. It may be called again either way. An answer without
-        masks, or a mask of another shape, ends the request with an error.
+        """Return the masks [V] bool at the draft's positions, up to its first illegal token, with the state unchanged.
+
+        Returns None if they are not ready within `seconds`. It may be called again in both cases. An empty answer, or a
+        mask of another shape, ends the request with an error.
         """
         ...
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request wants its tokens drawn. Raises ConfigError, with the field's name, for a value out of range.
+    """Sampling parameters of one request. Raises ConfigError, with the field's name, if a value is out of range.
 
-    The target's logits go through repetition penalty, frequency and presence penalty, logit bias, logits processors
-    and grammar, in this order, each seeing the text that plain decoding would have had at that position. Then come
-    the filters, in the order temperature, top_k, top_p, min_p, each applied to what the one before it left; tokens that
-    tie with the last one kept are kept too.
+    The target's logits pass through repetition penalty, frequency and presence penalty, logit bias, logits processors
+    and grammar, in this order. Each sees the same text as in plain decoding. Then come temperature, top_k, top_p and
+    min_p, each applied to the remaining tokens. Ties with the last token kept are kept too.
     """
 
     temperature: float = 0.0
@@ -90,58 +89,58 @@ class SamplingParams:
     top_p: float = 1.0
     """Keep the fewest most likely tokens whose probabilities reach this sum; 1 keeps all."""
     min_p: float = 0.0
-    """Keep the tokens at least this fraction as likely as the likeliest; 0 keeps all."""
+    """Keep tokens at least this fraction as likely as the most likely one; 0 keeps all."""
     seed: int | None = None
-    """With coupled acceptance the same seed gives the same tokens, in any company and at any draft length."""
+    """With coupled acceptance, the same seed gives the same tokens in any batch and at any draft length."""
     max_tokens: int = 256
-    """Tokens to generate at most."""
+    """Maximum number of tokens to generate."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the text, beside the model's own end-of-sequence tokens."""
+    """Tokens that end the text, in addition to the model's own end-of-sequence tokens."""
     acceptance: Acceptance = "auto"
-    """How drafts are accepted when sampling; auto: coupled with a seed, rejection without. Both are lossless.
+    """How drafts are accepted when sampling. `auto` is coupled with a seed, rejection without; both are lossless.
 
-    With an `AsyncGrammar` rejection becomes coupled, because drafts may be dropped while masks are late. A request
-    without a seed gets a random one. That costs 7 to 9 % of a model's accepted drafts, and none of those of n-grams
-    (simulated over peaked distributions of 1,000 tokens).
+    With an `AsyncGrammar`, rejection becomes coupled, because drafts may be dropped while masks are late; a request
+    without a seed gets a random one. That costs 7 to 9 % of a model's accepted drafts, and none of n-grams' (simulated
+    over peaked distributions of 1,000 tokens).
 
-    `threshold` is **not**: it keeps every draft token that the target finds likely enough, so that the text follows the
-    proposer as well, and depends on what it drafts.
+    `threshold` is **not** lossless: it keeps every draft token that the target finds likely enough, so the text depends
+    on the draft.
     """
     num_speculative_tokens: int | None = None
-    """Draft tokens a round at most, fewer than the policy's number where that is higher; 0 drafts none."""
+    """Maximum number of draft tokens per round, if lower than the policy's; 0 drafts none."""
     ngrams_only: bool = False
-    """Let n-grams alone draft for this request if the proposer has them and a model. The text stays the same."""
+    """Draft with n-grams alone for this request if the proposer has both n-grams and a model. The text is the same."""
     threshold: float = 0.3
-    """The least probability of a draft token that `threshold` acceptance keeps; where greedy, only the argmax is."""
+    """Minimum probability of a draft token for `threshold` acceptance. Greedy decoding accepts only the argmax."""
     ignore_eos: bool = False
-    """Generate on after an end-of-sequence token. Nothing can follow one in a text with a grammar: it ends anyway."""
+    """Continue after an end-of-sequence token. A text with a grammar still ends there."""
     stop: tuple[str, ...] = ()
-    """Strings that end the text, which is cut before the earliest; the token that completes one is the last."""
+    """Strings that end the text, which is cut before the earliest. The token that completes it is the last."""
     stop_watcher: Callable[[], StopWatcher] | None = None
-    """Makes what watches the text for its end. It sees no draft, so it costs no wait for the device.
+    """Creates a watcher that can end the text. It sees only accepted tokens, so it needs no extra sync.
 
     The text keeps the token that ends it. A watcher that raises ends its own request with an error.
     """
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in the prompt or the text (CTRL, 2019); 1 is off."""
+    """Divides positive and multiplies negative logits of tokens in the prompt or text (CTRL, 2019); 1 is off."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens in the generated text."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for every time that it is in the generated text."""
+    """Subtracted from a token's logit for each time it occurs in the generated text."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Added to the logits of these tokens."""
     logits_processors: tuple[LogitsProcessor, ...] = ()
-    """Callables on the host. They cost a second wait for the device in each round of the batch."""
+    """Callables on the host. They cost a second sync in each round of the batch."""
     grammar: Callable[[], Grammar] | None = None
-    """Makes the grammar that the text must follow. Costs a second wait a round, as processors do.
+    """Creates the grammar that the text must follow. Costs a second sync per round, as processors do.
 
-    The finish reason is `stop` only where the grammar allowed the text to end; a grammar that contradicts its own mask
-    ends the row with an error.
+    The finish reason is `stop` only if the grammar allowed the text to end. A grammar that contradicts its own mask
+    ends the request with an error.
     """
     logprobs: bool = False
-    """Report the target's own log probability of every token: of its logits as they are, whatever stands above."""
+    """Report each token's log probability, from the target's unmodified logits."""
     top_logprobs: int = 0
-    """Report so many of the target's likeliest tokens at every position too; implies logprobs."""
+    """Number of most likely tokens to report at every position; implies logprobs."""
 
     def __post_init__(self) -> None:
         for name in ("stop_token_ids", "logits_processors"):
@@ -185,7 +184,7 @@ class SamplingParams:
 
     @property
     def rule(self) -> Rule:
-        """The rule by which this request's drafts are accepted."""
+        """The acceptance rule for this request's drafts."""
         if self.temperature < COLDEST or self.top_k == 1:
             return "greedy"
         if self.acceptance == "auto":

@@ -1,7 +1,7 @@
-"""Settings declared once: a field of a frozen dataclass carries its default, help, limits and the name of its flag.
+"""Settings declared once: a dataclass field with its default, help, limits and flag name.
 
-A group is such a dataclass; a group may hold groups. Command lines (`command.py`), YAML files and saved runs all fill
-groups by the names of the settings, which are unique over all groups that a command uses.
+A group is a frozen dataclass of settings and may contain other groups. Command lines (`command.py`), YAML files and
+saved runs fill groups by setting name. Names are unique among all groups of a command.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from eagle_mlx.errors import ConfigError
 
 @dataclass(frozen=True)
 class Limit:
-    """What a number must keep to, and how an error says so."""
+    """A check of a number, and its error message."""
 
     holds: Callable[[Any], bool]
     said: str
-    """With `{}` for the value."""
+    """The message, with `{}` for the value."""
 
 
 AT_LEAST_0 = Limit(lambda value: value >= 0, "must be at least 0, not {}")
@@ -42,7 +42,7 @@ SECONDS_OR_0 = GIGABYTES_OR_0
 FINITE = Limit(math.isfinite, "must be a number, not {}")
 _UNIONS = (types.UnionType, typing.Union)
 REQUIRED = dataclasses.MISSING
-"""The default of a setting that must be given."""
+"""The default of a required setting."""
 
 
 def setting(
@@ -58,11 +58,11 @@ def setting(
     bare: str | None = None,
     shown: str | None = None,
 ) -> Any:
-    """A field with its default and its help.
+    """Return a dataclass field with a default and a help text.
 
-    `name` is what flags and files call it if that is not the field's name, `metavar` what its help calls the value.
-    `also` has further names. `repeat`: the flag takes one value and may be given several times. `positional`: it is no
-    flag. `bare` is what the flag says without a value. `shown` replaces the default in the help; "" leaves it out.
+    `name` is the name in flags and files, if not the field's name; `metavar` is the value's name in the help. `also`
+    adds names. With `repeat`, the flag takes one value and may be repeated. `positional` makes it an argument without a
+    flag. `bare` is the value of a flag without a value. `shown` replaces the default in the help; "" hides it.
     """
     extra = {"also": also, "repeat": repeat, "positional": positional, "bare": bare, "shown": shown}
     about = {"help": help, "limit": limit, "name": name, "metavar": metavar, **extra}
@@ -71,14 +71,14 @@ def setting(
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known of a setting, as flags, files and saved runs see it."""
+    """The declaration of a setting."""
 
     name: str
-    """Unique over all groups: the key in a file, and with dashes the flag."""
+    """Unique name: the key in a file and, with dashes, the flag."""
     path: tuple[str, ...]
-    """The fields that lead to it, from the outermost group; its own last."""
+    """Field names from the outermost group to this setting."""
     type: Any
-    """Without None, which `optional` stands for."""
+    """The type without None; see `optional`."""
     optional: bool
     default: Any
     """REQUIRED if there is none."""
@@ -93,11 +93,11 @@ class Setting:
 
     @property
     def field(self) -> str:
-        """What its own group calls it."""
+        """The field name in its own group."""
         return self.path[-1]
 
     def check(self, value: Any) -> None:
-        """Raise ConfigError, which names the flag, for a value of another type or outside the limit."""
+        """Raise ConfigError, with the flag, if the value has the wrong type or is outside the limit."""
         if value is None and self.optional:
             return
         if not _fits(value, self.type):
@@ -107,7 +107,7 @@ class Setting:
                 raise ConfigError(f"{flag(self.name)} {self.limit.said.format(each)}")
 
     def coerce(self, value: Any) -> Any:
-        """A plain value of a file or a flag in the setting's own type, as far as there is one way to read it so."""
+        """Convert a value from a file or flag to the setting's type, if this is unambiguous."""
         if value is None and self.optional:
             return None
         if self.metavar == "JSON" and isinstance(value, dict):
@@ -116,7 +116,7 @@ class Setting:
 
 
 class Group:
-    """Settings that belong together. Every value is checked when the group is made."""
+    """A group of settings, validated on creation."""
 
     def __post_init__(self) -> None:
         for known in settings_of(type(self)).values():
@@ -125,18 +125,18 @@ class Group:
         self._check()
 
     def _check(self) -> None:
-        """What the values must keep to between them."""
+        """Check combinations of values."""
 
     @classmethod
     def of(cls, **settings: Any) -> Self:
-        """The defaults with these settings, each by its own name. Raises ConfigError as `changed` does."""
+        """Return the defaults with these settings changed. Raises ConfigError as `changed` does."""
         own, inner = _by_field(cls, settings)
         return cls(**own, **{field: group.of(**inner.get(field, {})) for field, group in groups_of(cls).items()})
 
     def changed(self, **settings: Any) -> Self:
-        """The same with other values for these settings; lists become tuples, whole numbers floats, as they are meant.
+        """Return a copy with these settings changed; lists become tuples, and integers become floats if needed.
 
-        Raises ConfigError for a name that there is not, which names the nearest, and for a value that cannot be used.
+        Raises ConfigError, with the nearest name, for an unknown name, or if a value is invalid.
         """
         own, inner = _by_field(type(self), settings)
         for field, values in inner.items():
@@ -144,21 +144,21 @@ class Group:
         return dataclasses.replace(self, **own)  # type: ignore[type-var]  # every group is a dataclass
 
     def value(self, name: str) -> Any:
-        """What a setting is, by its own name."""
+        """Return the value of a setting."""
         return functools.reduce(getattr, find(type(self), name).path, self)
 
     def flat(self) -> dict[str, Any]:
-        """All settings by their own names, as files and saved runs hold them; `of` reads them back."""
+        """Return all settings by name, as in files and saved runs; `of` reads them back."""
         return {name: self.value(name) for name in settings_of(type(self))}
 
 
 def groups_of(group: type[Group]) -> Mapping[str, type[Group]]:
-    """The groups within a group by what it calls them, in order."""
+    """Return the groups within a group by field name."""
     return _read(group)[1]  # type: ignore[arg-type]  # mypy takes no class for hashable
 
 
 def settings_of(group: type[Group]) -> Mapping[str, Setting]:
-    """The settings of a group and of those within it by name, in the order of the fields."""
+    """Return all settings of a group and its inner groups by name, in field order."""
     return _read(group)[0]  # type: ignore[arg-type]
 
 
@@ -182,7 +182,7 @@ def _read(group: type[Group]) -> tuple[Mapping[str, Setting], Mapping[str, type[
 
 
 def find(group: type[Group], name: str) -> Setting:
-    """The setting of that name. Raises ConfigError, with the nearest name, if there is none."""
+    """Return the setting with this name. Raises ConfigError, with the nearest name, if there is none."""
     known = settings_of(group)
     if name not in known:
         near = difflib.get_close_matches(str(name).replace("-", "_"), known, n=1, cutoff=0.0)
@@ -191,12 +191,12 @@ def find(group: type[Group], name: str) -> Setting:
 
 
 def flag(name: str) -> str:
-    """The flag of a setting: `draft_vocab` is `--draft-vocab`."""
+    """Return the flag of a setting: `--draft-vocab` for `draft_vocab`."""
     return f"--{name.replace('_', '-')}"
 
 
 def _by_field(group: type[Group], settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Values for the fields of a group, and by field the settings of the groups within it."""
+    """Return the values of a group's own fields, and the settings of each inner group."""
     own: dict[str, Any] = {}
     inner: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():

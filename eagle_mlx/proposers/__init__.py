@@ -1,1 +1,1 @@
-"""Ways to draft: a head (`head.py`), a draft model, n-grams. `base.py` has the protocol between them and the engine."""
+"""Proposers: heads, draft models and n-grams. `base.py` has the protocol between a proposer and the engine."""

@@ -1,8 +1,8 @@
-"""What every way to draft has in common: the protocol between a proposer and the engine, and the check of a draft.
+"""The protocol between a proposer and the engine, and the validation of drafts.
 
-A proposer is shared by all batches; what it knows of a batch's rows lives in a state that it opens for them. Per round
-the engine calls `draft`, verifies, and calls `observe` with what the rows have become. A third party's proposer
-needs no base class, only these methods; `ngram.py` is the shortest example.
+All batches share one proposer; it opens a state for each batch's rows. In each round, the engine calls `draft`,
+verifies, and calls `observe` with the result. Your own proposer needs no base class, only these methods; `ngram.py` is
+the shortest example.
 """
 
 from __future__ import annotations
@@ -24,97 +24,97 @@ from eagle_mlx.target import Target
 
 @dataclass(frozen=True)
 class Observation:
-    """Positions that the target has read since the last observation, the same for every layer of interest."""
+    """Positions that the target has read since the last observation."""
 
     tokens: Sequence[Sequence[int]]
-    """Row by row, the token that follows each of those positions; none in a row that sat the round out, because its
-    grammar's masks were late."""
+    """For each row, the token after each position; empty if the row sat out the round to wait for its grammar."""
     aux: tuple[mx.array, ...]
-    """The proposer's aux layers at those positions, each [B, L, H], right-padded."""
+    """The outputs of the proposer's aux layers at these positions, each [B, L, H], right-padded."""
 
 
 class ProposerState(Protocol):
     def prefill(self, seen: Observation) -> None:
-        """The target has read a chunk of the prompts that the state was opened with; without aux layers it has none."""
+        """Observe a chunk of the prompts. Not called without aux layers."""
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        """Draft what the plan asks for behind each row, or the nearest less that this proposer can; depth is >= 1.
+        """Draft what the plan asks for after each row, or the closest that this proposer can, with depth >= 1.
 
-        Where `plan.stop_below` is given, a chain ends when the mean confidence of the rows falls below it, by the
-        proposer's own reckoning of the token `CONFIDENCE_LAG` before the newest. What has been drafted by then is kept:
-        to keep or drop a token for what it is would change what is emitted where tokens are drawn.
+        With `plan.stop_below`, a chain ends when the rows' mean confidence falls below it. The confidence is that of
+        the token `CONFIDENCE_LAG` before the newest. All tokens drafted by then are kept: if a token's value decided
+        whether it is kept, sampled text would change.
 
-        `positions` [B] int32: the index in its sequence of each row's first draft token, which keys the noise.
+        `positions` [B] int32 is the index of each row's first draft token in its sequence; it keys the noise.
         """
 
     def observe(self, seen: Observation) -> None:
-        """Take note of what the target has read and of the tokens that follow."""
+        """Observe what the target has read, and the tokens that follow."""
 
     def append(self, other: ProposerState) -> None:
-        """The other state's rows join behind this one's."""
+        """Append the other state's rows."""
 
     def remove(self, row: int) -> None:
-        """A row leaves; the last one takes its place."""
+        """Remove a row. The last row takes its place."""
 
 
 class StatePiece(Protocol):
-    """What a state keeps of some positions of a row's text, one behind the other."""
+    """A proposer's cached state for consecutive positions of a row."""
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All of it that is on the device."""
+        """All arrays on the device."""
         ...
 
     def split(self, at: int) -> tuple[Self, Self]:
-        """The first `at` positions and the others; this one is given away."""
+        """Split into the first `at` positions and the rest. Do not use this piece afterward."""
         ...
 
 
 @runtime_checkable
 class Separable(Protocol):
-    """What a state that reads the target's hidden states must have for the prefix cache to keep its pasts."""
+    """Methods of a state that let the prefix cache store its rows. States that read hidden states need them."""
 
     def length(self, row: int) -> int:
-        """Positions of the row's text that it has read."""
+        """Return the number of positions that the row has read."""
         ...
 
     def piece(self, row: int, start: int, end: int) -> StatePiece:
-        """What it keeps of the positions `start` to `end` of a row's text, in arrays of its own."""
+        """Return a copy of the state for positions `start` to `end` of a row."""
         ...
 
 
 @runtime_checkable
 class CanJoin(Protocol):
-    """What the proposer of such states must have."""
+    """The method of a proposer that restores such states."""
 
     def join(self, pieces: Sequence[StatePiece], length: int, prompt: Sequence[int] = ()) -> ProposerState:
-        """A state of one row that has read the first `length` positions of a text, which is to be this prompt's.
+        """Return a state of one row that has read the first `length` positions of `prompt`.
 
-        The pieces begin with it, and hold at least these positions. Who takes the row over reads at least one more.
+        The pieces start at position 0 and cover at least `length` positions. At least one more position is read before
+        the next draft.
         """
         ...
 
 
 @runtime_checkable
 class Movable(Protocol):
-    """What a state must have for its rows to be decoded in two groups: the others then stay in one."""
+    """The method of a state that moves rows between two batches. Without it, all rows stay in one batch."""
 
     def take(self, row: int) -> ProposerState:
-        """A row leaves, as with `remove`, which is not the only one; a state that knows what this one knew of it."""
+        """Remove a row, not the only one, and return a state with what was known of it."""
         ...
 
 
 @runtime_checkable
 class HasModel(Protocol):
-    """What a proposer with a model of its own may have, so that its bytes are counted. It is bound when asked."""
+    """Properties of a proposer with its own model, for the memory estimate. The proposer is bound first."""
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a round reads beyond the target's."""
+        """Bytes of weights read in a round, without the target's."""
         ...
 
     def cache_size(self) -> CacheSize:
-        """What its caches take."""
+        """Return the size of its caches."""
         ...
 
 
@@ -128,40 +128,39 @@ class Proposer(Protocol):
 
     @property
     def abilities(self) -> Abilities:
-        """What its drafts can be beside chains of a depth that is known before."""
+        """What it can draft besides chains of fixed depth."""
 
     def bind(self, target: Target) -> None:
-        """Called once, when the engine is built. Raises an EagleError where the target does not fit."""
+        """Bind the proposer to a target when the engine is built. Raises an EagleError if the target does not fit."""
 
     def open(self, prompts: Sequence[Sequence[int]]) -> ProposerState:
-        """A state for new rows, of which the target has read nothing yet."""
+        """Return a state for new rows, before the target has read them."""
 
 
 _SUM_TOLERANCE = 1e-3
-"""How far the probabilities of a position may be from 1 together: float32 over a large vocabulary is much nearer."""
+"""Maximum error of the sum of a distribution; float32 over a large vocabulary is much more accurate."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What was asked of a proposer."""
+    """A request for a draft, for validation."""
 
     proposer: str
-    """Its name, for errors."""
+    """The proposer's name, for errors."""
     plan: Plan
     rooms: Sequence[int]
-    """Row by row, the draft tokens of a chain that there is a use for."""
+    """The maximum chain length for each row."""
     vocab: int
 
 
 def check_draft(draft: Draft, asked: Asked, last: mx.array, rejects: mx.array | None) -> Draft:
-    """The draft with what cannot be used cut away, so that whatever it says, the text is the target's own.
+    """Return the draft without unusable parts, so that the text is the target's own whatever was drafted.
 
-    A row's draft ends before the first id that the target does not have, and before the first position whose
-    probabilities are none. Lengths are brought between 0 and what there is and is asked for; tokens beyond that are
-    cut. The values are looked at on the device, and nothing is waited for.
+    A row's draft ends before the first id outside the vocabulary and before the first position with invalid
+    probabilities. Lengths are clipped, and surplus tokens are cut. Values are checked on the device without a sync.
 
-    last: [B, 1] int32, each row's newest token, which stands where no draft token does; rejects: [B] bool, the rows
-    that are judged by probabilities, None where none is. Raises ProposerError for shapes and types that cannot be used.
+    last: [B, 1] int32, each row's newest token, used as padding; rejects: [B] bool, the rows verified by rejection
+    sampling, or None. Raises ProposerError if shapes or dtypes are unusable.
     """
     _check_arrays(draft, asked)
     width = min(draft.tokens.shape[1], asked.plan.size)
@@ -169,7 +168,7 @@ def check_draft(draft: Draft, asked: Asked, last: mx.array, rejects: mx.array | 
         none = mx.zeros((len(asked.rooms),), mx.int32)
         return Draft(mx.zeros((none.size, 0), mx.int32), none, confidences=draft.confidences)
     tokens = draft.tokens[:, :width].astype(mx.int32)
-    legal = tokens.astype(mx.uint32) < asked.vocab  # what is negative becomes large
+    legal = tokens.astype(mx.uint32) < asked.vocab  # negative ids become large
     probs = None
     if draft.probs is not None and rejects is not None:
         probs = draft.probs[:, :width].astype(mx.float32)
@@ -183,29 +182,27 @@ def check_draft(draft: Draft, asked: Asked, last: mx.array, rejects: mx.array | 
 
 
 def _most(draft: Draft, asked: Asked, width: int) -> int | mx.array:
-    """How long the rows' drafts may be; in a tree, the verify looks at each node's depth instead."""
+    """Return the maximum length of each row's draft. In a tree, the verify checks each node's depth instead."""
     rooms = asked.rooms if draft.tree is None else [width if room > 0 else 0 for room in asked.rooms]
     return width if min(rooms) >= width else mx.array([min(room, width) for room in rooms], mx.int32)
 
 
 def _are_probabilities(probs: mx.array, tokens: mx.array) -> mx.array:
-    """Whether each position's are a distribution that its token may have been drawn from. Returns [B, k] bool."""
+    """Return whether each position has a valid distribution that gives its token a chance, [B, k] bool."""
     in_range = mx.clip(tokens, 0, probs.shape[-1] - 1)
     drawn = mx.take_along_axis(probs, in_range[..., None], axis=-1)[..., 0]
-    whole = mx.abs(probs.sum(axis=-1) - 1) < _SUM_TOLERANCE  # false where one of them is not a number
+    whole = mx.abs(probs.sum(axis=-1) - 1) < _SUM_TOLERANCE  # false for NaN
     return whole & (probs.min(axis=-1) >= 0) & (drawn > 0)
 
 
 def _cut_tree(tree: Tree, asked: Asked, width: int) -> Tree:
-    """The tree of the first `width` tokens. A parent that does not come before its child becomes one that does: that is
-    another tree, and every tree is judged rightly.
-    """
+    """Cut the tree to its first `width` tokens. Invalid parents are replaced; any tree gives a correct result."""
     parents = mx.clip(tree.parents[:, :width].astype(mx.int32), 0, mx.arange(width, dtype=mx.int32))
     return Tree(parents, min(tree.levels, asked.plan.depth, width))
 
 
 def _check_arrays(draft: Any, asked: Asked) -> None:
-    """Raise ProposerError where the parts of a draft are not what they have to be; nothing on the device is read."""
+    """Raise ProposerError if shapes or dtypes are wrong. Reads nothing from the device."""
 
     def refuse(what: str, wanted: str) -> NoReturn:
         raise ProposerError(f"the proposer {asked.proposer!r} gave {what}; {wanted}")

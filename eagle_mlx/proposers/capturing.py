@@ -1,4 +1,4 @@
-"""Keeping the hidden states of the forwards that generate, beside whatever drafts there, or nothing."""
+"""Capture hidden states while generating, with or without another proposer that drafts."""
 
 from __future__ import annotations
 
@@ -18,42 +18,41 @@ from eagle_mlx.proposers.base import HasModel, Observation, Proposer, ProposerSt
 from eagle_mlx.target import Target
 
 _HELD = 32
-"""Observations that stay on the device until they are copied out together: a copy waits for the device, and one for
-each round would take the host's lead away."""
+"""Number of observations that are copied to the host together. A sync for each would stall the host."""
 _HELD_BYTES = 256 << 20
-"""Bytes that they take at most, but for the newest: prompts are read in pieces of thousands of positions."""
+"""Maximum bytes of these observations, without the newest. Prefill chunks have thousands of positions."""
 
 
 class _Text:
-    """What has been seen of one request."""
+    """The captured text and hidden states of one request."""
 
     def __init__(self) -> None:
         self.following: list[int] = []
-        """The token behind each position."""
+        """The token after each position."""
         self.states: list[NDArray[np.float16]] = []
-        """Of those positions, piece by piece, each [L, n * H]."""
+        """Hidden states of these positions in chunks, each [L, n * H]."""
 
 
 class CapturingProposer:
-    """Keeps the outputs of some of the target's layers for the requests that are named, and drafts as another does.
+    """Captures the outputs of some layers for selected requests, and drafts with another proposer.
 
-    Whatever the target read of a request is kept once: prompts from their prefill, text from the rounds that wrote it,
-    of a verify only the positions that were accepted. Who wants a request's states says so before it is submitted, and
-    takes them when it has ended. Not for engines with a prefix cache, whose requests do not read all of their prompts.
+    Each position is captured once, in the prefill or in the round that wrote it; rejected draft positions are not. Call
+    `want` before you submit a request, and `take` when it has ended. Do not use it with a prefix cache, since such
+    requests do not read their whole prompts.
     """
 
     def __init__(self, layers: Sequence[int], inner: Proposer | None = None):
-        """`layers`: those whose outputs are kept, counted from 0, in the order in which they come side by side."""
+        """Capture the outputs of `layers`, counted from 0 and concatenated in this order."""
         self.layers, self.inner = tuple(layers), inner
         own = inner.aux_layers if inner is not None else ()
         self._inner_layers = len(own)
         self.aux_layers = (*own, *(layer for layer in self.layers if layer not in own))
         self._places = [self.aux_layers.index(layer) for layer in self.layers]
         self._wanted: Counter[tuple[int, ...]] = Counter()
-        """By their prompts, how many requests."""
+        """Number of requests for each prompt."""
         self._texts: dict[tuple[int, ...], list[_Text]] = {}
         self._held: list[tuple[list[tuple[int, _Text, int]], tuple[mx.array, ...]]] = []
-        """Observations not copied out yet: the rows wanted, each with its text and positions, and the layers."""
+        """Observations still on the device: the captured rows with text and number of positions, and the layers."""
 
     @property
     def name(self) -> str:
@@ -79,14 +78,14 @@ class CapturingProposer:
         return CapturingState(self, texts, self.inner.open(prompts) if self.inner is not None else None)
 
     def want(self, prompt: Sequence[int]) -> None:
-        """Keep the states of one more request with this prompt, which is to be submitted now."""
+        """Capture the next request with this prompt."""
         self._wanted[tuple(prompt)] += 1
 
     def take(self, prompt: Sequence[int], tokens: Sequence[int]) -> HiddenStates | None:
-        """The states of a request that ended with these tokens, T with its prompt, and forget them.
+        """Return and forget the hidden states of a request that ended with these tokens; T includes its prompt.
 
-        The last of `layers` counts as the last layer. No forward read the last token, so its states are zeros; no loss
-        reads them (`train.step.inputs`). None if something of the request was not seen.
+        The last of `layers` is the last layer. The final token was not read, so its states are zero; no loss uses them
+        (`train.step.inputs`). Returns None if any position is missing.
         """
         self._copy_out()
         count = len(prompt) - 1 + len(tokens)
@@ -98,7 +97,7 @@ class CapturingProposer:
         return HiddenStates.split(self.layers[:-1], np.pad(np.concatenate(text.states)[:count], ((0, 1), (0, 0))))
 
     def forget(self, prompt: Sequence[int], text: _Text | None = None) -> None:
-        """Want one request with this prompt less: the one with this text, where it is known."""
+        """Cancel the capture of one request with this prompt; `text` selects which, if known."""
         key = tuple(prompt)
         texts = self._texts.get(key, [])
         self._texts[key] = [other for other in texts if other is not text]
@@ -113,7 +112,7 @@ class CapturingProposer:
         return text
 
     def see(self, texts: Sequence[_Text | None], seen: Observation) -> Observation | None:
-        """Keep what is wanted of an observation; what the other proposer is to see of it."""
+        """Capture the selected rows of an observation, and return the part for the other proposer."""
         rows = [(i, text, len(new)) for i, (text, new) in enumerate(zip(texts, seen.tokens, strict=True)) if text]
         for i, text, _ in rows:
             text.following.extend(seen.tokens[i])
@@ -125,7 +124,7 @@ class CapturingProposer:
         return Observation(seen.tokens, seen.aux[: self._inner_layers]) if self.inner is not None else None
 
     def _copy_out(self) -> None:
-        """Bring what is held to the host. Only here is the device waited for."""
+        """Copy captured arrays to the host. This is the only sync."""
         held, self._held = self._held, []
         joined = [in_16_bits(side_by_side(aux)) for _, aux in held]
         mx.eval(joined)
@@ -136,7 +135,7 @@ class CapturingProposer:
 
 
 class CapturingState:
-    """The rows whose texts are kept, and the other proposer's state for all."""
+    """The captured rows, and the other proposer's state."""
 
     def __init__(self, proposer: CapturingProposer, texts: list[_Text | None], inner: ProposerState | None):
         self._proposer, self._texts, self._inner = proposer, texts, inner

@@ -1,4 +1,4 @@
-"""A chain of draft tokens, drawn one after the other, and its early exit."""
+"""Draft a chain of tokens one by one, with early exit."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from eagle_mlx.decoding.sampling import SamplingBatch, draft_sample, draft_score
 from eagle_mlx.plan import CONFIDENCE_LAG
 
 Forward = Callable[[mx.array | None], mx.array]
-"""The chain's newest tokens [B, 1], None before the first -> logits [B, 1, Vd] of what follows."""
+"""Takes the newest tokens [B, 1], None before the first; returns logits [B, 1, Vd] for the next token."""
 SampleFn = Callable[[mx.array, int], mx.array]
-"""Logits [B, 1, Vd] and the token's place in the chain -> the token [B, 1] int32 in the target's ids."""
+"""Takes logits [B, 1, Vd] and the chain position; returns tokens [B, 1] int32, target ids."""
 
 
 class ChainSampler:
-    """Draws tokens as each row's parameters say, and keeps the distributions where a row is judged by them."""
+    """Samples tokens with each row's parameters, and keeps the distributions that rejection sampling needs."""
 
     def __init__(self, sampling: SamplingBatch, positions: mx.array, vocab: int, token_ids: mx.array | None = None):
-        """positions: [B] int32, of the chain's first token; the rest as of `draft_sample`."""
+        """positions: [B] int32, of the chain's first token; other arguments as in `draft_sample`."""
         self._sampling, self._positions, self._vocab, self._token_ids = sampling, positions, vocab, token_ids
         self._probs: list[mx.array] = []
 
@@ -33,21 +33,21 @@ class ChainSampler:
         return token
 
     def draft(self, tokens: list[mx.array], lengths: mx.array, exits: EarlyExit | None = None) -> Draft:
-        """What was drawn, as far as the chain goes."""
+        """Return the draft of these tokens."""
         probs = mx.concatenate(self._probs[: len(tokens)], axis=1) if self._probs else None
         return Draft(mx.concatenate(tokens, axis=1), lengths, probs, confidences=exits.confidences if exits else ())
 
 
 class TreeScorer:
-    """Takes the likeliest tokens, and keeps the scores of all others, for side branches."""
+    """Selects the most likely tokens, and keeps all scores for side branches."""
 
     def __init__(self, sampling: SamplingBatch, positions: mx.array, vocab: int, token_ids: mx.array | None = None):
-        """As of `ChainSampler`."""
+        """Take the same arguments as `ChainSampler`."""
         self._sampling, self._positions, self._vocab, self.token_ids = sampling, positions, vocab, token_ids
         self._levels: list[mx.array] = []
 
     def of(self, logits: mx.array, step: int) -> mx.array:
-        """As `draft_scores`, of nodes [B, n, Vd] with so many draft tokens before them, which share their noise."""
+        """Return `draft_scores` of nodes [B, n, Vd] at depth `step`, which share their noise."""
         at = self._positions[:, None] + step
         return draft_scores(logits, self._sampling, at, self._vocab, self.token_ids)
 
@@ -58,32 +58,32 @@ class TreeScorer:
 
     @property
     def levels(self) -> mx.array:
-        """[B, levels, Vd] float32, of all places of the chain."""
+        """Scores [B, levels, Vd] float32 at all chain positions."""
         return mx.concatenate(self._levels, axis=1)
 
 
 class EarlyExit:
-    """Ends a chain early where it is unlikely to be accepted, by the proposer's own confidence.
+    """Ends a chain when the proposer's confidence is low.
 
-    A token's confidence is the product of the probabilities of the likeliest tokens down to it, whatever was drawn.
+    The confidence of a token is the product of the maximum probabilities up to it, whichever tokens were sampled.
     """
 
     def __init__(self, stop_below: float, sampling: SamplingBatch):
         self._stop_below, self._sampling = stop_below, sampling
         self._surprises: list[mx.array] = []
-        """By token, the negative logarithm of its confidence, [B, 1]."""
+        """For each token, the negative logarithm of its confidence, [B, 1]."""
         self.confidences: list[list[float]] = []
         """As in `Draft`."""
 
     def add(self, logits: mx.array) -> mx.array:
-        """Take the next token's logits [B, 1, Vd] into account; returns what is to be computed for it, [B, 1]."""
+        """Add the next token's logits [B, 1, Vd] and return an array [B, 1] to evaluate."""
         surprise = surprise_of(logits, self._sampling)
         self._surprises.append(self._surprises[-1] + surprise if self._surprises else surprise)
         return self._surprises[-1]
 
     @property
     def should_stop(self) -> bool:
-        """Whether the chain is to end with the tokens that it has. Waits for the device, CONFIDENCE_LAG tokens back."""
+        """Whether the chain ends now. Waits for the token CONFIDENCE_LAG steps back."""
         known = len(self._surprises) - CONFIDENCE_LAG
         if known <= 0:
             return False
@@ -93,7 +93,7 @@ class EarlyExit:
 
 
 def draft_chain(depth: int, forward: Forward, draw: SampleFn, exits: EarlyExit | None = None) -> list[mx.array]:
-    """The tokens of a chain, [B, 1] int32 each in the target's ids: `depth` of them, or fewer where it exits early.
+    """Draft up to `depth` tokens and return them, [B, 1] int32 each, in target ids. It may exit early.
 
     The device drafts while the host builds the next step.
     """

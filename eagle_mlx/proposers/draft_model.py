@@ -1,4 +1,4 @@
-"""Drafting with a small language model of the same tokenizer, which keeps a ragged cache of its own."""
+"""Draft with a small language model with the same tokenizer and its own ragged cache."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from eagle_mlx.proposers.growth import side_branch_tree
 from eagle_mlx.target import Target, fingerprint
 
 _CHUNK = 512
-"""Positions that are read at once of what is behind when a draft begins."""
+"""Chunk size for positions that are still unread when a draft begins."""
 
 
 class DraftModelProposer:
-    """Drafts with a whole model, a smaller one of the target's family. Leviathan et al. 2023, section 2.
+    """Drafts with a whole model, usually a smaller one of the target's family (Leviathan et al. 2023, section 2).
 
-    Raises TargetError, when an engine is built with it, where the two models do not share a vocabulary, special tokens
-    and end-of-turn tokens: their ids would mean different texts, and every draft would be wrong.
+    `bind` raises TargetError if the models have different vocabularies, special tokens or end-of-turn tokens: the same
+    ids would mean different texts.
     """
 
     name = "draft"
@@ -43,7 +43,7 @@ class DraftModelProposer:
 
     @property
     def identity(self) -> str:
-        """What tells it from others of its name."""
+        """Distinguishes it from other draft models."""
         return fingerprint(self.draft)
 
     def bind(self, target: Target) -> None:
@@ -58,7 +58,7 @@ class DraftModelProposer:
         return self.draft.weight_bytes
 
     def cache_size(self) -> CacheSize:
-        """Of the draft model."""
+        """Return the size of the draft model's cache."""
         cache = RaggedCache.of(self.draft.model, 1)
         self.draft.forward(mx.zeros((1, 1), mx.int32), cache)
         return CacheSize.of(cache)
@@ -66,23 +66,23 @@ class DraftModelProposer:
 
 @dataclass
 class _RowText:
-    """How much of one row's text the draft model has read."""
+    """What the draft model has read of one row."""
 
     unread: list[int]
-    """The newest tokens, which the cache does not hold; at least one."""
+    """The newest tokens, not yet in the cache; at least one."""
     newest_read: int = 0
-    """The last token that the cache holds."""
+    """The last token in the cache."""
     read: int = 0
-    """Tokens of the row's text that the cache holds."""
+    """Number of the row's tokens in the cache."""
     drafted: int = 0
-    """Entries behind those that hold the tokens of the latest draft."""
+    """Number of cache entries of the latest draft, after the read tokens."""
 
 
 class DraftModelState:
-    """The draft model's cache and what of each row's text is in it.
+    """The draft model's cache, and what it has read of each row.
 
-    While it drafts, the model reads its own tokens. Those that the target accepts stay in the cache, the others are
-    masked and overwritten. The last draft token is never read, so after a full acceptance two tokens are unread.
+    While drafting, the model reads its own tokens. Accepted tokens stay in the cache; the others are masked and
+    overwritten. The last draft token is never read, so after full acceptance two tokens are unread.
     """
 
     def __init__(self, proposer: DraftModelProposer, texts: list[_RowText]):
@@ -90,18 +90,18 @@ class DraftModelState:
         self.cache = RaggedCache.of(proposer.draft.model, len(texts))
 
     def prefill(self, seen: Observation) -> None:
-        """Read as much of the prompts as the target has: a long one keeps nobody waiting longer than its chunks do."""
+        """Read as many prompt tokens as the target has, so that long prompts are read in the target's chunks."""
         self._read_chunk([len(tokens) for tokens in seen.tokens])
 
     def _read_chunk(self, most: Sequence[int]) -> None:
-        """Read at most so many tokens of each row, and leave one."""
+        """Read at most `most` tokens of each row, and leave at least one unread."""
         pieces = [text.unread[:-1][:count] for text, count in zip(self.texts, most, strict=True)]
         if any(pieces):
             self._read(pieces)
             mx.eval(self.cache.state)
 
     def _catch_up(self) -> None:
-        """Read what the target has taken over from the prefix cache, which this model has not seen."""
+        """Read positions that the target took from the prefix cache."""
         while max(len(text.unread) for text in self.texts) > _CHUNK:
             self._read_chunk([_CHUNK] * len(self.texts))
 
@@ -136,7 +136,7 @@ class DraftModelState:
         return tokens
 
     def _reread_newest(self) -> None:
-        """Let rows that sat out the round that they last drafted for read their newest token again."""
+        """Re-read the newest token of rows that sat out the round of their last draft."""
         back = [0 if text.unread else 1 for text in self.texts]
         if any(back):
             for text, count in zip(self.texts, back, strict=True):
@@ -145,16 +145,16 @@ class DraftModelState:
             self._sync()
 
     def _tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        """A chain of the likeliest tokens, with side branches."""
+        """Draft a chain of the most likely tokens, with side branches."""
         scores = TreeScorer(sampling, positions, self.proposer.vocab_size)
         self._chain(depth, scores)
         for text in self.texts:
-            text.drafted = 0  # what is kept may leave the chain that was read
+            text.drafted = 0  # accepted tokens may leave the chain
         tokens, tree = side_branch_tree(scores.levels, nodes, max(2, -(-nodes // depth)), None)
         return Draft(tokens, self._counts(nodes), tree=tree)
 
     def _read(self, pieces: list[list[int]]) -> mx.array:
-        """Read some unread tokens of each row; the logits [B, 1, V] after the last of each, where it has any."""
+        """Read unread tokens of each row; return logits [B, 1, V] after the last token of each row that has any."""
         width = max(map(len, pieces))
         counts = [len(piece) for piece in pieces]
         tokens = mx.array([piece + [0] * (width - len(piece)) for piece in pieces], mx.int32)
@@ -195,16 +195,16 @@ class DraftModelState:
     def take(self, row: int) -> DraftModelState:
         taken = DraftModelState(self.proposer, [self.texts[row]])
         taken.cache = self.cache.fork(row, self.texts[row].read)
-        mx.eval(taken.cache.state)  # as long as it is to be computed it holds the buffers, which would then be copied
+        mx.eval(taken.cache.state)  # pending computation would keep buffers alive, and they would be copied
         self.remove(row)
         return taken
 
 
 def check_same_tokenizer(draft: Target, target: Target) -> None:
-    """Raise TargetError, saying in what they differ, where two models do not read and write the same token ids.
+    """Raise TargetError with the difference if two models have different token ids.
 
-    Padding of the embeddings is not looked at: it differs within one family. Models without a tokenizer are compared
-    by the size of their vocabulary alone.
+    Padding of embeddings is ignored, since it differs within a family. Models without a tokenizer are compared by
+    vocabulary size only.
     """
     remedy = f"take a draft model of the family of {target.name or 'the target'}"
     if draft.tokenizer is None or target.tokenizer is None:
@@ -225,7 +225,7 @@ def check_same_tokenizer(draft: Target, target: Target) -> None:
 
 
 def _fitted(logits: mx.array, vocab_size: int) -> mx.array:
-    """Logits [B, 1, Vd] over the target's V ids: padding cut away, ids that the draft model lacks made impossible."""
+    """Fit logits [B, 1, Vd] to the target's V ids: cut padding, and give missing ids -inf."""
     missing = vocab_size - logits.shape[-1]
     if missing > 0:
         return mx.pad(logits, [(0, 0), (0, 0), (0, missing)], constant_values=mx.array(-math.inf, logits.dtype))

@@ -1,4 +1,4 @@
-"""Growing a draft tree: side branches of a chain, or level by level below the nodes that are likeliest to be reached.
+"""Grow a draft tree: side branches of a chain, or level by level from the most likely nodes.
 
 Source: Li et al. 2024, EAGLE-2, section 4: expansion by joint probability, then the best nodes of the whole tree.
 """
@@ -18,51 +18,51 @@ from eagle_mlx.decoding.filters import largest
 from eagle_mlx.heads.base import DraftHead
 
 _LEAST = -50.0
-"""The least logarithm of a share: what is less likely is not drafted anyway."""
+"""Minimum log probability of a token. Less likely tokens are not drafted anyway."""
 _STEP = 1e-3
-"""What a node costs more than its parent at least, so that parents come before their children."""
+"""Minimum difference between the scores of a node and its parent, so that parents sort before their children."""
 
 ScoreFn = Callable[[mx.array, int], mx.array]
-"""Hidden states [B, n, H] and how many draft tokens stand before what is drawn there -> logits of shares [B, n, Vd]."""
+"""Takes hidden states [B, n, H] and the number of draft tokens before them; returns logits [B, n, Vd]."""
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Candidates of one level, all arrays [B, n]."""
+    """Candidates of one level; all arrays are [B, n]."""
 
     tokens: mx.array
-    """int32, in the target's ids."""
+    """int32, target ids."""
     scores: mx.array
-    """float32, the logarithm of the chance that the whole branch down to here stands."""
+    """float32, the log probability that the whole branch is accepted."""
     parents: mx.array
-    """int32, places in the pool; -1 below the text."""
+    """int32, index of the parent in the pool; -1 for the text."""
     places: mx.array
-    """int32, their own."""
+    """int32, own index in the pool."""
 
     @classmethod
     def root(cls, rows: int) -> Nodes:
-        """The parent of the first tokens: the text so far."""
+        """Return the parent of the first tokens: the text so far."""
         none = mx.full((rows, 1), -1, mx.int32)
         return cls(none, mx.zeros((rows, 1)), none, none)
 
     def at(self, picked: mx.array) -> Nodes:
-        """Those at the places [B, m] of this level."""
+        """Return the nodes at the indices [B, m] of this level."""
         return Nodes(*(mx.take_along_axis(x, picked, axis=1) for x in vars(self).values()))
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The shape of a tree: nodes that are expanded at each level, and the children that each of them has."""
+    """The number of nodes expanded at each level, and the number of children of each."""
 
     width: int
     children: int
 
     @classmethod
     def of(cls, nodes: int, levels: int) -> TreeShape:
-        """For a tree of so many tokens: enough candidates for it, and a choice among them.
+        """Return a shape with enough candidates for a tree of `nodes` tokens.
 
-        Up to two tokens a level are drafted best as a chain with side branches: that takes no more steps of the
-        head than the chain alone.
+        Up to two tokens per level, a chain with side branches is best, since it takes no more steps of the head than
+        the chain alone.
         """
         width = 1 if nodes <= 2 * levels else max(2, math.isqrt(2 * nodes // 3))
         shape = cls(width, width + 2)
@@ -76,27 +76,27 @@ class TreeShape:
 
 @dataclass(frozen=True)
 class ChainCandidates:
-    """The likeliest tokens at each place of a chain of the likeliest."""
+    """The most likely tokens at each position of a greedy chain."""
 
     ids: mx.array
-    """[B, levels, n] int32, in the draft's ids."""
+    """[B, levels, n] int32, draft ids."""
     joint: mx.array
-    """[B, levels, n] float32, the logarithm of the chance that the chain stands down to there, and then this token."""
+    """[B, levels, n] float32, the log probability of the chain before this token, and of the token."""
     best: mx.array
-    """[B, levels], which of them is the chain's."""
+    """[B, levels], the index of the chain's own token."""
 
     @classmethod
     def of(cls, scores: mx.array, count: int) -> ChainCandidates:
-        """scores: [B, levels, Vd], logits of the shares of what stands at each place of the chain."""
+        """Select `count` candidates from logits `scores`: [B, levels, Vd]."""
         ids, steps = _likeliest(scores, min(count, scores.shape[-1]))
         so_far = mx.cumsum(mx.max(steps, axis=-1), axis=1)
         return cls(ids, steps + mx.pad(so_far[:, :-1], [(0, 0), (1, 0)])[..., None], mx.argmax(steps, axis=-1))
 
 
 def side_branch_tree(scores: mx.array, nodes: int, children: int, token_ids: mx.array | None) -> tuple[mx.array, Tree]:
-    """A tree of `nodes` tokens: the best of a chain of the likeliest, and of the likeliest side branches.
+    """Return a tree of `nodes` tokens: the best of a greedy chain and its most likely side branches.
 
-    scores: as of `ChainCandidates.of`; children: candidates at each place, the chain's included; the rest as of
+    scores: as in `ChainCandidates.of`; children: candidates at each position, including the chain's; returns as
     `grow_tree`.
     """
     rows, levels, _ = scores.shape
@@ -113,10 +113,10 @@ def side_branch_tree(scores: mx.array, nodes: int, children: int, token_ids: mx.
 def grow_tree(
     head: DraftHead, cache: RaggedCache, hidden: mx.array, scores: ScoreFn, levels: int, nodes: int
 ) -> tuple[mx.array, Tree]:
-    """A tree of `nodes` tokens, at most `levels` deep.
+    """Return a tree of `nodes` tokens, at most `levels` deep.
 
-    hidden: [B, 1, H], from which the first tokens are drawn; cache: the head's, which the nodes that were expanded stay
-    in. Returns tokens [B, nodes] in the target's ids, likeliest first, and the tree.
+    hidden: [B, 1, H], for the first tokens; cache: the head's, in which expanded nodes stay. Returns tokens [B, nodes]
+    in target ids, most likely first, and the tree.
     """
     shape, rows = TreeShape.of(nodes, levels), hidden.shape[0]
     width = shape.width
@@ -141,7 +141,7 @@ def grow_tree(
 
 
 def children_of(parents: Nodes, scores: mx.array, width: int, token_ids: mx.array | None, first: int) -> Nodes:
-    """The `width` likeliest tokens below each of n nodes, by logits [B, n, Vd], in the pool from `first` on."""
+    """Return the `width` most likely children of each node, by logits [B, n, Vd]. Pool indices start at `first`."""
     rows, count, vocab = scores.shape
     width = min(width, vocab)
     ids, steps = _likeliest(scores, width)
@@ -155,14 +155,14 @@ def children_of(parents: Nodes, scores: mx.array, width: int, token_ids: mx.arra
 
 
 def best_of(pool: Sequence[Nodes], nodes: int, levels: int) -> tuple[mx.array, Tree]:
-    """The likeliest nodes of all levels: a tree, since no node is likelier than its parent."""
+    """Return the most likely nodes of all levels. They form a tree, since no node is more likely than its parent."""
     tokens, scores, parents = (
         mx.concatenate([getattr(level, name) for level in pool], axis=1) for name in ("tokens", "scores", "parents")
     )
     order = mx.argsort(-scores, axis=1)[:, :nodes]
     ordered = mx.take_along_axis(scores, order, axis=1)
     rank = mx.arange(1, order.shape[1] + 1, dtype=mx.int32)
-    # Place -1, the text, is the last of one place more than there are nodes: its rank is that of node 0.
+    # Index -1 (the text) wraps to the extra last place, whose rank is 0.
     ranks = mx.put_along_axis(
         mx.zeros((scores.shape[0], scores.shape[1] + 1), mx.int32), order, mx.broadcast_to(rank, order.shape), axis=1
     )
@@ -171,7 +171,7 @@ def best_of(pool: Sequence[Nodes], nodes: int, levels: int) -> tuple[mx.array, T
 
 
 def _likeliest(scores: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """The draft ids [B, n, count] of the greatest logits [B, n, Vd], and what each adds to a branch's score."""
+    """Return the draft ids [B, n, count] of the largest logits [B, n, Vd], and their log probabilities."""
     greatest, ids = largest(scores, count)
     return ids, mx.clip(greatest - fastmath.log_sum_exp(scores), _LEAST, 0.0) - _STEP
 
@@ -181,5 +181,5 @@ def _in_target(ids: mx.array, token_ids: mx.array | None) -> mx.array:
 
 
 def _top(x: mx.array, count: int) -> mx.array:
-    """The places of the `count` greatest along the last axis, in any order."""
+    """Return the indices of the `count` largest along the last axis, in any order."""
     return largest(x, min(count, x.shape[-1]))[1]

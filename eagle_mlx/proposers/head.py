@@ -1,4 +1,4 @@
-"""Drafting with a trained head, of whatever kind: the target's hidden states in, a chain of tokens out."""
+"""Draft with a trained head of any kind, from the target's hidden states."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from eagle_mlx.target import Target, digest_of, nbytes_of
 
 @dataclass(frozen=True)
 class Gap:
-    """Positions that a cache leaves out."""
+    """Positions missing in a cache."""
 
     slot: int
-    """The entry that they would stand in front of."""
+    """Index of the cache entry after the gap."""
     count: int
 
 
 @dataclass(frozen=True)
 class HeadPiece:
-    """The entries of some positions."""
+    """The head's cache entries for consecutive positions."""
 
     entries: KVPiece
     gaps: list[Gap]
-    """By the first of these entries."""
+    """Relative to the first of these entries."""
     length: int
-    """Positions, those that are left out included."""
+    """Number of positions, including gaps."""
 
     @property
     def slots(self) -> int:
@@ -60,7 +60,7 @@ class HeadPiece:
 
 
 def joined_gaps(pieces: Sequence[HeadPiece], length: int) -> list[Gap]:
-    """What the first `length` positions of these, one behind the other, leave out."""
+    """Return the gaps in the first `length` positions of the concatenated pieces."""
     slots, gaps = 0, list[Gap]()
     for piece in pieces:
         gaps += [Gap(slots + gap.slot, gap.count) for gap in piece.gaps]
@@ -69,15 +69,15 @@ def joined_gaps(pieces: Sequence[HeadPiece], length: int) -> list[Gap]:
 
 
 def slots_before(gaps: Sequence[Gap], length: int) -> int:
-    """Entries that the first `length` positions of a text have."""
+    """Return the number of cache entries for the first `length` positions."""
     return length - sum(gap.count for gap in gaps_between(gaps, 0, length))
 
 
 def gaps_between(gaps: Sequence[Gap], start: int, end: int) -> list[Gap]:
-    """What of the gaps lies in the positions `start` to `end` of a text, by the first entry that these have."""
+    """Return the gaps within positions `start` to `end`, relative to the first entry there."""
     before, found, left_out = 0, list[Gap](), 0
     for gap in gaps:
-        first = gap.slot + left_out  # of the positions left out
+        first = gap.slot + left_out  # first position of the gap
         last, left_out = first + gap.count, left_out + gap.count
         before += max(0, min(last, start) - first)
         if (count := min(last, end) - max(first, start)) > 0:
@@ -86,21 +86,21 @@ def gaps_between(gaps: Sequence[Gap], start: int, end: int) -> list[Gap]:
 
 
 class HeadProposer:
-    """Drafts with a trained head, bound to the target that it was trained for."""
+    """Drafts with a trained head, bound to its target."""
 
     def __init__(self, head: DraftHead):
         self.head = head
-        """Once bound, a copy in the target's type, where the head given is of another."""
+        """Once bound, a copy in the target's dtype if the dtypes differ."""
         self._target: Target | None = None
 
     @property
     def name(self) -> str:
-        """As `--spec-decode` calls it; `eagle` for a head of no known kind."""
+        """The name for `--spec-decode`; `eagle` for an unknown kind of head."""
         return next((kind.mode for kind in KINDS.values() if isinstance(self.head, kind.head_class)), "eagle")
 
     @property
     def identity(self) -> str:
-        """What tells it from others of its name: a digest of its weights, where they can be had."""
+        """Distinguishes it from other heads of its kind: a digest of the weights, or "" if there are none."""
         return digest_of(self.head) if isinstance(self.head, nn.Module) else ""
 
     abilities = Abilities(trees=True, early_exit=True)
@@ -139,7 +139,7 @@ class HeadProposer:
         return nbytes_of(self.head) if isinstance(self.head, nn.Module) else 0
 
     def cache_size(self) -> CacheSize:
-        """Of the head's layers."""
+        """Return the size of the head's cache."""
         state = HeadState(self, 1)
         states = mx.zeros((1, 1, self.target.hidden_size), self.target.dtype)
         state._forward(mx.zeros((1, 1), mx.int32), self.head.features([states] * len(self.aux_layers)))
@@ -147,12 +147,9 @@ class HeadProposer:
 
 
 _MOST_UNREAD = 32
-"""Positions of a row that the head leaves unread while nothing is drafted.
-
-To read all would slow plain decoding down, by a tenth where the batch is large.
-"""
+"""Maximum number of unread positions. Reading them all slows plain decoding by up to 10 % in large batches."""
 _KEPT_UNREAD = 8
-"""How many of them stay when there are more: the newest, so that the next draft has something to read."""
+"""Number of newest positions kept when this maximum is exceeded, for the next draft."""
 
 
 @dataclass
@@ -160,9 +157,9 @@ class _Pending:
     """Committed positions that the head has not read yet."""
 
     tokens: list[list[int]]
-    """Row by row, the token after each position."""
+    """For each row, the token after each position."""
     aux: list[tuple[mx.array, ...]]
-    """The target's hidden states as they came, one [B, L, H] for each layer; their L add up."""
+    """The target's hidden states in chunks, one [B, L, H] for each layer."""
 
     @classmethod
     def of(cls, seen: Observation) -> _Pending:
@@ -175,7 +172,7 @@ class _Pending:
 
     @property
     def even(self) -> bool:
-        """Whether more can be put behind it without a gap."""
+        """Whether all rows have the same number of positions, so more can be appended without a gap."""
         return len(set(map(len, self.tokens))) == 1
 
     def extend(self, other: _Pending) -> None:
@@ -184,7 +181,7 @@ class _Pending:
         self.aux.extend(other.aux)
 
     def drop_oldest(self, kept: int) -> int:
-        """Drop the oldest, as they came, as long as `kept` are left; how many positions those were in each row."""
+        """Drop the oldest chunks while at least `kept` positions remain; return the number dropped per row."""
         dropped = 0
         while self.longest - self.aux[0][0].shape[1] >= kept:
             count = self.aux.pop(0)[0].shape[1]
@@ -194,24 +191,23 @@ class _Pending:
         return dropped
 
     def layers(self) -> list[mx.array]:
-        """The hidden states of all positions, one [B, L, H] for each layer."""
+        """Return the hidden states of all positions, one [B, L, H] for each layer."""
         return [x[0] if len(x) == 1 else mx.concatenate(x, axis=1) for x in map(list, zip(*self.aux, strict=True))]
 
     def padded(self) -> mx.array:
-        """The tokens as [B, L] int32."""
+        """Return the tokens as [B, L] int32."""
         return mx.array([tokens + [0] * (self.longest - len(tokens)) for tokens in self.tokens], mx.int32)
 
 
 class HeadState:
-    """The head's own cache, and for each row the hidden state from which the first draft token is read.
+    """The head's cache, and each row's hidden state for the first draft token.
 
-    The head's entry t is made of the target's hidden state at position t and the token at t + 1, so the cache is always
-    one entry behind the row's text. Entries written while drafting hold the head's own guesses at the hidden states:
-    they are forgotten after each proposal and written again from the target's.
+    Entry t combines the target's hidden state at position t and the token at t + 1, so the cache is one entry behind
+    the text. Entries written while drafting use the head's own output; they are discarded after each draft and
+    recomputed from the target's hidden states.
 
-    A head that has not been asked to draft for a while reads only the newest positions: what lies between is left out
-    of its cache for good, as if the text did not have it. That costs some acceptance, later, and saves the time that
-    reading takes, now; what is said does not depend on it.
+    If a head has not drafted for a while, it reads only the newest positions, and the gap stays in its cache. This
+    saves time and costs some acceptance later; the text does not depend on it.
     """
 
     def __init__(self, proposer: HeadProposer, rows: int):
@@ -221,12 +217,12 @@ class HeadState:
         self._gaps: list[list[Gap]] = [[] for _ in range(rows)]
         self._pending: _Pending | None = None
         self._in_prompts = False
-        """Whether what waits to be read is of prompts."""
+        """Whether the pending positions belong to prompts."""
         self.hidden = mx.zeros((rows, 1, self.head.hidden_size), self.target.dtype)
-        """[rows, 1, H]: the head's features at each row's newest position, from which it drafts."""
+        """[rows, 1, H]: features at each row's newest position, from which the head drafts."""
 
     def prefill(self, seen: Observation) -> None:
-        """Read what came before, and this with what comes next: the target's first token does not wait for it."""
+        """Read the previous chunk; this one is read with the next, so the target's first token does not wait for it."""
         self._read_pending()
         self._append_pending(seen)
         self._in_prompts = True
@@ -243,7 +239,7 @@ class HeadState:
                 gaps.append(Gap(slot, before + dropped))
 
     def _append_pending(self, seen: Observation) -> _Pending:
-        """Put new positions behind those that wait to be read."""
+        """Append new positions to the pending ones."""
         new = _Pending.of(seen)
         if self._pending is not None and self._pending.even:
             self._pending.extend(new)
@@ -253,7 +249,7 @@ class HeadState:
         return self._pending
 
     def _read_pending(self) -> None:
-        """Bring the cache in step with the target's, and keep each row's newest hidden state [B, 1, H]."""
+        """Read the pending positions, and keep each row's newest hidden state [B, 1, H]."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -301,7 +297,7 @@ class HeadState:
         return tokens
 
     def _counts(self, drafted: int) -> mx.array:
-        """[B] int32: what each row has drafted, nothing where nothing was read."""
+        """Return the draft length of each row, [B] int32; 0 for rows without any position read."""
         return mx.array([drafted if length else 0 for length in self._lengths], mx.int32)
 
     def _tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
@@ -345,17 +341,17 @@ class HeadState:
         length = self.length(row)
         taken = self.proposer.join([self.piece(row, 0, length)], length)
         taken.hidden = self.hidden[row : row + 1]
-        mx.eval(taken.hidden, taken.cache.state)  # as long as it is to be computed it holds the buffers
+        mx.eval(taken.hidden, taken.cache.state)  # pending computation would keep buffers alive
         self.remove(row)
         return taken
 
     def length(self, row: int) -> int:
-        """Those that were left out included."""
+        """Return the number of positions read, including gaps."""
         self._read_pending()
         return self._lengths[row] + sum(gap.count for gap in self._gaps[row])
 
     def piece(self, row: int, start: int, end: int) -> HeadPiece:
-        """The newest hidden state is not kept: whoever takes this over reads at least one position first."""
+        """Return a copy of the entries without the newest hidden state; the next reader reads at least one position."""
         self._read_pending()
         gaps = self._gaps[row]
         entries = self.cache.piece(row, slots_before(gaps, start), slots_before(gaps, end))

@@ -1,4 +1,4 @@
-"""N-grams where the text repeats itself, and a head or a draft model everywhere else."""
+"""Draft with n-grams where the text repeats itself, and with a head or a draft model elsewhere."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from eagle_mlx.proposers.ngram import NgramProposer, NgramState
 from eagle_mlx.target import Target
 
 MIN_NGRAM, MAX_NGRAM = 2, 4
-"""Of the n-grams beside a model: one token that has come before says less than the model does.
+"""n-gram lengths next to a model.
 
-With a head for SmolLM2-135M, 2 and 3 were as good, and 1 was worse (docs/decisions.md)."""
+For SmolLM2-135M with a head, minimum lengths 2 and 3 were equal, and 1 was worse (docs/decisions.md).
+"""
 
 
 class HybridProposer:
-    """Has two ways to draft, of which the plan names one for each round.
+    """Drafts with a model or with n-grams, as the plan says for each round.
 
-    A round is n-grams' to draft only where they know how at least half of the rows go on. The policy says whether they
-    do draft then: what pays better is measured (`ThroughputPolicy`).
+    N-grams are available only if they match in at least half of the rows. The policy chooses by measured throughput
+    (`HybridPolicy`).
     """
 
     def __init__(self, model: HeadProposer | DraftModelProposer, ngrams: NgramProposer | None = None):
@@ -43,12 +44,12 @@ class HybridProposer:
 
     @property
     def name(self) -> str:
-        """The model's: n-grams beside it are a matter of speed alone."""
+        """The model's name; n-grams only change the speed."""
         return self.model.name
 
     @property
     def identity(self) -> str:
-        """What tells it from others of its name, whose drafts cost and yield otherwise."""
+        """Distinguishes it from other proposers of this name, whose costs and acceptance differ."""
         return f"{self.model.identity}, {self.ngrams.identity}"
 
     @property
@@ -78,14 +79,14 @@ class HybridProposer:
 
 
 class HybridState:
-    """The model's state, and the texts of the rows."""
+    """The model's state, and the rows' texts."""
 
     def __init__(self, model: ProposerState, ngrams: NgramState):
         self.model, self.ngrams = model, ngrams
 
     @property
     def can_look_up(self) -> bool:
-        """Whether n-grams know how at least half of the rows go on."""
+        """Whether n-grams match in at least half of the rows."""
         rows = self.ngrams.rows
         return 2 * sum(bool(row.lookup(1)) for row in rows) >= len(rows)
 
@@ -122,5 +123,5 @@ class HybridState:
 
 
 def model_of(proposer: Proposer | None) -> Proposer | None:
-    """What drafts where nothing is looked up."""
+    """Return the proposer for rounds without n-grams."""
     return proposer.model if isinstance(proposer, HybridProposer) else proposer

@@ -1,4 +1,4 @@
-"""N-gram drafting: what followed the last tokens where they occurred before in this very text."""
+"""N-gram drafting: propose what followed the last tokens earlier in the same text."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.target import Target
 
 _MAX_MATCHES = 4
-"""Latest places of each n-gram that a tree may be made of."""
+"""Number of latest matches per n-gram length in a tree."""
 _MAX_BRANCHES = 8
-"""Places that a tree is made of."""
+"""Maximum number of matches in a tree."""
 _NEXT_BRANCH, _NEXT_TOKEN = 0.5, 0.8
-"""What a branch is worth beside the one before it, and a token beside the one above it."""
+"""Weight of a branch relative to the previous one, and of a token relative to its parent."""
 
 
 @dataclass
 class NgramIndex:
-    """The text of one row, with the places at which each of its n-grams ended, from the latest back.
+    """The text of one row, and where each n-gram ended, latest first.
 
-    Updated in place, a constant amount of work per token and per lookup whatever the length of the text.
+    It is updated in place, with constant work per token and lookup.
     """
 
     max_ngram: int
     min_ngram: int
     tokens: list[int] = field(default_factory=list)
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """Where each n-gram ended last."""
+    """The latest end of each n-gram."""
     earlier: list[list[int]] = field(default_factory=list)
-    """By length from `min_ngram` on, where the n-gram that ends at each place ended before; 0 for nowhere."""
+    """For each length from `min_ngram` on, the previous end of the n-gram that ends at each position; 0 for none."""
 
     def __post_init__(self) -> None:
         self.earlier = [[] for _ in range(self.min_ngram, self.max_ngram + 1)]
 
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
-            # An n-gram is entered when the token after it arrives, so that a lookup never finds itself.
+            # An n-gram is added when the next token arrives, so that a lookup never finds itself.
             place = len(self.tokens)
             for n, earlier in enumerate(self.earlier, self.min_ngram):
                 last = 0
@@ -55,11 +55,11 @@ class NgramIndex:
             self.tokens.append(token)
 
     def lookup(self, count: int) -> list[int]:
-        """Up to `count` tokens that followed the longest match, its latest occurrence; empty without a match."""
+        """Return up to `count` tokens after the latest of the longest matches; empty without a match."""
         return next(self.matches(count), [])
 
     def matches(self, count: int) -> Iterator[list[int]]:
-        """Up to `count` tokens behind each place that is known: the longest matches first, the latest of them first."""
+        """Yield up to `count` tokens after each match: longest n-grams first, and latest first among these."""
         for n in range(min(self.max_ngram, len(self.tokens)), self.min_ngram - 1, -1):
             end, seen = self.ends.get(tuple(self.tokens[-n:]), 0), 0
             while end and seen < _MAX_MATCHES:
@@ -68,7 +68,7 @@ class NgramIndex:
 
 
 class NgramProposer:
-    """Drafts by looking the last tokens up in the row's own text, longest n-gram first; costs no model."""
+    """Drafts by looking up the last tokens in the row's own text, longest n-gram first. It needs no model."""
 
     name = "ngram"
     aux_layers: tuple[int, ...] = ()
@@ -81,11 +81,11 @@ class NgramProposer:
 
     @property
     def identity(self) -> str:
-        """What tells it from others of its name, whose drafts cost and yield otherwise."""
+        """Distinguishes it from other settings, whose costs and acceptance differ."""
         return f"{self.min_ngram} to {self.max_ngram}, {'prompt' if self.prompt_lookup else 'answer'}"
 
     def bind(self, target: Target) -> None:
-        """Any target fits."""
+        """Accept any target."""
 
     def open(self, prompts: Sequence[Sequence[int]]) -> NgramState:
         rows = [NgramIndex(self.max_ngram, self.min_ngram) for _ in prompts]
@@ -95,10 +95,10 @@ class NgramProposer:
 
 
 def merge_branches(branches: Iterable[Sequence[int]], nodes: int) -> tuple[list[int], list[int]]:
-    """Branches laid upon each other as a tree: the tokens of at most `nodes` nodes, and their parents' numbers.
+    """Merge branches into a tree of at most `nodes` nodes; return their tokens and their parents' numbers.
 
-    What a node is worth falls with its depth and with the place of the first branch that it is on; the worthiest come
-    first, and so a parent before its children. Numbers count from 1, 0 is the text.
+    The weight of a node falls with its depth and with the index of its first branch. Nodes are sorted by weight, so
+    parents come before children. Numbers start at 1; 0 is the text.
     """
     worth: dict[tuple[int, ...], float] = {}
     for place, branch in enumerate(branches):
@@ -134,7 +134,7 @@ class NgramState:
         return Draft(tokens, lengths, tree=Tree(parents, plan.depth))
 
     def prefill(self, seen: Observation) -> None:
-        """The prompts were indexed when the state was opened."""
+        """Do nothing: the prompts were indexed when the state was opened."""
 
     def observe(self, seen: Observation) -> None:
         for row, tokens in zip(self.rows, seen.tokens, strict=True):

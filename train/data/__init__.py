@@ -1,4 +1,4 @@
-"""What a run learns from: samples, packed into rows, in prefetched batches."""
+"""Training data: samples, packed into rows, in prefetched batches."""
 
 from .batches import Batches, Rows
 from .examples import Examples, InMemory, Joined, OnDisk

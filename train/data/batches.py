@@ -1,4 +1,4 @@
-"""Batches through mlx-data: packed rows in the order of (seed, epoch), read ahead in the background."""
+"""Batches of packed rows in the order of (seed, epoch), read with mlx-data and prefetched in the background."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .examples import Examples
 from .packing import Batch, Piece, Row, batches_of, count_learned, learned_pieces, padding_of
 
 _PREFETCHED = 4
-"""Batches that are fetched before they are asked for."""
+"""Number of prefetched batches."""
 
 T = TypeVar("T")
 _END = object()
@@ -27,7 +27,7 @@ _END = object()
 
 @dataclass(frozen=True)
 class Rows:
-    """A batch of B rows of L tokens on the host. Places behind a row's last token belong to segment 0."""
+    """A batch of B rows of L tokens on the host. Padding has segment 0."""
 
     tokens: NDArray[np.int32]
     """[B, L]"""
@@ -36,14 +36,14 @@ class Rows:
     segments: NDArray[np.int32]
     """[B, L]: 1, 2, … for a row's first, second, … conversation."""
     states: NDArray[np.float16] | None
-    """[B, L, (n + 1) * H]: features and last layer side by side (`HiddenStates.whole`); None before capture."""
+    """[B, L, (n + 1) * H]: features and last layer concatenated (`HiddenStates.whole`); None before capture."""
     first: int = 0
-    """Which row of the batch of all processes the first one is."""
+    """Index of the first row in the batch of all processes."""
     samples: tuple[tuple[int, ...], ...] = ()
-    """The samples in each row; a part of a batch does not say."""
+    """The samples in each row; empty in a part of a batch."""
 
     def split(self, parts: int) -> list[Rows]:
-        """The rows dealt out to at most `parts` smaller batches, none of them empty."""
+        """Split the rows into at most `parts` smaller batches, none of them empty."""
         cuts = [index for index in np.array_split(np.arange(len(self.tokens)), parts) if len(index)]
         states = self.states
         return [
@@ -59,9 +59,9 @@ class Rows:
 
 
 class Batches:
-    """The batches of an epoch, the same for the same seed, epoch and samples.
+    """The batches of an epoch, determined by the seed, the epoch and the samples.
 
-    Where several processes train together, a batch has `rows` rows for each of them, and each reads its own.
+    If several processes train together, a batch has `rows` rows for each, and each process reads its own.
     """
 
     def __init__(self, samples: Examples, rows: int, length: int, seed: int, world: World = SINGLE_PROCESS):
@@ -70,7 +70,7 @@ class Batches:
         self._first = 0, 0
 
     def put_first(self, epoch: int, sample: int) -> None:
-        """In this epoch, let the samples from this one on come before all others."""
+        """Put the samples from index `sample` on before all others in this epoch."""
         self._first, self._packed = (epoch, sample), None
 
     def steps_per_epoch(self) -> int:
@@ -78,14 +78,14 @@ class Batches:
 
     @property
     def padding(self) -> float:
-        """The share of the first epoch's places that hold no token, 0 to 1."""
+        """The share of padding in the first epoch, 0 to 1."""
         return padding_of(self._batches(0))
 
     def epoch(self, epoch: int, skip: int = 0) -> Generator[Rows, None, None]:
-        """Yield the epoch's batches from the `skip`-th on. Close the generator when leaving early: it stops the thread.
+        """Yield the epoch's batches, without the first `skip`. Close the generator to stop its thread.
 
-        All processes get as many; where the last batch has fewer rows than there are processes, some get none of it.
-        Raises whatever reading a sample raises, such as ShardError.
+        All processes get the same number of batches. If the last one has fewer rows than there are processes, some get
+        no rows. Raises whatever reading a sample raises, such as ShardError.
         """
         batches = self._batches(epoch)[skip:]
         parts = [self._world.part(len(batch.rows)) for batch in batches]
@@ -97,19 +97,19 @@ class Batches:
                 yield dataclasses.replace(found, first=at.start, samples=samples)
 
     def learned(self, begin: int, until: tuple[int, int], count: int | None = None, first: int = 0) -> set[Piece]:
-        """What was learned from the first `count` samples, or all, from epoch `begin` up to an epoch and its batch.
+        """Return what was learned from the first `count` samples, or all, from epoch `begin` up to an epoch and batch.
 
-        In epoch `begin` the samples from the one numbered `first` on came first.
+        In epoch `begin`, the samples from index `first` on came first.
         """
         lengths, rows = self._samples.lengths[:count], self._rows * self._world.size
         return learned_pieces(lengths, rows, self._length, self._seed, begin, until, first)
 
     def count(self, learned: set[Piece]) -> tuple[int, int]:
-        """How many samples, and how many of their tokens, these pieces are."""
+        """Return the number of samples in these pieces, and the number of their tokens."""
         return count_learned(self._samples.lengths, learned)
 
     def where(self, sample: int) -> str:
-        """What a user would look for to see a sample."""
+        """Return where a user can find a sample."""
         return self._samples.where(sample)
 
     def _prefetched(self, rows: list[tuple[Row, int]]) -> Generator[Rows, None, None]:
@@ -125,7 +125,7 @@ class Batches:
                 yield Rows(batch["tokens"], batch["loss_mask"], batch["segments"], states)
 
     def _batches(self, epoch: int) -> list[Batch]:
-        """The epoch's batches; the last epoch that was asked for is kept."""
+        """Return the epoch's batches. The last result is cached."""
         if self._packed is None or self._packed[0] != epoch:
             first = self._first[1] if epoch == self._first[0] else 0
             rows = self._rows * self._world.size
@@ -134,7 +134,7 @@ class Batches:
         return self._packed[1]
 
     def _read(self, pieces: Row, width: int) -> dict[str, NDArray[Any]]:
-        """One row, as mlx-data takes it: it knows no float16, so the states travel as bytes."""
+        """Return one row for mlx-data. Hidden states travel as bytes, since mlx-data has no float16."""
         samples = [(self._samples[piece.sample], slice(piece.start, piece.stop)) for piece in pieces]
         row: dict[str, NDArray[Any]] = {
             "tokens": _joined([sample.tokens[at] for sample, at in samples], width),
@@ -148,7 +148,7 @@ class Batches:
 
 
 def _joined(parts: Sequence[NDArray[Any]], width: int) -> NDArray[Any]:
-    """Arrays [T, ...] one after the other, and zeros up to `width`."""
+    """Concatenate arrays [T, ...] and pad with zeros up to `width`."""
     joined = np.zeros((width, *parts[0].shape[1:]), parts[0].dtype)
     np.concatenate(parts, out=joined[: sum(map(len, parts))])
     return joined
@@ -160,11 +160,11 @@ def _empty_rows(length: int) -> Rows:
 
 
 def prefetch(items: Iterator[T], count: int) -> Generator[T, None, None]:
-    """The same items, of which one thread fetches up to `count` before they are asked for.
+    """Yield the items, fetching up to `count` ahead in one thread.
 
-    mlx-data's own prefetching does this too, but its threads set those of OpenBLAS to one and back for every batch, in
-    the middle of the step that computes meanwhile: a product's last bits depend on them, and no run could be repeated.
-    What fetching an item raises is raised in its place. Close the generator when leaving early: it joins the thread.
+    mlx-data's own prefetching changes OpenBLAS's number of threads for every batch during a step. That changes the last
+    bits of products, so runs could not be repeated. An error in fetching an item is raised in its place. Close the
+    generator to join the thread.
     """
     pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
     try:

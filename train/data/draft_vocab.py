@@ -1,4 +1,4 @@
-"""The draft vocabulary: the tokens that the target's answers use most."""
+"""The draft vocabulary: the most frequent tokens in the target's answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..config import TrainConfig
 
 
 def count_tokens(samples: Iterable[tuple[Sequence[int], Sequence[int]]], vocab_size: int) -> NDArray[np.int64]:
-    """How often each token id is to be learnt (loss mask 1) in pairs of tokens and mask: counts [V]."""
+    """Count each token id with loss mask 1 in pairs of tokens and mask: [V]."""
     counts = np.zeros(vocab_size, np.int64)
     for tokens, mask in samples:
         learnt = np.asarray(tokens, np.int64)[np.asarray(mask, bool)]
@@ -25,10 +25,10 @@ def count_tokens(samples: Iterable[tuple[Sequence[int], Sequence[int]]], vocab_s
 
 
 def choose_draft_vocab(counts: NDArray[np.int64], size: int, always: Collection[int] = ()) -> NDArray[np.int64]:
-    """The `size` most frequent token ids of counts [V], ascending; `always` (special tokens) are among them.
+    """Return the `size` most frequent token ids of counts [V], ascending, including `always` (special tokens).
 
-    Equal counts go by the lower id, so the choice is the same everywhere. Raises ConfigError for a size that is
-    larger than the vocabulary or smaller than `always`.
+    Ties go to the lower id, so the result is reproducible. Raises ConfigError if `size` is larger than the vocabulary
+    or smaller than `always`.
     """
     vocab_size = len(counts)
     if not 0 < size <= vocab_size:
@@ -42,20 +42,20 @@ def choose_draft_vocab(counts: NDArray[np.int64], size: int, always: Collection[
 
 
 def coverage(counts: NDArray[np.int64], kept: NDArray[np.int64]) -> float:
-    """The share of counted tokens that the draft vocabulary can say; 1.0 where nothing was counted."""
+    """Return the share of counted tokens that are in the draft vocabulary; 1.0 if there are none."""
     total = int(counts.sum())
     return float(counts[kept].sum() / total) if total else 1.0
 
 
 def special_token_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:
-    """The ids that a draft vocabulary should always hold: end of turn and the tokenizer's other special tokens."""
+    """Return the ids that every draft vocabulary should have: end of turn and other special tokens."""
     return frozenset(tokenizer.eos_token_ids) | frozenset(tokenizer.all_special_ids)
 
 
 def draft_vocabulary(
     target: Target, config: TrainConfig, counts: NDArray[np.int64], head: DraftHead | None
 ) -> tuple[NDArray[np.int64] | None, float]:
-    """The kept ids, None for all, and the share of the learnt tokens that they cover."""
+    """Return the kept ids (None for all) and the share of the learned tokens that they cover."""
     if head is not None:
         ids = None if head.token_ids is None else np.array(head.token_ids, np.int64)
         return ids, 1.0 if ids is None else coverage(counts, ids)

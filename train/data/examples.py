@@ -1,4 +1,4 @@
-"""Examples by index: in memory, in shards on the disk, or without states, which are then captured batch by batch."""
+"""Examples by index: in memory, in shards on disk, or without hidden states, which are then captured per batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from eagle_mlx.shards import ShardReader
 
 
 class Examples(Protocol):
-    """Examples by index. Those of one source either all carry hidden states or none does."""
+    """Examples by index. In one source, either all or none have hidden states."""
 
     @property
     def lengths(self) -> Sequence[int]: ...
@@ -28,7 +28,7 @@ class Examples(Protocol):
     def __getitem__(self, index: int) -> Example: ...
 
     def where(self, index: int) -> str:
-        """What a user would look for to see the example."""
+        """Return where a user can find the example."""
         ...
 
 
@@ -45,7 +45,7 @@ class InMemory:
 
     @property
     def loss_tokens(self) -> int:
-        """Tokens to learn."""
+        """The number of tokens to learn."""
         return sum(int(example.loss_mask.sum()) for example in self._examples)
 
     def where(self, index: int) -> str:
@@ -53,11 +53,10 @@ class InMemory:
 
 
 class OnDisk:
-    """The examples of a folder of shards, all checked at once and read when they are needed.
+    """The examples of a folder of shards. All shards are verified at once and read when needed.
 
-    The features are of the `layers` asked for, each one that the shards hold or the target's `last_layer`; None
-    for all, in their order. Examples are cut after `most` tokens, if that is given. Raises ShardError for a shard that
-    is damaged or missing.
+    The features come from `layers`, which must be in the shards or be the target's `last_layer`; None means all in the
+    shards' order. Examples are cut to `most` tokens if given. Raises ShardError if a shard is damaged or missing.
     """
 
     has_states = True
@@ -86,7 +85,7 @@ class OnDisk:
         return self._reader.where(index)
 
     def count_tokens(self, vocab_size: int) -> NDArray[np.int64]:
-        """How often each token id is to be learnt: counts [V]."""
+        """Count each token id to learn: [V]."""
         counts = np.zeros(vocab_size, np.int64)
         for entry in self._reader.files:
             learnt = self._array(entry.name, "loss_mask") == 1
@@ -98,7 +97,7 @@ class OnDisk:
 
     @property
     def loss_tokens(self) -> int:
-        """Tokens to learn, in examples that are not cut."""
+        """The number of tokens to learn, before cutting."""
         return self._reader.loss_tokens
 
     def _array(self, shard: str, name: str) -> NDArray[Any]:
@@ -108,7 +107,7 @@ class OnDisk:
 
 
 class Joined:
-    """The examples of several sources, one after the other. They all carry states, or none does."""
+    """The examples of several sources, concatenated. Either all or none have hidden states."""
 
     def __init__(self, parts: Sequence[Examples]):
         self._parts = list(parts)

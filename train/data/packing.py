@@ -1,4 +1,4 @@
-"""Rows of several short conversations, and batches of rows that are about equally full."""
+"""Pack short conversations into rows, and rows into batches of similar length."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIN_TOKENS = 3
-"""Tokens below which a piece holds no draft step: two that are read and one that is predicted."""
+"""Minimum tokens of a piece for one draft step: two to read and one to predict."""
 _WINDOW = 256
-"""Rows' worth of pieces that are sorted by length before they are laid out."""
+"""Window of pieces sorted by length, in rows' worth of tokens."""
 _PADDING_THRESHOLD = 0.05
-"""Padding that is not worth laying out anew."""
+"""Share of padding that needs no repacking."""
 _MAX_REPACKED_BATCHES = 64
-"""Batches up to which that is done."""
+"""Maximum number of batches to repack."""
 _FULL_SHARE = 32
-"""A row is full when less than 1/32 of it is left."""
+"""A row is full if less than 1/32 of it is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ Row = tuple[Piece, ...]
 
 
 def order_of(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
-    """The permutation of an epoch, a function of the seed and the epoch alone."""
+    """Return the permutation of an epoch, determined by the seed and the epoch."""
     return np.random.default_rng([seed, epoch]).permutation(count)
 
 
 def cut_into_pieces(sample: int, tokens: int, length: int) -> list[Piece]:
-    """A sample as pieces of at most `length` tokens; ends too short to learn from are left out."""
+    """Cut a sample into pieces of at most `length` tokens; a rest too short to learn from is dropped."""
     starts = range(0, tokens, length)
     pieces = (Piece(sample, start, min(start + length, tokens)) for start in starts)
     return [piece for piece in pieces if len(piece) >= MIN_TOKENS]
@@ -50,19 +50,19 @@ def cut_into_pieces(sample: int, tokens: int, length: int) -> list[Piece]:
 def pack(
     lengths: Sequence[int], order: Sequence[int] | NDArray[np.int64], length: int, filled: int | None = None
 ) -> list[Row]:
-    """Samples in the given order, cut into pieces of at most `length` tokens and laid into rows of as many.
+    """Cut samples into pieces of at most `length` tokens and pack them into rows of at most `length` tokens.
 
-    Rows are filled up to `filled` tokens only, where that is given. Same input, same rows.
+    With `filled`, rows are only filled up to that many tokens. Equal inputs give equal rows.
 
-    Window by window the longest pieces come first, and each goes to the fullest row that has room for it. So no two
-    rows together would fit into one, and a row is less than half full only where it is the only one.
+    In each window, the longest pieces come first, and each goes to the fullest row with enough room. So no two rows
+    would fit into one, and at most one row is less than half full.
     """
     rows: list[list[Piece]] = []
     filled = length if filled is None else filled
     open_rows: list[list[int]] = [[] for _ in range(length + 1)]
-    """The rows that have so much room."""
+    """Row indices by remaining room."""
     rooms = 0
-    """Which rooms there are, bit by bit."""
+    """Bit i is set if a row has room for exactly i tokens."""
     for window in _windows(lengths, order, length):
         for piece in sorted(window, key=len, reverse=True):
             fitting = rooms >> len(piece)
@@ -99,11 +99,11 @@ def _windows(
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows that are learnt from together."""
+    """Rows that form one training batch."""
 
     rows: tuple[Row, ...]
     width: int
-    """Tokens that each of them is made as long as."""
+    """Length of the padded rows."""
 
     @property
     def tokens(self) -> int:
@@ -111,20 +111,20 @@ class Batch:
 
 
 def multiple_of(length: int) -> int:
-    """What widths are rounded up to, so that there are not too many of them."""
+    """Return the multiple to which widths are rounded up, to limit the number of different widths."""
     return max(1, length // (2 * _FULL_SHARE))
 
 
 def padding_of(batches: Sequence[Batch]) -> float:
-    """The share of the batches' places that hold no token, 0 to 1."""
+    """Return the share of padding in the batches, 0 to 1."""
     places = sum(len(batch.rows) * batch.width for batch in batches)
     return 1 - sum(batch.tokens for batch in batches) / places if places else 0.0
 
 
 def batches_of(lengths: Sequence[int], rows: int, length: int, seed: int, epoch: int, first: int = 0) -> list[Batch]:
-    """The batches of an epoch, each of `rows` rows but for the last, which may have fewer.
+    """Return the batches of an epoch. Each has `rows` rows; the last may have fewer.
 
-    Samples from the one numbered `first` on come before all others, which fill up their last batch.
+    Samples from index `first` on come first; other samples fill up their last batch.
     """
     if not 0 < first < len(lengths):
         return _batches_of(range(len(lengths)), lengths, rows, length, seed, epoch)
@@ -137,17 +137,17 @@ def batches_of(lengths: Sequence[int], rows: int, length: int, seed: int, epoch:
 
 
 def _batch(rows: Sequence[Row], length: int) -> Batch:
-    """These rows, made as long as the fullest of them, rounded up."""
+    """Pad the rows to the length of the longest, rounded up."""
     multiple = multiple_of(length)
     fullest = max(sum(map(len, row)) for row in rows)
     return Batch(tuple(rows), min(length, -(-fullest // multiple) * multiple))
 
 
 def _batches_of(samples: range, lengths: Sequence[int], rows: int, length: int, seed: int, epoch: int) -> list[Batch]:
-    """These samples as batches in the order of (seed, epoch).
+    """Return batches of these samples in the order of (seed, epoch).
 
-    Where few samples leave much empty, rows are filled less far, so that all of them are about equally full, as long
-    as that makes no more batches.
+    If few samples leave much padding, rows are filled less, so that all are about equally full, unless that takes more
+    batches.
     """
     order = samples.start + order_of(seed, epoch, len(samples))
 
@@ -165,9 +165,9 @@ def _batches_of(samples: range, lengths: Sequence[int], rows: int, length: int, 
 def learned_pieces(
     lengths: Sequence[int], rows: int, length: int, seed: int, begin: int, until: tuple[int, int], first: int = 0
 ) -> set[Piece]:
-    """What was learned from, from the start of epoch `begin` up to an epoch and the number of its batches.
+    """Return the pieces learned from the start of epoch `begin` up to an epoch and its number of batches.
 
-    In the first of these epochs samples from the one numbered `first` on came before all others.
+    In epoch `begin`, samples from index `first` on came first.
     """
     epoch, batch = until
     if epoch > begin:
@@ -177,7 +177,7 @@ def learned_pieces(
 
 
 def count_learned(lengths: Sequence[int], pieces: Iterable[Piece]) -> tuple[int, int]:
-    """How many samples, and how many of their tokens, these pieces are; an end too short to learn from counts too."""
+    """Return the number of samples and tokens in these pieces. A dropped rest of a sample counts too."""
     found: dict[int, int] = {}
     for piece in pieces:
         found[piece.sample] = found.get(piece.sample, 0) + len(piece)
@@ -186,11 +186,11 @@ def count_learned(lengths: Sequence[int], pieces: Iterable[Piece]) -> tuple[int,
 
 
 def in_batches(packed: Sequence[Row], rows: int, length: int, seed: int, epoch: int) -> list[Batch]:
-    """The packed rows as batches of `rows`, the last of which may have fewer, in the order of (seed, epoch).
+    """Group the packed rows into batches of `rows` in the order of (seed, epoch); the last may have fewer.
 
-    Full rows meet at random. The others meet those that are about as full, and a batch is as wide as its fullest row,
-    rounded up to a 64th of `length`: so what is padded is at most a 32nd of all places and one batch more. The batches
-    follow one another at random, but for the short one at the end.
+    Full rows are grouped at random, the others by how full they are. A batch is as wide as its fullest row, rounded up
+    to a 64th of `length`, so padding is at most 1/32 of the total plus one batch. The order of batches is random, with
+    the short one last.
     """
     fills = np.array([sum(map(len, row)) for row in packed], np.int64)
     order = order_of(seed + 1, epoch, len(packed))

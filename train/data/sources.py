@@ -1,4 +1,4 @@
-"""What a run learns from and is judged on: the one seam to the data pipelines."""
+"""Load training data and evaluation prompts; the only module that uses the data pipelines."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ _IN_WORDS: dict[Place, str] = {
     "online": "captured anew for each batch",
 }
 _TEXT_PROMPT = 64
-"""Tokens of a plain text that make a prompt."""
+"""Number of tokens of a plain text that form a prompt."""
 
 
 @dataclass(frozen=True)
 class TrainData:
     samples: Examples
     aux_layers: tuple[int, ...]
-    """Target layers whose outputs the samples carry besides the last one's."""
+    """Target layers in the samples' features, without the last layer."""
     kept: NDArray[np.int64] | None
-    """[Vd] the target's ids of the draft vocabulary, ascending; None for all."""
+    """[Vd] the draft vocabulary's ids in the target, ascending; None for all."""
     report: dict[str, Any]
-    """Conversations, tokens and the like, for the run's report."""
+    """Counts for the run's report."""
     place: Place = "memory"
-    """Where the states are: what `states` of the settings came to, and what a resumed run must be given."""
+    """Where hidden states are kept. A resumed run must use the same place."""
 
 
 def training_data(
@@ -65,14 +65,14 @@ def training_data(
     reserve: int = 0,
     alone: bool = True,
 ) -> TrainData:
-    """Shards where they are given; else conversations, whose states are kept where there is room for them.
+    """Load shards if given, else conversations, with captured hidden states if there is room for them.
 
-    What the target made up comes with the states of the forwards that wrote it, where these were kept, and where one
-    process trains `alone`: several must all have the same.
+    If the target made up the conversations, hidden states captured at that time are used, but only if one process
+    trains `alone`, since all processes need the same data.
 
-    A head to continue from decides what is captured and what it drafts, where there is one. `reserve` is the memory in
-    bytes that the training will take besides what is taken now. Raises DataError, ShardError, OutputError or
-    ConfigError for data that cannot be used or kept.
+    A `head` to continue from decides which layers to capture and the draft vocabulary. `reserve` is the additional
+    memory that training needs, in bytes. Raises DataError, ShardError, OutputError or ConfigError if data cannot be
+    used or stored.
     """
     config = resolved(config)
     if config.data.shards:
@@ -108,7 +108,7 @@ def _samples(
     rendered: list[Rendered],
     progress: bool,
 ) -> Examples:
-    """The conversations, with their states where these are captured once."""
+    """Return the conversations, with hidden states if they are captured in advance."""
     if place == "online":
         return InMemory([Example.of(*one) for one in rendered])
     if place == "memory":
@@ -124,9 +124,9 @@ def _samples(
 
 
 def heldout_prompts(target: Target, config: TrainConfig) -> list[list[int]]:
-    """Prompts for measuring acceptance: held-out conversations up to their last answer, or the start of a text.
+    """Return prompts to measure acceptance: held-out conversations up to the last answer, or beginnings of texts.
 
-    A source given as `eval_data` that is not trained on is taken whole. Raises DataError where there are none.
+    A source in `eval_data` that is not trained on is used entirely. Raises DataError if there are none.
     """
     learnt = data_config(config)
     source = learnt.sources[0] if config.prompts_are_heldout else config.evaluation.data
@@ -149,7 +149,7 @@ def heldout_prompts(target: Target, config: TrainConfig) -> list[list[int]]:
 
 
 def _render(target: Target, config: TrainConfig, progress: bool) -> tuple[list[Rendered], dict[str, int]]:
-    """Return the conversations, and how many were left out; with `progress` say what the chat template leaves out."""
+    """Render the conversations and count those left out; with `progress`, print what the template drops."""
     if target.tokenizer is None:
         raise TargetError("the target has no tokenizer, which conversations need; train from shards instead")
     length = min(config.data.max_length, target.context_length)
@@ -186,7 +186,7 @@ def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) ->
 
 
 def _from_made(target: Target, config: TrainConfig, reader: ShardReader, head: DraftHead | None) -> TrainData:
-    """What the target made up, with the states that were kept of the forwards that wrote it."""
+    """Load conversations that the target made up, with the hidden states captured at that time."""
     try:
         samples = OnDisk(reader, most=min(config.data.max_length, target.context_length))
     except ShardError as e:
@@ -203,7 +203,7 @@ def data_on_disk(
     aux_layers: tuple[int, ...],
     head: DraftHead | None,
 ) -> TrainData:
-    """Samples whose states are there, with the draft vocabulary of a `head`, or of a new one for them."""
+    """Return samples on disk, with the draft vocabulary of `head`, or of a new head."""
     counts = sum((part.count_tokens(target.vocab_size) for part in parts), np.zeros(target.vocab_size, np.int64))
     samples = parts[0] if len(parts) == 1 else Joined(parts)
     kept, share = draft_vocabulary(target, config, counts, head)
@@ -219,7 +219,7 @@ def data_on_disk(
 
 
 def _check_adapter(target: Target, config: TrainConfig, reader: ShardReader) -> None:
-    """Raise ShardError where shards are of other adapters than the target has."""
+    """Raise ShardError if shards and target have different adapters."""
     captured = reader.meta.adapter
     now = "" if target.adapter is None else target.adapter.digest
     if captured == now:
@@ -236,7 +236,7 @@ def _check_adapter(target: Target, config: TrainConfig, reader: ShardReader) -> 
 def _aux_layers_of_shards(
     target: Target, config: TrainConfig, held: tuple[int, ...], head: DraftHead | None
 ) -> tuple[int, ...]:
-    """The layers that the head reads: its own, those that are asked for, or those that the first shards hold."""
+    """Return the layers that the head reads: the head's own, the configured ones, or those of the first shards."""
     if head is not None:
         return kind_of(head).aux_layers_of(head)
     wanted = KINDS[config.head.kind].aux_layers(target, config)
@@ -244,7 +244,7 @@ def _aux_layers_of_shards(
 
 
 def _check_layers(target: Target, reader: ShardReader, aux_layers: tuple[int, ...]) -> None:
-    """Raise ShardError for a layer that shards do not hold."""
+    """Raise ShardError if a layer is missing in the shards."""
     held = (*reader.meta.aux_layers, target.num_layers - 1)
     missing = [layer for layer in aux_layers if layer not in held]
     if missing:
@@ -256,7 +256,7 @@ def _check_layers(target: Target, reader: ShardReader, aux_layers: tuple[int, ..
 
 
 def _prompt(target: Target, conversation: Conversation, room: int) -> list[int] | None:
-    """The prompt's tokens, or None where there are none or they and `room` more do not fit the context."""
+    """Return the prompt's tokens, or None if there are none or `room` more would not fit in the context."""
     tokenizer = target.tokenizer
     if tokenizer is None:
         raise TargetError("the target has no tokenizer, without which there are no held-out prompts to decode")
@@ -270,9 +270,9 @@ def _prompt(target: Target, conversation: Conversation, room: int) -> list[int] 
 
 
 def capture_rows(target: Target, aux_layers: Sequence[int], rows: Rows) -> mx.array:
-    """The states [B, L, (n + 1) * H] of packed rows: the aux layers' outputs and the last layer's, lazily.
+    """Compute the hidden states [B, L, (n + 1) * H] of packed rows lazily: aux layers, then the last layer.
 
-    The target reads every conversation by itself, right-padded, so that none sees another.
+    The target reads each conversation separately, right-padded, so none attends to another.
     """
     tokens, places = unpack(rows)
     states = read_states(target, mx.array(tokens), aux_layers)
@@ -280,9 +280,9 @@ def capture_rows(target: Target, aux_layers: Sequence[int], rows: Rows) -> mx.ar
 
 
 def unpack(rows: Rows) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The conversations of packed rows as tokens [N, T], and for each place [B, L] its index in the flattened N * T.
+    """Unpack rows into conversations [N, T]; return them and each position's index [B, L] in the flattened N * T.
 
-    Places behind a row's last token lead to index 0.
+    Padding has index 0.
     """
     row, at = np.nonzero(rows.segments)
     segment = rows.segments[row, at]

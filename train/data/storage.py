@@ -1,4 +1,4 @@
-"""What the target makes up for a run, and where a run keeps that and hidden states."""
+"""Conversations that the target makes up for a run, and where a run stores them and hidden states."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..kinds import aux_layers_of
 Place = Literal["memory", "disk", "online"]
 
 _MEMORY_SHARE, _DISK_SHARE = 0.8, 0.95
-"""Share of the free memory and disk that a cache may take."""
+"""Share of free memory and disk that the cache may use."""
 _AS_ASKED: dict[Place, str] = {
     "memory": "captured once, kept in memory",
     "disk": "captured once, kept on the disk",
@@ -35,34 +35,34 @@ _AS_ASKED: dict[Place, str] = {
 @dataclass(frozen=True)
 class CacheChoice:
     place: Place
-    """`memory` and `disk` are captured once; `online` is captured for each batch and keeps nothing."""
+    """`memory` and `disk` capture once; `online` captures for each batch and keeps nothing."""
     size: int
-    """Bytes that the states would take at `place`; for `online`, those that they would have taken on the disk."""
+    """Bytes of the hidden states at `place`; for `online`, the bytes that they would need on disk."""
     text: str
     """The estimate and the choice in one line."""
 
 
 def self_file(config: TrainConfig) -> Path:
-    """Return the file of conversations that the target makes up; interrupted making continues there."""
+    """Return the file of conversations that the target makes up; an interrupted run continues it."""
     return Path(f"{config.run.output.rstrip('/')}.self.jsonl")
 
 
 def sources_of(config: TrainConfig) -> tuple[str, ...]:
-    """Return what the data are read from, with that file for `self`."""
+    """Return the data sources, with that file in place of `self`."""
     return (str(self_file(config)),) if config.data.is_self else config.data.sources
 
 
 def learnt_whole(config: TrainConfig) -> bool:
-    """Return whether all that the target makes up is learned from: nothing is left out when it is read."""
+    """Return whether the run learns from everything that the target makes up, without filters."""
     data = config.data
     return data.is_self and not (data.limit or data.keep_turns or data.keep_tokens or data.dedupe != "none")
 
 
 def keeps_states(config: TrainConfig, meta: ShardMeta, reserve: int = 0) -> bool:
-    """Return whether hidden states are kept, on the disk, while the target makes up conversations.
+    """Return whether to keep hidden states on disk while the target makes up conversations.
 
-    Making takes long and is interrupted, so its states go to the disk and never to memory alone. `reserve` as in
-    `choose_states`, which raises if `--states disk` has too little room.
+    Making takes long and may be interrupted, so memory alone is not enough. `reserve` is as in `choose_states`, which
+    raises if `--states disk` does not have enough room.
     """
     if not learnt_whole(config):
         return False
@@ -74,17 +74,17 @@ def keeps_states(config: TrainConfig, meta: ShardMeta, reserve: int = 0) -> bool
 
 
 def cache_folder(config: TrainConfig) -> Path:
-    """Return the folder of hidden states on the disk; an interrupted capture continues there."""
+    """Return the folder of hidden states on disk; an interrupted capture continues there."""
     return Path(config.data.cache_dir or f"{config.run.output.rstrip('/')}.shards")
 
 
 def choose_states(
     config: TrainConfig, tokens: int, meta: ShardMeta, reserve: int = 0, free: int | None = None
 ) -> CacheChoice:
-    """Choose where so many tokens' states go, with the estimate in words.
+    """Choose where to keep the hidden states of `tokens` tokens, with an estimate in words.
 
-    `reserve` is the memory in bytes that the training will take itself; `free` is that of the machine, by default what
-    is free on this one. Raises ConfigError or OutputError if `config.data.states` names a place with too little room.
+    `reserve` is the memory that training needs, in bytes; `free` defaults to this machine's free memory. Raises
+    ConfigError or OutputError if the place in `config.data.states` does not have enough room.
     """
     memory, disk = _room(config, reserve, free_memory() if free is None else free)
     if config.data.states == "auto":
@@ -104,10 +104,9 @@ def choose_states(
 
 
 def choose_cache(tokens: int, meta: ShardMeta, cache: float, memory: float, disk: float) -> CacheChoice:
-    """Memory where the states in float16 fit into it, else the disk where `meta.bits` fit, else online.
+    """Choose memory if the float16 states fit, else disk if they fit in `meta.bits`, else online.
 
-    `cache` is the most that a cache may take anywhere, `memory` what of the memory is left for it, `disk` what is free
-    where it would stand; all in bytes.
+    `cache` limits the cache anywhere; `memory` and `disk` are what is available for it. All are in bytes.
     """
     in_memory = tokens * bytes_per_token(replace(meta, bits=16))
     on_disk = tokens * bytes_per_token(meta)
@@ -124,7 +123,7 @@ def choose_cache(tokens: int, meta: ShardMeta, cache: float, memory: float, disk
 
 
 def as_asked(config: TrainConfig, tokens: int, meta: ShardMeta) -> CacheChoice:
-    """Return the place that `config.data.states` names, whatever room there is."""
+    """Return the place in `config.data.states`, without checking its room."""
     assert config.data.states != "auto"
     kept = meta if config.data.states == "disk" else replace(meta, bits=16)
     size = tokens * bytes_per_token(kept)
@@ -133,7 +132,7 @@ def as_asked(config: TrainConfig, tokens: int, meta: ShardMeta) -> CacheChoice:
 
 
 def free_disk(folder: str | Path) -> int:
-    """Return the bytes that are free where a folder is or would be."""
+    """Return the free bytes where a folder is or would be."""
     place = Path(folder).absolute()
     while not place.exists():
         place = place.parent
@@ -141,9 +140,9 @@ def free_disk(folder: str | Path) -> int:
 
 
 def _room(config: TrainConfig, reserve: int, free: int) -> tuple[float, float]:
-    """Return the bytes of memory and of the disk that a cache may take.
+    """Return the bytes of memory and disk that a cache may use.
 
-    What its folder holds already counts as free, because a capture continues with it.
+    Existing files of the cache count as free, because a capture continues with them.
     """
     folder = cache_folder(config)
     held = sum(map(_size, (folder, unfinished_folder(folder))))
@@ -157,24 +156,23 @@ def _size(folder: Path) -> int:
 def make_data(
     target: Target, config: TrainConfig, world: World = SINGLE_PROCESS, head: object = None, reserve: int = 0
 ) -> None:
-    """Have the file of conversations at its place on every machine: made by rank 0, or found as it was made before.
+    """Create the file of conversations on every machine; rank 0 makes it unless it exists.
 
-    Where one process trains, and there is room on the disk, the hidden states are kept of the forwards that write:
-    those that the settings or a `head` read. `reserve` is the memory in bytes that the training will take.
+    If one process trains and the disk has room, hidden states are captured at the same time for the layers in the
+    settings or of `head`. `reserve` is the memory that training needs, in bytes.
 
-    Raises OutputError where another file or other states stand there, DataError where the target writes nothing
-    usable, TargetError where it cannot speak as its user, ConfigError for settings with which the file could not be
-    read.
+    Raises OutputError if other data is in the way, DataError if the target writes nothing usable, TargetError if it
+    cannot write user turns, ConfigError if the settings could not read the file.
     """
     file = self_file(config)
-    data_config(config)  # what cannot be read as it is asked for is said now, not in the morning
+    data_config(config)  # report invalid settings now, not hours later
     if world.is_rank_zero:
         place = _place(target, config, head)
         alone = world.size == 1
         _make(target, config, place if alone and keeps_states(config, place.meta, reserve) else None)
     if world.size == 1:
         return
-    # Made on each machine, two that round differently would learn from different texts.
+    # If each machine made the file, rounding differences could give different texts.
     text: str = world.broadcast(file.read_text(encoding="utf-8") if world.is_rank_zero else None)
     if not world.is_rank_zero and not (file.exists() and file.read_text(encoding="utf-8") == text):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -182,9 +180,9 @@ def make_data(
 
 
 def states_of_made(target: Target, config: TrainConfig, head: object = None) -> ShardReader | None:
-    """The hidden states of the forwards that wrote what is learnt from, where they were kept.
+    """Return the hidden states captured while the target made up the training data, or None.
 
-    Raises ShardError for a manifest that is damaged.
+    Raises ShardError if the manifest is damaged.
     """
     if not learnt_whole(config):
         return None
@@ -198,12 +196,12 @@ def _make(target: Target, config: TrainConfig, place: ShardPlace | None) -> None
     except KeyboardInterrupt:
         print(f"what {target.name} has made up is kept, and the same command continues with it", file=sys.stderr)
         raise
-    mx.clear_cache()  # keys and values, for which training has no use
+    mx.clear_cache()  # training does not need the KV cache
     print(f"{file}: {report.summary() if report is not None else 'made before, learnt from as it is'}", file=sys.stderr)
 
 
 def _wanted(config: TrainConfig) -> Wanted:
-    """With a conversation to measure acceptance on, whether or not this run does: the file is the same for all."""
+    """Always ask for one held-out conversation, so that the file does not depend on evaluation."""
     return Wanted(tokens=config.data.self_tokens, heldout=1)
 
 
@@ -213,7 +211,7 @@ def _place(target: Target, config: TrainConfig, head: object) -> ShardPlace:
 
 
 def data_config(config: TrainConfig) -> DataConfig:
-    """What to read, and what of it to keep."""
+    """Return what to read and keep."""
     return DataConfig(
         sources_of(config),
         config.data.map,
