@@ -12,8 +12,7 @@ EagleError
 ├── RanksError       another process of a run that has ended or does not answer
 └── OutputError      a place that cannot be written to
 
-HeadWarning, a UserWarning: a head that fits but whose drafts are rarely accepted, or may be, because its config has
-unknown fields.
+HeadWarning, a UserWarning: a head that fits, but whose drafts are rarely accepted or whose config has unknown fields.
 """
 
 

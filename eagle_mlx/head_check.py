@@ -30,12 +30,12 @@ TOKENS = 64
 """Tokens to decode for each prompt."""
 DEPTH = 2
 SOUND = 0.4
-"""Rate at which the weakest fitting heads have their first draft token accepted; good ones reach 0.9."""
+"""The share of rounds in which the weakest fitting heads have their first draft token accepted; good ones reach 0.9."""
 BOUND = 0.11
-"""A head counts as no better than chance if both of two draft tokens are accepted in a smaller share of rounds.
+"""A head is no better than chance if it has both of two draft tokens accepted in a smaller share of rounds.
 
 A head that gets nothing from the hidden states still sees the last token. It predicts the next token in 1 to 25 % of
-rounds and two in at most 5 %. The weakest fitting heads predict one in 40 % and two in 20 %. Between shares p < q, both
+rounds and two in at most 5 %. The weakest fitting heads reach 40 % and 20 %. Between shares p < q, both
 errors are equally likely at 1 / (1 + log(q / p) / log((1 - p) / (1 - q))), here 0.11. The first token alone would not
 tell: on easy text a head with layers in the wrong order reaches 0.3, a good head on hard text no more. A head with a
 norm for each layer may do too well with layers in the wrong order to be noticed: the included one reaches 15 %.

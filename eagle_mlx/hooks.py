@@ -274,7 +274,10 @@ def _is_causal(cache: Any, keys: mx.array, mask: Any, length: int) -> bool:
 
 
 def _in_tiles(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array) -> mx.array:
-    """Compute a prompt's causal attention on a CPU, one tile of queries at a time."""
+    """Compute a prompt's causal attention on a CPU, one tile of queries at a time.
+
+    queries: [B, heads, L, D]; keys, values: [B, key heads, T, D]; mask: [B or 1, 1 or heads, L, T] bool.
+    """
     rows, heads, length, width = queries.shape
     sharing, past, parts = heads // keys.shape[1], keys.shape[2] - length, []
     for start in range(0, length, _TILE):
@@ -299,7 +302,7 @@ class CallListener(ABC):
 
     @abstractmethod
     def note(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Projections | None:
-        """Record that a layer is about to be called so; calling `layer` itself does not notify.
+        """Record a layer's coming call; calling `layer` itself does not notify again.
 
         Returns an object to record the layer's projections; None if they will not be needed.
         """

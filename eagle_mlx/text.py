@@ -54,7 +54,7 @@ class IncrementalText:
         for end in range(count - 1, max(count - _CHARACTER, self._settled), -1):
             if not _ends_open(before, self._decoded(end)):
                 return end
-        # None: the bytes will never form a character, except perhaps those of the last U+FFFD.
+        # Otherwise the bytes will never form a character, except perhaps those of the last U+FFFD.
         ends = range(count - 1, self._settled, -1)
         return next((end for end in ends if text[:-1].startswith(self._decoded(end))), None)
 
@@ -69,7 +69,7 @@ def _ends_open(before: str, text: str) -> bool:
 
 
 class TextStream:
-    """Streams text from tokens. It never emits more than the finished text has, nor other characters.
+    """Streams text from tokens. It emits only characters that the finished text will have.
 
     It holds back incomplete characters, and text that may be the start of a stop string.
     """

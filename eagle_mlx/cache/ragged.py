@@ -75,7 +75,7 @@ class RaggedCache(Sequence[Any]):
 
     @classmethod
     def local(cls, model: nn.Module, rows: int, kv_bits: int | None = None) -> Self:
-        """Return such a cache for this process alone."""
+        """Return such a cache for this process only, even if the model is spread over several."""
         self = cls.__new__(cls)
         lengths = RowLengths(rows)
         self._hold(lengths, [ragged(cache, lengths, model, kv_bits) for cache in make_prompt_cache(model)])

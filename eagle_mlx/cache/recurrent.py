@@ -148,7 +148,7 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
         self.cache = [_picked(mx.stack(list(column), axis=1), count) for column in zip(*states, strict=True)]
 
     def _replaced(self, value: Any, mask: mx.array | None) -> Any:
-        """Return an argument for the second call, with this state's mask; attention beside it gets no cached keys."""
+        """Convert an argument for the second call: use this state's mask and hide cached keys from attention."""
         if isinstance(value, RaggedList):
             return [x if x is self else _PassThrough(x.offset) for x in value.caches]
         if isinstance(value, mx.array) and value.dtype == mx.bool_:
@@ -167,7 +167,7 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
         self.cache = [x if x is None else without_row(x, row) for x in self.cache]
 
     def fit(self) -> list[mx.array]:
-        """Return nothing: a state has no spare memory."""
+        """Return no buffers: a state has no spare memory."""
         return []
 
     def fork(self, row: int, length: int, lengths: RowLengths) -> RecurrentState:

@@ -100,7 +100,7 @@ def _read(card: Path) -> dict[str, Any]:
 
 
 def _named_by(card: dict[str, Any]) -> str | None:
-    """Return the single base model that a conversion's card names; None if that is itself a conversion."""
+    """Return the base model that a conversion's card names; None unless it is one original model."""
     named = card.get(BASE_MODEL)
     base = named[0] if isinstance(named, list) and len(named) == 1 else named
     if not isinstance(base, str) or card.get("base_model_relation", "quantized") != "quantized":

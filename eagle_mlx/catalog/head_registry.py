@@ -50,7 +50,7 @@ class HeadRecord:
 
     @property
     def worth(self) -> float | None:
-        """τ shrunk toward 1, the more the fewer prompts it was measured on; None if it was not measured."""
+        """τ shrunk toward 1, more strongly if it was measured on fewer prompts; None if it was not measured."""
         if self.acceptance_length is None:
             return None
         prompts = _FEW if self.prompts is None else self.prompts

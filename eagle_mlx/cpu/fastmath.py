@@ -40,7 +40,7 @@ def log_sum_exp(x: mx.array) -> mx.array:
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.array) -> mx.array:
-    """Scaled dot-product attention with grouped queries.
+    """Compute scaled dot-product attention with grouped queries.
 
     q: [B, Hq, L, D]; k, v: [B, Hkv, S, D]; mask: additive, broadcastable to [B, Hkv, Hq/Hkv, L, S]. Returns
     [B, Hq, L, D].

@@ -60,7 +60,7 @@ def make_streams(count: int) -> list[mx.Stream]:
 def tune_process() -> None:
     """Tune the whole process for long work on a CPU under Linux; call this before MLX evaluates anything.
 
-    glibc keeps freed memory: large buffers are reallocated in every step, and fresh pages would cost a quarter of its
+    glibc keeps freed memory: large buffers are reallocated in every step, and fresh pages would cost a quarter of the
     time. MLX walks graphs breadth-first, so that all streams get operations in turn; otherwise the second stream would
     mostly wait for the first.
     """

@@ -54,10 +54,10 @@ class Logprobs:
 
 
 def logprobs_of(logits: mx.array, tokens: mx.array, top: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Return log probabilities under logits [..., V], of tokens [...] int32 and of the `top` most likely tokens.
+    """Return log probabilities of tokens [...] int32, and of the most likely tokens, under logits [..., V].
 
-    Returns the tokens' log probabilities [...], and the ids [..., K] int32 and log probabilities [..., K] of the K =
-    min(top, V) most likely in descending order; all log probabilities are float32.
+    Returns the tokens' log probabilities [...], and the ids [..., K] int32 and log probabilities [..., K] of the most
+    likely tokens in descending order, with K = min(top, V); log probabilities are float32.
     """
     logits = logits.astype(mx.float32)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -26,7 +26,10 @@ _PER_ULP = -math.log(2) * 2.0**-23
 
 
 def gumbel_noise(keys: mx.array, positions: mx.array, tokens: mx.array) -> mx.array:
-    """Return standard Gumbel noise, always finite."""
+    """Return standard Gumbel noise, always finite.
+
+    keys: [B, 2] uint32; positions: [B, n] int32; tokens: [m] int32, token ids. Returns [B, n, m] float32.
+    """
     return gumbel_at(*noise_words(keys, positions), tokens)
 
 

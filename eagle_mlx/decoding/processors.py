@@ -111,7 +111,7 @@ class Processors:
         if rows.size == self._count:
             return change(logits)
         changed = change(logits[rows])
-        out = logits + 0  # an array of our own to write to
+        out = logits + 0  # a copy to write to
         out[rows] = changed
         return out
 

@@ -185,7 +185,7 @@ def judge_pending(
     q = mx.stack([row if each.probs is None else each.probs[0] for row, each in zip(certain, waiting, strict=True)])
     at = mx.array(rows)
     p = distribution(logits[:, :1], batch)[at, 0]
-    out = logits + 0  # an array of our own to write to
+    out = logits + 0  # a copy to write to
     out[at, 0] = mx.log(mixture(p, q, drafts)) * batch.temperature[at][:, None]
     return out, batch
 

@@ -125,7 +125,7 @@ class LeadingTarget(Target):
     def of(
         cls, target: Target, channel: Channel, free_memory: int | None = None, layers: int | None = None
     ) -> LeadingTarget:
-        """Return the same target as rank 0's; the other ranks must call `follow`.
+        """Return a target for rank 0 that leads; the other ranks must call `follow`.
 
         free_memory: bytes free on the rank that has the least; by default this rank's. layers: the total number of
         layers, if each rank has some of them.

@@ -58,7 +58,7 @@ class ShardReader:
         path = self.folder / self.files[shard].name
         try:
             return decode(path, rows, self.meta)
-        except (SafetensorError, OSError) as e:  # somebody changed it after it was checked
+        except (SafetensorError, OSError) as e:  # it was changed after its check
             raise ShardError(f"{path} cannot be read any more: {e}; {self._remedy}") from e
 
     def __iter__(self) -> Iterator[Example]:

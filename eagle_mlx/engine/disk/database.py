@@ -182,8 +182,8 @@ class Database:
     def find(self, keys: Keys, model: str, namespace: str, positional: bool) -> Match | None:
         """Return the longest prefix of a text that the files have.
 
-        `positional`: every layer keeps every position, so that there are no states. A state that lies in the next
-        block, a few positions after the point where the texts differ, is not found.
+        `positional`: every layer keeps every position, so that there are no states. A state also serves a prefix that
+        is a few positions shorter, but we look for it only in the block where the texts differ.
         """
         best: Match | None = None
         path, parent, at = list[Entry](), _root(model, namespace), 0
