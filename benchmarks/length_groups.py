@@ -4,7 +4,7 @@
     python benchmarks/length_groups.py --model qwen3-0.6b --layers 7 --long 1024 2048
 
 What the rows have read is zeros, which cost what other keys and values do. The two ways take turns; in each turn every
-row gets as many tokens. The ratio of bytes is what `engine/grouping.py` goes by: it parts the rows below 1.
+row gets as many tokens. The ratio of bytes is what `engine/groups.py` goes by: it parts the rows below 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from random_model import MIDDLING, QWEN3_06B, random_model
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.catalog import embedded
 from eagle_mlx.engine.batch import Batch
-from eagle_mlx.engine.grouping import RoundReads
+from eagle_mlx.engine.groups import RoundReads
 from eagle_mlx.engine.kv_budget import size_of
 from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.engine.round import Round

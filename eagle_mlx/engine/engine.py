@@ -12,9 +12,8 @@ from eagle_mlx.cache import RaggedCache, check_cacheable
 from eagle_mlx.cache.tree_support import why_no_trees
 from eagle_mlx.engine.admission import Admission
 from eagle_mlx.engine.batch import Batch
-from eagle_mlx.engine.grouping import GROUPS, RoundReads
-from eagle_mlx.engine.groups import Groups
-from eagle_mlx.engine.kv_budget import KVBudget, check_memory, check_sizes, size_of
+from eagle_mlx.engine.groups import Groups, RoundReads
+from eagle_mlx.engine.kv_budget import GROUPS, KVBudget, check_memory, check_sizes, size_of
 from eagle_mlx.engine.prefill import PREFILL_CHUNK, PREFILL_MS, Prefill
 from eagle_mlx.engine.prefix import PrefixCache
 from eagle_mlx.engine.round import Round

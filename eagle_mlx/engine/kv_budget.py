@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.ragged import CacheSize
-from eagle_mlx.engine.grouping import GROUPS, by_reach
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.memory import gb
 from eagle_mlx.proposers.base import HasModel, Proposer
@@ -17,8 +17,36 @@ from eagle_mlx.request import Request
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.target import Target
 
+GROUPS = 2
+"""Groups that there are at most: a third would read the weights a third time, for less padding than the second saves.
+"""
 _OPEN_END = 2048
 """Most answers are shorter. To set aside all that the context leaves would let few such requests decode together."""
+
+Places = tuple[int, ...]
+"""The group of each row, 0 or 1."""
+
+
+def by_reach(reaches: Sequence[int], size: CacheSize, allowed: int) -> Places:
+    """One group where it fits, whatever the rows come to; else the two that take least."""
+    together = size.nbytes(len(reaches), max(reaches, default=0))
+    return (0,) * len(reaches) if together <= allowed else split(reaches)
+
+
+def split(lengths: Sequence[int]) -> Places:
+    """The two groups in which the rows have the least padding: the longest are in group 1.
+
+    One group where another would save nothing.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    longest = max(lengths, default=0)
+    most, count = 0, 0
+    for rows, (_, following) in enumerate(pairwise(order), 1):
+        saved = (len(order) - rows) * (longest - lengths[following])
+        if saved > most:
+            most, count = saved, rows
+    long = set(order[:count])
+    return tuple(int(row in long) for row in range(len(lengths)))
 
 
 def size_of(target: Target, proposer: Proposer | None, kv_bits: int | None) -> CacheSize:

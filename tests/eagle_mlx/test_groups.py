@@ -16,7 +16,7 @@ from mlx_lm.models import qwen3
 
 import eagle_mlx as em
 from eagle_mlx.engine.batch import Batch
-from eagle_mlx.engine.grouping import RoundReads
+from eagle_mlx.engine.groups import RoundReads
 from eagle_mlx.engine.kv_budget import size_of
 from eagle_mlx.engine.round import Round
 from eagle_mlx.errors import ConfigError
