@@ -82,7 +82,7 @@ class Encoder:
             return None
         try:
             return "open", backend.to_str(), tokenizer.split_special_tokens
-        except Exception:  # tokenizers raises no subclass if part of the backend is in Python
+        except Exception:  # a bare Exception, if part of the backend is in Python
             return None
 
     def _start(self) -> Process:

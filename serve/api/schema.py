@@ -78,7 +78,7 @@ class AdminRequest(Body):
 
 
 class Request(Body):
-    """Fields of both routes."""
+    """Fields that Chat Completions and Completions share."""
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=0)

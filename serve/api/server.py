@@ -310,7 +310,7 @@ class _Repeats:
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
-    """Writes a line once, then once per period how often it was repeated."""
+    """Writes a line once, and then, once per period, how often it was repeated."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
         super().__init__(stream if stream is not None else sys.stderr)

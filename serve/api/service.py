@@ -54,7 +54,7 @@ class Totals:
     row_rounds: int = 0
     """Rounds counted per request: target forwards as a request sees them."""
     drafts: int = 0
-    """Rounds counted per request, in which it had drafts."""
+    """Rounds with drafts, counted per request."""
     drafted: int = 0
     accepted: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
@@ -144,7 +144,7 @@ class Source:
     nbytes: Callable[[], int] = lambda: 0
     """Memory of the loaded model, including its KV cache. Raises what `load` may raise."""
     check: Callable[[], None] = lambda: None
-    """Raises what `load` would raise, if the files show it. Fast, and needs little memory."""
+    """Raises what `load` would raise, if the files show it. It is fast and needs little memory."""
 
 
 class Service:
@@ -230,7 +230,7 @@ class Service:
         return loaded.target.rank_waits if loaded else ()
 
     def admit(self, count: int, client: str = "") -> Call:
-        """Admit an HTTP request that needs `count` slots. The model stays loaded, or loads, while it is in progress.
+        """Admit an HTTP request that needs `count` slots. It keeps the model from being unloaded.
 
         Raises ApiError 429 if the queue is full, 400 if `count` exceeds all slots.
         """

@@ -201,7 +201,7 @@ class Worker:
         self._commands.put(command(result))
         return await result
 
-    # In the worker's thread.
+    # The methods below run in the worker's thread.
 
     def _run(self) -> None:
         while not self._stopped:

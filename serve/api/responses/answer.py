@@ -48,7 +48,7 @@ class Kept:
 
 
 def _described(item: Item, place: str) -> dict[str, Any]:
-    """Return an item as OpenAI lists it. place: its id if the client gave none."""
+    """Return an item as OpenAI lists it. place: the end of its id if the client gave none."""
     fields = item.model_dump(exclude_none=True)
     kind = fields.setdefault("type", "message")
     if kind == "message" and isinstance(fields["content"], str):
