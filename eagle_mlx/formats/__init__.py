@@ -1,1 +1,1 @@
-"""What files of heads have in common: fields of config.json, tensors, and PyTorch's weights."""
+"""Shared by all file layouts of heads: fields of config.json, tensors, and PyTorch weights."""

@@ -1,4 +1,4 @@
-"""A head's config.json: what its fields mean, and which of them no head here can honour."""
+"""Read and write the fields of a head's config.json, and refuse unsupported ones."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadWarning
 
 NOTED = "zero_centred_norms"
-"""Says under `eagle_mlx` in a config that every norm is zero-centred, so that nobody has to guess it of their means."""
+"""Key under `eagle_mlx` in a config: every norm is zero-centered, so readers need not guess from the means."""
 Quantization = Mapping[str, int]
-"""`group_size` and `bits` of a head's quantised layers."""
+"""`group_size` and `bits` of a head's quantized layers."""
 _QUANTIZATION = {"group_size": (32, 64, 128), "bits": (2, 3, 4, 5, 6, 8)}
-"""What mlx.core.quantize takes."""
+"""Values that mlx.core.quantize accepts."""
 SPECULATORS_VERSION = "0.9.0"
 """The release of speculators whose fields are written."""
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -28,7 +28,7 @@ _ROPE = {
     "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"},
     "mrope": {"mrope_section", "mrope_interleaved"},
 }
-"""The kinds of RoPE scaling that are exactly mlx-lm's, each with its fields; for text alone mrope is plain RoPE."""
+"""Types of RoPE scaling that match mlx-lm's, with their fields. For text only, mrope is plain RoPE."""
 
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "hidden_act": (lambda v: v in ("silu", "swish"), "only silu is known"),
@@ -42,7 +42,7 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "quantization_config": (lambda v: not v, "of quantised heads only those that MLX has quantised can be read"),
     "compression_config": (lambda v: not v, "the weights must be plain numbers"),
 }
-"""Fields that change the forward in ways that are not implemented: the values that change nothing, and the reason."""
+"""Unsupported fields that change the forward pass: a check for values without effect, and the reason."""
 
 _FLAGS = (
     *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm", "hidden_norm"),
@@ -62,17 +62,17 @@ _HARMLESS = (
     *("output_hidden_states", "chunk_size_feed_forward", "id2label", "label2id", "problem_type"),
     *("is_encoder_decoder", "is_decoder", "cache_implementation"),
 )
-"""What transformers and the trainers write beside the fields that are read, and what changes no draft."""
+"""Other fields that transformers and trainers write, and that do not affect drafts."""
 _KNOWN = frozenset((*_READ, *_HARMLESS, *_FLAGS, *_OBJECTS, *_REFUSED))
 _MODE = "affine"
-"""mlx-lm's name of quantisation by a scale and a bias for each group."""
+"""mlx-lm's name for quantization with a scale and a bias per group."""
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _MOST_LAYERS = 64
 _MOST = 1 << 31
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json; raises CheckpointError where there is none or it is no JSON object."""
+    """Return the folder's config.json. Raises CheckpointError if it is missing or not a JSON object."""
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -90,7 +90,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Turn what goes wrong while a config's fields are read into a CheckpointError that names the file."""
+    """Convert errors while reading a config's fields to a CheckpointError with the file's name."""
     try:
         yield
     except KeyError as e:
@@ -100,11 +100,11 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def refuse(file: Path, config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError that names a field whose value changes the forward in a way that is not implemented."""
+    """Raise CheckpointError if a field's value changes the forward pass in an unsupported way."""
     for name, (harmless, reason) in _REFUSED.items():
         value = config.get(name)
         if name == "quantization_config" and value == config.get("quantization"):
-            continue  # mlx-lm writes the same under both names
+            continue  # mlx-lm writes the same value under both names
         if value is not None and not harmless(value):
             raise CheckpointError(f"{file} sets {name} to {value!r}, which cannot be honoured: {reason}")
     for name in _FLAGS:
@@ -113,7 +113,7 @@ def refuse(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def warn_of_unknown(file: Path, config: Mapping[str, Any]) -> None:
-    """A HeadWarning that names the fields that nobody here knows, unless they are off."""
+    """Issue a HeadWarning with the names of unknown fields, unless they are off."""
     unknown = sorted(
         name
         for name, value in config.items()
@@ -129,9 +129,9 @@ def warn_of_unknown(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
-    """How a head is quantised, from the field that mlx-lm writes; None where it is not.
+    """Return a head's quantization from the field that mlx-lm writes, or None.
 
-    Raises ConfigError for a way that is not known: another mode, or layers that differ.
+    Raises ConfigError if it is unsupported: another mode, or different settings per layer.
     """
     how = config.get("quantization")
     if how is None:
@@ -146,7 +146,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
 
 
 def check_quantization(how: Quantization | None) -> None:
-    """Raise ConfigError where that is no way to quantise layers: MLX would end the process for some that are none."""
+    """Raise ConfigError if a quantization is invalid. MLX would crash on some invalid values."""
     if how is None:
         return
     if not isinstance(how, Mapping) or set(how) != set(_QUANTIZATION):
@@ -158,7 +158,7 @@ def check_quantization(how: Quantization | None) -> None:
 
 
 def quantization_json(how: Quantization | None) -> dict[str, Any]:
-    """The fields that say so, as mlx-lm writes them; none for a head that is not quantised."""
+    """Return the config fields for a quantization, as mlx-lm writes them; empty if there is none."""
     if how is None:
         return {}
     written = {"group_size": how["group_size"], "bits": how["bits"], "mode": _MODE}
@@ -166,7 +166,7 @@ def quantization_json(how: Quantization | None) -> dict[str, Any]:
 
 
 def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that every decoder layer has, as the head configs name them. Raises KeyError, ConfigError."""
+    """Return the fields of a decoder layer, with the names in head configs. Raises KeyError, ConfigError."""
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     layers = _size(config, "num_hidden_layers", 1)
     if layers > _MOST_LAYERS:
@@ -194,7 +194,7 @@ def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _size(config: Mapping[str, Any], name: str, otherwise: int | None = None) -> int:
-    """A number of things, at least one. Raises KeyError, ConfigError."""
+    """Return a size, at least 1. Raises KeyError, ConfigError."""
     value = config.get(name) if otherwise is not None else config[name]
     size = otherwise if value is None and otherwise is not None else int(value)  # type: ignore[arg-type]
     if not 0 < size <= _MOST:
@@ -205,9 +205,10 @@ def _size(config: Mapping[str, Any], name: str, otherwise: int | None = None) ->
 def rope_fields(
     config: Mapping[str, Any], longest: int, windows: Sequence[int | None] = ()
 ) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling, from the fields of older or newer transformers. Raises ConfigError for a kind not known.
+    """Return RoPE's base and scaling from old or new transformers fields. Raises ConfigError for unknown scaling.
 
-    As in transformers, `rope_scaling` stands before `rope_parameters`, and a base in either before one at the top.
+    As in transformers, `rope_scaling` takes precedence over `rope_parameters`, and a base in either over the top-level
+    one.
     """
     scaling = _rope_of(config.get("rope_scaling") or config.get("rope_parameters") or {}, windows)
     theta = float(scaling.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
@@ -235,9 +236,9 @@ def rope_fields(
 
 
 def _rope_of(parameters: Mapping[str, Any], windows: Sequence[int | None]) -> dict[str, Any]:
-    """RoPE parameters; of those by type of layer the ones of a head's layers, which must be the same for all of them.
+    """Return the RoPE parameters. If they are given by type of layer, all layers of the head must have the same.
 
-    Raises ConfigError for nesting of another kind.
+    Raises ConfigError for other nesting.
     """
     if not any(isinstance(value, dict) for value in parameters.values()):
         return dict(parameters)
@@ -258,7 +259,7 @@ def _rope_of(parameters: Mapping[str, Any], windows: Sequence[int | None]) -> di
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """A window counts where `layer_types` name a sliding layer, or `use_sliding_window` says that all are."""
+    """Return each layer's attention window. Only layers marked by `layer_types` or `use_sliding_window` have one."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if kinds:
         sliding = [kind == "sliding_attention" for kind in kinds]
@@ -278,7 +279,7 @@ def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
 
 
 def window_json(windows: tuple[int | None, ...]) -> dict[str, Any]:
-    """The fields that say the same of a config's windows. Raises ConfigError for windows of different sizes."""
+    """Return the config fields for these windows. Raises ConfigError if their sizes differ."""
     sizes = {window for window in windows if window is not None}
     if not sizes:
         return {"sliding_window": None}
@@ -289,9 +290,9 @@ def window_json(windows: tuple[int | None, ...]) -> dict[str, Any]:
 
 
 def aux_layer_ids(file: Path, nested: Any, top: Any) -> tuple[int, ...] | None:
-    """Layer ids counted as outputs from 0: `nested` are so already, `top` are one higher. None where none are named.
+    """Return layer ids as outputs counted from 0, as in `nested`; those in `top` are one higher. None if not given.
 
-    Model-Optimizer leaves an empty list where the layers are its default ones. Raises CheckpointError, TypeError.
+    Model-Optimizer writes an empty list for its default layers. Raises CheckpointError, TypeError.
     """
     from_top = None if top is None else [k - 1 for k in top]
     if nested and from_top and list(nested) != from_top:
@@ -308,7 +309,7 @@ def aux_layer_ids(file: Path, nested: Any, top: Any) -> tuple[int, ...] | None:
 
 
 def proposal_json(algorithm: str, base_model: str | None, architectures: Sequence[str], depth: int) -> dict[str, Any]:
-    """What a speculators config says of its target and of how deep to draft."""
+    """Return the part of a speculators config about target and draft depth."""
     return {
         "algorithm": algorithm,
         "default_proposal_method": "greedy",

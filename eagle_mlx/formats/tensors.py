@@ -1,4 +1,4 @@
-"""Reading and writing files of tensors, with errors that name the file and the tensor."""
+"""Read and write files of tensors, with errors that name the file and the tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from eagle_mlx.hub import why_damaged
 from eagle_mlx.target import compute_dtype
 
 EXACT = ("e_score_correction_bias",)
-"""Ends of names of weights that are kept as they are: they choose experts, and rounding would choose others."""
+"""Suffixes of weights that keep their dtype. They route to experts, and rounding would change the choice."""
 DTYPE_NAMES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
 _BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
@@ -28,42 +28,42 @@ _BYTES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
-"""The types of safetensors."""
+"""Bytes per number for each dtype of safetensors."""
 
 INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
 _MAPS = ("d2t", "t2d")
-"""Tensors of a head that are no weights."""
+"""Tensors of a head that are not weights."""
 
 COPY = "holds_the_targets_embedding"
-"""Says in a config, under `eagle_mlx`, that the embedding in the file is a copy of the target's, for other loaders."""
+"""Key under `eagle_mlx` in a config: the embedding in the file is a copy of the target's, for other loaders."""
 
 
 def with_embedding(head: Any) -> tuple[dict[str, mx.array], dict[str, bool]]:
-    """A head's weights with an embedding, its own or else its target's, and what to note of it in the config.
+    """Return a head's weights with an embedding (its own, else its target's) and a note for the config.
 
-    Raises HeadError for a head with neither.
+    Raises HeadError if it has neither.
     """
     weights = weights_of(head)
     if "embed_tokens.weight" in weights or head.config.quantization is not None:
-        return weights, {}  # others do not load what MLX has quantised
+        return weights, {}  # other loaders cannot read MLX's quantization
     return {**weights, "embed_tokens.weight": head.target.embed(mx.arange(head.vocab_size))}, {COPY: True}
 
 
 def without_copy(config: Mapping[str, Any], tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-    """The tensors without an embedding that `with_embedding` took from the target."""
+    """Return the tensors without an embedding that was copied from the target."""
     if (config.get("eagle_mlx") or {}).get(COPY):
         tensors.pop("embed_tokens.weight", None)
     return tensors
 
 
 def weights_of(module: nn.Module) -> dict[str, mx.array]:
-    """A module's parameters by their full names."""
+    """Return a module's parameters by full name."""
     return cast("dict[str, mx.array]", tree_flatten(module.parameters(), destination={}))
 
 
 def in_file_type(weights: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
-    """Weights as a file of this type holds them; what is quantised stays so, and what must be exact."""
+    """Return weights in a file's dtype, except quantized ones and those that must be exact."""
 
     def kept(name: str, value: mx.array) -> bool:
         return not mx.issubdtype(value.dtype, mx.floating) or name.endswith(EXACT)
@@ -72,7 +72,7 @@ def in_file_type(weights: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, 
 
 
 def write_tensors(file: Path, tensors: Mapping[str, mx.array]) -> None:
-    """Write a safetensors file and flush it; OSError where the disk is full (a path given to MLX would hide it)."""
+    """Write a safetensors file and fsync it. Raises OSError if the disk is full, which MLX hides if given a path."""
     with file.open("wb") as out:
         mx.save_safetensors(out, dict(tensors), metadata={"format": "pt"})
         out.flush()
@@ -80,7 +80,7 @@ def write_tensors(file: Path, tensors: Mapping[str, mx.array]) -> None:
 
 
 def write_head(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array], overwrite: bool) -> None:
-    """A folder with config.json and model.safetensors, which appears whole or not at all."""
+    """Write a folder with config.json and model.safetensors, which appears only once complete."""
     mx.eval(dict(tensors))
     with new_folder(folder, overwrite) as part:
         write_tensors(part / "model.safetensors", tensors)
@@ -88,10 +88,9 @@ def write_head(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[s
 
 
 def read_tensors(folder: Path) -> dict[str, mx.array]:
-    """All tensors of a folder's safetensors files, or of its PyTorch files where it has no others.
+    """Return all tensors of a folder's safetensors files, or of its PyTorch files if it has no others.
 
-    Raises CheckpointError for none, for a file that is damaged or that the index names and the folder lacks, and for a
-    name that two files hold.
+    Raises CheckpointError if there are none, if a file is damaged or missing, or if two files hold the same name.
     """
     files = _files(folder)
     _check_shards(folder)
@@ -108,17 +107,17 @@ def read_tensors(folder: Path) -> dict[str, mx.array]:
 
 
 def read_weights(folder: Path) -> dict[str, mx.array]:
-    """The tensors of a head's folder. Raises CheckpointError as `read_tensors` and `check_floating` do."""
+    """Return the tensors of a head's folder. Raises CheckpointError as `read_tensors` and `check_floating` do."""
     tensors = read_tensors(folder)
     check_floating(folder, tensors)
     return tensors
 
 
 def check_floating(folder: Path, tensors: Mapping[str, mx.array]) -> None:
-    """Raise CheckpointError for weights that are no floating numbers and have no scales beside them.
+    """Raise CheckpointError if a weight is not floating point and has no scales.
 
-    MLX gives 8-bit floats as uint8, so that -0.1 would be read as 156. Weights with scales are left to whoever knows
-    the scheme. `tensors` have the names of the files in `folder`.
+    MLX reads 8-bit floats as uint8, so -0.1 would become 156. Weights with scales are left to the caller. `tensors`
+    have the same names as in the files of `folder`.
     """
     for name, value in tensors.items():
         scales = (f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scales")
@@ -136,7 +135,7 @@ def check_floating(folder: Path, tensors: Mapping[str, mx.array]) -> None:
 
 
 def _written_as(folder: Path, name: str, value: mx.array) -> tuple[Path, str]:
-    """The file that holds a tensor, and its type by that file's own account."""
+    """Return the file that has a tensor, and the tensor's dtype in that file."""
     kind = str(value.dtype).rpartition(".")[2]
     for file in _files(folder):
         if file.suffix == ".bin" and name in read_torch(file):
@@ -151,7 +150,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """The tensors of a model and the files that hold them. Raises CheckpointError."""
+    """Return the tensors' names with the files that have them. Raises CheckpointError."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(shard) for name, shard in found.items()}
@@ -160,7 +159,7 @@ def read_index(file: Path) -> dict[str, str]:
 
 
 def _check_shards(folder: Path) -> None:
-    """An index beside a file that holds everything is one that was left there, as transformers reads it too."""
+    """Check that an index's files exist. As in transformers, an index next to a single complete file is ignored."""
     index = folder / INDEX
     if not index.exists() or (folder / _WHOLE).exists():
         return
@@ -170,7 +169,7 @@ def _check_shards(folder: Path) -> None:
 
 
 def read_safetensors(file: Path) -> dict[str, mx.array]:
-    """The tensors of one file, read when they are used. Raises CheckpointError for a file that is damaged."""
+    """Return the tensors of a file, loaded lazily. Raises CheckpointError if the file is damaged."""
     check_length(file)
     try:
         loaded = mx.load(str(file))
@@ -184,9 +183,9 @@ def read_safetensors(file: Path) -> dict[str, mx.array]:
 def fill(
     where: Path, head: nn.Module, tensors: Mapping[str, mx.array], in_file: Callable[[str], str] = lambda name: name
 ) -> None:
-    """Give a head its weights; `in_file` gives the name in the file of a parameter.
+    """Load weights into a head; `in_file` maps a parameter's name to the one in the file.
 
-    Raises CheckpointError for every tensor that the head lacks, does not know or cannot hold.
+    Raises CheckpointError for missing, unknown or wrongly shaped tensors.
     """
     expected = {in_file(name): tuple(value.shape) for name, value in weights_of(head).items()}
     check_shapes(where, {in_file(name): value for name, value in tensors.items()}, expected)
@@ -201,7 +200,7 @@ def fill(
 
 
 def check_finite(where: Path, tensors: Mapping[str, mx.array]) -> None:
-    """Raise one CheckpointError that names every tensor with a number that is none: such a head drafts nothing."""
+    """Raise a CheckpointError with the names of all tensors that have NaN or infinity."""
     found = {name: mx.isfinite(x).all() for name, x in tensors.items() if mx.issubdtype(x.dtype, mx.floating)}
     mx.eval(found)
     broken = sorted(name for name, finite in found.items() if not finite.item())
@@ -213,7 +212,7 @@ def check_finite(where: Path, tensors: Mapping[str, mx.array]) -> None:
 
 
 def check_shapes(where: Path, tensors: Mapping[str, mx.array], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise one CheckpointError that names every missing, unknown or wrongly shaped tensor."""
+    """Raise a CheckpointError with all missing, unknown or wrongly shaped tensors."""
     missing = sorted(expected.keys() - tensors.keys())
     unknown = sorted(tensors.keys() - expected.keys())
     wrong = [
@@ -231,7 +230,7 @@ def check_shapes(where: Path, tensors: Mapping[str, mx.array], expected: Mapping
 
 
 def check_length(file: Path) -> None:
-    """A file cut short loads lazily and fails late, or not at all: compare its size with what its header promises."""
+    """Compare a file's size with its header, since a truncated file loads lazily and fails late or never."""
     size = file.stat().st_size
     header, begins = _header(file)
     try:
@@ -243,7 +242,7 @@ def check_length(file: Path) -> None:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """What a file says of its tensors, and the byte at which these begin. Raises CheckpointError."""
+    """Return a file's header and the offset of its data. Raises CheckpointError."""
     size = file.stat().st_size
     with file.open("rb") as raw:
         length = int.from_bytes(raw.read(8), "little")
@@ -259,7 +258,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
 
 
 def _promised(file: Path, header: Mapping[str, Any]) -> int:
-    """Bytes of the tensors that a header describes, which must lie one behind the other without a gap."""
+    """Return the number of bytes of the tensors in a header. They must be contiguous."""
     at = 0
     for name, spec in sorted(header.items(), key=lambda item: (*item[1]["data_offsets"], item[0])):
         start, end = spec["data_offsets"]
@@ -273,9 +272,9 @@ def _promised(file: Path, header: Mapping[str, Any]) -> int:
 
 
 def layer_width(config: Mapping[str, Any], tensors: Mapping[str, mx.array], layer: str) -> int | None:
-    """Return how many numbers a layer's query projection reads; None if there is no such layer.
+    """Return the input width of a layer's query projection; None if there is no such layer.
 
-    One for each column of its weight, unless that is packed. `layer`: its name without the prefix `model.`.
+    It is the number of columns of the weight, before packing. `layer` is the name without the prefix `model.`.
     """
     found = {name.removeprefix("model."): value for name, value in tensors.items()}
     name, how = f"{layer}.self_attn.q_proj", config.get("quantization")

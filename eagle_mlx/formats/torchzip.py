@@ -1,7 +1,7 @@
-"""Tensors of PyTorch's `.bin` files, read without running what a pickle may contain.
+"""Read tensors from PyTorch's `.bin` files without running code in their pickles.
 
-The zip files that torch.save has written since 1.6: a pickle names every tensor's storage, and the storages lie beside
-it as raw bytes. The pickle may build dictionaries and tensors and nothing else.
+The format is torch.save's zip file since 1.6: a pickle refers to storages, which are stored next to it as raw bytes.
+The pickle may only create dictionaries and tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from eagle_mlx.errors import CheckpointError
 from eagle_mlx.hub import why_damaged
 
 _MOST_PICKLE = 64 << 20
-"""Bytes of a pickle: a head has a few dozen tensors."""
+"""Maximum size of a pickle in bytes; a head has a few dozen tensors."""
 
 _STORAGES: dict[str, tuple[Any, mx.Dtype | None]] = {
     "DoubleStorage": (np.float64, None),
@@ -38,14 +38,14 @@ _STORAGES: dict[str, tuple[Any, mx.Dtype | None]] = {
     "ByteStorage": (np.uint8, None),
     "BoolStorage": (np.bool_, None),
 }
-"""How a storage's numbers are read, and what those that numpy does not have are then seen as."""
+"""For each storage, the numpy type to read and, if numpy lacks the type, the MLX type to view it as."""
 
 
 def read_torch(file: Path) -> dict[str, mx.array]:
-    """The named tensors of a file that torch.save wrote.
+    """Return the named tensors of a file from torch.save.
 
-    Raises CheckpointError for a file that is damaged or of the format before torch 1.6, and for one whose pickle asks
-    for anything but dictionaries of tensors, which is named.
+    Raises CheckpointError if the file is damaged, older than torch 1.6, or if its pickle asks for anything except
+    dictionaries of tensors.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -69,7 +69,7 @@ def read_torch(file: Path) -> dict[str, mx.array]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A class of storages, which in the pickle is only ever named."""
+    """A storage class, which is only named in the pickle."""
 
     name: str
 
@@ -107,7 +107,7 @@ class _Reader:
         return {str(name): value for name, value in found.items()}
 
     def _plain(self, name: str) -> zipfile.ZipInfo:
-        """An entry that takes up in memory what it takes up on the disk, as all of torch.save's do."""
+        """Return an uncompressed entry, as all of torch.save's are, so that its size in memory is known."""
         info = self.archive.getinfo(self.root + name)
         if info.compress_type != zipfile.ZIP_STORED:
             raise CheckpointError(f"{self.file}: {name} is compressed, which torch.save never does")
@@ -129,7 +129,7 @@ class _Reader:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows four names; every other is refused before anything is called."""
+    """Allows four names; all others are refused before anything is called."""
 
     def __init__(self, reader: _Reader, data: bytes):
         super().__init__(BytesIO(data))
@@ -158,7 +158,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _tensor(storage: _Storage, offset: int, size: Sequence[int], stride: Sequence[int], *_: Any) -> mx.array:
-    """What torch._utils._rebuild_tensor_v2 makes, inside the storage's bounds."""
+    """Do the same as torch._utils._rebuild_tensor_v2, with bounds checks."""
     if not isinstance(storage, _Storage) or len(size) != len(stride) or offset < 0 or min([0, *size, *stride]) < 0:
         raise ValueError("a tensor without a storage, or of negative size")
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))

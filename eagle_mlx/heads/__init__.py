@@ -1,4 +1,4 @@
-"""The networks that draft: one folder a kind, with the network and its layouts of files; `kinds.py` lists them."""
+"""Draft heads: one folder per kind, with the network and its file layouts. `kinds.py` is the registry."""
 
 from eagle_mlx.heads import eagle, eagle3, mtp
 from eagle_mlx.heads.base import DraftHead, HeadBase

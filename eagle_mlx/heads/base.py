@@ -1,4 +1,4 @@
-"""What every head has in common: the protocol between a head and whoever drafts with it."""
+"""The protocol of draft heads, and their base class."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Mask = mx.array | str | None
 
 @runtime_checkable
 class DraftHead(Protocol):
-    """A head reads, at each position, the token after it and a feature; it gives the next feature and logits.
+    """A draft head. At each position, it takes the next token and a feature, and returns the next feature and logits.
 
-    The first feature comes from the target's hidden states, every later one is the head's own output.
+    The first feature comes from the target's hidden states, later ones from the head itself.
     """
 
     @property
@@ -30,7 +30,7 @@ class DraftHead(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the target's vocabulary."""
+        """Size of the target's vocabulary."""
         ...
 
     @property
@@ -38,26 +38,26 @@ class DraftHead(Protocol):
 
     @property
     def embedding_size(self) -> int | None:
-        """Width that the target's embedding must have; None for a head with an embedding of its own."""
+        """Required width of the target's embedding; None for a head with its own embedding."""
         ...
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Target layers, counted from 0, whose outputs `features` reads; known once a target is attached."""
+        """Target layers, counted from 0, whose outputs `features` reads. Available once a target is attached."""
         ...
 
     @property
     def token_ids(self) -> mx.array | None:
-        """[draft vocabulary] int32, the target's id of each draft id; None where they are the same."""
+        """[draft vocabulary] int32, the target id of each draft id; None if they are the same."""
         ...
 
     @property
     def cache_layers(self) -> int:
-        """Layers that keep keys and values."""
+        """Number of layers with a KV cache."""
         ...
 
     def attach(self, target: Target) -> None:
-        """Use this target's embedding, final norm and output projection where the head has none of its own."""
+        """Use this target's embedding, final norm and output projection unless the head has its own."""
         ...
 
     def embed(self, tokens: mx.array) -> mx.array:
@@ -65,14 +65,14 @@ class DraftHead(Protocol):
         ...
 
     def features(self, aux: Sequence[mx.array]) -> mx.array:
-        """The target's aux hidden states, each [B, L, Ht] -> features [B, L, H]."""
+        """Target's aux hidden states, each [B, L, Ht] -> features [B, L, H]."""
         ...
 
     def __call__(self, embeddings: mx.array, g: mx.array, cache: Any | None = None, mask: Mask = None) -> mx.array:
-        """One draft step: embeddings [B, L, E] of tokens t+1, features [B, L, H] of positions t -> h [B, L, H].
+        """Draft step: embeddings [B, L, E] of tokens t+1, features [B, L, H] of positions t -> h [B, L, H].
 
-        h is the next step's feature and what `logits` reads. `cache` holds the layers' caches in order; a single one
-        will do for a head of one layer. `mask` serves a call without a cache: "causal", or None for one position.
+        h is the next step's feature and the input of `logits`. `cache` holds the layers' caches in order, or a single
+        cache if there is one layer. `mask` is for calls without a cache: "causal", or None for one position.
         """
         ...
 
@@ -82,7 +82,7 @@ class DraftHead(Protocol):
 
 
 class HeadConfig(Protocol):
-    """What every head's config says."""
+    """Fields of every head's config."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -98,15 +98,15 @@ Config = TypeVar("Config", bound=HeadConfig)
 
 
 class HeadBase(nn.Module, Generic[Config]):
-    """What a head says of itself by its config and its target.
+    """Base class of heads: properties from the config and the target.
 
-    Unless it says otherwise, it is as wide as its target, reads its last layer and drafts its whole vocabulary.
+    By default, a head is as wide as its target, reads its last layer and drafts its whole vocabulary.
     """
 
     _config: Config
     _target: Target | None = None
     embed_tokens: nn.Embedding
-    """Where the head has an embedding of its own."""
+    """Only if the head has its own embedding."""
 
     @property
     def config(self) -> Config:
@@ -114,7 +114,7 @@ class HeadBase(nn.Module, Generic[Config]):
 
     @config.setter
     def config(self, config: Config) -> None:
-        """Change what the head does with the weights that it has, such as which output it feeds back."""
+        """Change the behavior of the head without changing its weights, such as which output it feeds back."""
         self._config = config
 
     def attach(self, target: Target) -> None:
@@ -122,7 +122,7 @@ class HeadBase(nn.Module, Generic[Config]):
 
     @property
     def target(self) -> Target:
-        """Raises HeadError where none is attached."""
+        """The attached target. Raises HeadError if there is none."""
         if self._target is None:
             raise HeadError("this head needs its target; call head.attach(target), or build an Engine with it")
         return self._target
@@ -158,16 +158,16 @@ class HeadBase(nn.Module, Generic[Config]):
 
 
 def caches_of(cache: Any | None, layers: int) -> list[Any]:
-    """The caches of a head's layers, from whatever its caller passed."""
+    """Return a list of caches, one for each layer."""
     if cache is None:
         return [None] * layers
     return list(cache) if isinstance(cache, Sequence) else [cache]
 
 
 def layer_mask(cache: Any | None, length: int, mask: Mask, window: int | None = None, as_array: bool = False) -> Mask:
-    """The mask of one layer over `length` new positions, at most `window` of them and of those before them.
+    """Return the mask of a layer for `length` new positions, with an attention window if given.
 
-    A given mask is taken as it is where neither the window nor the layer asks for another.
+    A given mask is used unless the window or the layer needs another.
     """
     if cache is not None and hasattr(cache, "make_mask") and (mask is None or window is not None or as_array):
         made: Mask = cache.make_mask(length, return_array=as_array, window_size=window)

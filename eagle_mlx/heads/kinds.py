@@ -1,4 +1,4 @@
-"""The kinds of heads that are known, and the layouts of files that hold each."""
+"""The registry of kinds of heads and their file layouts."""
 
 from __future__ import annotations
 
@@ -18,54 +18,54 @@ Tensors = Mapping[str, mx.array]
 
 @dataclass(frozen=True)
 class Format:
-    """A layout of files that holds heads of a kind."""
+    """A file layout for a kind of head."""
 
     name: str
-    """As `eagle-convert --to` has it."""
+    """Name for `eagle-convert --to`."""
     about: str
-    """As a card says that the head is written."""
+    """How the head is written, for a model card."""
     read_by: str
-    """Whose layout it is, in a sentence's middle."""
+    """Whose layout it is, for use within a sentence."""
     holds: Callable[[Config, Tensors], bool]
-    """Whether a folder with this config.json and these tensors is in this layout."""
+    """Checks whether config.json and tensors of a folder are in this layout."""
     load: Callable[[Path, int | None], Any]
-    """The head in a folder, given the target's number of layers if it is known."""
+    """Loads the head from a folder, given the target's number of layers if known."""
     save: Callable[..., None]
     """Write a head: `save(head, folder, target_name=..., extra=..., dtype=..., overwrite=...)`."""
     servers: Callable[[Any], tuple[str, ...]] = lambda head: ()
-    """Other servers that load a head in this layout as it is."""
+    """Other servers that load this layout unchanged."""
     has_embedding: bool = False
-    """Whether it holds an embedding, the target's if the head has none."""
+    """Whether the files hold an embedding, copied from the target if the head has none."""
 
 
 @dataclass(frozen=True)
 class HeadKind:
-    """A kind of head. Its folder in `eagle_mlx/heads` holds all that the library knows of it."""
+    """A kind of head. Its folder in `eagle_mlx/heads` contains everything about it."""
 
     name: str
-    """As `eagle-train --head` has it."""
+    """Name for `eagle-train --head`."""
     title: str
     head_class: type[HeadBase[Any]]
     formats: tuple[Format, ...]
-    """The first is the one that training writes."""
+    """File layouts. Training writes the first one."""
     mode: Literal["eagle", "mtp"] = "eagle"
-    """As `--spec-decode` calls drafting with it."""
+    """Name of this way to draft in `--spec-decode`."""
     unusual: Callable[[Any], list[str]] = lambda head: []
-    """Fields of a head's config that not every loader can be expected to know."""
+    """Returns the fields of a head's config that some loaders may not know."""
     hint: Callable[[Path, Tensors], str | None] = lambda folder, tensors: None
-    """What to do with a folder that holds no head, but something that one can be made of."""
+    """Returns advice for a folder that has no head, but something that can be converted to one."""
 
 
 KINDS: dict[str, HeadKind] = {}
 
 
 def register(kind: HeadKind) -> None:
-    """Make a kind known. A folder is in the first layout that says so, in the order of registration."""
+    """Register a kind. If several layouts match a folder, the first one registered is used."""
     KINDS[kind.name] = kind
 
 
 def kind_of(head: DraftHead) -> HeadKind:
-    """Return the kind of a head. Raises ConfigError for one of no known kind."""
+    """Return the kind of a head. Raises ConfigError if it is unknown."""
     for kind in KINDS.values():
         if isinstance(head, kind.head_class):
             return kind
@@ -73,6 +73,6 @@ def kind_of(head: DraftHead) -> HeadKind:
 
 
 def format_of(config: Config, tensors: Tensors) -> tuple[HeadKind, Format] | None:
-    """Return the kind of head that a folder with these contents holds, and the layout; None for none that is known."""
+    """Return the kind and layout of a folder with these contents, or None if unknown."""
     found = ((kind, layout) for kind in KINDS.values() for layout in kind.formats if layout.holds(config, tensors))
     return next(found, None)

@@ -1,4 +1,4 @@
-"""The decoder layers that EAGLE heads are made of, in the shapes of Llama and Qwen3."""
+"""Decoder layers of EAGLE heads, in the shapes of Llama and Qwen3."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from eagle_mlx.formats.fields import Quantization, check_quantization
 from eagle_mlx.heads.base import Mask, layer_mask
 
 _MAX_JOINT_ROPE = 32
-"""Positions up to which one rotation of queries and keys together is cheaper than two: calls cost more than copies."""
+"""Maximum positions for rotating queries and keys together. For more, the copy costs more than a second call."""
 
 
 class LayerShape(Protocol):
-    """What a decoder layer needs of a head's config."""
+    """The fields of a head's config that a decoder layer needs."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -55,7 +55,7 @@ class LayerShape(Protocol):
 
 
 def check_shape(config: LayerShape) -> None:
-    """Raise ConfigError for sizes that no layer can have."""
+    """Raise ConfigError if the sizes are inconsistent."""
     if config.num_attention_heads % config.num_key_value_heads:
         raise ConfigError(
             f"num_attention_heads {config.num_attention_heads} is not a multiple of "
@@ -69,12 +69,12 @@ def check_shape(config: LayerShape) -> None:
 
 
 def window_of(config: LayerShape, layer: int) -> int | None:
-    """How many positions a layer sees; None for all."""
+    """Return a layer's attention window; None for full attention."""
     return config.windows[layer] if config.windows else None
 
 
 class Attention(nn.Module):
-    """Attention over inputs `width` wide, which may be wider than the hidden size."""
+    """Attention over inputs of `width`, which may be larger than the hidden size."""
 
     def __init__(self, config: LayerShape, width: int):
         super().__init__()
@@ -103,7 +103,7 @@ class Attention(nn.Module):
         return q, k, v
 
     def _rotated(self, q: mx.array, k: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
-        """Queries and keys at their positions; on the CPU, where turning takes some twenty operations, both at once."""
+        """Apply RoPE to queries and keys; on the CPU, in one call, since RoPE takes about twenty operations there."""
         if q.shape[2] > _MAX_JOINT_ROPE or not use_shortcuts():
             return self.rope(q, offset=offset), self.rope(k, offset=offset)
         rotated = self.rope(mx.concatenate([q, k], axis=1), offset=offset)
@@ -136,7 +136,7 @@ class MLP(nn.Module):
 
 
 class PlainLayer(nn.Module):
-    """A decoder layer as Llama has it; `normed` says whether its input passes a norm."""
+    """A Llama decoder layer; `normed` says whether it has an input norm."""
 
     def __init__(self, config: LayerShape, index: int, normed: bool = True):
         super().__init__()

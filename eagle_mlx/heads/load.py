@@ -1,4 +1,4 @@
-"""Loading a head of whatever kind: told by what the folder holds, never by its name."""
+"""Load a head of any kind. The kind is detected from the folder's contents."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _OTHERS = {
     "dflash_config": "a DFlash head, which drafts blocks",
     "medusa_num_heads": "Medusa heads",
 }
-"""Fields that only heads of kinds that are not supported have."""
+"""Fields that only unsupported kinds of heads have."""
 
 
 def load_head(name: str | Path, target: Target | None = None) -> DraftHead:
-    """Load a head from a folder or a hub id, and with a target see that it fits (`sanity.load_head` tries it as well).
+    """Load a head from a folder or hub id; with a target, check that it fits (`head_check.load_head` also tries it).
 
-    Raises CheckpointError for files that cannot be read, HeadError for a head of another target.
+    Raises CheckpointError if files cannot be read, HeadError if the head is for another target.
     """
     folder = hub.resolve(name)
     head = _load(folder, target.num_layers if target is not None else None)
@@ -43,9 +43,9 @@ def _load(folder: Path, target_layers: int | None) -> DraftHead:
 
 
 def layout_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> tuple[HeadKind, Format]:
-    """Return the kind of head in a folder and its layout, from config.json and the tensors' names and shapes.
+    """Return the kind and layout of a head, from config.json and the tensors' names and shapes.
 
-    Raises CheckpointError, which names what was found, if it is none that is known.
+    Raises CheckpointError, with what was found, if they are unknown.
     """
     for field, what in _OTHERS.items():
         if field in config:
@@ -68,7 +68,7 @@ def layout_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.
 
 
 def check_fit(head: DraftHead, target: Target) -> None:
-    """Raise HeadError where the head cannot belong to the target."""
+    """Raise HeadError if the head does not fit the target."""
     embedding = head.embedding_size
     for what, trained, actual in (
         ("hidden size", head.target_hidden_size, target.hidden_size),
@@ -89,6 +89,6 @@ def check_fit(head: DraftHead, target: Target) -> None:
 
 
 def named_layers(head: DraftHead) -> tuple[int, ...]:
-    """The target layers that a head names itself; none for one that reads the last layer, whichever that is."""
+    """Return the target layers that a head's config names; empty for a head that reads the last layer."""
     named: tuple[int, ...] = getattr(getattr(head, "config", None), "aux_layers", ())
     return named

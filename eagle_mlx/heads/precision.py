@@ -1,4 +1,4 @@
-"""The numbers that a head computes in: its target's type, and fewer bits for its large matrices."""
+"""The precision of a head: the target's dtype, and quantization of large matrices."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.target import Target
 
 BITS = (4, 8)
-"""What a head is quantised to where it is loaded; 16 leaves it as it is."""
+"""Bits for quantization on loading; 16 means none."""
 GROUP_SIZES = (64, 32)
-"""In the order in which they are tried; mlx-lm quantises in groups of 64."""
+"""Group sizes in the order in which they are tried. mlx-lm uses 64."""
 _ROUTERS = ("mlp.gate", "shared_expert_gate")
-"""Ends of names of layers that choose experts."""
+"""Suffixes of layers that route to experts."""
 
 
 def in_dtype(head: DraftHead, dtype: mx.Dtype) -> DraftHead:
-    """A head whose weights are of one floating type: the same head where they are, else a copy with weights cast.
+    """Return the head with floating-point weights in `dtype`: the same object if nothing changes, else a copy.
 
-    MLX computes float16 with bfloat16 in float32, so a head of another type than its target's would run in float32.
-    The head itself stays as it is, since it may be trained on, or saved. Its integers are shared by the copy.
+    MLX computes float16 with bfloat16 in float32, so a head in another dtype than the target's would run in float32.
+    The original is not changed, since it may be trained or saved. The copy shares its integers.
     """
     if not isinstance(head, nn.Module) or all(_cast(name, x, dtype) is x for name, x in _weights_of(head)):
         return head
@@ -49,7 +49,7 @@ def _weights_of(head: nn.Module) -> list[tuple[str, mx.array]]:
 
 
 def _copied(node: Any) -> Any:
-    """Modules of their own that hold the same arrays, so that to change them leaves the others alone."""
+    """Copy modules, but share their arrays, so that changes do not affect the original."""
     if isinstance(node, list | tuple):
         return type(node)(map(_copied, node))
     if not isinstance(node, dict):
@@ -61,16 +61,16 @@ def _copied(node: Any) -> Any:
 
 
 def check_bits(bits: int | None) -> None:
-    """Raise ConfigError for a number of bits to which no head is quantised."""
+    """Raise ConfigError if a head cannot be quantized to this number of bits."""
     if bits not in (None, 16, *BITS):
         raise ConfigError(f"a head is quantised to {' or '.join(map(str, BITS))} bits, or not, with 16; got {bits!r}")
 
 
 def quantize_for(head: DraftHead, target: Target | None, bits: int | None = None) -> None:
-    """Quantise a head in place where that is asked for; by default where most of the target is, in as few bits.
+    """Quantize a head in place if asked, or by default to the bits of most of the target.
 
-    `bits` is 4, 8, or 16 for none. A head that is quantised already stays as it is, and so does one of which no layer
-    fits by default. Raises ConfigError for other `bits`, and for a head in which none of its layers fits.
+    `bits` is 4, 8, or 16 for none. Heads that are already quantized stay as they are, as do, by default, heads without
+    a suitable layer. Raises ConfigError for other `bits`, or if `bits` is given and no layer is suitable.
     """
     check_bits(bits)
     wanted = bits or (target.bits if target is not None else None)
@@ -85,22 +85,19 @@ def quantize_for(head: DraftHead, target: Target | None, bits: int | None = None
 
 
 def quantization_of(head: DraftHead) -> Quantization | None:
-    """How a head is quantised, None where it is not."""
+    """Return a head's quantization, or None."""
     found: Quantization | None = getattr(getattr(head, "config", None), "quantization", None)
     return found
 
 
 def quantize(head: Any, bits: int, group_size: int) -> None:
-    """Quantise a head's matrices in place; those that choose experts, or do not fit the groups, stay as they are.
-
-    Nothing is computed yet.
-    """
+    """Quantize a head's matrices in place, lazily, except expert routers and those that do not fit the groups."""
     nn.quantize(head, group_size, bits, class_predicate=lambda path, part: _may_quantize(path, part, group_size))
     head.config = replace(head.config, quantization={"group_size": group_size, "bits": bits})
 
 
 def make_quantized(head: nn.Module, how: Quantization | None, tensors: Mapping[str, mx.array]) -> None:
-    """Give a new head a quantised layer wherever the tensors that it is to be filled with have scales."""
+    """Quantize the layers of a new head whose weights have scales in `tensors`."""
     if how is not None:
         nn.quantize(head, how["group_size"], how["bits"], class_predicate=lambda path, _: f"{path}.scales" in tensors)
 
@@ -112,7 +109,7 @@ def _may_quantize(path: str, part: nn.Module, group_size: int) -> bool:
 
 
 def described(head: DraftHead) -> str:
-    """The numbers that a head's weights are, in a few words."""
+    """Describe the precision of a head's weights in a few words."""
     how = quantization_of(head)
     if how is not None:
         return f"{how['bits']}-bit weights in groups of {how['group_size']}"

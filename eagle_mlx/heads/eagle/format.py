@@ -1,4 +1,4 @@
-"""The EAGLE-1 and EAGLE-2 layout of SafeAILab: `fc`, `layers.*` whose first has no input norm, and `embed_tokens`."""
+"""SafeAILab's layout for EAGLE-1 and EAGLE-2: `fc`, `layers.*` (the first without input norm) and `embed_tokens`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from eagle_mlx.heads.eagle.head import EagleConfig, EagleHead
 from eagle_mlx.heads.precision import make_quantized
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
-"""As SGLang knows it; SafeAILab's own loader does not look."""
+"""Name in SGLang; SafeAILab's own loader does not check it."""
 
 
 def save_eagle(
@@ -46,12 +46,12 @@ def save_eagle(
     dtype: mx.Dtype = mx.bfloat16,
     overwrite: bool = False,
 ) -> None:
-    """Write a head as a folder that appears whole or not at all.
+    """Write a head to a folder, which appears only once complete.
 
-    The embedding that other loaders expect in the file is the head's own or else its target's: attach one first. What
-    is quantised stays so, and other loaders do not read it.
-    `target_name` and `extra` are kept under the key `eagle_mlx` of config.json. Raises HeadError for a head with no
-    embedding and no target, OutputError for a place that cannot be written.
+    Other loaders expect an embedding in the file. It is the head's own or else the target's, so attach one first.
+    Quantized weights stay quantized, and other loaders cannot read them. `target_name` and `extra` are stored under
+    `eagle_mlx` in config.json. Raises HeadError if there is neither an embedding nor a target, OutputError if the
+    folder cannot be written.
     """
     weights, noted = with_embedding(head)
     fields = dataclasses.asdict(head.config)
@@ -72,10 +72,10 @@ def save_eagle(
 
 
 def load_eagle(folder: str | Path) -> EagleHead:
-    """Read a head; tensors may carry the prefix `model.`.
+    """Read a head; tensor names may have the prefix `model.`.
 
-    Raises CheckpointError for a folder that is not in this layout, a damaged file, for every tensor that is missing,
-    unknown or of the wrong shape, and for every flag that cannot be honoured.
+    Raises CheckpointError if the folder is not in this layout, if a file is damaged, if any tensor is missing, unknown
+    or of the wrong shape, or if a flag is not supported.
     """
     folder = Path(folder)
     written = read_config(folder)
@@ -92,7 +92,7 @@ def load_eagle(folder: str | Path) -> EagleHead:
 def _from_json(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> EagleConfig:
     file = folder / "config.json"
     warn_of_unknown(file, config)
-    refuse(file, {**config, "tie_word_embeddings": False})  # it has no output projection that could be tied
+    refuse(file, {**config, "tie_word_embeddings": False})  # there is no output projection to tie
     with reading(file):
         flags = {name: config[name] for name in ("bias", "eagle_fc_bias") if config.get(name) is not None}
         if len({bool(flag) for flag in flags.values()}) > 1:
@@ -107,7 +107,7 @@ def _from_json(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx
 
 
 def holds_eagle(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
-    """Return whether these are files of this layout: a layer as wide as the head, after a projection."""
+    """Return whether files are in this layout: a projection, and a layer as wide as the head."""
     if config.get("speculators_model_type") is not None:
         return False
     names = {name.removeprefix("model.") for name in tensors}

@@ -1,4 +1,4 @@
-"""The EAGLE head of the first two papers: it predicts the target's own last hidden states.
+"""The head of EAGLE-1 and EAGLE-2, which predicts the target's own last hidden states.
 
 Sources: Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" and "EAGLE-2: Faster
 Inference of Language Models with Dynamic Draft Trees" (the same head); tensor names as in SafeAILab/EAGLE.
@@ -21,7 +21,7 @@ from eagle_mlx.heads.layers import PlainLayer, check_shape
 @dataclass(frozen=True)
 class EagleConfig:
     hidden_size: int
-    """The target's as well."""
+    """Same as the target's."""
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -34,23 +34,23 @@ class EagleConfig:
     bias: bool = True
     """A bias on `fc`."""
     attention_bias: bool = False
-    """Biases on all four projections of the attention."""
+    """Biases on all four attention projections."""
     qkv_bias: bool = False
-    """Biases on queries, keys and values alone."""
+    """Biases on queries, keys and values only."""
     mlp_bias: bool = False
     qk_norm: bool = False
     own_embedding: bool = False
     num_hidden_layers: int = 1
     windows: tuple[int | None, ...] = ()
     quantization: Quantization | None = None
-    """None where no layer is quantised."""
+    """None if no layer is quantized."""
 
     def __post_init__(self) -> None:
         check_shape(self)
 
 
 class EagleHead(HeadBase[EagleConfig]):
-    """A feature is the target's last hidden state after its final norm; the target's lm_head makes logits of it."""
+    """Features are the target's last hidden states after its final norm; the target's lm_head computes logits."""
 
     def __init__(self, config: EagleConfig):
         super().__init__()
@@ -65,7 +65,7 @@ class EagleHead(HeadBase[EagleConfig]):
         return self._config.num_hidden_layers
 
     def features(self, aux: Sequence[mx.array]) -> mx.array:
-        """The target's last layer's output [B, L, H] -> the same after the final norm."""
+        """Target's last layer output [B, L, H] -> the same after the final norm."""
         return self.target.norm(aux[0])
 
     def __call__(self, embeddings: mx.array, g: mx.array, cache: Any | None = None, mask: Mask = None) -> mx.array:

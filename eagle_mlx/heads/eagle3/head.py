@@ -1,7 +1,7 @@
 """The EAGLE-3 head: a decoder layer over the next token's embedding and several target layers' hidden states.
 
 Sources: Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test";
-the flags as SafeAILab/EAGLE, sgl-project/SpecForge, vllm-project/speculators and NVIDIA's Model-Optimizer define them.
+flags as in SafeAILab/EAGLE, sgl-project/SpecForge, vllm-project/speculators and NVIDIA's Model-Optimizer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from eagle_mlx.target import Target
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """The layers whose outputs a head reads by default, counted from 0: a low, a middle and a high one."""
+    """Return the default aux layers, counted from 0: a low, a middle and a high one."""
     if num_layers < 6:
         return (0, num_layers // 2, num_layers - 1)
     return (1, num_layers // 2 - 1, num_layers - 4)
@@ -35,12 +35,12 @@ class Eagle3Config:
     num_key_value_heads: int
     head_dim: int
     vocab_size: int
-    """Entries of the target's vocabulary."""
+    """Size of the target's vocabulary."""
     draft_vocab_size: int
-    """Entries that the head can draft; equal to `vocab_size` when it drafts all of them."""
+    """Size of the draft vocabulary; equal to `vocab_size` if the head drafts all tokens."""
     target_hidden_size: int
     aux_layers: tuple[int, ...]
-    """Target layers whose outputs are read, counted from 0; empty where `use_aux_hidden_state` is not set."""
+    """Target layers whose outputs are read, counted from 0; empty without `use_aux_hidden_state`."""
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None
@@ -48,33 +48,33 @@ class Eagle3Config:
     norm_before_residual: bool = False
     """The residual stream starts from the normed feature instead of the feature."""
     attention_bias: bool = False
-    """Biases on all four projections of the attention."""
+    """Biases on all four attention projections."""
     qkv_bias: bool = False
-    """Biases on queries, keys and values alone."""
+    """Biases on queries, keys and values only."""
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Queries and keys pass a norm, head by head, as in Qwen3."""
+    """Per-head norm of queries and keys, as in Qwen3."""
     norm_before_fc: bool = False
-    """One norm over the concatenated hidden states in front of `fc`."""
+    """One norm over the concatenated hidden states before `fc`."""
     fc_norm: bool = False
-    """A norm for each of the hidden states in front of `fc`."""
+    """A norm for each of the hidden states before `fc`."""
     norm_output: bool = False
-    """The next draft step reads this one's output after the final norm instead of before it."""
+    """Feed the next draft step the output after the final norm instead of before it."""
     norm_logits: bool = True
-    """The output projection reads the normed output; without it nothing norms it."""
+    """The output projection reads the normed output; if false, the output is not normed."""
     input_layernorm: bool = True
-    """The embedding passes a norm."""
+    """Apply a norm to the embedding."""
     hidden_norm: bool = True
-    """The feature passes a norm."""
+    """Apply a norm to the feature."""
     use_aux_hidden_state: bool = True
-    """Without it the feature is the target's last hidden state after its final norm, and there is no `fc`."""
+    """If false, the feature is the target's last hidden state after its final norm, and there is no `fc`."""
     own_embedding: bool = False
-    """The head embeds tokens itself, as it must where its hidden size is not the target's."""
+    """The head has its own embedding, which it needs if its hidden size differs from the target's."""
     num_hidden_layers: int = 1
     windows: tuple[int | None, ...] = ()
-    """Layer by layer, how many positions it sees; None for all. Empty where all see all."""
+    """Each layer's attention window, None for full attention; empty if all layers have full attention."""
     quantization: Quantization | None = None
-    """None where no layer is quantised."""
+    """None if no layer is quantized."""
 
     def __post_init__(self) -> None:
         check_shape(self)
@@ -106,13 +106,13 @@ _UNUSUAL = (
 
 
 def unusual_fields(config: Eagle3Config) -> list[str]:
-    """Return the names of fields that differ from the plain EAGLE-3 head's."""
+    """Return the names of fields that differ from a plain EAGLE-3 head's."""
     plain = Eagle3Config(1, 1, 1, 1, 1, 1, 1, 1, (0,))
     return [name for name in _UNUSUAL if getattr(config, name) != getattr(plain, name)]
 
 
 class DecoderLayer(nn.Module):
-    """The first layer, whose attention reads embedding and feature side by side."""
+    """The first layer; its attention reads the concatenation of embedding and feature."""
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
@@ -132,7 +132,7 @@ class DecoderLayer(nn.Module):
         return x, normed if self.norm_before_residual else g
 
     def finish(self, residual: mx.array, attended: mx.array) -> mx.array:
-        """Add the attention's output to the residual and pass both through the MLP."""
+        """Add the attention's output to the residual, and apply the MLP."""
         h = residual + attended
         out: mx.array = h + self.mlp(self.post_attention_layernorm(h))
         return out
@@ -144,9 +144,9 @@ class DecoderLayer(nn.Module):
 
 
 class Eagle3Head(HeadBase[Eagle3Config]):
-    """An EAGLE-3 head. Its inputs are embeddings, not tokens: the target's, or its own where it has one.
+    """An EAGLE-3 head. Its inputs are embeddings: the target's or, if it has one, from its own embedding.
 
-    `d2t` [draft_vocab_size] is the offset of each draft id to its target id; None where the vocabularies are equal.
+    `d2t` [draft_vocab_size] is target id minus draft id for each draft id; None if the vocabularies are equal.
     """
 
     def __init__(self, config: Eagle3Config, d2t: mx.array | None = None):
@@ -191,18 +191,18 @@ class Eagle3Head(HeadBase[Eagle3Config]):
 
     @property
     def token_ids(self) -> mx.array | None:
-        """[draft_vocab_size] int32, the target's id of each draft id; None where they are the same."""
+        """[draft_vocab_size] int32, the target id of each draft id; None if they are the same."""
         return self._token_ids
 
     def features(self, aux: Sequence[mx.array]) -> mx.array:
-        """The target's aux hidden states, each [B, L, target_hidden_size] -> features g [B, L, H]."""
+        """Target's aux hidden states, each [B, L, target_hidden_size] -> features g [B, L, H]."""
         if not self._config.use_aux_hidden_state:
             return self.target.norm(aux[0])
         out: mx.array = self.fc(self.read(aux))
         return out
 
     def read(self, aux: Sequence[mx.array]) -> mx.array:
-        """The same states, normed as this head has it and side by side: what `fc` reads."""
+        """Return the input of `fc`: the hidden states with the head's norms, concatenated."""
         if self._config.fc_norm:
             aux = [norm(x) for norm, x in zip(self.fc_norm, aux, strict=True)]
         read = mx.concatenate(list(aux), axis=-1)
@@ -212,10 +212,10 @@ class Eagle3Head(HeadBase[Eagle3Config]):
         return self.midlayer.inputs(embeddings, g)
 
     def __call__(self, embeddings: mx.array, g: mx.array, cache: Any | None = None, mask: Mask = None) -> mx.array:
-        """One pass of the decoder layers.
+        """Run the decoder layers.
 
-        embeddings [B, L, H] of tokens t+1, features g [B, L, H] of positions t -> h [B, L, H], which is the feature of
-        the next draft step: before the final norm, or behind it with `norm_output`.
+        embeddings [B, L, H] of tokens t+1, features g [B, L, H] of positions t -> h [B, L, H], the feature of the next
+        draft step: before the final norm, or after it with `norm_output`.
         """
         first, *others = caches_of(cache, self._config.num_hidden_layers)
         h = self.midlayer(embeddings, g, mask, first)
@@ -225,7 +225,7 @@ class Eagle3Head(HeadBase[Eagle3Config]):
         return self.next_feature(h)
 
     def next_feature(self, h: mx.array) -> mx.array:
-        """The last layer's output [..., H] -> the feature of the next draft step."""
+        """Last layer's output [..., H] -> feature of the next draft step."""
         return self.norm(h) if self._config.norm_output else h
 
     def logits(self, h: mx.array) -> mx.array:
@@ -240,7 +240,7 @@ class Eagle3Head(HeadBase[Eagle3Config]):
 
 
 def random_head(target: Target) -> Eagle3Head:
-    """A head of the usual shape with random weights, whose drafts are never right: the most that drafting can lose."""
+    """Return a head with random weights, whose drafts are always rejected: the worst case for drafting."""
     dim = 64
     head = Eagle3Head(
         Eagle3Config(

@@ -1,9 +1,9 @@
-"""The portable EAGLE-3 layout: what SafeAILab, SpecForge, AngelSlim, TorchSpec, Model-Optimizer and SGLang write.
+"""The portable EAGLE-3 layout of SafeAILab, SpecForge, AngelSlim, TorchSpec, Model-Optimizer and SGLang.
 
-One folder with config.json and weights. Tensors: `fc`, `midlayer.*` (or `layers.0.*`), further `layers.*`, `norm`,
-`lm_head`, where the draft vocabulary is smaller than the target's `d2t` (int64 offsets) and `t2d` (bool), and as the
-flags say `embed_tokens`, `input_norm`, `fc_norm.*`, q/k norms and biases. Layer ids are written twice: nested under
-`eagle_config` as the output of layer k from 0 (SGLang, SpecForge), and at the top as k + 1 (vLLM).
+A folder with config.json and weights. Tensors: `fc`, `midlayer.*` (or `layers.0.*`), further `layers.*`, `norm`,
+`lm_head`; `d2t` (int64 offsets) and `t2d` (bool) if the draft vocabulary is smaller than the target's; and, depending
+on flags, `embed_tokens`, `input_norm`, `fc_norm.*`, q/k norms and biases. Layer ids are written twice: in
+`eagle_config` as the output of layer k from 0 (SGLang, SpecForge), and at the top level as k + 1 (vLLM).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from eagle_mlx.heads.precision import make_quantized
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _NESTED = {LAYER_IDS, "use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"}
 _NESTED_HARMLESS = {"use_mtp_layernorm": (False,), "next_layer_regular": (True,), "parallel_draft_step": (None, 0, 1)}
-"""Model-Optimizer's flags inside eagle_config that are not implemented, and their values that change nothing."""
+"""Unsupported flags of Model-Optimizer in eagle_config, with the values that have no effect."""
 
 
 def save_eagle3(
@@ -48,11 +48,11 @@ def save_eagle3(
     dtype: mx.Dtype = mx.bfloat16,
     overwrite: bool = False,
 ) -> None:
-    """Write a head as a folder that appears whole or not at all; what is quantised stays so.
+    """Write a head to a folder, which appears only once complete. Quantized weights stay quantized.
 
-    `target_name` and `extra` (any JSON) are kept under the key `eagle_mlx` of config.json, which other loaders ignore.
-    Raises OutputError where the folder exists and `overwrite` is not set, or where it cannot be written, and
-    ConfigError for a head that this layout has no words for.
+    `target_name` and `extra` (any JSON) are stored under `eagle_mlx` in config.json, which other loaders ignore. Raises
+    OutputError if the folder exists and `overwrite` is not set, or if it cannot be written; ConfigError if this layout
+    cannot express the head.
     """
     config = {**_to_json(head.config), "torch_dtype": DTYPE_NAMES[dtype]}
     config["eagle_mlx"] = {"target": target_name, **(extra or {})}
@@ -61,11 +61,11 @@ def save_eagle3(
 
 
 def load_eagle3(folder: str | Path, target_layers: int | None = None) -> Eagle3Head:
-    """Read a head; tensors may carry the prefix `model.`, and name the first layer `midlayer` or `layers.0`.
+    """Read a head; names may have the prefix `model.`, and the first layer may be `midlayer` or `layers.0`.
 
-    `target_layers` (the target's number of layers) decides the aux layers of a config that names none, as SafeAILab's
-    code does. Raises CheckpointError for a folder that is not in this layout, a damaged file, for every tensor that
-    is missing, unknown or of the wrong shape, and for every flag that cannot be honoured.
+    `target_layers` (the target's number of layers) determines the aux layers if the config does not name them, as in
+    SafeAILab's code. Raises CheckpointError if the folder is not in this layout, if a file is damaged, if any tensor is
+    missing, unknown or of the wrong shape, or if a flag is not supported.
     """
     folder = Path(folder)
     written = read_config(folder)
@@ -77,9 +77,9 @@ def load_eagle3(folder: str | Path, target_layers: int | None = None) -> Eagle3H
 
 
 def build_eagle3(folder: Path, config: Eagle3Config, tensors: dict[str, mx.array]) -> Eagle3Head:
-    """The head of a config and its tensors, which are used up."""
+    """Return the head for a config and its tensors, some of which are removed from `tensors`."""
     if not config.norm_logits and not config.norm_output:
-        tensors.pop("norm.weight", None)  # there, but never trained and never asked
+        tensors.pop("norm.weight", None)  # present, but untrained and unused
     d2t = take_draft_vocabulary(folder, tensors, config.vocab_size, config.draft_vocab_size)
     with reading(folder / "config.json"):
         head = Eagle3Head(config, d2t)
@@ -89,7 +89,7 @@ def build_eagle3(folder: Path, config: Eagle3Config, tensors: dict[str, mx.array
 
 
 def inner_tensors(where: Path, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """The tensors under the names of an Eagle3Head's parameters. Raises CheckpointError where two become one."""
+    """Rename tensors to an Eagle3Head's parameter names. Raises CheckpointError if two get the same name."""
     inner: dict[str, mx.array] = {}
     for name, value in tensors.items():
         short = name.removeprefix("model.")
@@ -107,7 +107,7 @@ def inner_tensors(where: Path, tensors: Mapping[str, mx.array]) -> dict[str, mx.
 
 
 def outer_name(name: str) -> str:
-    """The name in a file of one of an Eagle3Head's parameters."""
+    """Return the name in a file of an Eagle3Head's parameter."""
     first, _, rest = name.partition(".")
     index, _, part = rest.partition(".")
     return f"layers.{int(index) + 1}.{part}" if first == "layers" and index.isdigit() else name
@@ -197,11 +197,11 @@ def _check_nested(file: Path, nested: Mapping[str, Any]) -> None:
 def _norm_output(
     config: Mapping[str, Any], nested: Mapping[str, Any], tensors: Mapping[str, mx.array], by_specforge: bool
 ) -> tuple[bool, bool]:
-    """Whether the next step reads the normed output, and whether lm_head does.
+    """Return whether the next step reads the normed output, and whether lm_head does.
 
-    SpecForge, alone, means only the latter by `norm_output`. Its files can be told by their names: `midlayer` without
-    a prefix, and no `norm_before_residual`, which all others write. Where such a file says no although its norm was
-    trained, it is another's after all and says no to the former.
+    In SpecForge's files, unlike all others, `norm_output` means only the latter. They can be recognized by `midlayer`
+    without a prefix, and by the absence of `norm_before_residual`. If such a file sets the flag to false although the
+    norm was trained, it is not SpecForge's, and lm_head reads the normed output.
     """
     flag = config.get("norm_output")
     normed = bool(nested.get("use_last_layernorm", True))
@@ -224,9 +224,9 @@ def _aux_layers(file: Path, config: Mapping[str, Any], target_layers: int | None
 def take_draft_vocabulary(
     where: Path, tensors: dict[str, mx.array], vocab_size: int, draft_vocab_size: int
 ) -> mx.array | None:
-    """Take d2t and t2d out of the tensors; d2t int32 [Vd], or None where the head drafts the whole vocabulary.
+    """Remove d2t and t2d from the tensors; return d2t, int32 [Vd], or None if the vocabularies are equal.
 
-    Raises CheckpointError for maps that are missing, damaged or that contradict each other.
+    Raises CheckpointError if the maps are missing, damaged or inconsistent.
     """
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     for name, value, size in (("d2t", d2t, draft_vocab_size), ("t2d", t2d, vocab_size)):
@@ -250,7 +250,7 @@ def take_draft_vocabulary(
 
 
 def vocabulary_tensors(d2t: mx.array | None, vocab_size: int) -> dict[str, mx.array]:
-    """The tensors that say the same: d2t int64 [Vd] and t2d bool [V]; none for a head of the whole vocabulary."""
+    """Return d2t, int64 [Vd], and t2d, bool [V]; empty if the head drafts the whole vocabulary."""
     if d2t is None:
         return {}
     offsets = np.array(d2t, np.int64)
@@ -260,7 +260,7 @@ def vocabulary_tensors(d2t: mx.array | None, vocab_size: int) -> dict[str, mx.ar
 
 
 def holds_eagle3(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
-    """Return whether these are files of this layout: a `midlayer`, or a first layer wider than the head."""
+    """Return whether files are in this layout: a `midlayer`, or a first layer wider than the head."""
     if config.get("speculators_model_type") is not None:
         return False
     if layer_width(config, tensors, "midlayer") is not None:

@@ -1,6 +1,6 @@
-"""The layout of vllm-project/speculators: EAGLE-3 heads whose layer is described by a config of its own.
+"""The layout of vllm-project/speculators for EAGLE-3 heads, with a separate config for the layer.
 
-Fields that a `transformer_layer_config` leaves out have the values that transformers' configs give them.
+Missing fields of `transformer_layer_config` have the defaults of transformers.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ _LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 _NOT_READ = ("verifier_norm.weight", "verifier_lm_head.weight")
-"""Copies of the target's weights that training needs and drafting does not."""
+"""Copies of the target's weights, needed only for training."""
 
 
 def load_speculators(folder: str | Path, target_layers: int | None = None) -> Eagle3Head:
     """Read an EAGLE-3 head.
 
-    `target_layers` decides the aux layers of a config that names none, as speculators does. Raises CheckpointError for
-    another kind of speculator, a damaged file, for every tensor that is missing, unknown or of the wrong shape, and
-    for every flag that cannot be honoured.
+    `target_layers` determines the aux layers if the config does not name them, as in speculators. Raises
+    CheckpointError if it is another kind of speculator, if a file is damaged, if any tensor is missing, unknown or of
+    the wrong shape, or if a flag is not supported.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -80,7 +80,7 @@ def _from_json(
     kind = layer.get("model_type", "qwen3")
     if not isinstance(kind, str) or kind not in _LAYER_DEFAULTS:
         raise CheckpointError(f"{file} describes a layer of {kind}; only llama and qwen3 layers can be read")
-    refuse(file, {**layer, "tie_word_embeddings": False})  # it is the verifier's field, not the head's
+    refuse(file, {**layer, "tie_word_embeddings": False})  # this field is about the verifier
     warn_of_unknown(file, {**layer, **config})
     refuse(file, {name: value for name, value in config.items() if name != "tie_word_embeddings"})
     with reading(file):
@@ -103,7 +103,7 @@ def _from_json(
 
 
 def _one_rope(layer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where RoPE parameters are by type of layer, speculators turns all layers by those of the sliding ones."""
+    """Use the parameters of sliding layers if they differ by type of layer, as speculators does."""
     by_type = layer.get("rope_parameters")
     if isinstance(by_type, dict) and "sliding_attention" in by_type:
         return {**layer, "rope_parameters": by_type["sliding_attention"]}
@@ -131,15 +131,15 @@ def save_speculators(
     dtype: mx.Dtype = mx.bfloat16,
     overwrite: bool = False,
 ) -> None:
-    """Write a head in this layout, as a folder that appears whole or not at all.
+    """Write a head in this layout to a folder, which appears only once complete.
 
-    `base_model` is the target as other servers load it, a hub id or a folder of this machine: speculators reads the
-    embedding and projection there, which it cannot do in what MLX has quantised, and loads no head without. `depth` is
-    how many tokens a server should draft. `target_name` and `extra` are kept under the key `eagle_mlx`.
+    `base_model` is the target for other servers, a hub id or local folder. Without it, speculators loads no head; it
+    reads embedding and projection there, which must not be quantized by MLX. `depth` is the number of tokens that a
+    server should draft. `target_name` and `extra` are stored under `eagle_mlx`.
 
-    Without an embedding in the file speculators would draft with whatever was in its memory: the target's is written
-    where the head has none of its own, so attach one first. Raises ConfigError for a head that this layout has no words
-    for, HeadError for one with no embedding and no target, OutputError for a place that cannot be written.
+    If the head has no embedding, the target's is written, so attach one first: without one in the file, speculators
+    would draft with uninitialized memory. Raises ConfigError if this layout cannot express the head, HeadError if there
+    is neither an embedding nor a target, OutputError if the folder cannot be written.
     """
     config = head.config
     _check_sayable(config)
@@ -209,5 +209,5 @@ def _layer_json(config: Eagle3Config) -> dict[str, Any]:
 
 
 def holds_speculators(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
-    """Return whether this is a speculator. Loading one of a type that is not known says so."""
+    """Return whether this is a speculator. Loading one of an unknown type raises an error."""
     return config.get("speculators_model_type") not in (None, "mtp")

@@ -1,7 +1,7 @@
-"""MTP heads on disk: this project's own layout, and that of vllm-project/speculators.
+"""File layouts for MTP heads: this project's own, and that of vllm-project/speculators.
 
-Ours: `enorm`, `hnorm`, `eh_proj`, `block.*` under mlx-lm's names, `norm`, and where the head has its own `embed_tokens`
-and `lm_head`; under `eagle_mlx_mtp` in config.json the fields of MTPConfig.
+Ours has `enorm`, `hnorm`, `eh_proj`, `block.*` with mlx-lm's names, `norm` and, if the head has its own, `embed_tokens`
+and `lm_head`. The fields of MTPConfig are under `eagle_mlx_mtp` in config.json.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def save_mtp(
     dtype: mx.Dtype = mx.bfloat16,
     overwrite: bool = False,
 ) -> None:
-    """Write a head as a folder that appears whole or not at all; what is quantised stays so.
+    """Write a head to a folder, which appears only once complete. Quantized weights stay quantized.
 
-    `target_name` and `extra` are kept under the key `eagle_mlx`. Raises OutputError for a place that cannot be written.
+    `target_name` and `extra` are stored under `eagle_mlx`. Raises OutputError if the folder cannot be written.
     """
     config = {
         "architectures": [ARCHITECTURE],
@@ -51,9 +51,9 @@ def save_mtp(
 
 
 def load_mtp(folder: str | Path) -> MTPHead:
-    """Read a head of either layout.
+    """Read a head in either layout.
 
-    Raises CheckpointError for a folder that is in neither, a damaged file, and for every tensor that is missing,
+    Raises CheckpointError if the folder is in neither layout, if a file is damaged, or if any tensor is missing,
     unknown or of the wrong shape.
     """
     folder = Path(folder)
@@ -83,9 +83,9 @@ def _from_json(folder: Path, written: Mapping[str, Any]) -> MTPConfig:
 
 
 def quantized(head: MTPHead, bits: int = 4, group_size: int = 64) -> MTPHead:
-    """The head with its large matrices quantised, in place; experts' routers stay as they are.
+    """Quantize the head's large matrices in place, except expert routers, and return it.
 
-    Raises ConfigError where its matrices cannot be cut into groups of that size.
+    Raises ConfigError if the hidden size is not a multiple of the group size.
     """
     if head.hidden_size % group_size:
         raise ConfigError(f"a hidden size of {head.hidden_size} cannot be cut into groups of {group_size}")

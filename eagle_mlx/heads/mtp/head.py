@@ -1,7 +1,7 @@
-"""Multi-token-prediction heads: a decoder layer of the target's own kind over the next embedding and a hidden state.
+"""Multi-token-prediction heads: a decoder layer of the target's kind over the next embedding and a hidden state.
 
 Sources: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2; the published models of GLM-4.5, MiMo,
-Qwen3-Next and Qwen3.5; vllm-project/speculators. The layer is mlx-lm's, whatever the architecture.
+Qwen3-Next and Qwen3.5; vllm-project/speculators. The layer is mlx-lm's for the architecture.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from eagle_mlx.heads.base import HeadBase, Mask, caches_of, layer_mask
 
 @dataclass(frozen=True)
 class _Kind:
-    """Where mlx-lm keeps an architecture's decoder layer."""
+    """Where mlx-lm has an architecture's decoder layer."""
 
     layer: str
     args: str = "ModelArgs"
     index: Callable[[Any], int] | None = None
-    """Which of the model's layers the head's is like, where mlx-lm asks; None where all are alike."""
+    """Returns the model's layer that the head's resembles, if mlx-lm needs it; None if all layers are alike."""
     mask_arrays: bool = False
-    """Its attention takes masks as arrays only."""
+    """Whether its attention takes masks only as arrays."""
 
 
 _KINDS = {
@@ -49,19 +49,19 @@ _KINDS = {
 @dataclass(frozen=True)
 class MTPConfig:
     model_type: str
-    """mlx-lm's name of the architecture whose decoder layer the head has."""
+    """mlx-lm's name of the layer's architecture."""
     layer: Mapping[str, Any]
-    """That architecture's config: the fields of config.json."""
+    """The architecture's config: the fields of config.json."""
     hidden_first: bool = False
-    """`eh_proj` reads the hidden state in front of the embedding."""
+    """`eh_proj` reads the hidden state before the embedding."""
     target_norm: bool = True
-    """The target's hidden state goes in after its final norm, not before it."""
+    """Read the target's hidden state after its final norm instead of before it."""
     norm_output: bool = False
-    """The next draft step reads this one's output after the head's own norm, not before it."""
+    """Feed the next draft step the output after the head's norm instead of before it."""
     own_embedding: bool = False
     own_lm_head: bool = False
     quantization: Quantization | None = None
-    """None where no layer is quantised."""
+    """None if no layer is quantized."""
 
     def __post_init__(self) -> None:
         if self.model_type not in _KINDS:
@@ -86,7 +86,7 @@ class MTPConfig:
 
 
 def layer_args(model_type: str, layer: Mapping[str, Any]) -> Any:
-    """mlx-lm's arguments of an architecture. Raises ConfigError where the config lacks what it needs."""
+    """Return mlx-lm's arguments for an architecture. Raises ConfigError if the config lacks something."""
     module = importlib.import_module(f"mlx_lm.models.{model_type}")
     with _usable(model_type):
         return getattr(module, _KINDS[model_type].args).from_dict({**_flat_rope(layer), **layer})
@@ -94,7 +94,7 @@ def layer_args(model_type: str, layer: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _usable(model_type: str) -> Iterator[None]:
-    """Make a ConfigError of whatever mlx-lm stumbles over in a config."""
+    """Convert mlx-lm's errors about a config to ConfigError."""
     try:
         yield
     except (TypeError, KeyError, ValueError, AttributeError, AssertionError, ArithmeticError, IndexError) as e:
@@ -103,7 +103,7 @@ def _usable(model_type: str) -> Iterator[None]:
 
 
 def _flat_rope(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """What newer configs keep in `rope_parameters`, as the fields of older ones."""
+    """Return the `rope_parameters` of newer configs as the fields of older ones."""
     rope = dict(layer.get("rope_parameters") or {})
     flat = {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     if rope.get("rope_type", "default") != "default":
@@ -112,7 +112,7 @@ def _flat_rope(layer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decoder_block(config: MTPConfig) -> nn.Module:
-    """The architecture's own decoder layer, with attention that sees everything before it."""
+    """Return the architecture's own decoder layer, with full attention."""
     kind, args = _KINDS[config.model_type], layer_args(config.model_type, config.layer)
     make = getattr(importlib.import_module(f"mlx_lm.models.{config.model_type}"), kind.layer)
     with _usable(config.model_type):
@@ -121,9 +121,9 @@ def decoder_block(config: MTPConfig) -> nn.Module:
 
 
 def read_layer(model_type: str, layer: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """A layer's published tensors as mlx-lm holds them: 8-bit floats, latent projections and experts included.
+    """Convert a layer's published tensors to mlx-lm's, including 8-bit floats, latent projections and experts.
 
-    mlx-lm reads them as if they were those of a model's first layer; names that it does not know stay as they are.
+    mlx-lm reads them as a model's first layer. Unknown names are kept.
     """
     args = layer_args(model_type, {**layer, "num_hidden_layers": 1})
     model = importlib.import_module(f"mlx_lm.models.{model_type}").Model
@@ -132,7 +132,7 @@ def read_layer(model_type: str, layer: Mapping[str, Any], tensors: Mapping[str, 
 
 
 class MTPHead(HeadBase[MTPConfig]):
-    """One layer, used recurrently. Embedding and output projection are the target's unless it has its own."""
+    """A single layer, used recurrently. Embedding and output projection are the target's unless it has its own."""
 
     def __init__(self, config: MTPConfig):
         super().__init__()
@@ -153,7 +153,7 @@ class MTPHead(HeadBase[MTPConfig]):
         return 1
 
     def features(self, aux: Sequence[mx.array]) -> mx.array:
-        """The target's last layer's output [B, L, H], before or after its final norm."""
+        """Target's last layer output [B, L, H] -> the same, with the final norm if configured."""
         return self.target.norm(aux[0]) if self._config.target_norm else aux[0]
 
     def __call__(self, embeddings: mx.array, g: mx.array, cache: Any | None = None, mask: Mask = None) -> mx.array:
@@ -165,7 +165,7 @@ class MTPHead(HeadBase[MTPConfig]):
         return self.norm(h) if self._config.norm_output else h
 
     def normed(self, embeddings: mx.array, g: mx.array) -> mx.array:
-        """Both [B, L, H], each behind its norm, side by side: what `eh_proj` reads."""
+        """Return the input of `eh_proj`: both [B, L, H] normed and concatenated."""
         parts = [self.enorm(embeddings), self.hnorm(g)]
         if self._config.hidden_first:
             parts.reverse()

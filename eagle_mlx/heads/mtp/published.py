@@ -1,6 +1,6 @@
-"""MTP layers as their models were published, and as speculators keeps them, made into heads.
+"""Build heads from MTP layers of published models and of speculators.
 
-mlx-lm drops these layers, and so do conversions made with it: they come from the original repository's files.
+mlx-lm and its conversions drop these layers, so they must come from the original repository's files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from eagle_mlx.formats.tensors import INDEX, check_floating, fill, read_index, r
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead, read_layer
 
 SHARED = ("model.embed_tokens.weight", "lm_head.weight")
-"""The model's own, which a layer's copies are compared with where they are at hand."""
+"""The model's own tensors, to detect copies of them in an MTP layer."""
 _FILES = {
     "deepseek_v3": "deepseek_v3",
     "glm4_moe": "glm4_moe",
@@ -31,7 +31,7 @@ _FILES = {
     "qwen3_5_moe": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5",
 }
-"""A config's model_type -> mlx-lm's file."""
+"""Maps a config's model_type to mlx-lm's module."""
 
 _DEEPSEEK = {
     "enorm": "enorm",
@@ -48,7 +48,7 @@ MIMO = {
     "final_layernorm": "norm",
 }
 _QWEN = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "norm"}
-"""The parts around the layer: their published names -> the head's."""
+"""Maps published names of the parts around the layer to the head's names."""
 
 _AROUND = ("enorm.weight", "hnorm.weight", "norm.weight")
 _WITHIN = ("input_layernorm.weight", "post_attention_layernorm.weight", "q_norm.weight", "k_norm.weight")
@@ -60,12 +60,12 @@ Extracted = tuple[MTPConfig, dict[str, mx.array], list[str]]
 
 
 def is_source(tensors: Mapping[str, mx.array]) -> bool:
-    """Whether these are tensors of a model that was published with MTP layers."""
+    """Return whether these tensors are from a model published with MTP layers."""
     return any(re.search(r"^mtp\.|\.mtp_layers\.\d|\.layers\.\d+\.eh_proj\.", name) for name in tensors)
 
 
 def has_mtp_layer(folder: Path) -> bool:
-    """Whether a folder's files say that they hold an MTP layer as its model was published, of a known architecture."""
+    """Return whether a folder has a published MTP layer of a known architecture, judging by config and tensor names."""
     try:
         config = read_config(folder)
         prefix = mtp_prefix(config)
@@ -76,17 +76,17 @@ def has_mtp_layer(folder: Path) -> bool:
 
 
 def published_with_mtp(config: Mapping[str, Any]) -> bool:
-    """Whether a config says that its model came with MTP layers, though a conversion may have left them out."""
+    """Return whether a config mentions MTP layers, though a conversion may have dropped them."""
     layer = config.get("text_config") or config
     known = (layer.get("model_type") or config.get("model_type")) in _FILES
     return known and bool(_count(layer))
 
 
 def mtp_of_model(folder: str | Path, index: int = 0, target_norm: bool = True) -> tuple[MTPHead, list[str]]:
-    """The head in a folder of an original model's files, and what there was to decide about it, in words.
+    """Build the head from an original model's folder; return it with notes on the decisions made.
 
-    Only the files that hold the MTP layer need to be there. `index` counts the MTP layers of models that have several.
-    Raises CheckpointError where there is none, or where its architecture is not known.
+    Only the files with the MTP layer are needed. `index` selects one of several MTP layers. Raises CheckpointError if
+    there is none, or if the architecture is unknown.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -105,10 +105,10 @@ def mtp_of_model(folder: str | Path, index: int = 0, target_norm: bool = True) -
 def mtp_of_tensors(
     config: Mapping[str, Any], tensors: Mapping[str, mx.array], index: int = 0, target_norm: bool = True
 ) -> Extracted:
-    """The head's config, its weights and notes, of a published model's config.json and tensors.
+    """Return a head's config, weights and notes from a published model's config.json and tensors.
 
-    Tensors of the model's other layers may be among them. Raises ConfigError for an architecture that is not known,
-    and CheckpointError where there are no tensors of an MTP layer.
+    Tensors of other layers are ignored. Raises ConfigError if the architecture is unknown, CheckpointError if there is
+    no MTP layer.
     """
     file, layer = _layer_of(config)
     prefix = mtp_prefix(config, index)
@@ -134,7 +134,7 @@ def mtp_of_tensors(
 
 
 def mtp_prefix(config: Mapping[str, Any], index: int = 0) -> str:
-    """How the names of a published model's MTP tensors begin. Raises ConfigError where it has fewer layers."""
+    """Return the prefix of a published model's MTP tensors. Raises ConfigError if it has fewer layers."""
     file, layer = _layer_of(config)
     count = _count(layer)
     if index < 0 or (isinstance(count, int) and index >= count):
@@ -145,14 +145,14 @@ def mtp_prefix(config: Mapping[str, Any], index: int = 0) -> str:
 
 
 def _count(layer: Mapping[str, Any]) -> Any:
-    """How many MTP layers a config speaks of, if it does."""
+    """Return the number of MTP layers in a config, if any."""
     return layer.get("num_nextn_predict_layers") or layer.get("mtp_num_hidden_layers")
 
 
 def mtp_of_speculators(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> Extracted:
-    """The same of a speculators checkpoint, whose hidden states are the target's before its final norm.
+    """Do the same for a speculators checkpoint, which uses the target's hidden states before the final norm.
 
-    `target_norm` under `eagle_mlx` in the config says otherwise. Raises ConfigError and CheckpointError likewise.
+    `target_norm` under `eagle_mlx` in the config overrides that. Raises ConfigError and CheckpointError likewise.
     """
     layer = dict(config.get("transformer_layer_config") or {})
     file = _file_of(layer.get("model_type"))
@@ -173,7 +173,7 @@ def mtp_of_speculators(config: Mapping[str, Any], tensors: Mapping[str, mx.array
 
 
 def _layer_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """mlx-lm's file of a model, and the part of its config that describes its layers."""
+    """Return mlx-lm's module for a model, and the part of its config about layers."""
     layer = dict(config.get("text_config") or config)
     return _file_of(layer.get("model_type") or config.get("model_type")), layer
 
@@ -192,7 +192,7 @@ def _under(tensors: Mapping[str, mx.array], prefix: str) -> dict[str, mx.array]:
 
 
 def _renamed(tensors: Mapping[str, mx.array], names: Mapping[str, str]) -> dict[str, mx.array]:
-    """The parts around the layer under the head's names, everything else as the layer's."""
+    """Rename the parts around the layer to the head's names; all other tensors belong to the layer."""
     made = {}
     for name, value in tensors.items():
         module, _, last = name.rpartition(".")
@@ -208,7 +208,7 @@ def _of_qwen(found: Mapping[str, mx.array], index: int) -> dict[str, mx.array]:
 
 
 def _stacked(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Experts as mlx-lm holds them: one array for each projection of all of them."""
+    """Stack experts as in mlx-lm: one array for each projection."""
     made: dict[str, mx.array] = {}
     experts: dict[tuple[str, str], dict[int, mx.array]] = {}
     for name, value in tensors.items():
@@ -235,7 +235,7 @@ def _stacked(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
 def _without_copies(
     inner: dict[str, mx.array], tensors: Mapping[str, mx.array]
 ) -> tuple[dict[str, mx.array], list[str]]:
-    """Without an embedding or output projection that is the model's own over again; and a word on each found."""
+    """Remove an embedding or output projection that is a copy of the model's; return notes on each."""
     notes = []
     for name, shared in zip(("embed_tokens.weight", "lm_head.weight"), SHARED, strict=True):
         mine, theirs = inner.get(name), tensors.get(shared)
@@ -252,23 +252,23 @@ def _without_copies(
 
 
 def norms_of(inner: Mapping[str, mx.array]) -> tuple[list[str], list[str]]:
-    """The names of a head's norms: the layer's, and those around it."""
+    """Return the names of the norms in the layer, and of those around it."""
     within = [name for name in inner if name.startswith("block.") and name.endswith(_WITHIN)]
     return within, [name for name in inner if name in _AROUND]
 
 
 def with_ones(inner: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Zero-centred norms as plain ones, of the type that the head's projection has."""
+    """Convert zero-centered norms to plain ones, in the dtype of the head's projection."""
     dtype = inner["eh_proj.weight"].dtype if "eh_proj.weight" in inner else mx.float32
     within, around = norms_of(inner)
     return inner | {name: (inner[name].astype(mx.float32) + 1).astype(dtype) for name in within + around}
 
 
 def _plain_norms(file: str, inner: dict[str, mx.array]) -> tuple[dict[str, mx.array], list[str]]:
-    """Norms whose weights multiply as they are, and a word on each group of which there was a choice.
+    """Convert zero-centered norms to plain ones; return notes on each group of norms.
 
-    Published Qwen norms are zero-centred; copies exist in which some have had their one added. Those of the layer and
-    those around it are told apart by their means, group by group.
+    Published Qwen norms are zero-centered, but in some copies one was already added to some. The mean of each group
+    decides: the layer's norms, and those around it.
     """
     notes: list[str] = []
     if file not in ZERO_CENTRED:
@@ -276,7 +276,7 @@ def _plain_norms(file: str, inner: dict[str, mx.array]) -> tuple[dict[str, mx.ar
     within, around = norms_of(inner)
     for what, group in (("the layer's", within), ("the head's own", around)):
         if not group:
-            continue  # what is missing is named when the head is filled
+            continue  # missing tensors are reported when the head is filled
         means = [inner[name].astype(mx.float32).mean() for name in group]
         mean = float(np.mean(np.array(means)))
         zero_centred = mean < 0.5
@@ -288,7 +288,7 @@ def _plain_norms(file: str, inner: dict[str, mx.array]) -> tuple[dict[str, mx.ar
 
 
 def shards_of(where: str | Path, weight_map: Mapping[str, str], prefix: str) -> list[str]:
-    """The files that hold tensors whose names begin so. Raises CheckpointError for none, or for a name with a path."""
+    """Return the files with this prefix's tensors. Raises CheckpointError if there are none, or a name is a path."""
     shards = sorted({shard for name, shard in weight_map.items() if name.startswith(prefix)})
     if not shards:
         raise no_layer(where, prefix)
@@ -299,9 +299,9 @@ def shards_of(where: str | Path, weight_map: Mapping[str, str], prefix: str) -> 
 
 
 def read_mtp_tensors(folder: Path, prefix: str) -> dict[str, mx.array]:
-    """The tensors under a prefix, and of the shared ones those that are at hand; nothing else is read.
+    """Read the tensors with a prefix, and shared tensors if available.
 
-    Other files of the model may be missing. Raises CheckpointError for a file that is missing or damaged.
+    Other files of the model may be missing. Raises CheckpointError if a file is missing or damaged.
     """
     index = folder / INDEX
     found = _wanted(read_tensors(folder), prefix) if not index.exists() else _of_shards(folder, index, prefix)
@@ -338,7 +338,7 @@ def _wanted(tensors: Mapping[str, mx.array], prefix: str) -> dict[str, mx.array]
 
 
 def choices_of(head: MTPHead, norms_told: bool) -> list[str]:
-    """Return what was decided about a head, in words. `norms_told`: whether notes speak of its norms already."""
+    """Describe the decisions made for a head. `norms_told` means that notes already cover its norms."""
     config = head.config
     first, second = ("hidden state", "embedding") if config.hidden_first else ("embedding", "hidden state")
     return [

@@ -1,4 +1,4 @@
-"""MTP heads written in the layout of vllm-project/speculators, which has words for Qwen's alone."""
+"""Write MTP heads in the layout of vllm-project/speculators, which only supports Qwen's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LAYERS = {
     "qwen3_next": ("qwen3_next",),
     "qwen3_5": ("qwen3_5_text", "qwen3_5_moe_text"),
 }
-"""mlx-lm's file -> the model types of the layers that speculators has."""
+"""Maps mlx-lm's module to speculators' layer types."""
 
 
 def save_speculators_mtp(
@@ -34,12 +34,12 @@ def save_speculators_mtp(
     dtype: mx.Dtype = mx.bfloat16,
     overwrite: bool = False,
 ) -> None:
-    """Write a head in this layout, as a folder that appears whole or not at all.
+    """Write a head in this layout to a folder, which appears only once complete.
 
-    Norms that their makers publish zero-centred are written so; one that would lose a digit by it in `dtype` is written
-    in float32 (of a head in float32 the last digit may go). Which hidden state goes in the layout does not say: it is
-    noted under `eagle_mlx`, with `target_name` and `extra`. `base_model` and `depth` are those of `save_speculators`.
-    Raises ConfigError for a head that this layout has no words for, OutputError for a place that cannot be written.
+    Norms that are published zero-centered are written that way, in float32 if `dtype` would lose a digit (a float32
+    head may lose the last digit). The layout has no field for which hidden state is read, so it is stored under
+    `eagle_mlx`, with `target_name` and `extra`. `base_model` and `depth` are as in `save_speculators`. Raises
+    ConfigError if this layout cannot express the head, OutputError if the folder cannot be written.
     """
     config = head.config
     _check_sayable(config)
@@ -99,7 +99,7 @@ def _less_one(norm: mx.array) -> mx.array:
 
 
 def _outer(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """A head's weights under the names of this layout, experts as transformers holds them."""
+    """Rename a head's weights for this layout, with experts as in transformers."""
     names = {mine: theirs for theirs, mine in MIMO.items()}
     made: dict[str, mx.array] = {}
     for name, value in tensors.items():
